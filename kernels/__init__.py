@@ -1,0 +1,1 @@
+"""Floor 1: ops on one device. They know tensors, never process groups."""

@@ -1,0 +1,118 @@
+"""The one place that decides which implementation of an op runs.
+
+``impl="auto" | "triton" | "reference"`` is an argument of every op. An explicit request is honoured or refused,
+never replaced. ``auto`` takes Triton wherever a GPU and Triton are present and the op supports the call, unless a
+committed measurement says that the stock path wins there; otherwise the reference, which is plain torch.
+
+``SHARDFUSE_IMPL`` sets what ``auto`` means for a whole process (for bisecting a problem, and for tests).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+IMPLS = ("auto", "triton", "reference")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which implementation runs, and why (one line, for people)."""
+
+    impl: str
+    reason: str
+
+    @property
+    def triton(self) -> bool:
+        return self.impl == "triton"
+
+
+# What ran in this process: (op, implementation) -> calls. Written by the ops, outside torch.compile only.
+counts: Counter[tuple[str, str]] = Counter()
+
+
+def count(op: str, impl: str) -> None:
+    if not torch.compiler.is_compiling():
+        counts[op, impl] += 1
+
+
+@functools.cache
+def triton_version() -> str | None:
+    """The installed Triton's version, or None. Does not import Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from importlib.metadata import PackageNotFoundError, version
+
+    for distribution in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+@functools.cache
+def interpreting() -> bool:
+    """Whether Triton kernels are interpreted. Fixed when a kernel is defined, so it is read once per process."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+@functools.cache
+def _auto_override() -> str:
+    value = os.environ.get("SHARDFUSE_IMPL", "auto")
+    if value not in IMPLS:
+        raise ValueError(f"SHARDFUSE_IMPL={value!r}: expected one of {', '.join(IMPLS)}")
+    return value
+
+
+def choose(
+    op: str,
+    device: torch.device,
+    impl: str = "auto",
+    *,
+    unsupported: str | None = None,
+    stock_wins: str | None = None,
+) -> Choice:
+    """Decide for one call of ``op`` on ``device``.
+
+    ``unsupported`` says why the kernel cannot take this call, or None; ``stock_wins`` names the committed
+    measurement by which the stock path is faster here, or None.
+
+    Raises ValueError for an unknown ``impl``, RuntimeError when ``impl="triton"`` cannot be honoured.
+    """
+    if impl not in IMPLS:
+        raise ValueError(f"{op}: impl={impl!r}: expected one of {', '.join(IMPLS)}")
+    if impl == "auto":
+        impl = _auto_override()
+    if impl == "reference":
+        return Choice("reference", "asked for")
+
+    missing = _why_not_triton(device) or unsupported
+    if impl == "triton":
+        if missing:
+            raise RuntimeError(
+                f"{op}: impl='triton' was asked for, but {missing}; pass impl='auto' to let the reference take over"
+            )
+        return Choice("triton", "asked for")
+    if missing:
+        return Choice("reference", missing)
+    if device.type == "cpu":
+        return Choice("reference", "on a CPU the kernel would only be interpreted; impl='triton' asks for that")
+    if stock_wins:
+        return Choice("reference", stock_wins)
+    return Choice("triton", "unmeasured on this GPU")
+
+
+def _why_not_triton(device: torch.device) -> str | None:
+    if triton_version() is None:
+        return "Triton is not installed (pip install triton; Linux only)"
+    if device.type == "cpu" and not interpreting():
+        return "the tensors are on a CPU and Triton's interpreter is off (start Python with TRITON_INTERPRET=1)"
+    if device.type not in ("cpu", "cuda"):
+        return f"Triton has no backend here for device {device.type!r}"
+    return None

@@ -1,0 +1,1 @@
+"""Floor 4: allocator, scheduler and engine over the paged KV cache."""

@@ -1,0 +1,1 @@
+"""Floor 4: the train loop, its configuration and its data."""
