@@ -31,12 +31,13 @@ class Verdict:
 
 
 def relative_error(out: torch.Tensor, oracle: torch.Tensor) -> float:
-    """||out - oracle|| / ||oracle|| in fp64 on the CPU; 0 for two empty tensors, inf where shapes differ."""
+    """||out - oracle|| / ||oracle|| in fp64 on the oracle's device; 0 where both are empty, inf where shapes differ."""
     if out.shape != oracle.shape:
         return float("inf")
     if oracle.numel() == 0:
         return 0.0
-    out64, oracle64 = out.detach().to("cpu", torch.float64), oracle.detach().to("cpu", torch.float64)
+    oracle64 = oracle.detach().to(torch.float64)
+    out64 = out.detach().to(oracle.device, torch.float64)
     scale = oracle64.norm().item()
     return (out64 - oracle64).norm().item() / (scale if scale > 0 else 1.0)
 

@@ -9,11 +9,11 @@ committed measurement says that the stock path wins there; otherwise the referen
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 from collections import Counter
 from dataclasses import dataclass
+from importlib import metadata
 
 import torch
 
@@ -41,33 +41,38 @@ def count(op: str, impl: str) -> None:
         counts[op, impl] += 1
 
 
-@functools.cache
-def triton_version() -> str | None:
-    """The installed Triton's version, or None. Does not import Triton."""
+def _find_triton() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return None
-    from importlib.metadata import PackageNotFoundError, version
-
     for distribution in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
         try:
-            return version(distribution)
-        except PackageNotFoundError:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
             continue
     return "unknown"
 
 
-@functools.cache
-def interpreting() -> bool:
-    """Whether Triton kernels are interpreted. Fixed when a kernel is defined, so it is read once per process."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
-
-
-@functools.cache
-def _auto_override() -> str:
+def _read_auto() -> str:
     value = os.environ.get("SHARDFUSE_IMPL", "auto")
     if value not in IMPLS:
         raise ValueError(f"SHARDFUSE_IMPL={value!r}: expected one of {', '.join(IMPLS)}")
     return value
+
+
+# Read once: torch.compile then sees constants, and Triton itself fixes interpretation when a kernel is defined.
+_TRITON_VERSION = _find_triton()
+_INTERPRETING = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+_AUTO = _read_auto()
+
+
+def triton_version() -> str | None:
+    """The installed Triton's version, or None. Does not import Triton."""
+    return _TRITON_VERSION
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels are interpreted in this process (``TRITON_INTERPRET=1`` when Python started)."""
+    return _INTERPRETING
 
 
 def choose(
@@ -88,7 +93,7 @@ def choose(
     if impl not in IMPLS:
         raise ValueError(f"{op}: impl={impl!r}: expected one of {', '.join(IMPLS)}")
     if impl == "auto":
-        impl = _auto_override()
+        impl = _AUTO
     if impl == "reference":
         return Choice("reference", "asked for")
 

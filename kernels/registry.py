@@ -42,20 +42,71 @@ class Case:
 
 @dataclass(frozen=True)
 class Build:
-    """One kernel in one configuration, to be compiled ahead of time for one target."""
+    """One kernel in one configuration, to be compiled ahead of time for one target.
+
+    ``args`` are the very arguments that the launcher would pass, by name, with tensors on the ``meta`` device:
+    the launcher's own argument function makes them, so that what is compiled here is what runs there.
+    """
 
     op: str
     config: str  # readable and unique per target, e.g. "fwd-128x256x64-w8-s3-bf16-bias-gelu_tanh-preact"
     target: str
     fn: Any  # triton.JITFunction
-    signature: Mapping[str, str]  # argument name -> "*bf16", "i32", ...; constexpr arguments left out
-    constexprs: Mapping[str, Any]
-    divisible_by_16: tuple[str, ...]  # names of pointers and integers known to be multiples of 16
+    args: Mapping[str, Any]  # every argument of fn: meta tensors, ints, floats, None, constexpr values, tuples of these
     num_warps: int
     num_stages: int
     wants_wgmma: bool = False  # asserted on sm_90
     wants_tma: bool = False  # asserted on sm_90
     exempt: str | None = None  # why wgmma or TMA is not expected although this is a GEMM on sm_90
+
+    def specialise(self) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
+        """(signature, constexprs, attrs) as ``triton.compiler.ASTSource`` takes them.
+
+        Follows the rules of Triton's JIT: integers equal to 1 and None become constants, integers divisible by 16
+        are marked so (unless the kernel names the argument in ``do_not_specialize``), and tensors are taken to be
+        16-byte aligned (torch's allocator gives 256).
+        """
+        signature: dict[str, Any] = {}
+        constexprs: dict[tuple[int, ...], Any] = {}
+        attrs: dict[tuple[int, ...], Any] = {}
+
+        def visit(value: Any, path: tuple[int, ...], constant: bool, special: bool) -> Any:
+            if isinstance(value, tuple) and not constant:
+                return tuple(visit(v, (*path, i), False, special) for i, v in enumerate(value))
+            if constant or value is None or (special and type(value) is int and value == 1):
+                constexprs[path] = value
+                return "constexpr"
+            if isinstance(value, torch.Tensor):
+                attrs[path] = [["tt.divisibility", 16]]
+                return "*" + _TRITON_NAMES[value.dtype]
+            if type(value) is int:
+                if special and value % 16 == 0:
+                    attrs[path] = [["tt.divisibility", 16]]
+                return "i32" if -(2**31) <= value < 2**31 else "i64"
+            if isinstance(value, float):
+                return "fp32"
+            raise TypeError(f"{self.op} {self.config}: argument of type {type(value).__name__} at {path}")
+
+        for i, param in enumerate(self.fn.params):
+            special = not param.do_not_specialize
+            signature[param.name] = visit(self.args[param.name], (i,), param.is_constexpr, special)
+        return signature, constexprs, attrs
+
+
+_TRITON_NAMES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
 
 
 @dataclass(frozen=True)
@@ -98,14 +149,14 @@ def op(name: str) -> OpSpec:
     return ops()[name]
 
 
-def to_double(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The same inputs in fp64 on the CPU, for the oracle; other values pass through. Leaves stay leaves."""
+def to_double(inputs: dict[str, Any], device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The same inputs in fp64 on ``device``, for the oracle; other values pass through. Leaves stay leaves."""
 
     def convert(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if not value.is_floating_point():
-                return value.detach().cpu()
-            return value.detach().to("cpu", torch.float64).requires_grad_(value.requires_grad)
+                return value.detach().to(device)
+            return value.detach().to(device, torch.float64).requires_grad_(value.requires_grad)
         if isinstance(value, (list, tuple)):
             return type(value)(convert(v) for v in value)
         return value

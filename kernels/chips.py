@@ -1,0 +1,130 @@
+"""The chips that kernels are compiled for: what one of each can hold, and how fast it is on paper.
+
+One entry per name in ``registry.TARGETS``, for the part that most people mean by it. Sources: per-block and per-SM
+limits from the CUDA C++ Programming Guide ("Technical Specifications per Compute Capability") and, for gfx942, LLVM's
+"User Guide for AMDGPU Backend" and the CDNA3 instruction set; SM counts and dense peak rates from the vendors' data
+sheets (A100 80GB SXM, H100 SXM, B200, MI300X).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+KIB = 1024
+
+# The register file of every SM here is split evenly among four schedulers (AMD: SIMDs); a warp lives in one of them.
+_SCHEDULERS = 4
+
+
+@dataclass(frozen=True)
+class Chip:
+    """Limits and peaks of one GPU. "SM" also means AMD's compute unit, "warp" its wavefront, "shared" its LDS."""
+
+    name: str
+    sms: int
+    warp_size: int
+    max_warps_per_sm: int
+    max_blocks_per_sm: int
+    registers_per_sm: int  # 32-bit registers; AMD: vector registers, the accumulation half included
+    registers_per_thread: int  # the most that one thread can address
+    register_step: int  # registers are handed to a warp in multiples of this many per warp
+    shared_per_block: int  # bytes, the most that one block may ask for
+    shared_per_sm: int  # bytes
+    shared_step: int  # bytes, shared memory is handed to a block in multiples of this
+    shared_reserved: int  # bytes per block that the driver takes for itself
+    flops: Mapping[str, float]  # dense matrix FLOP/s by input dtype; "fp32" without tensor cores
+    bandwidth: float  # bytes/s of device memory
+
+    def blocks_per_sm(self, registers: int, shared_bytes: int, num_warps: int) -> int:
+        """How many blocks of one kernel an SM holds at once: the method of NVIDIA's occupancy calculator.
+
+        ``registers`` per thread, ``shared_bytes`` and ``num_warps`` per block. 0 when not even one fits.
+        """
+        if shared_bytes > self.shared_per_block or registers > self.registers_per_thread:
+            return 0
+        limits = [self.max_blocks_per_sm, self.max_warps_per_sm // num_warps]
+        if registers:
+            per_warp = _round_up(registers * self.warp_size, self.register_step)
+            warps = self.registers_per_sm // _SCHEDULERS // per_warp * _SCHEDULERS
+            limits.append(warps // num_warps)
+        shared = _round_up(shared_bytes + self.shared_reserved, self.shared_step)
+        if shared:
+            limits.append(self.shared_per_sm // shared)
+        return min(limits)
+
+    def occupancy(self, registers: int, shared_bytes: int, num_warps: int) -> float:
+        """Resident warps as a share of what an SM can hold, 0 to 1."""
+        return self.blocks_per_sm(registers, shared_bytes, num_warps) * num_warps / self.max_warps_per_sm
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+CHIPS: dict[str, Chip] = {
+    "sm_80": Chip(
+        name="NVIDIA A100",
+        sms=108,
+        warp_size=32,
+        max_warps_per_sm=64,
+        max_blocks_per_sm=32,
+        registers_per_sm=64 * KIB,
+        registers_per_thread=255,
+        register_step=256,
+        shared_per_block=163 * KIB,
+        shared_per_sm=164 * KIB,
+        shared_step=128,
+        shared_reserved=KIB,
+        flops={"bf16": 312e12, "fp16": 312e12, "tf32": 156e12, "fp32": 19.5e12},
+        bandwidth=2.039e12,
+    ),
+    "sm_90": Chip(
+        name="NVIDIA H100",
+        sms=132,
+        warp_size=32,
+        max_warps_per_sm=64,
+        max_blocks_per_sm=32,
+        registers_per_sm=64 * KIB,
+        registers_per_thread=255,
+        register_step=256,
+        shared_per_block=227 * KIB,
+        shared_per_sm=228 * KIB,
+        shared_step=128,
+        shared_reserved=KIB,
+        flops={"fp8": 1979e12, "bf16": 989e12, "fp16": 989e12, "tf32": 495e12, "fp32": 67e12},
+        bandwidth=3.35e12,
+    ),
+    "sm_100": Chip(
+        name="NVIDIA B200",
+        sms=148,
+        warp_size=32,
+        max_warps_per_sm=64,
+        max_blocks_per_sm=32,
+        registers_per_sm=64 * KIB,
+        registers_per_thread=255,
+        register_step=256,
+        shared_per_block=227 * KIB,
+        shared_per_sm=228 * KIB,
+        shared_step=128,
+        shared_reserved=KIB,
+        flops={"fp8": 4500e12, "bf16": 2250e12, "fp16": 2250e12, "tf32": 1125e12, "fp32": 75e12},
+        bandwidth=8.0e12,
+    ),
+    "gfx942": Chip(
+        name="AMD MI300X",
+        sms=304,
+        warp_size=64,
+        max_warps_per_sm=32,
+        max_blocks_per_sm=16,
+        registers_per_sm=4 * 512 * 64,
+        registers_per_thread=512,
+        register_step=8 * 64,
+        shared_per_block=64 * KIB,
+        shared_per_sm=64 * KIB,
+        shared_step=512,
+        shared_reserved=0,
+        flops={"fp8": 2615e12, "bf16": 1307e12, "fp16": 1307e12, "tf32": 654e12, "fp32": 163e12},
+        bandwidth=5.3e12,
+    ),
+}

@@ -1,0 +1,104 @@
+"""The device that kernels run on: what chip it is, and the one place from which they are launched on it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Stands for the chip where kernels are interpreted: small blocks, so that small tests still cross tile borders.
+INTERPRETER = "interpreter"
+_INTERPRETER_PROGRAMS = 3  # not a divisor of usual tile counts
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch that was captured instead of run."""
+
+    fn: Any  # triton.JITFunction
+    args: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    config: Any  # what pick_config returned
+
+
+@dataclass(frozen=True)
+class _Capture:
+    arch: str
+    tf32: bool
+    launches: list[Launch]
+
+
+_capture: _Capture | None = None  # the one that runs
+
+
+@contextlib.contextmanager
+def capture(arch: str, *, tf32: bool = False) -> Iterator[list[Launch]]:
+    """Within the block, launches on ``meta`` tensors are collected as if ``arch`` were the chip, and nothing runs.
+
+    ``tf32`` stands for torch's setting for fp32 matrix products.
+    Ahead-of-time codegen thereby compiles the very arguments that the launchers pass.
+    """
+    global _capture
+    outer, _capture = _capture, _Capture(arch, tf32, [])
+    try:
+        yield _capture.launches
+    finally:
+        _capture = outer
+
+
+def launch(
+    fn: Any,
+    grid: tuple[int, ...],
+    args: dict[str, Any],
+    *,
+    num_warps: int,
+    num_stages: int,
+    on: torch.Tensor,
+    config: Any,
+) -> None:
+    """Run ``fn[grid](**args)`` on the device of tensor ``on``; ``config`` is kept for reports."""
+    if on.is_meta:
+        assert _capture is not None, "a kernel was launched on meta tensors outside capture()"
+        _capture.launches.append(Launch(fn, args, num_warps, num_stages, config))
+        return
+    with torch.cuda.device_of(on):
+        fn[grid](**args, num_warps=num_warps, num_stages=num_stages)
+
+
+def architecture(device: torch.device) -> str:
+    """The chip as codegen targets are called ("sm_90", "gfx942"), or INTERPRETER on a CPU."""
+    if device.type == "meta":
+        assert _capture is not None, "meta tensors have a chip only inside capture()"
+        return _capture.arch
+    return INTERPRETER if device.type == "cpu" else _gpu_architecture(device)
+
+
+@functools.cache
+def _gpu_architecture(device: torch.device) -> str:
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return str(properties.gcnArchName).partition(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+@functools.cache
+def program_slots(device: torch.device) -> int:
+    """How many programs of a persistent kernel run at once: one per multiprocessor."""
+    if device.type != "cuda":
+        return _INTERPRETER_PROGRAMS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def allow_tf32() -> bool:
+    """Whether torch's settings let fp32 matrix products round their inputs to tf32 on a GPU."""
+    if _capture is not None:
+        return _capture.tf32
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):  # torch >= 2.9; reading the older flag beside it may raise
+        return matmul.fp32_precision == "tf32"
+    return bool(matmul.allow_tf32)

@@ -1,0 +1,6 @@
+"""Linear layers with everything that can ride in their GEMMs' epilogues."""
+
+from .op import linear_act
+from .reference import ACTIVATIONS, apply_activation
+
+__all__ = ["ACTIVATIONS", "apply_activation", "linear_act"]

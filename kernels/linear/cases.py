@@ -1,0 +1,207 @@
+"""The shapes that tests, ahead-of-time builds and benchmarks share for ``linear_act``.
+
+A case is T tokens, D inputs, F outputs per weight, ``weights`` weights on one x (F // 2^i each, so that they differ),
+an activation, a bias or none, how x is laid out, and (ahead-of-time builds only) whether fp32 may round to tf32.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+
+from .. import device
+from ..registry import Build, Case, OpSpec
+from . import op
+from .reference import ACTIVATIONS
+
+_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
+_NAMES = {_BF16: "bf16", _FP16: "fp16", _FP32: "fp32"}
+
+
+def _case(T: int, D: int, F: int, dtype: torch.dtype, activation: str, *tags: str, **options: Any) -> Case:
+    options = {"activation": activation, "bias": True, "weights": 1, "layout": "rows", "tf32": False} | options
+    extras = [f"x{options['weights']}"] if options["weights"] > 1 else []
+    extras += [] if options["bias"] else ["nobias"]
+    extras += [] if options["layout"] == "rows" else [options["layout"]]
+    extras += ["tf32"] if options["tf32"] else []
+    name = "-".join([options.pop("model", ""), f"t{T}-d{D}-f{F}", _NAMES[dtype], activation, *extras]).lstrip("-")
+    return Case(name, dtype, {"T": T, "D": D, "F": F}, options, frozenset(tags))
+
+
+# Small enough to interpret; blocks are 32 there. Odd sizes, single rows and columns, nothing at all, strided x.
+_TEST = (
+    *(_case(33, 40, 72, _FP32, activation, "test") for activation in ACTIVATIONS),
+    *(_case(40, 48, 64, dtype, "gelu_tanh", "test") for dtype in (_BF16, _FP16)),
+    _case(64, 33, 31, _FP16, "gelu_erf", "test"),  # TMA impossible: rows of 66 and 62 bytes
+    _case(1, 64, 96, _BF16, "silu", "test"),
+    _case(0, 16, 24, _FP32, "relu", "test"),
+    _case(5, 1, 1, _FP32, "identity", "test"),
+    _case(100, 64, 64, _BF16, "identity", "test", bias=False),
+    _case(50, 40, 96, _FP16, "identity", "test", weights=3),
+    _case(37, 64, 64, _FP32, "gelu_tanh", "test", weights=2, bias=False),
+    _case(34, 48, 40, _FP32, "gelu_tanh", "test", layout="columns"),
+    _case(34, 48, 40, _BF16, "silu", "test", layout="strided"),
+)
+
+# Projections of models people run, by tensor-parallel degree: (name, D, F of the up projection).
+_MODELS = (("llama3-8b", 4096, 14336), ("llama3-70b", 8192, 28672), ("gpt3-13b", 5120, 20480))
+_TOKENS = (1, 16, 64, 256, 1024, 4096, 8192, 16384)
+
+
+def _model_case(T: int, model: tuple[str, int, int], tp: int, activation: str, *tags: str) -> Case:
+    name, D, F = model
+    return _case(T, D, F // tp, _BF16, activation, *tags, model=f"{name}-tp{tp}")
+
+
+# The dozen that one short GPU call can time, the two GeLUs where they hurt most.
+_SHORT = tuple(
+    _model_case(T, model, tp, activation, "codegen", "bench", "short", "gpu")
+    for T, model, tp, activation in (
+        (8192, _MODELS[0], 1, "gelu_tanh"),
+        (8192, _MODELS[0], 1, "gelu_erf"),
+        (4096, _MODELS[0], 1, "gelu_tanh"),
+        (4096, _MODELS[0], 2, "silu"),
+        (8192, _MODELS[1], 8, "gelu_tanh"),
+        (16384, _MODELS[2], 4, "gelu_tanh"),
+        (4096, _MODELS[2], 1, "gelu_erf"),
+        (1024, _MODELS[0], 1, "identity"),
+        (256, _MODELS[0], 1, "gelu_tanh"),
+        (64, _MODELS[0], 1, "gelu_tanh"),
+        (16, _MODELS[0], 1, "gelu_tanh"),
+        (1, _MODELS[0], 1, "gelu_tanh"),
+    )
+)
+_GRID = tuple(
+    _model_case(T, model, tp, "gelu_tanh", "bench") for T, model, tp in product(_TOKENS, _MODELS, (1, 2, 4, 8))
+)
+# What else ships: the other dtypes and epilogues, several weights, operands that TMA cannot take.
+_BUILDS = (
+    *(_case(4096, 4096, 4096, _BF16, activation, "codegen") for activation in ACTIVATIONS),
+    *(_case(4096, 4096, 4096, dtype, "gelu_tanh", "codegen") for dtype in (_FP16, _FP32)),
+    _case(4096, 4096, 4096, _FP32, "gelu_tanh", "codegen", tf32=True),
+    _case(4096, 4096, 4096, _BF16, "identity", "codegen", weights=3),
+    _case(4096, 4096, 14336, _BF16, "identity", "codegen", weights=2, bias=False),
+    _case(4096, 4095, 4095, _BF16, "gelu_tanh", "codegen"),
+)
+# What a CPU times: world size 1 against the stock module.
+_CPU = tuple(_case(T, D, 4 * D, _FP32, "gelu_tanh", "bench-cpu") for T, D in ((64, 256), (512, 1024)))
+
+CASES = tuple({case.name: case for case in (*_TEST, *_GRID, *_SHORT, *_BUILDS, *_CPU)}.values())
+
+
+def make_inputs(case: Case, on: torch.device, seed: int) -> dict[str, Any]:
+    """x, weights, biases and the outputs' gradients; random, of order 1 after the product."""
+    T, D, F = (case.sizes[letter] for letter in "TDF")
+    generator = torch.Generator(on).manual_seed(seed)
+
+    def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device=on, dtype=torch.float32).mul(scale).to(case.dtype)
+
+    if case.options["layout"] == "columns":
+        x = draw(D, T).t()
+    elif case.options["layout"] == "strided":
+        x = draw(T, 2 * D)[:, ::2]
+    else:
+        x = draw(T, D)
+    widths = [max(F // 2**i, 1) for i in range(case.options["weights"])]
+    weights = [draw(width, D, scale=max(D, 1) ** -0.5).requires_grad_() for width in widths]
+    biases = [draw(width).requires_grad_() if case.options["bias"] else None for width in widths]
+    grads = [draw(T, width) for width in widths]
+    return {"x": x.requires_grad_(), "weights": weights, "biases": biases, "grads": grads}
+
+
+def run(inputs: dict[str, Any], case: Case, impl: str) -> dict[str, torch.Tensor]:
+    """Forward and backward; outputs y0.., gradients dx, dw0.., db0.."""
+    ys = op.linear_act(
+        inputs["x"], inputs["weights"], inputs["biases"], activation=case.options["activation"], impl=impl
+    )
+    leaves = {"dx": inputs["x"]}
+    leaves |= {f"dw{i}": w for i, w in enumerate(inputs["weights"])}
+    leaves |= {f"db{i}": b for i, b in enumerate(inputs["biases"]) if b is not None}
+    grads = torch.autograd.grad(ys, list(leaves.values()), inputs["grads"])
+    return {f"y{i}": y.detach() for i, y in enumerate(ys)} | dict(zip(leaves, grads))
+
+
+def builds(target: str) -> list[Build]:
+    """Every launch that the cases tagged ``codegen`` make on ``target``, forward and backward, each kernel once."""
+    from . import launch
+
+    found: dict[str, Build] = {}
+    for case in CASES:
+        if "codegen" not in case.tags:
+            continue
+        T, D, F = (case.sizes[letter] for letter in "TDF")
+        activation = case.options["activation"]
+        widths = [F // 2**i for i in range(case.options["weights"])]
+        with device.capture(target, tf32=case.options["tf32"]) as launches:
+            x = torch.empty(T, D, dtype=case.dtype, device="meta")
+            weights = tuple(x.new_empty(width, D) for width in widths)
+            biases = tuple(x.new_empty(width) if case.options["bias"] else None for width in widths)
+            save = activation != "identity"
+            launch.linear_act_fwd(x, weights, biases, activation, False)
+            ys, zs = launch.linear_act_fwd(x, weights, biases, activation, save)
+            dzs = tuple(launch.act_grad(y, z, activation) for y, z in zip(ys, zs)) if save else tuple(ys)
+            launch.linear_dgrad(dzs, weights)
+            launch.linear_wgrad(dzs, x, [case.options["bias"]] * len(widths))
+        for item in launches:
+            build = _build(item, target, case)
+            found.setdefault(build.config, build)
+    return list(found.values())
+
+
+def _build(item: device.Launch, target: str, case: Case) -> Build:
+    args = item.args
+    if "a_ptrs" not in args:
+        return Build(
+            op="linear_act",
+            config=f"act_grad-{item.config}-{_NAMES[case.dtype]}-{args['ACTIVATION']}",
+            target=target,
+            fn=item.fn,
+            args=args,
+            num_warps=item.num_warps,
+            num_stages=item.num_stages,
+        )
+    kind = "fwd" if args["TRANS_B"] else "wgrad" if args["TRANS_A"] else "dgrad"
+    label = [kind, str(item.config), "tf32" if case.options["tf32"] else _NAMES[case.dtype]]
+    label += [f"x{len(args['a_ptrs'])}"] if len(args["a_ptrs"]) > 1 else []
+    label += ["bias"] if args["bias_ptrs"][0] is not None or args["row_sum_ptrs"][0] is not None else []
+    label += [args["ACTIVATION"]] if args["ACTIVATION"] != "identity" else []
+    label += ["preact"] if args["preact_ptrs"][0] is not None else []
+    label += ["odd"] if any(size % 16 for size in (*args["Ns"], *args["Ks"])) else []
+    exempt = _why_not_tensor_units(case, item.config) if target == "sm_90" else None
+    return Build(
+        op="linear_act",
+        config="-".join(label),
+        target=target,
+        fn=item.fn,
+        args=args,
+        num_warps=item.num_warps,
+        num_stages=item.num_stages,
+        wants_wgmma=True,
+        wants_tma=True,
+        exempt=exempt,
+    )
+
+
+def _why_not_tensor_units(case: Case, config: Any) -> str | None:
+    """Why this GEMM on sm_90 goes without wgmma or TMA, or None if it must have both."""
+    if case.dtype == _FP32 and not case.options["tf32"]:
+        return "IEEE fp32 has no tensor-core instruction"
+    if not config.use_tma:
+        return "rows are not multiples of 16 bytes: TMA cannot address them"
+    if config.block_m < 64:
+        return "wgmma works on 64 rows; blocks of 16 use the older tensor-core instruction"
+    return None
+
+
+SPEC = OpSpec(
+    name="linear_act",
+    summary="act(x @ W^T + b) for up to three weights, forward and backward",
+    cases=CASES,
+    make_inputs=make_inputs,
+    run=run,
+    builds=builds,
+    sources=("linear/triton.py", "linear/launch.py", "linear/op.py", "device.py", "dispatch.py"),
+)

@@ -1,0 +1,76 @@
+"""Reads what a compiler made of a kernel off the machine code itself, without a GPU.
+
+PTX and Triton's IR change their spelling from version to version and say what was meant; SASS and GCN say what runs.
+Registers come from the binary's own resource table, everything else from counting instructions.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+# "/*0150*/  @!P0 STS [R3], RZ ;": the offset, perhaps a predicate, then the opcode up to its first modifier.
+_SASS_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
+_SASS_REGISTERS = re.compile(r"\bREG:(\d+)\b")
+_GCN_INSTRUCTION = re.compile(r"^\s+([a-z]\w+)\b", re.MULTILINE)
+_GCN_REGISTERS = re.compile(r"^\s*\.vgpr_count:\s+(\d+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """One compiled kernel.
+
+    ``registers`` are per thread (AMD: vector registers, accumulation registers included). ``spills`` counts the
+    instructions that touch thread-local memory: LDL and STL in SASS, scratch_load and scratch_store in GCN. ``wgmma``
+    and ``tma`` count Hopper's warp-group matrix instructions and the bulk tensor loads.
+    """
+
+    registers: int
+    spills: int
+    wgmma: int
+    tma: int
+
+
+def read_cubin(cubin: bytes, cuobjdump: str) -> MachineCode:
+    """Disassemble an NVIDIA binary with the ``cuobjdump`` at this path (Triton's wheel carries one)."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        done = subprocess.run([cuobjdump, "-res-usage", "-sass", str(path)], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{cuobjdump} could not read a cubin of {len(cubin)} bytes: {done.stderr.strip()}")
+    return read_sass(done.stdout)
+
+
+def read_sass(text: str) -> MachineCode:
+    """Count in the output of ``cuobjdump -res-usage -sass``."""
+    opcodes = Counter(_SASS_INSTRUCTION.findall(text))
+    return MachineCode(
+        registers=_largest(_SASS_REGISTERS, text, opcodes),
+        spills=opcodes["LDL"] + opcodes["STL"],
+        wgmma=opcodes["HGMMA"] + opcodes["IGMMA"] + opcodes["QGMMA"],
+        tma=opcodes["UTMALDG"],
+    )
+
+
+def read_amdgcn(text: str) -> MachineCode:
+    """Count in AMD assembly with its metadata, as Triton keeps it under ``asm["amdgcn"]``."""
+    opcodes = Counter(_GCN_INSTRUCTION.findall(text))
+    return MachineCode(
+        registers=_largest(_GCN_REGISTERS, text, opcodes),
+        spills=sum(n for name, n in opcodes.items() if name.startswith(("scratch_load", "scratch_store"))),
+        wgmma=0,
+        tma=0,
+    )
+
+
+def _largest(registers: re.Pattern[str], text: str, opcodes: Counter[str]) -> int:
+    """The registers of the hungriest function; RuntimeError where the text is no listing (or its format changed)."""
+    found = [int(value) for value in registers.findall(text)]
+    if not found or not opcodes:
+        raise RuntimeError(f"no {'instructions' if found else 'register count'} found in {text[:200]!r}...")
+    return max(found)

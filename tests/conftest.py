@@ -1,0 +1,56 @@
+"""What every test relies on: an environment that is set before torch and Triton look at it, seeds, worker processes.
+
+Without a GPU, Triton kernels are interpreted (TRITON_INTERPRET=1); allocations are poisoned with NaN
+(SHARDFUSE_POISON=1) everywhere. What is set outside wins.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", str(min(4, len(os.sched_getaffinity(0)))))
+os.environ.setdefault("SHARDFUSE_POISON", "1")
+# Some virtual machines advertise AMX and trap on it: oneDNN's bf16 matrix product would kill the process.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+os.environ["HF_HUB_OFFLINE"] = "1"  # tests use no network
+
+import torch  # noqa: E402 - reads OMP_NUM_THREADS; it does not import Triton
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from hypothesis import settings  # noqa: E402
+
+settings.register_profile("shardfuse", deadline=None, derandomize=True, database=None)
+settings.load_profile("shardfuse")
+
+
+def _load(name: str) -> Any:
+    """A module beside this file: with --import-mode=importlib the folder is not on the path."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Any]:
+    """``ranks(world, body, *args)``: see tests/ranks.py."""
+    pool = _load("ranks").Pool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
