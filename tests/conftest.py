@@ -21,12 +21,12 @@ os.environ.setdefault("SHARDFUSE_POISON", "1")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ["HF_HUB_OFFLINE"] = "1"  # tests use no network
 
-import torch  # noqa: E402 - reads OMP_NUM_THREADS; it does not import Triton
+import torch  # reads OMP_NUM_THREADS; does not import Triton
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from hypothesis import settings  # noqa: E402
+from hypothesis import settings
 
 settings.register_profile("shardfuse", deadline=None, derandomize=True, database=None)
 settings.load_profile("shardfuse")

@@ -1,0 +1,305 @@
+"""Checkpoints that load at any tensor-parallel degree, through torch.distributed.checkpoint.
+
+What is saved are logical tensors: each rank writes its parts, and a reader with other ranks takes the parts that it
+needs. Parameters in DTensor mode and in local mode give the same checkpoint, optimizer state included, and each loads
+the other's. ``storage.py`` has the folder: what replaces what, and what reading refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+from . import collectives, storage
+from .mesh import MeshLike, everyone, tp_group
+from .sharding import as_stored, gather, local_tensor, logical, spec_of
+
+__all__ = ["full_state_dict", "load_checkpoint", "read_extra", "save_checkpoint"]
+
+StrPath = str | os.PathLike[str]
+Index = dict[str, TensorStorageMetadata]  # what the checkpoint holds
+Slots = dict[str, torch.Tensor]  # an optimizer's state of one parameter: exp_avg, exp_avg_sq, step
+
+
+def save_checkpoint(
+    path: StrPath,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: dict[str, Any] | None = None,
+    group: MeshLike = None,
+) -> None:
+    """Write the model's parameters and persistent buffers, and the optimizer's state and settings, to folder ``path``.
+
+    All ranks of ``group`` (default: every process) call it and share the file system. ``extra`` is JSON: step, config.
+    An existing checkpoint is replaced once the new one is complete on disk; if writing fails, it stays as it was.
+
+    Raises ValueError for ``extra`` that is not JSON, optimizer state other than numbers and tensors shaped like their
+    parameter, or a ``path`` with other files in it; RuntimeError when writing fails. Every rank raises.
+    """
+    target = Path(os.path.realpath(path))
+    ranks = everyone() if group is None else tp_group(group)
+    with storage.explained(target, "writing"), torch.no_grad():
+        tensors, fields = storage.agree(ranks, lambda: _collect(model, optimizer, extra))
+        if optimizer is not None:
+            fields["param_groups"] = _merge(collectives.gather_objects(fields["param_groups"], ranks, site=_SITE))
+        with storage.replacing(target, ranks) as folder:
+            with _quiet():
+                writer = dcp.FileSystemWriter(folder)
+                dcp.save(tensors, storage_writer=writer, process_group=ranks.pg, no_dist=ranks.size == 1)
+            storage.write_manifest(folder, fields, ranks)
+
+
+def load_checkpoint(
+    path: StrPath, model: nn.Module, optimizer: Optimizer | None = None, *, group: MeshLike = None
+) -> dict[str, Any]:
+    """Load folder ``path`` into the model and the optimizer, whatever ranks wrote it; returns ``extra``.
+
+    All ranks of ``group`` (default: every process) call it. Values take the model's dtype and device; optimizer state
+    keeps the dtype that it was saved in. Without ``optimizer``, state in the checkpoint is left alone. Everything is
+    read and checked before anything is changed, at the price of a second copy of it meanwhile.
+
+    Loading runs no code from the checkpoint: the index is unpickled with no classes but those it consists of, tensors
+    are read by torch with ``weights_only=True``, the rest is JSON.
+
+    Raises FileNotFoundError or ValueError for a checkpoint that is missing, incomplete, corrupt or of another model;
+    RuntimeError when reading fails. Every rank raises.
+    """
+    target = Path(os.path.realpath(path))
+    ranks = everyone() if group is None else tp_group(group)
+    with storage.explained(target, "reading"), torch.no_grad():
+        folder, manifest = storage.agree(ranks, lambda: storage.open_checkpoint(target))
+        storage.check_files(folder, manifest, ranks)
+        reader = storage.Reader(folder)
+        index: Index = storage.agree(ranks, reader.read_metadata).state_dict_metadata
+        entries = _entries(model)
+        names = set().union(*collectives.gather_objects(set(entries), ranks, site=_SITE))
+        storage.agree(ranks, lambda: _check_fits(folder, entries, names, index))
+        storage.agree(ranks, lambda: _check_groups(folder, manifest, model, optimizer))
+
+        values = {name: torch.empty_like(logical(entry)) for name, entry in entries.items()}
+        state = _empty_state(model, optimizer, index)
+        wanted = {_model_key(name): value for name, value in values.items()}
+        wanted |= {_state_key(name, slot): value for name, slots in state.items() for slot, value in slots.items()}
+        with _quiet():
+            dcp.load(wanted, storage_reader=reader, process_group=ranks.pg, no_dist=ranks.size == 1)
+
+        for name, entry in entries.items():
+            local_tensor(entry).copy_(local_tensor(values[name]))
+        if optimizer is not None:
+            _restore(model, optimizer, state, manifest["param_groups"])
+    return manifest["extra"]
+
+
+def read_extra(path: StrPath) -> dict[str, Any]:
+    """The ``extra`` of a checkpoint alone: a config to build the model from, before loading into it.
+
+    Raises as :func:`load_checkpoint` does, on this rank only.
+    """
+    target = Path(os.path.realpath(path))
+    with storage.explained(target, "reading"):
+        return storage.open_checkpoint(target)[1]["extra"]
+
+
+def full_state_dict(model: nn.Module, *, first_rank_only: bool = False) -> dict[str, torch.Tensor]:
+    """The model's logical tensors, whole, as copies on the CPU; every rank of the model calls it.
+
+    ``first_rank_only`` returns {} on the other ranks, which then need no memory for them.
+    """
+    state: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, entry in model.state_dict(keep_vars=True).items():
+            whole = gather(entry)
+            if not first_rank_only or spec_of(entry).group.rank == 0:
+                state[name] = whole.to("cpu", copy=True)
+    return state
+
+
+_SITE = "checkpoint"
+
+
+def _model_key(name: str) -> str:
+    return f"model.{name}"
+
+
+def _state_key(name: str, slot: str) -> str:
+    return f"optimizer.{name}.{slot}"
+
+
+def _entries(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's parameters and persistent buffers by name, those that are tied under the first one only."""
+    entries: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, entry in model.state_dict(keep_vars=True).items():
+        if not isinstance(entry, torch.Tensor):
+            raise ValueError(f"{name}: a checkpoint holds tensors, not {type(entry).__name__}; keep it in extra")
+        if entry.is_meta:
+            raise ValueError(f"{name} is on the meta device: call model.to_empty(device=...) first")
+        if id(entry) not in seen:
+            entries[name] = entry
+            seen.add(id(entry))
+    return entries
+
+
+def _optimized(model: nn.Module, optimizer: Optimizer) -> list[list[tuple[str, torch.Tensor]]]:
+    """Per parameter group of the optimizer, its parameters with their names in the model."""
+    names = {id(entry): name for name, entry in _entries(model).items()}
+    groups = []
+    for group in optimizer.param_groups:
+        if any(id(param) not in names for param in group["params"]):
+            raise ValueError(
+                "the optimizer holds a parameter that the model does not; make it from model.parameters(), after "
+                "anything that replaces them (to_empty, fully_shard)"
+            )
+        groups.append([(names[id(param)], param) for param in group["params"]])
+    return groups
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def _collect(
+    model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any] | None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors to save, and the fields of the manifest."""
+    tensors = {_model_key(name): logical(entry) for name, entry in _entries(model).items()}
+    fields: dict[str, Any] = {"extra": _check_json(extra or {}, "extra")}
+    if optimizer is None:
+        return tensors, fields
+    fields["param_groups"] = []
+    for group, params in zip(optimizer.param_groups, _optimized(model, optimizer)):
+        settings = {
+            key: value.item() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        _check_json(settings, "the optimizer's settings")
+        fields["param_groups"].append({"params": [name for name, _ in params], "settings": settings})
+        for name, param in params:
+            for slot, value in optimizer.state.get(param, {}).items():
+                if value is not None:
+                    tensors[_state_key(name, slot)] = _logical_state(name, slot, value, param)
+    return tensors, fields
+
+
+def _logical_state(name: str, slot: str, value: Any, param: torch.Tensor) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        if value.shape == param.shape:
+            return logical(value, spec_of(param))
+        if value.numel() == 1:
+            return value
+    what = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    raise ValueError(
+        f"the optimizer's {slot!r} of {name} is {what}: only numbers and tensors shaped like their parameter "
+        f"({list(param.shape)}) can be saved so that they load at another tensor-parallel degree"
+    )
+
+
+def _check_json(value: dict[str, Any], what: str) -> dict[str, Any]:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what} must be JSON (numbers, strings, lists, dictionaries): {error}") from error
+    return value
+
+
+def _merge(per_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One list of parameter groups from every rank's, which differ where pipeline stages do."""
+    merged = per_rank[0]
+    for groups in per_rank[1:]:
+        for ours, theirs in zip(merged, groups):
+            ours["params"] = list(dict.fromkeys(ours["params"] + theirs["params"]))
+    return merged
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def _check_fits(folder: Path, entries: dict[str, torch.Tensor], names: set[str], index: Index) -> None:
+    """ValueError unless the checkpoint holds the model of which this rank has ``entries`` and all ranks ``names``."""
+    saved = {key.removeprefix("model."): value for key, value in index.items() if key.startswith("model.")}
+    problems = [f"{name} is not in the checkpoint" for name in entries if name not in saved]
+    problems += [f"{name} is not in the model" for name in saved if name not in names]
+    problems += [
+        f"{name} is {list(saved[name].size)} in the checkpoint and {list(entry.shape)} in the model"
+        for name, entry in ((name, logical(entry)) for name, entry in entries.items())
+        if name in saved and saved[name].size != entry.shape
+    ]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise ValueError(f"{folder}: not a checkpoint of this model: {'; '.join(problems[:3])}{more}")
+
+
+def _check_groups(folder: Path, manifest: dict[str, Any], model: nn.Module, optimizer: Optimizer | None) -> None:
+    if optimizer is None:
+        return
+    if "param_groups" not in manifest:
+        raise ValueError(f"{folder}: it holds no optimizer state; pass optimizer=None to load the model alone")
+    saved = [set(group["params"]) for group in manifest["param_groups"]]
+    ours = [{name for name, _ in params} for params in _optimized(model, optimizer)]
+    if len(saved) != len(ours) or any(not mine <= theirs for mine, theirs in zip(ours, saved)):
+        raise ValueError(
+            f"{folder}: its optimizer has {len(saved)} parameter group(s) of {[len(names) for names in saved]} "
+            f"parameters, and yours {len(ours)} of {[len(names) for names in ours]}, or they are grouped otherwise; "
+            "build the optimizer as when saving"
+        )
+
+
+def _empty_state(model: nn.Module, optimizer: Optimizer | None, index: Index) -> dict[str, Slots]:
+    """Per parameter name, tensors for the state that the checkpoint has of it, laid out as the parameter is."""
+    if optimizer is None:
+        return {}
+    saved: dict[str, list[str]] = {}
+    for key in index:
+        if key.startswith("optimizer."):
+            name, _, slot = key.removeprefix("optimizer.").rpartition(".")
+            saved.setdefault(name, []).append(slot)
+    state: dict[str, Slots] = {}
+    for group, params in zip(optimizer.param_groups, _optimized(model, optimizer)):
+        # Where torch's optimizers keep their step counts.
+        on_device = group.get("capturable") or group.get("fused")
+        for name, param in params:
+            state[name] = {}
+            for slot in saved.get(name, ()):
+                entry = index[_state_key(name, slot)]
+                dtype = entry.properties.dtype
+                if entry.size == logical(param).shape and slot != "step":
+                    state[name][slot] = torch.empty_like(logical(param), dtype=dtype)
+                else:
+                    device = param.device if on_device else "cpu"
+                    state[name][slot] = torch.empty(entry.size, dtype=dtype, device=device)
+    return state
+
+
+def _restore(model: nn.Module, optimizer: Optimizer, state: dict[str, Slots], groups: list[dict[str, Any]]) -> None:
+    """Hand the optimizer its state and settings."""
+    for group, params, saved in zip(optimizer.param_groups, _optimized(model, optimizer), groups):
+        for name, param in params:
+            optimizer.state.pop(param, None)
+            if state[name]:
+                optimizer.state[param] = {slot: as_stored(value, param) for slot, value in state[name].items()}
+        for key, value in saved["settings"].items():
+            current = group.get(key)
+            if isinstance(current, torch.Tensor):
+                current.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warning that a process is alone, which here is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -1,0 +1,142 @@
+"""Every collective of the project, in one thin layer over torch.distributed.
+
+Each call names its ``site`` ("mlp.out", "loss.max", ...), so that calls and payload can be counted and a test can
+leave a single one out. All are the identity in a group of one, take tensors of any layout, and may run in any group.
+
+gloo sums bf16 and fp16 in that type, rounding after each pair: over R ranks a sum carries up to R - 1 roundings.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .mesh import Group
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "avg": dist.ReduceOp.AVG}
+
+# torch 2.13 renamed these two and warns at the old names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# (kind, site) -> calls, and -> bytes of this rank's input (an all-gather's shard, a reduce-scatter's whole tensor).
+# What torch.compile has captured runs without us and is not counted.
+calls: Counter[tuple[str, str]] = Counter()
+payload: Counter[tuple[str, str]] = Counter()
+
+_omitted: set[str] = set()
+
+
+def all_reduce(x: torch.Tensor, group: Group, *, site: str, op: str = "sum", inplace: bool = False) -> torch.Tensor:
+    """Combine ``x``, of the same shape on every rank, by "sum", "max" or "avg". ``inplace`` overwrites ``x``."""
+    if group.size == 1:
+        return x
+    if not _begin("all_reduce", x, site):
+        return x
+    if inplace and x.is_contiguous():
+        out = x
+    else:
+        out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, _OPS[op], group.pg)
+    return x.copy_(out) if inplace and out is not x else out
+
+
+def all_gather(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) -> torch.Tensor:
+    """Concatenate the ranks' ``x``, of the same shape on each, along ``dim``: [..., n/R, ...] -> [..., n, ...]."""
+    if group.size == 1:
+        return x
+    if not _begin("all_gather", x, site):
+        return torch.cat([x] * group.size, dim)
+    dim = dim % x.dim()
+    out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    _all_gather_single(out, x.contiguous(), group.pg)
+    if dim == 0:
+        return out
+    return out.unflatten(0, (group.size, x.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) -> torch.Tensor:
+    """Sum ``x`` over the ranks and keep this rank's slice along ``dim``: [..., n, ...] -> [..., n/R, ...].
+
+    Raises ValueError where ``dim`` does not divide by the group's size.
+    """
+    if group.size == 1:
+        return x
+    check_divides(x, dim, group, site)
+    if not _begin("reduce_scatter", x, site):
+        return x.chunk(group.size, dim)[group.rank].contiguous()
+    dim = dim % x.dim()
+    if dim:
+        x = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).flatten(0, 1)
+    x = x.contiguous()
+    out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    _reduce_scatter_single(out, x, group=group.pg)
+    return out
+
+
+def broadcast(x: torch.Tensor, group: Group, *, src: int = 0, site: str) -> torch.Tensor:
+    """The ``x`` of rank ``src`` of the group, on every rank; same shape and dtype on each."""
+    if group.size == 1:
+        return x
+    if not _begin("broadcast", x, site):
+        return x
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(out, group_src=src, group=group.pg)
+    return out
+
+
+def gather_objects(value: Any, group: Group, *, site: str) -> list[Any]:
+    """Every rank's ``value``, in order of rank, pickled on the way: for settings and errors, not for data."""
+    if group.size == 1:
+        return [value]
+    calls["gather_objects", site] += 1
+    values = [None] * group.size
+    dist.all_gather_object(values, value, group.pg)
+    return values
+
+
+def check_divides(x: torch.Tensor, dim: int, group: Group, site: str) -> None:
+    """ValueError unless dimension ``dim`` of ``x`` divides by the group's size."""
+    if x.shape[dim] % group.size:
+        raise ValueError(
+            f"{site}: dimension {dim} of a tensor of shape {list(x.shape)} does not divide by the group's "
+            f"{group.size} ranks; pad it to a multiple of {group.size}"
+        )
+
+
+def _begin(kind: str, x: torch.Tensor, site: str) -> bool:
+    """Count a collective; False if a test left it out."""
+    if site in _omitted:
+        return False
+    if not torch.compiler.is_compiling():
+        calls[kind, site] += 1
+        payload[kind, site] += x.nbytes
+    return True
+
+
+def reset_counts() -> None:
+    calls.clear()
+    payload.clear()
+
+
+def sites_seen() -> list[str]:
+    """The sites at which a collective ran since the last :func:`reset_counts`."""
+    return sorted({site for _, site in calls})
+
+
+@contextmanager
+def omit(site: str) -> Iterator[None]:
+    """For tests: inside, collectives at ``site`` act on this rank's data alone. Every rank must omit the same.
+
+    Shapes stay right and values go wrong, which shows whether a check notices.
+    """
+    _omitted.add(site)
+    try:
+        yield
+    finally:
+        _omitted.discard(site)

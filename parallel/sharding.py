@@ -1,0 +1,233 @@
+"""Parameters that are split over a tensor-parallel group: the only place that knows DTensor.
+
+A :class:`ShardSpec` says what a rank's tensor is a part of. In DTensor mode, the default, a parameter is a DTensor over
+the group, which FSDP2, torch's pipelining and distributed checkpoints understand. In local mode it is the rank's plain
+tensor with its spec beside it, for DDP, ZeroRedundancyOptimizer and DeepSpeed, which do not take DTensors. Both start
+from the same bits and save the same logical tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from .mesh import SINGLE, Group, tp_group
+
+PARAM_MODES = ("dtensor", "local")
+
+# Rows that one generator draws. Part of what a seed means: changing it changes every initialisation.
+BLOCK_ROWS = 16
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """A logical tensor, and which part of it each rank of ``group`` holds.
+
+    ``shard_dim`` None means that every rank holds all of it. Raises ValueError where it does not divide.
+    """
+
+    name: str
+    logical_shape: torch.Size
+    shard_dim: int | None = None
+    group: Group = SINGLE
+
+    def __post_init__(self) -> None:
+        shape = torch.Size(self.logical_shape)
+        object.__setattr__(self, "logical_shape", shape)
+        if self.shard_dim is None:
+            return
+        if not 0 <= self.shard_dim < len(shape):
+            raise ValueError(f"{self.name}: shard_dim={self.shard_dim} is not a dimension of {list(shape)}")
+        if shape[self.shard_dim] % self.group.size:
+            raise ValueError(
+                f"{self.name}: dimension {self.shard_dim} of {list(shape)} does not divide by {self.group.size} ranks; "
+                f"use a size that is a multiple of {self.group.size}, or fewer ranks"
+            )
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """This rank's part, as an index into the logical tensor."""
+        index = [slice(None)] * len(self.logical_shape)
+        if self.shard_dim is not None:
+            length = self.logical_shape[self.shard_dim] // self.group.size
+            index[self.shard_dim] = slice(self.group.rank * length, (self.group.rank + 1) * length)
+        return tuple(index)
+
+    @property
+    def local_shape(self) -> torch.Size:
+        shape = list(self.logical_shape)
+        if self.shard_dim is not None:
+            shape[self.shard_dim] //= self.group.size
+        return torch.Size(shape)
+
+    @property
+    def placements(self) -> tuple[Shard | Replicate]:
+        return (Replicate() if self.shard_dim is None else Shard(self.shard_dim),)
+
+
+def make_parameter(local: torch.Tensor, spec: ShardSpec, params: str = "dtensor") -> nn.Parameter:
+    """The parameter that ``spec`` describes, around this rank's tensor ``local`` (not copied).
+
+    ``params`` is "dtensor" or "local"; in a group of one both give a plain parameter. In local mode the parameter
+    carries ``shard_spec`` and ``tensor_model_parallel`` (Megatron's and DeepSpeed's name).
+    """
+    if params not in PARAM_MODES:
+        raise ValueError(f"params={params!r}: expected one of {', '.join(PARAM_MODES)}")
+    if local.shape != spec.local_shape:
+        raise ValueError(f"{spec.name}: this rank's shape is {list(local.shape)}, expected {list(spec.local_shape)}")
+    if params == "dtensor" and spec.group.size > 1:
+        return nn.Parameter(as_dtensor(local, spec))
+    param = nn.Parameter(local)
+    tag(param, spec)
+    return param
+
+
+def tag(param: torch.Tensor, spec: ShardSpec) -> None:
+    """Note on a plain parameter what it is a part of."""
+    param.shard_spec = spec  # type: ignore[attr-defined]
+    param.tensor_model_parallel = spec.shard_dim is not None and spec.group.size > 1  # type: ignore[attr-defined]
+
+
+def as_dtensor(local: torch.Tensor, spec: ShardSpec) -> DTensor:
+    """A DTensor that shares ``local``'s memory."""
+    return DTensor.from_local(local, spec.group.mesh, spec.placements, run_check=False)
+
+
+def spec_of(param: torch.Tensor) -> ShardSpec:
+    """What a parameter is a part of; for a plain one that nobody sharded, itself.
+
+    Of a DTensor that FSDP2 has sharded as well, this is the tensor-parallel part, which forward sees.
+    """
+    if not isinstance(param, DTensor):
+        spec = getattr(param, "shard_spec", None)
+        return ShardSpec("", param.shape) if spec is None else spec
+    group = tp_group(param.device_mesh)
+    placement = param.placements[-1]  # tensor-parallel ranks are the innermost dimension of a mesh
+    shard_dim = placement.dim if isinstance(placement, Shard) else None
+    return ShardSpec("", param.shape, shard_dim, group)
+
+
+def local_tensor(param: torch.Tensor) -> torch.Tensor:
+    """This rank's plain tensor of a parameter; gradients flow back to the parameter."""
+    return local_tensors(param)[0]
+
+
+def local_tensors(*params: torch.Tensor | None) -> tuple[Any, ...]:
+    """:func:`local_tensor` of several parameters in one step of autograd; None stays None."""
+    sharded = [param for param in params if isinstance(param, DTensor)]
+    if not sharded:
+        return params
+    if torch.compiler.is_compiling():
+        found = iter([param.to_local() for param in sharded])
+    elif torch.is_grad_enabled():
+        found = iter(_ToLocal.apply(*sharded))
+    else:
+        found = iter([param._local_tensor for param in sharded])
+    return tuple(next(found) if isinstance(param, DTensor) else param for param in params)
+
+
+class _ToLocal(torch.autograd.Function):
+    """``DTensor.to_local`` of several parameters, whose gradients are laid out as they are.
+
+    It spares what to_local derives anew for each gradient, which takes longer than a small GEMM.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *params: DTensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.specs = [param._spec for param in params]
+        return tuple(param._local_tensor.view_as(param._local_tensor) for param in params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
+        # DTensor writes to specs now and then, so a gradient gets its own.
+        return tuple(
+            None if grad is None else DTensor(grad.contiguous(), copy.copy(spec), requires_grad=False)
+            for grad, spec in zip(grads, ctx.specs)
+        )
+
+
+def logical(tensor: torch.Tensor, spec: ShardSpec | None = None) -> torch.Tensor:
+    """The logical tensor of which a parameter, or its optimizer state, is this rank's part: a DTensor that shares its
+    memory. Plain tensors that nobody sharded stay as they are.
+
+    ``spec`` is the parameter's, for optimizer state, which carries none.
+    """
+    if isinstance(tensor, DTensor):
+        return tensor.detach()
+    spec = spec or spec_of(tensor)
+    return tensor.detach() if spec.group.size == 1 else as_dtensor(tensor.detach(), spec)
+
+
+def as_stored(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """``logical`` undone: ``value`` as an optimizer keeps state of ``param``, a DTensor only where ``param`` is one."""
+    return value if isinstance(param, DTensor) else local_tensor(value)
+
+
+def gather(param: torch.Tensor) -> torch.Tensor:
+    """The whole logical tensor, on every rank of its group."""
+    whole = logical(param)
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole
+
+
+def shard_slice(param: torch.Tensor) -> tuple[slice, ...]:
+    """This rank's part of a parameter, as an index into the logical tensor."""
+    return spec_of(param).index
+
+
+def parameter_seed() -> int:
+    """A seed from torch's global CPU generator: the same on every rank that called ``torch.manual_seed`` alike."""
+    return int(torch.randint(2**62, (), device="cpu", dtype=torch.int64))
+
+
+def named_seed(seed: int, name: str) -> int:
+    """A seed for the parameter ``name``, the same in every process and Python version."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def draw_shard(
+    logical_shape: tuple[int, ...] | torch.Size,
+    shard_dim: int | None,
+    rank: int,
+    size: int,
+    *,
+    seed: int,
+    std: float | None = None,
+    bound: float | None = None,
+) -> torch.Tensor:
+    """This rank's part of a random tensor that does not depend on how it is split: fp32, on the CPU.
+
+    Normal with ``std`` or uniform in [-``bound``, ``bound``). Blocks of BLOCK_ROWS rows (entries of the first
+    dimension) have generators of their own, so a rank with a slice of the rows draws only the blocks it touches, and
+    a rank with a slice of the columns draws whole rows and keeps its part.
+    """
+    if (std is None) == (bound is None):
+        raise ValueError(f"draw_shard: expected either std or bound, got std={std}, bound={bound}")
+    shape = torch.Size(logical_shape)
+    if shard_dim is not None and shape[shard_dim] % size:
+        raise ValueError(f"draw_shard: dimension {shard_dim} of {list(shape)} does not divide by {size} ranks")
+    index = [slice(0, n) for n in shape]
+    if shard_dim is not None:
+        length = shape[shard_dim] // size
+        index[shard_dim] = slice(rank * length, (rank + 1) * length)
+    rows = index[0]
+    out = torch.empty([part.stop - part.start for part in index], device="cpu")
+    generator = torch.Generator()
+    for start in range(rows.start - rows.start % BLOCK_ROWS, rows.stop, BLOCK_ROWS):
+        generator.manual_seed(named_seed(seed, str(start // BLOCK_ROWS)))
+        stop = min(start + BLOCK_ROWS, shape[0])
+        block = torch.empty((stop - start, *shape[1:]), device="cpu")
+        if std is not None:
+            block.normal_(0.0, std, generator=generator)
+        else:
+            block.uniform_(-bound, bound, generator=generator)
+        first, last = max(start, rows.start), min(stop, rows.stop)
+        out[first - rows.start : last - rows.start] = block[(slice(first - start, last - start), *index[1:])]
+    return out

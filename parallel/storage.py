@@ -1,0 +1,329 @@
+"""Checkpoint folders: written beside their place and renamed into it, checked before they are read.
+
+NAME/                     one checkpoint
+    checkpoint.json       what the caller added, the optimizer's settings, size and CRC-32 of every other file
+    .metadata             torch.distributed.checkpoint's index: which part of which tensor is where
+    __0_0.distcp, ...     the tensors
+.NAME.writing-XXXX/       being written; its writer holds a lock on it, so a leftover of a dead one shows
+.NAME.replaced/           the previous NAME, while the new one takes its place
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import glob
+import json
+import os
+import pickle
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from . import collectives
+from .mesh import Group
+
+T = TypeVar("T")
+
+MANIFEST = "checkpoint.json"
+INDEX = ".metadata"
+DATA_SUFFIX = ".distcp"
+FORMAT = "shardfuse checkpoint 1"
+
+
+def agree(group: Group, work: Callable[[], T]) -> T:
+    """Run ``work`` on every rank and return this rank's result; where any rank raises, all raise the first's error.
+
+    Without it, a rank that fails alone leaves the others waiting in the next collective.
+    """
+    result: Any = None
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as raised:
+        error = raised
+    for failure in collectives.gather_objects(error, group, site="checkpoint.agree"):
+        if failure is not None:
+            raise failure
+    return result
+
+
+def together(group: Group, work: Callable[[], T]) -> list[T]:
+    """:func:`agree`, but every rank gets every rank's result."""
+    return collectives.gather_objects(agree(group, work), group, site="checkpoint.together")
+
+
+def on_first(group: Group, work: Callable[[], T]) -> T:
+    """Run ``work`` on rank 0 alone; every rank gets its result, or raises its error."""
+    return together(group, lambda: work() if group.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def replacing(target: Path, group: Group) -> Iterator[Path]:
+    """A new folder to write into; it takes ``target``'s place when the block ends well and disappears when not.
+
+    Every rank enters. Raises ValueError if ``target`` is something other than a checkpoint.
+    """
+    lock: int | None = None
+
+    def begin() -> Path:
+        nonlocal lock
+        _refuse_foreign(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _tidy(target)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=target.parent))
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return folder
+
+    folder = on_first(group, begin)
+    try:
+        yield folder
+        on_first(group, lambda: _publish(folder, target))
+    except BaseException:
+        if group.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _refuse_foreign(target: Path) -> None:
+    """ValueError if replacing ``target`` would delete something that is not ours."""
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        raise ValueError(f"{target}: a file is in the way; choose another path for the checkpoint")
+    foreign = [name for name in os.listdir(target) if name not in (MANIFEST, INDEX) and not name.endswith(DATA_SUFFIX)]
+    if foreign:
+        raise ValueError(
+            f"{target}: this folder holds {sorted(foreign)[0]!r}, which no checkpoint does, and writing would delete "
+            "it; choose another path for the checkpoint"
+        )
+
+
+def _tidy(target: Path) -> None:
+    """Remove what dead writers of ``target`` left, and put back a checkpoint that one had moved aside."""
+    replaced = _replaced(target)
+    if replaced.exists():
+        if target.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            replaced.rename(target)
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.writing-*"):
+        with contextlib.suppress(OSError):  # its writer lives, or somebody else removes it
+            fd = os.open(leftover, os.O_RDONLY)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(leftover, ignore_errors=True)
+            finally:
+                os.close(fd)
+
+
+def _publish(folder: Path, target: Path) -> None:
+    """Rename ``folder`` to ``target``. A reader finds the old checkpoint until it finds the new one."""
+    folder.chmod(0o777 & ~_umask())  # mkdtemp's are private
+    _sync(folder)
+    replaced = _replaced(target)
+    if target.exists():
+        target.rename(replaced)  # from here to the next line, locate() finds it there
+    folder.rename(target)
+    _sync(target.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def write_manifest(folder: Path, fields: dict[str, Any], group: Group) -> None:
+    """Write ``checkpoint.json``, with size and CRC-32 of every file of ``folder``; each rank reads its share."""
+    # A barrier, and everybody's view of what is there.
+    names = sorted(set().union(*together(group, lambda: set(os.listdir(folder)))))
+    sums: dict[str, list[int]] = {}
+    for part in together(group, lambda: {name: _checksum(folder / name) for name in names[group.rank :: group.size]}):
+        sums |= part
+    on_first(group, lambda: _write_text(folder / MANIFEST, json.dumps({"format": FORMAT, **fields, "files": sums})))
+
+
+def _write_text(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _checksum(path: Path) -> list[int]:
+    size = crc = 0
+    with open(path, "rb") as file:
+        while piece := file.read(1 << 22):
+            size += len(piece)
+            crc = zlib.crc32(piece, crc)
+    return [size, crc]
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _replaced(target: Path) -> Path:
+    return target.with_name(f".{target.name}.replaced")
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def open_checkpoint(target: Path) -> tuple[Path, dict[str, Any]]:
+    """The folder and manifest of the checkpoint at ``target``."""
+    folder = locate(target)
+    return folder, read_manifest(folder)
+
+
+def locate(target: Path) -> Path:
+    """Where the checkpoint is: at ``target``, or moved aside if its replacement was cut short just then."""
+    replaced = _replaced(target)
+    return replaced if not target.exists() and (replaced / MANIFEST).exists() else target
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """``checkpoint.json``. Raises ValueError or FileNotFoundError that says what is there instead."""
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder}: no such checkpoint; give the folder that save_checkpoint wrote")
+    path = folder / MANIFEST
+    if not path.exists():
+        raise ValueError(
+            f"{folder}: not a checkpoint (it has no {MANIFEST}); give the folder that save_checkpoint wrote"
+        )
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: cut short or corrupt ({error}); load another checkpoint") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(f"{path}: not written by this version of shardfuse (expected format {FORMAT!r})")
+    return manifest
+
+
+def check_files(folder: Path, manifest: dict[str, Any], group: Group) -> None:
+    """ValueError on every rank if a file is missing or not as it was written; each rank reads its share."""
+
+    def check() -> None:
+        files = sorted(manifest["files"].items())
+        for name, written in files[group.rank :: group.size]:
+            path = folder / name
+            if not path.exists():
+                raise ValueError(f"{path}: missing from the checkpoint; copy it again or load another checkpoint")
+            found = _checksum(path)
+            if found != written:
+                how = "cut short" if found[0] < written[0] else "corrupt"
+                raise ValueError(
+                    f"{path}: {how} ({found[0]} bytes with CRC-32 {found[1]:08x}, written were {written[0]} with "
+                    f"{written[1]:08x}); copy it again or load another checkpoint"
+                )
+
+    together(group, check)
+
+
+class Reader(FileSystemReader):
+    """torch's reader, for files that nobody vouches for: a checkpoint cannot run code when it is loaded.
+
+    torch unpickles the index, which may call anything. Here only the classes that an index consists of are let
+    through, and only entries that are tensors, which torch loads with ``weights_only=True``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._index: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._index is None:
+            self._index = _read_index(Path(self.path) / INDEX)
+        return self._index
+
+
+def _read_index(path: Path) -> Metadata:
+    try:
+        with open(path, "rb") as file:
+            index = _IndexUnpickler(file).load()
+    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, IndexError, ValueError) as error:
+        raise ValueError(f"{path}: not the index of a checkpoint ({error}); load another checkpoint") from error
+    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
+        raise ValueError(f"{path}: not the index of a checkpoint; load another checkpoint")
+    for name, entry in index.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ValueError(f"{path}: {name} is not a tensor, and nothing else is read from a checkpoint")
+    for where in index.storage_data.values():
+        if os.path.basename(where.relative_path) != where.relative_path:
+            raise ValueError(f"{path}: it points to {where.relative_path!r}, outside the checkpoint")
+    return index
+
+
+_INDEX_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "_MEM_FORMAT_ENCODING",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "pathlib": {"PosixPath"},
+    "pathlib._local": {"PosixPath"},  # Python 3.13
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = name in _INDEX_CLASSES.get(module, ())
+        if module == "torch":
+            allowed = name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
+        if not allowed:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index needs")
+        return super().find_class(module, name)
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def explained(path: Path, doing: str) -> Iterator[None]:
+    """Turns what torch.distributed.checkpoint and the system raise into one line that names ``path``."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise RuntimeError(_line(path, doing, cause, rank)) from error
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and error.errno is None:  # ours, and clear
+            raise
+        raise RuntimeError(_line(path, doing, error, None)) from error
+
+
+def _line(path: Path, doing: str, cause: BaseException, rank: int | None) -> str:
+    where = "" if rank is None else f" on rank {rank}"
+    code = getattr(cause, "errno", None)
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"{path}: no space left{where} while {doing} the checkpoint; free some, or choose another path"
+    if code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"{path}: not permitted{where} while {doing} the checkpoint; choose another path"
+    return f"{path}: {doing} the checkpoint failed{where}: {type(cause).__name__}: {cause}"
