@@ -71,7 +71,6 @@ def linear_act(
         biases = tuple(bias)
     _validate(x, weights, biases, activation)
 
-    unsupported = None
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
     else:
@@ -79,15 +78,19 @@ def linear_act(
         if any(t is not None and t.dtype != dtype for t in (*weights, *biases)):
             given = ", ".join(str(t.dtype) for t in (*weights, *biases) if t is not None)
             raise ValueError(f"linear_act: x is {x.dtype} but weights and biases are {given}; cast them to one dtype")
-    if dtype not in _KERNEL_DTYPES:
-        unsupported = f"{dtype} has no kernel (bf16, fp16 and fp32 have)"
-    choice = dispatch.choose("linear_act", x.device, impl, unsupported=unsupported)
+    choice = linear_act_choice(dtype, x.device, impl)
     dispatch.count("linear_act", choice.impl)
     if choice.triton:
         outputs = _run_kernels(x, weights, biases, activation, dtype)
     else:
         outputs = reference.linear_act(x, weights, biases, activation)
     return outputs if many else outputs[0]
+
+
+def linear_act_choice(dtype: torch.dtype, device: torch.device, impl: str = "auto") -> dispatch.Choice:
+    """Which implementation ``linear_act`` takes for operands of ``dtype`` on ``device``, and why."""
+    unsupported = None if dtype in _KERNEL_DTYPES else f"{dtype} has no kernel (bf16, fp16 and fp32 have)"
+    return dispatch.choose("linear_act", device, impl, unsupported=unsupported)
 
 
 def _validate(
