@@ -1,1 +1,25 @@
 """Floor 3: nn.Modules with the parameters and ``state_dict`` of the stock modules they replace."""
+
+from .attention import ParallelAttention
+from .block import ParallelBlock
+from .config import TransformerConfig
+from .embedding import VocabParallelEmbedding
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .loss import vocab_parallel_cross_entropy
+from .mlp import ParallelMLP
+from .norm import LayerNorm, RMSNorm
+from .transformer import ParallelTransformer
+
+__all__ = [
+    "ColumnParallelLinear",
+    "LayerNorm",
+    "ParallelAttention",
+    "ParallelBlock",
+    "ParallelMLP",
+    "ParallelTransformer",
+    "RMSNorm",
+    "RowParallelLinear",
+    "TransformerConfig",
+    "VocabParallelEmbedding",
+    "vocab_parallel_cross_entropy",
+]

@@ -1,0 +1,83 @@
+"""Token embedding whose vocabulary is split over a tensor-parallel group."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..kernels.dispatch import Choice
+from ..parallel import functional
+from ..parallel.mesh import MeshLike
+from .module import Init, Runs, ShardedModule, check_divides
+
+
+class VocabParallelEmbedding(ShardedModule):
+    """``nn.Embedding(vocab_size, hidden_size)`` with weight [V/R, D] on every rank.
+
+    Each rank looks up the tokens of its slice, zero for the others, and the sum over the group is the embedding
+    (Shoeybi et al., arXiv:1909.08053, section 3): tokens [...] -> [..., D], replicated. With sequence parallelism the
+    sum is scattered over tokens: [T] -> [T/R, D].
+
+    Raises ValueError at construction where ``vocab_size`` does not divide by the group's size, and in forward, on a
+    CPU, for a token outside the vocabulary. On a GPU such a token's embedding is zero (torch's own lookup asserts at
+    R = 1): looking would stop the host.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        mesh: MeshLike = None,
+        sequence_parallel: bool = False,
+        params: str = "dtensor",
+        init_std: float = 1.0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(mesh, sequence_parallel=sequence_parallel, params=params, dtype=dtype, device=device)
+        check_divides("vocab_size", vocab_size, self.group)
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.add_parameter("weight", (vocab_size, hidden_size), 0, Init(std=init_std))
+        self.reset_parameters()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        (weight,) = self.local("weight")
+        if self.group.size == 1:
+            return self._lookup_whole(tokens, weight)
+        self._check(tokens)
+        rows = tokens - self.group.rank * weight.shape[0]
+        elsewhere = (rows < 0) | (rows >= weight.shape[0])
+        x = F.embedding(rows.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0)
+        if self.sequence_parallel:
+            return functional.reduce_scatter_to(x, self.group, dim=0, site="embedding")
+        return functional.reduce_from(x, self.group, site="embedding")
+
+    def _lookup_whole(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return F.embedding(tokens, weight)
+        try:
+            return F.embedding(tokens, weight)
+        except IndexError:  # torch's says neither which token nor how many there are
+            self._check(tokens)
+            raise
+
+    def _check(self, tokens: torch.Tensor) -> None:
+        if tokens.device.type != "cpu" or tokens.numel() == 0:
+            return
+        low, high = (int(bound) for bound in torch.aminmax(tokens))
+        if low < 0 or high >= self.vocab_size:
+            raise ValueError(
+                f"token {low if low < 0 else high} is outside the vocabulary of {self.vocab_size} (0 to "
+                f"{self.vocab_size - 1}): does the tokenizer belong to this model?"
+            )
+
+    def runs(self, device: torch.device) -> Runs:
+        return [("embedding", Choice("reference", "torch's own embedding"))]
+
+    def extra_repr(self) -> str:
+        return f"{self.vocab_size}, {self.hidden_size}, {self.sharding_repr()}"

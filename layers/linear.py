@@ -1,0 +1,166 @@
+"""Linear layers whose weight is split over a tensor-parallel group.
+
+Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; the sequence-parallel pair is Korthikanti et al.
+(arXiv:2205.05198), section 4.2.2.
+
+    layer   weight        x                      y                      crosses ranks, forward / backward
+    column  [F/R, D]      [..., D]  replicated   [..., F/R]             nothing / all-reduce of dx
+    row     [F, D/R]      [..., D/R]             [..., F]  replicated   all-reduce of y / nothing
+    with sequence parallelism (T is dimension 0):
+    column  [F/R, D]      [T/R, D]               [T, F/R]               all-gather of x / reduce-scatter of dx
+    row     [F, D/R]      [T, D/R]               [T/R, F]               reduce-scatter of y / all-gather of dy
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..kernels.linear import ACTIVATIONS, linear_act, linear_act_choice
+from ..parallel import functional
+from ..parallel.mesh import MeshLike
+from .module import Init, Runs, ShardedModule, check_divides
+
+
+class ColumnParallelLinear(ShardedModule):
+    """``activation(nn.Linear(in_features, out_features)(x))`` with the output features split over the group.
+
+    ``gather_output`` returns all features on every rank. ``site`` names the layer's collectives. Weights start as
+    nn.Linear's do, or normal with ``init_std`` (and zero bias).
+
+    Raises ValueError where ``out_features`` does not divide by the group's size or the activation is unknown.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        activation: str = "identity",
+        mesh: MeshLike = None,
+        sequence_parallel: bool = False,
+        gather_output: bool = False,
+        params: str = "dtensor",
+        impl: str = "auto",
+        site: str = "linear",
+        init_std: float | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(mesh, sequence_parallel=sequence_parallel, params=params, dtype=dtype, device=device)
+        check_divides("out_features", out_features, self.group)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+        self.in_features = in_features
+        self.out_features = out_features
+        self.activation = activation
+        self.gather_output = gather_output
+        self.impl = impl
+        self.site = site
+        weight_init, bias_init = linear_init(in_features, init_std)
+        self.add_parameter("weight", (out_features, in_features), 0, weight_init)
+        self.add_parameter("bias", (out_features,) if bias else None, 0, bias_init)
+        self.reset_parameters()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (y,) = project(x, self)
+        if self.gather_output:
+            y = functional.gather_from(y, self.group, dim=-1, site=f"{self.site}.gather")
+        return y
+
+    def runs(self, device: torch.device) -> Runs:
+        return [("linear_act", linear_act_choice(self.weight.dtype, device, self.impl))]
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, activation={self.activation}, {self.sharding_repr()}"
+
+
+def project(x: torch.Tensor, *layers: ColumnParallelLinear) -> tuple[torch.Tensor, ...]:
+    """Several column-parallel layers on one ``x``: one input collective and one ``linear_act`` for all of them.
+
+    The layers share group, activation, site, impl and sequence parallelism; their weights stay separate operands.
+    """
+    first = layers[0]
+    site = f"{first.site}.in"
+    if first.sequence_parallel:
+        if x.dim() != 2:
+            raise ValueError(f"with sequence parallelism x is [T/R, D], this rank's tokens, not {list(x.shape)}")
+        x = functional.all_gather_from(x, first.group, dim=0, site=site)
+    else:
+        x = functional.copy_to(x, first.group, site=site)
+    weights, biases = [], []
+    for layer in layers:
+        weight, bias = layer.local("weight", "bias")
+        weights.append(weight)
+        biases.append(bias)
+    return linear_act(x, weights, biases, activation=first.activation, impl=first.impl)
+
+
+class RowParallelLinear(ShardedModule):
+    """``nn.Linear(in_features, out_features)`` with the input features split over the group.
+
+    x [..., D/R] holds this rank's features. The bias [F] is whole on every rank and added once, after the sum.
+
+    Raises ValueError where ``in_features`` does not divide by the group's size.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        mesh: MeshLike = None,
+        sequence_parallel: bool = False,
+        params: str = "dtensor",
+        impl: str = "auto",
+        site: str = "linear",
+        init_std: float | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(mesh, sequence_parallel=sequence_parallel, params=params, dtype=dtype, device=device)
+        check_divides("in_features", in_features, self.group)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.impl = impl
+        self.site = site
+        weight_init, bias_init = linear_init(in_features, init_std)
+        self.add_parameter("weight", (out_features, in_features), 1, weight_init)
+        self.add_parameter("bias", (out_features,) if bias else None, None, bias_init)
+        self.reset_parameters()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.group.size == 1:
+            weight, bias = self.local("weight", "bias")
+            return linear_act(x, weight, bias, impl=self.impl)
+        (weight,) = self.local("weight")
+        y = linear_act(x, weight, impl=self.impl)
+        site = f"{self.site}.out"
+        if self.sequence_parallel:
+            y = functional.reduce_scatter_to(y, self.group, dim=0, site=site)
+        else:
+            y = functional.reduce_from(y, self.group, site=site)
+        (bias,) = self.local_repeated("bias", site=f"{self.site}.bias")
+        return y if bias is None else y + bias.to(y.dtype)
+
+    def runs(self, device: torch.device) -> Runs:
+        return [("linear_act", linear_act_choice(self.weight.dtype, device, self.impl))]
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.sharding_repr()}"
+
+
+def linear_init(in_features: int, std: float | None) -> tuple[Init, Init]:
+    """How weight and bias start: nn.Linear's uniform(-1/sqrt(D), 1/sqrt(D)) for both, or normal(std) and zeros."""
+    if std is not None:
+        return Init(std=std), Init(constant=0.0)
+    bound = in_features**-0.5 if in_features else 0.0
+    return Init(bound=bound), Init(bound=bound)

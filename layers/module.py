@@ -1,0 +1,147 @@
+"""What the layers that own sharded parameters have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..kernels.dispatch import Choice
+from ..parallel import functional
+from ..parallel.mesh import Group, MeshLike, tp_group
+from ..parallel.sharding import (
+    PARAM_MODES,
+    ShardSpec,
+    draw_shard,
+    local_tensors,
+    make_parameter,
+    named_seed,
+    parameter_seed,
+    tag,
+)
+
+__all__ = ["Init", "Runs", "ShardedModule", "check_divides"]
+
+# The ops a module runs, each with its choice of implementation.
+Runs = list[tuple[str, Choice]]
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a parameter starts: a constant, normal with ``std``, or uniform in [-bound, bound)."""
+
+    constant: float | None = None
+    std: float | None = None
+    bound: float | None = None
+
+
+class ShardedModule(nn.Module):
+    """A layer whose parameters are split over, or repeated on, the ranks of a group.
+
+    A subclass declares its parameters with :meth:`add_parameter`, calls :meth:`reset_parameters`, and reads this rank's
+    plain tensors with :meth:`local`. ``dtype`` and ``device`` default to torch's, so ``torch.device("meta")`` works.
+    """
+
+    def __init__(
+        self,
+        mesh: MeshLike,
+        *,
+        sequence_parallel: bool,
+        params: str,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        if params not in PARAM_MODES:
+            raise ValueError(f"params={params!r}: expected one of {', '.join(PARAM_MODES)}")
+        self.group: Group = tp_group(mesh)
+        self.sequence_parallel = sequence_parallel and self.group.size > 1
+        self._params = params
+        self._dtype = dtype
+        self._device = device
+        self._declared: dict[str, tuple[ShardSpec, Init]] = {}
+
+    def add_parameter(self, name: str, shape: tuple[int, ...] | None, shard_dim: int | None, init: Init) -> None:
+        """Register the parameter of logical ``shape``, split along ``shard_dim`` (None: whole on every rank).
+
+        ``shape=None`` registers the name without a parameter, as nn.Linear does with ``bias=False``.
+        """
+        if shape is None:
+            self.register_parameter(name, None)
+            return
+        spec = ShardSpec(name, torch.Size(shape), shard_dim, self.group)
+        local = torch.empty(spec.local_shape, dtype=self._dtype, device=self._device)
+        self.register_parameter(name, make_parameter(local, spec, self._params))
+        self._declared[name] = (spec, init)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draw the parameters again from ``seed``; None takes a seed from torch's global CPU generator.
+
+        Drawn in fp32 on the CPU: the same logical tensors on every device and at every size of the group.
+        """
+        drawn = [init for _, init in self._declared.values() if init.constant is None]
+        if seed is None and drawn:
+            seed = parameter_seed()
+        for name, (spec, init) in self._declared.items():
+            (local,) = local_tensors(getattr(self, name))
+            if local.is_meta:
+                continue
+            if init.constant is not None:
+                local.fill_(init.constant)
+                continue
+            assert seed is not None
+            local.copy_(
+                draw_shard(
+                    spec.logical_shape,
+                    spec.shard_dim,
+                    self.group.rank,
+                    self.group.size,
+                    seed=named_seed(seed, name),
+                    std=init.std,
+                    bound=init.bound,
+                )
+            )
+
+    def local(self, *names: str) -> tuple[Any, ...]:
+        """This rank's plain tensors of the parameters ``names``, None for those that are absent."""
+        return local_tensors(*(getattr(self, name) for name in names))
+
+    def local_repeated(self, *names: str, site: str) -> tuple[Any, ...]:
+        """The same for parameters that are whole on every rank.
+
+        With sequence parallelism a rank sees only its own tokens, so their gradients are summed over the group.
+        """
+        tensors = self.local(*names)
+        if not self.sequence_parallel:
+            return tensors
+        return functional.copy_all_to(tensors, self.group, site=site)
+
+    def runs(self, device: torch.device) -> Runs:
+        """The ops that forward runs on ``device``, each with its choice of implementation."""
+        return []
+
+    def sharding_repr(self) -> str:
+        mode = ", sequence_parallel" if self.sequence_parallel else ""
+        return f"ranks={self.group.size}{mode}"
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedModule:
+        super()._apply(fn, recurse)
+        for name, (spec, _) in self._declared.items():  # to_empty() makes new parameters, which know nothing
+            if self._params == "local" or self.group.size == 1:
+                tag(getattr(self, name), spec)
+        return self
+
+
+def check_divides(name: str, value: int, group: Group) -> None:
+    """ValueError unless ``value`` splits evenly over the ranks of ``group``."""
+    if value < 1 or value % group.size:
+        lower = value - value % group.size
+        nearest = f"{lower} or {lower + group.size}" if lower else f"{group.size}"
+        raise ValueError(
+            f"{name}={value} does not divide by the {group.size} tensor-parallel ranks: "
+            f"make it a multiple (such as {nearest}), or use fewer ranks"
+        )

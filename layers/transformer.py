@@ -1,0 +1,180 @@
+"""A decoder-only transformer over a tensor-parallel group.
+
+    tokens [B, S] -> embedding -> x [T, D] (T = B*S; with sequence parallelism [T/R, D]) -> blocks -> norm
+    -> head -> logits [B, S, V/R] -> loss over the sharded vocabulary
+
+Modules, parameters and their layout are called as in transformers' Starcoder2ForCausalLM (``style="gelu"``) and
+LlamaForCausalLM (``style="gated"``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..parallel import functional
+from ..parallel.mesh import Group, MeshLike, tp_group
+from ..parallel.sharding import named_seed, parameter_seed
+from .attention import AttentionCache
+from .block import ParallelBlock, make_norm
+from .config import TransformerConfig
+from .embedding import VocabParallelEmbedding
+from .linear import ColumnParallelLinear
+from .loss import vocab_parallel_cross_entropy
+from .module import ShardedModule
+from .rope import rope_tables
+
+
+class ServingCache(AttentionCache, Protocol):
+    """What the model asks of a batch when serving."""
+
+    logit_indices: torch.Tensor  # [T_selected]: the tokens whose logits are wanted
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks and the last norm."""
+
+    def __init__(self, config: TransformerConfig, *, recompute: bool, impl: str, **place: Any) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, init_std=config.init_std, **place
+        )
+        self.layers = nn.ModuleList(
+            ParallelBlock(config, index, recompute=recompute, impl=impl, **place) for index in range(config.num_layers)
+        )
+        self.norm = make_norm(config, **place)
+
+
+class ParallelTransformer(nn.Module):
+    """The model of ``config`` sharded over ``mesh``'s tensor-parallel ranks (one process needs none).
+
+    ``sequence_parallel`` shards what lies between the parallel layers over tokens: less memory, the same results.
+    ``recompute`` keeps only every block's input for backward. ``params`` is ``"dtensor"`` (FSDP2, distributed
+    checkpoints) or ``"local"`` (plain tensors). Fresh weights follow torch's global seed and are the same at every
+    tensor-parallel degree; :meth:`init_weights` draws them again from a seed of its own.
+
+    Raises ValueError where heads, KV heads, feed-forward width or vocabulary do not divide by the group's size.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        mesh: MeshLike = None,
+        sequence_parallel: bool = False,
+        recompute: bool = False,
+        params: str = "dtensor",
+        impl: str = "auto",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.group: Group = tp_group(mesh)
+        self.sequence_parallel = sequence_parallel and self.group.size > 1
+        place: dict[str, Any] = {
+            "mesh": self.group,
+            "sequence_parallel": sequence_parallel,
+            "params": params,
+            "dtype": dtype,
+            "device": device,
+        }
+        self.model = Decoder(config, recompute=recompute, impl=impl, **place)
+        if config.tie_embeddings:
+            place["device"] = "meta"  # the embedding's weight takes its place
+        self.lm_head = ColumnParallelLinear(
+            config.hidden_size,
+            config.vocab_size,
+            bias=False,
+            impl=impl,
+            site="head",
+            init_std=config.init_std,
+            **place,
+        )
+        self._tie()
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        *,
+        positions: torch.Tensor | None = None,
+        cache: ServingCache | None = None,
+    ) -> torch.Tensor:
+        """Logits or loss of whole sequences, or, with ``cache``, the next-token logits of a serving batch.
+
+        - ``tokens`` [B, S]: logits [B, S, V/R] (:meth:`gather_logits` makes them whole); with ``targets`` [B, S], the
+          token that follows each one (-100: none), the mean loss, a scalar that is the same on every rank.
+        - ``tokens`` [T], ``positions`` [T], ``cache``: logits [T_selected, V/R] of the tokens ``cache.logit_indices``.
+        """
+        if cache is not None:
+            return self._serve(tokens, positions, cache)
+        batch, length = self._check_batch(tokens, targets)
+        rope = rope_tables(torch.arange(length, device=tokens.device), self.config.head_dim, self.config.rope_theta)
+        x = self.model.embed_tokens(tokens.reshape(-1))
+        for block in self.model.layers:
+            x = block(x, batch_size=batch, rope=rope)
+        logits = self.lm_head(self.model.norm(x))  # [T, V/R]
+        if targets is None:
+            return logits.view(batch, length, -1)
+        return vocab_parallel_cross_entropy(logits, targets.reshape(-1), self.group)
+
+    def _serve(self, tokens: torch.Tensor, positions: torch.Tensor | None, cache: ServingCache) -> torch.Tensor:
+        if self.sequence_parallel:
+            raise ValueError("a cache wants a model with sequence_parallel=False: build or load one like that to serve")
+        if positions is None or tokens.dim() != 1 or positions.shape != tokens.shape:
+            given = "none" if positions is None else list(positions.shape)
+            raise ValueError(
+                f"with a cache, expected tokens [T] and positions [T], not tokens {list(tokens.shape)}, "
+                f"positions {given}"
+            )
+        rope = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
+        x = self.model.embed_tokens(tokens)
+        for block in self.model.layers:
+            x = block(x, cache=cache, rope=rope)
+        return self.lm_head(self.model.norm(x[cache.logit_indices]))
+
+    def _check_batch(self, tokens: torch.Tensor, targets: torch.Tensor | None) -> tuple[int, int]:
+        if tokens.dim() != 2 or (targets is not None and targets.shape != tokens.shape):
+            given = "" if targets is None else f" and targets {list(targets.shape)}"
+            raise ValueError(
+                f"expected tokens [B, S] and targets of the same shape, not tokens {list(tokens.shape)}{given}"
+            )
+        batch, length = tokens.shape
+        if length > self.config.max_positions:
+            raise ValueError(
+                f"sequences of {length} tokens: this model was made for at most {self.config.max_positions}"
+            )
+        if self.sequence_parallel and tokens.numel() % self.group.size:
+            raise ValueError(
+                f"sequence parallelism wants the {batch} x {length} tokens of a batch to divide by {self.group.size} "
+                "ranks: change batch size or length, or pass sequence_parallel=False"
+            )
+        return batch, length
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """[..., V/R] -> [..., V] on every rank."""
+        return functional.gather_from(logits, self.group, dim=-1, site="head.gather")
+
+    @torch.no_grad()
+    def init_weights(self, seed: int | None = None) -> None:
+        """Draw every parameter again, each from ``seed`` and its own name; None takes a seed from torch's global one.
+
+        The same seed gives the same model, bit for bit, at every tensor-parallel degree, on every device, whatever
+        was built before it. Use it after ``to_empty`` when the model was made under ``torch.device("meta")``.
+        """
+        seed = parameter_seed() if seed is None else seed
+        for name, module in self.named_modules():
+            if isinstance(module, ShardedModule) and not (module is self.lm_head and self.config.tie_embeddings):
+                module.reset_parameters(named_seed(seed, name))
+
+    def _tie(self) -> None:
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ParallelTransformer:
+        super()._apply(fn, recurse)
+        self._tie()  # to_empty() and device moves may have made two parameters of one
+        return self

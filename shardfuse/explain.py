@@ -1,0 +1,131 @@
+"""What a model will run, and why: one table, before anything runs."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from torch import nn
+
+from .parallel.sharding import spec_of
+
+
+@dataclass(frozen=True)
+class Row:
+    """One op of one module, or of several layers that differ in nothing but their number."""
+
+    path: str  # "model.layers.*.mlp.c_fc": the star stands for a layer's number
+    kind: str  # the module's class
+    op: str
+    runs: str  # "triton", "reference", or "refused" where the implementation asked for cannot run
+    why: str
+    layout: str  # "weight [1024/2, 256], bias [1024/2]"
+    parameters: int  # on this rank, in one layer
+    layers: int = 1
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """:func:`explain`'s answer: print it, or go through ``rows``."""
+
+    device: torch.device
+    ranks: int
+    parameters: int  # of the whole model
+    parameters_per_rank: int
+    rows: tuple[Row, ...]
+
+    def __rich__(self) -> Group:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("module", no_wrap=True)
+        for name in ("kind", "op", "runs", "why", "layout"):
+            table.add_column(name, overflow="fold")
+        table.add_column("per rank", justify="right", no_wrap=True)
+        for row in self.rows:
+            count = f"{row.layers} x {row.parameters:,}" if row.layers > 1 else f"{row.parameters:,}"
+            # Brackets are markup to rich.
+            table.add_row(row.path, row.kind, row.op, row.runs, row.why, row.layout.replace("[", r"\["), count)
+        head = (
+            f"{self.device}, {self.ranks} tensor-parallel rank{'s' if self.ranks > 1 else ''}, "
+            f"{self.parameters:,} parameters, {self.parameters_per_rank:,} per rank"
+        )
+        return Group(head, table)
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=160).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+
+def explain(model: nn.Module, x: torch.Tensor | torch.device | str | None = None) -> Explanation:
+    """Say per module of ``model`` which implementation runs and why, how it is sharded, and what a rank holds.
+
+    ``x`` is an input or a device; None asks for where the parameters are. Nothing is run. Modules that are not this
+    package's are listed where they own parameters.
+    """
+    device = _device(model, x)
+    rows: dict[Row, Row] = {}
+    for row in _rows(model, device):
+        seen = rows.get(row)
+        rows[row] = row if seen is None else replace(row, layers=seen.layers + 1)
+    specs = [spec_of(param) for param in model.parameters()]  # tied parameters once
+    return Explanation(
+        device=device,
+        ranks=max((spec.group.size for spec in specs), default=1),
+        parameters=sum(spec.logical_shape.numel() for spec in specs),
+        parameters_per_rank=sum(spec.local_shape.numel() for spec in specs),
+        rows=tuple(rows.values()),
+    )
+
+
+def _device(model: nn.Module, x: torch.Tensor | torch.device | str | None) -> torch.device:
+    if isinstance(x, torch.Tensor):
+        return x.device
+    if x is not None:
+        return torch.device(x)
+    return next((param.device for param in model.parameters()), torch.device("cpu"))
+
+
+def _rows(model: nn.Module, device: torch.device) -> Iterator[Row]:
+    for path, module in model.named_modules():
+        own = list(module.named_parameters(recurse=False))
+        ops = _ops(module, device)
+        if not own and not ops:
+            continue
+        for position, (op, runs, why) in enumerate(ops or [("", "torch", "not a layer of this package")]):
+            first = position == 0  # parameters are told once, beside the first op
+            yield Row(
+                path=re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) or "(model)",
+                kind=type(module).__name__,
+                op=op,
+                runs=runs,
+                why=why,
+                layout=", ".join(_layout(name, param) for name, param in own) if first else "",
+                parameters=sum(spec_of(param).local_shape.numel() for _, param in own) if first else 0,
+            )
+
+
+def _ops(module: nn.Module, device: torch.device) -> list[tuple[str, str, str]]:
+    """(op, implementation, reason) of every op that the module itself runs."""
+    runs: Any = getattr(module, "runs", None)
+    if runs is None:
+        return []
+    try:
+        return [(op, choice.impl, choice.reason) for op, choice in runs(device)]
+    except RuntimeError as error:  # impl="triton" where it cannot run: forward will say the same
+        return [("", "refused", str(error))]
+
+
+def _layout(name: str, param: torch.Tensor) -> str:
+    spec = spec_of(param)
+    sizes = [
+        f"{size}/{spec.group.size}" if dim == spec.shard_dim and spec.group.size > 1 else str(size)
+        for dim, size in enumerate(spec.logical_shape)
+    ]
+    return f"{name} [{', '.join(sizes)}]"
