@@ -190,7 +190,9 @@ def compile_builds(
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if side_triton is not None:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [side_triton, env.get("PYTHONPATH")]))
-    requests = [{"op": op, "config": config, "target": target} for op, config, target in _distinct(builds)]
+    requests: list[dict[str, Any]] = [
+        {"op": op, "config": config, "target": target} for op, config, target in _distinct(builds)
+    ]
     command = [sys.executable, "-m", f"{__package__}.codegen", "--worker"]
     reports: dict[int, Report] = {}
     for index, answer in workers.ask_all(requests, command, env, jobs or workers.cores()):

@@ -1,9 +1,11 @@
 """Every collective of the project, in one thin layer over torch.distributed.
 
 Each call names its ``site`` ("mlp.out", "loss.max", ...), so that calls and payload can be counted and a test can
-leave a single one out. All are the identity in a group of one, take tensors of any layout, and may run in any group.
+leave a single one out. All are the identity in a group of one, take tensors of any layout, empty ones included, and
+run in any group. Results are new tensors, except where ``inplace`` or the identity says otherwise.
 
-gloo sums bf16 and fp16 in that type, rounding after each pair: over R ranks a sum carries up to R - 1 roundings.
+What low precision costs: gloo's all-reduce adds bf16 and fp16 in that type, pair by pair, so a sum over R ranks is
+rounded R - 1 times. :func:`reduce_scatter` on CPUs rounds once.
 """
 
 from __future__ import annotations
@@ -33,30 +35,31 @@ _omitted: set[str] = set()
 
 
 def all_reduce(x: torch.Tensor, group: Group, *, site: str, op: str = "sum", inplace: bool = False) -> torch.Tensor:
-    """Combine ``x``, of the same shape on every rank, by "sum", "max" or "avg". ``inplace`` overwrites ``x``."""
-    if group.size == 1:
-        return x
-    if not _begin("all_reduce", x, site):
+    """Combine ``x``, of one shape on all ranks, by "sum", "max" or "avg". ``inplace`` writes the result to ``x``."""
+    if op not in _OPS:
+        raise ValueError(f"{site}: op={op!r}: expected one of {', '.join(_OPS)}")
+    if group.size == 1 or not _begin("all_reduce", x, site):
         return x
     if inplace and x.is_contiguous():
-        out = x
-    else:
-        out = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, _OPS[op], group.pg)
+        return x
+    out = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(out, _OPS[op], group.pg)
-    return x.copy_(out) if inplace and out is not x else out
+    return x.copy_(out) if inplace else out
 
 
 def all_gather(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) -> torch.Tensor:
-    """Concatenate the ranks' ``x``, of the same shape on each, along ``dim``: [..., n/R, ...] -> [..., n, ...]."""
+    """Concatenate the ranks' ``x``, of one shape on all ranks, along ``dim``: [..., n/R, ...] -> [..., n, ...]."""
     if group.size == 1:
         return x
+    dim = _dimension(x, dim, site)
     if not _begin("all_gather", x, site):
         return torch.cat([x] * group.size, dim)
-    dim = dim % x.dim()
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     _all_gather_single(out, x.contiguous(), group.pg)
     if dim == 0:
         return out
+    # [R * a, ..., n/R, ...] -> [a, ..., R, n/R, ...] -> [a, ..., n, ...]
     return out.unflatten(0, (group.size, x.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -67,23 +70,26 @@ def reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) ->
     """
     if group.size == 1:
         return x
+    dim = _dimension(x, dim, site)
     check_divides(x, dim, group, site)
     if not _begin("reduce_scatter", x, site):
-        return x.chunk(group.size, dim)[group.rank].contiguous()
-    dim = dim % x.dim()
-    if dim:
-        x = x.unflatten(dim, (group.size, -1)).movedim(dim, 0).flatten(0, 1)
-    x = x.contiguous()
-    out = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
-    _reduce_scatter_single(out, x, group=group.pg)
+        return local_slice(x, group, dim)
+    slices = x.unflatten(dim, (group.size, x.shape[dim] // group.size)).movedim(dim, 0).contiguous()
+    if x.device.type == "cpu":
+        # gloo's own all-reduces everything. This moves what has to move, and sums in rank order with one rounding.
+        addends = torch.empty_like(slices)
+        dist.all_to_all_single(addends, slices, group=group.pg)
+        return addends.sum(0, dtype=x.dtype)
+    out = torch.empty_like(slices[0])
+    _reduce_scatter_single(out, slices, group=group.pg)
     return out
 
 
 def broadcast(x: torch.Tensor, group: Group, *, src: int = 0, site: str) -> torch.Tensor:
-    """The ``x`` of rank ``src`` of the group, on every rank; same shape and dtype on each."""
-    if group.size == 1:
-        return x
-    if not _begin("broadcast", x, site):
+    """The ``x`` of the group's rank ``src``, on every rank; ``x`` has one shape and dtype on all."""
+    if not 0 <= src < group.size:
+        raise ValueError(f"{site}: src={src} is not a rank of a group of {group.size}")
+    if group.size == 1 or not _begin("broadcast", x, site):
         return x
     out = x.clone(memory_format=torch.contiguous_format)
     dist.broadcast(out, group_src=src, group=group.pg)
@@ -95,9 +101,15 @@ def gather_objects(value: Any, group: Group, *, site: str) -> list[Any]:
     if group.size == 1:
         return [value]
     calls["gather_objects", site] += 1
-    values = [None] * group.size
+    values: list[Any] = [None] * group.size
     dist.all_gather_object(values, value, group.pg)
     return values
+
+
+def local_slice(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    """This rank's part of ``x`` along ``dim``, contiguous; no communication."""
+    length = x.shape[dim] // group.size
+    return x.narrow(dim, group.rank * length, length).contiguous()
 
 
 def check_divides(x: torch.Tensor, dim: int, group: Group, site: str) -> None:
@@ -105,12 +117,18 @@ def check_divides(x: torch.Tensor, dim: int, group: Group, site: str) -> None:
     if x.shape[dim] % group.size:
         raise ValueError(
             f"{site}: dimension {dim} of a tensor of shape {list(x.shape)} does not divide by the group's "
-            f"{group.size} ranks; pad it to a multiple of {group.size}"
+            f"{group.size} ranks; make it a multiple of {group.size}"
         )
 
 
+def _dimension(x: torch.Tensor, dim: int, site: str) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{site}: dim={dim} is not a dimension of a tensor of shape {list(x.shape)}")
+    return dim % x.dim()
+
+
 def _begin(kind: str, x: torch.Tensor, site: str) -> bool:
-    """Count a collective; False if a test left it out."""
+    """Count a collective; False if a test leaves it out."""
     if site in _omitted:
         return False
     if not torch.compiler.is_compiling():
@@ -131,9 +149,10 @@ def sites_seen() -> list[str]:
 
 @contextmanager
 def omit(site: str) -> Iterator[None]:
-    """For tests: inside, collectives at ``site`` act on this rank's data alone. Every rank must omit the same.
+    """For tests: inside, collectives at ``site`` use this rank's data alone. Every rank must omit the same ones.
 
-    Shapes stay right and values go wrong, which shows whether a check notices.
+    Shapes stay right and values go wrong, which shows whether a check would notice. What gather_objects carries is
+    never left out.
     """
     _omitted.add(site)
     try:

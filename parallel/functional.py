@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from . import collectives
 from .mesh import Group
@@ -70,11 +71,6 @@ def gather_from(x: torch.Tensor, group: Group, *, dim: int, site: str) -> torch.
     return x if group.size == 1 else _GatherFrom.apply(x, group, dim, site)
 
 
-def _slice(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
-    length = x.shape[dim] // group.size
-    return x.narrow(dim, group.rank * length, length).contiguous()
-
-
 class _CopyTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, site: str) -> torch.Tensor:
@@ -82,6 +78,7 @@ class _CopyTo(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return collectives.all_reduce(grad, ctx.group, site=ctx.site + ".grad"), None, None
 
@@ -93,6 +90,7 @@ class _CopyAllTo(torch.autograd.Function):
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         flat = torch.cat([grad.reshape(-1) for grad in grads])
         flat = collectives.all_reduce(flat, ctx.group, site=ctx.site + ".grad", inplace=True)
@@ -106,6 +104,7 @@ class _ReduceFrom(torch.autograd.Function):
         return collectives.all_reduce(x, group, site=site)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return grad, None, None
 
@@ -117,6 +116,7 @@ class _AllGatherFrom(torch.autograd.Function):
         return collectives.all_gather(x, group, dim=dim, site=site)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return collectives.reduce_scatter(grad, ctx.group, dim=ctx.dim, site=ctx.site + ".grad"), None, None, None
 
@@ -128,6 +128,7 @@ class _ReduceScatterTo(torch.autograd.Function):
         return collectives.reduce_scatter(x, group, dim=dim, site=site)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return collectives.all_gather(grad, ctx.group, dim=ctx.dim, site=ctx.site + ".grad"), None, None, None
 
@@ -137,9 +138,10 @@ class _SplitTo(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, site: str) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.site = group, dim, site
         collectives.check_divides(x, dim, group, site)
-        return _slice(x, group, dim)
+        return collectives.local_slice(x, group, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return collectives.all_gather(grad, ctx.group, dim=ctx.dim, site=ctx.site + ".grad"), None, None, None
 
@@ -151,5 +153,6 @@ class _GatherFrom(torch.autograd.Function):
         return collectives.all_gather(x, group, dim=dim, site=site)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _slice(grad, ctx.group, ctx.dim), None, None, None
+        return collectives.local_slice(grad, ctx.group, ctx.dim), None, None, None

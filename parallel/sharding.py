@@ -226,8 +226,9 @@ def draw_shard(
         block = torch.empty((stop - start, *shape[1:]), device="cpu")
         if std is not None:
             block.normal_(0.0, std, generator=generator)
-        else:
+        elif bound is not None:
             block.uniform_(-bound, bound, generator=generator)
         first, last = max(start, rows.start), min(stop, rows.stop)
-        out[first - rows.start : last - rows.start] = block[(slice(first - start, last - start), *index[1:])]
+        part = (slice(first - start, last - start), *index[1:])
+        out[first - rows.start : last - rows.start] = block[part]
     return out

@@ -81,7 +81,7 @@ def replacing(target: Path, group: Group) -> Iterator[Path]:
         nonlocal lock
         _refuse_foreign(target)
         target.parent.mkdir(parents=True, exist_ok=True)
-        _tidy(target)
+        tidy(target)
         folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=target.parent))
         lock = os.open(folder, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -90,7 +90,7 @@ def replacing(target: Path, group: Group) -> Iterator[Path]:
     folder = on_first(group, begin)
     try:
         yield folder
-        on_first(group, lambda: _publish(folder, target))
+        on_first(group, lambda: publish(folder, target))
     except BaseException:
         if group.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -114,7 +114,7 @@ def _refuse_foreign(target: Path) -> None:
         )
 
 
-def _tidy(target: Path) -> None:
+def tidy(target: Path) -> None:
     """Remove what dead writers of ``target`` left, and put back a checkpoint that one had moved aside."""
     replaced = _replaced(target)
     if replaced.exists():
@@ -132,7 +132,7 @@ def _tidy(target: Path) -> None:
                 os.close(fd)
 
 
-def _publish(folder: Path, target: Path) -> None:
+def publish(folder: Path, target: Path) -> None:
     """Rename ``folder`` to ``target``. A reader finds the old checkpoint until it finds the new one."""
     folder.chmod(0o777 & ~_umask())  # mkdtemp's are private
     _sync(folder)

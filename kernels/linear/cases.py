@@ -21,7 +21,8 @@ _NAMES = {_BF16: "bf16", _FP16: "fp16", _FP32: "fp32"}
 
 
 def _case(T: int, D: int, F: int, dtype: torch.dtype, activation: str, *tags: str, **options: Any) -> Case:
-    options = {"activation": activation, "bias": True, "weights": 1, "layout": "rows", "tf32": False} | options
+    stock: dict[str, Any] = {"activation": activation, "bias": True, "weights": 1, "layout": "rows", "tf32": False}
+    options = stock | options
     extras = [f"x{options['weights']}"] if options["weights"] > 1 else []
     extras += [] if options["bias"] else ["nobias"]
     extras += [] if options["layout"] == "rows" else [options["layout"]]

@@ -41,8 +41,8 @@ def paged_attention(
         out[rows] = _decode(q[rows], kv_cache, block_tables[chosen], seq_lens[chosen], longest, scale)
     for s, q_len in enumerate(q_lens):
         if q_len > 1:
-            rows = slice(starts[s], starts[s + 1])
-            out[rows] = _prefill(q[rows], kv_cache, block_tables[s], lens[s], scale)
+            span = slice(starts[s], starts[s + 1])
+            out[span] = _prefill(q[span], kv_cache, block_tables[s], lens[s], scale)
     return out
 
 

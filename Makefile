@@ -1,0 +1,133 @@
+# Every target does its own set-up: `make demo` and `make test` work on a fresh clone.
+
+PYTHON ?= python3
+ARGS ?=
+OUT ?= gpu-results
+ONLY ?=
+DRY ?=
+COMMIT ?=
+DIRTY ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+FLOORS := kernels parallel layers training serving bench
+# A second Triton, beside the one that torch pins, for the codegen lane and a few interpreter tests.
+SIDE := .side/triton-3.6.0
+LANES := codegen interpret ranks rest
+PYTEST = SHARDFUSE_SIDE_TRITON=$(CURDIR)/$(SIDE) $(BIN)/python -m pytest
+# The GPU machine brings its own Python and torch, and has no .venv.
+GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+# Without it the folder kernels/ would shadow an installed package of that name.
+export PYTHONSAFEPATH := 1
+
+.PHONY: help
+help:  ## print this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+# --- set-up -----------------------------------------------------------------------------------------------------------
+
+.PHONY: install
+install: $(INSTALLED)  ## make .venv and install the project into it (PYTHON=python3.12 to choose one)
+
+$(INSTALLED): pyproject.toml setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	  echo "error: shardfuse needs Python 3.10 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing);" \
+	    "choose another one with PYTHON=" >&2; exit 1; }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
+	  echo "error: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; \
+	  exit 1; }
+	@echo "installing into $(VENV): a few minutes the first time, most of it torch"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,hf,bench]'
+	@touch $@
+
+$(SIDE)/.installed: | $(INSTALLED)
+	@rm -rf $(SIDE)
+	@echo "installing Triton 3.6.0 into $(SIDE)"
+	@$(BIN)/python -m pip install --quiet --no-deps --target $(SIDE) triton==3.6.0
+	@touch $@
+
+# mypy wants the package in one place; on disk its floors stand at the root.
+.PHONY: types
+types:
+	@rm -rf .types && mkdir -p .types/shardfuse
+	@for item in shardfuse/*.py shardfuse/py.typed; do ln -s ../../$$item .types/shardfuse/; done
+	@for floor in $(FLOORS); do ln -s ../../$$floor .types/shardfuse/$$floor; done
+
+# --- use --------------------------------------------------------------------------------------------------------------
+
+.PHONY: demo
+demo: install  ## train on real text over two processes, check it, serve it (ARGS="--data PATH" ...)
+	@$(BIN)/shardfuse demo $(ARGS)
+
+.PHONY: bench
+bench: install  ## every benchmark that runs on this machine, correctness first (ARGS="mlp --short" ...)
+	@$(BIN)/python -m shardfuse.bench.runner $(ARGS)
+	@$(PYTEST) -q --benchmark-only tests/test_host_cost.py
+
+# Runs on a machine without internet and without .git: COMMIT=<hash> and DIRTY=0|1 say what the tree is.
+.PHONY: gpu
+gpu:  ## GPU tests and benchmarks into OUT=dir (ONLY=ops, DRY=1 for tiny shapes, COMMIT=, DIRTY=)
+	@$(GPU_PYTHON) -c 'import torch' 2>/dev/null || { \
+	  echo "error: $(GPU_PYTHON) has no torch: run make install first" >&2; exit 1; }
+ifeq ($(GPU_PYTHON),python3)
+	python3 -m pip install --quiet --no-deps --no-build-isolation -e .
+endif
+	@$(if $(COMMIT),SHARDFUSE_COMMIT='$(COMMIT)' SHARDFUSE_DIRTY='$(DIRTY)') \
+	  $(GPU_PYTHON) -m shardfuse.bench.gpu --out '$(OUT)' $(if $(ONLY),--only '$(ONLY)') $(if $(DRY),--dry)
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+.PHONY: lint
+lint: install types  ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check --quiet . || { echo "error: run $(BIN)/ruff format ." >&2; exit 1; }
+	@$(BIN)/mypy -p shardfuse
+
+.PHONY: check
+check: lint  ## lint and the fast tests: what to run while working
+	@$(PYTEST) -q -m "not (codegen or interpret or ranks or demo or gpu or multigpu or packaging)"
+
+# Each test belongs to the first lane that claims it: demo (in rest), codegen, interpret, ranks, rest.
+MARKS_codegen := codegen and not demo
+MARKS_interpret := interpret and not (codegen or demo)
+MARKS_ranks := ranks and not (codegen or interpret or demo)
+MARKS_rest := demo or not (codegen or interpret or ranks)
+
+.PHONY: $(LANES:%=test-%)
+$(LANES:%=test-%): test-%: install $(SIDE)/.installed
+	@$(PYTEST) -q -m "$(MARKS_$*)" $(ARGS)
+
+# Every lane runs even if one fails, one after another: they all want the same cores.
+.PHONY: test
+test: lint $(SIDE)/.installed  ## what CI runs: lint, then every lane, with the time of each
+	@failed=0; times=""; for lane in $(LANES); do \
+	  SECONDS=0; echo "--- lane $$lane"; \
+	  $(MAKE) test-$$lane && result=ok || { result=FAILED; failed=1; }; \
+	  times+=$$(printf '\n  %-10s %4d s  %s' $$lane $$SECONDS $$result); \
+	done; echo "lanes:$$times"; exit $$failed
+
+.PHONY: test-all
+test-all: test codegen-all  ## test, and every kernel configuration on every target
+
+.PHONY: codegen-all
+codegen-all: install  ## compile every kernel configuration for every target, ahead of time
+	@$(BIN)/shardfuse inspect --all
+
+# --- housekeeping -----------------------------------------------------------------------------------------------------
+
+.PHONY: wheel
+wheel: install  ## build dist/*.whl
+	@rm -rf build dist
+	@$(BIN)/python -m build --wheel --no-isolation
+
+.PHONY: clean
+clean:  ## remove what was built, except .venv and .side
+	@rm -rf build dist .types *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	@find $(FLOORS) shardfuse tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,80 @@
+"""What a benchmark is: a plan of rows, each against one peer, behind a correctness check.
+
+A benchmark is one file in this folder with a ``BENCHMARK``. It says *what* is measured; the runner decides in which
+order, checks correctness first, prints, records and resumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..kernels.accuracy import Verdict
+from .timing import Timing
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How this run measures.
+
+    ``short`` keeps the dozen cases that fit a lease of a GPU. ``dry`` goes the same way with tiny shapes and single
+    calls, interpreted where there is no GPU: it proves the path, and its numbers mean nothing.
+    """
+
+    device: torch.device
+    short: bool = False
+    dry: bool = False
+    seconds: float = 2.0  # spent on one row's timing, both sides together
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def impl(self) -> str:
+        """What users get; a dry run insists on the kernels, interpreted."""
+        return "triton" if self.dry else "auto"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One row to be: ours against one peer on one case.
+
+    ``run`` returns both sides in the unit that ``metric`` names. ``target`` is the least ratio that counts as met
+    (ratio > 1: ours is better), or None where no target is set. ``slow``: the peer compiles or searches for long, so
+    a run against the clock leaves the row for last.
+    """
+
+    case: str
+    metric: str
+    peer_name: str
+    target: float | None
+    run: Callable[[], tuple[Timing, Timing]]
+    higher_is_better: bool = False
+    slow: bool = False
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.case, self.metric, self.peer_name
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A named set of measurements and what must be true before their numbers may be shown.
+
+    ``check`` compares the named cases with the fp64 oracle; ``warm`` runs ours once on a case, so that its kernels
+    are compiled (nothing to do where a benchmark has none). ``ops`` are measured by it: their sources, and
+    ``sources`` (paths below the package, "layers/mlp.py"), make its results stale when they change.
+    """
+
+    name: str
+    summary: str
+    targets: Mapping[str, float]
+    plan: Callable[[Settings], Sequence[Measurement]]
+    check: Callable[[Settings, Sequence[str]], Iterator[tuple[str, Verdict]]]
+    warm: Callable[[Settings, str], None] | None = None
+    ops: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    devices: tuple[str, ...] = field(default=("cpu", "cuda"))

@@ -1,0 +1,250 @@
+"""Runs a benchmark: correctness first, then the timing, row by row.
+
+``shardfuse bench list``, ``shardfuse bench run NAME [--json]``, ``make bench``; the GPU run starts
+``python -m shardfuse.bench.runner NAME --stream`` and reads one JSON event a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import pkgutil
+import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from .. import bench as floor
+from ..kernels.accuracy import Verdict
+from . import provenance
+from .benchmark import Benchmark, Measurement, Settings
+from .report import Row, console, last_line, show_red, show_rows, write_json
+
+RowKey = tuple[str, str, str]
+
+
+@functools.cache
+def benchmarks() -> dict[str, Benchmark]:
+    """Every benchmark by name: the modules of this folder that define ``BENCHMARK``."""
+    found: dict[str, Benchmark] = {}
+    for module in pkgutil.iter_modules(floor.__path__):
+        benchmark = getattr(importlib.import_module(f"{floor.__name__}.{module.name}"), "BENCHMARK", None)
+        if benchmark is not None:
+            found[benchmark.name] = benchmark
+    return found
+
+
+def find(name: str) -> Benchmark:
+    """The benchmark called ``name``; ValueError listing the known ones otherwise."""
+    if name not in benchmarks():
+        raise ValueError(f"no benchmark called {name!r}: known are {', '.join(benchmarks())}")
+    return benchmarks()[name]
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@dataclass
+class Outcome:
+    """What one run of a benchmark came to."""
+
+    verdicts: list[tuple[str, Verdict]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def green(self) -> bool:
+        return all(verdict.ok for _, verdict in self.verdicts)
+
+
+def run(
+    benchmark: Benchmark,
+    settings: Settings,
+    *,
+    done: Collection[RowKey] = (),
+    slow: bool = True,
+    on_verdict: Callable[[str, Verdict], None] = lambda case, verdict: None,
+    on_start: Callable[[Measurement], None] = lambda planned: None,
+    on_row: Callable[[Row], None] = lambda row: None,
+) -> Outcome:
+    """Check every case of the plan, then measure; a red gate ends the run untimed.
+
+    Rows in ``done`` are skipped, and without ``slow`` those whose peer takes long to prepare.
+    """
+    plan = left(benchmark, settings, done=done, slow=slow)
+    cases = list(dict.fromkeys(planned.case for planned in plan))
+    outcome = Outcome()
+    for case, verdict in benchmark.check(settings, cases):
+        outcome.verdicts.append((case, verdict))
+        on_verdict(case, verdict)
+    unchecked = set(cases) - {case for case, _ in outcome.verdicts}
+    if unchecked:
+        raise RuntimeError(
+            f"benchmark {benchmark.name} compared nothing with the oracle for {', '.join(sorted(unchecked))}: "
+            "a case without a check is not timed"
+        )
+    if outcome.green:
+        for planned in plan:
+            on_start(planned)
+            outcome.rows.append(Row.of(planned, *planned.run()))
+            on_row(outcome.rows[-1])
+    return outcome
+
+
+def left(
+    benchmark: Benchmark, settings: Settings, *, done: Collection[RowKey] = (), slow: bool = True
+) -> list[Measurement]:
+    """The rows of the plan that are still to be measured."""
+    return [row for row in benchmark.plan(settings) if row.key not in done and (slow or not row.slow)]
+
+
+def list_benchmarks() -> list[Benchmark]:
+    """Every benchmark, by name. ``show_list`` prints them."""
+    return list(benchmarks().values())
+
+
+def show_list() -> int:
+    """Print what can be run here: a name, what it measures, its targets, on which devices."""
+    table = Table(title="benchmarks", title_justify="left")
+    for column in ("name", "measures", "devices", "targets (of the ratio, > 1: ours is better)"):
+        table.add_column(column, overflow="fold")
+    for benchmark in list_benchmarks():
+        targets = "\n".join(f"{what}: >= {ratio:.3g}" for what, ratio in benchmark.targets.items())
+        table.add_row(benchmark.name, benchmark.summary, ", ".join(benchmark.devices), targets)
+    console().print(table)
+    return 0
+
+
+def run_benchmark(
+    name: str,
+    *,
+    json: bool = False,
+    out: str | Path | None = None,
+    short: bool = False,
+    device: str | None = None,
+    seconds: float = Settings.seconds,
+) -> int:
+    """Run one benchmark for a person or (``json``) a script; the process's exit code.
+
+    0 if the gate was green, 1 if it was red, 2 if there is nothing to run: an unknown name, or a benchmark that
+    doesn't run on this device. ``out`` is a file for the full record, as kept under bench/results/.
+    """
+    errors = console(stderr=True)
+    try:
+        benchmark = find(name)
+        settings = Settings(torch.device(device) if device else default_device(), short=short, seconds=seconds)
+        _require(benchmark, settings)
+    except ValueError as error:
+        errors.print(f"[red]error:[/] {error}")
+        return 2
+
+    def progress(planned: Measurement) -> None:
+        errors.print(f"  {planned.case}: {planned.metric}, against {planned.peer_name}")
+
+    where = provenance.device_name(settings.device)
+    errors.print(f"{name} on {where}: checking correctness, then timing")
+    outcome = run(benchmark, settings, on_start=progress)
+    if not outcome.green:
+        show_red(errors, name, outcome.verdicts)
+    elif not json:
+        show_rows(console(), f"{name} on {where}", outcome.rows, absolute=settings.cuda)
+    if out is not None:
+        write_json(Path(out), record(benchmark, settings, outcome))
+    if json:
+        print(last_line(name, outcome.green, where, outcome.rows), flush=True)
+    return 0 if outcome.green else 1
+
+
+def record(benchmark: Benchmark, settings: Settings, outcome: Outcome) -> dict[str, Any]:
+    """The full result: rows with noise and host time, the gate's verdicts, origin, source hashes."""
+    return {
+        "bench": benchmark.name,
+        "gate": "green" if outcome.green else "red",
+        "device": provenance.device_name(settings.device),
+        "dry": settings.dry,
+        "short": settings.short,
+        "origin": provenance.describe(settings.device),
+        "source_hash": provenance.source_hash(benchmark),
+        "sources": provenance.source_hashes(benchmark),
+        "verdicts": [{"case": case, **vars(verdict), "ok": verdict.ok} for case, verdict in outcome.verdicts],
+        "rows": [row.record() for row in outcome.rows] if outcome.green else [],
+    }
+
+
+def _require(benchmark: Benchmark, settings: Settings) -> None:
+    if settings.device.type not in benchmark.devices:
+        raise ValueError(
+            f"benchmark {benchmark.name} runs on {' or '.join(benchmark.devices)}, not on {settings.device.type}"
+        )
+
+
+def _stream(benchmark: Benchmark, settings: Settings, done: Collection[RowKey], slow: bool) -> int:
+    """One JSON event a line, flushed: verdicts, rows, the end. What the GPU run's watchdog reads."""
+
+    def emit(event: str, **content: Any) -> None:
+        print(json.dumps({"event": event, "bench": benchmark.name, **content}), flush=True)
+
+    _require(benchmark, settings)
+    outcome = run(
+        benchmark,
+        settings,
+        done=done,
+        slow=slow,
+        on_verdict=lambda case, verdict: emit("verdict", case=case, **vars(verdict), ok=verdict.ok),
+        on_start=lambda planned: emit("start", key=planned.key),
+        on_row=lambda row: emit("row", **row.record()),
+    )
+    emit("end", gate="green" if outcome.green else "red")
+    return 0 if outcome.green else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m shardfuse.bench.runner", description="Run benchmarks.")
+    parser.add_argument("names", nargs="*", help="benchmarks; all that run on this device if none is given")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON per benchmark")
+    parser.add_argument("--short", action="store_true", help="the dozen cases that count most")
+    parser.add_argument(
+        "--dry", action="store_true", help="tiny shapes, one call each: proves the path, measures nothing"
+    )
+    parser.add_argument("--seconds", type=float, default=Settings.seconds, help="spent on the timing of one row")
+    parser.add_argument("--stream", action="store_true", help="one JSON event per line")
+    parser.add_argument("--warm", metavar="CASE", action="append", help="only compile what CASE needs")
+    parser.add_argument("--fast", action="store_true", help="without peers that compile for long (with --stream)")
+    parser.add_argument("--done", metavar="FILE", help="JSON list of [case, metric, peer] rows to skip (with --stream)")
+    options = parser.parse_args(argv)
+
+    try:
+        return _main(options)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _main(options: argparse.Namespace) -> int:
+    device = default_device()
+    settings = Settings(device, short=options.short, dry=options.dry, seconds=options.seconds)
+    names = options.names or [b.name for b in list_benchmarks() if device.type in b.devices]
+    if options.warm:
+        return _warm(names, settings, options.warm)
+    if options.stream:
+        done = {tuple(key) for key in json.loads(Path(options.done).read_text())} if options.done else set()
+        return max(_stream(find(name), settings, done, not options.fast) for name in names)
+    return max(run_benchmark(name, json=options.json, short=options.short, seconds=options.seconds) for name in names)
+
+
+def _warm(names: list[str], settings: Settings, cases: list[str]) -> int:
+    for name in names:
+        benchmark = find(name)
+        for case in cases:
+            if benchmark.warm is not None:
+                benchmark.warm(settings, case)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""How long a call takes, measured so that two versions can be compared.
+
+Both sides run interleaved, in alternating order, so that drifting clocks and noisy neighbours hit them alike.
+
+On a GPU, device events bracket each call behind a short spin that hides the host's part, the calls rotate over input
+sets larger than the L2 cache together, and the figure is the median over rounds. By the host's clock it is the first
+decile: whatever disturbs such a sample makes it longer, and on a shared machine more than half may be disturbed. On a
+CPU only the ratio of two interleaved sides means anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+
+MIN_SAMPLE_US = 200.0  # a host-clock sample shorter than this measures the clock; a longer one is disturbed oftener
+MIN_ROUNDS, MAX_ROUNDS = 10, 1000
+SPIN_MARGIN = 1.5  # the spin outlasts the host's own time per call by this factor
+SPIN_CLOCK_HZ = 2.0e9  # at or above the boost clock of the chips we know: erring long costs only time
+L2_SHARE = 2.0  # input sets together exceed the cache by this factor
+HOST_CALLS = 50  # calls per sample of host time; few enough that the launch queue never fills
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One side of a comparison, in the metric's unit.
+
+    ``noise`` is the relative difference between the figures of its odd and even rounds: the same version timed twice.
+    ``host`` is the host's time per call in microseconds, where the value itself is device time.
+    """
+
+    value: float
+    noise: float | None = None
+    host: float | None = None
+
+
+def compare(
+    ours: Sequence[Call], peer: Sequence[Call], device: torch.device, *, seconds: float = 1.0, dry: bool = False
+) -> tuple[Timing, Timing]:
+    """Microseconds per call of both sides. Each side is one call per input set, used in rotation.
+
+    Device time on a GPU (the host's beside it), the host's clock elsewhere. ``dry`` makes one call of each.
+    """
+    if dry:
+        return Timing(_per_call(ours[0], 1)), Timing(_per_call(peer[0], 1))
+    sides = (_Rotation(ours), _Rotation(peer))
+    if device.type == "cuda":
+        return _device_rounds(sides, seconds)
+    calls = [max(1, round(MIN_SAMPLE_US / _warm(side))) for side in sides]
+    return _alternate(lambda side: _per_call(sides[side], calls[side]), _for_seconds(seconds))
+
+
+def compare_fixed(ours: Call, peer: Call, *, rounds: int, calls: int) -> tuple[Timing, Timing]:
+    """Microseconds per call by the host's clock over an exact number of calls, the same in every rank."""
+    sides = (ours, peer)
+    return _alternate(lambda side: _per_call(sides[side], calls), lambda done: done < rounds)
+
+
+def compare_host(
+    ours: Call, peer: Call, device: torch.device, *, seconds: float = 1.0, dry: bool = False
+) -> tuple[Timing, Timing]:
+    """Microseconds of host time per call of both sides; on a GPU the device's work is not waited for."""
+    if device.type != "cuda" or dry:
+        return compare([ours], [peer], device, seconds=seconds, dry=dry)
+    sides = (ours, peer)
+    for side in sides:
+        _per_call(side, HOST_CALLS)
+
+    def sample(side: int) -> float:
+        torch.cuda.synchronize()
+        return _per_call(sides[side], HOST_CALLS)
+
+    return _alternate(sample, _for_seconds(seconds))
+
+
+def input_sets(bytes_per_set: int, device: torch.device) -> int:
+    """How many input sets outgrow the L2 cache together; one on a CPU, where nothing is rotated."""
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(2, min(64, int(L2_SHARE * cache / max(bytes_per_set, 1)) + 1))
+
+
+def copy_bandwidth(device: torch.device, *, size: int = 1 << 30) -> float:
+    """Bytes per second of a copy of ``size`` random bytes within the device, read and write counted."""
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy, _ = compare([lambda: target.copy_(source)], [lambda: target.copy_(source)], device, seconds=0.3)
+    return 2 * size / (copy.value * 1e-6)
+
+
+def _device_rounds(sides: tuple[_Rotation, _Rotation], seconds: float) -> tuple[Timing, Timing]:
+    for side in sides:
+        _warm(side)
+    spin = [_spin_cycles(side) for side in sides]
+    host: tuple[list[float], list[float]] = ([], [])
+
+    def sample(side: int) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(spin[side])
+        begin.record()
+        host[side].append(_per_call(sides[side], 1))
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e3
+
+    ours, peer = _alternate(sample, _for_seconds(seconds), statistics.median)
+    return (
+        Timing(ours.value, ours.noise, statistics.median(host[0])),
+        Timing(peer.value, peer.noise, statistics.median(host[1])),
+    )
+
+
+class _Rotation:
+    """Calls the next input set's version at every call."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._next = itertools.cycle(calls).__next__
+        self.count = len(calls)
+
+    def __call__(self) -> object:
+        return self._next()()
+
+
+def _first_decile(samples: Sequence[float]) -> float:
+    return sorted(samples)[len(samples) // 10]
+
+
+def _alternate(
+    sample: Callable[[int], float],
+    more: Callable[[int], bool],
+    figure: Callable[[Sequence[float]], float] = _first_decile,
+) -> tuple[Timing, Timing]:
+    """Rounds of one sample per side, the order reversed every time, while ``more(rounds so far)``."""
+    samples: tuple[list[float], list[float]] = ([], [])
+    while more(len(samples[0])):
+        for side in (0, 1) if len(samples[0]) % 2 == 0 else (1, 0):
+            samples[side].append(sample(side))
+    return _summary(samples[0], figure), _summary(samples[1], figure)
+
+
+def _for_seconds(seconds: float) -> Callable[[int], bool]:
+    until = time.perf_counter() + seconds
+    return lambda done: done < MIN_ROUNDS or (done < MAX_ROUNDS and time.perf_counter() < until)
+
+
+def _per_call(call: Call, count: int) -> float:
+    """Microseconds per call by the host's clock."""
+    started = time.perf_counter()
+    for _ in range(count):
+        call()
+    return (time.perf_counter() - started) / count * 1e6
+
+
+def _warm(side: _Rotation) -> float:
+    """Touch every input set, then estimate the microseconds per call."""
+    for _ in range(max(3, side.count)):
+        side()
+    return max(_per_call(side, 3), 1e-3)
+
+
+def _spin_cycles(side: _Rotation) -> int:
+    """Device cycles that outlast the host's work for one call, so that its kernels queue up behind them."""
+    torch.cuda.synchronize()
+    host_us = statistics.median(_per_call(side, 1) for _ in range(5))
+    torch.cuda.synchronize()
+    return int(SPIN_CLOCK_HZ * host_us * 1e-6 * SPIN_MARGIN) + 10_000
+
+
+def _summary(samples: list[float], figure: Callable[[Sequence[float]], float]) -> Timing:
+    value = figure(samples)
+    return Timing(value, abs(figure(samples[0::2]) - figure(samples[1::2])) / value)

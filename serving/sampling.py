@@ -1,0 +1,29 @@
+"""From logits to tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .request import SequenceState
+
+
+def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[int]:
+    """The next token of each sequence from ``logits`` [S, V].
+
+    Greedy at temperature 0. Above, by inverting the cumulative distribution in fp64 at one number per token from the
+    sequence's own generator: equal logits and seed give equal tokens on every rank and in every batch.
+    """
+    tokens = logits.argmax(dim=-1).tolist()
+    for row, sequence in enumerate(sequences):
+        if sequence.request.temperature > 0:
+            tokens[row] = _draw(logits[row], sequence.request.temperature, sequence.generator)
+    return tokens
+
+
+def _draw(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    cumulative = torch.softmax(logits.to("cpu", torch.float64) / temperature, dim=-1).cumsum(dim=-1)
+    # rand is below 1, so the target stays below the total and falls on a token of probability above 0.
+    target = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
+    return int(torch.searchsorted(cumulative, target, right=True))

@@ -1,0 +1,125 @@
+"""Who computes how many tokens in the next step.
+
+Continuous batching (Yu et al., "Orca", OSDI 2022) with chunked prefill (Agrawal et al., "Sarathi", arXiv:2308.16369): a
+step is a list of chunks, each the next tokens of one sequence that are not in the cache. A decode is a chunk of one
+token, so there is one rule for both.
+
+- Running sequences come first, oldest first, then waiting ones in the order of arrival, while slots, blocks and the
+  step's token budget last. At most one sequence, the youngest, is cut short by the budget.
+- Blocks are taken as tokens come, not reserved. Where they run out, the youngest running sequence gives all of its own
+  back and returns to the head of the queue; it keeps its tokens and computes their keys and values again.
+- A sequence is admitted when its tokens fit and every running one could still take a block, so that it does not lose
+  its place in the next step.
+
+No deadlock: the oldest running sequence can take the blocks of all others, and a sequence that needs more blocks than
+exist is refused before it comes here. Nothing is lost and nobody starves: the order of arrival is kept.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from .allocator import BlockAllocator
+from .request import SequenceState
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens ``start`` to ``start + length`` of ``sequence``; ``samples`` where the next token follows from them."""
+
+    sequence: SequenceState
+    start: int
+    length: int
+    samples: bool
+
+    @property
+    def decodes(self) -> bool:
+        """Whether this is the token that the last step generated, and not prefill."""
+        sequence = self.sequence
+        return self.start >= max(len(sequence.request.prompt), sequence.most_computed)
+
+    @property
+    def recomputed(self) -> int:
+        """How many of its tokens were in the cache before a preemption."""
+        return max(0, min(self.start + self.length, self.sequence.most_computed) - self.start)
+
+
+class Scheduler:
+    """Queues, slots and the token budget over one :class:`BlockAllocator`.
+
+    ``max_slots`` bounds the running sequences, ``max_step_tokens`` the tokens of a step; it is at least ``max_slots``,
+    so that each running sequence moves on in every step. ``preemptions`` counts how often blocks ran out.
+    """
+
+    def __init__(self, allocator: BlockAllocator, *, max_slots: int, max_step_tokens: int) -> None:
+        if max_slots < 1:
+            raise ValueError(f"max_slots={max_slots}: expected at least 1")
+        if max_step_tokens < max_slots:
+            raise ValueError(
+                f"max_step_tokens={max_step_tokens} is less than max_slots={max_slots}: each running request wants "
+                "one token a step; raise the former or lower the latter"
+            )
+        self.allocator = allocator
+        self.max_slots = max_slots
+        self.max_step_tokens = max_step_tokens
+        self.waiting: deque[SequenceState] = deque()
+        self.running: list[SequenceState] = []  # in order of admission
+        self.preemptions = 0
+
+    def add(self, sequence: SequenceState) -> None:
+        """Queue ``sequence`` behind all others."""
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: SequenceState) -> None:
+        """Forget ``sequence``, waiting or running, and free its blocks: it is done, or nobody wants it any more."""
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        self.allocator.release(sequence.id)
+
+    def schedule(self) -> list[Chunk]:
+        """The chunks of the next step, with room in the cache for all of them; empty when nothing waits or runs."""
+        chunks: list[Chunk] = []
+        budget = self.max_step_tokens
+        index = 0
+        while index < len(self.running):
+            sequence = self.running[index]
+            chunk = _next_chunk(sequence, budget)
+            if self._make_room(chunk):
+                chunks.append(chunk)
+                budget -= chunk.length
+                index += 1
+        while budget and self._admits():
+            sequence = self.waiting.popleft()
+            self.running.append(sequence)
+            chunk = _next_chunk(sequence, budget)
+            fits = self._make_room(chunk)
+            assert fits
+            chunks.append(chunk)
+            budget -= chunk.length
+        return chunks
+
+    def _admits(self) -> bool:
+        """Whether the head of the queue may run."""
+        if not self.waiting or len(self.running) == self.max_slots:
+            return False
+        needed = self.allocator.blocks_for(len(self.waiting[0].tokens))
+        return needed + len(self.running) <= self.allocator.free_blocks
+
+    def _make_room(self, chunk: Chunk) -> bool:
+        """Blocks up to the end of ``chunk``, taken from the youngest if need be; False if that is its own sequence."""
+        while not self.allocator.grow(chunk.sequence.id, chunk.start + chunk.length):
+            youngest = self.running.pop()
+            self.allocator.release(youngest.id)
+            youngest.computed = 0
+            self.waiting.appendleft(youngest)
+            self.preemptions += 1
+            if youngest is chunk.sequence:
+                return False
+        return True
+
+
+def _next_chunk(sequence: SequenceState, budget: int) -> Chunk:
+    missing = len(sequence.tokens) - sequence.computed
+    length = min(missing, budget)
+    assert length > 0
+    return Chunk(sequence, sequence.computed, length, samples=length == missing)

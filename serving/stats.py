@@ -1,0 +1,49 @@
+"""What an engine has done, and how fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class EngineStats:
+    """Counters since the engine was made.
+
+    Prefill is what fills the cache before a new token can follow: prompts, and what a preemption lost. A step with any
+    prefill in it counts as prefill time, any other as decode time; each rate divides the tokens by their steps' time.
+    """
+
+    steps: int = 0  # with work in them
+    prefill_tokens: int = 0
+    recomputed_tokens: int = 0  # of these, the ones that a preemption had lost
+    generated_tokens: int = 0
+    preemptions: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    decode_tokens: int = 0  # generated in steps without prefill
+    peak_slots: int = 0  # most sequences in one step
+    peak_blocks: int = 0
+    slot_steps: int = 0  # allocated token slots, summed over steps
+    unused_slot_steps: int = 0  # of these, the ones that held no token
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return _ratio(self.prefill_tokens, self.prefill_seconds)
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        return _ratio(self.decode_tokens, self.decode_seconds)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens over all time spent in steps."""
+        return _ratio(self.generated_tokens, self.prefill_seconds + self.decode_seconds)
+
+    @property
+    def kv_waste(self) -> float:
+        """Share of the allocated token slots that held no token, over all steps: 0 to 1."""
+        return _ratio(self.unused_slot_steps, self.slot_steps)
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else 0.0

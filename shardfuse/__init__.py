@@ -1,0 +1,106 @@
+"""Fused, sharded transformer layers in Triton: the public names.
+
+Each name is imported from its floor when it is first used, so that ``import shardfuse`` and ``shardfuse --help``
+cost nothing and need neither Triton nor a GPU nor any optional package.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .explanation import explain
+    from .kernels.linear import linear_act
+    from .kernels.paged_attention import paged_attention, write_kv_
+    from .layers.attention import ParallelAttention
+    from .layers.block import ParallelBlock
+    from .layers.config import TransformerConfig
+    from .layers.embedding import VocabParallelEmbedding
+    from .layers.hf import export_hf, load_hf
+    from .layers.linear import ColumnParallelLinear, RowParallelLinear
+    from .layers.loss import vocab_parallel_cross_entropy
+    from .layers.mlp import ParallelMLP
+    from .layers.norm import LayerNorm, RMSNorm
+    from .layers.transformer import ParallelTransformer
+    from .parallel.checkpoint import full_state_dict, load_checkpoint, read_extra, save_checkpoint
+    from .parallel.mesh import init_mesh, tp_group
+    from .serving.engine import Engine
+    from .serving.request import Request, TokenEvent
+
+__all__ = [
+    "ColumnParallelLinear",
+    "Engine",
+    "LayerNorm",
+    "ParallelAttention",
+    "ParallelBlock",
+    "ParallelMLP",
+    "ParallelTransformer",
+    "RMSNorm",
+    "Request",
+    "RowParallelLinear",
+    "TokenEvent",
+    "TransformerConfig",
+    "VocabParallelEmbedding",
+    "__version__",
+    "explain",
+    "export_hf",
+    "full_state_dict",
+    "init_mesh",
+    "linear_act",
+    "load_checkpoint",
+    "load_hf",
+    "paged_attention",
+    "read_extra",
+    "save_checkpoint",
+    "tp_group",
+    "vocab_parallel_cross_entropy",
+    "write_kv_",
+]
+
+__version__: str
+
+# Where each public name lives. tests/test_import.py holds this, __all__ and the imports above together.
+_HOMES = {
+    "ColumnParallelLinear": "layers.linear",
+    "Engine": "serving.engine",
+    "LayerNorm": "layers.norm",
+    "ParallelAttention": "layers.attention",
+    "ParallelBlock": "layers.block",
+    "ParallelMLP": "layers.mlp",
+    "ParallelTransformer": "layers.transformer",
+    "RMSNorm": "layers.norm",
+    "Request": "serving.request",
+    "RowParallelLinear": "layers.linear",
+    "TokenEvent": "serving.request",
+    "TransformerConfig": "layers.config",
+    "VocabParallelEmbedding": "layers.embedding",
+    "explain": "explanation",
+    "export_hf": "layers.hf",
+    "full_state_dict": "parallel.checkpoint",
+    "init_mesh": "parallel.mesh",
+    "linear_act": "kernels.linear",
+    "load_checkpoint": "parallel.checkpoint",
+    "load_hf": "layers.hf",
+    "paged_attention": "kernels.paged_attention",
+    "read_extra": "parallel.checkpoint",
+    "save_checkpoint": "parallel.checkpoint",
+    "tp_group": "parallel.mesh",
+    "vocab_parallel_cross_entropy": "layers.loss",
+    "write_kv_": "kernels.paged_attention",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        value: Any = importlib.import_module("importlib.metadata").version(__name__)
+    elif name in _HOMES:
+        value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # the next look-up does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,125 @@
+"""The command line: ``shardfuse demo | env | inspect | bench``.
+
+Only parsing and reporting of errors; each command's work lives near its floor and is imported when the command runs,
+so that ``shardfuse --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Fused, sharded transformer layers in Triton.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench_app = typer.Typer(help="Benchmarks: correctness first, then timing against peers.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+# Failures that a message explains; anything else is a defect and keeps its traceback.
+_EXPLAINED = (ValueError, RuntimeError, OSError, ImportError)
+
+
+def main() -> None:
+    """The console script. An explained failure is one line on standard error and exit code 1."""
+    try:
+        app(prog_name="shardfuse")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except _EXPLAINED as error:
+        if os.environ.get("SHARDFUSE_DEBUG", "0") != "0":
+            raise
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} (SHARDFUSE_DEBUG=1 shows the rest)"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        print(f"shardfuse {version('shardfuse')}")
+        raise typer.Exit
+
+
+def _set_debug(wanted: bool) -> None:
+    if wanted:
+        os.environ["SHARDFUSE_DEBUG"] = "1"  # worker processes inherit it
+
+
+# It works by its callback; the commands take it so that it may stand anywhere on the line, and never read it.
+Debug = Annotated[
+    bool, typer.Option("--debug", callback=_set_debug, help="Show tracebacks, as SHARDFUSE_DEBUG=1 does.")
+]
+Json = Annotated[bool, typer.Option("--json", help="End standard output with one line of JSON.")]
+Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+]
+
+
+@app.callback()
+def _root(version: Version = False, debug: Debug = False) -> None:
+    """Fused, sharded transformer layers in Triton."""
+
+
+@app.command()
+def env(json: Json = False, debug: Debug = False) -> None:
+    """Print versions, devices and choices: a report to paste into a bug report."""
+    from .env import show
+
+    show(json=json)
+
+
+@app.command()
+def inspect(
+    op: Annotated[str | None, typer.Argument(help="An op, such as linear_act.")] = None,
+    target: Annotated[str | None, typer.Option(help="A GPU architecture, such as sm_90; default: all.")] = None,
+    all_ops: Annotated[bool, typer.Option("--all", help="Every op.")] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Compile an op's kernels ahead of time and show what the compiler made of them. Needs no GPU."""
+    from .kernels import codegen
+
+    raise typer.Exit(codegen.inspect(op, target, json=json, all_ops=all_ops))
+
+
+@bench_app.command("list")
+def bench_list(debug: Debug = False) -> None:
+    """Print the benchmarks, what they measure and their targets."""
+    from .bench.runner import show_list
+
+    raise typer.Exit(show_list())
+
+
+@bench_app.command("run")
+def bench_run(
+    name: Annotated[str, typer.Argument(help="A benchmark; see `shardfuse bench list`.")],
+    json: Json = False,
+    short: Annotated[bool, typer.Option("--short", help="Only the cases that count most.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the full record to this file.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Run one benchmark. Exit code 1 if its correctness check fails: then nothing is timed."""
+    from .bench.runner import run_benchmark
+
+    raise typer.Exit(run_benchmark(name, json=json, short=short, device=device, out=out))
+
+
+@bench_app.command("owed")
+def bench_owed(json: Json = False, debug: Debug = False) -> None:
+    """Print the GPU results that are missing or older than the code they measured."""
+    from .bench.owed import owed
+
+    raise typer.Exit(owed(json=json))

@@ -1,0 +1,384 @@
+"""The benchmark runner: its contract with scripts, the gate before every number, the comparison of two timings."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardfuse.bench import gate, linear_act, mlp, one, runner, timing, tp_dtensor
+from shardfuse.bench.benchmark import Benchmark, Measurement, Settings
+from shardfuse.bench.report import CONTRACT, Row
+from shardfuse.bench.timing import Timing
+from shardfuse.kernels import registry
+from shardfuse.kernels.accuracy import Verdict
+from shardfuse.parallel import collectives
+
+CPU = torch.device("cpu")
+TIMES = {"ours": Timing(2.0, 0.01), "peer": Timing(3.0, 0.02)}
+
+
+def _fake(*, error: float = 0.0, checked: bool = True, **changes: object) -> Benchmark:
+    """Two rows of one case, already measured, behind one comparison that makes ``error`` of an allowed 1."""
+
+    def plan(settings: Settings) -> list[Measurement]:
+        return [
+            Measurement("small", "time, us", "rival", 1.25, lambda: (TIMES["ours"], TIMES["peer"])),
+            Measurement("small", "tokens/s", "rival", None, lambda: (TIMES["ours"], TIMES["peer"]), True),
+        ]
+
+    def check(settings: Settings, cases: list[str]):
+        return iter([(case, Verdict("y", error, 1.0)) for case in cases if checked])
+
+    fake = Benchmark("mlp", "a fake under a name whose sources exist", {"small": 1.25}, plan, check)
+    return dataclasses.replace(fake, **changes)
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch):
+    """``install(benchmark)`` makes it the only one there is."""
+
+    def install(benchmark: Benchmark) -> None:
+        monkeypatch.setattr(runner, "benchmarks", lambda: {benchmark.name: benchmark})
+
+    return install
+
+
+# --- the contract with scripts ----------------------------------------------------------------------------------------
+
+
+def test_finds_the_benchmarks_by_walking_the_folder():
+    assert {"linear_act", "mlp", "tp_dtensor"} <= {benchmark.name for benchmark in runner.list_benchmarks()}
+
+
+def test_last_line_is_the_contract(install, capsys):
+    install(_fake())
+    assert runner.run_benchmark("mlp", json=True, device="cpu") == 0
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert line.keys() == {"bench", "gate", "device", "rows"}
+    assert (line["bench"], line["gate"], line["device"]) == ("mlp", "green", "cpu")
+    time, rate = line["rows"]
+    assert tuple(time) == tuple(rate) == CONTRACT
+    assert (time["ratio"], time["target"], time["met"]) == (1.5, 1.25, True)
+    assert (rate["ratio"], rate["target"], rate["met"]) == (2 / 3, None, None)
+
+
+def test_ratio_just_under_its_target_is_not_met():
+    planned = Measurement("small", "time, us", "rival", 1.5, lambda: (Timing(2.01), Timing(3.0)))
+    assert Row.of(planned, *planned.run()).met is False
+
+
+def test_table_on_a_cpu_shows_ratios_only(install, capsys):
+    install(_fake())
+    assert runner.run_benchmark("mlp", device="cpu") == 0
+    out = capsys.readouterr().out
+    assert "1.500" in out
+    assert "ours " not in out.replace("ours is better", "")
+
+
+def test_record_tells_where_it_comes_from(install, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDFUSE_COMMIT", "abc123")
+    monkeypatch.setenv("SHARDFUSE_DIRTY", "1")
+    runner.provenance.revision.cache_clear()
+    install(_fake())
+    path = tmp_path / "new" / "mlp.json"
+    assert runner.run_benchmark("mlp", json=True, device="cpu", out=path) == 0
+    runner.provenance.revision.cache_clear()
+    found = json.loads(path.read_text())
+    origin = found["origin"]
+    assert (origin["commit"], origin["dirty"], origin["torch"]) == ("abc123", True, torch.__version__)
+    assert origin["date"]
+    assert found["sources"].keys() == {"bench/mlp.py"}
+    assert [row["noise"] for row in found["rows"]] == [0.02, 0.02]
+
+
+@pytest.mark.parametrize(("name", "device"), [("nonsense", "cpu"), ("mlp", "cuda")])
+def test_nothing_to_run_is_exit_code_2(install, capsys, name, device):
+    install(_fake(devices=("cpu",)))
+    assert runner.run_benchmark(name, json=True, device=device) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "error:" in captured.err
+
+
+# --- the gate ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [1.5, math.nan], ids=["large", "nan"])
+@pytest.mark.parametrize("as_json", [False, True], ids=["table", "json"])
+def test_red_gate_shows_no_number(install, capsys, tmp_path, error, as_json):
+    timed: list[str] = []
+
+    def plan(settings: Settings) -> list[Measurement]:
+        return [Measurement("small", "time, us", "rival", None, lambda: timed.append("yes") or tuple(TIMES.values()))]
+
+    install(_fake(error=error, plan=plan))
+    assert runner.run_benchmark("mlp", json=as_json, device="cpu", out=tmp_path / "mlp.json") == 1
+    captured = capsys.readouterr()
+    assert timed == []
+    assert json.loads((tmp_path / "mlp.json").read_text())["rows"] == []
+    assert "small: y" in captured.err
+    if as_json:
+        assert json.loads(captured.out.splitlines()[-1]) == {
+            "bench": "mlp",
+            "gate": "red",
+            "device": "cpu",
+            "rows": [],
+        }
+    else:
+        assert captured.out == ""
+
+
+def test_case_without_a_check_is_refused():
+    with pytest.raises(RuntimeError, match="compared nothing with the oracle for small"):
+        runner.run(_fake(checked=False), Settings(CPU))
+
+
+def test_done_rows_are_neither_checked_nor_measured():
+    plan = _fake().plan(Settings(CPU))
+    assert [row.key for row in runner.run(_fake(), Settings(CPU), done={plan[0].key}).rows] == [plan[1].key]
+    assert runner.run(_fake(checked=False), Settings(CPU), done={row.key for row in plan}).rows == []
+
+
+def test_fast_run_leaves_slow_peers_out():
+    plan = [dataclasses.replace(row, slow=row.metric == "tokens/s") for row in _fake().plan(Settings(CPU))]
+    rows = runner.run(_fake(plan=lambda settings: plan), Settings(CPU), slow=False).rows
+    assert [row.metric for row in rows] == ["time, us"]
+
+
+def _tiny_spec(factor: float) -> registry.OpSpec:
+    """linear_act with one case for the CPU, whose result is off by ``factor`` unless the reference is asked for."""
+    real = registry.op("linear_act")
+    case = dataclasses.replace(real.tagged("test")[3], tags=frozenset({"bench-cpu", "test", "short"}))
+
+    def run(inputs: dict, case: registry.Case, impl: str) -> dict[str, torch.Tensor]:
+        out = real.run(inputs, case, "reference")
+        return out if impl == "reference" else {name: value * factor for name, value in out.items()}
+
+    return dataclasses.replace(real, cases=(case,), run=run)
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (1.001, 1)], ids=["right", "wrong"])
+def test_wrong_op_turns_its_benchmark_red(install, monkeypatch, capsys, factor, code):
+    spec = _tiny_spec(factor)
+    monkeypatch.setattr(registry, "op", lambda name: spec)
+    install(linear_act.BENCHMARK)
+    assert runner.run_benchmark("linear_act", json=True, device="cpu", seconds=0.01) == code
+    line = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(line["rows"]) == (0 if code else 2)
+    assert all(row["ratio"] == pytest.approx(row["peer"] / row["ours"]) for row in line["rows"])
+
+
+def test_gate_wants_every_output():
+    y = torch.ones(2)
+    with pytest.raises(RuntimeError, match="different names"):
+        gate.check_outputs({"y": y}, low=lambda: {"y": y}, oracle=lambda: {"y": y.double(), "dx": y.double()})
+
+
+def test_gate_wants_every_gradient():
+    module = torch.nn.Linear(2, 2)
+    module.unused = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(RuntimeError, match="no gradient for unused"):
+        gate.module_outputs(module, torch.ones(1, 2), torch.ones(1, 2))
+
+
+def test_layers_join_weight_and_bias():
+    weight, bias, y = torch.ones(2, 2), torch.zeros(2), torch.ones(3)
+    joined = gate.join_layers({"y": y, "d_a.weight": weight, "d_a.bias": bias})
+    assert joined["y"] is y
+    assert joined["d_a"].tolist() == [1, 1, 1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["right", "wrong"])
+def test_mlp_gate(monkeypatch, broken):
+    settings = Settings(CPU)
+    monkeypatch.setattr(mlp, "CPU_SHAPES", (mlp.Shape(6, 16, 32, torch.float32),))
+    if broken:
+        monkeypatch.setattr(mlp.ParallelMLP, "forward", lambda self, x: self.c_proj(self.c_fc(x) * 1.001))
+    (planned,) = mlp.plan(settings)
+    assert all(verdict.ok for _, verdict in mlp.check(settings, [planned.case])) is not broken
+
+
+# --- two ranks --------------------------------------------------------------------------------------------------------
+
+
+def _rig(rank: int, world: int, layer: str, omitted: str | None) -> dict[str, bool]:
+    """One small size checked on this rank; which comparisons held."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    rig = tp_dtensor.Rig.of(tp_dtensor.Size(layer, world * tp_dtensor.HEAD_DIM, 6), mesh)
+    if omitted is None:
+        return {verdict.name: verdict.ok for verdict in rig.check()}
+    with collectives.omit(omitted):
+        return {verdict.name: verdict.ok for verdict in rig.check()}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("layer", ["mlp", "block"])
+def test_tp_sides_equal_the_whole_module(ranks, layer):
+    for found in ranks(2, _rig, layer, None):
+        assert all(found.values())
+        assert {"ours.y", "peer.y", "ours.d_x", "peer.d_x"} <= found.keys()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("site", ["mlp.in.grad", "mlp.out"])
+def test_tp_gate_notices_a_missing_collective(ranks, site):
+    for found in ranks(2, _rig, "mlp", site):
+        assert not all(ok for name, ok in found.items() if name.startswith("ours."))
+        assert all(ok for name, ok in found.items() if name.startswith("peer."))
+
+
+@pytest.mark.ranks
+def test_tp_launches_its_own_processes(capsys):
+    settings = Settings(CPU, dry=True)
+    outcome = runner.run(tp_dtensor.BENCHMARK, settings)
+    assert outcome.green
+    assert [row.case for row in outcome.rows] == [size.name for size in tp_dtensor.DRY_SIZES]
+    assert all(row.ratio > 0 for row in outcome.rows)
+
+
+# --- timing -----------------------------------------------------------------------------------------------------------
+
+
+def test_sides_alternate_and_every_rank_makes_the_same_calls():
+    calls: list[str] = []
+    timing.compare_fixed(lambda: calls.append("a"), lambda: calls.append("b"), rounds=3, calls=2)
+    assert "".join(calls) == "aabbbbaaaabb"
+
+
+def test_slower_side_is_seen_as_slower():
+    x = torch.randn(64, 64)
+    once, often = timing.compare([lambda: x @ x], [lambda: [x @ x for _ in range(8)]], CPU, seconds=0.1)
+    assert once.value * 3 < often.value
+    assert once.noise is not None
+
+
+def test_input_sets_rotate():
+    seen: list[int] = []
+    side = [lambda i=i: seen.append(i) for i in range(3)]
+    timing.compare(side, [lambda: None], CPU, seconds=0.0)
+    assert seen[:6] == [0, 1, 2, 0, 1, 2]
+
+
+def test_host_figure_ignores_disturbed_samples():
+    assert timing._first_decile([9.0] * 80 + [1.0] * 20) == 1.0
+
+
+class _Clock:
+    """Stands for torch.cuda's clock: a device that is five times as slow as the host seems."""
+
+    now = 0.0
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = _Clock.now
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: _Clock.Event) -> float:
+            return end.at - self.at  # milliseconds
+
+
+def test_device_times_are_the_medians_between_events(monkeypatch):
+    for name, stand_in in (("Event", _Clock.Event), ("_sleep", lambda cycles: None), ("synchronize", lambda: None)):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    work = iter([1.0, 1.0, 100.0] * 1000)
+
+    def call(milliseconds: float) -> None:
+        _Clock.now += milliseconds * next(work)
+
+    ours, peer = timing.compare([lambda: call(2.0)], [lambda: call(3.0)], torch.device("cuda"), seconds=0.0)
+    assert (ours.value, peer.value) == (2000.0, 3000.0)
+    assert ours.host is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_device_times_on_a_gpu():
+    device = torch.device("cuda")
+    x = torch.randn(2048, 2048, device=device)
+    once, often = timing.compare([lambda: x @ x], [lambda: [x @ x for _ in range(8)]], device, seconds=0.1)
+    assert 6.0 < often.value / once.value < 10.0
+    assert timing.copy_bandwidth(device, size=1 << 28) > 1e11
+    assert timing.input_sets(1 << 20, device) * (1 << 20) > torch.cuda.get_device_properties(device).L2_cache_size
+
+
+# --- what a GPU will be asked -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("short", [True, False], ids=["short", "all"])
+@pytest.mark.parametrize("module", [linear_act, mlp], ids=["linear_act", "mlp"])
+def test_gpu_plan(module, short):
+    plan = module.plan(Settings(torch.device("cuda"), short=short))
+    assert len({row.key for row in plan}) == len(plan)
+    assert {row.target for row in plan} <= {None, *module.TARGETS.values()}
+    assert sum("max-autotune" in row.peer_name for row in plan) <= 6
+    assert all(row.slow for row in plan if "torch.compile" in row.peer_name)
+
+
+def test_large_shapes_must_match_the_plain_gemm():
+    plan = linear_act.plan(Settings(torch.device("cuda")))
+    sizes = {case.name: case.sizes["T"] for case in registry.op("linear_act").cases}
+    against_gemm = [row for row in plan if row.peer_name == "cuBLAS x @ w.T"]
+    assert {row.target is not None for row in against_gemm} == {True, False}
+    assert all((row.target == linear_act.PLAIN) is (sizes[row.case] >= 4096) for row in against_gemm)
+
+
+# --- one case, and uninstalled trees ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (1.001, 1)], ids=["right", "wrong"])
+def test_one_reports_every_case(monkeypatch, capsys, factor, code):
+    spec = _tiny_spec(factor)
+    monkeypatch.setattr(registry, "op", lambda name: spec)
+    assert one.main(["linear_act", "--tag", "test", "--check", "--json"]) == code
+    (said,) = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert said["case"] == spec.cases[0].name
+    assert said["ok"] is (code == 0)
+
+
+def test_one_reports_a_crash_as_a_finding(monkeypatch, capsys):
+    def run(*arguments: object) -> dict[str, torch.Tensor]:
+        raise RuntimeError("out of registers")
+
+    spec = dataclasses.replace(_tiny_spec(1.0), run=run)
+    monkeypatch.setattr(registry, "op", lambda name: spec)
+    assert one.main(["linear_act"]) == 1
+    assert "out of registers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["linear_act", "nonsense"]], ids=["op", "case"])
+def test_one_names_what_there_is(capsys, arguments):
+    with pytest.raises(SystemExit) as left:
+        one.main(arguments)
+    assert left.value.code == 2
+    assert "nonsense" in capsys.readouterr().err
+
+
+def test_uninstalled_tree_runs_in_place(tmp_path):
+    for floor in ("shardfuse", "kernels", "parallel", "layers", "training", "serving", "bench"):
+        (tmp_path / floor).mkdir()
+        (tmp_path / floor / "__init__.py").touch()
+    shutil.copy(Path(runner.__file__).with_name("run_in_place.py"), tmp_path / "bench")
+    (tmp_path / "bench" / "hello.py").write_text(
+        "import sys\nfrom ..kernels import there\nprint(there.HERE, sys.argv)\n"
+    )
+    (tmp_path / "kernels" / "there.py").write_text("HERE = __name__\n")
+    command = [sys.executable, str(tmp_path / "bench" / "run_in_place.py"), "shardfuse.bench.hello", "--out", "x"]
+    for _ in range(2):  # the second time the links are there already
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path.parent, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("shardfuse.kernels.there")
+        assert "'--out', 'x'" in done.stdout

@@ -1,0 +1,159 @@
+"""``make gpu DRY=1``: the whole path of a GPU run on a CPU, resumed after a cut and with a benchmark that hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardfuse.bench import gpu, journal
+from shardfuse.bench.report import Row
+
+pytestmark = pytest.mark.interpret
+
+OP = "linear_act"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """A dry run from the command line, as CI makes it, and its directory."""
+    out = tmp_path_factory.mktemp("gpu") / "out"
+    command = [sys.executable, "-m", "shardfuse.bench.gpu", "--dry", "--out", str(out)]
+    environment = os.environ | {"SHARDFUSE_COMMIT": "abc123", "SHARDFUSE_DIRTY": "0"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment), out
+
+
+def _events(out: Path, event: str, **content: Any) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    return [e for e in lines if e["event"] == event and all(e[name] == value for name, value in content.items())]
+
+
+def test_every_phase_runs_and_is_green(finished):
+    done, out = finished
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [e["name"] for e in _events(out, "phase")] == ["smoke", "compile", "tests", "benchmarks"]
+    assert {e["op"] for e in _events(out, "smoke", ok=True)} == set(gpu.registry.ops())
+    assert [e["lane"] for e in _events(out, "pytest", ok=True)] == ["cpu", "gpu"]
+    assert {e["bench"] for e in _events(out, "row")} >= {"linear_act", "mlp"}
+    assert [e["good"] for e in _events(out, "finished")] == [True]
+
+
+def test_kernels_are_compiled_before_any_row(finished):
+    _, out = finished
+    kinds = [json.loads(line)["event"] for line in (out / "events.jsonl").read_text().splitlines()]
+    last_compiled = max(i for i, kind in enumerate(kinds) if kind == "compiled")
+    assert last_compiled < kinds.index("row")
+
+
+def test_at_most_eight_files_and_a_table_at_the_end(finished):
+    done, out = finished
+    assert len(list(out.iterdir())) <= 8
+    assert "numbers mean nothing" in done.stdout
+    assert (out / "summary.txt").read_text().rstrip() in done.stdout
+
+
+def test_results_carry_their_origin_and_are_not_filed(finished, tmp_path, capsys):
+    _, out = finished
+    found = json.loads((out / "results.json").read_text())[OP]
+    assert (found["dry"], found["gate"], found["origin"]["commit"]) == (True, "green", "abc123")
+    assert found["origin"]["dirty"] is False
+    assert gpu.accept(out, tmp_path) == 1
+    assert "dry run" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cut_run_is_resumed_and_a_hanging_benchmark_is_killed(finished, tmp_path):
+    """Three rows are there from a call that was cut short; the first process of this call stops after one row."""
+    _, out = finished
+    (tmp_path / "events.jsonl").write_text("".join(_cut(out, rows=3)))
+    stopped: list[int] = []
+
+    def stop_once(event: dict[str, Any]) -> None:
+        if event["event"] == "row" and not stopped:
+            stopped.append(list(run.journal.of("started"))[-1]["pid"])
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    options = gpu.Options(tmp_path, (OP,), dry=True, quiet_s=10.0)
+    run = gpu.GpuRun(options, on_event=stop_once)
+    code = run.run()
+
+    with pytest.raises(ProcessLookupError):
+        os.kill(stopped[0], 0)
+    assert [e["bench"] for e in run.journal.of("hung")] == [OP]
+    assert code == 1 or not _lost(tmp_path)  # a lost row makes the call fail; stopped between two, none is lost
+    assert len(list(run.journal.of("started", bench=OP))) == 2  # it went on after the row that hung
+    keys = [_key(e) for e in _events(tmp_path, "row", bench=OP)]
+    assert len(keys) == len(set(keys)), "a row was measured twice"
+    assert set(keys) | _lost(tmp_path) == {_key(e) for e in _events(out, "row", bench=OP)}
+
+
+def _cut(out: Path, *, rows: int) -> list[str]:
+    """The first lines of a finished run's events, up to so many rows of OP, and half a line more."""
+    lines = (out / "events.jsonl").read_text().splitlines(keepends=True)
+    events = [json.loads(line) for line in lines]
+    of_op = [i for i, e in enumerate(events) if e["event"] == "row" and e["bench"] == OP]
+    return [*lines[: of_op[rows - 1] + 1], '{"event": "ro']
+
+
+def _key(event: dict[str, Any]) -> tuple[str, str, str]:
+    return Row.from_record(event).key
+
+
+def _lost(out: Path) -> set[tuple[str, ...]]:
+    return {tuple(e["key"]) for e in _events(out, "hung") if e["key"]}
+
+
+# --- the parts, without a run -----------------------------------------------------------------------------------------
+
+
+def _row(key: tuple[str, str, str], **changes: Any) -> dict[str, Any]:
+    row = Row(key[0], key[1], 1.0, 2.0, key[2], 2.0, None, None).record()
+    return {"bench": OP, "source": "s1"} | row | changes
+
+
+def test_journal_forgets_rows_of_other_sources(tmp_path):
+    first = journal.Journal(tmp_path / "events.jsonl", dry=False)
+    first.add("row", **_row(("a", "b", "c")))
+    first.add("row", **_row(("d", "e", "f"), source="s0"))
+    first.add("hung", bench=OP, source="s1", key=["g", "h", "i"])
+    first.close()
+    again = journal.Journal(tmp_path / "events.jsonl", dry=False)
+    assert again.done(OP, "s1") == {("a", "b", "c"), ("g", "h", "i")}
+    assert again.lost(OP, "s1") == {("g", "h", "i")}
+    assert again.done(OP, "s2") == set()
+    assert [row.key for row in again.outcome(OP, "s1").rows] == [("a", "b", "c")]
+    assert list(again.of("row")) == []  # of this call
+    again.close()
+
+
+def test_journal_keeps_dry_rows_apart(tmp_path):
+    dry = journal.Journal(tmp_path / "events.jsonl", dry=True)
+    dry.add("row", **_row(("a", "b", "c")))
+    dry.close()
+    assert journal.Journal(tmp_path / "events.jsonl", dry=False).done(OP, "s1") == set()
+
+
+def test_selection_by_op():
+    ops, chosen = gpu._selection([OP])
+    assert ops == [OP]
+    assert {benchmark.name for benchmark in chosen} == {"linear_act", "mlp"}
+    with pytest.raises(ValueError, match="no op called 'nonsense'"):
+        gpu._selection(["nonsense"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["--out", "OUT"]], ids=["no directory", "no GPU"])
+def test_what_cannot_run_says_so(capsys, monkeypatch, tmp_path, arguments):
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
+    try:
+        code = gpu.main([argument.replace("OUT", str(tmp_path / "out")) for argument in arguments])
+    except SystemExit as left:
+        code = left.code
+    assert code == 2
+    assert "error:" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

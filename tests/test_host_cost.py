@@ -1,0 +1,52 @@
+"""What our layer of Python costs per call, against the stock modules, on tensors so small that nothing else counts.
+
+``pytest --benchmark-only tests/test_host_cost.py`` prints the times. The assertions compare interleaved runs: a
+budget in microseconds would measure the machine.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardfuse import ParallelMLP
+from shardfuse.bench.stock import StockMLP, training_step
+from shardfuse.bench.timing import compare
+from shardfuse.kernels.linear import linear_act
+
+T, D, FFN = 4, 16, 32
+CPU = torch.device("cpu")
+
+
+def _linear():
+    x, weight, bias = (torch.randn(*shape, requires_grad=True) for shape in ((T, D), (FFN, D), (FFN,)))
+    ours = lambda: linear_act(x, weight, bias, activation="gelu_tanh")
+    stock = lambda: F.gelu(F.linear(x, weight, bias), approximate="tanh")
+    return ours, stock
+
+
+def _mlp():
+    x = torch.randn(T, D)
+    ours, stock = ParallelMLP(D, FFN), StockMLP(D, FFN)
+    return lambda: ours(x), lambda: stock(x)
+
+
+def _mlp_step():
+    x, grad = torch.randn(T, D, requires_grad=True), torch.randn(T, D)
+    ours, stock = ParallelMLP(D, FFN), StockMLP(D, FFN)
+    return lambda: training_step(ours, x, grad), lambda: training_step(stock, x, grad)
+
+
+# How many times the stock call's host time ours may take.
+CALLS = {"linear_act": (_linear, 3.0), "mlp": (_mlp, 3.0), "mlp, forward + backward": (_mlp_step, 2.0)}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_host_cost(benchmark, name):
+    build, most = CALLS[name]
+    ours, stock = build()
+    ours_time, stock_time = compare([ours], [stock], CPU, seconds=0.5)
+    benchmark.extra_info["times the stock call"] = round(ours_time.value / stock_time.value, 2)
+    benchmark.pedantic(ours, rounds=50, iterations=10, warmup_rounds=2)
+    assert ours_time.value <= most * stock_time.value

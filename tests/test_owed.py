@@ -1,0 +1,110 @@
+"""Which results are owed: missing, older than their sources, or fresh."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardfuse.bench import owed, provenance
+from shardfuse.bench.benchmark import Benchmark
+from shardfuse.kernels import registry
+
+GPU = "NVIDIA H100 80GB HBM3"
+FOLDER = "nvidia-h100-80gb-hbm3"
+
+
+def _benchmark(name: str, **changes: Any) -> Benchmark:
+    """A benchmark whose only sources are its own file and one that certainly exists."""
+    return Benchmark(
+        name, "", {}, lambda settings: [], lambda s, cases: iter(()), sources=("bench/gate.py",), **changes
+    )
+
+
+BOTH = [_benchmark("mlp"), _benchmark("linear_act")]
+
+
+def _record(benchmark: Benchmark, date: str = "2031-05-01T00:00:00+00:00", **changes: Any) -> dict[str, Any]:
+    return {
+        "bench": benchmark.name,
+        "device": GPU,
+        "gate": "green",
+        "dry": False,
+        "rows": [{}],
+        "origin": {"date": date},
+        "sources": provenance.source_hashes(benchmark),
+    } | changes
+
+
+def _states(results: Path, benchmarks: list[Benchmark]) -> list[tuple[str, str, str]]:
+    found = owed.survey(results, benchmarks)
+    return [(item.gpu, item.name, item.state) for item in found if item.state != "unmeasured"]
+
+
+def test_without_any_result_everything_is_owed(tmp_path, capsys):
+    nowhere = tmp_path / "nothing"
+    assert _states(nowhere, BOTH) == [(owed.ANY_GPU, "linear_act", "missing"), (owed.ANY_GPU, "mlp", "missing")]
+    assert owed.owed(json=True, results=nowhere) == 0
+    listed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {item["name"] for item in listed} >= {"linear_act", "mlp"}
+    assert "tp_dtensor" not in {item["name"] for item in listed}  # it runs on a CPU, where nothing is owed
+
+
+def test_filed_result_is_fresh_until_a_source_changes(tmp_path):
+    path = owed.accept(_record(BOTH[0]), tmp_path)
+    assert path == tmp_path / FOLDER / "mlp.json"
+    assert _states(tmp_path, BOTH[:1]) == [(FOLDER, "mlp", "fresh")]
+
+    record = json.loads(path.read_text())
+    record["sources"]["bench/gate.py"] = "0" * 16
+    path.write_text(json.dumps(record))
+    (item,) = (item for item in owed.survey(tmp_path, BOTH[:1]) if item.name == "mlp")
+    assert item.state == "stale"
+    assert "bench/gate.py" in item.why
+    assert "bench/mlp.py" not in item.why
+
+
+def test_stalest_comes_first(tmp_path):
+    old, new = BOTH
+    never = _benchmark("tp_dtensor")
+    stale = {"bench/gate.py": "changed"}
+    owed.accept(_record(old, "2031-01-01T00:00:00+00:00", sources=stale), tmp_path)
+    owed.accept(_record(new, "2031-02-01T00:00:00+00:00", sources=stale), tmp_path)
+    order = [benchmark.name for benchmark in owed.stalest_first([new, never, old], FOLDER, tmp_path)]
+    assert order == ["tp_dtensor", "mlp", "linear_act"]
+
+
+def test_ops_without_a_benchmark_are_named(tmp_path):
+    measured = _benchmark("linear_act", ops=("linear_act",))
+    unmeasured = {item.name for item in owed.survey(tmp_path, [measured]) if item.state == "unmeasured"}
+    assert unmeasured == registry.ops().keys() - {"linear_act"}
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dry": True}, "dry run"),
+        ({"gate": "red"}, "gate is red"),
+        ({"device": "cpu"}, "ran on a CPU"),
+        ({"rows": []}, "no rows"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_no_result_is_not_filed(tmp_path, change, reason):
+    with pytest.raises(ValueError, match=reason):
+        owed.accept(_record(BOTH[0], **change), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_benchmark_names_sources_that_exist():
+    for benchmark in owed.benchmarks().values():
+        assert f"bench/{benchmark.name}.py" in provenance.source_hashes(benchmark)
+
+
+def test_wrong_source_name_is_an_error():
+    with pytest.raises(RuntimeError, match="kernels/nonsense"):
+        provenance.source_hashes(
+            Benchmark("mlp", "", {}, lambda s: [], lambda s, c: iter(()), sources=("kernels/nonsense.py",))
+        )

@@ -1,0 +1,83 @@
+"""What the README says is so: its Python runs, its commands, targets and variables exist."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardfuse
+from shardfuse.cli import app
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+FLOORS = ("kernels", "parallel", "layers", "training", "serving", "bench", "shardfuse")
+
+
+@pytest.mark.parametrize("source", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_examples_run(source, tmp_path, monkeypatch, capsys):
+    (tmp_path / "example.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("example.py", run_name="__main__")
+    assert capsys.readouterr().out
+
+
+@pytest.mark.ranks
+def test_the_drop_in_example_gives_the_same_loss_over_two_processes(tmp_path):
+    (tmp_path / "example.py").write_text(EXAMPLES[0])
+    (alone,) = _losses([sys.executable, "example.py"], tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    together = _losses([*torchrun, "example.py"], tmp_path)
+    assert together == pytest.approx([alone, alone], abs=1e-4)  # the last digit that it prints
+
+
+def _losses(command: list[str], folder: Path) -> list[float]:
+    """What each process printed last as its loss."""
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, errors = process.communicate(timeout=120)
+        except BaseException:
+            process.terminate()  # not kill: torchrun ends its workers when it is asked to stop
+            raise
+    assert process.returncode == 0, errors
+    return [float(loss) for loss in re.findall(r"^loss (\S+)$", out, re.MULTILINE)]
+
+
+def test_the_drop_in_example_is_short():
+    assert len([line for line in EXAMPLES[0].splitlines() if line.strip()]) <= 20
+
+
+def test_every_make_target_exists():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)) | {"test-LANE"}
+    mentioned = set(re.findall(r"`make ([a-zA-Z-]+)", README)) | set(
+        re.findall(r"^\$ make ([a-z-]+)", README, re.MULTILINE)
+    )
+    assert {"demo", "test"} <= mentioned <= targets
+
+
+def test_every_command_is_in_the_table():
+    import typer.main
+
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    expected = {name for name in commands if name != "bench"} | {f"bench {name}" for name in commands["bench"].commands}
+    mentioned = set(re.findall(r"^\| `shardfuse ((?:bench )?[a-z]+)", README, re.MULTILINE))
+    assert mentioned == expected
+
+
+def test_every_public_name_is_mentioned():
+    names = set(shardfuse.__all__) - {"__version__"}
+    assert not {name for name in names if f"`{name}`" not in README}
+
+
+def test_every_variable_is_in_the_table():
+    sources = [file.read_text() for floor in FLOORS for file in (ROOT / floor).rglob("*.py")]
+    sources += [(ROOT / "Makefile").read_text(), *(file.read_text() for file in (ROOT / "tests").glob("*.py"))]
+    used = set(re.findall(r"SHARDFUSE_[A-Z_]*[A-Z]", "\n".join(sources)))
+    rows = re.findall(r"^\| (`SHARDFUSE_.*?) \|", README, re.MULTILINE)
+    listed = set(re.findall(r"`(SHARDFUSE_[A-Z_]+)`", "\n".join(rows)))
+    assert used == listed

@@ -1,0 +1,477 @@
+"""The engine: what it generates, when, and what it does when things run out or go wrong.
+
+Models compute in fp64. Batched and solo forwards then differ by 1e-14 or so, and the oracle asserts that no choice of
+a token ever hung on less than a million times that: equal tokens are required, ties are excluded, nothing is retried.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardfuse.kernels.accuracy import judge
+from shardfuse.layers.config import TransformerConfig
+from shardfuse.layers.paged import PagedBatch, PagedKVCache, Span
+from shardfuse.layers.transformer import ParallelTransformer
+from shardfuse.parallel.mesh import init_mesh
+from shardfuse.serving import Engine, EngineStats, Request, TokenEvent
+from shardfuse.serving.request import SequenceState
+from shardfuse.serving.sampling import sample
+
+STYLES = ("gelu", "gated")
+MARGIN = 1e-8  # between the best two logits, which are of order 1
+
+
+def _config(style: str) -> TransformerConfig:
+    return TransformerConfig(
+        style=style,
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        max_positions=64,
+        init_std=0.3,
+    )
+
+
+def _model(style: str, mesh: Any = None, dtype: torch.dtype = torch.float64) -> ParallelTransformer:
+    torch.manual_seed(0)
+    return ParallelTransformer(_config(style), mesh=mesh, dtype=dtype).eval()
+
+
+@functools.cache
+def _exact(style: str) -> ParallelTransformer:
+    """The unsharded model in fp64."""
+    return _model(style)
+
+
+@torch.no_grad()
+def _solo(model: ParallelTransformer, request: Request) -> list[int]:
+    """The answer to ``request`` alone and without a cache: the whole sequence anew for each token."""
+    tokens = list(request.prompt)
+    answer: list[int] = []
+    generator = torch.Generator().manual_seed(request.seed)
+    while len(answer) < request.max_new_tokens and not (answer and answer[-1] in request.stop):
+        logits = model.gather_logits(model(torch.tensor([tokens])))[0, -1]
+        if request.temperature > 0:
+            answer.append(_inverse_cdf(logits, request.temperature, generator))
+        else:
+            best = logits.topk(2).values
+            assert best[0] - best[1] > MARGIN
+            answer.append(int(logits.argmax()))
+        tokens.append(answer[-1])
+    return answer
+
+
+def _inverse_cdf(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    """The token in whose share of [0, 1) the next random number falls."""
+    u = torch.rand((), generator=generator, dtype=torch.float64).item()
+    edges = torch.softmax(logits / temperature, 0).cumsum(0)
+    assert (edges - u).abs().min() > MARGIN
+    return int((edges <= u).sum())
+
+
+def _requests() -> list[Request]:
+    """Seven of different lengths, arriving at different steps, greedy and sampled, one that stops early."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(3, 9, 0), (11, 4, 0), (1, 12, 0), (20, 7, 2), (6, 1, 3), (2, 10, 3), (9, 8, 9)]
+    return [
+        Request(
+            torch.randint(32, (prompt,), generator=generator).tolist(),
+            max_new_tokens=new,
+            stop=(5, 17) if i == 2 else (),
+            temperature=0.8 if i % 3 == 1 else 0.0,
+            seed=100 + i,
+            arrival=arrival,
+        )
+        for i, (prompt, new, arrival) in enumerate(shapes)
+    ]
+
+
+def _answers(events: Iterable[TokenEvent], count: int) -> list[list[int]]:
+    answers: list[list[int]] = [[] for _ in range(count)]
+    for event in events:
+        if event.token is not None:
+            answers[event.request].append(event.token)
+    return answers
+
+
+def _drained(engine: Engine) -> bool:
+    return not engine.busy and engine._allocator.used_blocks == 0
+
+
+# ------------------------------------------------------------------------------------------------- what is generated
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_rolling_batch_equals_solo_forward(style: str, block_size: int) -> None:
+    """Requests outnumber slots and arrive at different steps; prompts are cut by the budget; tokens stream."""
+    model, requests = _exact(style), _requests()
+    expected = [_solo(model, request) for request in requests]
+    assert len({token for answer in expected for token in answer}) > 10  # not a model that repeats itself
+
+    engine = Engine(model, num_blocks=160 // block_size, block_size=block_size, max_slots=3, max_step_tokens=8)
+    numbers = [engine.add(request) for request in requests]
+    assert numbers == list(range(7))
+    steps: list[list[TokenEvent]] = []
+    while engine.busy:
+        steps.append(engine.step())
+    assert _answers((event for step in steps for event in step), 7) == expected
+    assert _drained(engine)
+
+    for request, number in zip(requests, numbers):
+        when = [i for i, step in enumerate(steps) for event in step if event.request == number]
+        assert when[0] >= request.arrival
+        assert len(set(when)) == len(when)  # one token a step: nothing is held back
+        ends = [event.finish for step in steps for event in step if event.request == number]
+        stopped = expected[number][-1] in request.stop
+        assert ends == [None] * (len(ends) - 1) + ["stop" if stopped else "length"]
+    assert max(len(step) for step in steps) == engine.stats.peak_slots == 3
+    assert engine.stats.preemptions == 0
+
+
+def test_an_answer_ends_at_its_stop_token() -> None:
+    model = _exact("gelu")
+    whole = _solo(model, Request([3, 1, 4], max_new_tokens=12))
+    stop = whole[5]
+    cut = whole[: whole.index(stop) + 1]
+    engine = Engine(model, num_blocks=8)
+    engine.add(Request([3, 1, 4], max_new_tokens=12, stop=[stop]))
+    events = list(engine.run())
+    assert [event.token for event in events] == cut
+    assert events[-1].finish == "stop"
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(30, 1), (14, 2), (8, 4), (11, 4)])
+def test_preemption_loses_nothing(num_blocks: int, block_size: int) -> None:
+    """Blocks run out: requests give way and start over, and the tokens, sampled ones too, are the same."""
+    model, requests = _exact("gated"), _requests()
+    engine = Engine(model, num_blocks=num_blocks, block_size=block_size, max_slots=4, max_step_tokens=16)
+    assert engine.generate(requests) == [_solo(model, request) for request in requests]
+    assert engine.stats.preemptions > 0
+    assert engine.stats.recomputed_tokens > 0
+    assert engine.stats.peak_blocks <= num_blocks
+    assert _drained(engine)
+
+
+@settings(max_examples=20)
+@given(
+    order=st.permutations(range(7)),
+    spare_blocks=st.integers(0, 8),
+    block_size=st.sampled_from([1, 2, 4]),
+    max_slots=st.integers(1, 7),
+    more_tokens=st.integers(0, 20),
+)
+def test_sizes_and_order_change_no_token(
+    order: list[int], spare_blocks: int, block_size: int, max_slots: int, more_tokens: int
+) -> None:
+    model, requests = _exact("gated"), _requests()
+    engine = Engine(
+        model,
+        num_blocks=-(-26 // block_size) + spare_blocks,  # 26 tokens: the longest request's
+        block_size=block_size,
+        max_slots=max_slots,
+        max_step_tokens=max_slots + more_tokens,
+    )
+    answers = engine.generate([requests[i] for i in order])
+    assert answers == [_answers_of_gated()[i] for i in order]
+    assert _drained(engine)
+
+
+@functools.cache
+def _answers_of_gated() -> list[list[int]]:
+    return [_solo(_exact("gated"), request) for request in _requests()]
+
+
+@pytest.mark.interpret
+def test_the_kernels_serve_a_model() -> None:
+    """The same loop over the interpreted kernels, in fp32: every token is one that fp32 rounding can explain."""
+    exact, model = _exact("gelu"), _model("gelu", dtype=torch.float32)
+    requests = [Request([1, 2, 3], max_new_tokens=3), Request([9, 8, 7, 6, 5, 4, 3, 2], max_new_tokens=3)]
+    engine = Engine(model, num_blocks=8, block_size=4, max_slots=2, impl="triton")
+    for request, answer in zip(requests, engine.generate(requests)):
+        tokens = torch.tensor([[*request.prompt, *answer]])
+        with torch.no_grad():
+            oracle, low = exact(tokens)[0].double(), model(tokens)[0].double()
+        slack = 4 * (low - oracle).abs().max()  # twice the error of the reference, for the best and for the chosen
+        for i, token in enumerate(answer):
+            row = oracle[len(request.prompt) - 1 + i]
+            assert row[token] >= row.max() - slack
+    assert _drained(engine)
+
+
+def _serve_on_rank(rank: int, world: int, style: str, num_blocks: int) -> tuple[list[list[int]], int]:
+    mesh = init_mesh(tp=world, device_type="cpu")
+    engine = Engine(_model(style, mesh), num_blocks=num_blocks, block_size=4, max_slots=3, max_step_tokens=8)
+    return engine.generate(_requests()), engine.stats.preemptions
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("style", STYLES)
+def test_ranks_agree_with_the_unsharded_model(style: str, ranks: Any) -> None:
+    expected = [_solo(_exact(style), request) for request in _requests()]
+    for answers, preemptions in ranks(2, _serve_on_rank, style, num_blocks=8):
+        assert answers == expected
+        assert preemptions > 0
+
+
+# ------------------------------------------------------------------------------------------------- coming and going
+
+
+def test_cancelled_requests_leave_and_the_others_do_not_notice() -> None:
+    model = _exact("gelu")
+    engine = Engine(model, num_blocks=16, block_size=4, max_slots=2)
+    kept = Request([3], max_new_tokens=9)
+    done, running, staying, waiting, coming = (
+        engine.add(request)
+        for request in (
+            Request([1], max_new_tokens=1),
+            Request([2], max_new_tokens=20),
+            kept,
+            Request([4], max_new_tokens=20),
+            Request([5], max_new_tokens=9, arrival=50),
+        )
+    )
+    events = [event for _ in range(3) for event in engine.step()]
+    assert [event.request for event in events if event.finish] == [done]
+    assert [engine.cancel(number) for number in (done, running, waiting, coming)] == [False, True, True, True]
+    assert not engine.cancel(running)
+
+    events += list(engine.run())
+    cancelled = [event for event in events if event.finish == "cancelled"]
+    assert cancelled == [TokenEvent(number, None, "cancelled") for number in (running, waiting, coming)]
+    assert _answers(events, 5)[staying] == _solo(model, kept)
+    assert engine.stats.steps == 10
+    assert _drained(engine)
+    with pytest.raises(ValueError, match="no request 5"):
+        engine.cancel(5)
+
+
+def test_requests_may_come_while_others_run() -> None:
+    model, first, second = _exact("gated"), Request([1, 2], max_new_tokens=6), Request([3, 4, 5], max_new_tokens=5)
+    engine = Engine(model, num_blocks=16)
+    engine.add(first)
+    events = []
+    for event in engine.run():
+        events.append(event)
+        if len(events) == 2:
+            engine.add(second)
+    assert _answers(events, 2) == [_solo(model, first), _solo(model, second)]
+
+
+def test_an_idle_step_passes_the_time() -> None:
+    engine = Engine(_exact("gelu"), num_blocks=4)
+    assert engine.step() == []
+    assert not engine.busy
+    engine.add(Request([1], max_new_tokens=1, arrival=3))
+    assert [len(engine.step()) for _ in range(3)] == [0, 0, 1]
+    engine.add(Request([1], max_new_tokens=1, arrival=2))  # long past: at once
+    assert len(engine.step()) == 1
+    assert engine.stats.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request([]), "prompt is empty"),
+        (Request([1, 32]), r"prompt\[1\] is 32: expected 0 to 31"),
+        (Request([-1]), r"prompt\[0\] is -1"),
+        (Request([1.5]), "expected whole numbers"),  # type: ignore[list-item]
+        (Request([1] * 20, max_new_tokens=13), "make 33: expected at most max_model_len=32"),
+        (Request([1] * 9, max_new_tokens=9), "need 5 blocks of 4 tokens: the cache has 4"),
+        (Request([1], max_new_tokens=0), "max_new_tokens=0"),
+        (Request([1], max_new_tokens=4, temperature=-1.0), "temperature=-1"),
+        (Request([1], max_new_tokens=4, temperature=float("nan")), "temperature=nan"),
+        (Request([1], max_new_tokens=4, seed=2**64), "seed="),
+    ],
+)
+def test_a_bad_request_is_refused_and_the_engine_goes_on(request_: Request, message: str) -> None:
+    model, good = _exact("gelu"), Request([7, 8, 9], max_new_tokens=6)
+    engine = Engine(model, num_blocks=4, block_size=4, max_model_len=32)
+    number = engine.add(good)
+    events = engine.step()
+    with pytest.raises(ValueError, match=message):
+        engine.add(request_)
+    events += list(engine.run())
+    assert {event.request for event in events} == {number}
+    assert _answers(events, 1) == [_solo(model, good)]
+    with pytest.raises(ValueError, match=message):
+        engine.generate([good, request_])
+    assert _drained(engine)
+
+
+def test_the_longest_request_that_fits_is_served() -> None:
+    """17 tokens in 4 blocks of 4: the last one is never stored."""
+    request = Request([1] * 9, max_new_tokens=8)
+    engine = Engine(_exact("gelu"), num_blocks=4, block_size=4)
+    assert engine.generate([request]) == [_solo(_exact("gelu"), request)]
+    assert engine.stats.peak_blocks == 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_blocks": 0}, "num_blocks=0"),
+        ({"num_blocks": 4, "block_size": 3}, "block_size=3: expected a power of two"),
+        ({"num_blocks": 4, "max_slots": 0}, "max_slots=0"),
+        ({"num_blocks": 4, "max_model_len": 65}, "max_model_len=65: expected 2 to 64"),
+        ({"num_blocks": 4, "max_step_tokens": 2}, "max_step_tokens=2 is less than max_slots=8"),
+    ],
+)
+def test_engine_refuses(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(_exact("gelu"), **sizes)
+
+
+def test_generate_wants_an_idle_engine() -> None:
+    engine = Engine(_exact("gelu"), num_blocks=4)
+    engine.add(Request([1], max_new_tokens=2))
+    with pytest.raises(RuntimeError, match="other requests"):
+        engine.generate([Request([1], max_new_tokens=2)])
+
+
+class _FailsOnce:
+    """A model that breaks down in its n-th call."""
+
+    def __init__(self, model: ParallelTransformer, call: int) -> None:
+        self.model, self.calls_left = model, call
+        self.config, self.group = model.config, model.group
+        self.gather_logits, self.parameters = model.gather_logits, model.parameters
+
+    def __call__(self, tokens: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            raise RuntimeError("out of memory")
+        return self.model(tokens, **kwargs)
+
+
+@pytest.mark.parametrize("call", [1, 2, 9])
+def test_a_failed_step_can_be_taken_again(call: int) -> None:
+    model, requests = _exact("gelu"), _requests()
+    engine = Engine(_FailsOnce(model, call), num_blocks=11, block_size=4, max_slots=3, max_step_tokens=8)
+    for request in requests:
+        engine.add(request)
+    engine.add(Request([1], max_new_tokens=2))
+    engine.cancel(7)
+    events: list[TokenEvent] = []
+    failures = 0
+    while engine.busy:
+        try:
+            events += engine.step()
+        except RuntimeError:
+            failures += 1
+    assert failures == 1
+    assert _answers(events, 8)[:7] == [_solo(model, request) for request in requests]
+    assert TokenEvent(7, None, "cancelled") in events
+    assert _drained(engine)
+
+
+# --------------------------------------------------------------------------------------------------------- statistics
+
+
+def test_stats_of_a_known_run() -> None:
+    """6 tokens of prompt in steps of 4 + 2, then 3 decodes; blocks of 4."""
+    engine = Engine(_exact("gelu"), num_blocks=8, block_size=4, max_slots=2, max_step_tokens=4)
+    engine.generate([Request([1, 2, 3, 4, 5, 6], max_new_tokens=4)])
+    stats = engine.stats
+    assert (stats.steps, stats.prefill_tokens, stats.generated_tokens, stats.decode_tokens) == (5, 6, 4, 3)
+    assert (stats.peak_slots, stats.peak_blocks, stats.recomputed_tokens, stats.preemptions) == (1, 3, 0, 0)
+    # Stored after each step: 4, 6, 7, 8, 9 tokens in 1, 2, 2, 2, 3 blocks.
+    assert (stats.slot_steps, stats.unused_slot_steps) == (40, 6)
+    assert stats.kv_waste == 6 / 40
+    assert stats.prefill_seconds > 0
+    assert stats.decode_seconds > 0
+
+
+def test_rates() -> None:
+    stats = EngineStats(
+        prefill_tokens=30, generated_tokens=12, decode_tokens=10, prefill_seconds=2.0, decode_seconds=4.0
+    )
+    assert (stats.prefill_tokens_per_s, stats.decode_tokens_per_s, stats.tokens_per_s) == (15.0, 2.5, 2.0)
+    assert EngineStats().tokens_per_s == EngineStats().kv_waste == 0.0
+
+
+# ----------------------------------------------------------------------------------------------------------- sampling
+
+
+def test_sampling_follows_the_distribution() -> None:
+    """4000 draws at temperature 2: each token's share within 5 standard deviations of its probability."""
+    logits = torch.tensor([0.0, 1.0, 2.0, float("-inf"), -1.0])
+    request = Request([0], temperature=2.0)
+    state = SequenceState(0, request, [0], torch.Generator().manual_seed(0))
+    draws = 4000
+    drawn = torch.tensor([sample(logits[None], [state])[0] for _ in range(draws)])
+    expected = torch.softmax(logits / 2, 0)
+    seen = torch.bincount(drawn, minlength=5) / draws
+    assert seen[3] == 0
+    assert ((seen - expected).abs() <= 5 * (expected * (1 - expected) / draws).sqrt()).all()
+
+
+def test_sampling_depends_on_nothing_but_logits_and_seed() -> None:
+    """Greedy and sampled rows side by side: neighbours and precision of the batch change no draw."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 50, generator=generator)
+
+    def state(temperature: float, seed: int) -> SequenceState:
+        return SequenceState(0, Request([0], temperature=temperature), [0], torch.Generator().manual_seed(seed))
+
+    together = sample(logits, [state(1.0, 1), state(0.0, 0), state(1.0, 2)])
+    assert together[1] == int(logits[1].argmax())
+    assert [sample(logits[:1], [state(1.0, 1)]), sample(logits[2:], [state(1.0, 2)])] == [together[:1], together[2:]]
+    seeds = {sample(logits[:1], [state(1.0, seed)])[0] for seed in range(20)}
+    assert len(seeds) > 5
+
+
+# ----------------------------------------------------------------------------------------------------- cache and batch
+
+
+def test_batch_layout() -> None:
+    cache = PagedKVCache(1, num_blocks=6, block_size=4, kv_heads=2, head_dim=8)
+    batch = PagedBatch.of(cache, [Span([5, 2], 3, 3, logits=False), Span([0], 0, 2), Span([4, 1, 3], 8, 1)])
+    assert batch.block_tables.tolist() == [[5, 2, -1], [0, -1, -1], [4, 1, 3]]
+    assert batch.seq_lens.tolist() == [6, 2, 9]
+    assert batch.query_start_loc.tolist() == [0, 3, 5, 6]
+    assert batch.slot_mapping.tolist() == [23, 8, 9, 0, 1, 12]
+    assert batch.positions.tolist() == [3, 4, 5, 0, 1, 8]
+    assert batch.logit_indices.tolist() == [4, 5]
+    assert cache.layer(0).shape == (6, 2, 4, 16)
+    assert cache.nbytes == 6 * 2 * 4 * 16 * 4
+
+
+def test_batch_and_cache_refuse() -> None:
+    cache = PagedKVCache(1, num_blocks=6, block_size=4, kv_heads=2, head_dim=8)
+    with pytest.raises(ValueError, match="a span to position 5 has 1 blocks of 4"):
+        PagedBatch.of(cache, [Span([0], 3, 2)])
+    with pytest.raises(ValueError, match="expected at least one"):
+        PagedBatch.of(cache, [Span([0], 3, 0)])
+    with pytest.raises(ValueError, match="kv_heads=0"):
+        PagedKVCache(1, num_blocks=6, block_size=4, kv_heads=0, head_dim=8)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("cuts", [[13], [5, 6, 2], [1] * 13])
+def test_logits_of_a_prompt_in_pieces(style: str, cuts: list[int]) -> None:
+    """A sequence fed through the cache in pieces has the logits that it has whole."""
+    model = _exact(style)
+    config = model.config
+    tokens = torch.randint(32, (1, 13), generator=torch.Generator().manual_seed(2))
+    oracle, low = model(tokens)[0], _model(style, dtype=torch.float32)(tokens)[0]
+    ours = _model(style, dtype=torch.float32)
+    cache = PagedKVCache(config.num_layers, 8, 4, config.num_kv_heads, config.head_dim)
+    start = 0
+    for length in cuts:
+        batch = PagedBatch.of(cache, [Span([6, 1, 3, 0], start, length)])
+        start += length
+        logits = ours(tokens[0, start - length : start], positions=batch.positions, cache=batch)
+        verdict = judge(f"logits at {start - 1}", logits[0], low[start - 1], oracle[start - 1])
+        assert verdict.ok, verdict
