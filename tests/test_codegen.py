@@ -19,7 +19,7 @@ needs_triton = pytest.mark.skipif(dispatch.triton_version() is None, reason="Tri
 
 SIDE_TRITON = os.environ.get("SHARDFUSE_SIDE_TRITON")
 # Under the side Triton every n-th build of a target: all of the target that is tuned first, a sample of the others.
-SIDE_STEPS = {"sm_80": 6, "sm_90": 1, "sm_100": 6, "gfx942": 3}
+SIDE_STEPS = {"sm_80": 8, "sm_90": 1, "sm_100": 8, "gfx942": 8}
 
 OPS_AND_TARGETS = [(op, target) for op in registry.ops() for target in registry.TARGETS]
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardfuse.kernels import accuracy, dispatch, registry
-from shardfuse.kernels.linear import ACTIVATIONS, linear_act, op
+from shardfuse.kernels.linear import ACTIVATIONS, linear_act, schemas
 
 SPEC = registry.op("linear_act")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -77,8 +77,8 @@ def test_offsets_past_two_to_the_31(monkeypatch):
 def test_only_the_gradients_asked_for(frozen, monkeypatch):
     launched = []
     for name in ("linear_dgrad", "linear_wgrad"):
-        inner = getattr(op, name)
-        monkeypatch.setattr(op, name, lambda *a, _name=name, _inner=inner: (launched.append(_name), _inner(*a))[1])
+        inner = getattr(schemas, name)
+        monkeypatch.setattr(schemas, name, lambda *a, _name=name, _inner=inner: (launched.append(_name), _inner(*a))[1])
     leaves = {"x": torch.randn(5, 8), "weight": torch.randn(6, 8), "bias": torch.randn(6)}
     for name, leaf in leaves.items():
         leaf.requires_grad_(name not in frozen.split("+"))
@@ -110,10 +110,10 @@ def test_opcheck():
     # The gradient lives in an autograd.Function around these ops, so registration of autograd does not apply.
     utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     for save in (False, True):
-        torch.library.opcheck(op.linear_act_fwd, (x, [w, w], [b, None], "gelu_tanh", save), test_utils=utils)
-    torch.library.opcheck(op.linear_dgrad, ([z, z], [w, w]), test_utils=utils)
-    torch.library.opcheck(op.linear_wgrad, ([z, z], x, [True, False]), test_utils=utils)
-    torch.library.opcheck(op.act_grad, (z, z, "silu"), test_utils=utils)
+        torch.library.opcheck(schemas.linear_act_fwd, (x, [w, w], [b, None], "gelu_tanh", save), test_utils=utils)
+    torch.library.opcheck(schemas.linear_dgrad, ([z, z], [w, w]), test_utils=utils)
+    torch.library.opcheck(schemas.linear_wgrad, ([z, z], x, [True, False]), test_utils=utils)
+    torch.library.opcheck(schemas.act_grad, (z, z, "silu"), test_utils=utils)
 
 
 @pytest.mark.interpret

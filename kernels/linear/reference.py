@@ -27,6 +27,17 @@ def apply_activation(z: torch.Tensor, activation: str) -> torch.Tensor:
     return ACTIVATIONS[activation](z)
 
 
+def activation_grad(dy: torch.Tensor, z: torch.Tensor, activation: str) -> torch.Tensor:
+    """dy * act'(z), outside autograd: the functions that torch's own backward calls."""
+    if activation == "identity":
+        return dy
+    if activation == "relu":
+        return torch.ops.aten.threshold_backward(dy, z, 0)
+    if activation == "silu":
+        return torch.ops.aten.silu_backward(dy, z)
+    return torch.ops.aten.gelu_backward(dy, z, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
 def linear_act(
     x: torch.Tensor,
     weights: Sequence[torch.Tensor],

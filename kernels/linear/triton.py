@@ -196,7 +196,8 @@ def _epilogue(
     _store(c, act(acc, ACTIVATION).to(DTYPE), m, n, M, N, strides, BLOCK_M, BLOCK_N, USE_TMA)
 
 
-@triton.jit
+# T changes with every batch: specialising on it would only compile the same code again.
+@triton.jit(do_not_specialize=["T"])
 def _gemm_kernel(
     a_ptrs,
     b_ptrs,
@@ -204,9 +205,10 @@ def _gemm_kernel(
     bias_ptrs,  # [N] of each output, or None
     preact_ptrs,  # where each output's pre-activation goes, or None
     row_sum_ptrs,  # where the row sums of each op(A) go (wgrad: the bias gradient), or None
-    Ms,
+    T,  # tokens
+    Ms,  # of each pair; None: T (forward, dgrad)
     Ns,
-    Ks,
+    Ks,  # of each pair; None: T (wgrad)
     a_strides,
     b_strides,
     c_strides,
@@ -234,15 +236,17 @@ def _gemm_kernel(
     a_srcs = ()
     b_srcs = ()
     for p in tl.static_range(PAIRS):
-        a_rows, a_cols = (Ks[p], Ms[p]) if TRANS_A else (Ms[p], Ks[p])
-        b_rows, b_cols = (Ns[p], Ks[p]) if TRANS_B else (Ks[p], Ns[p])
+        M = T if Ms is None else Ms[p]
+        K = T if Ks is None else Ks[p]
+        a_rows, a_cols = (K, M) if TRANS_A else (M, K)
+        b_rows, b_cols = (Ns[p], K) if TRANS_B else (K, Ns[p])
         a_srcs += (_open(a_ptrs[p], a_rows, a_cols, a_strides[p][0], A_ROWS, A_COLS, USE_TMA),)
         b_srcs += (_open(b_ptrs[p], b_rows, b_cols, b_strides[p][0], B_ROWS, B_COLS, USE_TMA),)
 
     programs = tl.num_programs(0)
     tiles_before = 0
     for i in tl.static_range(OUTPUTS):
-        M, N = Ms[i], Ns[i]
+        M, N = T if Ms is None else Ms[i], Ns[i]
         c = _open(c_ptrs[i], M, N, c_strides[i][0], BLOCK_M, BLOCK_N, USE_TMA)
         preact = None
         if preact_ptrs[i] is not None:
@@ -263,8 +267,8 @@ def _gemm_kernel(
                     )  # fmt: skip
             else:
                 acc, row_sum = _multiply(
-                    acc, row_sum, a_srcs[i], b_srcs[i], m, n, M, N, Ks[i], a_strides[i], b_strides[i],
-                    row_sum_ptrs[i] is not None,
+                    acc, row_sum, a_srcs[i], b_srcs[i], m, n, M, N,
+                    T if Ks is None else Ks[i], a_strides[i], b_strides[i], row_sum_ptrs[i] is not None,
                     BLOCK_M, BLOCK_N, BLOCK_K, TRANS_A, TRANS_B, PRECISION, UPCAST, USE_TMA,
                 )  # fmt: skip
             _epilogue(
@@ -282,7 +286,7 @@ def _gemm_kernel(
 # ------------------------------------------------------------------------------------- activation's gradient
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _act_grad_kernel(
     dy_ptr,  # [T, F] with strides
     z_ptr,  # [T, F] contiguous

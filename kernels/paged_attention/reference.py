@@ -63,7 +63,7 @@ def _decode(
     kv = _gather(kv_cache, tables, longest)
     seen = torch.arange(longest, device=q.device) < seq_lens[:, None]  # [S, L]
     # A masked score becomes probability 0, but 0 * NaN is NaN: what is not ours must not be there at all.
-    k, v = kv.masked_fill(~seen[:, None, :, None], 0.0).chunk(2, dim=-1)
+    k, v = kv.masked_fill_(~seen[:, None, :, None], 0.0).chunk(2, dim=-1)
     grouped = rearrange(q, "s (k g) h -> s k g h", k=k.shape[1])
     out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=seen[:, None, None, :], scale=scale)
     return rearrange(out, "s k g h -> s (k g) h")
