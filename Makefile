@@ -76,11 +76,13 @@ bench: install  ## every benchmark that runs on this machine, correctness first 
 gpu:  ## GPU tests and benchmarks into OUT=dir (ONLY=ops, DRY=1 for tiny shapes, COMMIT=, DIRTY=)
 	@$(GPU_PYTHON) -c 'import torch' 2>/dev/null || { \
 	  echo "error: $(GPU_PYTHON) has no torch: run make install first" >&2; exit 1; }
-ifeq ($(GPU_PYTHON),python3)
-	python3 -m pip install --quiet --no-deps --no-build-isolation -e .
-endif
-	@$(if $(COMMIT),SHARDFUSE_COMMIT='$(COMMIT)' SHARDFUSE_DIRTY='$(DIRTY)') \
-	  $(GPU_PYTHON) -m shardfuse.bench.gpu --out '$(OUT)' $(if $(ONLY),--only '$(ONLY)') $(if $(DRY),--dry)
+	@run="$(GPU_PYTHON) -m"; \
+	if [ $(GPU_PYTHON) = python3 ] && ! python3 -m pip install --quiet --no-deps --no-build-isolation -e .; then \
+	  echo "the package cannot be installed here (see above), so it runs from the tree" >&2; \
+	  run="python3 bench/run_in_place.py"; \
+	fi; \
+	$(if $(COMMIT),SHARDFUSE_COMMIT='$(COMMIT)' SHARDFUSE_DIRTY='$(DIRTY)') \
+	  $$run shardfuse.bench.gpu --out '$(OUT)' $(if $(ONLY),--only '$(ONLY)') $(if $(DRY),--dry)
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ input per projection.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -29,17 +30,17 @@ from torch.distributed.tensor.parallel import (
 from ..kernels.accuracy import Verdict
 from ..layers import ParallelBlock, ParallelMLP, TransformerConfig
 from ..layers.rope import rope_tables
+from ..training.launch import Stopped, launch
 from .benchmark import Benchmark, Measurement, Settings
 from .gate import check_outputs, join_layers, module_outputs
-from .launch import launch
 from .stock import StockBlock, StockMLP, training_step
 from .timing import Timing, compare_fixed
 
 RANKS = 2
 HEAD_DIM = 64
 ROPE_THETA = 10000.0
-MIN_ROUNDS, MAX_ROUNDS = 16, 200
-SECONDS_PER_SIZE = 4.0  # more than other benchmarks: two processes feel every neighbour
+MIN_ROUNDS, MAX_ROUNDS = 16, 300
+SECONDS_PER_SIZE = 6.0  # more than other benchmarks: two processes feel every neighbour
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,13 @@ def _sizes(settings: Settings) -> tuple[Size, ...]:
 @cache
 def _results(settings: Settings) -> dict[str, Result]:
     """Check and measure every size in one launch: the modules that are timed are the very ones that were checked."""
-    threads = max(1, torch.get_num_threads() // RANKS)
-    return launch(RANKS, _worker, _sizes(settings), threads, 0.0 if settings.dry else SECONDS_PER_SIZE)[0]
+    try:
+        return launch(_worker, _sizes(settings), 0.0 if settings.dry else SECONDS_PER_SIZE, processes=RANKS)[0]
+    except Stopped as stop:
+        sys.exit(128 + stop.signum)
 
 
-def _worker(sizes: Sequence[Size], threads: int, seconds: float) -> dict[str, Result]:
-    torch.set_num_threads(threads)
+def _worker(sizes: Sequence[Size], seconds: float) -> dict[str, Result]:
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     try:
         rigs = {size.name: Rig.of(size, mesh) for size in sizes}

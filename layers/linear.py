@@ -1,14 +1,7 @@
 """Linear layers whose weight is split over a tensor-parallel group.
 
 Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; the sequence-parallel pair is Korthikanti et al.
-(arXiv:2205.05198), section 4.2.2.
-
-    layer   weight        x                      y                      crosses ranks, forward / backward
-    column  [F/R, D]      [..., D]  replicated   [..., F/R]             nothing / all-reduce of dx
-    row     [F, D/R]      [..., D/R]             [..., F]  replicated   all-reduce of y / nothing
-    with sequence parallelism (T is dimension 0):
-    column  [F/R, D]      [T/R, D]               [T, F/R]               all-gather of x / reduce-scatter of dx
-    row     [F, D/R]      [T, D/R]               [T/R, F]               reduce-scatter of y / all-gather of dy
+(arXiv:2205.05198), section 4.2.2. ``parallel/linear.py`` holds the arithmetic, and a table of what crosses ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..kernels.linear import ACTIVATIONS, linear_act, linear_act_choice
+from ..kernels.linear import ACTIVATIONS, linear_act_choice
 from ..parallel import functional
+from ..parallel.linear import column_linear, row_linear
 from ..parallel.mesh import MeshLike
 from .module import Init, Runs, ShardedModule, check_divides
 
@@ -85,19 +79,18 @@ def project(x: torch.Tensor, *layers: ColumnParallelLinear) -> tuple[torch.Tenso
     The layers share group, activation, site, impl and sequence parallelism; their weights stay separate operands.
     """
     first = layers[0]
-    site = f"{first.site}.in"
-    if first.sequence_parallel:
-        if x.dim() != 2:
-            raise ValueError(f"with sequence parallelism x is [T/R, D], this rank's tokens, not {list(x.shape)}")
-        x = functional.all_gather_from(x, first.group, dim=0, site=site)
-    else:
-        x = functional.copy_to(x, first.group, site=site)
-    weights, biases = [], []
-    for layer in layers:
-        weight, bias = layer.local("weight", "bias")
-        weights.append(weight)
-        biases.append(bias)
-    return linear_act(x, weights, biases, activation=first.activation, impl=first.impl)
+    if first.sequence_parallel and x.dim() != 2:
+        raise ValueError(f"with sequence parallelism x is [T/R, D], this rank's tokens, not {list(x.shape)}")
+    return column_linear(
+        x,
+        [layer.weight for layer in layers],
+        [layer.bias for layer in layers],
+        first.group,
+        activation=first.activation,
+        sequence_parallel=first.sequence_parallel,
+        impl=first.impl,
+        site=f"{first.site}.in",
+    )
 
 
 class RowParallelLinear(ShardedModule):
@@ -138,18 +131,15 @@ class RowParallelLinear(ShardedModule):
         self.reset_parameters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.group.size == 1:
-            weight, bias = self.local("weight", "bias")
-            return linear_act(x, weight, bias, impl=self.impl)
-        (weight,) = self.local("weight")
-        y = linear_act(x, weight, impl=self.impl)
-        site = f"{self.site}.out"
-        if self.sequence_parallel:
-            y = functional.reduce_scatter_to(y, self.group, dim=0, site=site)
-        else:
-            y = functional.reduce_from(y, self.group, site=site)
-        (bias,) = self.local_repeated("bias", site=f"{self.site}.bias")
-        return y if bias is None else y + bias.to(y.dtype)
+        return row_linear(
+            x,
+            self.weight,
+            self.bias,
+            self.group,
+            sequence_parallel=self.sequence_parallel,
+            impl=self.impl,
+            site=f"{self.site}.out",
+        )
 
     def runs(self, device: torch.device) -> Runs:
         return [("linear_act", linear_act_choice(self.weight.dtype, device, self.impl))]

@@ -130,10 +130,18 @@ class ShardedModule(nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedModule:
         super()._apply(fn, recurse)
-        for name, (spec, _) in self._declared.items():  # to_empty() makes new parameters, which know nothing
-            if self._params == "local" or self.group.size == 1:
-                tag(getattr(self, name), spec)
+        self._tag()
         return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._tag()
+
+    def _tag(self) -> None:
+        """Plain parameters know what they are a part of, but to_empty() and copy.deepcopy() make new ones."""
+        if self._params == "local" or self.group.size == 1:
+            for name, (spec, _) in self._declared.items():
+                tag(getattr(self, name), spec)
 
 
 def check_divides(name: str, value: int, group: Group) -> None:

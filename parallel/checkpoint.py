@@ -56,7 +56,7 @@ def save_checkpoint(
             fields["param_groups"] = _merge(collectives.gather_objects(fields["param_groups"], ranks, site=_SITE))
         with storage.replacing(target, ranks) as folder:
             with _quiet():
-                writer = dcp.FileSystemWriter(folder)
+                writer = storage.Writer(folder)
                 dcp.save(tensors, storage_writer=writer, process_group=ranks.pg, no_dist=ranks.size == 1)
             storage.write_manifest(folder, fields, ranks)
 
@@ -118,11 +118,13 @@ def full_state_dict(model: nn.Module, *, first_rank_only: bool = False) -> dict[
 
     ``first_rank_only`` returns {} on the other ranks, which then need no memory for them.
     """
+    entries = model.state_dict(keep_vars=True)
+    keep = not first_rank_only or all(spec_of(entry).group.rank == 0 for entry in entries.values())
     state: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        for name, entry in model.state_dict(keep_vars=True).items():
+        for name, entry in entries.items():
             whole = gather(entry)
-            if not first_rank_only or spec_of(entry).group.rank == 0:
+            if keep:
                 state[name] = whole.to("cpu", copy=True)
     return state
 

@@ -11,7 +11,7 @@ rounded R - 1 times. :func:`reduce_scatter` on CPUs rounds once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,6 +48,19 @@ def all_reduce(x: torch.Tensor, group: Group, *, site: str, op: str = "sum", inp
     return x.copy_(out) if inplace else out
 
 
+def start_all_reduce(x: torch.Tensor, group: Group, *, site: str) -> Callable[[], torch.Tensor]:
+    """Begin to sum a contiguous ``x`` in place; the result waits for the sum and returns it."""
+    if group.size == 1 or not _begin("all_reduce", x, site):
+        return lambda: x
+    work = dist.all_reduce(x, group=group.pg, async_op=True)
+
+    def finish() -> torch.Tensor:
+        work.wait()
+        return x
+
+    return finish
+
+
 def all_gather(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) -> torch.Tensor:
     """Concatenate the ranks' ``x``, of one shape on all ranks, along ``dim``: [..., n/R, ...] -> [..., n, ...]."""
     if group.size == 1:
@@ -68,21 +81,34 @@ def reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) ->
 
     Raises ValueError where ``dim`` does not divide by the group's size.
     """
+    return start_reduce_scatter(x, group, dim=dim, site=site)()
+
+
+def start_reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) -> Callable[[], torch.Tensor]:
+    """Begin :func:`reduce_scatter`; the result waits for it and returns this rank's slice."""
     if group.size == 1:
-        return x
+        return lambda: x
     dim = _dimension(x, dim, site)
     check_divides(x, dim, group, site)
     if not _begin("reduce_scatter", x, site):
-        return local_slice(x, group, dim)
+        return lambda: local_slice(x, group, dim)
     slices = x.unflatten(dim, (group.size, x.shape[dim] // group.size)).movedim(dim, 0).contiguous()
-    if x.device.type == "cpu":
-        # gloo's own all-reduces everything. This moves what has to move, and sums in rank order with one rounding.
-        addends = torch.empty_like(slices)
-        dist.all_to_all_single(addends, slices, group=group.pg)
-        return addends.sum(0, dtype=x.dtype)
-    out = torch.empty_like(slices[0])
-    _reduce_scatter_single(out, slices, group=group.pg)
-    return out
+    # gloo's own all-reduces everything. All-to-all moves what has to move, and the sum runs in rank order and rounds
+    # once.
+    exchange = x.device.type == "cpu"
+    out = torch.empty_like(slices if exchange else slices[0])
+    apart = not torch.compiler.is_compiling()  # torch.compile traces blocking collectives only
+    if exchange:
+        work = dist.all_to_all_single(out, slices, group=group.pg, async_op=apart)
+    else:
+        work = _reduce_scatter_single(out, slices, group=group.pg, async_op=apart)
+
+    def finish() -> torch.Tensor:
+        if apart:
+            work.wait()
+        return out.sum(0, dtype=x.dtype) if exchange else out
+
+    return finish
 
 
 def broadcast(x: torch.Tensor, group: Group, *, src: int = 0, site: str) -> torch.Tensor:

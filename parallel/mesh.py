@@ -58,7 +58,8 @@ def init_mesh(
     ``tp=None`` takes what ``dp`` and ``pp`` leave of the world. ``device_type=None`` is "cuda" where there is a GPU.
     ``timeout`` bounds every collective; None is torch's default.
 
-    Raises ValueError where ``dp * pp * tp`` is not the world size, or a machine has fewer GPUs than processes.
+    Raises ValueError where ``dp * pp * tp`` is not the world size, or a machine has fewer GPUs than processes;
+    RuntimeError where the processes cannot meet.
     """
     world = _world_size()
     shape = _mesh_shape(dp, pp, tp, world)
@@ -69,7 +70,14 @@ def init_mesh(
         _select_gpu()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timeout)
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except dist.DistError as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise RuntimeError(
+                f"init_mesh: the {world} processes could not meet at {where} (MASTER_ADDR:MASTER_PORT); is the port in "
+                "use, or a process gone? torchrun --standalone finds a free port"
+            ) from error
     return init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS)
 
 

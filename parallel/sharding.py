@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .mesh import SINGLE, Group, tp_group
@@ -120,16 +122,15 @@ def local_tensor(param: torch.Tensor) -> torch.Tensor:
 
 def local_tensors(*params: torch.Tensor | None) -> tuple[Any, ...]:
     """:func:`local_tensor` of several parameters in one step of autograd; None stays None."""
-    sharded = [param for param in params if isinstance(param, DTensor)]
-    if not sharded:
-        return params
     if torch.compiler.is_compiling():
-        found = iter([param.to_local() for param in sharded])
-    elif torch.is_grad_enabled():
-        found = iter(_ToLocal.apply(*sharded))
-    else:
-        found = iter([param._local_tensor for param in sharded])
-    return tuple(next(found) if isinstance(param, DTensor) else param for param in params)
+        return tuple(param.to_local() if isinstance(param, DTensor) else param for param in params)
+    plain, _ = unwrap(params)
+    # Only what wants a gradient: one differentiable input makes every output of an autograd function differentiable.
+    wanted = [i for i, param in enumerate(params) if isinstance(param, DTensor) and param.requires_grad]
+    if wanted and torch.is_grad_enabled():
+        for i, tensor in zip(wanted, _ToLocal.apply(*(params[i] for i in wanted))):
+            plain[i] = tensor
+    return tuple(plain)
 
 
 class _ToLocal(torch.autograd.Function):
@@ -141,16 +142,28 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *params: DTensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.specs = [param._spec for param in params]
-        return tuple(param._local_tensor.view_as(param._local_tensor) for param in params)
+        plain, ctx.specs = unwrap(params)
+        return tuple(tensor.view_as(tensor) for tensor in plain if tensor is not None)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[DTensor | None, ...]:
-        # DTensor writes to specs now and then, so a gradient gets its own.
-        return tuple(
-            None if grad is None else DTensor(grad.contiguous(), copy.copy(spec), requires_grad=False)
-            for grad, spec in zip(grads, ctx.specs)
-        )
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return wrap_grads(grads, ctx.specs)
+
+
+def unwrap(params: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[Any]]:
+    """Plain tensors, for autograd functions that take parameters themselves, and what :func:`wrap_grads` wants."""
+    plain = [param._local_tensor if isinstance(param, DTensor) else param for param in params]
+    return plain, [param._spec if isinstance(param, DTensor) else None for param in params]
+
+
+def wrap_grads(grads: Sequence[torch.Tensor | None], specs: Sequence[Any]) -> tuple[torch.Tensor | None, ...]:
+    """Plain gradients as the parameters want them, None where there is none."""
+    # DTensor writes to specs now and then, so a gradient gets its own.
+    return tuple(
+        grad if grad is None or spec is None else DTensor(grad.contiguous(), copy.copy(spec), requires_grad=False)
+        for grad, spec in zip(grads, specs)
+    )
 
 
 def logical(tensor: torch.Tensor, spec: ShardSpec | None = None) -> torch.Tensor:
@@ -218,12 +231,12 @@ def draw_shard(
         length = shape[shard_dim] // size
         index[shard_dim] = slice(rank * length, (rank + 1) * length)
     rows = index[0]
-    out = torch.empty([part.stop - part.start for part in index], device="cpu")
+    out = torch.empty([part.stop - part.start for part in index], dtype=torch.float32, device="cpu")
     generator = torch.Generator()
     for start in range(rows.start - rows.start % BLOCK_ROWS, rows.stop, BLOCK_ROWS):
         generator.manual_seed(named_seed(seed, str(start // BLOCK_ROWS)))
         stop = min(start + BLOCK_ROWS, shape[0])
-        block = torch.empty((stop - start, *shape[1:]), device="cpu")
+        block = torch.empty((stop - start, *shape[1:]), dtype=torch.float32, device="cpu")
         if std is not None:
             block.normal_(0.0, std, generator=generator)
         elif bound is not None:

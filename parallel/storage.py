@@ -18,15 +18,18 @@ import json
 import os
 import pickle
 import shutil
-import tempfile
+import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from . import collectives
 from .mesh import Group
@@ -82,9 +85,7 @@ def replacing(target: Path, group: Group) -> Iterator[Path]:
         _refuse_foreign(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         tidy(target)
-        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=target.parent))
-        lock = os.open(folder, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        folder, lock = beside(target)
         return folder
 
     folder = on_first(group, begin)
@@ -114,6 +115,15 @@ def _refuse_foreign(target: Path) -> None:
         )
 
 
+def beside(target: Path) -> tuple[Path, int]:
+    """A new folder next to ``target``, and the lock that shows that its writer lives: a file descriptor to close."""
+    folder = target.with_name(f".{target.name}.writing-{uuid.uuid4().hex[:8]}")
+    folder.mkdir()
+    lock = os.open(folder, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder, lock
+
+
 def tidy(target: Path) -> None:
     """Remove what dead writers of ``target`` left, and put back a checkpoint that one had moved aside."""
     replaced = _replaced(target)
@@ -134,14 +144,31 @@ def tidy(target: Path) -> None:
 
 def publish(folder: Path, target: Path) -> None:
     """Rename ``folder`` to ``target``. A reader finds the old checkpoint until it finds the new one."""
-    folder.chmod(0o777 & ~_umask())  # mkdtemp's are private
     _sync(folder)
     replaced = _replaced(target)
     if target.exists():
-        target.rename(replaced)  # from here to the next line, locate() finds it there
-    folder.rename(target)
+        target.rename(replaced)  # until the next rename, locate() finds it there
+    try:
+        folder.rename(target)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
     _sync(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+class Writer(FileSystemWriter):
+    """torch's writer, which hides a full disk behind what its own clean-up then trips over."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise (cause or error) from None
 
 
 def write_manifest(folder: Path, fields: dict[str, Any], group: Group) -> None:
@@ -176,12 +203,6 @@ def _sync(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _replaced(target: Path) -> Path:
@@ -312,6 +333,8 @@ def explained(path: Path, doing: str) -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
+        if isinstance(cause, KeyboardInterrupt):  # torch catches that too
+            raise cause from error
         raise RuntimeError(_line(path, doing, cause, rank)) from error
     except OSError as error:
         if isinstance(error, FileNotFoundError) and error.errno is None:  # ours, and clear

@@ -96,6 +96,7 @@ class Scheduler:
             assert fits
             chunks.append(chunk)
             budget -= chunk.length
+        assert chunks or not self.waiting, "requests wait and nothing runs: blocks are missing"
         return chunks
 
     def _admits(self) -> bool:

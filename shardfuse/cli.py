@@ -46,9 +46,9 @@ def _one_line(error: BaseException) -> str:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from . import __version__
 
-        print(f"shardfuse {version('shardfuse')}")
+        print(f"shardfuse {__version__}")
         raise typer.Exit
 
 
@@ -70,6 +70,40 @@ Version = Annotated[
 @app.callback()
 def _root(version: Version = False, debug: Debug = False) -> None:
     """Fused, sharded transformer layers in Triton."""
+
+
+@app.command()
+def demo(
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Text to learn: a file, or a folder of them. Default: Python's standard library."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the output. Default: shardfuse-demo.")] = None,
+    tp: Annotated[
+        int | None, typer.Option(help="Processes that share the model. Default: 2, or 1 where there is one GPU.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of training at most.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Seconds of training at most.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and batches. Default: 0.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port where the processes meet. Default: any free one.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Train a small decoder on real text over two processes, check it against one, save it, load it, serve it."""
+    from .demo import DemoOptions, run_demo
+
+    given = {
+        "data": data,
+        "out": out,
+        "tp": tp,
+        "steps": steps,
+        "seconds": seconds,
+        "seed": seed,
+        "port": port,
+        "device": device,
+    }
+    options = DemoOptions(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    raise typer.Exit(run_demo(options))
 
 
 @app.command()

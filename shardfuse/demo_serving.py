@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -61,7 +61,7 @@ def serve(model: ParallelTransformer, corpus: Corpus, console: Console, *, seed:
 def make_requests(corpus: Corpus, seed: int) -> list[Request]:
     """Prompts from the held-out text, each starting at a line, of different lengths, arriving one after another.
 
-    Every other request is greedy; the rest sample, each from a seed of its own.
+    Every fourth request is greedy; the rest sample, each from a seed of its own.
     """
     text = bytes(corpus.held_out.numpy())
     requests = []
@@ -73,7 +73,7 @@ def make_requests(corpus: Corpus, seed: int) -> list[Request]:
             Request(
                 prompt=list(text[start : start + length]),
                 max_new_tokens=NEW_TOKENS - 4 * i,
-                temperature=TEMPERATURE if i % 2 else 0.0,
+                temperature=TEMPERATURE if i % 4 else 0.0,
                 seed=seed + i,
                 arrival=ARRIVAL_STEPS * (i // 2),
             )
@@ -149,6 +149,6 @@ def _streaming(console: Console, requests: list[Request], answers: list[list[int
         yield _Streams(console, requests, answers, live)
 
 
-def printable(tokens: list[int] | tuple[int, ...]) -> str:
+def printable(tokens: Sequence[int]) -> str:
     """Bytes as ASCII that cannot disturb a terminal: line ends as ``\\n``, anything else unprintable as a dot."""
     return "".join("\\n" if byte == 10 else chr(byte) if 32 <= byte < 127 else "." for byte in tokens)

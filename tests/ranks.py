@@ -29,6 +29,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+START_TIMEOUT = 300.0  # seconds to import torch, on a machine that is busy with other things
 TIMEOUT = 120.0  # seconds a call may take
 GRACE = 10.0  # seconds that the other ranks get to fail after one has
 PR_SET_PDEATHSIG = 1
@@ -55,10 +56,10 @@ class Pool:
     ) -> list[Any]:
         """Run ``body(rank, world, *args, **kwargs)`` on every rank; its results in order of rank."""
         task = pickle.dumps((*_locate(body), args, kwargs))
-        self._grow(world)
         self._calls += 1
-        workers = self._workers[:world]
         try:
+            self._grow(world)
+            workers = self._workers[:world]
             for worker in workers:
                 worker.start(task, world, self._store.port, self._calls)
             answers = _collect(workers, timeout)
@@ -75,8 +76,9 @@ class Pool:
             import torch.distributed as dist
 
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        while len(self._workers) < world:
-            self._workers.append(_Worker(len(self._workers)))
+        fresh = [_Worker(rank) for rank in range(len(self._workers), world)]
+        self._workers += fresh
+        _collect(fresh, START_TIMEOUT)
 
     def close(self) -> None:
         for worker in self._workers:
@@ -151,6 +153,7 @@ def _serve(connection: Connection, rank: int) -> None:
     import torch
 
     torch.set_num_threads(1)
+    connection.send_bytes(pickle.dumps((True, None, time.monotonic())))
     stores: dict[int, Any] = {}
     while True:
         try:
@@ -159,13 +162,24 @@ def _serve(connection: Connection, rank: int) -> None:
             return
         try:
             with _process_group(rank, world, port, call, stores):
-                path, name, args, kwargs = pickle.loads(task)
-                torch.manual_seed(0)
-                value = getattr(_module(path), name)(rank, world, *args, **kwargs)
-                message = pickle.dumps((True, value, time.monotonic()))
-        except BaseException:
-            message = pickle.dumps((False, traceback.format_exc(), time.monotonic()))
-        connection.send_bytes(message)
+                answer = _attempt(task, rank, world)
+        except Exception:  # the processes did not meet, or not part
+            answer = (False, traceback.format_exc(), time.monotonic())
+        connection.send_bytes(pickle.dumps(answer))
+
+
+def _attempt(task: bytes, rank: int, world: int) -> tuple[bool, Any, float]:
+    import torch
+
+    try:
+        path, name, args, kwargs = pickle.loads(task)
+        torch.manual_seed(0)
+        value = getattr(_module(path), name)(rank, world, *args, **kwargs)
+        pickle.dumps(value)
+    except BaseException:  # pytest's skip and fail are BaseExceptions
+        # The time shows who failed first; that ends the others' collectives, which then fail as well.
+        return False, traceback.format_exc(), time.monotonic()
+    return True, value, time.monotonic()
 
 
 @contextlib.contextmanager
@@ -182,7 +196,8 @@ def _process_group(rank: int, world: int, port: int, call: int, stores: dict[int
     try:
         yield
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 _modules: dict[str, Any] = {}

@@ -367,6 +367,17 @@ def test_one_names_what_there_is(capsys, arguments):
     assert "nonsense" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("script", ["ncu.sh", "sanitize.sh"])
+def test_profiler_scripts_say_how_they_are_used(script):
+    path = Path(runner.__file__).with_name(script)
+    if not path.exists():
+        pytest.skip("an installed wheel has no shell scripts")
+    done = subprocess.run(["bash", str(path)], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 2
+    assert "usage:" in done.stderr
+    assert subprocess.run(["bash", "-n", str(path)], timeout=30).returncode == 0
+
+
 def test_uninstalled_tree_runs_in_place(tmp_path):
     for floor in ("shardfuse", "kernels", "parallel", "layers", "training", "serving", "bench"):
         (tmp_path / floor).mkdir()

@@ -1,4 +1,4 @@
-"""What the README says is so: its Python runs, its commands, targets and variables exist."""
+"""What the documents say is so: their Python runs, their commands, targets, files and variables exist."""
 
 from __future__ import annotations
 
@@ -81,3 +81,13 @@ def test_every_variable_is_in_the_table():
     rows = re.findall(r"^\| (`SHARDFUSE_.*?) \|", README, re.MULTILINE)
     listed = set(re.findall(r"`(SHARDFUSE_[A-Z_]+)`", "\n".join(rows)))
     assert used == listed
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_every_file_that_is_named_exists(document):
+    text = (ROOT / document).read_text()
+    named = set(re.findall(rf"`((?:{'|'.join((*FLOORS, 'tests'))})/[\w./]*)[ `]", text))
+    named |= set(re.findall(r"\]\(([\w./]+)\)", text))
+    assert named
+    missing = {name for name in named if not (ROOT / name).exists()}
+    assert missing <= {"bench/results/"}  # comes with the first run on a GPU

@@ -1,0 +1,65 @@
+"""Does the sharded run compute what one process computes? The first steps, repeated alone, answer.
+
+The sharded and the unsharded run do the same sums in another order, so their losses differ by rounding. How much that
+may be is not guessed: the unsharded steps run once more in fp64, and the distance of the fp32 losses from those says
+what rounding does to this model on this machine. Both fp32 runs stray that far, each in its own direction, and the
+worst of eight steps is a rough estimate: FACTOR makes up for that. A collective that is left out moves the losses by
+ten times the budget and more (``tests/test_demo_collectives.py`` leaves out each).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .config import TrainConfig
+from .data import Corpus
+from .loop import build_model, build_optimizer, train
+
+FACTOR = 8.0
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Losses of the same first steps, computed three times."""
+
+    sharded: tuple[float, ...]
+    unsharded: tuple[float, ...]
+    exact: tuple[float, ...]  # unsharded, in fp64
+
+    @property
+    def rounding(self) -> float:
+        """The unsharded losses' worst relative distance from the exact ones; at least one rounding of fp32."""
+        return max(_distance(self.unsharded, self.exact), float(torch.finfo(torch.float32).eps))
+
+    @property
+    def budget(self) -> float:
+        return FACTOR * self.rounding
+
+    @property
+    def difference(self) -> float:
+        """The worst relative distance between sharded and unsharded losses; NaN if any loss is."""
+        return _distance(self.sharded, self.unsharded)
+
+    @property
+    def ok(self) -> bool:
+        return self.difference <= self.budget  # False for NaN
+
+
+def compare_with_unsharded(sharded: list[float], config: TrainConfig, corpus: Corpus) -> Agreement:
+    """Repeat the steps that gave the losses ``sharded`` in this process alone, in fp32 and in fp64."""
+    single, double = (tuple(_repeat(len(sharded), config, corpus, dtype)) for dtype in (torch.float32, torch.float64))
+    return Agreement(tuple(sharded), single, double)
+
+
+def _repeat(steps: int, config: TrainConfig, corpus: Corpus, dtype: torch.dtype) -> list[float]:
+    model = build_model(config, dtype=dtype)
+    optimizer = build_optimizer(model, config)
+    return train(model, optimizer, corpus, config, steps=steps, evaluate_after=False).losses
+
+
+def _distance(losses: tuple[float, ...], reference: tuple[float, ...]) -> float:
+    ours, theirs = np.asarray(losses), np.asarray(reference)
+    return float(np.max(np.abs(ours - theirs) / np.abs(theirs), initial=0.0))

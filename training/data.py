@@ -1,0 +1,195 @@
+"""Real text without a download: bytes for a byte-level model.
+
+The default corpus is the Python standard library's own source, found through ``sysconfig``; ``--data PATH`` takes a
+text file or a folder of them. A token is a byte, so the vocabulary is 256 and there is no tokenizer to ship. Batches
+depend on (seed, step) alone: every tensor-parallel rank draws the same one without talking to the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import stat
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+VOCAB_SIZE = 256
+MAX_BYTES = 4 << 20  # more than a short run reads once, and quick to load
+BLOCK_BYTES = 8 << 10
+HELD_OUT_EVERY = 16  # one block in this many is kept out of training
+# Of the standard library: tests, what others installed, and character tables.
+SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings"})
+# Bytes that text does not hold: control characters other than tab, newline, vertical tab, form feed, return, escape.
+_CONTROL = bytes(b for b in (*range(32), 127) if b not in b"\t\n\v\f\r\x1b")
+
+
+class DataError(ValueError):
+    """A corpus that cannot be used; the message is one line that says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Training and held-out text as bytes.
+
+    ``train`` and ``held_out`` are uint8 [bytes]; ``source`` says in words where they come from, ``files`` counts the
+    files that they were cut from.
+    """
+
+    train: torch.Tensor
+    held_out: torch.Tensor
+    source: str
+    files: int
+
+    def batch(self, step: int, *, seed: int, batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``(tokens, targets)``, both int64 [batch, seq], targets one byte ahead; a function of the arguments alone."""
+        generator = torch.Generator().manual_seed(_mix(seed, step))
+        starts = torch.randint(self.train.numel() - seq, (batch, 1), generator=generator)
+        windows = self.train[starts + torch.arange(seq + 1)].long()
+        return windows[:, :-1], windows[:, 1:]
+
+    def held_out_batches(self, *, batch: int, seq: int, limit: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """At most ``limit`` batches shaped as in ``batch``: the same windows, evenly spread, at every call."""
+        windows = min(limit * batch, (self.held_out.numel() - 1) // seq)
+        starts = torch.linspace(0, self.held_out.numel() - seq - 1, windows, dtype=torch.float64).long()
+        for first in range(0, windows, batch):
+            rows = self.held_out[starts[first : first + batch, None] + torch.arange(seq + 1)].long()
+            yield rows[:, :-1], rows[:, 1:]
+
+
+def load_corpus(path: str | os.PathLike[str] | None = None, *, seq: int = 128, max_bytes: int = MAX_BYTES) -> Corpus:
+    """The text at ``path``, or the standard library's sources; cut to ``max_bytes`` and split by blocks.
+
+    Raises DataError for a path that is missing, empty, binary, unreadable, or shorter than a few windows of ``seq``.
+    """
+    if path is None:
+        folder = Path(sysconfig.get_path("stdlib"))
+        documents = _read_folder(folder, max_bytes, suffix=".py", skipped=SKIPPED_FOLDERS)
+        if not documents:
+            raise DataError(f"no Python sources in {folder} (a stripped installation); pass text with --data PATH")
+        source = f"the Python standard library's sources ({folder})"
+    else:
+        documents = _read_path(Path(path), max_bytes)
+        source = str(path)
+
+    text = b"\n".join(documents)
+    need = 4 * HELD_OUT_EVERY * (seq + 1)
+    if len(text) < need:
+        raise DataError(f"--data {source}: {len(text)} bytes of text, at least {need} are needed; give more text")
+    held_out, train = _split(text)
+    return Corpus(_tensor(train), _tensor(held_out), source, len(documents))
+
+
+def unigram_nats(corpus: Corpus) -> float:
+    """Held-out nats per byte of a table of byte frequencies counted on the training text (add-one smoothed)."""
+    counts = np.bincount(corpus.train.numpy(), minlength=VOCAB_SIZE) + 1.0
+    log_p = np.log(counts / counts.sum())
+    return float(-log_p[corpus.held_out.numpy()].mean())
+
+
+def bigram_nats(corpus: Corpus) -> float:
+    """The same for a table of what follows each byte, backed off to the byte frequencies with one pseudo-count."""
+    train = corpus.train.numpy().astype(np.int64)
+    held_out = corpus.held_out.numpy().astype(np.int64)
+    unigram = np.bincount(train, minlength=VOCAB_SIZE) + 1.0
+    unigram /= unigram.sum()
+    pairs = np.bincount(train[:-1] * VOCAB_SIZE + train[1:], minlength=VOCAB_SIZE**2).reshape(VOCAB_SIZE, VOCAB_SIZE)
+    table = (pairs + unigram) / (pairs.sum(1, keepdims=True) + 1.0)
+    return float(-np.log(table[held_out[:-1], held_out[1:]]).mean())
+
+
+def _read_path(path: Path, max_bytes: int) -> list[bytes]:
+    """The documents at a path that a user gave."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        raise DataError(f"--data {path}: there is no such file or folder") from None
+    except OSError as error:
+        raise DataError(f"--data {path}: cannot be read ({error.strerror or error})") from None
+    if stat.S_ISDIR(mode):
+        documents = _read_folder(path, max_bytes)
+        if not documents:
+            raise DataError(f"--data {path}: no text files in this folder")
+        return documents
+    if not stat.S_ISREG(mode):  # a pipe would block, a device may never end
+        raise DataError(f"--data {path}: neither a regular file nor a folder")
+    text = _read_file(path, max_bytes)
+    if not text.strip():
+        raise DataError(f"--data {path}: the file is empty")
+    if _is_binary(text):
+        raise DataError(f"--data {path}: a binary file; text is needed")
+    return [text]
+
+
+def _read_folder(
+    folder: Path, max_bytes: int, *, suffix: str = "", skipped: frozenset[str] = frozenset()
+) -> list[bytes]:
+    """Text files below ``folder`` until ``max_bytes`` are read; not hidden or binary ones, nor folders in ``skipped``.
+
+    The order is that of a hash of each relative name: the same on every machine and rank, and a capped selection is
+    not all "a" to "c".
+    """
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"--data {error.filename}: cannot be read ({error.strerror})") from None
+
+    names = []
+    for parent, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
+        for name in files:
+            if not name.startswith(".") and name.endswith(suffix):
+                names.append((Path(parent) / name).relative_to(folder).as_posix())
+    names.sort(key=lambda name: hashlib.sha256(os.fsencode(name)).digest())
+
+    documents: list[bytes] = []
+    room = max_bytes
+    for name in names:
+        if room <= 0:
+            break
+        if not (folder / name).is_file():  # dangling links, sockets, pipes
+            continue
+        text = _read_file(folder / name, room)
+        if text.strip() and not _is_binary(text):
+            documents.append(text)
+            room -= len(text)
+    return documents
+
+
+def _read_file(path: Path, max_bytes: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(max_bytes)
+    except OSError as error:
+        raise DataError(f"--data {path}: cannot be read ({error.strerror or error})") from None
+
+
+def _is_binary(text: bytes) -> bool:
+    """A NUL, or more than 5 % control characters."""
+    head = text[: 1 << 16]
+    return b"\0" in head or len(head) - len(head.translate(None, _CONTROL)) > 0.05 * len(head)
+
+
+def _split(text: bytes) -> tuple[bytes, bytes]:
+    """``(held out, training)`` text: one block in HELD_OUT_EVERY is held out.
+
+    Blocks, not whole files: a few files by chance (generated tables, prose) say little about the rest.
+    """
+    size = min(BLOCK_BYTES, math.ceil(len(text) / (2 * HELD_OUT_EVERY)))
+    blocks = [text[start : start + size] for start in range(0, len(text), size)]
+    held_out = blocks[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]
+    train = [block for i, block in enumerate(blocks) if i % HELD_OUT_EVERY != HELD_OUT_EVERY // 2]
+    return b"".join(held_out), b"".join(train)
+
+
+def _tensor(text: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
+
+
+def _mix(seed: int, step: int) -> int:
+    """A generator seed for one step; neighbouring (seed, step) pairs share nothing."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{step}".encode()).digest()[:7], "little")

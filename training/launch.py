@@ -1,0 +1,289 @@
+"""Start a function in several processes of this machine with torchrun's agent, and bring the results home.
+
+    results = launch(train, config, processes=2)     # [train(config) of rank 0, of rank 1]
+
+torch.distributed.elastic starts and watches the processes and ends all when one fails. What is added: everything
+stays on the loopback interface, the port is bound before anything starts, results and errors come back through files
+in a folder, and no worker outlives the caller, even one that is killed with SIGKILL.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
+
+from . import worker
+
+HOST = "127.0.0.1"
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
+)
+MAX_THREADS = 8  # the models started here gain nothing from more
+
+
+class PortError(ValueError):
+    """The port cannot be used; the message is one line that says why and what to do."""
+
+
+class WorkerError(RuntimeError):
+    """A worker failed. The message is one line; ``trace`` is its traceback, empty for a process that was killed."""
+
+    def __init__(self, rank: int, kind: str, message: str, trace: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.kind = kind  # the exception's class name, or "Signal"
+        self.trace = trace
+
+
+class Stopped(BaseException):
+    """A signal asked this process to end (SIGINT is Ctrl-C); every worker is gone."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+def launch(
+    entry: Callable[..., Any],
+    *args: Any,
+    processes: int,
+    port: int | None = None,
+    folder: Path | None = None,
+    threads: int | None = None,
+) -> list[Any]:
+    """``entry(*args)`` in ``processes`` new processes; what each rank returned, in order of rank.
+
+    ``entry`` is a module-level function of an importable module; it finds torchrun's environment variables and
+    initialises torch.distributed itself. Arguments and results are pickled. ``port`` is where ranks meet on the
+    loopback interface (None: the system chooses). ``folder`` takes the files that go between (None: a temporary one).
+    ``threads`` is torch's thread count per process; None shares out the cores.
+
+    Raises PortError for a port that is taken, WorkerError for the first rank that failed, Stopped after a signal.
+    Call it from the main thread: a worker dies with the thread that started it.
+    """
+    name = entry.__qualname__
+    if not name.isidentifier() or entry.__module__ == "__main__":
+        raise ValueError(f"launch: {name} must be a module-level function of a module that a new process can import")
+    listener = _listen(port)
+    with tempfile.TemporaryDirectory(prefix="shardfuse-", dir=folder) as created:
+        job = Path(created)
+        (job / "job.pickle").write_bytes(pickle.dumps((entry.__module__, name, args)))
+        with _quiet_elastic(), _signals_end_the_agent() as received:
+            try:
+                result = _run_agent(job, processes, listener, threads or threads_per_process(processes))
+            except SignalException as stop:
+                raise Stopped(received[0] if received else stop.sigval) from None
+        if result.is_failed():
+            raise _first_error(job, result)
+        return [pickle.loads((job / f"result-{rank}.pickle").read_bytes()) for rank in range(processes)]
+
+
+@contextmanager
+def stop_signals() -> Iterator[None]:
+    """Inside, Ctrl-C and the other signals that ask a process to end raise Stopped, once; the next is ignored.
+
+    So what unwinds after it is not cut short. ``launch`` does the same for its own time.
+    """
+
+    def stop(signum: int) -> None:
+        raise Stopped(signum)
+
+    with _handling(stop):
+        yield
+
+
+@contextmanager
+def _handling(action: Callable[[int], None]) -> Iterator[None]:
+    """Call ``action`` at the first stop signal. Signals that are ignored already (nohup) stay so."""
+    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    before = {signum: handler for signum, handler in before.items() if handler is not signal.SIG_IGN}
+
+    def first(signum: int, frame: FrameType | None) -> None:
+        for other in before:
+            signal.signal(other, signal.SIG_IGN)
+        action(signum)
+
+    try:
+        for signum in before:
+            signal.signal(signum, first)
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def check_port(port: int | None) -> None:
+    """Raises PortError unless ``port`` is free now, or None."""
+    if port is not None:
+        _listen(port).close()
+
+
+def threads_per_process(processes: int) -> int:
+    """An equal share of the cores that this process may use; OMP_NUM_THREADS can lower it."""
+    share = max(1, min(MAX_THREADS, available_cores() // processes))
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    return min(share, int(given)) if given.isdigit() and int(given) > 0 else share
+
+
+def available_cores() -> int:
+    """Cores that this process may use: what its affinity and its control group (a container's limit) leave."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(cores, int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return cores
+
+
+def _listen(port: int | None) -> socket.socket:
+    """A socket that listens on the loopback interface. Binding it here makes a taken port an error before any work."""
+    if port is not None and not 0 < port < 65536:
+        raise PortError(f"port {port}: expected a number from 1 to 65535")
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port or 0))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise PortError(
+            f"port {port} on {HOST} cannot be used ({error.strerror}): choose another, or leave it to the system"
+        ) from None
+    return listener
+
+
+class _Loopback(RendezvousHandler):
+    """torchrun's rendezvous reduced to one agent: a TCPStore on a socket that already listens."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._run_id = uuid.uuid4().hex
+        self._port = listener.getsockname()[1]
+        self._store = dist.TCPStore(
+            HOST,
+            self._port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(minutes=5),
+            master_listen_fd=listener.detach(),
+        )
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return "loopback"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = dist.PrefixStore(self._run_id, self._store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(HOST, self._port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _run_agent(job: Path, processes: int, listener: socket.socket, threads: int) -> RunResult:
+    logs = job / "logs"
+    logs.mkdir()
+    spec = WorkerSpec(
+        role="shardfuse",
+        local_world_size=processes,
+        entrypoint=sys.executable,
+        args=(str(Path(worker.__file__).resolve()), str(os.getpid()), str(job), str(threads)),
+        rdzv_handler=_Loopback(listener),
+        max_restarts=0,
+        monitor_interval=0.05,
+        local_addr=HOST,
+    )
+    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(logs))).run()
+
+
+@contextmanager
+def _signals_end_the_agent() -> Iterator[list[int]]:
+    """Every stop signal ends the agent in the way SIGTERM does, and with it the workers, whatever they are doing.
+
+    Yields the list of the signals that came, but for SIGTERM, whose handler the agent replaces by its own.
+
+    Left alone the agent passes each signal on. SIGINT would then reach Python's handler, which waits until a
+    collective returns and prints a traceback; a worker's SIGTERM handler is the kernel's.
+    """
+
+    received: list[int] = []
+
+    def end_agent(signum: int) -> None:
+        received.append(signum)
+        raise SignalException(f"signal {signum}", signal.SIGTERM)
+
+    variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+    before_variable = os.environ.get(variable)
+    os.environ[variable] = "SIGTERM"  # the others are ours
+    try:
+        with _handling(end_agent):
+            yield received
+    finally:
+        if before_variable is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before_variable
+
+
+@contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """The agent logs several lines for what is raised here in one."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _first_error(job: Path, result: RunResult) -> WorkerError:
+    """The failure that came first: a killed process, else the earliest exception (others follow from it)."""
+    for rank, failure in sorted(result.failures.items()):
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # SIGTERM is how the agent ends the rest
+            name = signal.Signals(-failure.exitcode).name
+            hint = " (out of memory?)" if name == "SIGKILL" else ""
+            return WorkerError(rank, "Signal", f"rank {rank} was killed by {name}{hint}")
+    reports = []
+    for path in job.glob("error-*.json"):
+        report = json.loads(path.read_text())
+        reports.append((report["time"], int(path.stem.split("-")[1]), report))
+    if reports:
+        _, rank, report = min(reports, key=lambda item: item[0])
+        line = " ".join(str(report["message"]).split())
+        return WorkerError(rank, report["kind"], f"rank {rank}: {report['kind']}: {line}", report["trace"])
+    rank, failure = min(result.failures.items())
+    return WorkerError(rank, "Exit", f"rank {rank} ended with exit code {failure.exitcode}")
