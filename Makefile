@@ -106,13 +106,13 @@ MARKS_rest := demo or not (codegen or interpret or ranks)
 $(LANES:%=test-%): test-%: install $(SIDE)/.installed
 	@$(PYTEST) -q -m "$(MARKS_$*)" $(ARGS)
 
-# Every lane runs even if one fails, one after another: they all want the same cores.
+# Each runs even if another fails, one after another: they all want the same cores.
 .PHONY: test
-test: lint $(SIDE)/.installed  ## what CI runs: lint, then every lane, with the time of each
-	@failed=0; times=""; for lane in $(LANES); do \
-	  SECONDS=0; echo "--- lane $$lane"; \
-	  $(MAKE) test-$$lane && result=ok || { result=FAILED; failed=1; }; \
-	  times+=$$(printf '\n  %-10s %4d s  %s' $$lane $$SECONDS $$result); \
+test: install $(SIDE)/.installed  ## what CI runs: lint, then every lane, with the time of each
+	@failed=0; times=""; for target in lint $(LANES:%=test-%); do \
+	  SECONDS=0; echo "--- $$target"; \
+	  $(MAKE) $$target && result=ok || { result=FAILED; failed=1; }; \
+	  times+=$$(printf '\n  %-16s %4d s  %s' $$target $$SECONDS $$result); \
 	done; echo "lanes:$$times"; exit $$failed
 
 .PHONY: test-all

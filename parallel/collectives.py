@@ -4,6 +4,9 @@ Each call names its ``site`` ("mlp.out", "loss.max", ...), so that calls and pay
 leave a single one out. All are the identity in a group of one, take tensors of any layout, empty ones included, and
 run in any group. Results are new tensors, except where ``inplace`` or the identity says otherwise.
 
+Under torch.compile they become torch's functional collectives: of the ordinary ones in a backward, torch 2.11 makes
+zeros without a word.
+
 What low precision costs: gloo's all-reduce adds bf16 and fp16 in that type, pair by pair, so a sum over R ranks is
 rounded R - 1 times. :func:`reduce_scatter` on CPUs rounds once.
 """
@@ -17,10 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 
 from .mesh import Group
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "avg": dist.ReduceOp.AVG}
+_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "avg": dist.ReduceOp.AVG}
 
 # torch 2.13 renamed these two and warns at the old names.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,11 +44,14 @@ def all_reduce(x: torch.Tensor, group: Group, *, site: str, op: str = "sum", inp
         raise ValueError(f"{site}: op={op!r}: expected one of {', '.join(_OPS)}")
     if group.size == 1 or not _begin("all_reduce", x, site):
         return x
+    if torch.compiler.is_compiling():
+        total = functional.all_reduce(x.contiguous(), op, group.pg)
+        return x.copy_(total) if inplace else total
     if inplace and x.is_contiguous():
-        dist.all_reduce(x, _OPS[op], group.pg)
+        _all_reduce(x, group, op)
         return x
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, _OPS[op], group.pg)
+    _all_reduce(out, group, op)
     return x.copy_(out) if inplace else out
 
 
@@ -52,13 +59,23 @@ def start_all_reduce(x: torch.Tensor, group: Group, *, site: str) -> Callable[[]
     """Begin to sum a contiguous ``x`` in place; the result waits for the sum and returns it."""
     if group.size == 1 or not _begin("all_reduce", x, site):
         return lambda: x
-    work = dist.all_reduce(x, group=group.pg, async_op=True)
+    work = _all_reduce(x, group, "sum", async_op=True)
 
     def finish() -> torch.Tensor:
         work.wait()
         return x
 
     return finish
+
+
+def _all_reduce(x: torch.Tensor, group: Group, op: str, async_op: bool = False) -> Any:
+    if x.device.type != "cpu" or torch.compiler.is_compiling():
+        return dist.all_reduce(x, _OPS[op], group.pg, async_op)
+    # gloo's own, without what dist.all_reduce does on the way: a fifth of the time for a small tensor.
+    options = dist.AllreduceOptions()
+    options.reduceOp = _OPS[op]
+    work = group.pg.allreduce([x], options)  # type: ignore[union-attr]
+    return work if async_op else work.wait()
 
 
 def all_gather(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) -> torch.Tensor:
@@ -68,8 +85,11 @@ def all_gather(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) -> tor
     dim = _dimension(x, dim, site)
     if not _begin("all_gather", x, site):
         return torch.cat([x] * group.size, dim)
-    out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    _all_gather_single(out, x.contiguous(), group.pg)
+    if torch.compiler.is_compiling():
+        out = functional.all_gather_tensor(x.contiguous(), 0, group.pg)
+    else:
+        out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+        _all_gather_single(out, x.contiguous(), group.pg)
     if dim == 0:
         return out
     # [R * a, ..., n/R, ...] -> [a, ..., R, n/R, ...] -> [a, ..., n, ...]
@@ -93,19 +113,20 @@ def start_reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, site: s
     if not _begin("reduce_scatter", x, site):
         return lambda: local_slice(x, group, dim)
     slices = x.unflatten(dim, (group.size, x.shape[dim] // group.size)).movedim(dim, 0).contiguous()
+    if torch.compiler.is_compiling():
+        own = functional.reduce_scatter_tensor(slices, "sum", 0, group.pg)[0]
+        return lambda: own
     # gloo's own all-reduces everything. All-to-all moves what has to move, and the sum runs in rank order and rounds
     # once.
     exchange = x.device.type == "cpu"
     out = torch.empty_like(slices if exchange else slices[0])
-    apart = not torch.compiler.is_compiling()  # torch.compile traces blocking collectives only
     if exchange:
-        work = dist.all_to_all_single(out, slices, group=group.pg, async_op=apart)
+        work = dist.all_to_all_single(out, slices, group=group.pg, async_op=True)
     else:
-        work = _reduce_scatter_single(out, slices, group=group.pg, async_op=apart)
+        work = _reduce_scatter_single(out, slices, group=group.pg, async_op=True)
 
     def finish() -> torch.Tensor:
-        if apart:
-            work.wait()
+        work.wait()
         return out.sum(0, dtype=x.dtype) if exchange else out
 
     return finish
@@ -117,6 +138,8 @@ def broadcast(x: torch.Tensor, group: Group, *, src: int = 0, site: str) -> torc
         raise ValueError(f"{site}: src={src} is not a rank of a group of {group.size}")
     if group.size == 1 or not _begin("broadcast", x, site):
         return x
+    if torch.compiler.is_compiling():
+        return functional.broadcast(x.contiguous(), src, group.pg)
     out = x.clone(memory_format=torch.contiguous_format)
     dist.broadcast(out, group_src=src, group=group.pg)
     return out

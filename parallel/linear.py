@@ -17,13 +17,11 @@ A collective in backward is counted at ``site + ".grad"``. Sources: see :mod:`fu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ..kernels.dispatch import Choice
 from ..kernels.linear import linear_act, parts
 from . import collectives, functional
 from .mesh import Group
@@ -48,12 +46,7 @@ def column_linear(
     Raises ValueError for operands that do not fit.
     """
     if group.size > 1 and not torch.compiler.is_compiling():
-        n = len(weights)
-        plain, _ = unwrap((*weights, *biases))
-        call = _Call(
-            group, activation, sequence_parallel, site, *parts.prepare(x, plain[:n], plain[n:], activation, impl)
-        )
-        return _Column.apply(call, x, *weights, *biases)
+        return _Column.apply(_Call(group, activation, sequence_parallel, impl, site), x, *weights, *biases)
     if sequence_parallel:
         x = functional.all_gather_from(x, group, dim=0, site=site)
     else:
@@ -78,11 +71,7 @@ def row_linear(
     if group.size == 1:
         return linear_act(x, *local_tensors(weight, bias), impl=impl)
     if not torch.compiler.is_compiling():
-        plain, _ = unwrap((weight, bias))
-        call = _Call(
-            group, "identity", sequence_parallel, site, *parts.prepare(x, plain[:1], plain[1:], "identity", impl)
-        )
-        return _Row.apply(call, x, weight, bias)
+        return _Row.apply(_Call(group, "identity", sequence_parallel, impl, site), x, weight, bias)
     weight, bias = local_tensors(weight, bias)
     y = linear_act(x, weight, impl=impl)
     if sequence_parallel:
@@ -93,16 +82,14 @@ def row_linear(
     return y if bias is None else y + bias.to(y.dtype)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What one call of a layer needs to know in both directions."""
+class _Call(NamedTuple):
+    """The options of one call."""
 
     group: Group
     activation: str
     sequence_parallel: bool
+    impl: str
     site: str
-    dtype: torch.dtype  # to compute in
-    choice: Choice
 
 
 class _Column(torch.autograd.Function):
@@ -110,12 +97,13 @@ class _Column(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, x: torch.Tensor, *params: Any) -> tuple[torch.Tensor, ...]:
         n = len(params) // 2
         plain, ctx.specs = unwrap(params)
+        dtype, ctx.choice = parts.prepare(x, plain[:n], plain[n:], call.activation, call.impl)
         ctx.call, ctx.n, ctx.dtypes = call, n, _dtypes(x, *plain)
-        x, *operands = _cast((x, *plain), call.dtype)
+        x, *operands = _cast((x, *plain), [dtype] * (1 + 2 * n))
         if call.sequence_parallel:
             x = collectives.all_gather(x, call.group, site=call.site)
         rows, weights = _rows(x), operands[:n]
-        ys, zs = parts.forward(rows, weights, operands[n:], call.activation, call.choice)
+        ys, zs = parts.forward(rows, weights, operands[n:], call.activation, ctx.choice)
         ctx.x_shape = x.shape
         ctx.save_for_backward(rows, *weights, *zs)
         return tuple(_shaped(y, x) for y in ys)
@@ -130,12 +118,12 @@ class _Column(torch.autograd.Function):
 
         dzs = [_rows(dy) for dy in dys]
         if zs:
-            dzs = [parts.activation_grad(dz, z, call.activation, call.choice) for dz, z in zip(dzs, zs)]
+            dzs = [parts.activation_grad(dz, z, call.activation, ctx.choice) for dz, z in zip(dzs, zs)]
         if want_x:
-            dx = parts.input_grad(dzs, weights, call.choice).view(ctx.x_shape)
+            dx = parts.input_grad(dzs, weights, ctx.choice).view(ctx.x_shape)
             start = collectives.start_reduce_scatter if call.sequence_parallel else collectives.start_all_reduce
             finish = start(dx, call.group, site=f"{call.site}.grad")
-        dws, dbs = parts.param_grads(dzs, rows, want[:n], want[n:], call.choice)
+        dws, dbs = parts.param_grads(dzs, rows, want[:n], want[n:], ctx.choice)
         dx, *grads = _cast((finish() if want_x else None, *dws, *dbs), ctx.dtypes)
         return None, dx, *wrap_grads(grads, ctx.specs)
 
@@ -144,10 +132,11 @@ class _Row(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, x: torch.Tensor, *params: Any) -> torch.Tensor:
         plain, ctx.specs = unwrap(params)
+        dtype, ctx.choice = parts.prepare(x, plain[:1], plain[1:], "identity", call.impl)
         ctx.call, ctx.x_shape, ctx.dtypes = call, x.shape, _dtypes(x, *plain)
-        x, weight, bias = _cast((x, *plain), call.dtype)
+        x, weight, bias = _cast((x, *plain), [dtype] * 3)
         rows = _rows(x)
-        (y,), _ = parts.forward(rows, [weight], [None], "identity", call.choice)
+        (y,), _ = parts.forward(rows, [weight], [None], "identity", ctx.choice)
         y = _shaped(y, x)
         if call.sequence_parallel:
             y = collectives.reduce_scatter(y, call.group, site=call.site)
@@ -165,8 +154,8 @@ class _Row(torch.autograd.Function):
         if call.sequence_parallel:  # every token's gradient: the bias then needs no collective of its own
             dy = collectives.all_gather(dy, call.group, site=f"{call.site}.grad")
         dys = [_rows(dy)]
-        dx = parts.input_grad(dys, [weight], call.choice).view(ctx.x_shape) if want_x else None
-        dws, dbs = parts.param_grads(dys, rows, [want_weight], [want_bias], call.choice)
+        dx = parts.input_grad(dys, [weight], ctx.choice).view(ctx.x_shape) if want_x else None
+        dws, dbs = parts.param_grads(dys, rows, [want_weight], [want_bias], ctx.choice)
         dx, *grads = _cast((dx, *dws, *dbs), ctx.dtypes)
         return None, dx, *wrap_grads(grads, ctx.specs)
 
@@ -185,7 +174,9 @@ def _dtypes(*tensors: torch.Tensor | None) -> list[torch.dtype | None]:
     return [None if tensor is None else tensor.dtype for tensor in tensors]
 
 
-def _cast(tensors: Params, to: torch.dtype | Sequence[torch.dtype | None]) -> list[Any]:
-    """``tensors`` in one dtype or in one each; None stays None."""
-    dtypes = [to] * len(tensors) if isinstance(to, torch.dtype) else to
-    return [tensor if tensor is None else tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes)]
+def _cast(tensors: Params, dtypes: Sequence[torch.dtype | None]) -> list[Any]:
+    """Each tensor in its dtype; None stays None."""
+    return [
+        tensor if tensor is None or tensor.dtype is dtype else tensor.to(dtype)
+        for tensor, dtype in zip(tensors, dtypes)
+    ]

@@ -80,17 +80,24 @@ def run_demo(options: DemoOptions) -> int:
         with stop_signals(), _one_thread():
             return 0 if _Demo(options, console).run() else 1
     except Stopped as stop:
-        console.show_cursor(True)  # a progress bar may have hidden it
+        _leave_bar(console)
         print(f"stopped by {stop}; nothing was left running or half-written", file=sys.stderr)
         return 128 + stop.signum
     except (ValueError, RuntimeError, OSError) as error:
-        console.show_cursor(True)
+        _leave_bar(console)
         if os.environ.get("SHARDFUSE_DEBUG", "0") != "0":
             traceback.print_exc()
             if isinstance(error, WorkerError):
                 print(error.trace, file=sys.stderr)
         print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
         return 1
+
+
+def _leave_bar(console: Console) -> None:
+    """A worker that was ended leaves its progress bar on the terminal, unfinished, and the cursor hidden."""
+    if console.is_terminal:
+        console.show_cursor(True)
+        console.print()
 
 
 class _Demo:
@@ -102,7 +109,8 @@ class _Demo:
         self.checks: list[tuple[str, bool]] = []
         self.seconds: dict[str, float] = {}
         self.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self.tp = options.tp or (min(2, torch.cuda.device_count()) if self.device == "cuda" else 2)
+        default = min(2, torch.cuda.device_count()) if self.device == "cuda" else 2
+        self.tp = default if options.tp is None else options.tp
         self.config = self._config()
 
     def run(self) -> bool:

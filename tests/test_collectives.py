@@ -208,6 +208,26 @@ def test_omit_leaves_out_one_site(ranks: Any) -> None:
     ranks(2, _omitted)
 
 
+def _check_compiled(rank: int, world: int) -> None:
+    group = _whole(world)
+    x = _inputs(world, (world, 2 * world), torch.float32, "transposed")[rank]
+    for function in (
+        lambda x: collectives.all_reduce(x, group, site="a", op="max"),
+        lambda x: collectives.all_reduce(x.clone(), group, site="a", inplace=True),
+        lambda x: collectives.all_gather(x, group, dim=1, site="a"),
+        lambda x: collectives.reduce_scatter(x, group, dim=1, site="a"),
+        lambda x: collectives.broadcast(x, group, src=1, site="a"),
+    ):
+        compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(x), function(x))
+    torch._dynamo.reset()
+
+
+@pytest.mark.ranks
+def test_collectives_compile_without_graph_breaks(ranks: Any) -> None:
+    ranks(2, _check_compiled)
+
+
 def test_a_group_of_one_is_the_identity() -> None:
     x = torch.randn(3, 5).t()
     assert collectives.all_reduce(x, SINGLE, site="a") is x

@@ -158,8 +158,10 @@ def test_folder_of_somebody_else(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert os.listdir(tmp_path) == ["thesis.tex"]
 
 
-def test_unwritable_place(capsys: pytest.CaptureFixture[str]):
-    assert "--out /proc/demo: cannot be written to" in _refused(capsys, out=Path("/proc/demo"))
+def test_unwritable_place(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out"
+    assert f"--out {out}: cannot be written to (File exists)" in _refused(capsys, out=out)
 
 
 def test_full_disk_is_seen_before_the_work(
@@ -199,7 +201,9 @@ def test_disk_that_fills_up_while_saving(leftovers: Any, tmp_path: Path):
     demo = _start([*_QUICK_COMMAND, "out", "1"], leftovers, tmp_path, preexec_fn=small_files)
     _, errors = demo.communicate(timeout=120)
     assert demo.returncode == 1
-    assert re.fullmatch(r"error: rank \d: \w+: .*checkpoint.*File too large.*\n", errors), errors
+    assert re.fullmatch(r"error: rank \d: \w+: .*/checkpoint: no space left on rank 0 while writing.*\n", errors), (
+        errors
+    )
     assert os.listdir(tmp_path) == []
     leftovers.assert_none()
 

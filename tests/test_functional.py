@@ -163,14 +163,21 @@ def test_in_subgroups_of_a_larger_world(ranks: Any, name: str) -> None:
 def _check_copy_all(rank: int, world: int) -> None:
     group = tp_group(dist.group.WORLD)
     everyone = [(_integers(seed, 3, 2), _integers(seed + 9, 4)) for seed in range(world)]
-    xs = [torch.zeros(3, 2).double().requires_grad_(), None, torch.zeros(4).double().requires_grad_()]
-    collectives.reset_counts()
-    matrix, nothing, vector = functional.copy_all_to(xs, group, site="norm")
-    assert nothing is None
-    torch.autograd.backward((matrix, vector), everyone[rank])
-    _assert_equal(xs[0].grad, torch.stack([grads[0] for grads in everyone]).sum(0))
-    _assert_equal(xs[2].grad, torch.stack([grads[1] for grads in everyone]).sum(0))
-    assert collectives.calls == {("all_reduce", "norm.grad"): 1}
+
+    def copies(*xs: torch.Tensor | None) -> tuple[Any, ...]:
+        return functional.copy_all_to(xs, group, site="norm")
+
+    for run in (copies, torch.compile(copies, fullgraph=True, backend="aot_eager")):
+        matrix, vector = (torch.zeros_like(grad).requires_grad_() for grad in everyone[rank])
+        collectives.reset_counts()
+        first, nothing, last = run(matrix, None, vector)
+        assert nothing is None
+        torch.autograd.backward((first, last), everyone[rank])
+        for x, grads in ((matrix, [grads[0] for grads in everyone]), (vector, [grads[1] for grads in everyone])):
+            _assert_equal(x.grad, torch.stack(grads).sum(0))
+        if run is copies:
+            assert collectives.calls == {("all_reduce", "norm.grad"): 1}
+    torch._dynamo.reset()
 
 
 @pytest.mark.ranks
