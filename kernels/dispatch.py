@@ -90,6 +90,20 @@ def choose(
 
     Raises ValueError for an unknown ``impl``, RuntimeError when ``impl="triton"`` cannot be honoured.
     """
+    if torch.compiler.is_compiling():
+        return _decide(op, device, impl, unsupported, stock_wins)
+    key = (op, device, impl, unsupported, stock_wins)
+    choice = _decided.get(key)
+    if choice is None:
+        choice = _decided[key] = _decide(*key)
+    return choice
+
+
+# Nothing that a decision depends on changes while a process runs.
+_decided: dict[tuple[str, torch.device, str, str | None, str | None], Choice] = {}
+
+
+def _decide(op: str, device: torch.device, impl: str, unsupported: str | None, stock_wins: str | None) -> Choice:
     if impl not in IMPLS:
         raise ValueError(f"{op}: impl={impl!r}: expected one of {', '.join(IMPLS)}")
     if impl == "auto":

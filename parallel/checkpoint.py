@@ -31,6 +31,8 @@ StrPath = str | os.PathLike[str]
 Index = dict[str, TensorStorageMetadata]  # what the checkpoint holds
 Slots = dict[str, torch.Tensor]  # an optimizer's state of one parameter: exp_avg, exp_avg_sq, step
 
+_SITE = "checkpoint"
+
 
 def save_checkpoint(
     path: StrPath,
@@ -127,9 +129,6 @@ def full_state_dict(model: nn.Module, *, first_rank_only: bool = False) -> dict[
             if keep:
                 state[name] = whole.to("cpu", copy=True)
     return state
-
-
-_SITE = "checkpoint"
 
 
 def _model_key(name: str) -> str:
@@ -232,11 +231,12 @@ def _merge(per_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 def _check_fits(folder: Path, entries: dict[str, torch.Tensor], names: set[str], index: Index) -> None:
     """ValueError unless the checkpoint holds the model of which this rank has ``entries`` and all ranks ``names``."""
     saved = {key.removeprefix("model."): value for key, value in index.items() if key.startswith("model.")}
+    shaped = {name: logical(entry) for name, entry in entries.items()}
     problems = [f"{name} is not in the checkpoint" for name in entries if name not in saved]
     problems += [f"{name} is not in the model" for name in saved if name not in names]
     problems += [
         f"{name} is {list(saved[name].size)} in the checkpoint and {list(entry.shape)} in the model"
-        for name, entry in ((name, logical(entry)) for name, entry in entries.items())
+        for name, entry in shaped.items()
         if name in saved and saved[name].size != entry.shape
     ]
     if problems:

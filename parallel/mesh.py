@@ -23,10 +23,11 @@ MESH_DIMS = ("dp", "pp", "tp")
 class Group:
     """The ranks that share a tensor: a process group, and where this process stands in it.
 
-    ``mesh`` is the same group as a one-dimensional DeviceMesh, for DTensor. Both are None for a process alone.
+    ``pg`` is the ProcessGroup, ``mesh`` the same as a one-dimensional DeviceMesh, for DTensor. Both are None for a
+    process alone.
     """
 
-    pg: dist.ProcessGroup | None
+    pg: Any
     rank: int
     size: int
     mesh: DeviceMesh | None

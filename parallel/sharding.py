@@ -8,7 +8,6 @@ from the same bits and save the same logical tensors.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -159,9 +158,9 @@ def unwrap(params: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[Any]]
 
 def wrap_grads(grads: Sequence[torch.Tensor | None], specs: Sequence[Any]) -> tuple[torch.Tensor | None, ...]:
     """Plain gradients as the parameters want them, None where there is none."""
-    # DTensor writes to specs now and then, so a gradient gets its own.
+    # The spec is shared, as DTensor's own operations share it; a copy would be hashed and compared anew every time.
     return tuple(
-        grad if grad is None or spec is None else DTensor(grad.contiguous(), copy.copy(spec), requires_grad=False)
+        grad if grad is None or spec is None else DTensor(grad.contiguous(), spec, requires_grad=False)
         for grad, spec in zip(grads, specs)
     )
 

@@ -43,6 +43,14 @@ def _load(name: str) -> Any:
     return module
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whatever uses the worker processes belongs to their lane."""
+    for item in items:
+        if "ranks" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ranks)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Any]:
     """``ranks(world, body, *args)``: see tests/ranks.py."""

@@ -9,7 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ..dispatch import Choice
-from . import parts, reference, schemas
+from . import parts, schemas
 
 
 @overload
@@ -70,7 +70,7 @@ def linear_act(
     if choice.triton:
         outputs = _run_kernels(x, weights, biases, activation, dtype, choice)
     else:
-        outputs = reference.linear_act(x, weights, biases, activation)
+        outputs = parts.reference_forward(x, weights, biases, activation)
     return outputs if many else outputs[0]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from .. import dispatch
 from ..dispatch import Choice
@@ -61,11 +60,42 @@ def check(
 def prepare(
     x: torch.Tensor, weights: Tensors, biases: Sequence[torch.Tensor | None], activation: str, impl: str
 ) -> tuple[torch.dtype, Choice]:
-    """Check and count one call as ``linear_act`` does: the dtype to cast its operands to, and what runs."""
-    dtype = check(x, weights, biases, activation)
-    choice = linear_act_choice(dtype, x.device, impl)
+    """Check and count one call as ``linear_act`` does: the dtype to cast its operands to, and what runs.
+
+    Kernels trust their operands, so all is checked for them. Torch checks its own: for the reference, only what it
+    would let pass is looked at here, and :func:`check` explains afterwards what it refused.
+    """
+    device = x.device
+    dtype = x.dtype
+    autocast = torch.is_autocast_enabled(device.type)
+    if autocast:
+        dtype = torch.get_autocast_dtype(device.type)
+    choice = linear_act_choice(dtype, device, impl)
+    if autocast or choice.triton or torch.compiler.is_compiling() or not _torch_would_notice(x, weights, biases):
+        check(x, weights, biases, activation)
     dispatch.count("linear_act", choice.impl)
     return dtype, choice
+
+
+def _torch_would_notice(x: torch.Tensor, weights: Tensors, biases: Sequence[torch.Tensor | None]) -> bool:
+    """False for what F.linear takes and :func:`check` does not: a bias to broadcast, numbers of operands, devices."""
+    if not 0 < len(weights) == len(biases) <= MAX_WEIGHTS:
+        return False
+    for w, b in zip(weights, biases):  # noqa: SIM110 - a generator costs half a microsecond more
+        if w.device != x.device or (b is not None and b.numel() != w.size(0)):
+            return False
+    return True
+
+
+def reference_forward(
+    x: torch.Tensor, weights: Tensors, biases: Sequence[torch.Tensor | None], activation: str
+) -> tuple[torch.Tensor, ...]:
+    """``reference.linear_act``, whose errors speak of the caller's arguments."""
+    try:
+        return reference.linear_act(x, weights, biases, activation)
+    except (RuntimeError, KeyError):
+        check(x, weights, biases, activation)
+        raise
 
 
 def forward(
@@ -76,7 +106,7 @@ def forward(
     if choice.triton:
         out = schemas.linear_act_fwd(x, weights, biases, activation, activation != "identity")
         return list(out[:n]), list(out[n:])
-    zs = [F.linear(x, w, b) for w, b in zip(weights, biases)]
+    zs = list(reference_forward(x, weights, biases, "identity"))
     if activation == "identity":
         return zs, []
     return [reference.apply_activation(z, activation) for z in zs], zs

@@ -45,4 +45,5 @@ def linear_act(
     activation: str,
 ) -> tuple[torch.Tensor, ...]:
     """One output [..., F_i] per weight [F_i, D]; differentiable by torch's own autograd."""
-    return tuple(apply_activation(F.linear(x, w, b), activation) for w, b in zip(weights, biases))
+    act = ACTIVATIONS[activation]
+    return tuple([act(F.linear(x, w, b)) for w, b in zip(weights, biases)])
