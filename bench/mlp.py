@@ -230,5 +230,5 @@ BENCHMARK = Benchmark(
     check=check,
     warm=warm,
     ops=("linear_act",),
-    sources=("layers/mlp.py", "layers/linear.py"),
+    sources=("layers/mlp.py", "layers/linear.py", "parallel/linear.py"),
 )

@@ -217,6 +217,9 @@ BENCHMARK = Benchmark(
     targets=TARGETS,
     plan=plan,
     check=check,
-    sources=("layers/mlp.py", "layers/linear.py", "layers/attention.py", "layers/block.py", "parallel/functional.py"),
+    sources=(
+        *("layers/mlp.py", "layers/linear.py", "layers/attention.py", "layers/block.py"),
+        *("parallel/linear.py", "parallel/functional.py", "parallel/collectives.py"),
+    ),
     devices=("cpu",),
 )
