@@ -26,6 +26,8 @@ MAKEFLAGS += --no-print-directory
 
 # Without it the folder kernels/ would shadow an installed package of that name.
 export PYTHONSAFEPATH := 1
+# Some virtual machines advertise AMX and trap on it: oneDNN's bf16 matrix product would kill the process.
+export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
 .PHONY: help
 help:  ## print this list

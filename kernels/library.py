@@ -1,7 +1,7 @@
 """The ``torch.ops.shardfuse`` namespace.
 
-Ops are registered through ``torch.library.Library`` and differentiated by ``autograd.Function``: about 10 us less host
-time per call than the ``custom_op`` decorator (CONTRIBUTING.md says how to measure it).
+Ops are registered through ``torch.library.Library`` and differentiated by ``autograd.Function``, which costs less host
+time per call than the ``custom_op`` decorator (CONTRIBUTING.md says how to measure a call).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..kernels.linear import ACTIVATIONS, linear_act_choice
+from ..kernels.linear import ACTIVATIONS, linear_act, linear_act_choice
 from ..parallel import functional
 from ..parallel.linear import column_linear, row_linear
 from ..parallel.mesh import MeshLike
@@ -61,6 +61,8 @@ class ColumnParallelLinear(ShardedModule):
         self.reset_parameters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.group.size == 1:  # nothing between a stock layer's user and its GEMM
+            return linear_act(x, self.weight, self.bias, activation=self.activation, impl=self.impl)
         (y,) = project(x, self)
         if self.gather_output:
             y = functional.gather_from(y, self.group, dim=-1, site=f"{self.site}.gather")
@@ -131,6 +133,8 @@ class RowParallelLinear(ShardedModule):
         self.reset_parameters()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.group.size == 1:
+            return linear_act(x, self.weight, self.bias, impl=self.impl)
         return row_linear(
             x,
             self.weight,

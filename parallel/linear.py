@@ -45,7 +45,9 @@ def column_linear(
 
     Raises ValueError for operands that do not fit.
     """
-    if group.size > 1 and not torch.compiler.is_compiling():
+    if group.size == 1:
+        return linear_act(x, weights, biases, activation=activation, impl=impl)
+    if not torch.compiler.is_compiling():
         return _Column.apply(_Call(group, activation, sequence_parallel, impl, site), x, *weights, *biases)
     if sequence_parallel:
         x = functional.all_gather_from(x, group, dim=0, site=site)
@@ -69,7 +71,7 @@ def row_linear(
     Raises ValueError for operands that do not fit.
     """
     if group.size == 1:
-        return linear_act(x, *local_tensors(weight, bias), impl=impl)
+        return linear_act(x, weight, bias, impl=impl)
     if not torch.compiler.is_compiling():
         return _Row.apply(_Call(group, "identity", sequence_parallel, impl, site), x, weight, bias)
     weight, bias = local_tensors(weight, bias)
@@ -99,7 +101,7 @@ class _Column(torch.autograd.Function):
         plain, ctx.specs = unwrap(params)
         dtype, ctx.choice = parts.prepare(x, plain[:n], plain[n:], call.activation, call.impl)
         ctx.call, ctx.n, ctx.dtypes = call, n, _dtypes(x, *plain)
-        x, *operands = _cast((x, *plain), [dtype] * (1 + 2 * n))
+        x, *operands = _autocast((x, *plain), dtype)
         if call.sequence_parallel:
             x = collectives.all_gather(x, call.group, site=call.site)
         rows, weights = _rows(x), operands[:n]
@@ -134,7 +136,7 @@ class _Row(torch.autograd.Function):
         plain, ctx.specs = unwrap(params)
         dtype, ctx.choice = parts.prepare(x, plain[:1], plain[1:], "identity", call.impl)
         ctx.call, ctx.x_shape, ctx.dtypes = call, x.shape, _dtypes(x, *plain)
-        x, weight, bias = _cast((x, *plain), [dtype] * 3)
+        x, weight, bias = _autocast((x, *plain), dtype)
         rows = _rows(x)
         (y,), _ = parts.forward(rows, [weight], [None], "identity", ctx.choice)
         y = _shaped(y, x)
@@ -172,6 +174,11 @@ def _shaped(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def _dtypes(*tensors: torch.Tensor | None) -> list[torch.dtype | None]:
     return [None if tensor is None else tensor.dtype for tensor in tensors]
+
+
+def _autocast(tensors: Params, dtype: torch.dtype) -> Params:
+    """What autocast does to operands; without it a mixture stays one, and is refused."""
+    return _cast(tensors, [dtype] * len(tensors)) if torch.is_autocast_enabled(tensors[0].device.type) else tensors
 
 
 def _cast(tensors: Params, dtypes: Sequence[torch.dtype | None]) -> list[Any]:

@@ -50,10 +50,12 @@ def test_says_what_runs_and_why():
 
 def test_says_what_would_run_elsewhere(monkeypatch: pytest.MonkeyPatch):
     mlp = shardfuse.ParallelMLP(16, 24, impl="triton")
+    monkeypatch.setattr(dispatch, "_decided", {})
     monkeypatch.setattr(dispatch, "_TRITON_VERSION", "3.7.1")
     assert {(row.runs, row.why) for row in shardfuse.explain(mlp, "cuda").rows} == {("triton", "asked for")}
     wide = shardfuse.ParallelMLP(16, 24, dtype=torch.float64)
     assert "no kernel" in shardfuse.explain(wide, "cuda").rows[0].why
+    monkeypatch.setattr(dispatch, "_decided", {})
     monkeypatch.setattr(dispatch, "_TRITON_VERSION", None)
     for row in shardfuse.explain(mlp, "cuda").rows:
         assert row.runs == "refused"
