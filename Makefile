@@ -76,8 +76,9 @@ bench: install  ## every benchmark that runs on this machine, correctness first 
 # Runs on a machine without internet and without .git: COMMIT=<hash> and DIRTY=0|1 say what the tree is.
 .PHONY: gpu
 gpu:  ## GPU tests and benchmarks into OUT=dir (ONLY=ops, DRY=1 for tiny shapes, COMMIT=, DIRTY=)
-	@$(GPU_PYTHON) -c 'import torch' 2>/dev/null || { \
-	  echo "error: $(GPU_PYTHON) has no torch: run make install first" >&2; exit 1; }
+	@missing=; for name in torch triton einops numpy rich typer safetensors pytest hypothesis pytest_benchmark; do \
+	  $(GPU_PYTHON) -c "import importlib.util as u, sys; sys.exit(u.find_spec('$$name') is None)" || missing+=" $$name"; done; \
+	  [ -z "$$missing" ] || { echo "error: $(GPU_PYTHON) lacks$$missing: install them, or run make install" >&2; exit 1; }
 	@run="$(GPU_PYTHON) -m"; \
 	if [ $(GPU_PYTHON) = python3 ] && ! python3 -m pip install --quiet --no-deps --no-build-isolation -e .; then \
 	  echo "the package cannot be installed here (see above), so it runs from the tree" >&2; \
@@ -121,8 +122,9 @@ test: install $(SIDE)/.installed  ## what CI runs: lint, then every lane, with t
 test-all: test codegen-all  ## test, and every kernel configuration on every target
 
 .PHONY: codegen-all
-codegen-all: install  ## compile every kernel configuration for every target, ahead of time
+codegen-all: $(SIDE)/.installed  ## compile every kernel configuration for every target, under both Tritons
 	@$(BIN)/shardfuse inspect --all
+	@PYTHONPATH=$(CURDIR)/$(SIDE) $(BIN)/shardfuse inspect --all
 
 # --- housekeeping -----------------------------------------------------------------------------------------------------
 

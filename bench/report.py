@@ -16,12 +16,18 @@ from ..kernels.accuracy import Verdict
 from .benchmark import Measurement
 from .timing import Timing
 
+# Where the same version timed twice differs by more than this, the machine was too busy to tell.
+NOISE_LIMIT = 0.25
+
 CONTRACT = ("case", "metric", "ours", "peer", "peer_name", "ratio", "target", "met")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured comparison. ``ratio`` > 1 means that ours is better; ``met`` is None where no target is set."""
+    """One measured comparison. ``ratio`` > 1 means that ours is better; ``met`` is None where no target is set.
+
+    A row noisier than NOISE_LIMIT has shown nothing, so it meets no target.
+    """
 
     case: str
     metric: str
@@ -38,7 +44,8 @@ class Row:
     @classmethod
     def of(cls, planned: Measurement, ours: Timing, peer: Timing) -> Row:
         ratio = ours.value / peer.value if planned.higher_is_better else peer.value / ours.value
-        noise = [side.noise for side in (ours, peer) if side.noise is not None]
+        noise = max((side.noise for side in (ours, peer) if side.noise is not None), default=None)
+        quiet = noise is None or noise <= NOISE_LIMIT
         return cls(
             planned.case,
             planned.metric,
@@ -47,8 +54,8 @@ class Row:
             planned.peer_name,
             ratio,
             planned.target,
-            None if planned.target is None else ratio >= planned.target,
-            max(noise, default=None),
+            None if planned.target is None else quiet and ratio >= planned.target,
+            noise,
             ours.host,
             peer.host,
         )

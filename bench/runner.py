@@ -138,7 +138,7 @@ def run_benchmark(
     errors = console(stderr=True)
     try:
         benchmark = find(name)
-        settings = Settings(torch.device(device) if device else default_device(), short=short, seconds=seconds)
+        settings = Settings(_device(device), short=short, seconds=seconds)
         _require(benchmark, settings)
     except ValueError as error:
         errors.print(f"[red]error:[/] {error}")
@@ -177,7 +177,18 @@ def record(benchmark: Benchmark, settings: Settings, outcome: Outcome) -> dict[s
     }
 
 
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return default_device()
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device {name!r}: expected cpu, cuda or cuda:0") from None
+
+
 def _require(benchmark: Benchmark, settings: Settings) -> None:
+    if settings.device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"benchmark {benchmark.name}: this machine has no GPU that torch can use; pass device cpu")
     if settings.device.type not in benchmark.devices:
         raise ValueError(
             f"benchmark {benchmark.name} runs on {' or '.join(benchmark.devices)}, not on {settings.device.type}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import operator
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -180,6 +180,13 @@ class Engine:
             tokens = [operator.index(token) for token in request.prompt]
         except TypeError as error:
             raise ValueError(f"prompt: expected whole numbers, token ids ({error})") from None
+        for name in ("max_new_tokens", "seed", "arrival"):
+            if not isinstance(getattr(request, name), int):
+                raise ValueError(f"{name}={getattr(request, name)!r}: expected a whole number")
+        if not isinstance(request.temperature, (int, float)):
+            raise ValueError(f"temperature={request.temperature!r}: expected a number")
+        if not isinstance(request.stop, Collection):
+            raise ValueError(f"stop={request.stop!r}: expected a collection of token ids, such as [{request.stop!r}]")
         vocabulary = self.model.config.vocab_size
         if not tokens:
             raise ValueError("prompt is empty: expected at least one token to continue from")

@@ -23,7 +23,11 @@ def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[int
 
 
 def _draw(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    cumulative = torch.softmax(logits.to("cpu", torch.float64) / temperature, dim=-1).cumsum(dim=-1)
+    exact = logits.to("cpu", torch.float64)
+    # Shifted first: however small the temperature, the likeliest token's exponent stays 0.
+    cumulative = torch.softmax((exact - exact.max()) / temperature, dim=-1).cumsum(dim=-1)
+    if not cumulative[-1] > 0:  # NaN among the logits: there is no distribution to draw from
+        return int(exact.argmax())
     # rand is below 1, so the target stays below the total and falls on a token of probability above 0.
     target = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
     return int(torch.searchsorted(cumulative, target, right=True))

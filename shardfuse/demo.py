@@ -109,6 +109,8 @@ class _Demo:
         self.checks: list[tuple[str, bool]] = []
         self.seconds: dict[str, float] = {}
         self.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: this machine has no GPU that torch can use; choose --device cpu")
         default = min(2, torch.cuda.device_count()) if self.device == "cuda" else 2
         self.tp = default if options.tp is None else options.tp
         self.config = self._config()

@@ -218,7 +218,8 @@ def _module(path: str) -> Any:
 
 def _main() -> None:
     fd, rank, parent = (int(argument) for argument in sys.argv[1:])
-    sys.path.pop(0)  # the tests' folder, which is there because this file is the script
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.pop(0)  # the tests' folder, which is there because this file is the script
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
         return

@@ -235,3 +235,38 @@ def test_a_group_of_one_is_the_identity() -> None:
     assert collectives.reduce_scatter(x, SINGLE, dim=1, site="a") is x
     assert collectives.broadcast(x, SINGLE, site="a") is x
     assert collectives.gather_objects({"a": 1}, SINGLE, site="a") == [{"a": 1}]
+
+
+def _check_exchange(rank: int, world: int) -> list[bytes]:
+    """Small sums over two ranks go by exchange, large ones by gloo's ring: the same bits either way and on both."""
+    group = _whole(world)
+    small = collectives.EXCHANGE_BYTES // 4
+    found = []
+    for length in (1, small, small + 1):
+        x = torch.randn(length, generator=torch.Generator().manual_seed(rank))
+        got = collectives.all_reduce(x, group, site="s")
+        ring = x.clone()
+        dist.all_reduce(ring)
+        assert torch.equal(got, ring)
+        found.append(got.numpy().tobytes())
+    started = [collectives.start_all_reduce(torch.full((3,), i + rank * 10.0), group, site="s") for i in range(3)]
+    assert [finish().tolist() for finish in reversed(started)] == [[10.0 + 2 * i] * 3 for i in (2, 1, 0)]
+    return found
+
+
+def test_two_ranks_sum_to_the_same_bits_by_exchange_and_by_ring(ranks: Any) -> None:
+    first, second = ranks(2, _check_exchange)
+    assert first == second
+
+
+def _leave(rank: int, world: int) -> None:
+    group = _whole(world)
+    if rank == 1:
+        raise ValueError("this rank has had enough")
+    collectives.all_reduce(torch.ones(3), group, site="s")
+
+
+def test_a_rank_that_leaves_does_not_keep_the_other_waiting(ranks: Any) -> None:
+    with pytest.raises(AssertionError, match="this rank has had enough") as caught:
+        ranks(2, _leave)
+    assert "went on waiting" not in str(caught.value)

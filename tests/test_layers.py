@@ -353,6 +353,7 @@ def test_autocast_to_bf16_costs_what_bf16_costs(style: str):
 
 
 @pytest.mark.interpret
+@pytest.mark.skipif(not dispatch.interpreting(), reason="CPU tensors: the kernels must be interpreted")
 def test_an_mlp_trains_through_the_kernels():
     """Five steps of Adam with interpreted kernels, forward and backward, against the reference."""
     dispatch.choose("linear_act", torch.device("cpu"), "triton")  # fails at once where nothing is interpreted

@@ -138,7 +138,7 @@ def test_compile_fullgraph_dynamic(weights):
 
 def test_compile_reference_is_visible_to_the_compiler():
     """impl="auto" on a CPU is plain torch inside a graph, not an opaque op."""
-    x, w = torch.randn(4, 8), torch.randn(6, 8)
+    x, w = torch.randn(4, 8, device="cpu"), torch.randn(6, 8, device="cpu")
     targets = []
 
     def backend(graph, _):
@@ -209,6 +209,9 @@ def test_an_mlp_trains_on_the_kernels():
     ("change", "message"),
     [
         ({"weight": torch.zeros(6, 7)}, r"weight 0 has shape \(6, 7\).*expected \[F, 8\]"),
+        ({"weight": torch.zeros(8), "bias": None}, r"weight 0 has shape \(8,\).*expected \[F, 8\]"),
+        ({"bias": torch.zeros(1, 6)}, r"bias 0 has shape \(1, 6\): expected \[6\]"),
+        ({"bias": torch.zeros(1)}, r"bias 0 has shape \(1,\): expected \[6\]"),
         ({"bias": torch.zeros(5)}, r"bias 0 has shape \(5,\): expected \[6\]"),
         ({"activation": "gelu"}, "activation='gelu': expected one of identity"),
         ({"weight": torch.zeros(6, 8, dtype=torch.float16)}, "cast them to one dtype"),
@@ -221,7 +224,8 @@ def test_an_mlp_trains_on_the_kernels():
     ],
 )
 def test_bad_input(change, message):
-    good = {"x": torch.zeros(3, 8), "weight": torch.zeros(6, 8), "bias": torch.zeros(6)}
+    with torch.device("cpu"):  # where the parameters above were made
+        good = {"x": torch.zeros(3, 8), "weight": torch.zeros(6, 8), "bias": torch.zeros(6)}
     with pytest.raises(ValueError, match=message):
         linear_act(**(good | change))
 

@@ -107,6 +107,7 @@ def _triton_body(rank: int, world: int) -> list[str]:
 
 
 @pytest.mark.interpret
+@pytest.mark.skipif(not dispatch.interpreting(), reason="CPU tensors: the kernels must be interpreted")
 def test_the_kernels_run_between_the_collectives(ranks: Any):
     assert ranks(2, _triton_body) == [[], []]
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from shardfuse.kernels import accuracy
 from shardfuse.layers import ParallelTransformer, TransformerConfig
 from shardfuse.parallel import collectives
-from shardfuse.parallel.mesh import Group, tp_group
+from shardfuse.parallel.mesh import Group, init_mesh, tp_group
 from shardfuse.parallel.sharding import local_tensor, spec_of
 
 SMALL: dict[str, Any] = {
@@ -380,3 +380,41 @@ def test_sequence_parallelism_refuses_what_it_cannot_split(ranks: Any):
     for odd, cached in ranks(2, _refusals_body):
         assert "wants the 1 x 3 tokens of a batch to divide by 2 ranks" in odd
         assert "wants a model with sequence_parallel=False" in cached
+
+
+def _fsdp_body(rank: int, world: int, style: str, sequence_parallel: bool) -> list[str]:
+    """dp = 2 by tp = 2: FSDP2 shards what tensor parallelism has sharded, and averages over half batches."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_mesh(dp=2, tp=2, device_type="cpu")
+    assert mesh is not None
+    model = _build(style, mesh=mesh, sequence_parallel=sequence_parallel, dtype=torch.float64)
+    specs = {name: spec_of(param) for name, param in model.named_parameters()}
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    tokens, targets = _tokens()
+    targets[:] = tokens.roll(-1, dims=1)  # nothing ignored: both halves weigh the same
+    half = mesh.get_local_rank("dp")
+    model(tokens[half : half + 1], targets[half : half + 1]).backward()
+
+    def reference(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        whole = _build(style, dtype=dtype)
+        whole(tokens, targets).backward()
+        return {name: param.grad for name, param in whole.named_parameters()}
+
+    oracle, low, wrong = reference(torch.float64), reference(torch.float32), []
+    for name, param in model.named_parameters():
+        assert param.shape == specs[name].logical_shape
+        verdict = accuracy.judge(name, param.grad.full_tensor(), low[name], oracle[name])
+        wrong += [] if verdict.ok else [str(verdict)]
+    return wrong
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("style", ["gelu-tied", "gated"])
+def test_fsdp2_over_tensor_parallel_ranks_gives_the_unsharded_gradients(
+    ranks: Any, style: str, sequence_parallel: bool
+):
+    assert ranks(4, _fsdp_body, style, sequence_parallel) == [[]] * 4

@@ -3,8 +3,8 @@
 The sharded and the unsharded run do the same sums in another order, so their losses differ by rounding. How much that
 may be is not guessed: the unsharded steps run once more in fp64, and the distance of the fp32 losses from those says
 what rounding does to this model on this machine. Both fp32 runs stray that far, each in its own direction, and the
-worst of eight steps is a rough estimate: FACTOR makes up for that. A collective that is left out moves the losses by
-ten times the budget and more (``tests/test_demo_collectives.py`` leaves out each).
+worst of eight steps is a rough estimate: FACTOR makes up for that. A collective that is left out moves the losses
+further than the budget (``tests/test_demo_collectives.py`` leaves out each).
 """
 
 from __future__ import annotations

@@ -51,6 +51,8 @@ class TrainConfig:
             raise ValueError(f"time_cap={self.time_cap}: expected seconds above 0, or None")
         if self.seq > self.model.max_positions:
             raise ValueError(f"seq={self.seq}: the model was made for at most {self.model.max_positions} positions")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed}: expected 0 to {2**63 - 1}")
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device={self.device!r}: expected 'cpu' or 'cuda'")
 

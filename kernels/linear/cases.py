@@ -205,5 +205,8 @@ SPEC = OpSpec(
     make_inputs=make_inputs,
     run=run,
     builds=builds,
-    sources=("linear/triton.py", "linear/launch.py", "linear/parts.py", "linear/op.py", "device.py", "dispatch.py"),
+    sources=(
+        *("linear/triton.py", "linear/launch.py", "linear/schemas.py", "linear/parts.py", "linear/op.py"),
+        *("linear/reference.py", "device.py", "dispatch.py", "library.py", "alloc.py"),
+    ),
 )

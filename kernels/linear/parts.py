@@ -71,18 +71,19 @@ def prepare(
     if autocast:
         dtype = torch.get_autocast_dtype(device.type)
     choice = linear_act_choice(dtype, device, impl)
-    if autocast or choice.triton or torch.compiler.is_compiling() or not _torch_would_notice(x, weights, biases):
+    trusted = not autocast and not choice.triton and not torch.compiler.is_compiling() and activation in ACTIVATIONS
+    if not trusted or not _torch_would_notice(x, weights, biases):
         check(x, weights, biases, activation)
     dispatch.count("linear_act", choice.impl)
     return dtype, choice
 
 
 def _torch_would_notice(x: torch.Tensor, weights: Tensors, biases: Sequence[torch.Tensor | None]) -> bool:
-    """False for what F.linear takes and :func:`check` does not: a bias to broadcast, numbers of operands, devices."""
+    """False for what F.linear takes and :func:`check` does not: vectors for weights, biases to broadcast, devices."""
     if not 0 < len(weights) == len(biases) <= MAX_WEIGHTS:
         return False
-    for w, b in zip(weights, biases):  # noqa: SIM110 - a generator costs half a microsecond more
-        if w.device != x.device or (b is not None and b.numel() != w.size(0)):
+    for w, b in zip(weights, biases):
+        if w.dim() != 2 or w.device != x.device or (b is not None and b.shape != w.shape[:1]):
             return False
     return True
 
