@@ -82,7 +82,7 @@ def _all_reduce(x: torch.Tensor, group: Group, op: str, async_op: bool = False) 
         # gloo's own, without what dist.all_reduce does on the way: most of the time for a small tensor.
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
-        work = group.pg.allreduce([x], options)  # type: ignore[union-attr]
+        work = group.pg.allreduce([x], options)
     return work if async_op else work.wait()
 
 

@@ -296,6 +296,10 @@ def test_an_idle_step_passes_the_time() -> None:
         (Request([1], max_new_tokens=4, temperature=-1.0), "temperature=-1"),
         (Request([1], max_new_tokens=4, temperature=float("nan")), "temperature=nan"),
         (Request([1], max_new_tokens=4, seed=2**64), "seed="),
+        (Request([1], max_new_tokens=4, seed=1.5), "seed=1.5: expected a whole number"),  # type: ignore[arg-type]
+        (Request([1], max_new_tokens=2.5), "max_new_tokens=2.5: expected a whole"),  # type: ignore[arg-type]
+        (Request([1], stop=3), "stop=3: expected a collection"),  # type: ignore[arg-type]
+        (Request([1], temperature="a"), "temperature='a': expected a number"),  # type: ignore[arg-type]
     ],
 )
 def test_a_bad_request_is_refused_and_the_engine_goes_on(request_: Request, message: str) -> None:
@@ -479,3 +483,10 @@ def test_logits_of_a_prompt_in_pieces(style: str, cuts: list[int]) -> None:
         logits = ours(tokens[0, start - length : start], positions=batch.positions, cache=batch)
         verdict = judge(f"logits at {start - 1}", logits[0], low[start - 1], oracle[start - 1])
         assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize(("logits", "temperature"), [([0.0, 2.0, 1.0], 1e-310), ([0.0, float("nan"), 1.0], 1.0)])
+def test_a_drawn_token_is_always_in_the_vocabulary(logits: list[float], temperature: float) -> None:
+    request = Request([0], temperature=temperature)
+    sequence = SequenceState(0, request, [0], torch.Generator().manual_seed(0))
+    assert sample(torch.tensor([logits]), [sequence]) == [1]
