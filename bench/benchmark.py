@@ -19,7 +19,7 @@ from .timing import Timing
 class Settings:
     """How this run measures.
 
-    ``short`` keeps the dozen cases that fit a lease of a GPU. ``dry`` goes the same way with tiny shapes and single
+    ``short`` keeps the dozen cases that fit a short run on a GPU. ``dry`` goes the same way with tiny shapes and single
     calls, interpreted where there is no GPU: it proves the path, and its numbers mean nothing.
     """
 

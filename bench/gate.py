@@ -14,12 +14,16 @@ Outputs = Mapping[str, torch.Tensor]
 
 
 def check_case(spec: OpSpec, case: Case, device: torch.device, impl: str, *, seed: int = 0) -> list[Verdict]:
-    """One op on one case, outputs and gradients, on fresh random inputs."""
+    """One op on one case, outputs and gradients, on fresh random inputs.
+
+    All three sides get their copies before any runs: an op may write into its inputs.
+    """
     inputs = spec.make_inputs(case, device, seed)
+    plain, exact = _fresh(inputs), to_double(_fresh(inputs), device)
     return check_outputs(
         spec.run(inputs, case, impl),
-        low=lambda: spec.run(_fresh(inputs), case, "reference"),
-        oracle=lambda: spec.run(to_double(inputs, device), case, "reference"),
+        low=lambda: spec.run(plain, case, "reference"),
+        oracle=lambda: spec.run(exact, case, "reference"),
     )
 
 

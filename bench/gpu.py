@@ -4,7 +4,7 @@ The machine needs no internet and the tree no ``.git``. In order:
 
 1. ``smoke``: every op's small cases through its kernels against the fp64 oracle; beside it the CPU test suite;
 2. ``compile``: what the benchmarks will launch, compiled in parallel, before any timing;
-3. ``tests``: the tests marked ``gpu``;
+3. ``tests``: the tests marked ``gpu``, and every op's own tests, their kernels compiled instead of interpreted;
 4. ``benchmarks``: those whose committed results are missing or stalest first.
 
 Every event is on disk as it happens (``events.jsonl``), so that a call cut short loses one row at most and the next
@@ -47,15 +47,17 @@ MODULE = __package__ or "shardfuse.bench"
 SMOKE_S = 120.0
 SMOKE_QUIET_S = 60.0  # a case takes a second or two, its compilation a few more
 COMPILE_S = 60.0  # the CPU suite may use both phases
-GPU_TESTS_S = 90.0
+GPU_TESTS_S = 120.0
 SUMMARY_S = 5.0  # kept for the end
 STARTUP_S = 90.0  # importing torch on a busy machine
 GPU_SECONDS_PER_ROW = 0.5
 CASES_PER_PROCESS = 4
 DRY_TESTS = ("tests/test_owed.py",)
+OP_TESTS = ("test_linear_act.py", "test_paged_attention.py")
 PYTEST_NOTHING_COLLECTED = 5
 # What this machine's torch may change. The kernels themselves run on its GPU instead of in the interpreter.
 CPU_SUITE = "not (gpu or multigpu or interpret or codegen or demo or packaging)"
+OP_SUITE = "interpret and not (gpu or ranks)"
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,15 @@ class GpuRun:
         self.device = torch.device("cpu" if options.dry else "cuda")
         self.settings = Settings(self.device, short=True, dry=options.dry, seconds=GPU_SECONDS_PER_ROW)
         self.ops, self.benchmarks = _selection(options.only)
-        self.journal = Journal(options.out / "events.jsonl", dry=options.dry, on_event=self.on_event)
+        self.origin = provenance.describe(self.device)
+        self.journal = Journal(
+            options.out / "events.jsonl", dry=options.dry, origin=self.origin, on_event=self.on_event
+        )
         self.jobs = max(1, (os.cpu_count() or 2) // 2)
 
     def run(self) -> int:
         """All phases; 0 if everything that ran was right and nothing hung."""
-        self.journal.add("run", origin=provenance.describe(self.device), ops=self.ops, only=self.options.only)
+        self.journal.add("run", origin=self.origin, ops=self.ops, only=self.options.only)
         with ThreadPoolExecutor(self.jobs) as tests, (self.options.out / "log.txt").open("a") as self.log:
             try:
                 with self._phase("smoke"):
@@ -176,7 +181,12 @@ class GpuRun:
         self._in_parallel(warm, work)
 
     def _gpu_tests(self) -> None:
-        self._pytest("gpu", "gpu", self._test_files(), self._by(GPU_TESTS_S), {})
+        """What is marked ``gpu`` first and alone, because it measures; then the ops' tests, one process per file."""
+        until, files = self._by(GPU_TESTS_S), self._test_files()
+        self._pytest("gpu", "gpu", files, until, {})
+        if not self.options.dry:  # there it would interpret what CI interprets anyway
+            of_ops = [path for path in files if path.name in OP_TESTS]
+            self._in_parallel(lambda path: self._pytest("gpu", OP_SUITE, [path], until, {}), of_ops)
 
     def _benchmark_all(self) -> None:
         gpu = provenance.slug(provenance.device_name(self.device))
@@ -366,7 +376,8 @@ def accept(out: Path, results: Path = owed.RESULTS) -> int:
     refused = 0
     for name, found in json.loads((out / "results.json").read_text()).items():
         try:
-            print(f"{name}: {owed.accept(found, results)}")
+            path = owed.accept(found, results)
+            print(f"{name}: {path}" + (f", planned rows missing: {len(found['missing'])}" if found["missing"] else ""))
         except ValueError as error:
             refused += 1
             print(f"error: {error}", file=sys.stderr)

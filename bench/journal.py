@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,34 @@ from .runner import Outcome, RowKey
 
 Event = dict[str, Any]
 
+MACHINE = ("device", "torch", "triton")  # of an origin: what must not change between the calls of one directory
+
 
 class Journal:
     """Appends events to ``path``; every event is on disk before the call returns.
 
-    ``on_event`` sees each new event, for progress on a terminal.
+    ``on_event`` sees each new event, for progress on a terminal. ``origin`` is this machine, as
+    ``provenance.describe`` has it.
+
+    Raises ValueError if ``path`` holds a run from another device or other versions than ``origin`` names.
     """
 
-    def __init__(self, path: Path, *, dry: bool, on_event: Callable[[Event], None] = lambda event: None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        dry: bool,
+        origin: Mapping[str, Any] | None = None,
+        on_event: Callable[[Event], None] = lambda event: None,
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._started = time.monotonic()
         self._dry = dry
         self._on_event = on_event
         self._lock = threading.Lock()
         self.events = list(_read(path))
+        if origin is not None:
+            _check_machine(path, (e["origin"] for e in self.events if e["event"] == "run" and e["dry"] == dry), origin)
         self.resumed = len(self.events)
         self._file = path.open("a")
 
@@ -69,6 +83,19 @@ class Journal:
 
     def _of_source(self, event: str, bench: str, source: str) -> Iterator[Event]:
         return self.of(event, everything=True, bench=bench, source=source, dry=self._dry)
+
+
+def _check_machine(path: Path, earlier: Iterable[Mapping[str, Any]], now: Mapping[str, Any]) -> None:
+    for origin in earlier:
+        if any(origin[name] != now[name] for name in MACHINE):
+            raise ValueError(
+                f"{path} was measured on {_machine(origin)}, and this is {_machine(now)}: rows of the two must not "
+                "end up in one result; use another OUT directory"
+            )
+
+
+def _machine(origin: Mapping[str, Any]) -> str:
+    return f"{origin['device']} with torch {origin['torch']} and triton {origin['triton']}"
 
 
 def _read(path: Path) -> Iterator[Event]:

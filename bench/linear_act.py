@@ -20,6 +20,7 @@ from ..kernels.linear import apply_activation, linear_act
 from ..kernels.registry import Case
 from .benchmark import Benchmark, Measurement, Settings
 from .gate import check_case
+from .stock import compiled
 from .timing import Timing, compare, compare_host, input_sets
 
 OP = "linear_act"
@@ -175,10 +176,10 @@ def _compiled(case: Case) -> Side:
     """The eager call, compiled at its first use. Without CUDA graphs: they would copy every operand at every call."""
 
     @cache
-    def compiled() -> Side:
-        return torch.compile(partial(_eager, case=case), mode="max-autotune-no-cudagraphs", dynamic=False)
+    def call() -> Side:
+        return compiled(partial(_eager, case=case), mode="max-autotune-no-cudagraphs")
 
-    return lambda inputs: compiled()(inputs)
+    return lambda inputs: call()(inputs)
 
 
 BENCHMARK = Benchmark(
@@ -189,4 +190,5 @@ BENCHMARK = Benchmark(
     check=check,
     warm=warm,
     ops=(OP,),
+    sources=("bench/stock.py",),
 )

@@ -19,7 +19,7 @@ from ..kernels.accuracy import Verdict
 from ..layers import ParallelMLP
 from .benchmark import Benchmark, Measurement, Settings
 from .gate import check_outputs, module_outputs
-from .stock import StockMLP, training_step
+from .stock import StockMLP, compiled, training_step
 from .timing import Timing, compare, copy_bandwidth, input_sets
 
 TARGETS = {
@@ -82,7 +82,7 @@ def plan(settings: Settings) -> list[Measurement]:
     for shape in chosen:
         rows += [_bound_row(settings, shape), _memory_row(settings, shape)]
     rows += [
-        _row(settings, shape, "torch.compile", COMPILED if shape.T >= LARGE else None, _compiled) for shape in chosen
+        _row(settings, shape, "torch.compile", COMPILED if shape.T >= LARGE else None, compiled) for shape in chosen
     ]
     return rows
 
@@ -132,10 +132,6 @@ def _eager(module: nn.Module) -> nn.Module:
     return module
 
 
-def _compiled(module: nn.Module) -> Callable[..., torch.Tensor]:
-    return torch.compile(module, dynamic=False)
-
-
 def _row(
     settings: Settings,
     shape: Shape,
@@ -153,7 +149,7 @@ def _row(
             dry=settings.dry,
         )
 
-    return Measurement(shape.name, "forward + backward, us", peer_name, target, run, slow=wrap is _compiled)
+    return Measurement(shape.name, "forward + backward, us", peer_name, target, run, slow=wrap is compiled)
 
 
 def _pairs(settings: Settings, shape: Shape) -> list[Pair]:
@@ -230,5 +226,8 @@ BENCHMARK = Benchmark(
     check=check,
     warm=warm,
     ops=("linear_act",),
-    sources=("layers/mlp.py", "layers/linear.py", "parallel/linear.py"),
+    sources=(
+        *("bench/stock.py", "layers/mlp.py", "layers/linear.py", "layers/module.py"),
+        *("parallel/linear.py", "parallel/sharding.py"),
+    ),
 )

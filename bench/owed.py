@@ -1,4 +1,4 @@
-"""Which results are missing or older than the code they measured.
+"""Which results are missing, lack rows, or are older than the code they measured.
 
 Results live in bench/results/<gpu>/<benchmark>.json and carry a hash of every source they depend on. Nothing is owed
 for a CPU: there only ratios count, and every run takes its own.
@@ -22,14 +22,15 @@ from .runner import benchmarks
 
 RESULTS = Path(__file__).parent / "results"
 ANY_GPU = "any GPU"
-_ORDER = {"unmeasured": 0, "missing": 1, "stale": 2, "fresh": 3}
+_ORDER = {"unmeasured": 0, "missing": 1, "stale": 2, "incomplete": 3, "fresh": 4}
 
 
 @dataclass(frozen=True)
 class Owed:
     """One benchmark (or an op without one) on one GPU.
 
-    ``state`` is "unmeasured" (an op that no benchmark measures), "missing", "stale" or "fresh".
+    ``state`` is "unmeasured" (an op that no benchmark measures), "missing", "stale", "incomplete" (planned rows were
+    not measured) or "fresh".
     """
 
     gpu: str
@@ -40,7 +41,7 @@ class Owed:
 
     @property
     def order(self) -> tuple[int, str, str, str]:
-        """Stalest first: what has no result, then the oldest of those whose sources changed."""
+        """Stalest first: what has no result, then the oldest of those whose sources changed, then what lacks rows."""
         return _ORDER[self.state], self.date, self.gpu, self.name
 
 
@@ -78,14 +79,21 @@ def owed(*, json: bool = False, results: Path = RESULTS) -> int:
 def accept(record: dict[str, Any], results: Path = RESULTS) -> Path:
     """File a benchmark's record under its GPU; the path written.
 
-    Raises ValueError for what must not be filed: a dry run, a red gate, a CPU, no rows.
+    A record that lacks planned rows is filed, and stays owed. Raises ValueError for what must not be filed: a dry
+    run, a red gate, a CPU, no rows, or a tree that no commit names.
     """
-    name, device = record["bench"], record["device"]
+    name, device, origin = record["bench"], record["device"], record["origin"]
+    commit_known = origin["commit"] not in ("", "unknown")
     refusals = {
         "it was a dry run": record["dry"],
         "its gate is red": record["gate"] != "green",
         "it ran on a CPU": device == "cpu",
         "it has no rows": not record["rows"],
+        "its commit is unknown; measure again from a checkout, or say what the tree is with "
+        "make gpu COMMIT=<hash> DIRTY=0": not commit_known,
+        f"its tree was dirty, {origin['commit']} with changes; commit them and measure again": origin["dirty"],
+        f"nothing says whether its tree was just {origin['commit']}; measure again with "
+        "make gpu COMMIT=<hash> DIRTY=0": commit_known and origin["dirty"] is None,
     }
     for reason, refused in refusals.items():
         if refused:
@@ -105,6 +113,9 @@ def _judge(results: Path, gpu: str, benchmark: Benchmark) -> Owed:
     changed = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
     if changed:
         return Owed(gpu, benchmark.name, "stale", date, f"changed since {date[:10]}: {', '.join(changed)}")
+    if record["missing"]:
+        rows = "; ".join(" | ".join(key) for key in record["missing"])
+        return Owed(gpu, benchmark.name, "incomplete", date, f"rows not measured: {rows}")
     return Owed(gpu, benchmark.name, "fresh", date, f"measured {date[:10]}")
 
 

@@ -20,6 +20,7 @@ from ..kernels import registry
 from .benchmark import Benchmark
 
 PACKAGE = __name__.rpartition(".bench.")[0]
+HARNESS = ("bench/timing.py", "bench/gate.py")  # every benchmark's numbers go through these
 GPU_QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
 
 
@@ -75,7 +76,7 @@ def revision() -> tuple[str, bool | None]:
 
 def source_files(benchmark: Benchmark) -> dict[str, Path]:
     """Every file that a result of ``benchmark`` depends on, by its path below the package ("kernels/linear/op.py")."""
-    names = [f"bench/{benchmark.name}.py", *benchmark.sources]
+    names = [f"bench/{benchmark.name}.py", *HARNESS, *benchmark.sources]
     for name in benchmark.ops:
         names += [f"kernels/{source}" for source in registry.op(name).sources]
     return dict(_expand(sorted(set(names))))

@@ -162,7 +162,8 @@ def run_benchmark(
 
 
 def record(benchmark: Benchmark, settings: Settings, outcome: Outcome) -> dict[str, Any]:
-    """The full result: rows with noise and host time, the gate's verdicts, origin, source hashes."""
+    """The full result: rows with noise and host time, planned rows without one, verdicts, origin, source hashes."""
+    measured = {row.key for row in outcome.rows}
     return {
         "bench": benchmark.name,
         "gate": "green" if outcome.green else "red",
@@ -174,6 +175,7 @@ def record(benchmark: Benchmark, settings: Settings, outcome: Outcome) -> dict[s
         "sources": provenance.source_hashes(benchmark),
         "verdicts": [{"case": case, **vars(verdict), "ok": verdict.ok} for case, verdict in outcome.verdicts],
         "rows": [row.record() for row in outcome.rows] if outcome.green else [],
+        "missing": [row.key for row in left(benchmark, settings, done=measured)],
     }
 
 

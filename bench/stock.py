@@ -1,4 +1,6 @@
-"""The plain torch modules that the benchmarks compare with, named as ours so that state dicts pass both ways."""
+"""What the benchmarks compare with: plain torch modules, named as ours so that state dicts pass both ways; their
+compilation.
+"""
 
 from __future__ import annotations
 
@@ -74,3 +76,14 @@ def training_step(
     y = (call or module)(x, **options)
     y.backward(grad)
     return y.detach()
+
+
+def compiled(call: Callable[..., torch.Tensor], **options: Any) -> Callable[..., torch.Tensor]:
+    """``torch.compile`` for one row, as if the process had compiled nothing before.
+
+    torch keeps a few compilations of a function and then silently runs it eagerly; here that is an error.
+    """
+    torch._dynamo.reset()
+    if hasattr(torch._dynamo.config, "fail_on_recompile_limit_hit"):
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+    return torch.compile(call, dynamic=False, **options)

@@ -218,8 +218,9 @@ BENCHMARK = Benchmark(
     plan=plan,
     check=check,
     sources=(
-        *("layers/mlp.py", "layers/linear.py", "layers/attention.py", "layers/block.py"),
-        *("parallel/linear.py", "parallel/functional.py", "parallel/collectives.py"),
+        *("bench/stock.py", "layers/mlp.py", "layers/linear.py", "layers/attention.py", "layers/block.py"),
+        *("layers/module.py", "parallel/linear.py", "parallel/functional.py", "parallel/collectives.py"),
+        "parallel/sharding.py",
     ),
     devices=("cpu",),
 )

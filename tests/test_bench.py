@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardfuse.bench import gate, linear_act, mlp, one, runner, timing, tp_dtensor
+from shardfuse.bench import gate, linear_act, mlp, one, runner, stock, timing, tp_dtensor
 from shardfuse.bench.benchmark import Benchmark, Measurement, Settings
-from shardfuse.bench.report import CONTRACT, Row
+from shardfuse.bench.report import CONTRACT, NOISE_LIMIT, Row
 from shardfuse.bench.timing import Timing
 from shardfuse.kernels import registry
 from shardfuse.kernels.accuracy import Verdict
@@ -76,6 +76,16 @@ def test_ratio_just_under_its_target_is_not_met():
     assert Row.of(planned, *planned.run()).met is False
 
 
+@pytest.mark.parametrize("side", ["ours", "peer"])
+@pytest.mark.parametrize(("noise", "met"), [(NOISE_LIMIT, True), (NOISE_LIMIT + 0.01, False)], ids=["quiet", "noisy"])
+def test_noisy_row_meets_no_target(side, noise, met):
+    times = TIMES | {side: dataclasses.replace(TIMES[side], noise=noise)}
+    row = Row.of(Measurement("small", "time, us", "rival", 1.25, lambda: tuple(times.values())), *times.values())
+    assert (row.ratio, row.noise, row.met) == (1.5, noise, met)
+    untargeted = Row.of(Measurement("small", "time, us", "rival", None, lambda: tuple(times.values())), *times.values())
+    assert untargeted.met is None
+
+
 def test_table_on_a_cpu_shows_ratios_only(install, capsys):
     install(_fake())
     assert runner.run_benchmark("mlp", device="cpu") == 0
@@ -96,8 +106,17 @@ def test_record_tells_where_it_comes_from(install, tmp_path, monkeypatch):
     origin = found["origin"]
     assert (origin["commit"], origin["dirty"], origin["torch"]) == ("abc123", True, torch.__version__)
     assert origin["date"]
-    assert found["sources"].keys() == {"bench/mlp.py"}
+    assert found["sources"].keys() == {"bench/mlp.py", "bench/timing.py", "bench/gate.py"}
     assert [row["noise"] for row in found["rows"]] == [0.02, 0.02]
+    assert found["missing"] == []
+
+
+def test_record_names_the_planned_rows_it_lacks():
+    settings = Settings(CPU)
+    first, second = (row.key for row in _fake().plan(settings))
+    outcome = runner.run(_fake(), settings, done={first})
+    assert runner.record(_fake(), settings, outcome)["missing"] == [first]
+    assert [row.key for row in outcome.rows] == [second]
 
 
 @pytest.mark.parametrize(("name", "device"), [("nonsense", "cpu"), ("mlp", "cuda")])
@@ -175,6 +194,37 @@ def test_wrong_op_turns_its_benchmark_red(install, monkeypatch, capsys, factor, 
     line = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert len(line["rows"]) == (0 if code else 2)
     assert all(row["ratio"] == pytest.approx(row["peer"] / row["ours"]) for row in line["rows"])
+
+
+def test_gate_gives_each_side_its_own_inputs():
+    """Ours spoils what it was given; the two references must not notice."""
+    real = _tiny_spec(1.0)
+
+    def run(inputs: dict, case: registry.Case, impl: str) -> dict[str, torch.Tensor]:
+        out = real.run(inputs, case, impl)
+        if impl != "reference":
+            inputs["x"].detach().zero_()
+        return out
+
+    for case in (real.cases[0], dataclasses.replace(real.cases[0], dtype=torch.float64)):
+        spec = dataclasses.replace(real, run=run)
+        assert all(verdict.ok for verdict in gate.check_case(spec, case, CPU, "auto"))
+
+
+@pytest.mark.parametrize("clobbers", [False, True], ids=["right", "wrong slot"])
+def test_gate_notices_a_write_into_another_slot(clobbers):
+    real = registry.op("paged_attention")
+    case = next(case for case in real.tagged("test") if case.name == "mixed-g4-h64-p128-bf16")
+
+    def run(inputs: dict, case: registry.Case, impl: str) -> dict[str, torch.Tensor]:
+        if impl != "reference" and clobbers:
+            owned = set(inputs["block_tables"].flatten().tolist())
+            free = next(block for block in range(len(inputs["kv_cache"])) if block not in owned)
+            inputs["kv_cache"][free, 0, 0] = 1.0
+        return real.run(inputs, case, "reference")
+
+    verdicts = gate.check_case(dataclasses.replace(real, run=run), case, CPU, "auto")
+    assert {verdict.name: verdict.ok for verdict in verdicts} == {"out": True, "kv_cache": not clobbers}
 
 
 def test_gate_wants_every_output():
@@ -259,6 +309,22 @@ def test_slower_side_is_seen_as_slower():
     once, often = timing.compare([lambda: x @ x], [lambda: [x @ x for _ in range(8)]], CPU, seconds=0.1)
     assert once.value * 3 < often.value
     assert once.noise is not None
+
+
+def test_compiled_peer_never_becomes_eager(monkeypatch):
+    """A row starts without earlier rows' compilations, and past the limit it fails."""
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    for size in range(1, 5):
+        row = stock.compiled(double, backend="eager")
+        assert row(torch.ones(size)).tolist() == [2.0] * size
+    row(torch.ones(8))
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        row(torch.ones(9))
 
 
 def test_input_sets_rotate():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -137,6 +138,45 @@ def test_journal_keeps_dry_rows_apart(tmp_path):
     dry.add("row", **_row(("a", "b", "c")))
     dry.close()
     assert journal.Journal(tmp_path / "events.jsonl", dry=False).done(OP, "s1") == set()
+
+
+ORIGIN = {"device": "NVIDIA H100 80GB HBM3", "torch": "2.9.0", "triton": "3.5.0", "date": "2031-05-01"}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"device": "NVIDIA H200"}, "H100 80GB HBM3 with torch 2.9.0 .* NVIDIA H200 with torch 2.9.0"),
+        ({"torch": "2.10.0"}, "torch 2.9.0 .* torch 2.10.0"),
+        ({"triton": "3.6.0"}, "triton 3.5.0, .* triton 3.6.0"),
+    ],
+    ids=["device", "torch", "triton"],
+)
+def test_resume_on_another_machine_is_refused(tmp_path, change, told):
+    path = tmp_path / "events.jsonl"
+    first = journal.Journal(path, dry=False, origin=ORIGIN)
+    first.add("run", origin=ORIGIN)
+    first.close()
+    before = path.read_text()
+    with pytest.raises(ValueError, match=f"{told}.*another OUT directory"):
+        journal.Journal(path, dry=False, origin=ORIGIN | change)
+    assert path.read_text() == before
+    journal.Journal(path, dry=True, origin=ORIGIN | change).close()  # dry rows are kept apart anyway
+    journal.Journal(path, dry=False, origin=ORIGIN | {"date": "2031-05-02"}).close()
+
+
+@pytest.mark.parametrize(("dry", "lanes"), [(True, [("gpu", 1)]), (False, [("gpu", 2), (gpu.OP_SUITE, 1)])])
+def test_the_ops_own_tests_run_on_a_gpu(tmp_path, monkeypatch, dry, lanes):
+    tests = ("tests/test_bench.py", "tests/test_linear_act.py")
+    if dry:
+        tests = tests[1:]
+    run = gpu.GpuRun(gpu.Options(tmp_path, (OP,), dry=True, tests=tests))
+    run.options = dataclasses.replace(run.options, dry=dry)
+    ran: list[tuple[str, int]] = []
+    monkeypatch.setattr(run, "_pytest", lambda lane, markers, files, until, env: ran.append((markers, len(files))))
+    run._gpu_tests()
+    run.journal.close()
+    assert ran == lanes
 
 
 def test_selection_by_op():

@@ -14,6 +14,7 @@ from shardfuse.kernels import registry
 
 GPU = "NVIDIA H100 80GB HBM3"
 FOLDER = "nvidia-h100-80gb-hbm3"
+CLEAN = {"date": "2031-05-01T00:00:00+00:00", "commit": "abc123", "dirty": False}
 
 
 def _benchmark(name: str, **changes: Any) -> Benchmark:
@@ -33,7 +34,8 @@ def _record(benchmark: Benchmark, date: str = "2031-05-01T00:00:00+00:00", **cha
         "gate": "green",
         "dry": False,
         "rows": [{}],
-        "origin": {"date": date},
+        "missing": [],
+        "origin": CLEAN | {"date": date},
         "sources": provenance.source_hashes(benchmark),
     } | changes
 
@@ -66,6 +68,13 @@ def test_filed_result_is_fresh_until_a_source_changes(tmp_path):
     assert "bench/mlp.py" not in item.why
 
 
+def test_result_that_lacks_rows_stays_owed(tmp_path):
+    owed.accept(_record(BOTH[0], missing=[["t64", "forward, us", "eager"]]), tmp_path)
+    (item,) = (item for item in owed.survey(tmp_path, BOTH[:1]) if item.name == "mlp")
+    assert item.state == "incomplete"
+    assert item.why == "rows not measured: t64 | forward, us | eager"
+
+
 def test_stalest_comes_first(tmp_path):
     old, new = BOTH
     never = _benchmark("tp_dtensor")
@@ -89,8 +98,11 @@ def test_ops_without_a_benchmark_are_named(tmp_path):
         ({"gate": "red"}, "gate is red"),
         ({"device": "cpu"}, "ran on a CPU"),
         ({"rows": []}, "no rows"),
+        ({"origin": CLEAN | {"dirty": True}}, "dirty, abc123 with changes; commit them"),
+        ({"origin": CLEAN | {"dirty": None}}, "nothing says whether .* DIRTY=0"),
+        ({"origin": CLEAN | {"commit": "unknown", "dirty": None}}, "commit is unknown; .* COMMIT="),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=["dry", "red", "cpu", "no rows", "dirty", "perhaps dirty", "no commit"],
 )
 def test_what_is_no_result_is_not_filed(tmp_path, change, reason):
     with pytest.raises(ValueError, match=reason):
