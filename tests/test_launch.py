@@ -119,11 +119,11 @@ except Stopped as stop:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_no_worker_outlives_its_parent(launched: Any, signum: signal.Signals):
+def test_no_worker_outlives_its_parent(launched: Any, signum: signal.Signals, tmp_path: Path):
     leftovers = launched.Leftovers()
     parent = subprocess.Popen(
         [sys.executable, "-c", _PARENT],
-        env=leftovers.environment(),
+        env=leftovers.environment() | {"TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -137,3 +137,5 @@ def test_no_worker_outlives_its_parent(launched: Any, signum: signal.Signals):
     leftovers.assert_none()
     assert errors == ""
     assert parent.returncode == (-signal.SIGKILL if signum == signal.SIGKILL else 128 + signum)
+    if signum != signal.SIGKILL:  # nobody cleans up after that one
+        assert not list(tmp_path.iterdir())
