@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from hypothesis import settings
+
+# Whoever starts the tests in the background (nohup, a shell's &) has them ignore these, and ignoring is inherited: a
+# demo that a test interrupts would rightly go on.
+for _signal, _default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_signal) is signal.SIG_IGN:
+        signal.signal(_signal, _default)
 
 settings.register_profile("shardfuse", deadline=None, derandomize=True, database=None)
 settings.load_profile("shardfuse")
