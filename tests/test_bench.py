@@ -311,20 +311,21 @@ def test_slower_side_is_seen_as_slower():
     assert once.noise is not None
 
 
-def test_compiled_peer_never_becomes_eager(monkeypatch):
+def test_compiled_peer_never_becomes_eager():
     """A row starts without earlier rows' compilations, and past the limit it fails."""
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", False)
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
 
     def double(x: torch.Tensor) -> torch.Tensor:
         return 2 * x
 
-    for size in range(1, 5):
-        row = stock.compiled(double, backend="eager")
-        assert row(torch.ones(size)).tolist() == [2.0] * size
-    row(torch.ones(8))
-    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        row(torch.ones(9))
+    # patch, because taking a setting back by attribute would delete it
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False, recompile_limit=2):
+        for size in range(1, 5):
+            row = stock.compiled(double, backend="eager")
+            assert row(torch.ones(size)).tolist() == [2.0] * size
+        row(torch.ones(8))
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            row(torch.ones(9))
+    torch._dynamo.reset()
 
 
 def test_input_sets_rotate():
