@@ -10,6 +10,9 @@ While writing a kernel, in a Python started without TRITON_INTERPRET:
 ``compile_builds`` does the same for many at once, in fresh processes, one per core; it also works where this process
 interprets its kernels (as tests do). On the command line: ``shardfuse inspect linear_act --target sm_90``, or
 ``shardfuse inspect --all --json``. Compiled kernels and what was read off them are kept in Triton's own cache.
+
+Beside what was compiled stands what ``cost.py`` predicts of it, for kernels that multiply matrices: one kernel serves
+many shapes, and the prediction is for the first of them.
 """
 
 from __future__ import annotations
@@ -31,12 +34,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import dispatch, machine_code, registry, workers
+from . import cost, dispatch, machine_code, registry, workers
 from .chips import CHIPS
 from .registry import Build
 
-# The public row of a report, in this order.
-FIELDS = ("op", "config", "target", "registers", "spills", "shared_bytes", "wgmma", "tma", "occupancy", "exempt")
+# The public row of a report, in this order: what names it, what was read off the machine code, what is predicted.
+_NAMES = ("op", "config", "target")
+_MEASURED = ("registers", "spills", "shared_bytes", "wgmma", "tma", "occupancy")
+_PREDICTED = ("gemm", "flops", "bytes", "waves", "predicted_us", "peak_share", "bound")
+FIELDS = (*_NAMES, *_MEASURED, "exempt", *_PREDICTED)
 
 _NO_TRITON = "compiling kernels needs Triton, which is not installed here (pip install triton; Linux only)"
 
@@ -61,12 +67,20 @@ class Report:
     wants_tma: bool = False
     error: str | None = None  # why it did not compile
     triton: str = ""  # the compiler's version
+    # Of a matrix product, by the model of cost.py; None elsewhere.
+    gemm: str | None = None  # layout and shape, "nt 8192x14336x4096"
+    flops: int | None = None
+    bytes: int | None = None  # to and from device memory
+    waves: int | None = None
+    predicted_us: float | None = None
+    peak_share: float | None = None
+    bound: str | None = None
 
     def row(self) -> dict[str, Any]:
         """The fields of FIELDS; the measured ones are None where the build did not compile."""
         row = {name: getattr(self, name) for name in FIELDS}
         if self.error is not None:
-            row |= dict.fromkeys(("registers", "spills", "shared_bytes", "wgmma", "tma", "occupancy"))
+            row |= dict.fromkeys(_MEASURED)
         return row
 
 
@@ -138,7 +152,24 @@ def compile_build(build: Build) -> Report:
         wants_wgmma=build.wants_wgmma,
         wants_tma=build.wants_tma,
         triton=triton.__version__,
+        **_predict(build),
     )
+
+
+def _predict(build: Build) -> dict[str, Any]:
+    """The modelled fields of a report."""
+    if build.gemm is None:
+        return {}
+    modelled = cost.predict(CHIPS[build.target], build.gemm, build.tile)
+    return {
+        "gemm": f"{build.gemm.layout} {build.gemm.M}x{build.gemm.N}x{build.gemm.K}",
+        "flops": modelled.flops,
+        "bytes": modelled.bytes,
+        "waves": modelled.waves,
+        "predicted_us": round(modelled.time_us, 2),
+        "peak_share": round(modelled.peak_share, 4),
+        "bound": modelled.bound,
+    }
 
 
 def require_compiler() -> None:
@@ -255,7 +286,7 @@ def inspect(
     reports = _compile_with_progress(builds, jobs, people)
     if not json:
         # Off a terminal rich would assume 80 columns and fold every row.
-        _print_tables(reports, Console(width=None if sys.stdout.isatty() else 180))
+        _print_tables(reports, Console(width=None if sys.stdout.isatty() else 230))
     wrong = [(report, problem) for report in reports for problem in problems(report)]
     for report, problem in wrong:
         _print_line(people, f"{report.op} {report.config} on {report.target}: {problem}")
@@ -310,14 +341,22 @@ def _compile_with_progress(builds: list[Build], jobs: int | None, people: Consol
 def _print_tables(reports: list[Report], console: Console) -> None:
     """One table per op and target."""
     for op, target in dict.fromkeys((report.op, report.target) for report in reports):
+        chosen = [report for report in reports if (report.op, report.target) == (op, target)]
+        modelled = any(report.gemm is not None for report in chosen)
         table = Table(title=f"{op} on {target} ({CHIPS[target].name})", title_justify="left")
+        if modelled:
+            table.caption = (
+                "GEMM and what follows it: predicted for the first shape that runs this kernel, not measured"
+            )
         table.add_column("configuration", overflow="fold", min_width=40)
         for heading in ("registers", "spills", "shared KiB", "wgmma", "TMA", "blocks x warps", "occupancy"):
             table.add_column(heading, justify="right")
+        for heading in ("GEMM", "GFLOP", "MB", "waves", "us", "of peak", "bound by") if modelled else ():
+            table.add_column(heading, justify="right", no_wrap=True)
         table.add_column("exemption", overflow="fold", max_width=44)
-        for report in reports:
-            if (report.op, report.target) == (op, target):
-                table.add_row(report.config, *_cells(report), report.exempt or "")
+        for report in chosen:
+            predicted = _predicted_cells(report) if modelled else []
+            table.add_row(report.config, *_cells(report), *predicted, report.exempt or "")
         console.print(table)
 
 
@@ -333,6 +372,21 @@ def _cells(report: Report) -> list[str]:
         "yes" if report.tma else "no",
         f"{report.blocks_per_sm} x {report.num_warps}",
         f"{report.occupancy:.0%}",
+    ]
+
+
+def _predicted_cells(report: Report) -> list[str]:
+    """The columns of the cost model."""
+    if report.gemm is None or report.flops is None or report.bytes is None or report.peak_share is None:
+        return [""] * len(_PREDICTED)
+    return [
+        report.gemm,
+        f"{report.flops / 1e9:,.1f}",
+        f"{report.bytes / 1e6:,.1f}",
+        str(report.waves),
+        f"{report.predicted_us:,.1f}",
+        f"{report.peak_share:.0%}",
+        report.bound or "",
     ]
 
 

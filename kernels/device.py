@@ -23,7 +23,8 @@ class Launch:
     args: dict[str, Any]
     num_warps: int
     num_stages: int
-    config: Any  # what pick_config returned
+    config: Any  # what the kernel's configuration function returned
+    gemm: Any = None  # what a matrix product was asked to do (linear/config.py), or None
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,12 @@ def launch(
     num_stages: int,
     on: torch.Tensor,
     config: Any,
+    gemm: Any = None,
 ) -> None:
-    """Run ``fn[grid](**args)`` on the device of tensor ``on``; ``config`` is kept for reports."""
+    """Run ``fn[grid](**args)`` on the device of tensor ``on``; ``config`` and ``gemm`` are kept for reports."""
     if on.is_meta:
         assert _capture is not None, "a kernel was launched on meta tensors outside capture()"
-        _capture.launches.append(Launch(fn, args, num_warps, num_stages, config))
+        _capture.launches.append(Launch(fn, args, num_warps, num_stages, config, gemm))
         return
     with torch.cuda.device_of(on):
         fn[grid](**args, num_warps=num_warps, num_stages=num_stages)

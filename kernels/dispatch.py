@@ -9,9 +9,11 @@ committed measurement says that the stock path wins there; otherwise the referen
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -63,6 +65,28 @@ def _read_auto() -> str:
 _TRITON_VERSION = _find_triton()
 _INTERPRETING = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 _AUTO = _read_auto()
+_row_invariant = os.environ.get("SHARDFUSE_ROW_INVARIANT", "0") == "1"
+
+
+def row_invariant() -> bool:
+    """Whether a row of a product must come out the same whatever rows share its batch. See :func:`row_invariance`."""
+    return _row_invariant
+
+
+@contextlib.contextmanager
+def row_invariance(enabled: bool = True) -> Iterator[None]:
+    """Within the block a token's result does not depend, in any bit, on how many tokens are computed with it.
+
+    Matrix products then run one kernel configuration for every number of tokens, and ``auto`` takes the kernel
+    wherever a GPU and Triton are present: the stock library picks its algorithm by the number of rows. On a CPU the
+    reference has no such promise to give. ``SHARDFUSE_ROW_INVARIANT=1`` sets it for a whole process. Not for threads.
+    """
+    global _row_invariant
+    outer, _row_invariant = _row_invariant, enabled
+    try:
+        yield
+    finally:
+        _row_invariant = outer
 
 
 def triton_version() -> str | None:
@@ -90,6 +114,8 @@ def choose(
 
     Raises ValueError for an unknown ``impl``, RuntimeError when ``impl="triton"`` cannot be honoured.
     """
+    if _row_invariant:
+        stock_wins = None  # it picks its algorithm by the number of rows
     if torch.compiler.is_compiling():
         return _decide(op, device, impl, unsupported, stock_wins)
     key = (op, device, impl, unsupported, stock_wins)

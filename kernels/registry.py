@@ -1,7 +1,7 @@
 """What the project knows about its ops: found by walking the folders beside this file for ``cases.py``.
 
-A new op is one new folder whose ``cases.py`` defines ``SPEC``; tests, ahead-of-time codegen, ``inspect`` and the
-benchmarks find it here. ``cases.py`` must import without Triton (``builds`` imports the kernels when called).
+A new op is one new folder whose ``cases.py`` defines ``SPEC`` (several ops: ``SPECS``); tests, ahead-of-time codegen,
+``inspect`` and the benchmarks find it here. ``cases.py`` must import without Triton (``builds`` imports the kernels when called).
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class Build:
     wants_wgmma: bool = False  # asserted on sm_90
     wants_tma: bool = False  # asserted on sm_90
     exempt: str | None = None  # why wgmma or TMA is not expected although this is a GEMM on sm_90
+    gemm: Any = None  # what a matrix product was asked to do, linear.config.Gemm; what its cost is modelled from
+    tile: Any = None  # and in which configuration, linear.config.GemmConfig
 
     def specialise(self) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
         """(signature, constexprs, attrs) as ``triton.compiler.ASTSource`` takes them.
@@ -130,15 +132,15 @@ class OpSpec:
 
 @functools.cache
 def ops() -> dict[str, OpSpec]:
-    """Every op's SPEC by name."""
+    """Every op's OpSpec by name."""
     from .. import kernels
 
     found: dict[str, OpSpec] = {}
     for module in pkgutil.iter_modules(kernels.__path__):
         name = f"{kernels.__name__}.{module.name}.cases"
         if module.ispkg and importlib.util.find_spec(name) is not None:
-            spec: OpSpec = importlib.import_module(name).SPEC
-            found[spec.name] = spec
+            cases = importlib.import_module(name)
+            found |= {spec.name: spec for spec in getattr(cases, "SPECS", None) or (cases.SPEC,)}
     return found
 
 

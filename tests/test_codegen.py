@@ -135,7 +135,8 @@ def test_a_build_that_cannot_be_made_becomes_a_report(capsys):
     assert problems(report) == [f"does not compile: {report.error}"]
     assert report.row() == {
         "op": "linear_act", "config": "nonesuch", "target": "sm_90", "registers": None, "spills": None,
-        "shared_bytes": None, "wgmma": None, "tma": None, "occupancy": None, "exempt": None,
+        "shared_bytes": None, "wgmma": None, "tma": None, "occupancy": None, "exempt": None, "gemm": None,
+        "flops": None, "bytes": None, "waves": None, "predicted_us": None, "peak_share": None, "bound": None,
     }  # fmt: skip
 
 

@@ -40,6 +40,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, tree)
+    (tree / "kernels" / "tuned" / "planted.json").write_text("{}")
     out = tmp_path_factory.mktemp("sdist")
     build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
     _run([sys.executable, "-c", build, str(out)], cwd=tree)
@@ -78,6 +79,13 @@ def test_wheel_holds_every_module_and_nothing_else(wheel):
     assert "shardfuse/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"shardfuse"}
+
+
+def test_wheel_holds_the_tables_of_measured_configurations(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        tables = {name for name in archive.namelist() if name.endswith(".json")}
+    shipped = {f"shardfuse/kernels/tuned/{file.name}" for file in (ROOT / "kernels" / "tuned").glob("*.json")}
+    assert tables == shipped | {"shardfuse/kernels/tuned/planted.json"}
 
 
 def test_every_module_imports_without_the_checkout(site, tmp_path):

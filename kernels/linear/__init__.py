@@ -1,7 +1,7 @@
 """Linear layers with everything that can ride in their GEMMs' epilogues."""
 
-from .op import linear_act
+from .op import gated_linear, linear_act
 from .parts import linear_act_choice
 from .reference import ACTIVATIONS, apply_activation
 
-__all__ = ["ACTIVATIONS", "apply_activation", "linear_act", "linear_act_choice"]
+__all__ = ["ACTIVATIONS", "apply_activation", "gated_linear", "linear_act", "linear_act_choice"]

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from .. import device
-from ..registry import Build, Case, OpSpec
+from ..registry import Case, OpSpec
 from . import op
+from .builds import collect
+from .cases_fused import DGRAD_ACT, DGRAD_GATED, GATED, SOURCES, WGRAD_ACCUMULATE
 from .reference import ACTIVATIONS
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -21,11 +22,19 @@ _NAMES = {_BF16: "bf16", _FP16: "fp16", _FP32: "fp32"}
 
 
 def _case(T: int, D: int, F: int, dtype: torch.dtype, activation: str, *tags: str, **options: Any) -> Case:
-    stock: dict[str, Any] = {"activation": activation, "bias": True, "weights": 1, "layout": "rows", "tf32": False}
+    stock: dict[str, Any] = {
+        "activation": activation,
+        "bias": True,
+        "weights": 1,
+        "layout": "rows",
+        "residual": False,
+        "tf32": False,
+    }
     options = stock | options
     extras = [f"x{options['weights']}"] if options["weights"] > 1 else []
     extras += [] if options["bias"] else ["nobias"]
     extras += [] if options["layout"] == "rows" else [options["layout"]]
+    extras += ["residual"] if options["residual"] else []
     extras += ["tf32"] if options["tf32"] else []
     name = "-".join([options.pop("model", ""), f"t{T}-d{D}-f{F}", _NAMES[dtype], activation, *extras]).lstrip("-")
     return Case(name, dtype, {"T": T, "D": D, "F": F}, options, frozenset(tags))
@@ -44,6 +53,9 @@ _TEST = (
     _case(37, 64, 64, _FP32, "gelu_tanh", "test", weights=2, bias=False),
     _case(34, 48, 40, _FP32, "gelu_tanh", "test", layout="columns"),
     _case(34, 48, 40, _BF16, "silu", "test", layout="strided"),
+    _case(45, 40, 72, _FP32, "gelu_tanh", "test", residual=True),
+    _case(7, 136, 96, _FP16, "gelu_erf", "test", residual=True),  # few tokens: swapped operands, split K
+    _case(4, 160, 64, _FP32, "identity", "test", weights=3),
 )
 
 # Projections of models people run, by tensor-parallel degree: (name, D, F of the up projection).
@@ -111,91 +123,43 @@ def make_inputs(case: Case, on: torch.device, seed: int) -> dict[str, Any]:
     weights = [draw(width, D, scale=max(D, 1) ** -0.5).requires_grad_() for width in widths]
     biases = [draw(width).requires_grad_() if case.options["bias"] else None for width in widths]
     grads = [draw(T, width) for width in widths]
-    return {"x": x.requires_grad_(), "weights": weights, "biases": biases, "grads": grads}
+    residual = draw(T, F).requires_grad_() if case.options["residual"] else None
+    inputs = {"x": x.requires_grad_(), "weights": weights, "biases": biases, "residual": residual, "grads": grads}
+    return inputs
 
 
 def run(inputs: dict[str, Any], case: Case, impl: str) -> dict[str, torch.Tensor]:
     """Forward and backward; outputs y0.., gradients dx, dw0.., db0.."""
-    ys = op.linear_act(
-        inputs["x"], inputs["weights"], inputs["biases"], activation=case.options["activation"], impl=impl
-    )
-    leaves = {"dx": inputs["x"]}
+    x, weights, biases, residual = (inputs[name] for name in ("x", "weights", "biases", "residual"))
+    activation = case.options["activation"]
+    if residual is None:
+        ys = op.linear_act(x, weights, biases, activation=activation, impl=impl)
+    else:
+        ys = (op.linear_act(x, weights[0], biases[0], activation=activation, residual=residual, impl=impl),)
+    leaves = {"dx": x} if residual is None else {"dx": x, "dresidual": residual}
     leaves |= {f"dw{i}": w for i, w in enumerate(inputs["weights"])}
     leaves |= {f"db{i}": b for i, b in enumerate(inputs["biases"]) if b is not None}
     grads = torch.autograd.grad(ys, list(leaves.values()), inputs["grads"])
     return {f"y{i}": y.detach() for i, y in enumerate(ys)} | dict(zip(leaves, grads))
 
 
-def builds(target: str) -> list[Build]:
-    """Every launch that the cases tagged ``codegen`` make on ``target``, forward and backward, each kernel once."""
+def _launch(case: Case) -> None:
+    """Everything that a call and its backward launch, with and without what only training needs."""
     from . import launch
 
-    found: dict[str, Build] = {}
-    for case in CASES:
-        if "codegen" not in case.tags:
-            continue
-        T, D, F = (case.sizes[letter] for letter in "TDF")
-        activation = case.options["activation"]
-        widths = [F // 2**i for i in range(case.options["weights"])]
-        with device.capture(target, tf32=case.options["tf32"]) as launches:
-            x = torch.empty(T, D, dtype=case.dtype, device="meta")
-            weights = tuple(x.new_empty(width, D) for width in widths)
-            biases = tuple(x.new_empty(width) if case.options["bias"] else None for width in widths)
-            save = activation != "identity"
-            launch.linear_act_fwd(x, weights, biases, activation, False)
-            ys, zs = launch.linear_act_fwd(x, weights, biases, activation, save)
-            dzs = tuple(launch.act_grad(y, z, activation) for y, z in zip(ys, zs)) if save else tuple(ys)
-            launch.linear_dgrad(dzs, weights)
-            launch.linear_wgrad(dzs, x, [case.options["bias"]] * len(widths))
-        for item in launches:
-            build = _build(item, target, case)
-            found.setdefault(build.config, build)
-    return list(found.values())
-
-
-def _build(item: device.Launch, target: str, case: Case) -> Build:
-    args = item.args
-    if "a_ptrs" not in args:
-        return Build(
-            op="linear_act",
-            config=f"act_grad-{item.config}-{_NAMES[case.dtype]}-{args['ACTIVATION']}",
-            target=target,
-            fn=item.fn,
-            args=args,
-            num_warps=item.num_warps,
-            num_stages=item.num_stages,
-        )
-    kind = "fwd" if args["TRANS_B"] else "wgrad" if args["TRANS_A"] else "dgrad"
-    label = [kind, str(item.config), "tf32" if case.options["tf32"] else _NAMES[case.dtype]]
-    label += [f"x{len(args['a_ptrs'])}"] if len(args["a_ptrs"]) > 1 else []
-    label += ["bias"] if args["bias_ptrs"][0] is not None or args["row_sum_ptrs"][0] is not None else []
-    label += [args["ACTIVATION"]] if args["ACTIVATION"] != "identity" else []
-    label += ["preact"] if args["preact_ptrs"][0] is not None else []
-    label += ["odd"] if any(size % 16 for size in (*args["Ns"], *(args["Ms"] or args["Ks"]))) else []
-    exempt = _why_not_tensor_units(case, item.config) if target == "sm_90" else None
-    return Build(
-        op="linear_act",
-        config="-".join(label),
-        target=target,
-        fn=item.fn,
-        args=args,
-        num_warps=item.num_warps,
-        num_stages=item.num_stages,
-        wants_wgmma=True,
-        wants_tma=True,
-        exempt=exempt,
-    )
-
-
-def _why_not_tensor_units(case: Case, config: Any) -> str | None:
-    """Why this GEMM on sm_90 goes without wgmma or TMA, or None if it must have both."""
-    if case.dtype == _FP32 and not case.options["tf32"]:
-        return "IEEE fp32 has no tensor-core instruction"
-    if not config.use_tma:
-        return "rows are not multiples of 16 bytes: TMA cannot address them"
-    if config.block_m < 64:
-        return "wgmma works on 64 rows; blocks of 16 use the older tensor-core instruction"
-    return None
+    T, D, F = (case.sizes[letter] for letter in "TDF")
+    activation = case.options["activation"]
+    widths = [F // 2**i for i in range(case.options["weights"])]
+    x = torch.empty(T, D, dtype=case.dtype, device="meta")
+    weights = tuple(x.new_empty(width, D) for width in widths)
+    biases = tuple(x.new_empty(width) if case.options["bias"] else None for width in widths)
+    residual = x.new_empty(T, F) if case.options["residual"] else None
+    save = activation != "identity"
+    launch.linear_act_fwd(x, weights, biases, residual, activation, False)
+    ys, zs = launch.linear_act_fwd(x, weights, biases, residual, activation, save)
+    dzs = tuple(launch.act_grad(y, z, activation) for y, z in zip(ys, zs)) if save else tuple(ys)
+    launch.linear_dgrad(dzs, weights)
+    launch.linear_wgrad(dzs, x, [case.options["bias"]] * len(widths))
 
 
 SPEC = OpSpec(
@@ -204,9 +168,7 @@ SPEC = OpSpec(
     cases=CASES,
     make_inputs=make_inputs,
     run=run,
-    builds=builds,
-    sources=(
-        *("linear/triton.py", "linear/launch.py", "linear/schemas.py", "linear/parts.py", "linear/op.py"),
-        *("linear/reference.py", "device.py", "dispatch.py", "library.py", "alloc.py"),
-    ),
+    builds=lambda target: collect("linear_act", target, SPEC.tagged("codegen"), _launch),
+    sources=SOURCES,
 )
+SPECS = (SPEC, GATED, DGRAD_ACT, DGRAD_GATED, WGRAD_ACCUMULATE)

@@ -1,77 +1,19 @@
-"""Configurations and launches of the kernels in ``triton.py``.
-
-``pick_config`` is a pure function of chip, shape, dtype and epilogue; nothing is tuned while a model runs, and all
-ranks agree without asking each other.
-"""
+"""Launches of the kernels in ``triton.py``: from tensors to arguments. Configurations are in ``config.py``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 
-from .. import alloc, device
+from .. import alloc, device, dispatch
 from . import triton as kernels
+from .config import Gemm, GemmConfig, pick_config
 
 Matrices = tuple[torch.Tensor, ...]
 Optional = tuple["torch.Tensor | None", ...]
-
-
-@dataclass(frozen=True)
-class GemmConfig:
-    """Tile and pipeline of one GEMM launch."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    use_tma: bool
-    group_m: int = 8
-
-    def __str__(self) -> str:
-        tma = "-tma" if self.use_tma else ""
-        return f"{self.block_m}x{self.block_n}x{self.block_k}-w{self.num_warps}-s{self.num_stages}{tma}"
-
-
-def pick_config(
-    arch: str, M: int, N: int, dtype: torch.dtype, *, activation: str, precision: str, aligned: bool
-) -> GemmConfig:
-    """The configuration for an output of [M, N] with inputs of ``dtype`` on ``arch``.
-
-    ``aligned`` says that every operand has the alignment TMA asks for. Blocks are the largest whose accumulator,
-    epilogue and pipeline fit the register file and shared memory without a spill; the codegen tests hold that.
-    """
-    if arch == device.INTERPRETER:
-        return GemmConfig(32, 32, 32, 4, 2, use_tma=aligned)
-    if dtype == torch.float32:
-        if precision == "ieee":  # no tensor cores: plain FMAs
-            return GemmConfig(64, 64, 16, 8, 2, use_tma=False)
-        if arch in ("sm_90", "sm_100"):
-            return GemmConfig(128, 128, 32, 8, 3 if arch == "sm_90" else 2, use_tma=aligned)
-        return GemmConfig(64, 128, 32, 4, 2, use_tma=False)
-    if arch in ("sm_90", "sm_100"):
-        if M <= 16:
-            return GemmConfig(16, 64, 128, 4, 4, use_tma=aligned)
-        if M <= 64:
-            return GemmConfig(64, 128, 64, 4, 4, use_tma=aligned)
-        if not aligned:
-            return GemmConfig(128, 64, 64, 8, 3, use_tma=False)
-        # The epilogue of erf-GeLU spills in the wide tile, and on sm_100 so does every epilogue but the plain one.
-        narrow = ("gelu_erf",) if arch == "sm_90" else ("gelu_erf", "gelu_tanh", "silu", "relu")
-        if activation in narrow or M * N < 2 * 132 * 128 * 128:
-            return GemmConfig(128, 128, 64, 8, 4 if arch == "sm_90" else 3, use_tma=True)
-        return GemmConfig(128, 256, 64, 8, 3, use_tma=True)
-    if arch.startswith("gfx"):
-        if M <= 64:
-            return GemmConfig(32, 64, 64, 4, 2, use_tma=False)
-        return GemmConfig(128, 128, 64, 8, 2, use_tma=False)
-    if M <= 64:
-        return GemmConfig(32, 64, 64, 4, 4, use_tma=False)
-    return GemmConfig(128, 128 if aligned else 64, 32, 8, 4, use_tma=False)
 
 
 def _aligned(tensor: torch.Tensor) -> bool:
@@ -88,116 +30,268 @@ def _aligned(tensor: torch.Tensor) -> bool:
     )
 
 
-def _gemm_args(
-    arch: str,
-    a: Matrices,
-    b: Matrices,
-    c: Matrices,
-    *,
-    trans_a: bool = False,
-    trans_b: bool = False,
-    bias: Optional | None = None,
-    preact: Optional | None = None,
-    row_sum: Optional | None = None,
-    activation: str = "identity",
-    precision: str = "ieee",
-) -> tuple[dict[str, Any], GemmConfig]:
-    """Every argument of ``_gemm_kernel`` by name, and the configuration, for C = act(op(A) @ op(B) + bias).
-
-    One C for several pairs adds the pairs up; otherwise there is one C per pair.
-    """
-    chained = len(c) == 1 and len(a) > 1
-    none = (None,) * len(c)
-    sizes = [(out.shape[0], out.shape[1]) for out in (c * len(a) if chained else c)]
-    tensors = (*a, *b, *c, *(z for z in preact or () if z is not None))
-    config = pick_config(
-        arch,
-        M=max(m for m, _ in sizes),
-        N=sum(n for _, n in sizes[: len(c)]),
-        dtype=a[0].dtype,
-        activation=activation,
-        precision=precision,
-        aligned=all(_aligned(t) for t in tensors),
-    )
-    args = {
-        "a_ptrs": a,
-        "b_ptrs": b,
-        "c_ptrs": c,
-        "bias_ptrs": bias or none,
-        "preact_ptrs": preact or none,
-        "row_sum_ptrs": row_sum or none,
-        "T": a[0].shape[0],
-        "Ms": tuple(m for m, _ in sizes) if trans_a else None,
-        "Ns": tuple(n for _, n in sizes),
-        "Ks": None if trans_a else tuple(t.shape[1] for t in a),
-        "a_strides": tuple(t.stride() for t in a),
-        "b_strides": tuple(t.stride() for t in b),
-        "c_strides": tuple(t.stride() for t in c),
-        "CHAINED": chained,
-        "TRANS_A": trans_a,
-        "TRANS_B": trans_b,
-        "ACTIVATION": activation,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-        "PRECISION": precision,
-        "UPCAST": arch == device.INTERPRETER,
-        "USE_TMA": config.use_tma,
-        # AMD's pipeliner gains nothing from it; several main loops in one tile cannot be flattened.
-        "FLATTEN": not chained and not arch.startswith("gfx"),
-    }
-    return args, config
-
-
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     """Where device-made TMA descriptors live. From torch's allocator, so CUDA graphs capture it."""
     return torch.empty(size, dtype=torch.int8, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _gemm(a: Matrices, b: Matrices, c: Matrices, **epilogue: Any) -> None:
-    where = c[0].device
-    precision = "tf32" if a[0].dtype == torch.float32 and device.allow_tf32() else "ieee"
-    args, config = _gemm_args(device.architecture(where), a, b, c, precision=precision, **epilogue)
-    tiles = sum(triton.cdiv(out.shape[0], config.block_m) * triton.cdiv(out.shape[1], config.block_n) for out in c)
-    if tiles == 0:
+def _gemm(
+    layout: str,
+    a: Matrices,
+    b: Matrices,
+    targets: tuple[Optional, ...],
+    *,
+    combine: str = "grouped",
+    epilogue: str = "act",
+    activation: str = "identity",
+    biases: Optional | None = None,
+    sources: tuple[Optional, ...] | None = None,
+    row_sums: Optional | None = None,
+    scales: Matrices | None = None,
+) -> None:
+    """C = op(A) @ op(B) and its epilogue, with operands and modes as ``_gemm_kernel`` takes them.
+
+    ``targets`` and ``sources`` hold one tuple of contiguous matrices [M, N] for each output. ``layout``: see ``Gemm``.
+    """
+    outs: Matrices = tuple(target[0] for target in targets)  # type: ignore[misc]
+    if not any(out.numel() for out in outs):
         return
+    where = outs[0].device
+    trans_a, trans_b = layout == "tn", layout == "nt"
+    biases = biases or (None,) * len(a)
+    sources = sources or ((None,),) * len(outs)
+    row_sums = row_sums or (None,) * len(outs)
+    sizes = [tuple(out.shape) for out in outs] * (len(a) // len(outs))
+    gemm = Gemm(
+        layout,
+        M=sum(m for m, _ in sizes[: len(outs)]) if trans_a else sizes[0][0],
+        N=sizes[0][1] if trans_a else sum(n for _, n in sizes[: len(outs)]),
+        K=sum(t.shape[1] for t in a) if combine == "chained" else a[0].shape[0 if trans_a else 1],
+        dtype=a[0].dtype,
+        out_dtype=outs[0].dtype,
+        combine=combine,
+        pairs=len(a),
+        epilogue=_steps(epilogue, activation, biases, sources[0], targets[0], row_sums, scales),
+        reads=sum(t is not None for t in sources[0]) + (epilogue == "accumulate"),
+        writes=sum(t is not None for t in targets[0]),
+        precision="tf32" if a[0].dtype == torch.float32 and device.allow_tf32() else "ieee",
+        aligned=all(map(_aligned, (*a, *b)))
+        and all(t is None or _aligned(t) for ts in (*targets, *sources) for t in ts),
+        row_invariant=dispatch.row_invariant() and not trans_a,
+    )
+    arch = device.architecture(where)
+    config = pick_config(arch, gemm)
+    row_scales = scales is not None and any(scale.numel() > 1 for scale in scales)
+    shape = {
+        "T": a[0].shape[0],
+        "Ms": tuple(m for m, _ in sizes) if trans_a else None,
+        "Ns": tuple(n for _, n in sizes),
+    }
+    after = {
+        "bias_ptrs": biases,
+        "scale_ptrs": scales,
+        "source_ptrs": sources,
+        "target_ptrs": targets,
+        "row_sum_ptrs": row_sums,
+        "EPILOGUE": epilogue,
+        "ACTIVATION": activation,
+        "ROW_SCALES": row_scales,
+    }
+    product = after
+    if config.split_k > 1:
+        parts, part_sums = _workspaces(config.split_k, targets, combine, row_sums)
+        product = {
+            "bias_ptrs": (None,) * len(a),
+            "scale_ptrs": None,
+            "source_ptrs": ((None,),) * len(outs),
+            "target_ptrs": parts,
+            "row_sum_ptrs": part_sums,
+            "EPILOGUE": "partial",
+            "ACTIVATION": "identity",
+            "ROW_SCALES": False,
+        }
+    args = {
+        "a_ptrs": a,
+        "b_ptrs": b,
+        **product,
+        **shape,
+        "Ks": None if trans_a else tuple(t.shape[1] for t in a),
+        "a_strides": tuple(t.stride() for t in a),
+        "b_strides": tuple(t.stride() for t in b),
+        "splits": config.split_k,
+        "COMBINE": combine,
+        "TRANS_A": trans_a,
+        "TRANS_B": trans_b,
+        "SWAP": config.swap,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "PRECISION": gemm.precision,
+        "UPCAST": arch == device.INTERPRETER,
+        "USE_TMA": config.use_tma,
+        "HALVES": config.halves,
+        # AMD's pipeliner gains nothing from it; several main loops in one tile cannot be flattened.
+        "FLATTEN": combine != "chained" and not arch.startswith("gfx"),
+    }
     if config.use_tma:
         # The allocator is a context variable: autograd's threads do not inherit it, so every launch sets it.
         triton.set_allocator(_scratch)
+    tiles = config.split_k * sum(_tiles(m, n, config.block_m, config.block_n) for m, n in sizes[: len(outs)])
     device.launch(
         kernels._gemm_kernel,
         (min(tiles, device.program_slots(where)),),
         args,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        on=c[0],
+        on=outs[0],
         config=config,
+        gemm=gemm,
+    )
+    if config.split_k > 1:
+        _sum_splits(config, sizes[: len(outs)], where, outs[0], shape | after, parts, part_sums)
+
+
+def _sum_splits(
+    config: GemmConfig,
+    sizes: Sequence[tuple[int, ...]],
+    where: torch.device,
+    on: torch.Tensor,
+    args: dict[str, Any],
+    parts: tuple[Matrices, ...],
+    part_sums: Optional,
+) -> None:
+    block_m, block_n = (16, 32) if device.architecture(where) == device.INTERPRETER else (16, 128)
+    blocks = {"splits": config.split_k, "BLOCK_M": block_m, "BLOCK_N": block_n}
+    device.launch(
+        kernels._split_sum_kernel,
+        (max(_tiles(m, n, block_m, block_n) for m, n in sizes),),
+        {"partial_ptrs": parts, "partial_sum_ptrs": part_sums, **args, **blocks},
+        num_warps=4,
+        num_stages=2,
+        on=on,
+        config=f"{block_m}x{block_n}",
     )
 
 
-def linear_act_fwd(
-    x: torch.Tensor, weights: Matrices, biases: Optional, activation: str, save_preact: bool
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """y_i = act(x @ W_i^T + b_i) in one launch, and the z_i = x @ W_i^T + b_i if they are to be saved.
+def _tiles(m: int, n: int, block_m: int, block_n: int) -> int:
+    return -(-m // block_m) * -(-n // block_n)
 
-    x [T, D], W_i [F_i, D], b_i [F_i] or None -> y_i, z_i [T, F_i].
+
+def _workspaces(
+    splits: int, targets: tuple[Optional, ...], combine: str, row_sums: Optional
+) -> tuple[tuple[Matrices, ...], Optional]:
+    """Where the parts of a split GEMM go: [splits, M, N] for each product of each output, [splits, M] for row sums."""
+    outs: Matrices = tuple(target[0] for target in targets)  # type: ignore[misc]
+    products = 2 if combine == "gated" else 1
+    parts = tuple(
+        tuple(alloc.empty((splits, *out.shape), torch.float32, out.device) for _ in range(products)) for out in outs
+    )
+    sums = tuple(
+        None if row_sum is None else alloc.empty((splits, out.shape[0]), torch.float32, out.device)
+        for out, row_sum in zip(outs, row_sums)
+    )
+    return parts, sums
+
+
+def _steps(
+    epilogue: str,
+    activation: str,
+    biases: Optional,
+    sources: Optional,
+    targets: Optional,
+    row_sums: Optional,
+    scales: Matrices | None,
+) -> tuple[str, ...]:
+    """The epilogue as ``Gemm`` names it."""
+    gradient = epilogue.endswith("_grad")
+    steps = ["scale"] if scales is not None else []
+    steps += ["bias"] if biases[0] is not None else []
+    steps += ["act_grad"] if gradient else []
+    steps += [activation] if activation != "identity" else []
+    steps += ["preact"] if epilogue in ("act", "gated") and len(targets) > 1 and targets[1] is not None else []
+    steps += ["residual"] if epilogue == "act" and sources[0] is not None else []
+    steps += ["rebuild"] if gradient and targets[-1] is not None else []
+    steps += ["row_sum"] if any(t is not None for t in row_sums) else []
+    steps += ["accumulate"] if epilogue == "accumulate" else []
+    return tuple(steps)
+
+
+def linear_act_fwd(
+    x: torch.Tensor,
+    weights: Matrices,
+    biases: Optional,
+    residual: torch.Tensor | None,
+    activation: str,
+    save_preact: bool,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """y_i = act(z_i) + residual in one launch, and the z_i = x @ W_i^T + b_i if they are to be saved.
+
+    x [T, D], W_i [F_i, D], b_i [F_i] or None, residual [T, F] (with one weight) or None -> y_i, z_i [T, F_i].
     """
     shapes = [(x.shape[0], w.shape[0]) for w in weights]
     ys = [alloc.empty(shape, x.dtype, x.device) for shape in shapes]
-    zs = [alloc.empty(shape, x.dtype, x.device) for shape in shapes] if save_preact else []
+    zs = [alloc.empty(shape, x.dtype, x.device) for shape in shapes] if save_preact else [None] * len(shapes)
     _gemm(
-        (x,) * len(weights), weights, tuple(ys),
-        trans_b=True, bias=biases, preact=tuple(zs) or None, activation=activation,
-    )  # fmt: skip
-    return ys, zs
+        "nt",
+        (x,) * len(weights),
+        weights,
+        tuple(zip(ys, zs)),
+        activation=activation,
+        biases=biases,
+        sources=None if residual is None else ((residual.contiguous(),),),
+    )
+    return ys, [z for z in zs if z is not None]
+
+
+def gated_linear_fwd(
+    x: torch.Tensor, weights: Matrices, biases: Optional, activation: str, save_preacts: bool
+) -> list[torch.Tensor]:
+    """h = act(g) * u in one launch, and g = x @ W_g^T + b_g, u = x @ W_u^T + b_u if they are to be saved.
+
+    x [T, D], W_g and W_u [F, D], biases [F] or None -> h, g, u [T, F].
+    """
+    outs = [alloc.empty((x.shape[0], weights[0].shape[0]), x.dtype, x.device) for _ in range(3 if save_preacts else 1)]
+    targets = tuple(outs) if save_preacts else (outs[0], None, None)
+    _gemm("nt", (x, x), weights, (targets,), combine="gated", epilogue="gated", activation=activation, biases=biases)
+    return outs
 
 
 def linear_dgrad(dzs: Matrices, weights: Matrices) -> torch.Tensor:
     """dx = sum_i dz_i @ W_i, added up in the accumulator. dz_i [T, F_i], W_i [F_i, D] -> dx [T, D]."""
     dx = alloc.empty((dzs[0].shape[0], weights[0].shape[1]), dzs[0].dtype, dzs[0].device)
-    _gemm(dzs, weights, (dx,))
+    _gemm("nn", dzs, weights, ((dx, None),), combine="chained" if len(dzs) > 1 else "grouped")
     return dx
+
+
+def linear_dgrad_act(
+    dy: torch.Tensor, weight: torch.Tensor, z: torch.Tensor, activation: str, rebuild: bool
+) -> list[torch.Tensor]:
+    """dz = (dy @ W) * act'(z), and h = act(z) with ``rebuild``. dy [T, D], W [D, F], z [T, F] -> dz, h [T, F]."""
+    outs = [alloc.empty(z.shape, z.dtype, z.device) for _ in range(2 if rebuild else 1)]
+    targets = (outs[0], outs[1] if rebuild else None)
+    _gemm("nn", (dy,), (weight,), (targets,), epilogue="act_grad", activation=activation, sources=((z.contiguous(),),))
+    return outs
+
+
+def linear_dgrad_gated(
+    dy: torch.Tensor, weight: torch.Tensor, g: torch.Tensor, u: torch.Tensor, activation: str, rebuild: bool
+) -> list[torch.Tensor]:
+    """With dh = dy @ W: dg = dh * u * act'(g), du = dh * act(g), and h = act(g) * u with ``rebuild``.
+
+    dy [T, D], W [D, F], g and u [T, F] -> dg, du, h [T, F].
+    """
+    outs = [alloc.empty(g.shape, g.dtype, g.device) for _ in range(3 if rebuild else 2)]
+    _gemm(
+        "nn",
+        (dy,),
+        (weight,),
+        ((outs[0], outs[1], outs[2] if rebuild else None),),
+        epilogue="gated_grad",
+        activation=activation,
+        sources=((g.contiguous(), u.contiguous()),),
+    )
+    return outs
 
 
 def linear_wgrad(
@@ -209,27 +303,48 @@ def linear_wgrad(
     """
     dws = [alloc.empty((dz.shape[1], x.shape[1]), x.dtype, x.device) for dz in dzs]
     dbs = [alloc.empty((dz.shape[1],), x.dtype, x.device) if want else None for dz, want in zip(dzs, want_bias)]
-    _gemm(dzs, (x,) * len(dzs), tuple(dws), trans_a=True, row_sum=tuple(dbs))
+    _gemm("tn", dzs, (x,) * len(dzs), tuple((dw, None) for dw in dws), row_sums=tuple(dbs))
     return dws, dbs
 
 
+def linear_wgrad_(dzs: Matrices, x: torch.Tensor, dws: Matrices, dbs: Optional) -> None:
+    """The same, added to what ``dws`` and ``dbs`` hold, in their own precision. They are contiguous."""
+    _gemm("tn", dzs, (x,) * len(dzs), tuple((dw,) for dw in dws), epilogue="accumulate", row_sums=dbs)
+
+
 def act_grad(dy: torch.Tensor, z: torch.Tensor, activation: str) -> torch.Tensor:
-    """dz = dy * act'(z). dy [T, F] with any strides, z [T, F] contiguous -> dz [T, F] contiguous."""
+    """dz = dy * act'(z). dy, z [T, F] with any strides -> dz [T, F] contiguous."""
     dz = alloc.empty(z.shape, z.dtype, z.device)
-    block_t, block_f = (16, 64) if device.architecture(z.device) == device.INTERPRETER else (8, 256)
+    _act_grad(dy, (z.contiguous(),), (dz, None), "act_grad", activation)
+    return dz
+
+
+def gated_act_grad(
+    dh: torch.Tensor, g: torch.Tensor, u: torch.Tensor, activation: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dg = dh * u * act'(g) and du = dh * act(g). All [T, F]; the results contiguous."""
+    dg, du = (alloc.empty(g.shape, g.dtype, g.device) for _ in range(2))
+    _act_grad(dh, (g.contiguous(), u.contiguous()), (dg, du, None), "gated_grad", activation)
+    return dg, du
+
+
+def _act_grad(dy: torch.Tensor, sources: Matrices, targets: Optional, epilogue: str, activation: str) -> None:
+    T, F = dy.shape
+    on = sources[0]
+    block_t, block_f = (16, 64) if device.architecture(on.device) == device.INTERPRETER else (8, 256)
     args = {
         "dy_ptr": dy,
-        "z_ptr": z,
-        "dz_ptr": dz,
-        "T": z.shape[0],
-        "F": z.shape[1],
+        "source_ptrs": sources,
+        "target_ptrs": targets,
+        "T": T,
+        "F": F,
         "dy_strides": dy.stride(),
+        "EPILOGUE": epilogue,
         "ACTIVATION": activation,
         "BLOCK_T": block_t,
         "BLOCK_F": block_f,
     }
-    if dz.numel():
-        grid = (triton.cdiv(z.shape[0], block_t), triton.cdiv(z.shape[1], block_f))
+    if on.numel():
+        grid = (triton.cdiv(T, block_t), triton.cdiv(F, block_f))
         config = f"{block_t}x{block_f}"
-        device.launch(kernels._act_grad_kernel, grid, args, num_warps=4, num_stages=1, on=dz, config=config)
-    return dz
+        device.launch(kernels._act_grad_kernel, grid, args, num_warps=4, num_stages=1, on=on, config=config)

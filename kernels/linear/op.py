@@ -1,15 +1,18 @@
-"""``linear_act``: the public function and its autograd."""
+"""``linear_act`` and ``gated_linear``: the public functions and their autograd."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from .. import autograd
 from ..dispatch import Choice
-from . import parts, schemas
+from . import parts, reference
+
+Optional = tuple["torch.Tensor | None", ...]
 
 
 @overload
@@ -19,6 +22,8 @@ def linear_act(
     bias: torch.Tensor | None = None,
     *,
     activation: str = "identity",
+    residual: torch.Tensor | None = None,
+    fuse_wgrad_accumulation: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor: ...
 @overload
@@ -28,6 +33,7 @@ def linear_act(
     bias: Sequence[torch.Tensor | None] | None = None,
     *,
     activation: str = "identity",
+    fuse_wgrad_accumulation: bool = False,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, ...]: ...
 def linear_act(
@@ -36,15 +42,20 @@ def linear_act(
     bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
     *,
     activation: str = "identity",
+    residual: torch.Tensor | None = None,
+    fuse_wgrad_accumulation: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """act(x @ W^T + b), for one weight or for up to three weights on the same x in one launch.
+    """act(x @ W^T + b) + residual, for one weight or for up to three weights on the same x in one launch.
 
     Args:
         x: [..., D] in bf16, fp16 or fp32, any strides. Other dtypes run the reference.
         weight: [F, D], or a sequence of [F_i, D] (q, k, v; gate, up). Same dtype as x, except under autocast.
         bias: [F] or None; with several weights a sequence of these, or None.
-        activation: "identity", "relu", "gelu_erf", "gelu_tanh" or "silu".
+        activation: "identity", "relu", "squared_relu", "gelu_erf", "gelu_tanh", "quick_gelu" or "silu".
+        residual: [..., F] or None, with one weight only.
+        fuse_wgrad_accumulation: backward adds dW and db to the buffers ``weight.main_grad`` and ``bias.main_grad``
+            (fp32, or the parameter's dtype) instead of returning them.
         impl: "auto", "triton" or "reference"; see ``kernels/dispatch.py``.
 
     Returns:
@@ -52,66 +63,183 @@ def linear_act(
 
     Raises:
         ValueError: shapes, dtypes, devices or names that do not fit.
-        RuntimeError: impl="triton" where Triton cannot run.
+        RuntimeError: impl="triton" where Triton cannot run; fuse_wgrad_accumulation under torch.compile.
 
-    GeLU is Hendrycks & Gimpel's (arXiv:1606.08415). The backward saves x and, unless the activation is the identity,
-    the pre-activation z; it forms dz = dy * act'(z) once, then dx = dz @ W and dW = dz^T @ x with db = sum_T dz in the
-    same pass.
+    The backward saves x and, unless the activation is the identity, the pre-activation z; it forms dz = dy * act'(z)
+    once, then dx = dz @ W and dW = dz^T @ x with db = sum_T dz in the same pass. It forms what is asked of it and no
+    more, and each product once where a split backward asks in two passes.
     """
     many = not isinstance(weight, torch.Tensor)
     weights = (weight,) if isinstance(weight, torch.Tensor) else tuple(weight)
     if isinstance(bias, torch.Tensor) or bias is None:
-        biases: tuple[torch.Tensor | None, ...] = (bias,) * len(weights)
+        biases: Optional = (bias,) * len(weights)
         if many and bias is not None:
             raise ValueError("linear_act: bias is one tensor but weight is a sequence; pass a bias or None for each")
     else:
         biases = tuple(bias)
-    dtype, choice = parts.prepare(x, weights, biases, activation, impl)
-    if choice.triton:
-        outputs = _run_kernels(x, weights, biases, activation, dtype, choice)
+    dtype, choice = parts.prepare(x, weights, biases, activation, impl, residual)
+    if choice.triton or fuse_wgrad_accumulation:
+        outputs = _linear_act(x, weights, biases, residual, activation, fuse_wgrad_accumulation, dtype, choice)
     else:
-        outputs = parts.reference_forward(x, weights, biases, activation)
+        outputs = parts.reference_forward(x, weights, biases, activation, residual)
     return outputs if many else outputs[0]
 
 
-def _run_kernels(
+def gated_linear(
+    x: torch.Tensor,
+    gate_weight: torch.Tensor,
+    up_weight: torch.Tensor,
+    gate_bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+    fuse_wgrad_accumulation: bool = False,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """act(x @ W_g^T + b_g) * (x @ W_u^T + b_u), both products and theirs in one launch.
+
+    SwiGLU with "silu", GeGLU with "gelu_erf" or "gelu_tanh", ReGLU with "relu" (Shazeer, arXiv:2002.05202). x
+    [..., D]; the weights [F, D], separate parameters; the biases [F] or None. Returns [..., F] in x's dtype.
+
+    Dtypes, ``fuse_wgrad_accumulation``, ``impl`` and what is raised are as in :func:`linear_act`. The backward saves x
+    and the two factors before the activation.
+    """
+    weights, biases = (gate_weight, up_weight), (gate_bias, up_bias)
+    dtype, choice = parts.prepare(x, weights, biases, activation, impl, op="gated_linear")
+    if not choice.triton and not fuse_wgrad_accumulation:
+        return reference.gated_linear(x, weights, biases, activation)
+    rows, operands = _operands("gated_linear", x, weights, biases, dtype, choice)
+    if _wants_grad(rows, *operands):
+        call = _Call(activation, choice, 2, _buffers(fuse_wgrad_accumulation, weights, biases))
+        h = _GatedLinear.apply(call, rows, *operands)
+    else:
+        h, _, _ = parts.gated_forward(rows, operands[:2], operands[2:], activation, choice, save=False)
+    return h.reshape(*x.shape[:-1], h.shape[-1])
+
+
+class _Call(NamedTuple):
+    """The options of one call."""
+
+    activation: str
+    choice: Choice
+    n: int  # weights
+    buffers: list[torch.Tensor | None]  # where the gradients of weights and biases are added, None: returned
+
+
+def _linear_act(
     x: torch.Tensor,
     weights: tuple[torch.Tensor, ...],
-    biases: tuple[torch.Tensor | None, ...],
+    biases: Optional,
+    residual: torch.Tensor | None,
     activation: str,
+    fuse_wgrad_accumulation: bool,
     dtype: torch.dtype,
     choice: Choice,
 ) -> tuple[torch.Tensor, ...]:
-    # Under autocast these are casts (differentiable); otherwise they return their inputs.
-    x = x.to(dtype)
-    weights = tuple(w.to(dtype) for w in weights)
-    biases = tuple(None if b is None else b.to(dtype) for b in biases)
-    rows = x.reshape(-1, x.shape[-1])
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights, *biases)):
-        ys = _LinearAct.apply(activation, choice, len(weights), rows, *weights, *biases)
+    n = len(weights)
+    rows, operands = _operands("linear_act", x, weights, biases, dtype, choice)
+    if residual is not None:
+        residual = residual.to(dtype).reshape(-1, residual.shape[-1])
+    if _wants_grad(rows, residual, *operands):
+        call = _Call(activation, choice, n, _buffers(fuse_wgrad_accumulation, weights, biases))
+        ys = _LinearAct.apply(call, rows, residual, *operands)
     else:
-        ys = schemas.linear_act_fwd(rows, weights, biases, activation, False)
+        ys, _ = parts.forward(rows, operands[:n], operands[n:], activation, choice, residual=residual, save=False)
     return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in ys)
 
 
+def _operands(
+    op: str,
+    x: torch.Tensor,
+    weights: tuple[torch.Tensor, ...],
+    biases: Optional,
+    dtype: torch.dtype,
+    choice: Choice,
+) -> tuple[torch.Tensor, list[Any]]:
+    """x in rows [T, D], and weights and biases after one another, in the dtype to compute in."""
+    # Under autocast these are casts (differentiable); otherwise they return their inputs.
+    rows = x.to(dtype).reshape(-1, x.shape[-1])
+    operands = [None if t is None else t.to(dtype) for t in (*weights, *biases)]
+    if choice.triton:
+        parts.check_sizes(op, rows, weights)
+    return rows, operands
+
+
+def _wants_grad(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _buffers(
+    fuse_wgrad_accumulation: bool, weights: tuple[torch.Tensor, ...], biases: Optional
+) -> list[torch.Tensor | None]:
+    params = (*weights, *biases)
+    return autograd.main_grads(params) if fuse_wgrad_accumulation else [None] * len(params)
+
+
 class _LinearAct(torch.autograd.Function):
-    """y_i = act(x @ W_i^T + b_i) on rows: x [T, D], W_i [F_i, D], b_i [F_i] or None, y_i [T, F_i]."""
+    """y_i = act(x @ W_i^T + b_i) + residual on rows: x [T, D], W_i [F_i, D], b_i [F_i], residual and y_i [T, F_i]."""
 
     @staticmethod
-    def forward(ctx: Any, activation: str, choice: Choice, n: int, x: torch.Tensor, *params: Any) -> Any:
-        ys, zs = parts.forward(x, params[:n], params[n:], activation, choice)
+    def forward(ctx: Any, call: _Call, x: torch.Tensor, residual: torch.Tensor | None, *params: Any) -> Any:
+        n = call.n
+        ys, zs = parts.forward(x, params[:n], params[n:], call.activation, call.choice, residual=residual)
         ctx.save_for_backward(x, *params[:n], *zs)
-        ctx.activation, ctx.choice, ctx.n = activation, choice, n
+        ctx.call = call
         return tuple(ys)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *dys: torch.Tensor) -> Any:
-        n, choice = ctx.n, ctx.choice
+        n, choice = ctx.call.n, ctx.call.choice
         x, *rest = ctx.saved_tensors
         weights, zs = rest[:n], rest[n:]
-        _, _, _, want_x, *want = ctx.needs_input_grad
-        dzs = [parts.activation_grad(dy, z, ctx.activation, choice) for dy, z in zip(dys, zs)] if zs else list(dys)
+        want = autograd.wanted(ctx)
+        _, want_x, want_residual, *want_params = want
+        dzs = autograd.recall(ctx, dys)
+        if dzs is None:
+            dzs = list(dys)
+            if zs and (want_x or any(want_params)):
+                dzs = [parts.activation_grad(dy, z, ctx.call.activation, choice) for dy, z in zip(dys, zs)]
         dx = parts.input_grad(dzs, weights, choice) if want_x else None
-        dws, dbs = parts.param_grads(dzs, x, want[:n], want[n:], choice)
-        return None, None, None, dx, *dws, *dbs
+        grads = _param_grads(ctx, dzs, x, want_params)
+        autograd.remember(ctx, dys, dzs, want)
+        return None, dx, dys[0] if want_residual else None, *grads
+
+
+class _GatedLinear(torch.autograd.Function):
+    """h = act(x @ W_g^T + b_g) * (x @ W_u^T + b_u) on rows: x [T, D], weights [F, D], biases [F] or None, h [T, F]."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, x: torch.Tensor, *params: Any) -> torch.Tensor:
+        h, g, u = parts.gated_forward(x, params[:2], params[2:], call.activation, call.choice)
+        ctx.save_for_backward(x, *params[:2], g, u)
+        ctx.call = call
+        return h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: torch.Tensor) -> Any:
+        x, *weights, g, u = ctx.saved_tensors
+        want = autograd.wanted(ctx)
+        _, want_x, *want_params = want
+        dzs = autograd.recall(ctx, [dh])
+        if dzs is None:
+            dzs = parts.gated_activation_grad(dh, g, u, ctx.call.activation, ctx.call.choice)
+        dx = parts.input_grad(dzs, weights, ctx.call.choice) if want_x else None
+        grads = _param_grads(ctx, dzs, x, want_params)
+        autograd.remember(ctx, [dh], dzs, want)
+        return None, dx, *grads
+
+
+def _param_grads(
+    ctx: Any, dzs: Sequence[torch.Tensor], x: torch.Tensor, want: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """The gradients of weights and biases that ``want`` names, None for those that went into a buffer."""
+    call = ctx.call
+    into = list(call.buffers)
+    if any(buffer is not None for buffer in into):
+        returned = autograd.captured(ctx)[-len(into) :]
+        into = [None if given else buffer for buffer, given in zip(into, returned)]
+    n = call.n
+    dws, dbs = parts.param_grads(dzs, x, want[:n], want[n:], call.choice, into=into[:n], bias_into=into[n:])
+    return [*dws, *dbs]

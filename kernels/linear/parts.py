@@ -10,55 +10,127 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import dispatch
+from .. import device as target
+from .. import dispatch, tuning
 from ..dispatch import Choice
-from . import reference, schemas
+from . import reference, schemas, tuned
+from .config import Gemm
 from .reference import ACTIVATIONS
 
 Tensors = Sequence[torch.Tensor]
 
 MAX_WEIGHTS = 3
+_LARGEST = 2**31 - 2**10  # of a size: the last tile's end still fits 32 bits
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def linear_act_choice(dtype: torch.dtype, device: torch.device, impl: str = "auto") -> Choice:
-    """Which implementation ``linear_act`` takes for operands of ``dtype`` on ``device``, and why."""
+def linear_act_choice(
+    dtype: torch.dtype,
+    device: torch.device,
+    impl: str = "auto",
+    *,
+    op: str = "linear_act",
+    stock_wins: str | None = None,
+) -> Choice:
+    """Which implementation ``linear_act`` (or ``op``) takes for operands of ``dtype`` on ``device``, and why.
+
+    ``stock_wins`` is what :func:`measured` says of the sizes, where they are known.
+    """
     unsupported = None if dtype in _KERNEL_DTYPES else f"{dtype} has no kernel (bf16, fp16 and fp32 have)"
-    return dispatch.choose("linear_act", device, impl, unsupported=unsupported)
+    return dispatch.choose(op, device, impl, unsupported=unsupported, stock_wins=stock_wins)
+
+
+def measured(x: torch.Tensor, weights: Tensors, activation: str, bias: bool, dtype: torch.dtype, op: str) -> str | None:
+    """The committed measurement by which the stock calls beat this forward launch, or None."""
+    if x.device.type != "cuda":
+        return None
+
+    def bucket() -> str | None:
+        steps = (("bias",) if bias else ()) + ((activation,) if activation != "identity" else ())
+        gated = op == "gated_linear"
+        tokens, features = x.shape[:-1].numel(), sum(w.shape[0] for w in weights[: 1 if gated else None])
+        combine = "gated" if gated else "grouped"
+        precision = "tf32" if dtype == torch.float32 and target.allow_tf32() else "ieee"
+        gemm = Gemm(
+            "nt", tokens, features, x.shape[-1], dtype, dtype, combine, len(weights), steps, precision=precision
+        )
+        return tuned.bucket(gemm)
+
+    return tuning.stock_wins(target.architecture(x.device), tuned.OP, bucket)
 
 
 def check(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], activation: str
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    activation: str,
+    residual: torch.Tensor | None = None,
+    *,
+    op: str = "linear_act",
 ) -> torch.dtype:
     """The dtype to compute in: autocast's, or the one that all operands have; ValueError for what does not fit."""
     if activation not in ACTIVATIONS:
-        raise ValueError(f"linear_act: activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+        raise ValueError(f"{op}: activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
     if not 1 <= len(weights) <= MAX_WEIGHTS:
-        raise ValueError(f"linear_act: {len(weights)} weights given: expected 1 to {MAX_WEIGHTS} in one call")
+        raise ValueError(f"{op}: {len(weights)} weights given: expected 1 to {MAX_WEIGHTS} in one call")
     if len(biases) != len(weights):
-        raise ValueError(f"linear_act: {len(biases)} biases for {len(weights)} weights: pass a bias or None for each")
+        raise ValueError(f"{op}: {len(biases)} biases for {len(weights)} weights: pass a bias or None for each")
     if x.dim() == 0:
-        raise ValueError("linear_act: x is a scalar: expected [..., D]")
+        raise ValueError(f"{op}: x is a scalar: expected [..., D]")
     for i, (w, b) in enumerate(zip(weights, biases)):
         if w.dim() != 2 or w.shape[1] != x.shape[-1]:
             raise ValueError(
-                f"linear_act: weight {i} has shape {tuple(w.shape)} but x has {tuple(x.shape)}: "
+                f"{op}: weight {i} has shape {tuple(w.shape)} but x has {tuple(x.shape)}: "
                 f"expected [F, {x.shape[-1]}] (as nn.Linear stores it)"
             )
         if b is not None and b.shape != w.shape[:1]:
-            raise ValueError(f"linear_act: bias {i} has shape {tuple(b.shape)}: expected [{w.shape[0]}]")
+            raise ValueError(f"{op}: bias {i} has shape {tuple(b.shape)}: expected [{w.shape[0]}]")
         if w.device != x.device or (b is not None and b.device != x.device):
-            raise ValueError(f"linear_act: x is on {x.device} but weight or bias {i} is elsewhere; move them together")
+            raise ValueError(f"{op}: x is on {x.device} but weight or bias {i} is elsewhere; move them together")
+    if op == "gated_linear" and weights[0].shape != weights[1].shape:
+        raise ValueError(
+            f"{op}: the gate weight has shape {tuple(weights[0].shape)} but the up weight {tuple(weights[1].shape)}: "
+            "expected [F, D] for both"
+        )
+    if residual is not None:
+        _check_residual(op, x, weights, residual)
+    operands = [t for t in (*weights, *biases, residual) if t is not None]
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
-    if any(t is not None and t.dtype != x.dtype for t in (*weights, *biases)):
-        given = ", ".join(str(t.dtype) for t in (*weights, *biases) if t is not None)
-        raise ValueError(f"linear_act: x is {x.dtype} but weights and biases are {given}; cast them to one dtype")
+    if any(t.dtype != x.dtype for t in operands):
+        given = ", ".join(str(t.dtype) for t in operands)
+        raise ValueError(f"{op}: x is {x.dtype} but the other operands are {given}; cast them to one dtype")
     return x.dtype
 
 
+def _check_residual(op: str, x: torch.Tensor, weights: Sequence[torch.Tensor], residual: torch.Tensor) -> None:
+    expected = (*x.shape[:-1], weights[0].shape[0])
+    if len(weights) > 1:
+        raise ValueError(f"{op}: a residual goes with one weight, {len(weights)} were given; add it to the result")
+    if residual.shape != expected:
+        raise ValueError(f"{op}: residual has shape {tuple(residual.shape)}: expected {expected}, that of the result")
+    if residual.device != x.device:
+        raise ValueError(f"{op}: x is on {x.device} but residual on {residual.device}; move them together")
+
+
+def check_sizes(op: str, rows: torch.Tensor, weights: Tensors) -> None:
+    """ValueError for sizes that a kernel's 32-bit sizes cannot hold. Strides and offsets are 64-bit."""
+    for name, size in (("T", rows.shape[0]), ("D", rows.shape[1]), *(("F", w.shape[0]) for w in weights)):
+        if size > _LARGEST:
+            raise ValueError(
+                f"{op}: {name}={size} is more than the kernel's {_LARGEST}; split the call, or pass impl='reference'"
+            )
+
+
 def prepare(
-    x: torch.Tensor, weights: Tensors, biases: Sequence[torch.Tensor | None], activation: str, impl: str
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Sequence[torch.Tensor | None],
+    activation: str,
+    impl: str,
+    residual: torch.Tensor | None = None,
+    *,
+    op: str = "linear_act",
 ) -> tuple[torch.dtype, Choice]:
     """Check and count one call as ``linear_act`` does: the dtype to cast its operands to, and what runs.
 
@@ -70,17 +142,21 @@ def prepare(
     autocast = torch.is_autocast_enabled(device.type)
     if autocast:
         dtype = torch.get_autocast_dtype(device.type)
-    choice = linear_act_choice(dtype, device, impl)
+    bias = any(b is not None for b in biases)
+    stock_wins = measured(x, weights, activation, bias, dtype, op) if impl == "auto" else None
+    choice = linear_act_choice(dtype, device, impl, op=op, stock_wins=stock_wins)
     trusted = not autocast and not choice.triton and not torch.compiler.is_compiling() and activation in ACTIVATIONS
-    if not trusted or not _torch_would_notice(x, weights, biases):
-        check(x, weights, biases, activation)
-    dispatch.count("linear_act", choice.impl)
+    if not trusted or op != "linear_act" or not _torch_would_notice(x, weights, biases, residual):
+        check(x, weights, biases, activation, residual, op=op)
+    dispatch.count(op, choice.impl)
     return dtype, choice
 
 
-def _torch_would_notice(x: torch.Tensor, weights: Tensors, biases: Sequence[torch.Tensor | None]) -> bool:
+def _torch_would_notice(
+    x: torch.Tensor, weights: Tensors, biases: Sequence[torch.Tensor | None], residual: torch.Tensor | None
+) -> bool:
     """False for what F.linear takes and :func:`check` does not: vectors for weights, biases to broadcast, devices."""
-    if not 0 < len(weights) == len(biases) <= MAX_WEIGHTS:
+    if residual is not None or not 0 < len(weights) == len(biases) <= MAX_WEIGHTS:
         return False
     for w, b in zip(weights, biases):
         if w.dim() != 2 or w.device != x.device or (b is not None and b.shape != w.shape[:1]):
@@ -89,28 +165,62 @@ def _torch_would_notice(x: torch.Tensor, weights: Tensors, biases: Sequence[torc
 
 
 def reference_forward(
-    x: torch.Tensor, weights: Tensors, biases: Sequence[torch.Tensor | None], activation: str
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Sequence[torch.Tensor | None],
+    activation: str,
+    residual: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """``reference.linear_act``, whose errors speak of the caller's arguments."""
     try:
-        return reference.linear_act(x, weights, biases, activation)
+        return reference.linear_act(x, weights, biases, activation, residual)
     except (RuntimeError, KeyError):
-        check(x, weights, biases, activation)
+        check(x, weights, biases, activation, residual)
         raise
 
 
 def forward(
-    x: torch.Tensor, weights: Tensors, biases: Sequence[torch.Tensor | None], activation: str, choice: Choice
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Sequence[torch.Tensor | None],
+    activation: str,
+    choice: Choice,
+    *,
+    residual: torch.Tensor | None = None,
+    save: bool = True,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """y_i = act(z_i), z_i = x @ W_i^T + b_i: (ys, zs); no zs for the identity, whose backward needs none."""
+    """y_i = act(z_i) [+ residual], z_i = x @ W_i^T + b_i: (ys, zs).
+
+    No zs without ``save``, and none for the identity, whose backward needs none.
+    """
     n = len(weights)
+    save = save and activation != "identity"
     if choice.triton:
-        out = schemas.linear_act_fwd(x, weights, biases, activation, activation != "identity")
+        out = schemas.linear_act_fwd(x, weights, biases, residual, activation, save)
         return list(out[:n]), list(out[n:])
     zs = list(reference_forward(x, weights, biases, "identity"))
-    if activation == "identity":
-        return zs, []
-    return [reference.apply_activation(z, activation) for z in zs], zs
+    ys = [reference.apply_activation(z, activation) for z in zs]
+    if residual is not None:
+        ys = [y + residual for y in ys]
+    return ys, zs if save else []
+
+
+def gated_forward(
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Sequence[torch.Tensor | None],
+    activation: str,
+    choice: Choice,
+    *,
+    save: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """h = act(g) * u of the gate and up weights: (h, g, u); g and u are None without ``save``."""
+    if choice.triton:
+        h, *saved = schemas.gated_linear_fwd(x, weights, biases, activation, save)
+    else:
+        saved = list(reference_forward(x, weights, biases, "identity"))
+        h = reference.apply_activation(saved[0], activation) * saved[1]
+    return (h, saved[0], saved[1]) if save else (h, None, None)
 
 
 def activation_grad(dy: torch.Tensor, z: torch.Tensor, activation: str, choice: Choice) -> torch.Tensor:
@@ -118,6 +228,16 @@ def activation_grad(dy: torch.Tensor, z: torch.Tensor, activation: str, choice: 
     if choice.triton:
         return schemas.act_grad(dy, z, activation)
     return reference.activation_grad(dy, z, activation)
+
+
+def gated_activation_grad(
+    dh: torch.Tensor, g: torch.Tensor, u: torch.Tensor, activation: str, choice: Choice
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """dg = dh * u * act'(g) and du = dh * act(g)."""
+    if choice.triton:
+        dg, du = schemas.gated_act_grad(dh, g, u, activation)
+        return dg, du
+    return reference.gated_activation_grad(dh, g, u, activation)
 
 
 def input_grad(dzs: Tensors, weights: Tensors, choice: Choice) -> torch.Tensor:
@@ -130,23 +250,94 @@ def input_grad(dzs: Tensors, weights: Tensors, choice: Choice) -> torch.Tensor:
     return dx
 
 
+def input_grad_act(
+    dy: torch.Tensor, weight: torch.Tensor, z: torch.Tensor, activation: str, choice: Choice, *, rebuild: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Through a linear layer and the activation before it: dz = (dy @ W) * act'(z), and with ``rebuild`` h = act(z).
+
+    dy [T, D], W [D, F] (as nn.Linear(F, D) stores it), z [T, F] -> dz, h [T, F].
+    """
+    if choice.triton:
+        dz, *h = schemas.linear_dgrad_act(dy, weight, z, activation, rebuild)
+        return dz, h[0] if rebuild else None
+    dz = reference.activation_grad(dy @ weight, z, activation)
+    return dz, reference.apply_activation(z, activation) if rebuild else None
+
+
+def input_grad_gated(
+    dy: torch.Tensor,
+    weight: torch.Tensor,
+    g: torch.Tensor,
+    u: torch.Tensor,
+    activation: str,
+    choice: Choice,
+    *,
+    rebuild: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The same through h = act(g) * u: dg, du, and with ``rebuild`` h; all [T, F]."""
+    if choice.triton:
+        dg, du, *h = schemas.linear_dgrad_gated(dy, weight, g, u, activation, rebuild)
+        return dg, du, h[0] if rebuild else None
+    dg, du = reference.gated_activation_grad(dy @ weight, g, u, activation)
+    return dg, du, reference.apply_activation(g, activation) * u if rebuild else None
+
+
 def param_grads(
-    dzs: Tensors, x: torch.Tensor, want_weight: Sequence[bool], want_bias: Sequence[bool], choice: Choice
+    dzs: Tensors,
+    x: torch.Tensor,
+    want_weight: Sequence[bool],
+    want_bias: Sequence[bool],
+    choice: Choice,
+    *,
+    into: Sequence[torch.Tensor | None] | None = None,
+    bias_into: Sequence[torch.Tensor | None] | None = None,
 ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-    """dW_i = dz_i^T @ x and db_i = sum_T dz_i, None where not wanted."""
+    """dW_i = dz_i^T @ x and db_i = sum_T dz_i, None where not wanted.
+
+    ``into`` and ``bias_into`` hold buffers, or None: where there is one, the gradient is added to it in place, in its
+    own precision (fp32 or that of x), and the entry returned for it is None.
+    """
     n = len(dzs)
+    into = into or [None] * n
+    bias_into = bias_into or [None] * n
     dws: list[torch.Tensor | None] = [None] * n
     dbs: list[torch.Tensor | None] = [None] * n
-    chosen = [i for i in range(n) if want_weight[i]]
-    if choice.triton and chosen:  # one launch, in which a bias rides along with its weight
-        grads = schemas.linear_wgrad([dzs[i] for i in chosen], x, [want_bias[i] for i in chosen])
-        sums = iter(grads[len(chosen) :])
-        for i, dw in zip(chosen, grads):
-            dws[i], dbs[i] = dw, next(sums) if want_bias[i] else None
+    bias_done = [False] * n
+    fresh = [i for i in range(n) if want_weight[i] and into[i] is None]
+    added = [i for i in range(n) if want_weight[i] and into[i] is not None]
+    if choice.triton:  # one launch for each kind, in which a bias rides along with its weight
+        if fresh:
+            grads = schemas.linear_wgrad([dzs[i] for i in fresh], x, [_rides(want_bias, bias_into, i) for i in fresh])
+            sums = iter(grads[len(fresh) :])
+            for i, dw in zip(fresh, grads):
+                bias_done[i] = _rides(want_bias, bias_into, i)
+                dws[i], dbs[i] = dw, next(sums) if bias_done[i] else None
+        if added:
+            buffers = [bias_into[i] if want_bias[i] else None for i in added]
+            schemas.linear_wgrad_([dzs[i] for i in added], x, [into[i] for i in added], buffers)
+            for i, buffer in zip(added, buffers):
+                bias_done[i] = buffer is not None
     else:
-        for i in chosen:
+        for i in fresh:
             dws[i] = dzs[i].t() @ x
+        for i in added:
+            _add_product_(into[i], dzs[i].t(), x)
     for i in range(n):
-        if want_bias[i] and dbs[i] is None:
-            dbs[i] = dzs[i].sum(0)
+        if want_bias[i] and not bias_done[i]:
+            if bias_into[i] is None:
+                dbs[i] = dzs[i].sum(0)
+            else:
+                bias_into[i].add_(dzs[i].sum(0, dtype=bias_into[i].dtype))
     return dws, dbs
+
+
+def _rides(want_bias: Sequence[bool], bias_into: Sequence[torch.Tensor | None], i: int) -> bool:
+    return want_bias[i] and bias_into[i] is None
+
+
+def _add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """out += a @ b, added in out's precision."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b)
+    else:
+        out.add_(a @ b)

@@ -1,19 +1,27 @@
-"""One persistent GEMM for every matrix product of a linear layer, and the pass that undoes its activation.
+"""One persistent GEMM for every matrix product of a linear layer, with what stands before and after it in its epilogue.
 
-Maths, with x [T, D], W_i [F_i, D], b_i [F_i], z_i and y_i [T, F_i]:
+Maths, with x [T, D], W_i [F_i, D], b_i [F_i], z_i, y_i and everything after "epilogue" [M, N] of the product:
 
-    forward   z_i  = x @ W_i^T + b_i        y_i  = act(z_i)
-    dgrad     dx   = sum_i dz_i @ W_i       dz_i = dy_i * act'(z_i)
-    wgrad     dW_i = dz_i^T @ x             db_i = sum_T dz_i
+    forward   z_i = x @ W_i^T + b_i       epilogue "act"         y_i = act(z_i) + residual_i; z_i stored beside it
+                                          epilogue "gated"       h = act(z_0) * z_1; z_0 and z_1 stored beside it
+    dgrad     dx = sum_i dz_i @ W_i       epilogue "act"         dx
+              dh = dy @ W                 epilogue "act_grad"    dz = dh * act'(z); h = act(z) stored beside it
+                                          epilogue "gated_grad"  dg = dh * u * act'(g), du = dh * act(g); h = act(g) * u
+    wgrad     dW_i = dz_i^T @ x           epilogue "act"         dW_i; db_i = sum_T dz_i from the main loop
+                                          epilogue "accumulate"  dW_i and db_i added to what is there
 
-All three are C = op(A) @ op(B) with C [M, N], over up to three operand *pairs* in one launch:
+All are C = op(A) @ op(B) with C [M, N], over up to three operand *pairs* in one launch. A kernel takes its operands as
+tuples, one entry per pair, so parameters are never packed to be fused. The pairs are COMBINEd:
 
     grouped   each pair has its own C; their tile lists stand one after another (forward: A is shared; wgrad: B is)
     chained   the pairs add up in one C before it leaves the accumulator (dgrad)
+    gated     two products with the same tile, which meet in the epilogue (forward)
 
-A kernel takes its operands as tuples, one entry per pair, so parameters are never packed to be fused. Loads and stores
-go through the tensor memory accelerator (TMA) where USE_TMA, through pointers and masks elsewhere; `_open`, `_load`
-and `_store` are the only functions that know which. Prologue, main loop and epilogue are separate functions that a
+Where the tiles are too few to fill the chip, several programs share a tile: each multiplies its part of K and leaves
+the fp32 product in a workspace (epilogue "partial"); ``_split_sum_kernel`` adds the parts in a fixed order and runs the
+epilogue that was meant. Nothing is ever added atomically, so every result is bitwise repeatable.
+
+Memory is in ``tiles.py``, the activations in ``activations.py``. Main loop and epilogue are separate functions, which a
 kernel with other needs (waiting for a peer, scattering to one) can put together differently.
 """
 
@@ -22,117 +30,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# ---------------------------------------------------------------------------------------------------- memory
-
-
-@triton.jit
-def _open(ptr, rows, cols, stride_row, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, USE_TMA: tl.constexpr):
-    """What tiles of a matrix [rows, cols] are loaded from and stored to: a TMA descriptor, or the pointer itself."""
-    if USE_TMA:
-        return tl.make_tensor_descriptor(ptr, [rows, cols], [stride_row, 1], [BLOCK_ROWS, BLOCK_COLS])
-    else:
-        return ptr
-
-
-@triton.jit
-def _tile_pointers(
-    ptr, row, col, rows, cols, stride_row, stride_col, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
-):
-    """Pointers and mask of the tile at (row, col). Offsets are 64-bit: rows * stride may pass 2^31."""
-    offs_row = row + tl.arange(0, BLOCK_ROWS)
-    offs_col = col + tl.arange(0, BLOCK_COLS)
-    ptrs = ptr + offs_row.to(tl.int64)[:, None] * stride_row + offs_col.to(tl.int64)[None, :] * stride_col
-    return ptrs, (offs_row < rows)[:, None] & (offs_col < cols)[None, :]  # [BLOCK_ROWS, BLOCK_COLS] each
-
-
-@triton.jit
-def _load(
-    src, row, col, rows, cols, strides, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, USE_TMA: tl.constexpr
-):
-    """The tile [BLOCK_ROWS, BLOCK_COLS] at (row, col), zero outside the matrix."""
-    if USE_TMA:
-        return src.load([row, col])
-    else:
-        ptrs, mask = _tile_pointers(src, row, col, rows, cols, strides[0], strides[1], BLOCK_ROWS, BLOCK_COLS)
-        return tl.load(ptrs, mask=mask, other=0.0)
-
-
-@triton.jit
-def _store(
-    dst, tile, row, col, rows, cols, strides, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, USE_TMA: tl.constexpr
-):
-    """Store the tile at (row, col), dropping what lies outside the matrix."""
-    if USE_TMA:
-        dst.store([row, col], tile)
-    else:
-        ptrs, mask = _tile_pointers(dst, row, col, rows, cols, strides[0], strides[1], BLOCK_ROWS, BLOCK_COLS)
-        tl.store(ptrs, tile, mask=mask)
-
-
-# ----------------------------------------------------------------------------------------------- activations
-
-
-@triton.jit
-def _gelu_tanh_gate(z):
-    """0.5 * (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2/pi) * (z + 0.044715 z^3): one exponential instead of a tanh."""
-    return tl.sigmoid(1.5957691216057308 * z * (1.0 + 0.044715 * z * z))
-
-
-@triton.jit
-def act(z, ACTIVATION: tl.constexpr):
-    """y = act(z), in fp32."""
-    if ACTIVATION == "relu":
-        return tl.maximum(z, 0.0)
-    elif ACTIVATION == "gelu_erf":
-        return 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":
-        return z * _gelu_tanh_gate(z)
-    elif ACTIVATION == "silu":
-        return z * tl.sigmoid(z)
-    else:
-        tl.static_assert(ACTIVATION == "identity")
-        return z
-
-
-@triton.jit
-def act_grad(z, ACTIVATION: tl.constexpr):
-    """act'(z), in fp32."""
-    if ACTIVATION == "relu":
-        return tl.where(z > 0, 1.0, 0.0)
-    elif ACTIVATION == "gelu_erf":
-        cdf = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
-        return cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
-    elif ACTIVATION == "gelu_tanh":
-        gate = _gelu_tanh_gate(z)
-        return gate + z * gate * (1.0 - gate) * 1.5957691216057308 * (1.0 + 0.134145 * z * z)
-    else:
-        tl.static_assert(ACTIVATION == "silu")
-        gate = tl.sigmoid(z)
-        return gate * (1.0 + z * (1.0 - gate))
-
+from .activations import act, act_grad
+from .tiles import load_tile, open_all, open_matrix, store_tile, tile_pointers, tile_position
 
 # ------------------------------------------------------------------------------------------------- main loop
 
 
 @triton.jit
-def _tile_position(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """(row, column) of a tile in an order that keeps GROUP_M rows of tiles together, for the L2 cache."""
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    first_m = tile // (GROUP_M * tiles_n) * GROUP_M
-    rows = min(tiles_m - first_m, GROUP_M)
-    within = tile % (GROUP_M * tiles_n)
-    return (first_m + within % rows) * BLOCK_M, within // rows * BLOCK_N
+def _part_of(K, split, splits, BLOCK_K: tl.constexpr):
+    """The part [first, last) of K that falls to one of ``splits`` programs, in whole blocks; the last may be empty."""
+    part = tl.cdiv(tl.cdiv(K, BLOCK_K), splits) * BLOCK_K
+    return split * part, min(K, (split + 1) * part)
 
 
 @triton.jit
 def _multiply(
-    acc,  # [BLOCK_M, BLOCK_N] fp32
+    acc,  # [BLOCK_M, BLOCK_N] fp32, transposed if SWAP
     row_sum,  # [BLOCK_M] fp32
     a,
     b,
     m,
     n,
+    first_k,
+    last_k,
     M,
     N,
     K,
@@ -144,66 +64,203 @@ def _multiply(
     BLOCK_K: tl.constexpr,
     TRANS_A: tl.constexpr,
     TRANS_B: tl.constexpr,
+    SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
-    """acc += op(A)[m:, :] @ op(B)[:, n:]; with ROW_SUM, row_sum += the row sums of op(A).
+    """acc += op(A)[m:, first_k:last_k] @ op(B)[first_k:last_k, n:]; with ROW_SUM, row_sum += the row sums of op(A).
 
     A is stored [M, K], or [K, M] if TRANS_A; B is stored [K, N], or [N, K] if TRANS_B.
     """
-    for k in range(0, K, BLOCK_K):
+    for k in range(first_k, last_k, BLOCK_K):
         if TRANS_A:
-            a_tile = _load(a, k, m, K, M, a_strides, BLOCK_K, BLOCK_M, USE_TMA).T
+            a_tile = load_tile(a, k, m, K, M, a_strides, BLOCK_K, BLOCK_M, USE_TMA).T
         else:
-            a_tile = _load(a, m, k, M, K, a_strides, BLOCK_M, BLOCK_K, USE_TMA)
+            a_tile = load_tile(a, m, k, M, K, a_strides, BLOCK_M, BLOCK_K, USE_TMA)
         if TRANS_B:
-            b_tile = _load(b, n, k, N, K, b_strides, BLOCK_N, BLOCK_K, USE_TMA).T
+            b_tile = load_tile(b, n, k, N, K, b_strides, BLOCK_N, BLOCK_K, USE_TMA).T
         else:
-            b_tile = _load(b, k, n, K, N, b_strides, BLOCK_K, BLOCK_N, USE_TMA)
+            b_tile = load_tile(b, k, n, K, N, b_strides, BLOCK_K, BLOCK_N, USE_TMA)
         if ROW_SUM:
             row_sum += tl.sum(a_tile.to(tl.float32), 1)
         if UPCAST:
             a_tile = a_tile.to(tl.float32)
             b_tile = b_tile.to(tl.float32)
-        acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
+        if SWAP:
+            acc = tl.dot(b_tile.T, a_tile.T, acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
     return acc, row_sum
+
+
+@triton.jit
+def _multiply_gated(
+    acc,  # [BLOCK_M, BLOCK_N] fp32 each, transposed if SWAP
+    acc_up,
+    a,
+    b,
+    b_up,
+    m,
+    n,
+    first_k,
+    last_k,
+    M,
+    N,
+    K,
+    a_strides,
+    b_strides,
+    b_up_strides,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SWAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    USE_TMA: tl.constexpr,
+):
+    """Both products of a gated layer, each tile of A loaded once. A is stored [M, K], both Bs [N, K]."""
+    for k in range(first_k, last_k, BLOCK_K):
+        a_tile = load_tile(a, m, k, M, K, a_strides, BLOCK_M, BLOCK_K, USE_TMA)
+        b_tile = load_tile(b, n, k, N, K, b_strides, BLOCK_N, BLOCK_K, USE_TMA)
+        up_tile = load_tile(b_up, n, k, N, K, b_up_strides, BLOCK_N, BLOCK_K, USE_TMA)
+        if UPCAST:
+            a_tile = a_tile.to(tl.float32)
+            b_tile = b_tile.to(tl.float32)
+            up_tile = up_tile.to(tl.float32)
+        if SWAP:
+            acc = tl.dot(b_tile, a_tile.T, acc, input_precision=PRECISION)
+            acc_up = tl.dot(up_tile, a_tile.T, acc_up, input_precision=PRECISION)
+        else:
+            acc = tl.dot(a_tile, b_tile.T, acc, input_precision=PRECISION)
+            acc_up = tl.dot(a_tile, up_tile.T, acc_up, input_precision=PRECISION)
+    return acc, acc_up
+
+
+# -------------------------------------------------------------------------------------------------- epilogue
+
+
+@triton.jit
+def _add_bias(z, bias_ptr, n, N, BLOCK_N: tl.constexpr):
+    """z + b, where there is a bias."""
+    if bias_ptr is not None:
+        offs_n = n + tl.arange(0, BLOCK_N)
+        z += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+    return z
+
+
+@triton.jit
+def _scales(scale_ptrs, m, n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROW_SCALES: tl.constexpr):
+    """What a product of scaled fp8 operands is multiplied by: [BLOCK_M, BLOCK_N] by row and column, or one number."""
+    if ROW_SCALES:
+        offs_m = m + tl.arange(0, BLOCK_M)
+        offs_n = n + tl.arange(0, BLOCK_N)
+        of_row = tl.load(scale_ptrs[0] + offs_m, mask=offs_m < M, other=0.0)
+        of_col = tl.load(scale_ptrs[1] + offs_n, mask=offs_n < N, other=0.0)
+        return of_row[:, None] * of_col[None, :]
+    else:
+        return tl.load(scale_ptrs[0]) * tl.load(scale_ptrs[1])
 
 
 @triton.jit
 def _epilogue(
     acc,  # [BLOCK_M, BLOCK_N] fp32
-    bias_ptr,  # [N], or None
-    preact,  # where z goes, or None
-    c,
+    acc_up,  # the second product ("gated"), or None
+    biases,  # [N] of each product, or None
+    scale_ptrs,  # of A and B, or None
+    sources,  # matrices [M, N] that are read
+    targets,  # matrices [M, N] that are written, None where one is not wanted
     m,
     n,
     M,
     N,
-    strides,
+    EPILOGUE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
-    """z = acc + bias; store z where it is wanted, and act(z)."""
-    if bias_ptr is not None:
-        offs_n = n + tl.arange(0, BLOCK_N)
-        acc += tl.load(bias_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-    if preact is not None:
-        _store(preact, acc.to(DTYPE), m, n, M, N, strides, BLOCK_M, BLOCK_N, USE_TMA)
-    _store(c, act(acc, ACTIVATION).to(DTYPE), m, n, M, N, strides, BLOCK_M, BLOCK_N, USE_TMA)
+    """What the legend at the top says of EPILOGUE, on one tile."""
+    pitch = (N, 1)
+    if scale_ptrs is not None:
+        acc *= _scales(scale_ptrs, m, n, M, N, BLOCK_M, BLOCK_N, ROW_SCALES)
+    if EPILOGUE == "act":
+        z = _add_bias(acc, biases[0], n, N, BLOCK_N)
+        if targets[1] is not None:
+            store_tile(targets[1], z.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
+        y = act(z, ACTIVATION)
+        if sources[0] is not None:
+            y += load_tile(sources[0], m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA).to(tl.float32)
+        store_tile(targets[0], y.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
+    elif EPILOGUE == "gated":
+        g = _add_bias(acc, biases[0], n, N, BLOCK_N)
+        u = _add_bias(acc_up, biases[1], n, N, BLOCK_N)
+        if targets[1] is not None:
+            store_tile(targets[1], g.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
+            store_tile(targets[2], u.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
+        h = act(g, ACTIVATION) * u
+        store_tile(targets[0], h.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
+    elif EPILOGUE == "act_grad":
+        z = load_tile(sources[0], m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA).to(tl.float32)
+        dz = acc * act_grad(z, ACTIVATION)
+        store_tile(targets[0], dz.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
+        if targets[1] is not None:
+            h = act(z, ACTIVATION)
+            store_tile(targets[1], h.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
+    elif EPILOGUE == "gated_grad":
+        g = load_tile(sources[0], m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA).to(tl.float32)
+        act_g = act(g, ACTIVATION)
+        du = acc * act_g
+        store_tile(targets[1], du.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
+        u = load_tile(sources[1], m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA).to(tl.float32)
+        dg = acc * u * act_grad(g, ACTIVATION)
+        store_tile(targets[0], dg.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
+        if targets[2] is not None:
+            h = act_g * u
+            store_tile(targets[2], h.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
+    else:
+        tl.static_assert(EPILOGUE == "accumulate")
+        ptrs, mask = tile_pointers(targets[0], m, n, M, N, N, 1, BLOCK_M, BLOCK_N)
+        tl.store(ptrs, (tl.load(ptrs, mask=mask, other=0.0).to(tl.float32) + acc).to(DTYPE), mask=mask)
+
+
+@triton.jit
+def _halves(tile, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The left and the right half of a tile [BLOCK_M, BLOCK_N]; no data moves between threads."""
+    return tl.split(tile.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1))
+
+
+@triton.jit
+def _store_partial(dst, tile, split, m, n, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Leave the product of one part of K in a workspace [splits, M, N]."""
+    ptrs, mask = tile_pointers(dst + tl.cast(split, tl.int64) * M * N, m, n, M, N, N, 1, BLOCK_M, BLOCK_N)
+    tl.store(ptrs, tile, mask=mask)
+
+
+@triton.jit
+def _store_row_sum(dst, row_sum, m, M, wanted, ACCUMULATE: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Every column of tiles holds the same sums: the one for which ``wanted`` is true writes them."""
+    offs_m = m + tl.arange(0, BLOCK_M)
+    mask = (offs_m < M) & wanted
+    if ACCUMULATE:
+        row_sum += tl.load(dst + offs_m, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dst + offs_m, row_sum.to(dst.dtype.element_ty), mask=mask)
+
+
+# --------------------------------------------------------------------------------------------------- kernels
 
 
 # T changes with every batch: specialising on it would only compile the same code again.
 @triton.jit(do_not_specialize=["T"])
 def _gemm_kernel(
-    a_ptrs,
+    a_ptrs,  # of each pair
     b_ptrs,
-    c_ptrs,
-    bias_ptrs,  # [N] of each output, or None
-    preact_ptrs,  # where each output's pre-activation goes, or None
+    bias_ptrs,  # [N] of each pair, or None
+    scale_ptrs,  # of A and B (fp8), or None
+    source_ptrs,  # contiguous matrices [M, N] that the epilogue of each output reads, or None
+    target_ptrs,  # and those that it writes; "partial": workspaces [splits, M, N] in fp32, one per product
     row_sum_ptrs,  # where the row sums of each op(A) go (wgrad: the bias gradient), or None
     T,  # tokens
     Ms,  # of each pair; None: T (forward, dgrad)
@@ -211,18 +268,22 @@ def _gemm_kernel(
     Ks,  # of each pair; None: T (wgrad)
     a_strides,
     b_strides,
-    c_strides,
-    CHAINED: tl.constexpr,
+    splits,  # parts of K, 1 unless the epilogue is "partial"
+    COMBINE: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     TRANS_A: tl.constexpr,
     TRANS_B: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    SWAP: tl.constexpr,  # multiply (op(B)^T, op(A)^T): wide N fills the tensor core's rows where M is small
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr,  # of fp32 products: "ieee" or "tf32"
+    ROW_SCALES: tl.constexpr,  # scales by row and column, not one for each operand
     UPCAST: tl.constexpr,  # the interpreter's bf16 dot is wrong: multiply in fp32 there
     USE_TMA: tl.constexpr,
+    HALVES: tl.constexpr,  # run the epilogue on the left and the right half of a tile, in half the registers
     FLATTEN: tl.constexpr,  # let the next tile's loads run under this tile's epilogue
 ):
     # A block of an operand as it is stored.
@@ -230,8 +291,14 @@ def _gemm_kernel(
     A_COLS: tl.constexpr = BLOCK_M if TRANS_A else BLOCK_K
     B_ROWS: tl.constexpr = BLOCK_N if TRANS_B else BLOCK_K
     B_COLS: tl.constexpr = BLOCK_K if TRANS_B else BLOCK_N
+    ACC_ROWS: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
+    ACC_COLS: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
+    OUT_N: tl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N
     PAIRS: tl.constexpr = len(a_ptrs)
-    OUTPUTS: tl.constexpr = len(c_ptrs)
+    OUTPUTS: tl.constexpr = len(target_ptrs)
+    PARTIAL: tl.constexpr = EPILOGUE == "partial"
+    # What is read back at once, or has no alignment of its own, goes through pointers.
+    TMA_OUT: tl.constexpr = USE_TMA and not PARTIAL and EPILOGUE != "accumulate"
 
     a_srcs = ()
     b_srcs = ()
@@ -240,69 +307,155 @@ def _gemm_kernel(
         K = T if Ks is None else Ks[p]
         a_rows, a_cols = (K, M) if TRANS_A else (M, K)
         b_rows, b_cols = (Ns[p], K) if TRANS_B else (K, Ns[p])
-        a_srcs += (_open(a_ptrs[p], a_rows, a_cols, a_strides[p][0], A_ROWS, A_COLS, USE_TMA),)
-        b_srcs += (_open(b_ptrs[p], b_rows, b_cols, b_strides[p][0], B_ROWS, B_COLS, USE_TMA),)
+        a_srcs += (open_matrix(a_ptrs[p], a_rows, a_cols, a_strides[p][0], A_ROWS, A_COLS, USE_TMA),)
+        b_srcs += (open_matrix(b_ptrs[p], b_rows, b_cols, b_strides[p][0], B_ROWS, B_COLS, USE_TMA),)
 
     programs = tl.num_programs(0)
     tiles_before = 0
     for i in tl.static_range(OUTPUTS):
-        M, N = T if Ms is None else Ms[i], Ns[i]
-        c = _open(c_ptrs[i], M, N, c_strides[i][0], BLOCK_M, BLOCK_N, USE_TMA)
-        preact = None
-        if preact_ptrs[i] is not None:
-            preact = _open(preact_ptrs[i], M, N, c_strides[i][0], BLOCK_M, BLOCK_N, USE_TMA)
+        M, N, K = T if Ms is None else Ms[i], Ns[i], T if Ks is None else Ks[i]
+        sources = open_all(source_ptrs[i], M, N, BLOCK_M, OUT_N, TMA_OUT)
+        targets = open_all(target_ptrs[i], M, N, BLOCK_M, OUT_N, TMA_OUT)
 
         # One list of tiles runs through all outputs; this program takes every programs-th of it.
         tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
         first = (tl.program_id(0) + programs - tiles_before % programs) % programs
-        for tile in tl.range(first, tiles, programs, flatten=FLATTEN):
-            m, n = _tile_position(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
-            acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for item in tl.range(first, tiles * splits, programs, flatten=FLATTEN):
+            if PARTIAL:
+                tile, split = item % tiles, item // tiles
+                first_k, last_k = _part_of(K, split, splits, BLOCK_K)
+            else:
+                tile, split = item, 0
+                first_k, last_k = 0, K
+            m, n = tile_position(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+            acc = tl.zeros((ACC_ROWS, ACC_COLS), dtype=tl.float32)
             row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
-            if CHAINED:
+            if COMBINE == "gated":
+                acc_up = tl.zeros((ACC_ROWS, ACC_COLS), dtype=tl.float32)
+                acc, acc_up = _multiply_gated(
+                    acc, acc_up, a_srcs[0], b_srcs[0], b_srcs[1], m, n, first_k, last_k, M, N, K,
+                    a_strides[0], b_strides[0], b_strides[1],
+                    BLOCK_M, BLOCK_N, BLOCK_K, SWAP, PRECISION, UPCAST, USE_TMA,
+                )  # fmt: skip
+                if SWAP:
+                    acc_up = acc_up.T
+            elif COMBINE == "chained":
+                acc_up = None
                 for p in tl.static_range(PAIRS):
                     acc, row_sum = _multiply(
-                        acc, row_sum, a_srcs[p], b_srcs[p], m, n, M, N, Ks[p], a_strides[p], b_strides[p],
-                        False, BLOCK_M, BLOCK_N, BLOCK_K, TRANS_A, TRANS_B, PRECISION, UPCAST, USE_TMA,
+                        acc, row_sum, a_srcs[p], b_srcs[p], m, n, 0, Ks[p], M, N, Ks[p], a_strides[p], b_strides[p],
+                        False, BLOCK_M, BLOCK_N, BLOCK_K, TRANS_A, TRANS_B, SWAP, PRECISION, UPCAST, USE_TMA,
                     )  # fmt: skip
             else:
+                acc_up = None
                 acc, row_sum = _multiply(
-                    acc, row_sum, a_srcs[i], b_srcs[i], m, n, M, N,
-                    T if Ks is None else Ks[i], a_strides[i], b_strides[i], row_sum_ptrs[i] is not None,
-                    BLOCK_M, BLOCK_N, BLOCK_K, TRANS_A, TRANS_B, PRECISION, UPCAST, USE_TMA,
+                    acc, row_sum, a_srcs[i], b_srcs[i], m, n, first_k, last_k, M, N, K, a_strides[i], b_strides[i],
+                    row_sum_ptrs[i] is not None,
+                    BLOCK_M, BLOCK_N, BLOCK_K, TRANS_A, TRANS_B, SWAP, PRECISION, UPCAST, USE_TMA,
                 )  # fmt: skip
+            if SWAP:
+                acc = acc.T
+
+            if PARTIAL:
+                _store_partial(target_ptrs[i][0], acc, split, m, n, M, N, BLOCK_M, BLOCK_N)
+                if COMBINE == "gated":
+                    _store_partial(target_ptrs[i][1], acc_up, split, m, n, M, N, BLOCK_M, BLOCK_N)
+                if row_sum_ptrs[i] is not None:
+                    _store_row_sum(row_sum_ptrs[i] + split * M, row_sum, m, M, n == 0, False, BLOCK_M)
+            else:
+                if HALVES:
+                    left, right = _halves(acc, BLOCK_M, BLOCK_N)
+                    _epilogue(
+                        left, None, bias_ptrs[i:], scale_ptrs, sources, targets, m, n, M, N,
+                        EPILOGUE, ACTIVATION, ROW_SCALES, target_ptrs[i][0].dtype.element_ty, BLOCK_M, OUT_N, TMA_OUT,
+                    )  # fmt: skip
+                    _epilogue(
+                        right, None, bias_ptrs[i:], scale_ptrs, sources, targets, m, n + OUT_N, M, N,
+                        EPILOGUE, ACTIVATION, ROW_SCALES, target_ptrs[i][0].dtype.element_ty, BLOCK_M, OUT_N, TMA_OUT,
+                    )  # fmt: skip
+                else:
+                    _epilogue(
+                        acc, acc_up, bias_ptrs[i:], scale_ptrs, sources, targets, m, n, M, N,
+                        EPILOGUE, ACTIVATION, ROW_SCALES, target_ptrs[i][0].dtype.element_ty, BLOCK_M, OUT_N, TMA_OUT,
+                    )  # fmt: skip
+                if row_sum_ptrs[i] is not None:
+                    _store_row_sum(row_sum_ptrs[i], row_sum, m, M, n == 0, EPILOGUE == "accumulate", BLOCK_M)
+        tiles_before += tiles * splits
+
+
+@triton.jit(do_not_specialize=["T"])
+def _split_sum_kernel(
+    partial_ptrs,  # for each output its products' workspaces [splits, M, N] in fp32
+    partial_sum_ptrs,  # [splits, M] in fp32, or None
+    bias_ptrs,  # these as in _gemm_kernel
+    scale_ptrs,
+    source_ptrs,
+    target_ptrs,
+    row_sum_ptrs,
+    T,
+    Ms,
+    Ns,
+    splits,
+    EPILOGUE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ROW_SCALES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Add up the parts of a split GEMM, first to last, and run its epilogue. Grid: (tiles of the largest output,)."""
+    tile = tl.program_id(0)
+    for i in tl.static_range(len(target_ptrs)):
+        M, N = T if Ms is None else Ms[i], Ns[i]
+        if tile < tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N):
+            m, n = tile_position(tile, M, N, BLOCK_M, BLOCK_N, 1)
+            acc = _sum_parts(partial_ptrs[i][0], m, n, M, N, splits, BLOCK_M, BLOCK_N)
+            acc_up = None
+            if EPILOGUE == "gated":
+                acc_up = _sum_parts(partial_ptrs[i][1], m, n, M, N, splits, BLOCK_M, BLOCK_N)
             _epilogue(
-                acc, bias_ptrs[i], preact, c, m, n, M, N, c_strides[i],
-                ACTIVATION, c_ptrs[i].dtype.element_ty, BLOCK_M, BLOCK_N, USE_TMA,
+                acc, acc_up, bias_ptrs[i:], scale_ptrs, source_ptrs[i], target_ptrs[i], m, n, M, N,
+                EPILOGUE, ACTIVATION, ROW_SCALES, target_ptrs[i][0].dtype.element_ty, BLOCK_M, BLOCK_N, False,
             )  # fmt: skip
             if row_sum_ptrs[i] is not None:
-                # Every column of tiles holds the same sums: the first one writes them.
                 offs_m = m + tl.arange(0, BLOCK_M)
-                sums = row_sum.to(row_sum_ptrs[i].dtype.element_ty)
-                tl.store(row_sum_ptrs[i] + offs_m, sums, mask=(offs_m < M) & (n == 0))
-        tiles_before += tiles
+                row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
+                for split in range(splits):
+                    row_sum += tl.load(partial_sum_ptrs[i] + split * M + offs_m, mask=offs_m < M, other=0.0)
+                _store_row_sum(row_sum_ptrs[i], row_sum, m, M, n == 0, EPILOGUE == "accumulate", BLOCK_M)
 
 
-# ------------------------------------------------------------------------------------- activation's gradient
+@triton.jit
+def _sum_parts(src, m, n, M, N, splits, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The tile at (m, n) of a workspace [splits, M, N], summed over the parts."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    ptrs, mask = tile_pointers(src, m, n, M, N, N, 1, BLOCK_M, BLOCK_N)
+    for split in range(splits):
+        acc += tl.load(ptrs + tl.cast(split, tl.int64) * M * N, mask=mask, other=0.0)
+    return acc
+
+
+# -------------------------------------------------------------------------- an activation's gradient by itself
 
 
 @triton.jit(do_not_specialize=["T"])
 def _act_grad_kernel(
     dy_ptr,  # [T, F] with strides
-    z_ptr,  # [T, F] contiguous
-    dz_ptr,  # [T, F] contiguous
+    source_ptrs,  # z, or g and u: [T, F] contiguous
+    target_ptrs,  # dz, or dg and du: [T, F] contiguous
     T,
     F,
     dy_strides,
+    EPILOGUE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
+    """The epilogues "act_grad" and "gated_grad", for a gradient that another op has left in memory."""
     t = tl.program_id(0) * BLOCK_T
     f = tl.program_id(1) * BLOCK_F
-    dy_ptrs, mask = _tile_pointers(dy_ptr, t, f, T, F, dy_strides[0], dy_strides[1], BLOCK_T, BLOCK_F)
-    z_ptrs, _ = _tile_pointers(z_ptr, t, f, T, F, F, 1, BLOCK_T, BLOCK_F)
-    dz_ptrs, _ = _tile_pointers(dz_ptr, t, f, T, F, F, 1, BLOCK_T, BLOCK_F)
+    dy_ptrs, mask = tile_pointers(dy_ptr, t, f, T, F, dy_strides[0], dy_strides[1], BLOCK_T, BLOCK_F)
     dy = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
-    z = tl.load(z_ptrs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(dz_ptrs, (dy * act_grad(z, ACTIVATION)).to(dz_ptr.dtype.element_ty), mask=mask)
+    _epilogue(
+        dy, None, (None,), None, source_ptrs, target_ptrs, t, f, T, F,
+        EPILOGUE, ACTIVATION, False, target_ptrs[0].dtype.element_ty, BLOCK_T, BLOCK_F, False,
+    )  # fmt: skip

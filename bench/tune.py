@@ -1,0 +1,426 @@
+"""``shardfuse bench tune``: measures configurations of the GEMM on this GPU and writes a table for ``tuning.py``.
+
+For every launch that the chosen ops' cases make, and that no earlier run has measured from the same sources: the most
+promising candidates (``kernels/linear/candidates.py``, ordered by the cost model) are compiled by several processes;
+what spills or does not fit is dropped; the others must agree with the reference by the rule that all gates share, and
+are then timed, each interleaved with the configuration that runs now. The winner is timed against the stock path as
+well. Where that is the faster one beyond noise, the table says so, and ``auto`` steps aside there.
+
+Every figure is on disk as it is taken (``<out>.events.jsonl``), so the same command goes on where it was stopped; the
+table is written whole after every launch. A candidate that took the process down with it is not tried again.
+
+Run it in one process: a table is a file, and all ranks of a job read the same one. Of several started together only
+rank 0 tunes. ``SHARDFUSE_TUNED`` names a table for a job; copied to ``kernels/tuned/<chip>.json`` it ships.
+
+``--dry`` goes the same way on a CPU with tiny shapes, interpreted; its table is marked, and refused by the loader.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ..kernels import device, dispatch, registry, tuning
+from ..kernels.chips import CHIPS
+from ..kernels.linear import config as gemms
+from ..kernels.linear.candidates import candidates, predicted_us
+from ..kernels.linear.config import GemmConfig
+from ..kernels.linear.tuned import OP, SOURCES
+from . import provenance, workload
+from .gate import Outputs, check_outputs
+from .journal import Journal
+from .report import DRY_NOTE, console, write_json
+from .runner import default_device
+from .timing import Timing, compare, input_sets
+from .workload import Call
+
+TOP = 12
+BUDGET_S = 3600.0
+COMPILE_SHARE = 0.5  # of the budget, at most
+SECONDS = 0.3  # of timing for one candidate, both sides together
+MARGIN = 0.02  # what a difference must exceed, beside both sides' own noise, to count
+DRY_CASES = 2
+TAG = "short"
+
+
+@dataclass(frozen=True)
+class Options:
+    """One call. ``cases`` are names or tags; ``out`` is the table."""
+
+    op: str | None = None
+    cases: tuple[str, ...] = ()
+    out: Path | None = None
+    budget_s: float = BUDGET_S
+    top: int = TOP
+    dry: bool = False
+    jobs: int | None = None
+
+
+def tune(options: Options) -> int:
+    """Tune and print; the exit code.
+
+    0: done, or out of time. 1: what runs now is wrong somewhere, which was not tuned. 2: there is nothing that can be
+    tuned. 130: stopped.
+    """
+    people = console(stderr=True)
+    if int(os.environ.get("RANK", "0")) != 0:
+        people.print("rank 0 tunes; a table serves all ranks")
+        return 0
+    try:
+        _require(options)
+        if options.dry and not dispatch.interpreting():
+            _interpret_instead(options)
+        run = Run(options, people)
+    except ValueError as error:
+        people.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
+        return 2
+    try:
+        return run.run()
+    except KeyboardInterrupt:
+        people.print(f"stopped; what was measured is kept, and the same command goes on ({run.out})", soft_wrap=True)
+        return 130
+
+
+def _require(options: Options) -> None:
+    if options.op is not None:
+        registry.op(options.op)
+    if options.top < 1:
+        raise ValueError(f"top={options.top}: expected at least 1")
+    if options.budget_s <= 0:
+        raise ValueError(f"budget={options.budget_s:g}: expected seconds, more than 0")
+    if dispatch.triton_version() is None:
+        raise ValueError("tuning needs Triton, which is not installed here (pip install triton; Linux only)")
+    if not options.dry and not torch.cuda.is_available():
+        raise ValueError("this machine has no GPU that torch can use; --dry goes the same way without one")
+
+
+def _interpret_instead(options: Options) -> None:
+    """Start over in a Python whose kernels are interpreted, which is fixed when it starts. Does not return."""
+    arguments = [options.op] if options.op else []
+    for case in options.cases:
+        arguments += ["--cases", case]
+    arguments += ["--out", str(options.out)] if options.out else []
+    arguments += ["--budget", str(options.budget_s), "--top", str(options.top), "--dry"]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = [sys.executable, "-m", __spec__.name, *arguments]
+    os.execve(sys.executable, command, os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
+
+
+class Run:
+    """One call's work. ``out`` is the table's file.
+
+    Raises ValueError where there is nothing to tune, or where ``out`` holds something that this run must not touch.
+    """
+
+    def __init__(self, options: Options, people: Console) -> None:
+        self.options, self.people = options, people
+        self.device = torch.device("cpu") if options.dry else default_device()
+        self.arch = device.architecture(self.device)
+        if not options.dry and self.arch not in CHIPS:
+            raise ValueError(f"nothing is known of {self.arch}: describe it in kernels/chips.py")
+        self.out = options.out or Path(f"shardfuse-tuned-{self.arch}.json")
+        self.origin = provenance.describe(self.device)
+        self.source_hash = tuning.source_hash(SOURCES)
+        self.entries = self._earlier()
+        self.calls = self._calls()
+        journal = self.out.with_name(self.out.name + ".events.jsonl")
+        self.journal = Journal(journal, dry=options.dry, origin=self.origin)
+        self.red = False
+
+    def run(self) -> int:
+        started = time.monotonic()
+        until = started + self.options.budget_s
+        self.journal.add("run", origin=self.origin)
+        try:
+            left = [call for call in self.calls if not self._fresh(call)]
+            said = f"{len(left)} launches to tune for {self.arch}, {len(self.calls) - len(left)} done before"
+            self.people.print(f"{said}; table: {self.out}", soft_wrap=True)
+            ready = self._compile(left, started + COMPILE_SHARE * self.options.budget_s)
+            for index, call in enumerate(left):
+                if call.bucket in ready and time.monotonic() < until:
+                    self.people.print(f"{index + 1} of {len(left)}  {call.bucket}", soft_wrap=True)
+                    self._tune(call, ready[call.bucket], until)
+            self._write()
+            undone = sum(not self._fresh(call) for call in left)
+            if undone and not self.red:
+                self.people.print(f"out of time with {undone} launches left; the same command goes on", soft_wrap=True)
+        finally:
+            self.journal.close()
+            self._show()
+        return 1 if self.red else 0
+
+    # --- what there is to do ------------------------------------------------------------------------------------------
+
+    def _earlier(self) -> dict[str, tuning.Entry]:
+        """What the file holds already; entries of other runs stay in it."""
+        if not self.out.is_file():
+            return {}
+        table = tuning.read(self.out)
+        if (table.arch, table.dry) != (self.arch, self.options.dry):
+            kind = "a dry run" if table.dry else "measurements"
+            raise ValueError(f"{self.out} holds {kind} for {table.arch}: choose another file with --out")
+        unknown = dict.fromkeys(provenance.MACHINE, "unknown")
+        provenance.check_machine(self.out, unknown | table.origin, self.origin)
+        return {entry.bucket: entry for entry in table.entries}
+
+    def _calls(self) -> list[Call]:
+        """Every launch of the chosen cases, once for each bucket."""
+        names = [self.options.op] if self.options.op else workload.ops()
+        found: dict[str, Call] = {}
+        for name in names:
+            spec = registry.op(name)
+            if name not in workload.ops():
+                continue
+            for case in _cases(spec, self.options, known=len(names) == 1):
+                for call in workload.calls(spec, case, self.device, self.arch):
+                    found.setdefault(call.bucket, call)
+        if not found:
+            raise ValueError(f"nothing to tune: no GEMM is launched by the chosen cases of {', '.join(names)}")
+        return list(found.values())
+
+    def _fresh(self, call: Call) -> bool:
+        entry = self.entries.get(call.bucket)
+        return entry is not None and entry.source_hash == self.source_hash
+
+    # --- one launch ---------------------------------------------------------------------------------------------------
+
+    def _tune(self, call: Call, chosen: Sequence[GemmConfig], until: float) -> None:
+        """Time the candidates of one launch and file the winner, unless what runs now is wrong or time runs out."""
+        now = gemms.pick_config(self.arch, call.gemm)
+        tried = self._tried(call)
+        sets = [call.draw(self.device, seed) for seed in range(input_sets(call.nbytes, self.device))]
+        gate = _Gate(call, sets[0])
+        if not self._right(call, gate, now):
+            self.red = True
+            return
+        for config in chosen:
+            if time.monotonic() > until:
+                return
+            self._try(call, sets, gate, config, now, tried)
+        self.entries[call.bucket] = self._entry(call, sets, now, tried)
+        self._write()
+
+    def _try(
+        self,
+        call: Call,
+        sets: list[list[Any]],
+        gate: _Gate,
+        config: GemmConfig,
+        now: GemmConfig,
+        tried: dict[str, dict[str, float]],
+    ) -> None:
+        """Check one candidate and time it beside what runs now; ``tried`` gets the ratio of the two."""
+        key = self._key(call, config)
+        self.journal.add("trying", **key)
+        try:
+            if self._right(call, gate, config):
+                ours, base = self._compare(_forced(call, sets, config), _forced(call, sets, now))
+                tried[str_of(config)] = {"ratio": ours.value / base.value, "noise": _noise(ours, base)}
+                self.journal.add("tried", **key, **tried[str_of(config)])
+        except KeyboardInterrupt:
+            self.journal.add("interrupted", **key)  # not the candidate's fault
+            raise
+
+    def _entry(
+        self, call: Call, sets: list[list[Any]], now: GemmConfig, tried: dict[str, dict[str, float]]
+    ) -> tuning.Entry:
+        """The winner among what was tried, timed once more beside what runs now, and beside the stock path."""
+        by_name = {str_of(config): config for config in candidates(self.arch, call.gemm)}
+        won = {
+            name: said["ratio"]
+            for name, said in tried.items()
+            if name in by_name and said["ratio"] < 1 - max(MARGIN, said["noise"])
+        }
+        best = by_name[min(won, key=won.__getitem__)] if won else now
+        ours, base = self._compare(_forced(call, sets, best), _forced(call, sets, now))
+        again, stock = self._compare(_forced(call, sets, best), [partial(call.reference, args) for args in sets])
+        measured = {"us": ours.value, "now_us": base.value, "stock_us": stock.value}
+        if self.arch in CHIPS:
+            measured["predicted_us"] = predicted_us(self.arch, call.gemm, best)
+        slower = again.value > stock.value * (1 + max(MARGIN, _noise(again, stock)))
+        times = f"plain torch took {stock.value:.1f} us where the kernel took {again.value:.1f} us"
+        commit = self.origin["commit"] + ("" if self.origin["dirty"] is False else ", with changes")
+        return tuning.Entry(
+            op=OP,
+            bucket=call.bucket,
+            measured={name: round(us, 2) for name, us in measured.items()} | {"tried": len(tried) + 1},
+            source=f"{self.out.name}: bench tune at commit {commit} on {self.origin['device']}",
+            source_hash=self.source_hash,
+            config=dataclasses.asdict(best),
+            stock_wins=times if slower and not self.options.dry else None,
+        )
+
+    def _tried(self, call: Call) -> dict[str, dict[str, float]]:
+        """What earlier runs know of the candidates, from these sources. Infinite: not to be tried again."""
+        same = {"bucket": call.bucket, "source_hash": self.source_hash, "dry": self.options.dry}
+        last = {
+            event["config"]: event
+            for event in self.journal.events
+            if "config" in event and all(event.get(name) == value for name, value in same.items())
+        }
+        return {
+            config: {"ratio": event.get("ratio", math.inf), "noise": event.get("noise", 0.0)}
+            for config, event in last.items()
+            if event["event"] != "interrupted"
+        }
+
+    def _compile(self, left: Sequence[Call], until: float) -> dict[str, list[GemmConfig]]:
+        """Compile what is to be tried: by bucket the candidates that the compiler makes something fit of.
+
+        A launch whose candidates were not all compiled in time is missing.
+        """
+        wanted = {call.bucket: self._untried(call) for call in left}
+        if self.options.dry:  # the interpreter compiles nothing
+            return wanted
+        pairs = [(call, config) for call in left for config in wanted[call.bucket]]
+        pending = collections.Counter(call.bucket for call, _ in pairs)
+        with self.people.status("compiling") as status:
+            for index, problem in workload.compile_all(pairs, self.arch, self.options.jobs):
+                call, config = pairs[index]
+                pending[call.bucket] -= 1
+                if problem is not None:
+                    wanted[call.bucket].remove(config)
+                    self._refuse(call, config, problem)
+                status.update(f"compiling: {pending.total()} of {len(pairs)} kernels left")
+                if time.monotonic() > until:
+                    break
+        return {bucket: configs for bucket, configs in wanted.items() if not pending[bucket]}
+
+    def _untried(self, call: Call) -> list[GemmConfig]:
+        now, tried = gemms.pick_config(self.arch, call.gemm), self._tried(call)
+        promising = candidates(self.arch, call.gemm)[: self.options.top]
+        return [config for config in promising if config != now and str_of(config) not in tried]
+
+    def _refuse(self, call: Call, config: GemmConfig, why: str) -> None:
+        self.journal.add("refused", **self._key(call, config), why=why)
+        self.people.print(f"    {call.bucket}  {config}: {why}", markup=False, soft_wrap=True)
+
+    def _right(self, call: Call, gate: _Gate, config: GemmConfig) -> bool:
+        wrong = gate.faults(config)
+        if wrong:
+            self._refuse(call, config, wrong)
+        return not wrong
+
+    def _compare(self, ours: list[Callable[[], object]], peer: list[Callable[[], object]]) -> tuple[Timing, Timing]:
+        return compare(ours, peer, self.device, seconds=SECONDS, dry=self.options.dry)
+
+    def _key(self, call: Call, config: GemmConfig) -> dict[str, str]:
+        return {"bucket": call.bucket, "config": str_of(config), "source_hash": self.source_hash}
+
+    def _write(self) -> None:
+        table = tuning.Table(self.arch, self.options.dry, self.origin, SOURCES, tuple(self.entries.values()))
+        write_json(self.out, table.record())
+        tuning.forget()
+
+    def _show(self) -> None:
+        """What the table says of the chosen launches."""
+        table = Table(title=f"tuned for {self.arch}{DRY_NOTE if self.options.dry else ''}", title_justify="left")
+        table.caption = "us; now: what ran before; stock: plain torch"
+        for column in ("launch", "configuration"):
+            table.add_column(column, overflow="fold")
+        for column in ("predicted", "measured", "now", "stock", "gain", "tried"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for entry in (self.entries[call.bucket] for call in self.calls if call.bucket in self.entries):
+            assert entry.config is not None
+            measured = entry.measured
+            table.add_row(
+                entry.bucket,
+                str_of(GemmConfig(**entry.config)),  # type: ignore[arg-type]
+                f"{measured['predicted_us']:,.1f}" if "predicted_us" in measured else "",
+                *(f"{measured[name]:,.1f}" for name in ("us", "now_us", "stock_us")),
+                f"{measured['now_us'] / measured['us']:.3f}",
+                str(measured["tried"]),
+            )
+        if table.rows:
+            console().print(table)
+
+
+class _Gate:
+    """One launch against the fp64 oracle; what it is compared with is computed once for all configurations."""
+
+    def __init__(self, call: Call, args: list[Any]) -> None:
+        self._call, self._args = call, args
+        self._low: Outputs = call.reference(workload.copied(args))
+        self._oracle: Outputs = call.reference(workload.copied(args, double=True))
+
+    def faults(self, config: GemmConfig) -> str:
+        """What is wrong with the results of ``config``, or why it cannot run; empty if all is well."""
+        from triton.runtime.errors import OutOfResources
+
+        args = workload.copied(self._args)
+        try:
+            with gemms.forced(config):
+                ours = self._call(args)
+        except OutOfResources as error:
+            return str(error)
+        verdicts = check_outputs(ours, low=lambda: self._low, oracle=lambda: self._oracle)
+        return "; ".join(str(verdict) for verdict in verdicts if not verdict.ok)
+
+
+def str_of(config: GemmConfig) -> str:
+    """A configuration by every one of its fields, which its own name for people leaves out in part."""
+    return f"{config}-g{config.group_m}"
+
+
+def _forced(call: Call, sets: list[list[Any]], config: GemmConfig) -> list[Callable[[], object]]:
+    return [partial(_run_forced, call, config, args) for args in sets]
+
+
+def _run_forced(call: Call, config: GemmConfig, args: list[Any]) -> object:
+    with gemms.forced(config):
+        return call(args)
+
+
+def _noise(*sides: Timing) -> float:
+    return max((side.noise for side in sides if side.noise is not None), default=0.0)
+
+
+def _cases(spec: registry.OpSpec, options: Options, *, known: bool) -> Iterator[registry.Case]:
+    """The cases that were asked for by name or tag; else the dozen that count most, in a dry run a few small ones."""
+    if not options.cases:
+        yield from spec.tagged("test")[:DRY_CASES] if options.dry else spec.tagged(TAG)
+        return
+    by_name = {case.name: case for case in spec.cases}
+    for wanted in options.cases:
+        chosen = [by_name[wanted]] if wanted in by_name else spec.tagged(wanted)
+        if not chosen and known:
+            raise ValueError(f"{spec.name} has no case and no tag called {wanted!r}")
+        yield from chosen
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m shardfuse.bench.tune", description="Tune the GEMM on this GPU.")
+    parser.add_argument("op", nargs="?", help="one op; default: all that launch GEMMs")
+    parser.add_argument("--cases", action="append", default=[], help="a case or a tag; may be repeated")
+    parser.add_argument("--out", type=Path, help="the table; an earlier call's is gone on with")
+    parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds")
+    parser.add_argument("--top", type=int, default=TOP, help="candidates to time for each launch")
+    parser.add_argument("--dry", action="store_true", help="the same path on a CPU, tiny shapes, no measurement")
+    parser.add_argument("--jobs", type=int, help="processes that compile (default: one per core)")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.worker:
+        workload.serve()
+        return 0
+    return tune(
+        Options(options.op, tuple(options.cases), options.out, options.budget, options.top, options.dry, options.jobs)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""Single launches of the GEMM, taken out of the ops that make them: as the tuner compiles, checks and times them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..kernels import codegen, device, registry, workers
+from ..kernels.dispatch import Choice
+from ..kernels.linear import config as gemms
+from ..kernels.linear import parts
+from ..kernels.linear.config import Gemm, GemmConfig
+from ..kernels.linear.tuned import SOURCES, bucket
+from ..kernels.registry import Build, Case, OpSpec
+
+_REFERENCE = Choice("reference", "what the launch is compared with")
+_SAVING = ("linear_act_fwd", "gated_linear_fwd")  # their last argument: store what only the backward pass reads
+
+
+def _forward(x: Any, weights: Any, biases: Any, residual: Any, activation: str, save: bool) -> list[torch.Tensor]:
+    ys, zs = parts.forward(x, weights, biases, activation, _REFERENCE, residual=residual, save=save)
+    return ys + zs
+
+
+def _wgrad(dzs: Any, x: Any, want_bias: Any) -> list[torch.Tensor | None]:
+    dws, dbs = parts.param_grads(dzs, x, [True] * len(dzs), want_bias, _REFERENCE)
+    return [*dws, *dbs]
+
+
+def _wgrad_(dzs: Any, x: Any, dws: Any, dbs: Any) -> list[torch.Tensor | None]:
+    wanted = [db is not None for db in dbs]
+    parts.param_grads(dzs, x, [True] * len(dzs), wanted, _REFERENCE, into=dws, bias_into=dbs)
+    return []
+
+
+# The plain-torch twin of every op of schemas.py that launches a GEMM, with its arguments; results in its order.
+REFERENCES: dict[str, Callable[..., Sequence[torch.Tensor | None]]] = {
+    "linear_act_fwd": _forward,
+    "gated_linear_fwd": lambda x, w, b, activation, save: parts.gated_forward(
+        x, w, b, activation, _REFERENCE, save=save
+    ),
+    "linear_dgrad": lambda dzs, weights: [parts.input_grad(dzs, weights, _REFERENCE)],
+    "linear_dgrad_act": lambda dy, w, z, activation, rebuild: parts.input_grad_act(
+        dy, w, z, activation, _REFERENCE, rebuild=rebuild
+    ),
+    "linear_dgrad_gated": lambda dy, w, g, u, activation, rebuild: parts.input_grad_gated(
+        dy, w, g, u, activation, _REFERENCE, rebuild=rebuild
+    ),
+    "linear_wgrad": _wgrad,
+    "linear_wgrad_": _wgrad_,
+}
+_IN_PLACE = {"linear_wgrad_": slice(2, 4)}  # which arguments are written
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an op of ``kernels/linear/schemas.py``: ``torch.ops.shardfuse.<op>``, tensors on the meta device."""
+
+    op: str
+    args: tuple[Any, ...]
+    gemm: Gemm
+    bucket: str
+
+    def __call__(self, args: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Through the kernel. Results by position, or what an op in place has left in its arguments."""
+        return self._named(getattr(torch.ops.shardfuse, self.op)(*args), args)
+
+    def reference(self, args: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Through plain torch: the stock path in the operands' own precision, the oracle in fp64."""
+        return self._named(REFERENCES[self.op](*args), args)
+
+    def draw(self, on: torch.device, seed: int) -> list[Any]:
+        """Random operands, strides and all, whose products are of order 1."""
+        generator = torch.Generator(on).manual_seed(seed)
+        scale = self.gemm.K**-0.25
+
+        def real(meta: torch.Tensor) -> torch.Tensor:
+            drawn = torch.randn(meta.shape, generator=generator, device=on, dtype=torch.float32).mul_(scale)
+            out = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=on)
+            return out.copy_(drawn)
+
+        return _each(self.args, real)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the operands."""
+        return sum(tensor.nbytes for tensor in _tensors(self.args))
+
+    def _named(self, results: Any, args: Sequence[Any]) -> dict[str, torch.Tensor]:
+        if self.op in _IN_PLACE:
+            results = list(_tensors(args[_IN_PLACE[self.op]]))
+        elif isinstance(results, torch.Tensor):
+            results = [results]
+        return {str(i): value for i, value in enumerate(t for t in results if t is not None)}
+
+
+def ops() -> list[str]:
+    """The registry's ops that launch GEMMs of ``kernels/linear``."""
+    return [name for name, spec in registry.ops().items() if set(SOURCES) & set(spec.sources)]
+
+
+def calls(spec: OpSpec, case: Case, on: torch.device, arch: str) -> list[Call]:
+    """The GEMM launches of one case, forward and backward, and the forward as it is without a backward to come.
+
+    Nothing is computed: the op runs on fake tensors, and the torch ops that it calls are watched.
+    """
+    with FakeTensorMode(), _Watch() as watch:
+        spec.run(spec.make_inputs(case, on, 0), case, "triton")
+    found = {}
+    for op, args in watch.seen:
+        for variant in (args, (*args[:-1], False)) if op in _SAVING else (args,):
+            gemm = gemm_of(op, variant, arch)
+            key = bucket(gemm) if gemm is not None else None
+            if gemm is not None and gemm.K and key is not None:
+                found[key] = Call(op, variant, gemm, key)
+    return list(found.values())
+
+
+class _Watch(TorchDispatchMode):
+    """Notes every call of a torch op that launches a GEMM, its tensors as empty ones on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        op = func.name().partition("::")[2].partition(".")[0]
+        if func.namespace == "shardfuse" and op in REFERENCES:
+            self.seen.append((op, tuple(_each(args, _on_meta))))
+        return func(*args, **(kwargs or {}))
+
+
+def gemm_of(op: str, args: Sequence[Any], arch: str) -> Gemm | None:
+    """What the launcher makes of a call, or None where there is nothing to multiply."""
+    return next((item.gemm for item in _launches(op, args, arch) if item.gemm is not None), None)
+
+
+def _launches(op: str, args: Sequence[Any], arch: str) -> list[device.Launch]:
+    """What a call launches, on tensors of the meta device."""
+    from ..kernels.linear import launch
+
+    with device.capture(arch, tf32=device.allow_tf32()) as launches:
+        getattr(launch, op)(*(tuple(arg) if isinstance(arg, list) else arg for arg in args))
+    return launches
+
+
+# --- compiling --------------------------------------------------------------------------------------------------------
+
+
+def compile_all(
+    pairs: Sequence[tuple[Call, GemmConfig]], arch: str, jobs: int | None = None
+) -> Iterator[tuple[int, str | None]]:
+    """Compile calls in configurations, in several processes: (index, what is wrong or None) as they come.
+
+    Triton's cache on disk keeps the kernels for the process that runs them.
+    """
+    common = {"arch": arch, "tf32": device.allow_tf32()}
+    requests = [
+        common | {"op": call.op, "args": _to_json(call.args), "config": dataclasses.asdict(config)}
+        for call, config in pairs
+    ]
+    command = [sys.executable, "-m", f"{__package__}.tune", "--worker"]
+    for index, answer in workers.ask_all(requests, command, dict(os.environ), jobs or workers.cores()):
+        yield index, answer.get("error") or answer.get("problem")
+
+
+def serve() -> None:
+    """The compiling processes' work."""
+    workers.serve(_compile)
+
+
+def _compile(request: Mapping[str, Any]) -> dict[str, Any]:
+    from ..kernels.linear import launch
+
+    args = _from_json(request["args"])
+    with gemms.forced(GemmConfig(**request["config"])), device.capture(request["arch"], tf32=request["tf32"]) as found:
+        getattr(launch, request["op"])(*args)
+    for item in found:
+        build = Build("gemm", str(item.config), request["arch"], item.fn, item.args, item.num_warps, item.num_stages)
+        faults = codegen.problems(codegen.compile_build(build))
+        if faults:
+            return {"problem": "; ".join(faults)}
+    return {}
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return {"shape": list(value.shape), "stride": list(value.stride()), "dtype": dtype}
+    return [_to_json(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        dtype = getattr(torch, value["dtype"])
+        return torch.empty_strided(value["shape"], value["stride"], dtype=dtype, device="meta")
+    return tuple(_from_json(item) for item in value) if isinstance(value, list) else value
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def copied(args: Sequence[Any], *, double: bool = False) -> list[Any]:
+    """The same values in tensors of their own: an op may write into its arguments."""
+    return _each(args, lambda t: (t.double() if double else t).clone(memory_format=torch.preserve_format))
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _each(args: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
+    """``args`` with every tensor changed, also in the lists among them."""
+    return [
+        change(arg) if isinstance(arg, torch.Tensor) else _each(arg, change) if isinstance(arg, (list, tuple)) else arg
+        for arg in args
+    ]
+
+
+def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    _each(args, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found

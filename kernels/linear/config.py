@@ -1,0 +1,208 @@
+"""What one GEMM launch is asked to do, and the tile and pipeline it does it with.
+
+``pick_config`` is a pure function of chip and :class:`Gemm`: what was measured on the chip (``tuning.py``) where there
+is a measurement, the rules below elsewhere. Nothing is tuned while a model runs, and all ranks agree without asking.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from .. import device, tuning
+from ..chips import CHIPS
+from . import tuned
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """C [M, N] = op(A) @ op(B) over K, as far as its configuration and its cost depend on it.
+
+    ``layout`` is "nt" (forward: x @ W^T), "nn" (dgrad: dz @ W) or "tn" (wgrad: dz^T @ x). Several operand pairs are
+    "grouped" (an output each; N, or M in wgrad, is their sum), "chained" (added up in one output; K is their sum) or
+    "gated" (two products of [M, N] whose tiles meet in one epilogue). ``epilogue`` names its steps in order.
+    """
+
+    layout: str
+    M: int
+    N: int
+    K: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    combine: str = "grouped"
+    pairs: int = 1
+    epilogue: tuple[str, ...] = ()  # of STEPS and the activations' names
+    reads: int = 0  # matrices [M, N] that the epilogue loads
+    writes: int = 1  # matrices [M, N] that it stores
+    precision: str = "ieee"  # of fp32 products: "ieee" or "tf32"
+    aligned: bool = True  # every operand has the alignment that TMA asks for
+    row_invariant: bool = False  # a row's result may not depend on how many rows there are
+
+    @property
+    def tokens(self) -> int:
+        """T, the dimension that changes from batch to batch."""
+        return self.K if self.layout == "tn" else self.M
+
+
+STEPS = (
+    "bias",  # + b
+    "preact",  # store what the activation is applied to
+    "residual",  # + a matrix
+    "act_grad",  # * act'(z), or with "gated" the gradients of both factors
+    "rebuild",  # store act(z), or act(g) * u, beside it
+    "row_sum",  # store the row sums of op(A)
+    "accumulate",  # add to what C holds
+    "scale",  # * the scales of fp8 operands
+)
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Tile and pipeline of one GEMM launch."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    use_tma: bool
+    group_m: int = 8
+    split_k: int = 1  # partial products over K, summed in a fixed order by a second launch
+    halves: bool = False  # run the epilogue on half a tile at a time, in half the registers
+    swap: bool = False  # multiply (op(B)^T, op(A)^T): features fill the tensor core's rows where tokens are few
+
+    def __str__(self) -> str:
+        marks = "".join(
+            f"-{mark}" for mark, on in (("tma", self.use_tma), ("halves", self.halves), ("swap", self.swap)) if on
+        )
+        marks += f"-k{self.split_k}" if self.split_k > 1 else ""
+        return f"{self.block_m}x{self.block_n}x{self.block_k}-w{self.num_warps}-s{self.num_stages}{marks}"
+
+
+_forced: GemmConfig | None = None
+
+
+@contextlib.contextmanager
+def forced(config: GemmConfig) -> Iterator[None]:
+    """Within the block every GEMM runs with ``config``: for tuning, and for tests. Not for threads."""
+    global _forced
+    outer, _forced = _forced, config
+    try:
+        yield
+    finally:
+        _forced = outer
+
+
+def pick_config(arch: str, gemm: Gemm) -> GemmConfig:
+    """The configuration for ``gemm`` on ``arch``."""
+    config = _forced or _pick(arch, gemm)
+    assert config.split_k == 1 or gemm.combine != "chained", "chained pairs share one pass over their Ks"
+    return config
+
+
+@functools.lru_cache(4096)
+def _pick(arch: str, gemm: Gemm) -> GemmConfig:
+    """Blocks are the largest whose accumulators, epilogue and pipeline fit the chip without a spill."""
+    if arch == device.INTERPRETER:
+        config = GemmConfig(32, 32, 32, 4, 2, use_tma=gemm.aligned)
+        if gemm.row_invariant or (gemm.layout != "tn" and gemm.M > 16):
+            return config
+        split = gemm.K > 64 and gemm.combine != "chained"
+        return dataclasses.replace(config, swap=gemm.layout != "tn", split_k=2 if split else 1)
+    measured = tuning.lookup(arch, tuned.OP, tuned.bucket(gemm), GemmConfig)
+    if measured is not None and tuned.fits(arch, gemm, measured):
+        return measured
+    if gemm.dtype == torch.float32:
+        return _fp32(arch, gemm)
+    if arch in ("sm_90", "sm_100"):
+        return _hopper(arch, gemm)
+    return _through_pointers(arch, gemm)
+
+
+def _fp32(arch: str, gemm: Gemm) -> GemmConfig:
+    if gemm.precision == "ieee":  # no tensor cores: plain FMAs
+        return GemmConfig(64, 64, 16, 8, 2, use_tma=False)
+    if arch in ("sm_90", "sm_100"):
+        return GemmConfig(128, 128, 32, 8, 3 if arch == "sm_90" else 2, use_tma=gemm.aligned)
+    return GemmConfig(64, 128, 32, 4, 2, use_tma=False)
+
+
+def _hopper(arch: str, gemm: Gemm) -> GemmConfig:
+    """16-bit and fp8 operands on chips with TMA."""
+    line = 128 // gemm.dtype.itemsize  # elements of a swizzled row of shared memory
+    if not gemm.aligned:
+        return GemmConfig(128, 64, line, 8, 3, use_tma=False)
+    if gemm.layout != "tn" and gemm.M <= 64 and not gemm.row_invariant:
+        # Weights stream through once: the blocks hold as many bytes in flight as fit, and all multiprocessors pull.
+        config = GemmConfig(max(16, _power_of_two(gemm.M)), 64, 2 * line, 4, 5, use_tma=True, swap=True)
+        return dataclasses.replace(config, split_k=_splits(arch, config, gemm, fill=True))
+    halves = _wants_halves(arch, gemm)
+    narrow = GemmConfig(128, 128, line, 8, 4 if arch == "sm_90" else 3, use_tma=True, halves=halves)
+    if gemm.row_invariant or _tiles(narrow, gemm) < 2 * CHIPS[arch].sms or _wants_narrow(arch, gemm):
+        return dataclasses.replace(narrow, split_k=_splits(arch, narrow, gemm))
+    return GemmConfig(128, 256, line, 8, 3, use_tma=True, halves=halves)
+
+
+def _wants_halves(arch: str, gemm: Gemm) -> bool:
+    """Whether the epilogue on a whole tile would spill. Two products leave too little shared memory to stage halves."""
+    if gemm.combine == "gated":
+        return False
+    heavy = bool(gemm.reads) or "gelu_erf" in gemm.epilogue
+    return heavy or (arch == "sm_100" and bool(set(gemm.epilogue) - {"bias", "row_sum"}))
+
+
+def _wants_narrow(arch: str, gemm: Gemm) -> bool:
+    """Whether 128 x 256 accumulators would leave too few registers even for an epilogue on halves."""
+    if gemm.combine == "gated" or gemm.reads == 2:
+        return True
+    if arch == "sm_100" and "accumulate" in gemm.epilogue:
+        return True
+    return {"act_grad", "gelu_erf", "rebuild"} <= set(gemm.epilogue)
+
+
+def _through_pointers(arch: str, gemm: Gemm) -> GemmConfig:
+    """16-bit operands on chips without TMA."""
+    amd = arch.startswith("gfx")
+    if gemm.layout != "tn" and gemm.M <= 64 and not gemm.row_invariant:
+        config = GemmConfig(32, 64, 64, 4, 2 if amd else 4, use_tma=False)
+        return dataclasses.replace(config, split_k=_splits(arch, config, gemm, fill=True))
+    # Two products in one tile, unaligned rows and two factors' gradients need the registers of half a tile.
+    width = 64 if gemm.combine == "gated" or not gemm.aligned or gemm.reads == 2 else 128
+    halves = gemm.reads > 0 and "accumulate" not in gemm.epilogue
+    config = GemmConfig(128, width, 64 if amd else 32, 8, 2 if amd else 4, use_tma=False, halves=halves)
+    return dataclasses.replace(config, split_k=_splits(arch, config, gemm))
+
+
+def _splits(arch: str, config: GemmConfig, gemm: Gemm, *, fill: bool = False) -> int:
+    """Into how many parts to cut K so that few tiles still occupy the chip.
+
+    Each part costs its tile a trip through memory, so it must be long enough to be worth one. ``fill`` also cuts where
+    there are tiles enough, but so that the last wave of them would leave much of the chip idle.
+    """
+    if gemm.row_invariant or gemm.combine == "chained" or arch not in CHIPS:
+        return 1
+    sms = CHIPS[arch].sms
+    tiles = _tiles(config, gemm)
+    longest = min(8, gemm.K // (8 * config.block_k))
+    if longest <= 1 or not tiles:
+        return 1
+    if not fill:
+        return max(1, min(longest, sms // tiles))
+
+    def busy(parts: int) -> float:
+        return tiles * parts / (-(-tiles * parts // sms) * sms)
+
+    return next((parts for parts in range(1, longest) if busy(parts) >= 0.9), max(range(1, longest + 1), key=busy))
+
+
+def _tiles(config: GemmConfig, gemm: Gemm) -> int:
+    return -(-gemm.M // config.block_m) * -(-gemm.N // config.block_n)
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size > 1 else 1

@@ -1,0 +1,87 @@
+"""Tiles of matrices in memory, for the kernels of this folder: where a tile lies, how it is loaded and stored.
+
+Loads and stores go through the tensor memory accelerator (TMA) where USE_TMA, through pointers and masks elsewhere.
+The functions here are the only ones that know which.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def open_matrix(ptr, rows, cols, stride_row, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, USE_TMA: tl.constexpr):
+    """What tiles of a matrix [rows, cols] are loaded from and stored to: a TMA descriptor, or the pointer itself."""
+    if USE_TMA:
+        return tl.make_tensor_descriptor(ptr, [rows, cols], [stride_row, 1], [BLOCK_ROWS, BLOCK_COLS])
+    else:
+        return ptr
+
+
+@triton.jit
+def open_all(ptrs, rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, USE_TMA: tl.constexpr):
+    """The same for one to three contiguous matrices [rows, cols]; None stays None."""
+    # Written out: a None that a loop adds to a tuple, or that a function returns, loses its type.
+    if len(ptrs) == 1:
+        return (
+            ptrs[0] if ptrs[0] is None else open_matrix(ptrs[0], rows, cols, cols, BLOCK_ROWS, BLOCK_COLS, USE_TMA),
+        )
+    elif len(ptrs) == 2:
+        return (
+            ptrs[0] if ptrs[0] is None else open_matrix(ptrs[0], rows, cols, cols, BLOCK_ROWS, BLOCK_COLS, USE_TMA),
+            ptrs[1] if ptrs[1] is None else open_matrix(ptrs[1], rows, cols, cols, BLOCK_ROWS, BLOCK_COLS, USE_TMA),
+        )
+    else:
+        tl.static_assert(len(ptrs) == 3)
+        return (
+            ptrs[0] if ptrs[0] is None else open_matrix(ptrs[0], rows, cols, cols, BLOCK_ROWS, BLOCK_COLS, USE_TMA),
+            ptrs[1] if ptrs[1] is None else open_matrix(ptrs[1], rows, cols, cols, BLOCK_ROWS, BLOCK_COLS, USE_TMA),
+            ptrs[2] if ptrs[2] is None else open_matrix(ptrs[2], rows, cols, cols, BLOCK_ROWS, BLOCK_COLS, USE_TMA),
+        )
+
+
+@triton.jit
+def tile_pointers(
+    ptr, row, col, rows, cols, stride_row, stride_col, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
+):
+    """Pointers and mask of the tile at (row, col). Offsets are 64-bit: rows * stride may pass 2^31."""
+    offs_row = row + tl.arange(0, BLOCK_ROWS)
+    offs_col = col + tl.arange(0, BLOCK_COLS)
+    ptrs = ptr + offs_row.to(tl.int64)[:, None] * stride_row + offs_col.to(tl.int64)[None, :] * stride_col
+    return ptrs, (offs_row < rows)[:, None] & (offs_col < cols)[None, :]  # [BLOCK_ROWS, BLOCK_COLS] each
+
+
+@triton.jit
+def load_tile(
+    src, row, col, rows, cols, strides, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, USE_TMA: tl.constexpr
+):
+    """The tile [BLOCK_ROWS, BLOCK_COLS] at (row, col), zero outside the matrix."""
+    if USE_TMA:
+        return src.load([row, col])
+    else:
+        ptrs, mask = tile_pointers(src, row, col, rows, cols, strides[0], strides[1], BLOCK_ROWS, BLOCK_COLS)
+        return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_tile(
+    dst, tile, row, col, rows, cols, strides, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, USE_TMA: tl.constexpr
+):
+    """Store the tile at (row, col), dropping what lies outside the matrix."""
+    if USE_TMA:
+        dst.store([row, col], tile)
+    else:
+        ptrs, mask = tile_pointers(dst, row, col, rows, cols, strides[0], strides[1], BLOCK_ROWS, BLOCK_COLS)
+        tl.store(ptrs, tile, mask=mask)
+
+
+@triton.jit
+def tile_position(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """(row, column) of a tile in an order that keeps GROUP_M rows of tiles together, for the L2 cache."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    first_m = tile // (GROUP_M * tiles_n) * GROUP_M
+    rows = min(tiles_m - first_m, GROUP_M)
+    within = tile % (GROUP_M * tiles_n)
+    return (first_m + within % rows) * BLOCK_M, within // rows * BLOCK_N

@@ -1,0 +1,80 @@
+"""What ties a :class:`Gemm` to the tables of measured configurations: its bucket, and whether an entry still fits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..chips import CHIPS, Chip
+
+if TYPE_CHECKING:
+    from .config import Gemm, GemmConfig
+
+OP = "gemm"  # what entries are filed under: they are of one launch, whichever public op made it
+SOURCES = tuple(f"linear/{name}.py" for name in ("activations", "launch", "tiles", "triton"))
+MAX_TOKENS = 16384  # more than this many tokens want what this many want
+
+_ASYNCHRONOUS = ("NVIDIA H100", "NVIDIA B200")
+_ACCUMULATORS = 128  # fp32 per thread; more leave the epilogue too few of a thread's 255 registers
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+def bucket(gemm: Gemm) -> str | None:
+    """The key under which ``gemm`` is measured: the token count rounded up to a power of two, the rest as it is.
+
+    None where no table may decide: with symbolic sizes (asking would fix them), and where rows must come out the same
+    whatever the token count.
+    """
+    if gemm.row_invariant or not all(isinstance(size, int) for size in (gemm.M, gemm.N, gemm.K)):
+        return None
+    tokens = min(1 << max(gemm.tokens - 1, 0).bit_length(), MAX_TOKENS)
+    sizes = (f"m{gemm.M}", f"n{gemm.N}") if gemm.layout == "tn" else (f"n{gemm.N}", f"k{gemm.K}")
+    parts = [gemm.layout, f"t{tokens}", *sizes, _name(gemm.dtype)]
+    parts += [f"to_{_name(gemm.out_dtype)}"] if gemm.out_dtype != gemm.dtype else []
+    parts += [f"{gemm.combine}{gemm.pairs}"] if gemm.pairs > 1 else []
+    parts += gemm.epilogue
+    parts += ["tf32"] if gemm.precision == "tf32" else []
+    parts += [] if gemm.aligned else ["odd"]
+    return "-".join(parts)
+
+
+def fits(arch: str, gemm: Gemm, config: GemmConfig) -> bool:
+    """Whether ``config`` can run ``gemm`` on ``arch``, by arithmetic: TMA, shared memory, accumulators, block sizes.
+
+    What the compiler makes of it (spills above all) only the compiler knows. On a chip that nobody described, True.
+    """
+    if config.use_tma and not (gemm.aligned and arch not in ("sm_80", "gfx942")):
+        return False
+    blocks = (config.block_m, config.block_n, config.block_k, config.num_warps)
+    if min(blocks[:3]) < 16 or any(size & (size - 1) for size in blocks):  # tl.dot's and tl.arange's own limits
+        return False
+    chip = CHIPS.get(arch)
+    if chip is None:
+        return True
+    products = 2 if gemm.combine == "gated" else 1
+    accumulators = products * config.block_m * config.block_n / (config.num_warps * chip.warp_size)
+    return accumulators <= _ACCUMULATORS and shared_bytes(chip, gemm, config) <= chip.shared_per_block
+
+
+def shared_bytes(chip: Chip, gemm: Gemm, config: GemmConfig) -> int:
+    """Shared memory of one block, an estimate: the pipeline's tiles, and the epilogue's.
+
+    Right to a percent for operands that are loaded asynchronously, too much for others (unaligned rows are not
+    pipelined). Matrix instructions that run asynchronously (wgmma, tcgen05) keep a stage more than the others. On its
+    way out a tile passes through shared memory, for TMA or for another layout; what the epilogue loads by TMA has its
+    own tiles. Partial products go straight to memory, and on AMD everything does.
+    """
+    products = 2 if gemm.combine == "gated" else 1
+    ieee = gemm.dtype == torch.float32 and gemm.precision == "ieee"
+    rows = config.block_n if config.swap else config.block_m
+    stages = config.num_stages if chip.name in _ASYNCHRONOUS and rows >= 64 and not ieee else config.num_stages - 1
+    pipeline = stages * (config.block_m + products * config.block_n) * config.block_k * gemm.dtype.itemsize
+    if chip.name.startswith("AMD") or config.split_k > 1:
+        return pipeline
+    by_tma = config.use_tma and "accumulate" not in gemm.epilogue
+    return pipeline + (1 + gemm.reads * by_tma) * config.block_m * config.block_n * gemm.out_dtype.itemsize
+
+
+def _name(dtype: torch.dtype) -> str:
+    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")

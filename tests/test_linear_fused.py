@@ -1,0 +1,275 @@
+"""Gated layers, and what backward fuses across layers: the kernels against the fp64 oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from shardfuse.kernels import accuracy, dispatch, registry
+from shardfuse.kernels.chips import CHIPS
+from shardfuse.kernels.linear import gated_linear, linear_act, schemas
+from shardfuse.kernels.linear.config import Gemm, GemmConfig, forced, pick_config
+
+launch = pytest.importorskip("shardfuse.kernels.linear.launch", reason="Triton is not installed")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SPECS = [registry.op(name) for name in ("gated_linear", "dgrad_act", "dgrad_gated", "wgrad_accumulate")]
+CASES = [(spec, case) for spec in SPECS for case in spec.tagged("test")]
+
+
+def verdicts(spec: registry.OpSpec, case: registry.Case, impl: str) -> list[accuracy.Verdict]:
+    inputs = spec.make_inputs(case, DEVICE, seed=1)
+    ours, low = spec.run(inputs, case, impl), spec.run(inputs, case, "reference")
+    oracle = spec.run(registry.to_double(inputs), case, "reference")
+    assert ours.keys() == oracle.keys()
+    return [accuracy.judge(name, ours[name], low[name], oracle[name]) for name in oracle]
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("spec", "case"), CASES, ids=lambda value: value.name)
+def test_kernels_match_the_oracle(spec, case):
+    found = verdicts(spec, case, "triton")
+    assert all(v.ok for v in found), "; ".join(map(str, found))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemmConfig(32, 64, 32, 4, 2, use_tma=True, halves=True),
+        GemmConfig(32, 64, 32, 4, 2, use_tma=False, halves=True),
+        GemmConfig(16, 32, 32, 4, 2, use_tma=True, split_k=3),
+        GemmConfig(16, 32, 16, 4, 2, use_tma=False, split_k=7),  # more parts than K has blocks: some are empty
+        GemmConfig(16, 32, 32, 4, 2, use_tma=True, swap=True),
+        GemmConfig(64, 16, 64, 4, 2, use_tma=True, group_m=1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_every_kind_of_configuration(spec, config):
+    case = spec.tagged("test")[0]
+    if spec.name == "gated_linear":
+        if config.halves:
+            pytest.skip("two products are never cut in halves: config.py says why")
+        case = dataclasses.replace(case, options=case.options | {"bias": False})
+    if config.swap and spec.name == "wgrad_accumulate":
+        pytest.skip("wgrad's row sums stand on the rows of op(A), which swapping would move")
+    sizes = case.sizes | ({"T": 68, "D": 40, "F": 72} if spec.name == "wgrad_accumulate" else {})
+    case = dataclasses.replace(case, sizes=sizes)
+    inputs = spec.make_inputs(case, DEVICE, seed=2)
+    oracle = spec.run(registry.to_double(inputs), case, "reference")
+    low = spec.run(inputs, case, "reference")
+    with _only_for(spec, config):
+        ours, again = (spec.run(inputs, case, "triton") for _ in range(2))
+    found = [accuracy.judge(name, ours[name], low[name], oracle[name]) for name in oracle]
+    assert all(v.ok for v in found), "; ".join(map(str, found))
+    assert all(torch.equal(ours[name], again[name]) for name in ours)  # nothing is added in an order left to chance
+
+
+@contextlib.contextmanager
+def _only_for(spec, config):
+    """Force ``config``, except where the gradient of a gated layer chains two products or sums rows."""
+    if spec.name != "gated_linear":
+        with forced(config):
+            yield
+        return
+    inner = launch.pick_config
+
+    def pick(arch, gemm):
+        return config if gemm.combine == "gated" else inner(arch, gemm)
+
+    launch.pick_config = pick
+    try:
+        yield
+    finally:
+        launch.pick_config = inner
+
+
+@pytest.mark.interpret
+def test_rows_do_not_depend_on_their_batch():
+    """In row-invariant mode a token's result is bitwise the same alone, among few and among many."""
+    torch.manual_seed(0)
+    x, w, b = torch.randn(70, 136, device=DEVICE), torch.randn(72, 136, device=DEVICE), torch.randn(72, device=DEVICE)
+
+    def both(x):
+        return linear_act(x, w, b, activation="gelu_tanh", impl="triton"), gated_linear(x, w, w, impl="triton")
+
+    with dispatch.row_invariance():
+        whole = both(x)
+        for first, last in ((0, 1), (3, 8), (31, 65), (69, 70)):
+            for y, of_all in zip(both(x[first:last]), whole):
+                assert torch.equal(y, of_all[first:last])
+    assert not dispatch.row_invariant()
+
+
+@pytest.mark.parametrize("arch", registry.TARGETS)
+def test_row_invariant_products_have_one_configuration(arch):
+    def configs(row_invariant):
+        return {
+            pick_config(
+                arch,
+                Gemm("nt", M, 4096, 4096, torch.bfloat16, torch.bfloat16, writes=2, row_invariant=row_invariant),
+            )
+            for M in (1, 16, 64, 256, 1024, 8192, 100_000)
+        }
+
+    assert len(configs(True)) == 1
+    assert configs(True).pop().split_k == 1
+    assert len(configs(False)) > 1  # which is why the mode exists
+
+
+@pytest.mark.parametrize("arch", registry.TARGETS)
+@pytest.mark.parametrize("M", [1, 16, 64, 256])
+@pytest.mark.parametrize("N", [896, 4096, 14336])
+def test_few_tokens_still_occupy_the_chip(arch, M, N):
+    gemm = Gemm("nt", M, N, 4096, torch.bfloat16, torch.bfloat16)
+    config = pick_config(arch, gemm)
+    tiles = -(-M // config.block_m) * -(-N // config.block_n)
+    sms = CHIPS[arch].sms
+    longest = max(1, min(8, gemm.K // (8 * config.block_k)))  # a part has eight blocks of K at least
+    assert tiles * config.split_k >= min(sms / 2, tiles * longest)
+    assert 1 <= config.split_k <= 8
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_split_backward_runs_each_product_once(gated, monkeypatch):
+    launched = []
+    for name in ("act_grad", "gated_act_grad", "linear_dgrad", "linear_wgrad"):
+        inner = getattr(schemas, name)
+        monkeypatch.setattr(schemas, name, lambda *a, _name=name, _inner=inner: (launched.append(_name), _inner(*a))[1])
+    x, w, u = (torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((5, 8), (6, 8), (6, 8)))
+
+    def layer():
+        return gated_linear(x, w, u, impl="triton") if gated else linear_act(x, w, activation="silu", impl="triton")
+
+    params = [w, u] if gated else [w]
+    dy = torch.randn(5, 6, device=DEVICE)
+    whole = torch.autograd.grad(layer(), [x, *params], dy)
+    launched.clear()
+    y = layer()
+    (dx,) = torch.autograd.grad(y, [x], dy, retain_graph=True)
+    assert launched == ["gated_act_grad" if gated else "act_grad", "linear_dgrad"]
+    launched.clear()
+    grads = torch.autograd.grad(y, params, dy)
+    assert launched == ["linear_wgrad"]
+    assert all(torch.equal(a, b) for a, b in zip((dx, *grads), whole))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("into", [torch.float32, torch.bfloat16])
+def test_weight_gradients_accumulate_in_main_grad(impl, into):
+    """Three micro-batches add up in the buffers as they would in fp64; nothing lands in .grad."""
+    torch.manual_seed(0)
+    w = torch.randn(24, 40, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    b = torch.randn(24, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    w.main_grad, b.main_grad = torch.zeros_like(w, dtype=into), torch.zeros_like(b, dtype=into)
+    exact_w, exact_b = (t.detach().double().requires_grad_() for t in (w, b))
+    low_w, low_b = (torch.zeros_like(t, dtype=into) for t in (w, b))
+    for _ in range(3):
+        x, dy = (torch.randn(36, size, device=DEVICE, dtype=torch.bfloat16) for size in (40, 24))
+        y = linear_act(x, w, b, activation="relu", fuse_wgrad_accumulation=True, impl=impl)
+        y.backward(dy)
+        F.relu(F.linear(x.double(), exact_w, exact_b)).backward(dy.double())
+        stock = [t.detach().requires_grad_() for t in (w, b)]
+        F.relu(F.linear(x, *stock)).backward(dy)
+        low_w += stock[0].grad
+        low_b += stock[1].grad
+    assert w.grad is None
+    assert b.grad is None
+    for name, ours, low, exact in (("dw", w.main_grad, low_w, exact_w), ("db", b.main_grad, low_b, exact_b)):
+        verdict = accuracy.judge(name, ours, low, exact.grad)
+        assert verdict.ok, str(verdict)
+
+
+def test_main_grad_is_asked_for():
+    w = torch.zeros(6, 8, requires_grad=True)
+    with pytest.raises(ValueError, match="has no main_grad: call attach_main_grads"):
+        linear_act(torch.zeros(3, 8), w, fuse_wgrad_accumulation=True)
+    w.main_grad = torch.zeros(6, 7)
+    with pytest.raises(ValueError, match=r"main_grad is torch.float32 \[6, 7\].*of this rank's \[6, 8\]"):
+        linear_act(torch.zeros(3, 8), w, fuse_wgrad_accumulation=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"up_weight": torch.zeros(5, 8)}, r"gate weight has shape \(6, 8\) but the up weight \(5, 8\)"),
+        ({"gate_weight": torch.zeros(6, 7)}, r"gated_linear: weight 0 has shape \(6, 7\).*expected \[F, 8\]"),
+        ({"gate_bias": torch.zeros(1)}, r"gated_linear: bias 0 has shape \(1,\): expected \[6\]"),
+        ({"up_weight": torch.zeros(6, 8, dtype=torch.float16)}, "cast them to one dtype"),
+        ({"activation": "swish"}, "activation='swish': expected one of identity"),
+    ],
+)
+def test_bad_input_of_a_gated_layer(change, message):
+    good = {"x": torch.zeros(3, 8), "gate_weight": torch.zeros(6, 8), "up_weight": torch.zeros(6, 8)}
+    with pytest.raises(ValueError, match=message):
+        gated_linear(**(good | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"residual": torch.zeros(3, 5)}, r"residual has shape \(3, 5\): expected \(3, 6\), that of the result"),
+        ({"residual": torch.zeros(6)}, r"residual has shape \(6,\)"),
+        ({"residual": torch.zeros(3, 6, dtype=torch.float64)}, "cast them to one dtype"),
+        ({"weight": [torch.zeros(6, 8)] * 2, "residual": torch.zeros(3, 6)}, "a residual goes with one weight"),
+        ({"residual": torch.zeros(3, 6, device="meta")}, "move them together"),
+    ],
+)
+def test_bad_residual(change, message):
+    good = {"x": torch.zeros(3, 8), "weight": torch.zeros(6, 8)}
+    with pytest.raises(ValueError, match=message):
+        linear_act(**(good | change))
+
+
+@pytest.mark.interpret
+def test_sizes_past_32_bits_are_refused():
+    x = torch.zeros(1, 8, device=DEVICE).expand(2**31 + 5, 8)
+    with pytest.raises(ValueError, match="T=2147483653 is more than the kernel's"):
+        linear_act(x, torch.zeros(1, 8, device=DEVICE), impl="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("T", [1, 16, 300, 4096])
+def test_cuda_graphs_capture_the_kernels(T):
+    """Descriptor scratch and split workspaces included: a replay on new data equals a plain call."""
+    torch.manual_seed(0)
+    x = torch.randn(T, 512, device=DEVICE, dtype=torch.bfloat16)
+    w, u = (torch.randn(1024, 512, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+
+    def call():
+        return gated_linear(linear_act(x, w[:512], activation="gelu_tanh"), w, u)
+
+    for _ in range(2):  # compile before the capture
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(captured, call())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="compiles kernels for the GPU at hand")
+@pytest.mark.parametrize("gated", [False, True])
+def test_inductor_equals_eager(gated):
+    torch.manual_seed(0)
+    w, u = (torch.randn(256, 128, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+
+    def step(x):
+        y = gated_linear(x, w, u) if gated else linear_act(x, w, activation="gelu_tanh")
+        return torch.autograd.grad(y.float().square().sum(), [x, w])
+
+    compiled = torch.compile(step, dynamic=True)
+    for T in (7, 64, 500):
+        x = torch.randn(T, 128, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        assert all(torch.equal(a, b) for a, b in zip(compiled(x), step(x)))
