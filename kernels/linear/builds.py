@@ -9,6 +9,7 @@ import torch
 
 from .. import device
 from ..registry import Build, Case
+from .shapes import Projection
 
 _NAMES = {
     torch.bfloat16: "bf16",
@@ -20,15 +21,35 @@ _NAMES = {
 _KINDS = {"nt": "fwd", "nn": "dgrad", "tn": "wgrad"}
 
 
-def collect(op: str, target: str, cases: Iterable[Case], launch: Callable[[Case], None]) -> list[Build]:
-    """Every launch that ``launch(case)`` makes on ``target``, on tensors of the ``meta`` device, each kernel once."""
+def collect(
+    op: str,
+    target: str,
+    cases: Iterable[Case],
+    launch: Callable[[Case], None],
+    projections: Iterable[Projection] = (),
+    launch_projection: Callable[[Projection], None] | None = None,
+) -> list[Build]:
+    """Every launch that ``launch(case)`` makes on ``target``, on tensors of the ``meta`` device, each kernel once.
+
+    Then, at the sizes of the models in ``shapes.py``, those of ``launch_projection``: no configuration that
+    ``pick_config`` returns for them goes uncompiled.
+    """
     found: dict[str, Build] = {}
-    for case in cases:
-        with device.capture(target, tf32=case.options.get("tf32", False)) as launches:
-            launch(case)
+
+    def keep(launches: list[device.Launch]) -> None:
         for item in launches:
             build = _build(op, item, target)
             found.setdefault(build.config, build)
+
+    for case in cases:
+        with device.capture(target, tf32=case.options.get("tf32", False)) as launches:
+            launch(case)
+        keep(launches)
+    for projection in projections:
+        assert launch_projection is not None
+        with device.capture(target) as launches:
+            launch_projection(projection)
+        keep(launches)
     return list(found.values())
 
 

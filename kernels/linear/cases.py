@@ -6,13 +6,12 @@ an activation, a bias or none, how x is laid out, and (ahead-of-time builds only
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import torch
 
 from ..registry import Case, OpSpec
-from . import op
+from . import op, shapes
 from .builds import collect
 from .cases_fused import DGRAD_ACT, DGRAD_GATED, GATED, SOURCES, WGRAD_ACCUMULATE
 from .reference import ACTIVATIONS
@@ -58,36 +57,11 @@ _TEST = (
     _case(4, 160, 64, _FP32, "identity", "test", weights=3),
 )
 
-# Projections of models people run, by tensor-parallel degree: (name, D, F of the up projection).
-_MODELS = (("llama3-8b", 4096, 14336), ("llama3-70b", 8192, 28672), ("gpt3-13b", 5120, 20480))
-_TOKENS = (1, 16, 64, 256, 1024, 4096, 8192, 16384)
-
-
-def _model_case(T: int, model: tuple[str, int, int], tp: int, activation: str, *tags: str) -> Case:
-    name, D, F = model
-    return _case(T, D, F // tp, _BF16, activation, *tags, model=f"{name}-tp{tp}")
-
-
-# The dozen that one short GPU call can time, the two GeLUs where they hurt most.
+# The sizes that a short GPU call times.
 _SHORT = tuple(
-    _model_case(T, model, tp, activation, "codegen", "bench", "short", "gpu")
-    for T, model, tp, activation in (
-        (8192, _MODELS[0], 1, "gelu_tanh"),
-        (8192, _MODELS[0], 1, "gelu_erf"),
-        (4096, _MODELS[0], 1, "gelu_tanh"),
-        (4096, _MODELS[0], 2, "silu"),
-        (8192, _MODELS[1], 8, "gelu_tanh"),
-        (16384, _MODELS[2], 4, "gelu_tanh"),
-        (4096, _MODELS[2], 1, "gelu_erf"),
-        (1024, _MODELS[0], 1, "identity"),
-        (256, _MODELS[0], 1, "gelu_tanh"),
-        (64, _MODELS[0], 1, "gelu_tanh"),
-        (16, _MODELS[0], 1, "gelu_tanh"),
-        (1, _MODELS[0], 1, "gelu_tanh"),
-    )
-)
-_GRID = tuple(
-    _model_case(T, model, tp, "gelu_tanh", "bench") for T, model, tp in product(_TOKENS, _MODELS, (1, 2, 4, 8))
+    _case(size.T, size.D, size.F, _BF16, size.activation, "codegen", "short", model=f"{size.model}-tp{size.tp}")
+    for size in (*shapes.SHORT["linear_act"], *shapes.SHORT["small_m"])
+    if len(size.widths) == 1
 )
 # What else ships: other epilogues and dtypes, several weights, operands that TMA cannot take. fp16 compiles to what
 # bf16 does, and relu's epilogue is the plain one with a maximum: neither gets builds of its own.
@@ -99,10 +73,7 @@ _BUILDS = (
     _case(4096, 4096, 14336, _BF16, "identity", "codegen", weights=2, bias=False),
     _case(4096, 4095, 4095, _BF16, "gelu_tanh", "codegen"),
 )
-# What a CPU times: world size 1 against the stock module.
-_CPU = tuple(_case(T, D, 4 * D, _FP32, "gelu_tanh", "bench-cpu") for T, D in ((64, 256), (512, 1024)))
-
-CASES = tuple({case.name: case for case in (*_TEST, *_GRID, *_SHORT, *_BUILDS, *_CPU)}.values())
+CASES = tuple({case.name: case for case in (*_TEST, *_SHORT, *_BUILDS)}.values())
 
 
 def make_inputs(case: Case, on: torch.device, seed: int) -> dict[str, Any]:
@@ -162,13 +133,31 @@ def _launch(case: Case) -> None:
     launch.linear_wgrad(dzs, x, [case.options["bias"]] * len(widths))
 
 
-SPEC = OpSpec(
+def _launch_projection(size: shapes.Projection) -> None:
+    from . import launch
+
+    x = torch.empty(size.T, size.D, dtype=_BF16, device="meta")
+    weights = tuple(x.new_empty(width, size.D) for width in size.widths)
+    biases = tuple(x.new_empty(width) if size.bias else None for width in size.widths)
+    ys, _ = launch.linear_act_fwd(x, weights, biases, None, size.activation, size.activation != "identity")
+    launch.linear_dgrad(tuple(ys), weights)
+    launch.linear_wgrad(tuple(ys), x, [size.bias] * len(weights))
+
+
+SPEC: OpSpec = OpSpec(
     name="linear_act",
     summary="act(x @ W^T + b) for up to three weights, forward and backward",
     cases=CASES,
     make_inputs=make_inputs,
     run=run,
-    builds=lambda target: collect("linear_act", target, SPEC.tagged("codegen"), _launch),
+    builds=lambda target: collect(
+        "linear_act",
+        target,
+        SPEC.tagged("codegen"),
+        _launch,
+        (*shapes.grid(shapes.KINDS), *shapes.grid(("up",), shapes.FEW_TOKENS)),
+        _launch_projection,
+    ),
     sources=SOURCES,
 )
 SPECS = (SPEC, GATED, DGRAD_ACT, DGRAD_GATED, WGRAD_ACCUMULATE)

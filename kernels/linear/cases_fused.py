@@ -16,7 +16,7 @@ import torch
 
 from ..dispatch import Choice
 from ..registry import Case, OpSpec
-from . import op, parts
+from . import op, parts, shapes
 from .builds import collect
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -50,6 +50,10 @@ def _draw(case: Case, on: torch.device, seed: int) -> Any:
 
 def _meta(case: Case) -> Any:
     return lambda *shape: torch.empty(shape, dtype=case.dtype, device="meta")
+
+
+def _bf16(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=_BF16, device="meta")
 
 
 def _sizes(case: Case) -> tuple[int, int, int]:
@@ -110,13 +114,28 @@ def _gated_launch(case: Case) -> None:
     launch.gated_act_grad(new(T, F), new(T, F), new(T, F), activation)
 
 
-GATED = OpSpec(
+def _gated_launch_projection(size: shapes.Projection) -> None:
+    from . import launch
+
+    x = _bf16(size.T, size.D)
+    weights = (_bf16(size.widths[0], size.D), _bf16(size.widths[1], size.D))
+    launch.gated_linear_fwd(x, weights, (None, None), size.activation, True)
+
+
+GATED: OpSpec = OpSpec(
     name="gated_linear",
     summary="act(x @ Wg^T) * (x @ Wu^T), both products in one launch, forward and backward",
     cases=_GATED,
     make_inputs=_gated_inputs,
     run=_gated_run,
-    builds=lambda target: collect("gated_linear", target, GATED.tagged("codegen"), _gated_launch),
+    builds=lambda target: collect(
+        "gated_linear",
+        target,
+        GATED.tagged("codegen"),
+        _gated_launch,
+        shapes.grid((shapes.GATE_UP,), models=shapes.GATED_MODELS),
+        _gated_launch_projection,
+    ),
     sources=SOURCES,
 )
 
@@ -164,13 +183,27 @@ def _dgrad_act_launch(case: Case) -> None:
     launch.linear_dgrad_act(new(T, D), new(D, F), new(T, F), case.options["activation"], case.options["rebuild"])
 
 
-DGRAD_ACT = OpSpec(
+def _dgrad_act_launch_projection(size: shapes.Projection) -> None:
+    from . import launch
+
+    dy, weight, z = _bf16(size.T, size.F), _bf16(size.F, size.D), _bf16(size.T, size.D)
+    launch.linear_dgrad_act(dy, weight, z, "gelu_tanh", False)
+
+
+DGRAD_ACT: OpSpec = OpSpec(
     name="dgrad_act",
     summary="the activation's gradient in the epilogue of the dgrad before it",
     cases=_DGRAD_ACT,
     make_inputs=_dgrad_act_inputs,
     run=_dgrad_act_run,
-    builds=lambda target: collect("dgrad_act", target, DGRAD_ACT.tagged("codegen"), _dgrad_act_launch),
+    builds=lambda target: collect(
+        "dgrad_act",
+        target,
+        DGRAD_ACT.tagged("codegen"),
+        _dgrad_act_launch,
+        shapes.grid(("down",)),
+        _dgrad_act_launch_projection,
+    ),
     sources=SOURCES,
 )
 
@@ -195,7 +228,10 @@ def _dgrad_gated_inputs(case: Case, on: torch.device, seed: int) -> dict[str, An
 
 def _dgrad_gated_run(inputs: dict[str, Any], case: Case, impl: str) -> dict[str, torch.Tensor]:
     dg, du, h = parts.input_grad_gated(
-        *(inputs[name] for name in ("dy", "weight", "g", "u")),
+        inputs["dy"],
+        inputs["weight"],
+        inputs["g"],
+        inputs["u"],
         case.options["activation"],
         _choice(impl),
         rebuild=case.options["rebuild"],
@@ -212,13 +248,27 @@ def _dgrad_gated_launch(case: Case) -> None:
     launch.linear_dgrad_gated(new(T, D), new(D, F), new(T, F), new(T, F), options["activation"], options["rebuild"])
 
 
-DGRAD_GATED = OpSpec(
+def _dgrad_gated_launch_projection(size: shapes.Projection) -> None:
+    from . import launch
+
+    dy, weight, g, u = _bf16(size.T, size.F), _bf16(size.F, size.D), _bf16(size.T, size.D), _bf16(size.T, size.D)
+    launch.linear_dgrad_gated(dy, weight, g, u, "silu", False)
+
+
+DGRAD_GATED: OpSpec = OpSpec(
     name="dgrad_gated",
     summary="both gradients of a gated product in the epilogue of the dgrad before it",
     cases=_DGRAD_GATED,
     make_inputs=_dgrad_gated_inputs,
     run=_dgrad_gated_run,
-    builds=lambda target: collect("dgrad_gated", target, DGRAD_GATED.tagged("codegen"), _dgrad_gated_launch),
+    builds=lambda target: collect(
+        "dgrad_gated",
+        target,
+        DGRAD_GATED.tagged("codegen"),
+        _dgrad_gated_launch,
+        shapes.grid(("down",), models=shapes.GATED_MODELS),
+        _dgrad_gated_launch_projection,
+    ),
     sources=SOURCES,
 )
 
@@ -265,12 +315,26 @@ def _wgrad_launch(case: Case) -> None:
     launch.linear_wgrad_((new(T, F),), new(T, D), (new(F, D).to(into),), (db,))
 
 
-WGRAD_ACCUMULATE = OpSpec(
+def _wgrad_launch_projection(size: shapes.Projection) -> None:
+    from . import launch
+
+    dz, x, dw = _bf16(size.T, size.F), _bf16(size.T, size.D), _bf16(size.F, size.D).float()
+    launch.linear_wgrad_((dz,), x, (dw,), (_bf16(size.F).float() if size.bias else None,))
+
+
+WGRAD_ACCUMULATE: OpSpec = OpSpec(
     name="wgrad_accumulate",
     summary="weight and bias gradients added in place to what their buffers hold",
     cases=_WGRAD,
     make_inputs=_wgrad_inputs,
     run=_wgrad_run,
-    builds=lambda target: collect("wgrad_accumulate", target, WGRAD_ACCUMULATE.tagged("codegen"), _wgrad_launch),
+    builds=lambda target: collect(
+        "wgrad_accumulate",
+        target,
+        WGRAD_ACCUMULATE.tagged("codegen"),
+        _wgrad_launch,
+        shapes.grid(("o", "up", "down")),
+        _wgrad_launch_projection,
+    ),
     sources=SOURCES,
 )

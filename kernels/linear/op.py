@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from .. import autograd
 from ..dispatch import Choice
-from . import parts, reference
+from . import parts
 
 Optional = tuple["torch.Tensor | None", ...]
 
@@ -107,7 +107,7 @@ def gated_linear(
     weights, biases = (gate_weight, up_weight), (gate_bias, up_bias)
     dtype, choice = parts.prepare(x, weights, biases, activation, impl, op="gated_linear")
     if not choice.triton and not fuse_wgrad_accumulation:
-        return reference.gated_linear(x, weights, biases, activation)
+        return parts.reference_gated(x, weights, biases, activation)
     rows, operands = _operands("gated_linear", x, weights, biases, dtype, choice)
     if _wants_grad(rows, *operands):
         call = _Call(activation, choice, 2, _buffers(fuse_wgrad_accumulation, weights, biases))

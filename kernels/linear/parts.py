@@ -40,13 +40,20 @@ def linear_act_choice(
     return dispatch.choose(op, device, impl, unsupported=unsupported, stock_wins=stock_wins)
 
 
-def measured(x: torch.Tensor, weights: Tensors, activation: str, bias: bool, dtype: torch.dtype, op: str) -> str | None:
+def measured(
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Sequence[torch.Tensor | None],
+    activation: str,
+    dtype: torch.dtype,
+    op: str,
+) -> str | None:
     """The committed measurement by which the stock calls beat this forward launch, or None."""
     if x.device.type != "cuda":
         return None
 
     def bucket() -> str | None:
-        steps = (("bias",) if bias else ()) + ((activation,) if activation != "identity" else ())
+        steps = (("bias",) if biases[0] is not None else ()) + ((activation,) if activation != "identity" else ())
         gated = op == "gated_linear"
         tokens, features = x.shape[:-1].numel(), sum(w.shape[0] for w in weights[: 1 if gated else None])
         combine = "gated" if gated else "grouped"
@@ -142,21 +149,22 @@ def prepare(
     autocast = torch.is_autocast_enabled(device.type)
     if autocast:
         dtype = torch.get_autocast_dtype(device.type)
-    bias = any(b is not None for b in biases)
-    stock_wins = measured(x, weights, activation, bias, dtype, op) if impl == "auto" else None
+    stock_wins = measured(x, weights, biases, activation, dtype, op) if impl == "auto" else None
     choice = linear_act_choice(dtype, device, impl, op=op, stock_wins=stock_wins)
     trusted = not autocast and not choice.triton and not torch.compiler.is_compiling() and activation in ACTIVATIONS
-    if not trusted or op != "linear_act" or not _torch_would_notice(x, weights, biases, residual):
+    if not trusted or not _torch_would_notice(x, weights, biases, residual, op):
         check(x, weights, biases, activation, residual, op=op)
     dispatch.count(op, choice.impl)
     return dtype, choice
 
 
 def _torch_would_notice(
-    x: torch.Tensor, weights: Tensors, biases: Sequence[torch.Tensor | None], residual: torch.Tensor | None
+    x: torch.Tensor, weights: Tensors, biases: Sequence[torch.Tensor | None], residual: torch.Tensor | None, op: str
 ) -> bool:
-    """False for what F.linear takes and :func:`check` does not: vectors for weights, biases to broadcast, devices."""
+    """False for what F.linear takes and :func:`check` does not: vectors for weights, operands to broadcast, devices."""
     if residual is not None or not 0 < len(weights) == len(biases) <= MAX_WEIGHTS:
+        return False
+    if op == "gated_linear" and weights[0].shape != weights[1].shape:
         return False
     for w, b in zip(weights, biases):
         if w.dim() != 2 or w.device != x.device or (b is not None and b.shape != w.shape[:1]):
@@ -176,6 +184,17 @@ def reference_forward(
         return reference.linear_act(x, weights, biases, activation, residual)
     except (RuntimeError, KeyError):
         check(x, weights, biases, activation, residual)
+        raise
+
+
+def reference_gated(
+    x: torch.Tensor, weights: Tensors, biases: Sequence[torch.Tensor | None], activation: str
+) -> torch.Tensor:
+    """``reference.gated_linear``, likewise."""
+    try:
+        return reference.gated_linear(x, weights, biases, activation)
+    except (RuntimeError, KeyError):
+        check(x, weights, biases, activation, op="gated_linear")
         raise
 
 
@@ -315,19 +334,19 @@ def param_grads(
         if added:
             buffers = [bias_into[i] if want_bias[i] else None for i in added]
             schemas.linear_wgrad_([dzs[i] for i in added], x, [into[i] for i in added], buffers)
-            for i, buffer in zip(added, buffers):
-                bias_done[i] = buffer is not None
+            for i, bias_buffer in zip(added, buffers):
+                bias_done[i] = bias_buffer is not None
     else:
         for i in fresh:
             dws[i] = dzs[i].t() @ x
         for i in added:
-            _add_product_(into[i], dzs[i].t(), x)
-    for i in range(n):
+            _add_product_(into[i], dzs[i].t(), x)  # type: ignore[arg-type]  # None is not in `added`
+    for i, buffer in enumerate(bias_into):
         if want_bias[i] and not bias_done[i]:
-            if bias_into[i] is None:
+            if buffer is None:
                 dbs[i] = dzs[i].sum(0)
             else:
-                bias_into[i].add_(dzs[i].sum(0, dtype=bias_into[i].dtype))
+                buffer.add_(dzs[i].sum(0, dtype=buffer.dtype))
     return dws, dbs
 
 

@@ -333,7 +333,7 @@ def _gemm_kernel(
             if COMBINE == "gated":
                 acc_up = tl.zeros((ACC_ROWS, ACC_COLS), dtype=tl.float32)
                 acc, acc_up = _multiply_gated(
-                    acc, acc_up, a_srcs[0], b_srcs[0], b_srcs[1], m, n, first_k, last_k, M, N, K,
+                    acc, acc_up, a_srcs[0], b_srcs[0], b_srcs[1], m, n, first_k, last_k, M, N, K,  # type: ignore[misc]
                     a_strides[0], b_strides[0], b_strides[1],
                     BLOCK_M, BLOCK_N, BLOCK_K, SWAP, PRECISION, UPCAST, USE_TMA,
                 )  # fmt: skip
