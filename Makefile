@@ -122,9 +122,9 @@ test: install $(SIDE)/.installed  ## what CI runs: lint, then every lane, with t
 test-all: test codegen-all  ## test, and every kernel configuration on every target
 
 .PHONY: codegen-all
-codegen-all: $(SIDE)/.installed  ## compile every kernel configuration for every target, under both Tritons
-	@$(BIN)/shardfuse inspect --all
-	@PYTHONPATH=$(CURDIR)/$(SIDE) $(BIN)/shardfuse inspect --all
+codegen-all: $(SIDE)/.installed  ## compile every kernel configuration for every target, under both Tritons; keep the record
+	@$(BIN)/python -m shardfuse.kernels.codegen_report --write
+	@PYTHONPATH=$(CURDIR)/$(SIDE) $(BIN)/python -m shardfuse.kernels.codegen_report --write
 
 # --- housekeeping -----------------------------------------------------------------------------------------------------
 

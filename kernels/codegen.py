@@ -283,7 +283,7 @@ def inspect(
         _print_line(people, f"error: {error}")
         return 2
     started = time.monotonic()
-    reports = _compile_with_progress(builds, jobs, people)
+    reports = compile_with_progress(builds, jobs, people)
     if not json:
         # Off a terminal rich would assume 80 columns and fold every row.
         _print_tables(reports, Console(width=None if sys.stdout.isatty() else 230))
@@ -321,7 +321,8 @@ def _select(op: str | None, target: str | None, all_ops: bool) -> list[Build]:
     return builds
 
 
-def _compile_with_progress(builds: list[Build], jobs: int | None, people: Console) -> list[Report]:
+def compile_with_progress(builds: list[Build], jobs: int | None, people: Console) -> list[Report]:
+    """``compile_builds`` with a bar on ``people``, where that is a terminal."""
     columns = (
         TextColumn("compiling"),
         BarColumn(),

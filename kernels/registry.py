@@ -1,8 +1,7 @@
 """What the project knows about its ops: found by walking the folders beside this file for ``cases.py``.
 
 A new op is one new folder whose ``cases.py`` defines ``SPEC`` (several ops: ``SPECS``); tests, ahead-of-time codegen,
-``inspect`` and the benchmarks find it here. ``cases.py`` must import without Triton (``builds`` imports the kernels when
-called).
+``inspect`` and the benchmarks find it here. ``cases.py`` must import without Triton: ``builds`` imports the kernels.
 """
 
 from __future__ import annotations

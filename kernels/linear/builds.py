@@ -95,11 +95,11 @@ def _operands(args: dict[str, Any]) -> list[str]:
         "bias": any(t is not None for t in args.get("bias_ptrs", ())),
         "scales": args.get("scale_ptrs") is not None,
         "by_row": args.get("ROW_SCALES", False),
-        "residual": args["EPILOGUE"] == "act" and "a_ptrs" in args and args["source_ptrs"][0][0] is not None,
+        "residual": args["EPILOGUE"] == "act" and "a_ptrs" in args and args["source_ptrs"][0] is not None,
         "row_sum": any(t is not None for t in args.get("row_sum_ptrs", ())),
     }
-    wanted = args["target_ptrs"][0] if isinstance(args["target_ptrs"][0], tuple) else args["target_ptrs"]
-    saved = sum(t is not None for t in wanted[1:])
+    targets = args["target_ptrs"]
+    saved = len(targets[0] if isinstance(targets[0], tuple) else targets) - 1
     return [name for name, there in present.items() if there] + ([f"and{saved}"] if saved else [])
 
 

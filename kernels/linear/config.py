@@ -139,7 +139,8 @@ def _hopper(arch: str, gemm: Gemm) -> GemmConfig:
         return GemmConfig(128, 64, line, 8, 3, use_tma=False)
     if gemm.layout != "tn" and gemm.M <= 64 and not gemm.row_invariant:
         # Weights stream through once: the blocks hold as many bytes in flight as fit, and all multiprocessors pull.
-        config = GemmConfig(max(16, _power_of_two(gemm.M)), 64, 2 * line, 4, 5, use_tma=True, swap=True)
+        stages = 4 if gemm.combine == "gated" else 5
+        config = GemmConfig(max(16, _power_of_two(gemm.M)), 64, 2 * line, 4, stages, use_tma=True, swap=True)
         return dataclasses.replace(config, split_k=_splits(arch, config, gemm, fill=True))
     halves = _wants_halves(arch, gemm)
     narrow = GemmConfig(128, 128, line, 8, 4 if arch == "sm_90" else 3, use_tma=True, halves=halves)

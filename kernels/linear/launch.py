@@ -39,13 +39,13 @@ def _gemm(
     layout: str,
     a: Matrices,
     b: Matrices,
-    targets: tuple[Optional, ...],
+    targets: tuple[Matrices, ...],
     *,
     combine: str = "grouped",
     epilogue: str = "act",
     activation: str = "identity",
     biases: Optional | None = None,
-    sources: tuple[Optional, ...] | None = None,
+    sources: tuple[Matrices, ...] | None = None,
     row_sums: Optional | None = None,
     scales: Matrices | None = None,
 ) -> None:
@@ -53,13 +53,14 @@ def _gemm(
 
     ``targets`` and ``sources`` hold one tuple of contiguous matrices [M, N] for each output. ``layout``: see ``Gemm``.
     """
-    outs: Matrices = tuple(target[0] for target in targets)  # type: ignore[misc]
+    outs = tuple(target[0] for target in targets)
     if not any(out.numel() for out in outs):
         return
     where = outs[0].device
     trans_a, trans_b = layout == "tn", layout == "nt"
     biases = biases or (None,) * len(a)
-    sources = sources or ((None,),) * len(outs)
+    sources_of_all = sources or (None,) * len(outs)
+    read = sources[0] if sources else ()
     row_sums = row_sums or (None,) * len(outs)
     sizes = [tuple(out.shape) for out in outs] * (len(a) // len(outs))
     gemm = Gemm(
@@ -71,12 +72,11 @@ def _gemm(
         out_dtype=outs[0].dtype,
         combine=combine,
         pairs=len(a),
-        epilogue=_steps(epilogue, activation, biases, sources[0], targets[0], row_sums, scales),
-        reads=sum(t is not None for t in sources[0]) + (epilogue == "accumulate"),
-        writes=sum(t is not None for t in targets[0]),
+        epilogue=_steps(epilogue, activation, biases, len(read), len(targets[0]), row_sums, scales),
+        reads=len(read) + (epilogue == "accumulate"),
+        writes=len(targets[0]),
         precision="tf32" if a[0].dtype == torch.float32 and device.allow_tf32() else "ieee",
-        aligned=all(map(_aligned, (*a, *b)))
-        and all(t is None or _aligned(t) for ts in (*targets, *sources) for t in ts),
+        aligned=all(_aligned(t) for ts in (a, b, *targets, read) for t in ts),
         row_invariant=dispatch.row_invariant() and not trans_a,
     )
     arch = device.architecture(where)
@@ -90,7 +90,7 @@ def _gemm(
     after = {
         "bias_ptrs": biases,
         "scale_ptrs": scales,
-        "source_ptrs": sources,
+        "source_ptrs": sources_of_all,
         "target_ptrs": targets,
         "row_sum_ptrs": row_sums,
         "EPILOGUE": epilogue,
@@ -103,7 +103,7 @@ def _gemm(
         product = {
             "bias_ptrs": (None,) * len(a),
             "scale_ptrs": None,
-            "source_ptrs": ((None,),) * len(outs),
+            "source_ptrs": (None,) * len(outs),
             "target_ptrs": parts,
             "row_sum_ptrs": part_sums,
             "EPILOGUE": "partial",
@@ -179,10 +179,10 @@ def _tiles(m: int, n: int, block_m: int, block_n: int) -> int:
 
 
 def _workspaces(
-    splits: int, targets: tuple[Optional, ...], combine: str, row_sums: Optional
+    splits: int, targets: tuple[Matrices, ...], combine: str, row_sums: Optional
 ) -> tuple[tuple[Matrices, ...], Optional]:
     """Where the parts of a split GEMM go: [splits, M, N] for each product of each output, [splits, M] for row sums."""
-    outs: Matrices = tuple(target[0] for target in targets)  # type: ignore[misc]
+    outs = tuple(target[0] for target in targets)
     products = 2 if combine == "gated" else 1
     parts = tuple(
         tuple(alloc.empty((splits, *out.shape), torch.float32, out.device) for _ in range(products)) for out in outs
@@ -198,8 +198,8 @@ def _steps(
     epilogue: str,
     activation: str,
     biases: Optional,
-    sources: Optional,
-    targets: Optional,
+    sources: int,
+    targets: int,
     row_sums: Optional,
     scales: Matrices | None,
 ) -> tuple[str, ...]:
@@ -209,9 +209,9 @@ def _steps(
     steps += ["bias"] if biases[0] is not None else []
     steps += ["act_grad"] if gradient else []
     steps += [activation] if activation != "identity" else []
-    steps += ["preact"] if epilogue in ("act", "gated") and len(targets) > 1 and targets[1] is not None else []
-    steps += ["residual"] if epilogue == "act" and sources[0] is not None else []
-    steps += ["rebuild"] if gradient and targets[-1] is not None else []
+    steps += ["preact"] if epilogue in ("act", "gated") and targets > 1 else []
+    steps += ["residual"] if epilogue == "act" and sources else []
+    steps += ["rebuild"] if gradient and targets > 1 + epilogue.startswith("gated") else []
     steps += ["row_sum"] if any(t is not None for t in row_sums) else []
     steps += ["accumulate"] if epilogue == "accumulate" else []
     return tuple(steps)
@@ -231,17 +231,17 @@ def linear_act_fwd(
     """
     shapes = [(x.shape[0], w.shape[0]) for w in weights]
     ys = [alloc.empty(shape, x.dtype, x.device) for shape in shapes]
-    zs = [alloc.empty(shape, x.dtype, x.device) for shape in shapes] if save_preact else [None] * len(shapes)
+    zs = [alloc.empty(shape, x.dtype, x.device) for shape in shapes] if save_preact else []
     _gemm(
         "nt",
         (x,) * len(weights),
         weights,
-        tuple(zip(ys, zs)),
+        tuple(zip(ys, zs)) if save_preact else tuple((y,) for y in ys),
         activation=activation,
         biases=biases,
         sources=None if residual is None else ((residual.contiguous(),),),
     )
-    return ys, [z for z in zs if z is not None]
+    return ys, zs
 
 
 def gated_linear_fwd(
@@ -252,15 +252,16 @@ def gated_linear_fwd(
     x [T, D], W_g and W_u [F, D], biases [F] or None -> h, g, u [T, F].
     """
     outs = [alloc.empty((x.shape[0], weights[0].shape[0]), x.dtype, x.device) for _ in range(3 if save_preacts else 1)]
-    targets = tuple(outs) if save_preacts else (outs[0], None, None)
-    _gemm("nt", (x, x), weights, (targets,), combine="gated", epilogue="gated", activation=activation, biases=biases)
+    _gemm(
+        "nt", (x, x), weights, (tuple(outs),), combine="gated", epilogue="gated", activation=activation, biases=biases
+    )
     return outs
 
 
 def linear_dgrad(dzs: Matrices, weights: Matrices) -> torch.Tensor:
     """dx = sum_i dz_i @ W_i, added up in the accumulator. dz_i [T, F_i], W_i [F_i, D] -> dx [T, D]."""
     dx = alloc.empty((dzs[0].shape[0], weights[0].shape[1]), dzs[0].dtype, dzs[0].device)
-    _gemm("nn", dzs, weights, ((dx, None),), combine="chained" if len(dzs) > 1 else "grouped")
+    _gemm("nn", dzs, weights, ((dx,),), combine="chained" if len(dzs) > 1 else "grouped")
     return dx
 
 
@@ -269,8 +270,9 @@ def linear_dgrad_act(
 ) -> list[torch.Tensor]:
     """dz = (dy @ W) * act'(z), and h = act(z) with ``rebuild``. dy [T, D], W [D, F], z [T, F] -> dz, h [T, F]."""
     outs = [alloc.empty(z.shape, z.dtype, z.device) for _ in range(2 if rebuild else 1)]
-    targets = (outs[0], outs[1] if rebuild else None)
-    _gemm("nn", (dy,), (weight,), (targets,), epilogue="act_grad", activation=activation, sources=((z.contiguous(),),))
+    _gemm(
+        "nn", (dy,), (weight,), (tuple(outs),), epilogue="act_grad", activation=activation, sources=((z.contiguous(),),)
+    )
     return outs
 
 
@@ -286,7 +288,7 @@ def linear_dgrad_gated(
         "nn",
         (dy,),
         (weight,),
-        ((outs[0], outs[1], outs[2] if rebuild else None),),
+        (tuple(outs),),
         epilogue="gated_grad",
         activation=activation,
         sources=((g.contiguous(), u.contiguous()),),
@@ -303,7 +305,7 @@ def linear_wgrad(
     """
     dws = [alloc.empty((dz.shape[1], x.shape[1]), x.dtype, x.device) for dz in dzs]
     dbs = [alloc.empty((dz.shape[1],), x.dtype, x.device) if want else None for dz, want in zip(dzs, want_bias)]
-    _gemm("tn", dzs, (x,) * len(dzs), tuple((dw, None) for dw in dws), row_sums=tuple(dbs))
+    _gemm("tn", dzs, (x,) * len(dzs), tuple((dw,) for dw in dws), row_sums=tuple(dbs))
     return dws, dbs
 
 
@@ -315,7 +317,7 @@ def linear_wgrad_(dzs: Matrices, x: torch.Tensor, dws: Matrices, dbs: Optional) 
 def act_grad(dy: torch.Tensor, z: torch.Tensor, activation: str) -> torch.Tensor:
     """dz = dy * act'(z). dy, z [T, F] with any strides -> dz [T, F] contiguous."""
     dz = alloc.empty(z.shape, z.dtype, z.device)
-    _act_grad(dy, (z.contiguous(),), (dz, None), "act_grad", activation)
+    _act_grad(dy, (z.contiguous(),), (dz,), "act_grad", activation)
     return dz
 
 
@@ -324,11 +326,11 @@ def gated_act_grad(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dg = dh * u * act'(g) and du = dh * act(g). All [T, F]; the results contiguous."""
     dg, du = (alloc.empty(g.shape, g.dtype, g.device) for _ in range(2))
-    _act_grad(dh, (g.contiguous(), u.contiguous()), (dg, du, None), "gated_grad", activation)
+    _act_grad(dh, (g.contiguous(), u.contiguous()), (dg, du), "gated_grad", activation)
     return dg, du
 
 
-def _act_grad(dy: torch.Tensor, sources: Matrices, targets: Optional, epilogue: str, activation: str) -> None:
+def _act_grad(dy: torch.Tensor, sources: Matrices, targets: Matrices, epilogue: str, activation: str) -> None:
     T, F = dy.shape
     on = sources[0]
     block_t, block_f = (16, 64) if device.architecture(on.device) == device.INTERPRETER else (8, 256)

@@ -198,7 +198,7 @@ class _LinearAct(torch.autograd.Function):
         dzs = autograd.recall(ctx, dys)
         if dzs is None:
             dzs = list(dys)
-            if zs and (want_x or any(want_params)):
+            if zs:  # even where this pass wants the residual's gradient alone: the next one recalls dz
                 dzs = [parts.activation_grad(dy, z, ctx.call.activation, choice) for dy, z in zip(dys, zs)]
         dx = parts.input_grad(dzs, weights, choice) if want_x else None
         grads = _param_grads(ctx, dzs, x, want_params)

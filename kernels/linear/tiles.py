@@ -21,24 +21,11 @@ def open_matrix(ptr, rows, cols, stride_row, BLOCK_ROWS: tl.constexpr, BLOCK_COL
 
 @triton.jit
 def open_all(ptrs, rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, USE_TMA: tl.constexpr):
-    """The same for one to three contiguous matrices [rows, cols]; None stays None."""
-    # Written out: a None that a loop adds to a tuple, or that a function returns, loses its type.
-    if len(ptrs) == 1:
-        return (
-            ptrs[0] if ptrs[0] is None else open_matrix(ptrs[0], rows, cols, cols, BLOCK_ROWS, BLOCK_COLS, USE_TMA),
-        )
-    elif len(ptrs) == 2:
-        return (
-            ptrs[0] if ptrs[0] is None else open_matrix(ptrs[0], rows, cols, cols, BLOCK_ROWS, BLOCK_COLS, USE_TMA),
-            ptrs[1] if ptrs[1] is None else open_matrix(ptrs[1], rows, cols, cols, BLOCK_ROWS, BLOCK_COLS, USE_TMA),
-        )
-    else:
-        tl.static_assert(len(ptrs) == 3)
-        return (
-            ptrs[0] if ptrs[0] is None else open_matrix(ptrs[0], rows, cols, cols, BLOCK_ROWS, BLOCK_COLS, USE_TMA),
-            ptrs[1] if ptrs[1] is None else open_matrix(ptrs[1], rows, cols, cols, BLOCK_ROWS, BLOCK_COLS, USE_TMA),
-            ptrs[2] if ptrs[2] is None else open_matrix(ptrs[2], rows, cols, cols, BLOCK_ROWS, BLOCK_COLS, USE_TMA),
-        )
+    """The same for several contiguous matrices [rows, cols]."""
+    opened = ()
+    for i in tl.static_range(len(ptrs)):
+        opened += (open_matrix(ptrs[i], rows, cols, cols, BLOCK_ROWS, BLOCK_COLS, USE_TMA),)  # type: ignore[assignment]
+    return opened
 
 
 @triton.jit

@@ -168,8 +168,8 @@ def _epilogue(
     acc_up,  # the second product ("gated"), or None
     biases,  # [N] of each product, or None
     scale_ptrs,  # of A and B, or None
-    sources,  # matrices [M, N] that are read
-    targets,  # matrices [M, N] that are written, None where one is not wanted
+    sources,  # matrices [M, N] that are read, or None
+    targets,  # matrices [M, N] that are written: the output, then those stored beside it
     m,
     n,
     M,
@@ -188,16 +188,16 @@ def _epilogue(
         acc *= _scales(scale_ptrs, m, n, M, N, BLOCK_M, BLOCK_N, ROW_SCALES)
     if EPILOGUE == "act":
         z = _add_bias(acc, biases[0], n, N, BLOCK_N)
-        if targets[1] is not None:
+        if len(targets) == 2:
             store_tile(targets[1], z.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
         y = act(z, ACTIVATION)
-        if sources[0] is not None:
+        if sources is not None:
             y += load_tile(sources[0], m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA).to(tl.float32)
         store_tile(targets[0], y.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
     elif EPILOGUE == "gated":
         g = _add_bias(acc, biases[0], n, N, BLOCK_N)
         u = _add_bias(acc_up, biases[1], n, N, BLOCK_N)
-        if targets[1] is not None:
+        if len(targets) == 3:
             store_tile(targets[1], g.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
             store_tile(targets[2], u.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
         h = act(g, ACTIVATION) * u
@@ -206,7 +206,7 @@ def _epilogue(
         z = load_tile(sources[0], m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA).to(tl.float32)
         dz = acc * act_grad(z, ACTIVATION)
         store_tile(targets[0], dz.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
-        if targets[1] is not None:
+        if len(targets) == 2:
             h = act(z, ACTIVATION)
             store_tile(targets[1], h.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
     elif EPILOGUE == "gated_grad":
@@ -217,7 +217,7 @@ def _epilogue(
         u = load_tile(sources[1], m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA).to(tl.float32)
         dg = acc * u * act_grad(g, ACTIVATION)
         store_tile(targets[0], dg.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
-        if targets[2] is not None:
+        if len(targets) == 3:
             h = act_g * u
             store_tile(targets[2], h.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
     else:
@@ -259,7 +259,7 @@ def _gemm_kernel(
     b_ptrs,
     bias_ptrs,  # [N] of each pair, or None
     scale_ptrs,  # of A and B (fp8), or None
-    source_ptrs,  # contiguous matrices [M, N] that the epilogue of each output reads, or None
+    source_ptrs,  # for each output the contiguous matrices [M, N] that its epilogue reads, or None
     target_ptrs,  # and those that it writes; "partial": workspaces [splits, M, N] in fp32, one per product
     row_sum_ptrs,  # where the row sums of each op(A) go (wgrad: the bias gradient), or None
     T,  # tokens
@@ -314,7 +314,9 @@ def _gemm_kernel(
     tiles_before = 0
     for i in tl.static_range(OUTPUTS):
         M, N, K = T if Ms is None else Ms[i], Ns[i], T if Ks is None else Ks[i]
-        sources = open_all(source_ptrs[i], M, N, BLOCK_M, OUT_N, TMA_OUT)
+        sources = None
+        if source_ptrs[i] is not None:
+            sources = open_all(source_ptrs[i], M, N, BLOCK_M, OUT_N, TMA_OUT)
         targets = open_all(target_ptrs[i], M, N, BLOCK_M, OUT_N, TMA_OUT)
 
         # One list of tiles runs through all outputs; this program takes every programs-th of it.
