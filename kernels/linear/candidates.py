@@ -74,9 +74,11 @@ def _grid(arch: str, gemm: Gemm) -> Iterator[GemmConfig]:
         if block_m * block_n <= 64 * 64 and warps == 8:  # too little for eight warps to share
             continue
         groups = _GROUPS if _cdiv(gemm.M, block_m) > min(_GROUPS) else _GROUPS[:1]
-        for swap, group in product(_swaps(arch, gemm, block_m, block_n), groups):
+        for swap, halves, group in product(
+            _swaps(arch, gemm, block_m, block_n), _halves(gemm, block_n, splits), groups
+        ):
             yield GemmConfig(
-                block_m, block_n, block_k, warps, stages, _takes_tma(arch, gemm), group, split_k=splits, swap=swap
+                block_m, block_n, block_k, warps, stages, _takes_tma(arch, gemm), group, splits, halves, swap
             )
 
 
@@ -115,6 +117,11 @@ def _swaps(arch: str, gemm: Gemm, block_m: int, block_n: int) -> tuple[bool, ...
     if arch in ("sm_90", "sm_100") and block_m < 64 <= block_n:
         return (True,)
     return (False, True)
+
+
+def _halves(gemm: Gemm, block_n: int, splits: int) -> tuple[bool, ...]:
+    """Whether the epilogue may take a tile in two halves; a split product has none, a gated one is never halved."""
+    return (False, True) if gemm.combine != "gated" and block_n >= 128 and splits == 1 else (False,)
 
 
 def _takes_tma(arch: str, gemm: Gemm) -> bool:

@@ -73,7 +73,8 @@ def shared_bytes(chip: Chip, gemm: Gemm, config: GemmConfig) -> int:
     if chip.name.startswith("AMD") or config.split_k > 1:
         return pipeline
     by_tma = config.use_tma and "accumulate" not in gemm.epilogue
-    return pipeline + (1 + gemm.reads * by_tma) * config.block_m * config.block_n * gemm.out_dtype.itemsize
+    width = config.block_n // 2 if config.halves else config.block_n
+    return pipeline + (1 + gemm.reads * by_tma) * config.block_m * width * gemm.out_dtype.itemsize
 
 
 def _name(dtype: torch.dtype) -> str:
