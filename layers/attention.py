@@ -30,7 +30,7 @@ class ParallelAttention(nn.Module):
     x and the result are [B, S, D] or, with ``batch_size=B``, [B*S, D] batch-major (with sequence parallelism
     [B*S/R, D]). q, k and v share one input collective; rank r holds query heads r*N/R and up and exactly the KV heads
     that these attend to. Parameters are called as in Llama and Starcoder2: ``q_proj``, ``k_proj``, ``v_proj``,
-    ``o_proj``.
+    ``o_proj``. ``fuse_wgrad_accumulation`` adds their gradients to their ``main_grad`` (see ``attach_main_grads``).
 
     Raises ValueError where heads or KV heads do not divide by the group's size, or ``head_dim`` is odd.
     """
@@ -47,6 +47,7 @@ class ParallelAttention(nn.Module):
         layer_index: int = 0,
         mesh: MeshLike = None,
         sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
         params: str = "dtensor",
         impl: str = "auto",
         init_std: float | None = None,
@@ -71,6 +72,7 @@ class ParallelAttention(nn.Module):
             "bias": bias,
             "mesh": self.group,
             "sequence_parallel": sequence_parallel,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "params": params,
             "impl": impl,
             "site": "attention",

@@ -20,7 +20,9 @@ class ParallelBlock(nn.Module):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``, as in Starcoder2 (gelu style) and Llama (gated).
 
     x and the result are [B, S, D] or, with ``batch_size=B``, [B*S, D] (with sequence parallelism [B*S/R, D]).
-    ``recompute`` keeps only x for backward and runs the layer again there.
+    ``recompute`` keeps only x for backward and runs the layer again there; ``mlp_recompute`` is ParallelMLP's
+    ``recompute``, for the MLP alone. ``fuse_wgrad_accumulation`` adds the linear layers' gradients to their parameters'
+    ``main_grad`` (see ``attach_main_grads``).
     """
 
     def __init__(
@@ -31,6 +33,8 @@ class ParallelBlock(nn.Module):
         mesh: MeshLike = None,
         sequence_parallel: bool = False,
         recompute: bool = False,
+        mlp_recompute: int = 0,
+        fuse_wgrad_accumulation: bool = False,
         params: str = "dtensor",
         impl: str = "auto",
         dtype: torch.dtype | None = None,
@@ -55,6 +59,7 @@ class ParallelBlock(nn.Module):
             rope_theta=config.rope_theta,
             bias=config.bias,
             layer_index=layer_index,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             impl=impl,
             init_std=config.init_std,
             **place,
@@ -65,6 +70,8 @@ class ParallelBlock(nn.Module):
             config.intermediate_size,
             gated=config.gated,
             bias=config.bias,
+            recompute=mlp_recompute,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
             impl=impl,
             init_std=config.init_std,
             **place,

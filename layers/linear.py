@@ -19,14 +19,16 @@ from .module import Init, Runs, ShardedModule, check_divides
 class ColumnParallelLinear(ShardedModule):
     """``activation(nn.Linear(in_features, out_features)(x))`` with the output features split over the group.
 
-    ``gather_output`` returns all features on every rank. ``site`` names the layer's collectives. Weights start as
-    nn.Linear's do, or normal with ``init_std`` (and zero bias).
+    ``gather_output`` returns all features on every rank. ``fuse_wgrad_accumulation`` adds the parameters' gradients to
+    their ``main_grad`` (see ``attach_main_grads``). ``site`` names the layer's collectives. Weights start as those of
+    nn.Linear do, or normal with ``init_std`` (and zero bias).
 
     Raises ValueError where ``out_features`` does not divide by the group's size or the activation is unknown.
     """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    op = "linear_act"  # that runs with its parameters; a module around it may know a better one
 
     def __init__(
         self,
@@ -38,6 +40,7 @@ class ColumnParallelLinear(ShardedModule):
         mesh: MeshLike = None,
         sequence_parallel: bool = False,
         gather_output: bool = False,
+        fuse_wgrad_accumulation: bool = False,
         params: str = "dtensor",
         impl: str = "auto",
         site: str = "linear",
@@ -53,6 +56,7 @@ class ColumnParallelLinear(ShardedModule):
         self.out_features = out_features
         self.activation = activation
         self.gather_output = gather_output
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.impl = impl
         self.site = site
         weight_init, bias_init = linear_init(in_features, init_std)
@@ -62,14 +66,21 @@ class ColumnParallelLinear(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:  # nothing between a stock layer's user and its GEMM
-            return linear_act(x, self.weight, self.bias, activation=self.activation, impl=self.impl)
+            return linear_act(
+                x,
+                self.weight,
+                self.bias,
+                activation=self.activation,
+                fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
+                impl=self.impl,
+            )
         (y,) = project(x, self)
         if self.gather_output:
             y = functional.gather_from(y, self.group, dim=-1, site=f"{self.site}.gather")
         return y
 
     def runs(self, device: torch.device) -> Runs:
-        return [("linear_act", linear_act_choice(self.weight.dtype, device, self.impl))]
+        return [(self.op, linear_act_choice(self.weight.dtype, device, self.impl, op=self.op))]
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, activation={self.activation}, {self.sharding_repr()}"
@@ -81,8 +92,8 @@ def project(x: torch.Tensor, *layers: ColumnParallelLinear) -> tuple[torch.Tenso
     The layers share group, activation, site, impl and sequence parallelism; their weights stay separate operands.
     """
     first = layers[0]
-    if first.sequence_parallel and x.dim() != 2:
-        raise ValueError(f"with sequence parallelism x is [T/R, D], this rank's tokens, not {list(x.shape)}")
+    if first.sequence_parallel:
+        check_tokens(x)
     return column_linear(
         x,
         [layer.weight for layer in layers],
@@ -90,9 +101,16 @@ def project(x: torch.Tensor, *layers: ColumnParallelLinear) -> tuple[torch.Tenso
         first.group,
         activation=first.activation,
         sequence_parallel=first.sequence_parallel,
+        fuse_wgrad_accumulation=first.fuse_wgrad_accumulation,
         impl=first.impl,
         site=f"{first.site}.in",
     )
+
+
+def check_tokens(x: torch.Tensor) -> None:
+    """ValueError unless x is what sequence parallelism splits."""
+    if x.dim() != 2:
+        raise ValueError(f"with sequence parallelism x is [T/R, D], this rank's tokens, not {list(x.shape)}")
 
 
 class RowParallelLinear(ShardedModule):
@@ -114,6 +132,7 @@ class RowParallelLinear(ShardedModule):
         *,
         mesh: MeshLike = None,
         sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
         params: str = "dtensor",
         impl: str = "auto",
         site: str = "linear",
@@ -125,6 +144,7 @@ class RowParallelLinear(ShardedModule):
         check_divides("in_features", in_features, self.group)
         self.in_features = in_features
         self.out_features = out_features
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.impl = impl
         self.site = site
         weight_init, bias_init = linear_init(in_features, init_std)
@@ -134,13 +154,16 @@ class RowParallelLinear(ShardedModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.group.size == 1:
-            return linear_act(x, self.weight, self.bias, impl=self.impl)
+            return linear_act(
+                x, self.weight, self.bias, fuse_wgrad_accumulation=self.fuse_wgrad_accumulation, impl=self.impl
+            )
         return row_linear(
             x,
             self.weight,
             self.bias,
             self.group,
             sequence_parallel=self.sequence_parallel,
+            fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
             impl=self.impl,
             site=f"{self.site}.out",
         )

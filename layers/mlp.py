@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..kernels.linear import ACTIVATIONS, apply_activation
+from ..kernels.linear import ACTIVATIONS, apply_activation, gated_linear, linear_act_choice
 from ..parallel.mesh import MeshLike, tp_group
-from .linear import ColumnParallelLinear, RowParallelLinear, project
+from ..parallel.mlp import RECOMPUTE, fused_mlp
+from .linear import ColumnParallelLinear, RowParallelLinear, check_tokens, project
 from .module import check_divides
+
+SITE = "mlp"
 
 
 class ParallelMLP(nn.Module):
@@ -21,8 +24,17 @@ class ParallelMLP(nn.Module):
     sequence parallelism an all-gather and a reduce-scatter each way). Parameters are called as in Starcoder2
     (``c_fc``, ``c_proj``) or, gated, as in Llama (``gate_proj``, ``up_proj``, ``down_proj``).
 
-    ``activation=None`` means tanh-GeLU, or SiLU where gated; ``bias=None`` means biases unless gated.
-    Raises ValueError where ``ffn_size`` does not divide by the group's size.
+    ``activation=None`` means tanh-GeLU, or SiLU where gated; ``bias=None`` means biases unless gated. ``recompute``
+    says what is kept for backward: 0 the input, the pre-activation and the hidden activation, 1 the first two, 2 the
+    input alone (the first product then runs twice). ``fuse_wgrad_accumulation`` adds the parameters' gradients to their
+    ``main_grad`` (see ``attach_main_grads``).
+
+    The two layers run as one autograd function (``parallel/mlp.py``). They run one after another, and keep what they
+    keep by themselves, where one was replaced or has hooks (FSDP2 on a single layer, adapters), under torch.compile
+    over several ranks, where the compiler decides what is kept, and on one rank without kernels at level 0, where torch
+    does as well.
+
+    Raises ValueError where ``ffn_size`` does not divide by the group's size, and for unknown options.
     """
 
     def __init__(
@@ -35,6 +47,8 @@ class ParallelMLP(nn.Module):
         bias: bool | None = None,
         mesh: MeshLike = None,
         sequence_parallel: bool = False,
+        recompute: int = 0,
+        fuse_wgrad_accumulation: bool = False,
         params: str = "dtensor",
         impl: str = "auto",
         init_std: float | None = None,
@@ -47,14 +61,24 @@ class ParallelMLP(nn.Module):
         self.activation = activation or ("silu" if gated else "gelu_tanh")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+        if recompute not in RECOMPUTE:
+            raise ValueError(
+                f"recompute={recompute!r}: expected 0 (keep the activations), 1 (keep the pre-activation) or 2 (keep "
+                "the input only)"
+            )
         check_divides("ffn_size", ffn_size, self.group)
+        self.sequence_parallel = sequence_parallel and self.group.size > 1
+        self.recompute = recompute
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.impl = impl
         common: dict[str, Any] = {
             "bias": not gated if bias is None else bias,
             "mesh": self.group,
             "sequence_parallel": sequence_parallel,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "params": params,
             "impl": impl,
-            "site": "mlp",
+            "site": SITE,
             "init_std": init_std,
             "dtype": dtype,
             "device": device,
@@ -63,12 +87,71 @@ class ParallelMLP(nn.Module):
             self.gate_proj = ColumnParallelLinear(hidden_size, ffn_size, **common)
             self.up_proj = ColumnParallelLinear(hidden_size, ffn_size, **common)
             self.down_proj = RowParallelLinear(ffn_size, hidden_size, **common)
+            self.gate_proj.op = self.up_proj.op = "gated_linear"
         else:
             self.c_fc = ColumnParallelLinear(hidden_size, ffn_size, activation=self.activation, **common)
             self.c_proj = RowParallelLinear(ffn_size, hidden_size, **common)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.gated:
-            gate, up = project(x, self.gate_proj, self.up_proj)
-            return self.down_proj(apply_activation(gate, self.activation) * up)
-        return self.c_proj(self.c_fc(x))
+        if self._composed(x):
+            return self._one_after_another(x)
+        layers = [self.gate_proj, self.up_proj, self.down_proj] if self.gated else [self.c_fc, self.c_proj]
+        if not all(map(_untouched, layers)):
+            return self._one_after_another(x)
+        *first, last = layers
+        if self.sequence_parallel:
+            check_tokens(x)
+        return fused_mlp(
+            x,
+            [layer.weight for layer in first],
+            [layer.bias for layer in first],
+            last.weight,
+            last.bias,
+            self.group,
+            activation=self.activation,
+            sequence_parallel=self.sequence_parallel,
+            recompute=self.recompute,
+            fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
+            impl=self.impl,
+            site=SITE,
+        )
+
+    def _composed(self, x: torch.Tensor) -> bool:
+        """Whether the layers run one after another although they could be one."""
+        if self.group.size > 1:
+            return torch.compiler.is_compiling()
+        if self.recompute or self.fuse_wgrad_accumulation:
+            return False
+        return not linear_act_choice(x.dtype, x.device, self.impl).triton
+
+    def _one_after_another(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.gated:
+            return self.c_proj(self.c_fc(x))
+        gate, up, activation = self.gate_proj, self.up_proj, self.activation
+        if not (_untouched(gate) and _untouched(up)):
+            h = apply_activation(gate(x), activation) * up(x)
+        elif self.group.size == 1:
+            h = gated_linear(
+                x,
+                gate.weight,
+                up.weight,
+                gate.bias,
+                up.bias,
+                activation=activation,
+                fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
+                impl=self.impl,
+            )
+        else:
+            g, u = project(x, gate, up)
+            h = apply_activation(g, activation) * u
+        return self.down_proj(h)
+
+
+_OWN = (ColumnParallelLinear, RowParallelLinear)
+
+
+def _untouched(layer: nn.Module) -> bool:
+    """Whether ``layer`` is ours and nobody wants to hear of its calls, so that its parameters may be read instead."""
+    return type(layer) in _OWN and not (
+        layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
+    )

@@ -36,13 +36,13 @@ class ServingCache(AttentionCache, Protocol):
 class Decoder(nn.Module):
     """Embedding, blocks and the last norm."""
 
-    def __init__(self, config: TransformerConfig, *, recompute: bool, impl: str, **place: Any) -> None:
+    def __init__(self, config: TransformerConfig, *, block: dict[str, Any], **place: Any) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, init_std=config.init_std, **place
         )
         self.layers = nn.ModuleList(
-            ParallelBlock(config, index, recompute=recompute, impl=impl, **place) for index in range(config.num_layers)
+            ParallelBlock(config, index, **block, **place) for index in range(config.num_layers)
         )
         self.norm = make_norm(config, **place)
 
@@ -51,9 +51,11 @@ class ParallelTransformer(nn.Module):
     """The model of ``config`` sharded over ``mesh``'s tensor-parallel ranks (one process needs none).
 
     ``sequence_parallel`` shards what lies between the parallel layers over tokens: less memory, the same results.
-    ``recompute`` keeps only every block's input for backward. ``params`` is ``"dtensor"`` (FSDP2, distributed
-    checkpoints) or ``"local"`` (plain tensors). Fresh weights follow torch's global seed and are the same at every
-    tensor-parallel degree; :meth:`init_weights` draws them again from a seed of its own.
+    ``recompute`` keeps only every block's input for backward; ``mlp_recompute`` is ParallelMLP's ``recompute``, for the
+    MLPs alone. ``fuse_wgrad_accumulation`` adds the linear layers' gradients to their parameters' ``main_grad`` (see
+    ``attach_main_grads``). ``params`` is ``"dtensor"`` (FSDP2, distributed checkpoints) or ``"local"`` (plain tensors).
+    Fresh weights follow torch's global seed and are the same at every tensor-parallel degree; :meth:`init_weights`
+    draws them again from a seed of its own.
 
     Raises ValueError where heads, KV heads, feed-forward width or vocabulary do not divide by the group's size.
     """
@@ -65,6 +67,8 @@ class ParallelTransformer(nn.Module):
         mesh: MeshLike = None,
         sequence_parallel: bool = False,
         recompute: bool = False,
+        mlp_recompute: int = 0,
+        fuse_wgrad_accumulation: bool = False,
         params: str = "dtensor",
         impl: str = "auto",
         dtype: torch.dtype | None = None,
@@ -81,16 +85,18 @@ class ParallelTransformer(nn.Module):
             "dtype": dtype,
             "device": device,
         }
-        self.model = Decoder(config, recompute=recompute, impl=impl, **place)
+        fused: dict[str, Any] = {"fuse_wgrad_accumulation": fuse_wgrad_accumulation, "impl": impl}
+        block = {"recompute": recompute, "mlp_recompute": mlp_recompute, **fused}
+        self.model = Decoder(config, block=block, **place)
         if config.tie_embeddings:
             place["device"] = "meta"  # the embedding's weight takes its place
         self.lm_head = ColumnParallelLinear(
             config.hidden_size,
             config.vocab_size,
             bias=False,
-            impl=impl,
             site="head",
             init_std=config.init_std,
+            **fused,
             **place,
         )
         self._tie()

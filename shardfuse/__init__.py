@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .explanation import explain
-    from .kernels.linear import linear_act
+    from .kernels.dispatch import row_invariance
+    from .kernels.linear import gated_linear, linear_act
     from .kernels.paged_attention import paged_attention, write_kv_
     from .layers.attention import ParallelAttention
     from .layers.block import ParallelBlock
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .layers.norm import LayerNorm, RMSNorm
     from .layers.transformer import ParallelTransformer
     from .parallel.checkpoint import full_state_dict, load_checkpoint, read_extra, save_checkpoint
+    from .parallel.main_grad import attach_main_grads, main_grads_to_grads, zero_main_grads
     from .parallel.mesh import init_mesh, tp_group
     from .serving.engine import Engine
     from .serving.request import Request, TokenEvent
@@ -43,19 +45,24 @@ __all__ = [
     "TransformerConfig",
     "VocabParallelEmbedding",
     "__version__",
+    "attach_main_grads",
     "explain",
     "export_hf",
     "full_state_dict",
+    "gated_linear",
     "init_mesh",
     "linear_act",
     "load_checkpoint",
     "load_hf",
+    "main_grads_to_grads",
     "paged_attention",
     "read_extra",
+    "row_invariance",
     "save_checkpoint",
     "tp_group",
     "vocab_parallel_cross_entropy",
     "write_kv_",
+    "zero_main_grads",
 ]
 
 __version__: str
@@ -75,19 +82,24 @@ _HOMES = {
     "TokenEvent": "serving.request",
     "TransformerConfig": "layers.config",
     "VocabParallelEmbedding": "layers.embedding",
+    "attach_main_grads": "parallel.main_grad",
     "explain": "explanation",
     "export_hf": "layers.hf",
     "full_state_dict": "parallel.checkpoint",
+    "gated_linear": "kernels.linear",
     "init_mesh": "parallel.mesh",
     "linear_act": "kernels.linear",
     "load_checkpoint": "parallel.checkpoint",
     "load_hf": "layers.hf",
+    "main_grads_to_grads": "parallel.main_grad",
     "paged_attention": "kernels.paged_attention",
     "read_extra": "parallel.checkpoint",
+    "row_invariance": "kernels.dispatch",
     "save_checkpoint": "parallel.checkpoint",
     "tp_group": "parallel.mesh",
     "vocab_parallel_cross_entropy": "layers.loss",
     "write_kv_": "kernels.paged_attention",
+    "zero_main_grads": "parallel.main_grad",
 }
 
 

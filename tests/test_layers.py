@@ -311,6 +311,42 @@ def _block(**kwargs: Any) -> ParallelBlock:
     return ParallelBlock(TransformerConfig(hidden_size=16, intermediate_size=32, num_heads=4, num_kv_heads=2, **kwargs))
 
 
+def _runs(module: nn.Module) -> dict[str, list[str]]:
+    device = torch.device("cpu")
+    return {name: [op for op, _ in layer.runs(device)] for name, layer in module.named_children()}
+
+
+def test_layers_say_which_op_runs_with_their_parameters():
+    assert _runs(ParallelMLP(8, 16)) == {"c_fc": ["linear_act"], "c_proj": ["linear_act"]}
+    gated = ParallelMLP(8, 16, gated=True)
+    assert _runs(gated) == {"gate_proj": ["gated_linear"], "up_proj": ["gated_linear"], "down_proj": ["linear_act"]}
+    for recompute in (0, 1):  # apart and as one function
+        gated.recompute = recompute
+        dispatch.counts.clear()
+        gated(torch.randn(3, 8))
+        assert dispatch.counts == {("gated_linear", "reference"): 1, ("linear_act", "reference"): 1}
+
+
+def test_a_block_hands_its_options_on():
+    config = TransformerConfig(hidden_size=16, intermediate_size=32, num_heads=4)
+    block = ParallelBlock(config, mlp_recompute=2, fuse_wgrad_accumulation=True)
+    assert block.mlp.recompute == 2
+    fused = [module for module in block.modules() if getattr(module, "fuse_wgrad_accumulation", False)]
+    assert len(fused) == 7  # the MLP and six linear layers
+    with pytest.raises(ValueError, match="recompute=5: expected 0"):
+        ParallelBlock(config, mlp_recompute=5)
+
+
+@pytest.mark.parametrize("style", ["gelu", "gated"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_mlp_that_keeps_less_gives_the_same_gradients(style: str, level: int):
+    stock, ours = _block(style=style), _block(style=style)
+    ours.mlp.recompute = level
+    for recompute in (False, True):  # of the whole block, around it
+        ours.recompute = recompute
+        _agree(ours, stock, torch.randn(2, 6, 16))
+
+
 @pytest.mark.parametrize("style", ["gelu", "gated"])
 def test_a_recomputed_block_gives_the_same_gradients(style: str):
     block = _block(style=style)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from shardfuse.kernels import accuracy, dispatch
 from shardfuse.kernels.linear import parts
@@ -138,6 +140,110 @@ def test_only_what_wants_a_gradient_gets_one(ranks: Any):
         assert all(ok for _, ok in found), found
 
 
+def _split_body(rank: int, world: int, sequence_parallel: bool) -> list[Any]:
+    """Both layers in the two passes of a pipeline's split backward: what ran in each, and whether it is right."""
+    whole, group = _whole(), tp_group(dist.group.WORLD)
+    cut = slice(rank * T // world, (rank + 1) * T // world) if sequence_parallel else slice(None)
+    x, p = whole["x"][cut].clone().requires_grad_(), _params(whole)
+    y = _mlp(x, p, group, sequence_parallel=sequence_parallel)
+    ours, ran = {"y": y.detach().clone()}, []
+    with _noted() as calls:
+        _, groups = stage_backward_input([y], [whole["dy"][cut]], [x], iter(p.values()))
+        ran.append(list(calls))
+        calls.clear()
+        stage_backward_weight(iter(p.values()), groups)
+        ran.append(list(calls))
+    ours |= {name: unwrap([leaf.grad])[0][0] for name, leaf in {"x": x, **p}.items()}
+    oracle, low = _reference(_whole(torch.float64)), _reference(whole)
+    for name in ("x", "y"):
+        oracle[name], low[name] = oracle[name][cut], low[name][cut]
+    assert _verdicts(ours, low, oracle) == []
+    return ran
+
+
+@contextmanager
+def _noted() -> Iterator[list[str]]:
+    """The products and collectives of backward inside."""
+    calls: list[str] = []
+    places = [(parts, "activation_grad"), (parts, "input_grad"), (parts, "param_grads")]
+    places += [(collectives, name) for name in ("all_gather", "start_all_reduce", "start_reduce_scatter")]
+    originals = [getattr(*place) for place in places]
+
+    def noting(name: str, original: Any) -> Any:
+        def note(*args: Any, **kwargs: Any) -> Any:
+            wanted = sum(args[2]) if name == "param_grads" else 1  # of the weights
+            calls.extend([name] * wanted)
+            return original(*args, **kwargs)
+
+        return note
+
+    for (module, name), original in zip(places, originals):
+        setattr(module, name, noting(name, original))
+    try:
+        yield calls
+    finally:
+        for (module, name), original in zip(places, originals):
+            setattr(module, name, original)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+def test_split_backward_runs_each_product_and_collective_once(ranks: Any, sequence_parallel: bool):
+    inputs = ["input_grad", "activation_grad", "input_grad", "start_all_reduce"]
+    if sequence_parallel:
+        inputs = ["all_gather", *inputs[:-1], "start_reduce_scatter"]
+    for ran in ranks(2, _split_body, sequence_parallel):
+        assert ran == [inputs, ["param_grads", "param_grads"]]
+
+
+def _accumulated_body(rank: int, world: int, sequence_parallel: bool) -> list[str]:
+    """Two micro-batches added up in fp32 buffers, beside the sum of their gradients."""
+    whole, group = _whole(), tp_group(dist.group.WORLD)
+    cut = slice(rank * T // world, (rank + 1) * T // world) if sequence_parallel else slice(None)
+    x, p = whole["x"][cut].clone().requires_grad_(), _params(whole)
+    for param in p.values():
+        param.main_grad = torch.zeros_like(unwrap([param])[0][0], dtype=torch.float32, requires_grad=False)
+    options = {"sequence_parallel": sequence_parallel, "fuse_wgrad_accumulation": True}
+    for _ in range(2):
+        _mlp(x, p, group, **options).backward(whole["dy"][cut])
+    assert all(param.grad is None for param in p.values())
+    low, oracle = _reference(whole), _reference(_whole(torch.float64))
+    names = list(SHARD_DIMS)
+    return _verdicts(
+        {name: p[name].main_grad for name in names},
+        {name: 2 * low[name] for name in names},
+        {name: 2 * oracle[name] for name in names},
+    )
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+def test_gradients_are_added_to_buffers(ranks: Any, sequence_parallel: bool):
+    assert ranks(2, _accumulated_body, sequence_parallel) == [[], []]
+
+
+def _saving_body(rank: int, world: int) -> list[bool]:
+    """Whether forward was asked for the pre-activation, with autograd and without."""
+    saving, forward = [], parts.forward
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        saving.append(kwargs["save"])
+        return forward(*args, **kwargs)
+
+    whole, group = _whole(), tp_group(dist.group.WORLD)
+    p = _params(whole)
+    parts.forward = noted
+    try:
+        column_linear(whole["x"], [p["w1"]], [p["b1"]], group, activation="gelu_tanh", site="in")
+        with torch.no_grad():
+            column_linear(whole["x"], [p["w1"]], [p["b1"]], group, activation="gelu_tanh", site="in")
+    finally:
+        parts.forward = forward
+    return saving
+
+
+def test_nothing_is_saved_without_autograd(ranks: Any):
+    assert ranks(2, _saving_body) == [[True, False]] * 2
+
+
 def _compiled_body(rank: int, world: int, sequence_parallel: bool) -> list[str]:
     whole, group = _whole(), tp_group(dist.group.WORLD)
     cut = slice(rank * T // world, (rank + 1) * T // world) if sequence_parallel else slice(None)
@@ -187,9 +293,9 @@ def _order_body(rank: int, world: int) -> list[str]:
 
         return noted_finish
 
-    def noted_param_grads(*args: Any) -> Any:
+    def noted_param_grads(*args: Any, **kwargs: Any) -> Any:
         events.append("weights")
-        return param_grads(*args)
+        return param_grads(*args, **kwargs)
 
     collectives.start_all_reduce, parts.param_grads = noted_start, noted_param_grads
     try:
@@ -218,7 +324,7 @@ def _errors_body(rank: int, world: int) -> list[str]:
 def test_operands_that_do_not_fit_are_named(ranks: Any):
     for shape, dtype in ranks(2, _errors_body):
         assert "weight 0 has shape (24, 16) but x has (24, 15)" in shape
-        assert "x is torch.float64 but weights and biases are torch.float32" in dtype
+        assert "x is torch.float64 but the other operands are torch.float32" in dtype
 
 
 def _twice_body(rank: int, world: int) -> str:
