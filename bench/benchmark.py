@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ..kernels.accuracy import Verdict
-from .timing import Timing
+from ..kernels.cost import pass_bound
+from .timing import Ceilings, Timing
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,34 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Work:
+    """What a call that is timed in microseconds has to do at the least.
+
+    ``flops`` of its matrix products, ``bytes`` to and from memory if everything is touched once, and what the peer
+    moves beyond that: ``extra`` bytes, in passes of its own over results in between, which fusion takes out.
+    """
+
+    flops: int
+    bytes: int
+    extra: int = 0
+
+    def fastest(self, ceilings: Ceilings) -> float:
+        """Seconds on a device that reaches either of its ceilings."""
+        return max(self.flops / ceilings.flops, self.bytes / ceilings.bandwidth)
+
+    def bound(self, ceilings: Ceilings) -> float:
+        """All that can be gained over the peer by taking its extra passes out, as a share of our time."""
+        return pass_bound(self.fastest(ceilings) * 1e6, ceilings.bandwidth, self.extra)
+
+
+@dataclass(frozen=True)
 class Measurement:
     """One row to be: ours against one peer on one case.
 
     ``run`` returns both sides in the unit that ``metric`` names. ``target`` is the least ratio that counts as met
     (ratio > 1: ours is better), or None where no target is set. ``slow``: the peer compiles or searches for long, so
-    a run against the clock leaves the row for last.
+    a run against the clock leaves the row for last. ``work`` is given where the metric is microseconds of a known
+    number of operations.
     """
 
     case: str
@@ -54,6 +77,7 @@ class Measurement:
     run: Callable[[], tuple[Timing, Timing]]
     higher_is_better: bool = False
     slow: bool = False
+    work: Work | None = None
 
     @property
     def key(self) -> tuple[str, str, str]:

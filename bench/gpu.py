@@ -10,7 +10,7 @@ The machine needs no internet and the tree no ``.git``. In order:
 Every event is on disk as it happens (``events.jsonl``), so that a call cut short loses one row at most and the next
 call with the same directory goes on. Each benchmark runs in a process group of its own under a watchdog; a row that
 hangs or crashes is skipped from then on, until its sources change. ``results.json`` holds the finished records, and
-``--accept DIR`` files them under bench/results/.
+``--accept DIR`` files them under bench/results/, as it does one that ``bench run --out FILE`` wrote.
 
 ``--dry`` goes the same way on a CPU, with tiny shapes interpreted: it proves the path and measures nothing.
 """
@@ -38,22 +38,23 @@ from ..kernels import registry
 from . import owed, provenance, summary
 from .benchmark import Benchmark, Settings
 from .journal import Event, Journal
+from .records import left, read_records, record
 from .report import console, write_json
-from .runner import benchmarks, left, record
+from .runner import benchmarks
 from .watchdog import Ending, watch
 
 MODULE = __package__ or "shardfuse.bench"
 
 SMOKE_S = 120.0
 SMOKE_QUIET_S = 60.0  # a case takes a second or two, its compilation a few more
-COMPILE_S = 60.0  # the CPU suite may use both phases
+COMPILE_S = 75.0  # the CPU suite may use both phases
 GPU_TESTS_S = 120.0
 SUMMARY_S = 5.0  # kept for the end
 STARTUP_S = 90.0  # importing torch on a busy machine
 GPU_SECONDS_PER_ROW = 0.5
 CASES_PER_PROCESS = 4
 DRY_TESTS = ("tests/test_owed.py",)
-OP_TESTS = ("test_linear_act.py", "test_paged_attention.py")
+OP_TESTS = ("test_linear_act.py", "test_linear_fused.py", "test_paged_attention.py")
 PYTEST_NOTHING_COLLECTED = 5
 # What this machine's torch may change. The kernels themselves run on its GPU instead of in the interpreter.
 CPU_SUITE = "not (gpu or multigpu or interpret or codegen or demo or packaging)"
@@ -163,20 +164,17 @@ class GpuRun:
 
     def _compile(self) -> None:
         """Run ours once on every case still to be timed; Triton's cache on disk keeps what was compiled."""
-        work = [
-            (benchmark, part)
-            for benchmark in self.benchmarks
-            if benchmark.warm is not None
-            for part in _parts(self._cases_left(benchmark), 1 if not self.options.dry else CASES_PER_PROCESS)
-        ]
+        left = {b.name: self._cases_left(b) for b in self.benchmarks if b.warm is not None}
+        work = [([name], [case]) for name, cases in left.items() for case in cases]
+        if self.options.dry and work:  # nothing is compiled, so one process is quicker
+            work = [(list(left), [case for cases in left.values() for case in cases])]
         until = self._by(COMPILE_S)
 
-        def warm(item: tuple[Benchmark, list[str]]) -> None:
-            benchmark, cases = item
+        def warm(item: tuple[list[str], list[str]]) -> None:
+            names, cases = item
             chosen = [argument for case in cases for argument in ("--warm", case)]
-            command = _python("runner", benchmark.name, *self._mode(), *chosen)
-            ending = self._watch(command, self._note, until)
-            self.journal.add("compiled", bench=benchmark.name, cases=cases, ok=ending.ok, how=_how(ending))
+            ending = self._watch(_python("runner", *names, *self._mode(), *chosen), self._note, until)
+            self.journal.add("compiled", bench=" ".join(names), cases=cases, ok=ending.ok, how=_how(ending))
 
         self._in_parallel(warm, work)
 
@@ -372,12 +370,15 @@ def _how(ending: Ending) -> str:
 
 
 def accept(out: Path, results: Path = owed.RESULTS) -> int:
-    """File what a finished run measured under bench/results/; each record that is refused says why."""
+    """File what a finished run (its directory), or one ``bench run`` (its file), measured under bench/results/.
+
+    Each record that is refused says why.
+    """
     refused = 0
-    for name, found in json.loads((out / "results.json").read_text()).items():
+    for found in read_records(out / "results.json" if out.is_dir() else out):
         try:
-            path = owed.accept(found, results)
-            print(f"{name}: {path}" + (f", planned rows missing: {len(found['missing'])}" if found["missing"] else ""))
+            path, missing = owed.accept(found, results), len(found["missing"])
+            print(f"{found['bench']}: {path}" + (f", planned rows missing: {missing}" if missing else ""))
         except ValueError as error:
             refused += 1
             print(f"error: {error}", file=sys.stderr)
@@ -397,7 +398,7 @@ def main(argv: list[str] | None = None) -> int:
         default=(),
         help="test files, from the root of the tree; default: all, or a quick one in a dry run",
     )
-    parser.add_argument("--accept", type=Path, metavar="DIR", help="file the results in DIR under bench/results/")
+    parser.add_argument("--accept", type=Path, metavar="PATH", help="file DIR's or FILE's results under bench/results/")
     options = parser.parse_args(argv)
     if options.accept is not None:
         return accept(options.accept)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..kernels.accuracy import Verdict
+from .provenance import check_machine
+from .records import Outcome, RowKey
 from .report import Row
-from .runner import Outcome, RowKey
 
 Event = dict[str, Any]
-
-MACHINE = ("device", "torch", "triton")  # of an origin: what must not change between the calls of one directory
 
 
 class Journal:
@@ -42,7 +41,9 @@ class Journal:
         self._lock = threading.Lock()
         self.events = list(_read(path))
         if origin is not None:
-            _check_machine(path, (e["origin"] for e in self.events if e["event"] == "run" and e["dry"] == dry), origin)
+            for run in self.events:
+                if run["event"] == "run" and run["dry"] == dry:
+                    check_machine(path, run["origin"], origin)
         self.resumed = len(self.events)
         self._file = path.open("a")
 
@@ -83,19 +84,6 @@ class Journal:
 
     def _of_source(self, event: str, bench: str, source: str) -> Iterator[Event]:
         return self.of(event, everything=True, bench=bench, source=source, dry=self._dry)
-
-
-def _check_machine(path: Path, earlier: Iterable[Mapping[str, Any]], now: Mapping[str, Any]) -> None:
-    for origin in earlier:
-        if any(origin[name] != now[name] for name in MACHINE):
-            raise ValueError(
-                f"{path} was measured on {_machine(origin)}, and this is {_machine(now)}: rows of the two must not "
-                "end up in one result; use another OUT directory"
-            )
-
-
-def _machine(origin: Mapping[str, Any]) -> str:
-    return f"{origin['device']} with torch {origin['torch']} and triton {origin['triton']}"
 
 
 def _read(path: Path) -> Iterator[Event]:

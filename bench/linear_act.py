@@ -1,29 +1,28 @@
 """``linear_act`` against the stock GEMM, eager torch, cuBLASLt's fused epilogue and torch.compile.
 
 On a GPU the forward pass saves what backward needs, as training does; peers that cannot (the plain GEMM, the fused
-epilogue) run without gradients and are the harder to beat for it. On a CPU ``auto`` is plain torch, and what is
-measured is what our layer of dispatch costs.
+epilogue) run without gradients and are the harder to beat for it. Up to three weights on one x are one launch of ours,
+one plain GEMM of their packed widths, or as many eager calls. On a CPU ``auto`` is plain torch, and what is measured is
+what our layer of dispatch costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
-from typing import Any
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 
-from ..kernels import registry
 from ..kernels.accuracy import Verdict
-from ..kernels.linear import apply_activation, linear_act
-from ..kernels.registry import Case
-from .benchmark import Benchmark, Measurement, Settings
-from .gate import check_case
-from .stock import compiled
-from .timing import Timing, compare, compare_host, input_sets
+from ..kernels.cost import PASSES
+from ..kernels.linear import linear_act
+from ..kernels.linear.shapes import KINDS, SHORT, Projection, grid
+from . import problem
+from .benchmark import Benchmark, Measurement, Settings, Work
+from .gate import Outputs
+from .problem import Operands, Problem, eager, lazily_compiled, plain_gemm, problems, row, stock_linear
+from .timing import Timing, compare_host
 
-OP = "linear_act"
 TARGETS = {
     "forward against the plain cuBLAS GEMM, 4096 tokens and up": 1 / 1.03,
     "forward against every other peer": 1.0,
@@ -32,163 +31,148 @@ TARGETS = {
 }
 PLAIN, OTHERS, HOST, CPU = TARGETS.values()
 
+FORWARD = "forward, us"
 HOST_BUDGET_US = 10.0
 LARGE = 4096  # tokens from which the epilogue must be free
-AUTOTUNED = 6  # shapes on which the compiled peer searches: it takes most of a minute for each
-DRY_CASES = 2
+AUTOTUNED = 2  # of a short run's shapes: the compiled peer searches for most of a minute on each
+FUSED = ("gelu_tanh", "relu")  # what torch._addmm_activation computes
 
-Inputs = dict[str, Any]
-Side = Callable[[Inputs], torch.Tensor]
+ON_CPU = tuple(Projection("cpu", "up", 1, T, D, (4 * D,), "gelu_tanh") for T, D in ((64, 256), (512, 1024)))
 
 
-def cases(settings: Settings) -> list[Case]:
-    """The op's own cases for this device; in a dry run the first small ones that have every operand."""
-    spec = registry.op(OP)
+def chosen(settings: Settings) -> list[Problem]:
     if settings.dry:
-        return [case for case in spec.tagged("test") if _plain(case) and case.options["activation"] == "gelu_tanh"][
-            :DRY_CASES
-        ]
+        return problems((problem.DRY["up"], problem.DRY["qkv"]), settings)
     if settings.cuda:
-        return spec.tagged("short" if settings.short else "bench")
-    return spec.tagged("bench-cpu")
+        return problems(SHORT["linear_act"] if settings.short else grid(KINDS), settings)
+    return problems(ON_CPU, settings)
 
 
 def plan(settings: Settings) -> list[Measurement]:
-    chosen = cases(settings)
+    found = chosen(settings)
     if not settings.cuda and not settings.dry:
-        return [row for case in chosen for row in _cpu_rows(settings, case)]
-    rows = [row for case in chosen for row in _forward_rows(settings, case)]
-    rows.append(_host_row(settings, min(chosen, key=lambda case: case.sizes["T"])))
-    for case in [] if settings.dry else chosen[:AUTOTUNED]:
-        rows.append(_row(settings, case, "torch.compile, max-autotune", OTHERS, _compiled(case), slow=True))
+        return [measurement for each in found for measurement in _cpu_rows(settings, each)]
+    rows = [_row(settings, each, "cuBLAS x @ w.T", _gemm_target(each), plain_gemm) for each in found]
+    for each in found:
+        stock = partial(eager, activation=each.projection.activation)
+        rows.append(_row(settings, each, "eager", OTHERS, stock, extra=_eager_passes(each)))
+        if _has_fused(each.projection):
+            rows.append(_row(settings, each, "torch._addmm_activation", OTHERS, partial(_fused, problem=each)))
+    rows.append(_host_row(settings, min(found, key=lambda each: (not _saves(each), each.projection.T))))
+    for each in () if settings.dry else found[:AUTOTUNED] if settings.short else found:
+        rows.append(_row(settings, each, "torch.compile, max-autotune", OTHERS, _compiled(each), slow=True))
     return rows
 
 
 def check(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, Verdict]]:
-    spec = registry.op(OP)
-    for case in cases(settings):
-        if case.name in names:
-            for verdict in check_case(spec, case, settings.device, settings.impl):
-                yield case.name, verdict
+    return problem.verdicts(settings, chosen(settings), names, _outputs)
 
 
 def warm(settings: Settings, name: str) -> None:
-    spec = registry.op(OP)
-    for case in cases(settings):
-        if case.name == name:
-            spec.run(spec.make_inputs(case, settings.device, 0), case, settings.impl)
+    problem.warm(settings, chosen(settings), name, _outputs)
 
 
-def _plain(case: Case) -> bool:
-    return case.options["weights"] == 1 and case.options["layout"] == "rows" and case.options["bias"]
+def _outputs(problem: Problem, operands: Operands, impl: str) -> Outputs:
+    """Forward and backward."""
+    ys = _ours(operands, problem.projection.activation, impl)
+    leaves = operands.leaves
+    grads = torch.autograd.grad(ys, list(leaves.values()), operands.dys)
+    return {f"y{i}": y.detach() for i, y in enumerate(ys)} | dict(zip(leaves, grads))
 
 
-def _forward_rows(settings: Settings, case: Case) -> Iterator[Measurement]:
-    target = PLAIN if case.sizes["T"] >= LARGE else None
-    yield _row(settings, case, "cuBLAS x @ w.T", target, _gemm)
-    yield _row(settings, case, "eager", OTHERS, partial(_eager, case=case))
-    if case.options["activation"] in ("gelu_tanh", "relu") and case.options["bias"]:
-        yield _row(settings, case, "torch._addmm_activation", OTHERS, partial(_fused, case=case))
+def _gemm_target(problem: Problem) -> float | None:
+    return PLAIN if problem.projection.T >= LARGE else None
+
+
+def _saves(problem: Problem) -> bool:
+    """Whether backward needs the pre-activation."""
+    return problem.projection.activation != "identity"
+
+
+def _eager_passes(problem: Problem) -> int:
+    """Bytes of the passes that eager's activation makes."""
+    return PASSES["forward"] * problem.output_bytes if _saves(problem) else 0
 
 
 def _row(
-    settings: Settings, case: Case, peer_name: str, target: float | None, peer: Side, *, slow: bool = False
+    settings: Settings,
+    problem: Problem,
+    peer_name: str,
+    target: float | None,
+    peer: Callable[[Operands], object],
+    *,
+    extra: int = 0,
+    slow: bool = False,
 ) -> Measurement:
+    writes = problem.output_bytes * (2 if _saves(problem) else 1)
+    work = Work(problem.flops, problem.input_bytes + problem.weight_bytes + writes, extra)
+    ours = partial(_ours, activation=problem.projection.activation, impl=settings.impl)
+    return row(settings, problem, FORWARD, ours, peer_name, peer, target, work=work, slow=slow)
+
+
+def _host_row(settings: Settings, problem: Problem) -> Measurement:
+    activation = problem.projection.activation
+
     def run() -> tuple[Timing, Timing]:
-        sets = _input_sets(settings, case)
-        return compare(
-            [partial(_ours, inputs, case, settings.impl) for inputs in sets],
-            [partial(peer, inputs) for inputs in sets],
-            settings.device,
-            seconds=settings.seconds,
-            dry=settings.dry,
-        )
-
-    return Measurement(case.name, "forward, us", peer_name, target, run, slow=slow)
-
-
-def _host_row(settings: Settings, case: Case) -> Measurement:
-    def run() -> tuple[Timing, Timing]:
-        inputs = registry.op(OP).make_inputs(case, settings.device, 0)
+        operands = problem.operands(settings.device)
         ours, stock = compare_host(
-            partial(_ours, inputs, case, settings.impl),
-            partial(_eager, inputs, case),
+            partial(_ours, operands, activation, settings.impl),
+            partial(eager, operands, activation),
             settings.device,
             seconds=settings.seconds,
             dry=settings.dry,
         )
         return ours, Timing(stock.value + HOST_BUDGET_US, stock.noise)
 
-    return Measurement(case.name, "host time, us", f"eager plus {HOST_BUDGET_US:.0f} us", HOST, run)
+    return Measurement(problem.name, "host time, us", f"eager plus {HOST_BUDGET_US:.0f} us", HOST, run)
 
 
-def _cpu_rows(settings: Settings, case: Case) -> Iterator[Measurement]:
-    def run(step: Callable[[Side, Inputs], object]) -> tuple[Timing, Timing]:
-        inputs = registry.op(OP).make_inputs(case, settings.device, 0)
-        ours = partial(step, partial(_ours, case=case, impl=settings.impl), inputs)
-        return compare(
-            [ours], [partial(step, partial(_eager, case=case), inputs)], settings.device, seconds=settings.seconds
-        )
-
-    for metric, step in (("forward, us", _forward), ("forward + backward, us", _forward_backward)):
-        yield Measurement(case.name, metric, "F.linear and the activation", CPU, partial(run, step))
+def _cpu_rows(settings: Settings, problem: Problem) -> Iterator[Measurement]:
+    activation = problem.projection.activation
+    ours = partial(_ours, activation=activation, impl=settings.impl)
+    stock = partial(eager, activation=activation)
+    peer_name = "F.linear and the activation"
+    yield row(settings, problem, FORWARD, ours, peer_name, stock, CPU)
+    both_ways = (partial(_forward_backward, side) for side in (ours, stock))
+    yield row(settings, problem, "forward + backward, us", next(both_ways), peer_name, next(both_ways), CPU)
 
 
-def _forward(side: Side, inputs: Inputs) -> object:
-    return side(inputs)
+def _forward_backward(side: Callable[[Operands], tuple[torch.Tensor, ...]], operands: Operands) -> object:
+    return torch.autograd.grad(side(operands), list(operands.leaves.values()), operands.dys)
 
 
-def _forward_backward(side: Side, inputs: Inputs) -> object:
-    leaves = [inputs["x"], inputs["weights"][0], inputs["biases"][0]]
-    return torch.autograd.grad(side(inputs), leaves, inputs["grads"][0])
+def _ours(operands: Operands, activation: str, impl: str) -> tuple[torch.Tensor, ...]:
+    if len(operands.weights) == 1:
+        return (linear_act(operands.x, operands.weights[0], operands.biases[0], activation=activation, impl=impl),)
+    return linear_act(operands.x, operands.weights, operands.biases, activation=activation, impl=impl)
 
 
-def _input_sets(settings: Settings, case: Case) -> list[Inputs]:
-    spec = registry.op(OP)
-    first = spec.make_inputs(case, settings.device, 0)
-    size = sum(t.nbytes for t in (first["x"], *first["weights"], *first["grads"]))
-    return [first, *(spec.make_inputs(case, settings.device, i) for i in range(1, input_sets(size, settings.device)))]
-
-
-def _ours(inputs: Inputs, case: Case, impl: str) -> torch.Tensor:
-    activation = case.options["activation"]
-    return linear_act(inputs["x"], inputs["weights"][0], inputs["biases"][0], activation=activation, impl=impl)
-
-
-def _eager(inputs: Inputs, case: Case) -> torch.Tensor:
-    return apply_activation(
-        F.linear(inputs["x"], inputs["weights"][0], inputs["biases"][0]), case.options["activation"]
-    )
+def _has_fused(projection: Projection) -> bool:
+    return projection.activation in FUSED and projection.bias and len(projection.widths) == 1
 
 
 @torch.no_grad()
-def _gemm(inputs: Inputs) -> torch.Tensor:
-    return inputs["x"] @ inputs["weights"][0].T
+def _fused(operands: Operands, problem: Problem) -> torch.Tensor:
+    gelu = problem.projection.activation == "gelu_tanh"
+    (bias,) = operands.biases
+    assert bias is not None
+    return torch._addmm_activation(bias, operands.x, operands.packed.T, use_gelu=gelu)
 
 
-@torch.no_grad()
-def _fused(inputs: Inputs, case: Case) -> torch.Tensor:
-    gelu = case.options["activation"] == "gelu_tanh"
-    return torch._addmm_activation(inputs["biases"][0], inputs["x"], inputs["weights"][0].T, use_gelu=gelu)
-
-
-def _compiled(case: Case) -> Side:
-    """The eager call, compiled at its first use. Without CUDA graphs: they would copy every operand at every call."""
-
-    @cache
-    def call() -> Side:
-        return compiled(partial(_eager, case=case), mode="max-autotune-no-cudagraphs")
-
-    return lambda inputs: call()(inputs)
+def _compiled(problem: Problem) -> Callable[[Operands], object]:
+    """The eager calls, compiled without CUDA graphs: those would copy every operand at every call."""
+    stock = partial(stock_linear, activation=problem.projection.activation)
+    call = lazily_compiled(stock, mode="max-autotune-no-cudagraphs")
+    return lambda operands: call(operands.x, operands.weights, operands.biases)
 
 
 BENCHMARK = Benchmark(
     name="linear_act",
-    summary="linear_act: a GEMM with bias and activation in its epilogue, and what a call costs on the host",
+    summary="linear_act: GEMMs with bias and activation in their epilogue, and what a call costs on the host",
     targets=TARGETS,
     plan=plan,
     check=check,
     warm=warm,
-    ops=(OP,),
-    sources=("bench/stock.py",),
+    ops=("linear_act",),
+    sources=("bench/problem.py", "bench/stock.py", "kernels/linear/shapes.py", "kernels/cost.py"),
 )

@@ -8,7 +8,7 @@ import importlib
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +21,7 @@ from .benchmark import Benchmark
 
 PACKAGE = __name__.rpartition(".bench.")[0]
 HARNESS = ("bench/timing.py", "bench/gate.py")  # every benchmark's numbers go through these
+MACHINE = ("device", "torch", "triton")  # of an origin: what the rows of one result must have in common
 GPU_QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
 
 
@@ -52,6 +53,19 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
+
+
+def check_machine(path: str | Path, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """ValueError if what ``path`` holds was measured on another device, or with other versions, than ``now`` names."""
+    if any(earlier[name] != now[name] for name in MACHINE):
+        raise ValueError(
+            f"{path} was measured on {_machine(earlier)}, and this is {_machine(now)}: rows of the two must not "
+            "end up in one result; choose another place for this one"
+        )
+
+
+def _machine(origin: Mapping[str, Any]) -> str:
+    return f"{origin['device']} with torch {origin['torch']} and triton {origin['triton']}"
 
 
 def gpu_state() -> dict[str, str] | None:

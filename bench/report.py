@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -13,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ..kernels.accuracy import Verdict
-from .benchmark import Measurement
-from .timing import Timing
+from .benchmark import Measurement, Work
+from .timing import Ceilings, Timing
 
 # Where the same version timed twice differs by more than this, the machine was too busy to tell.
 NOISE_LIMIT = 0.25
@@ -26,7 +27,8 @@ CONTRACT = ("case", "metric", "ours", "peer", "peer_name", "ratio", "target", "m
 class Row:
     """One measured comparison. ``ratio`` > 1 means that ours is better; ``met`` is None where no target is set.
 
-    A row noisier than NOISE_LIMIT has shown nothing, so it meets no target.
+    A row noisier than NOISE_LIMIT has shown nothing, so it meets no target. ``ceilings`` are those that the same
+    process measured, where there is ``work`` to hold against them.
     """
 
     case: str
@@ -40,9 +42,11 @@ class Row:
     noise: float | None = None  # the larger of the two sides' own spread
     ours_host_us: float | None = None
     peer_host_us: float | None = None
+    work: Work | None = None
+    ceilings: Ceilings | None = None
 
     @classmethod
-    def of(cls, planned: Measurement, ours: Timing, peer: Timing) -> Row:
+    def of(cls, planned: Measurement, ours: Timing, peer: Timing, ceilings: Ceilings | None = None) -> Row:
         ratio = ours.value / peer.value if planned.higher_is_better else peer.value / ours.value
         noise = max((side.noise for side in (ours, peer) if side.noise is not None), default=None)
         quiet = noise is None or noise <= NOISE_LIMIT
@@ -58,11 +62,15 @@ class Row:
             noise,
             ours.host,
             peer.host,
+            planned.work,
+            ceilings if planned.work is not None else None,
         )
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Row:
-        return cls(**{name: record[name] for name in cls.__dataclass_fields__})
+        plain = {name: record[name] for name in cls.__dataclass_fields__}
+        work, ceilings = plain.pop("work"), plain.pop("ceilings")
+        return cls(**plain, work=work and Work(**work), ceilings=ceilings and Ceilings(**ceilings))
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -73,10 +81,28 @@ class Row:
         return {name: getattr(self, name) for name in CONTRACT}
 
     def record(self) -> dict[str, Any]:
-        return asdict(self)
+        """Every field, and what follows from them: see :meth:`rates`."""
+        return asdict(self) | self.rates()
+
+    def rates(self) -> dict[str, float]:
+        """What our time means: TFLOP/s, GB/s, their shares of the ceilings, the gain that the pass count allows over
+        this peer, and how much of that was won. Empty without work; no shares without ceilings.
+        """
+        if self.work is None:
+            return {}
+        seconds = self.ours * 1e-6
+        flops, bandwidth = self.work.flops / seconds, self.work.bytes / seconds
+        found = {"tflops": flops / 1e12, "gb_s": bandwidth / 1e9}
+        if self.ceilings is not None:
+            found |= {"of_peak": flops / self.ceilings.flops, "of_copy": bandwidth / self.ceilings.bandwidth}
+            bound = self.work.bound(self.ceilings)
+            if bound > 0:
+                found |= {"bound": bound, "won": (self.ratio - 1) / bound}
+        return found
 
 
-LOG_WIDTH = 150
+LOG_WIDTH = 190
+DRY_NOTE = " (dry run: the path was proved, the numbers mean nothing)"
 
 
 def console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
@@ -91,17 +117,33 @@ def last_line(bench: str, green: bool, device: str, rows: Sequence[Row]) -> str:
     return json.dumps({"bench": bench, "gate": "green" if green else "red", "device": device, "rows": shown})
 
 
+# Columns for people, each of one or two of Row.rates().
+RATES = {
+    "TFLOP/s (of peak)": lambda rates: _with_share(rates, "tflops", "of_peak"),
+    "GB/s (of copy)": lambda rates: _with_share(rates, "gb_s", "of_copy"),
+    "bound (won)": lambda rates: f"{rates['bound']:.1%} ({rates['won']:.0%})" if "bound" in rates else "",
+}
+
+
+def _with_share(rates: Mapping[str, float], name: str, share: str) -> str:
+    if name not in rates:
+        return ""
+    return f"{rates[name]:,.4g}" + (f" ({rates[share]:.0%})" if share in rates else "")
+
+
 def show_rows(console: Console, title: str, rows: Sequence[Row], *, absolute: bool) -> None:
     """A table of rows. Without ``absolute`` (any CPU) it shows ratios only: the times mean nothing by themselves."""
     table = Table(
         title=title, title_justify="left", caption=None if absolute else "ratios only: > 1 means ours is better"
     )
+    rates = RATES if absolute and any(row.work for row in rows) else {}
     for column in ("case", "metric", "peer"):
         table.add_column(column, overflow="fold", no_wrap=column != "peer")
-    for column in (("ours", "peer's") if absolute else ()) + ("ratio", "target", "noise", "met"):
+    for column in (*(("ours", "peer's") if absolute else ()), "ratio", "target", "noise", "met", *rates):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         times = (f"{row.ours:,.4g}", f"{row.peer:,.4g}") if absolute else ()
+        found = row.rates()
         table.add_row(
             row.case,
             row.metric,
@@ -111,6 +153,7 @@ def show_rows(console: Console, title: str, rows: Sequence[Row], *, absolute: bo
             "" if row.target is None else f"{row.target:.3f}",
             "" if row.noise is None else f"{row.noise:.1%}",
             {None: "", True: "[green]yes", False: "[red]no"}[row.met],
+            *(show(found) for show in rates.values()),
         )
     console.print(table)
 
@@ -127,5 +170,10 @@ def write_json(path: Path, content: Any) -> None:
     """Write beside, then rename: a reader never sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(content, indent=1) + "\n")
-    beside.replace(path)
+    try:
+        beside.write_text(json.dumps(content, indent=1) + "\n")
+        beside.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink()
+        raise

@@ -1,7 +1,7 @@
 """Runs a benchmark: correctness first, then the timing, row by row.
 
-``shardfuse bench list``, ``shardfuse bench run NAME [--json]``, ``make bench``; the GPU run starts
-``python -m shardfuse.bench.runner NAME --stream`` and reads one JSON event a line.
+``shardfuse bench list``, ``shardfuse bench run NAME [--json] [--out FILE [--resume]]``, ``make bench``; the GPU run
+starts ``python -m shardfuse.bench.runner NAME --stream`` and reads one JSON event a line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import pkgutil
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,10 @@ from .. import bench as floor
 from ..kernels.accuracy import Verdict
 from . import provenance
 from .benchmark import Benchmark, Measurement, Settings
-from .report import Row, console, last_line, show_red, show_rows, write_json
-
-RowKey = tuple[str, str, str]
+from .progress import Progress
+from .records import Outcome, RowKey, earlier, header, left, record
+from .report import DRY_NOTE, Row, console, last_line, show_red, show_rows, write_json
+from .timing import ceilings
 
 
 @functools.cache
@@ -51,36 +51,30 @@ def default_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-@dataclass
-class Outcome:
-    """What one run of a benchmark came to."""
-
-    verdicts: list[tuple[str, Verdict]] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-
-    @property
-    def green(self) -> bool:
-        return all(verdict.ok for _, verdict in self.verdicts)
-
-
 def run(
     benchmark: Benchmark,
     settings: Settings,
     *,
+    outcome: Outcome | None = None,
     done: Collection[RowKey] = (),
     slow: bool = True,
     on_verdict: Callable[[str, Verdict], None] = lambda case, verdict: None,
     on_start: Callable[[Measurement], None] = lambda planned: None,
     on_row: Callable[[Row], None] = lambda row: None,
+    on_error: Callable[[Measurement, Exception], None] | None = None,
 ) -> Outcome:
     """Check every case of the plan, then measure; a red gate ends the run untimed.
 
-    Rows in ``done`` are skipped, and without ``slow`` those whose peer takes long to prepare.
+    ``outcome`` is an earlier run's to go on with: what it holds is neither checked nor measured again, and rows that
+    failed in it come last. Rows in ``done`` are skipped, and without ``slow`` those whose peer takes long to prepare.
+    A row that raises ends the run, unless ``on_error`` takes it.
     """
-    plan = left(benchmark, settings, done=done, slow=slow)
-    cases = list(dict.fromkeys(planned.case for planned in plan))
-    outcome = Outcome()
-    for case, verdict in benchmark.check(settings, cases):
+    outcome = outcome or Outcome()
+    plan = left(benchmark, settings, done={*done, *(row.key for row in outcome.rows)}, slow=slow)
+    plan.sort(key=lambda planned: planned.key in outcome.failed)
+    checked = {case for case, _ in outcome.verdicts}
+    cases = [case for case in dict.fromkeys(planned.case for planned in plan) if case not in checked]
+    for case, verdict in benchmark.check(settings, cases) if cases else ():
         outcome.verdicts.append((case, verdict))
         on_verdict(case, verdict)
     unchecked = set(cases) - {case for case, _ in outcome.verdicts}
@@ -90,18 +84,19 @@ def run(
             "a case without a check is not timed"
         )
     if outcome.green:
+        measured = settings.cuda and not settings.dry and any(planned.work for planned in plan)
+        best = ceilings(settings.device) if measured else None
         for planned in plan:
             on_start(planned)
-            outcome.rows.append(Row.of(planned, *planned.run()))
-            on_row(outcome.rows[-1])
+            try:
+                outcome.rows.append(Row.of(planned, *planned.run(), best))
+            except Exception as error:
+                if on_error is None:
+                    raise
+                on_error(planned, error)
+            else:
+                on_row(outcome.rows[-1])
     return outcome
-
-
-def left(
-    benchmark: Benchmark, settings: Settings, *, done: Collection[RowKey] = (), slow: bool = True
-) -> list[Measurement]:
-    """The rows of the plan that are still to be measured."""
-    return [row for row in benchmark.plan(settings) if row.key not in done and (slow or not row.slow)]
 
 
 def list_benchmarks() -> list[Benchmark]:
@@ -126,57 +121,65 @@ def run_benchmark(
     *,
     json: bool = False,
     out: str | Path | None = None,
+    resume: bool = False,
     short: bool = False,
+    dry: bool = False,
     device: str | None = None,
     seconds: float = Settings.seconds,
 ) -> int:
     """Run one benchmark for a person or (``json``) a script; the process's exit code.
 
-    0 if the gate was green, 1 if it was red, 2 if there is nothing to run: an unknown name, or a benchmark that
-    doesn't run on this device. ``out`` is a file for the full record, as kept under bench/results/.
+    0 if the gate was green and every row was measured, 1 if not, 2 if there is nothing to run: an unknown name, a
+    benchmark that doesn't run on this device, a file that cannot be gone on with. ``out`` is a file for the full
+    record, as kept under bench/results/; it is whole after every row, and with ``resume`` a run goes on with what it
+    holds.
     """
     errors = console(stderr=True)
     try:
         benchmark = find(name)
-        settings = Settings(_device(device), short=short, seconds=seconds)
+        settings = Settings(_device(device), short=short, dry=dry, seconds=seconds)
         _require(benchmark, settings)
+        outcome = earlier(benchmark, settings, out, resume)
     except ValueError as error:
-        errors.print(f"[red]error:[/] {error}")
+        errors.print("[red]error:[/]", end=" ")
+        errors.print(str(error), markup=False)
         return 2
 
-    def progress(planned: Measurement) -> None:
-        errors.print(f"  {planned.case}: {planned.metric}, against {planned.peer_name}")
-
     where = provenance.device_name(settings.device)
-    errors.print(f"{name} on {where}: checking correctness, then timing")
-    outcome = run(benchmark, settings, on_start=progress)
+    errors.print(f"{name} on {where}: checking correctness, then timing", markup=False)
+    if outcome.rows:
+        errors.print(f"  going on after {len(outcome.rows)} rows that {out} holds", markup=False)
+    head = header(benchmark, settings)
+
+    def keep() -> None:
+        if out is not None:
+            write_json(Path(out), record(benchmark, settings, outcome, head))
+
+    try:
+        total = len(left(benchmark, settings, done=[row.key for row in outcome.rows]))
+        with Progress(errors, total, outcome.failed, keep) as progress:
+            run(
+                benchmark,
+                settings,
+                outcome=outcome,
+                on_verdict=progress.on_verdict,
+                on_start=progress.on_start,
+                on_row=progress.on_row,
+                on_error=progress.on_error,
+            )
+    except BaseException:
+        if out is not None and outcome.rows:
+            errors.print(f"stopped; {out} holds {len(outcome.rows)} rows, and --resume goes on with it", markup=False)
+        raise
     if not outcome.green:
         show_red(errors, name, outcome.verdicts)
     elif not json:
-        show_rows(console(), f"{name} on {where}", outcome.rows, absolute=settings.cuda)
-    if out is not None:
-        write_json(Path(out), record(benchmark, settings, outcome))
+        title = f"{name} on {where}" + (DRY_NOTE if dry else "")
+        show_rows(console(), title, outcome.rows, absolute=settings.cuda)
+    keep()
     if json:
         print(last_line(name, outcome.green, where, outcome.rows), flush=True)
-    return 0 if outcome.green else 1
-
-
-def record(benchmark: Benchmark, settings: Settings, outcome: Outcome) -> dict[str, Any]:
-    """The full result: rows with noise and host time, planned rows without one, verdicts, origin, source hashes."""
-    measured = {row.key for row in outcome.rows}
-    return {
-        "bench": benchmark.name,
-        "gate": "green" if outcome.green else "red",
-        "device": provenance.device_name(settings.device),
-        "dry": settings.dry,
-        "short": settings.short,
-        "origin": provenance.describe(settings.device),
-        "source_hash": provenance.source_hash(benchmark),
-        "sources": provenance.source_hashes(benchmark),
-        "verdicts": [{"case": case, **vars(verdict), "ok": verdict.ok} for case, verdict in outcome.verdicts],
-        "rows": [row.record() for row in outcome.rows] if outcome.green else [],
-        "missing": [row.key for row in left(benchmark, settings, done=measured)],
-    }
+    return 0 if outcome.green and not outcome.failed else 1
 
 
 def _device(name: str | None) -> torch.device:
@@ -191,7 +194,7 @@ def _device(name: str | None) -> torch.device:
 def _require(benchmark: Benchmark, settings: Settings) -> None:
     if settings.device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"benchmark {benchmark.name}: this machine has no GPU that torch can use; pass device cpu")
-    if settings.device.type not in benchmark.devices:
+    if settings.device.type not in benchmark.devices and not settings.dry:
         raise ValueError(
             f"benchmark {benchmark.name} runs on {' or '.join(benchmark.devices)}, not on {settings.device.type}"
         )
@@ -247,7 +250,8 @@ def _main(options: argparse.Namespace) -> int:
     if options.stream:
         done = {tuple(key) for key in json.loads(Path(options.done).read_text())} if options.done else set()
         return max(_stream(find(name), settings, done, not options.fast) for name in names)
-    return max(run_benchmark(name, json=options.json, short=options.short, seconds=options.seconds) for name in names)
+    how = {"json": options.json, "short": options.short, "dry": options.dry, "seconds": options.seconds}
+    return max(run_benchmark(name, **how) for name in names)
 
 
 def _warm(names: list[str], settings: Settings, cases: list[str]) -> int:

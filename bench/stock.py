@@ -4,6 +4,8 @@ compilation.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..kernels.linear import apply_activation
 from ..layers.rope import Rope, apply_rope
 
 
@@ -24,6 +27,28 @@ class StockMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+
+
+class StockGatedMLP(nn.Module):
+    """``down_proj(activation(gate_proj(x)) * up_proj(x))`` without biases, [..., D] to [..., D].
+
+    ``multiply`` stands for activation and product where somebody else's kernel does both.
+    """
+
+    def __init__(
+        self, hidden: int, ffn: int, activation: str, multiply: Callable[..., torch.Tensor] | None = None
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.multiply = multiply
+        self.gate_proj, self.up_proj = (nn.Linear(hidden, ffn, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.multiply is not None:
+            return self.down_proj(self.multiply(gate, up))
+        return self.down_proj(apply_activation(gate, self.activation) * up)
 
 
 class StockAttention(nn.Module):
@@ -78,7 +103,16 @@ def training_step(
     return y.detach()
 
 
-def compiled(call: Callable[..., torch.Tensor], **options: Any) -> Callable[..., torch.Tensor]:
+def liger_multiply(activation: str) -> Callable[..., torch.Tensor] | None:
+    """Liger's kernel for activation(gate) * up; None where Liger is not installed, or has no such kernel."""
+    names = {"silu": ("swiglu", "LigerSiLUMulFunction"), "gelu_tanh": ("geglu", "LigerGELUMulFunction")}
+    if activation not in names or importlib.util.find_spec("liger_kernel") is None:
+        return None
+    module, function = names[activation]
+    return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), function).apply
+
+
+def compiled(call: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """``torch.compile`` for one row, as if the process had compiled nothing before.
 
     torch keeps a few compilations of a function and then silently runs it eagerly; here that is an error.

@@ -9,7 +9,7 @@ from rich.console import Console
 from . import provenance
 from .benchmark import Benchmark
 from .journal import Journal
-from .report import Row, show_rows
+from .report import DRY_NOTE, Row, show_rows
 
 
 def good(journal: Journal, measured: Iterable[Benchmark]) -> bool:
@@ -23,7 +23,7 @@ def show(out: Console, journal: Journal, measured: Iterable[Benchmark], *, dry: 
     for line in _lines(journal):
         out.print(line, markup=False, soft_wrap=True)
     for benchmark, rows in _rows(journal, measured):
-        title = f"{benchmark.name} (dry run: the path was proved, the numbers mean nothing)" if dry else benchmark.name
+        title = benchmark.name + (DRY_NOTE if dry else "")
         show_rows(out, title, rows, absolute=True)
 
 

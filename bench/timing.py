@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -86,6 +87,27 @@ def input_sets(bytes_per_set: int, device: torch.device) -> int:
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     return max(2, min(64, int(L2_SHARE * cache / max(bytes_per_set, 1)) + 1))
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a device was seen to do at best: operations per second in a product, bytes per second in a copy."""
+
+    flops: float
+    bandwidth: float
+
+
+@cache
+def ceilings(device: torch.device) -> Ceilings:
+    """Measured once per process: cuBLAS's plain bf16 product of 8192^3, and a copy of 1 GiB."""
+    return Ceilings(gemm_peak(device), copy_bandwidth(device))
+
+
+def gemm_peak(device: torch.device, *, size: int = 8192) -> float:
+    """Operations per second of torch's plain bf16 product of two random [size, size] matrices."""
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    product, _ = compare([lambda: a @ b], [lambda: a @ b], device, seconds=0.5)
+    return 2 * size**3 / (product.value * 1e-6)
 
 
 def copy_bandwidth(device: torch.device, *, size: int = 1 << 30) -> float:

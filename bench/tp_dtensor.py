@@ -220,7 +220,7 @@ BENCHMARK = Benchmark(
     sources=(
         *("bench/stock.py", "layers/mlp.py", "layers/linear.py", "layers/attention.py", "layers/block.py"),
         *("layers/module.py", "parallel/linear.py", "parallel/functional.py", "parallel/collectives.py"),
-        "parallel/sharding.py",
+        *("parallel/mlp.py", "parallel/operands.py", "parallel/sharding.py"),
     ),
     devices=("cpu",),
 )

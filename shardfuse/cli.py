@@ -142,13 +142,51 @@ def bench_run(
     json: Json = False,
     short: Annotated[bool, typer.Option("--short", help="Only the cases that count most.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the full record to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the full record to this file, row by row.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what the --out file holds.")] = False,
+    dry: Annotated[bool, typer.Option("--dry", help="Tiny shapes, single calls: the path, no measurement.")] = False,
     debug: Debug = False,
 ) -> None:
     """Run one benchmark. Exit code 1 if its correctness check fails: then nothing is timed."""
     from .bench.runner import run_benchmark
 
-    raise typer.Exit(run_benchmark(name, json=json, short=short, device=device, out=out))
+    raise typer.Exit(run_benchmark(name, json=json, short=short, device=device, out=out, resume=resume, dry=dry))
+
+
+@bench_app.command("report")
+def bench_report(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Records of benchmarks; default: the committed ones, bench/results/.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("bench-report"),
+    debug: Debug = False,
+) -> None:
+    """Write a table (Markdown) and a roofline plot for each GPU (PNG) of measured results."""
+    from .bench.publish import show
+
+    raise typer.Exit(show(files or [], out))
+
+
+@bench_app.command("tune")
+def bench_tune(
+    op: Annotated[str | None, typer.Argument(help="An op, such as linear_act; default: all that launch GEMMs.")] = None,
+    cases: Annotated[
+        list[str] | None, typer.Option(help="A case or a tag; may be repeated. Default: the dozen that count most.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The table; an earlier call's is gone on with. Default: here, by chip.")
+    ] = None,
+    budget: Annotated[float | None, typer.Option(help="Seconds; default: an hour.")] = None,
+    top: Annotated[int | None, typer.Option(help="Candidates to time for each launch; default: 12.")] = None,
+    dry: Annotated[bool, typer.Option("--dry", help="The same path on a CPU, tiny shapes, no measurement.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure kernel configurations on this GPU and write them to a table that SHARDFUSE_TUNED names."""
+    from .bench.tune import Options, tune
+
+    given = {"op": op, "cases": tuple(cases or ()), "out": out, "budget_s": budget, "top": top, "dry": dry}
+    options = Options(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    raise typer.Exit(tune(options))
 
 
 @bench_app.command("owed")

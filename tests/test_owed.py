@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardfuse.bench import owed, provenance
+from shardfuse.bench import gpu, owed, provenance
 from shardfuse.bench.benchmark import Benchmark
 from shardfuse.kernels import registry
 
@@ -120,3 +120,13 @@ def test_wrong_source_name_is_an_error():
         provenance.source_hashes(
             Benchmark("mlp", "", {}, lambda s: [], lambda s, c: iter(()), sources=("kernels/nonsense.py",))
         )
+
+
+@pytest.mark.parametrize("name", ["results.json", "mlp.json"], ids=["a run's directory", "one record"])
+def test_finished_results_are_filed(tmp_path, capsys, name):
+    record = _record(BOTH[0], missing=[["t64", "forward, us", "eager"]])
+    whole = name == "results.json"
+    (tmp_path / name).write_text(json.dumps({"mlp": record} if whole else record))
+    assert gpu.accept(tmp_path if whole else tmp_path / name, tmp_path / "filed") == 0
+    assert json.loads((tmp_path / "filed" / FOLDER / "mlp.json").read_text()) == record
+    assert "planned rows missing: 1" in capsys.readouterr().out

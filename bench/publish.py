@@ -1,0 +1,147 @@
+"""``shardfuse bench report``: records as a table in Markdown and, for each GPU, a roofline plot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import owed, provenance, roofline
+from .records import read_records
+from .report import RATES, Row, console
+
+TABLE = "report.md"
+_SIDES = ("---",) * 3
+_RIGHT = "---:"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One benchmark's record, as read from a file."""
+
+    bench: str
+    device: str
+    origin: Mapping[str, Any]
+    rows: Sequence[Row]
+    missing: int
+    complaint: str  # why its numbers may not be shown, or empty
+
+    @property
+    def absolute(self) -> bool:
+        """On a CPU only ratios mean anything."""
+        return self.device != "cpu"
+
+
+def publish(paths: Sequence[Path], out: Path, *, results: Path = owed.RESULTS) -> list[Path]:
+    """Write the table and the plots of the records in ``paths`` (by default the committed ones); what was written.
+
+    ``paths`` hold one record (``bench run --out``, ``bench/results/``) or several by name (``make gpu``'s
+    results.json). Raises ValueError for other files, RuntimeError where there is something to draw and no Matplotlib.
+    """
+    found = [result for path in paths or sorted(results.glob("*/*.json")) for result in read(path)]
+    if not found:
+        where = ", ".join(map(str, paths)) or results
+        raise ValueError(f"there is no result in {where}: name files that hold some, or measure with make gpu OUT=dir")
+    drawn = {}
+    for device in dict.fromkeys(result.device for result in found if result.absolute):
+        good = [result for result in found if result.device == device and not result.complaint]
+        figure = roofline.draw(device, {result.bench: result.rows for result in good})
+        if figure is not None:
+            drawn[f"roofline-{provenance.slug(device)}.png"] = figure
+    out.mkdir(parents=True, exist_ok=True)
+    for name, figure in drawn.items():
+        figure.savefig(out / name)
+    (out / TABLE).write_text("\n".join(markdown(found, list(drawn))) + "\n")
+    return [out / TABLE, *(out / name for name in drawn)]
+
+
+def show(paths: Sequence[Path], out: Path) -> int:
+    """Publish and say where; the process's exit code."""
+    for path in publish(paths, out):
+        console().print(str(path), markup=False, soft_wrap=True)
+    return 0
+
+
+def read(path: Path) -> list[Result]:
+    """The records in a file; ValueError if it holds others."""
+    records = read_records(path)
+    try:
+        return [_result(record) for record in records]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds a record that is not of this version: {error!r}") from None
+
+
+def _result(record: Mapping[str, Any]) -> Result:
+    complaints = {"a dry run: it measured nothing": record["dry"], "its gate is red": record["gate"] != "green"}
+    return Result(
+        record["bench"],
+        record["device"],
+        record["origin"],
+        [Row.from_record(row) for row in record["rows"]],
+        len(record["missing"]),
+        "; ".join(complaint for complaint, applies in complaints.items() if applies),
+    )
+
+
+# --- Markdown ---------------------------------------------------------------------------------------------------------
+
+
+def markdown(results: Sequence[Result], pictures: Sequence[str]) -> Iterator[str]:
+    """The report, line by line."""
+    yield "# Benchmarks"
+    yield ""
+    yield "Ours against one peer per row, measured in the same run; a ratio above 1 means that ours is better."
+    if any(result.absolute for result in results):
+        yield "TFLOP/s and GB/s are ours, with their shares of the cuBLAS GEMM and of the copy that the run measured."
+        yield "The bound is all that taking the peer's extra passes over memory out can gain, with what was won of it."
+    for picture in pictures:
+        yield ""
+        yield f"![{picture.removesuffix('.png')}]({picture})"
+    for result in results:
+        yield ""
+        yield f"## {result.bench} on {result.device}"
+        yield ""
+        yield from _origin(result)
+        yield ""
+        yield from [f"Not shown: {result.complaint}."] if result.complaint else _table(result)
+
+
+def _origin(result: Result) -> Iterator[str]:
+    origin = result.origin
+    dirty = {True: " with changes", False: "", None: " (perhaps with changes)"}[origin["dirty"]]
+    gpu = origin.get("gpu") or {}
+    driver = f", driver {gpu['driver_version']}" if "driver_version" in gpu else ""
+    versions = f"torch {origin['torch']}, Triton {origin['triton']}{driver}"
+    yield f"{origin['date']}, commit {origin['commit']}{dirty}, {versions}."
+    ceilings = next((row.ceilings for row in result.rows if row.ceilings), None)
+    if ceilings:
+        peak, copy = ceilings.flops / 1e12, ceilings.bandwidth / 1e9
+        yield f"Ceilings: cuBLAS 8192^3 bf16 {peak:,.0f} TFLOP/s, copy {copy:,.0f} GB/s."
+    judged = [row for row in result.rows if row.met is not None]
+    yield f"Targets met: {sum(bool(row.met) for row in judged)} of {len(judged)}. Rows not measured: {result.missing}."
+
+
+def _table(result: Result) -> Iterator[str]:
+    absolute = result.absolute
+    rates = RATES if absolute and any(row.work for row in result.rows) else {}
+    numbers = (*(("ours", "peer's", "host us, ours / peer's") if absolute else ()), "ratio", "target", "met", *rates)
+    yield _line(("case", "metric", "peer", *numbers))
+    yield _line((*_SIDES, *(_RIGHT for _ in numbers)))
+    for row in result.rows:
+        times = (f"{row.ours:,.4g}", f"{row.peer:,.4g}", _host(row)) if absolute else ()
+        target = "" if row.target is None else f"{row.target:.3f}"
+        found = row.rates()
+        shown = (show(found) for show in rates.values())
+        met = {None: "", True: "yes", False: "**no**"}[row.met]
+        yield _line((row.case, row.metric, row.peer_name, *times, f"{row.ratio:.3f}", target, met, *shown))
+
+
+def _host(row: Row) -> str:
+    if row.ours_host_us is None or row.peer_host_us is None:
+        return ""
+    return f"{row.ours_host_us:.0f} / {row.peer_host_us:.0f}"
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
