@@ -4,6 +4,7 @@ from .attention import ParallelAttention
 from .block import ParallelBlock
 from .config import TransformerConfig
 from .embedding import VocabParallelEmbedding
+from .fp8 import Fp8Linear
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .loss import vocab_parallel_cross_entropy
 from .mlp import ParallelMLP
@@ -12,6 +13,7 @@ from .transformer import ParallelTransformer
 
 __all__ = [
     "ColumnParallelLinear",
+    "Fp8Linear",
     "LayerNorm",
     "ParallelAttention",
     "ParallelBlock",

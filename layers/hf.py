@@ -166,6 +166,8 @@ def load_hf(
     mesh: MeshLike = None,
     sequence_parallel: bool = False,
     recompute: bool = False,
+    mlp_recompute: int = 0,
+    fuse_wgrad_accumulation: bool = False,
     params: str = "dtensor",
     impl: str = "auto",
     dtype: torch.dtype | None = None,
@@ -173,7 +175,8 @@ def load_hf(
 ) -> ParallelTransformer:
     """The model in ``directory``, sharded over ``mesh``; each rank reads its own slices only.
 
-    ``dtype=None`` keeps the folder's. Reads one ``model.safetensors`` or an index of several files.
+    Options are those of :class:`ParallelTransformer`. ``dtype=None`` keeps the folder's. Reads one
+    ``model.safetensors`` or an index of several files.
 
     Raises FileNotFoundError for a missing folder or file, ValueError for one that is cut short, corrupt, or of
     another model.
@@ -181,6 +184,8 @@ def load_hf(
     options: dict[str, Any] = {
         "sequence_parallel": sequence_parallel,
         "recompute": recompute,
+        "mlp_recompute": mlp_recompute,
+        "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
         "params": params,
         "impl": impl,
     }

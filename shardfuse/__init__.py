@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from .kernels.dispatch import row_invariance
     from .kernels.linear import gated_linear, linear_act
     from .kernels.paged_attention import paged_attention, write_kv_
+    from .kernels.scaled_linear import fp8_linear, quantize, scaled_linear
     from .layers.attention import ParallelAttention
     from .layers.block import ParallelBlock
     from .layers.config import TransformerConfig
     from .layers.embedding import VocabParallelEmbedding
+    from .layers.fp8 import Fp8Linear
     from .layers.hf import export_hf, load_hf
     from .layers.linear import ColumnParallelLinear, RowParallelLinear
     from .layers.loss import vocab_parallel_cross_entropy
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ColumnParallelLinear",
     "Engine",
+    "Fp8Linear",
     "LayerNorm",
     "ParallelAttention",
     "ParallelBlock",
@@ -48,6 +51,7 @@ __all__ = [
     "attach_main_grads",
     "explain",
     "export_hf",
+    "fp8_linear",
     "full_state_dict",
     "gated_linear",
     "init_mesh",
@@ -56,9 +60,11 @@ __all__ = [
     "load_hf",
     "main_grads_to_grads",
     "paged_attention",
+    "quantize",
     "read_extra",
     "row_invariance",
     "save_checkpoint",
+    "scaled_linear",
     "tp_group",
     "vocab_parallel_cross_entropy",
     "write_kv_",
@@ -71,6 +77,7 @@ __version__: str
 _HOMES = {
     "ColumnParallelLinear": "layers.linear",
     "Engine": "serving.engine",
+    "Fp8Linear": "layers.fp8",
     "LayerNorm": "layers.norm",
     "ParallelAttention": "layers.attention",
     "ParallelBlock": "layers.block",
@@ -85,6 +92,7 @@ _HOMES = {
     "attach_main_grads": "parallel.main_grad",
     "explain": "explanation",
     "export_hf": "layers.hf",
+    "fp8_linear": "kernels.scaled_linear",
     "full_state_dict": "parallel.checkpoint",
     "gated_linear": "kernels.linear",
     "init_mesh": "parallel.mesh",
@@ -93,9 +101,11 @@ _HOMES = {
     "load_hf": "layers.hf",
     "main_grads_to_grads": "parallel.main_grad",
     "paged_attention": "kernels.paged_attention",
+    "quantize": "kernels.scaled_linear",
     "read_extra": "parallel.checkpoint",
     "row_invariance": "kernels.dispatch",
     "save_checkpoint": "parallel.checkpoint",
+    "scaled_linear": "kernels.scaled_linear",
     "tp_group": "parallel.mesh",
     "vocab_parallel_cross_entropy": "layers.loss",
     "write_kv_": "kernels.paged_attention",

@@ -38,7 +38,7 @@ def collect(
 
     def keep(launches: list[device.Launch]) -> None:
         for item in launches:
-            build = _build(op, item, target)
+            build = build_of(op, item, target)
             found.setdefault(build.config, build)
 
     for case in cases:
@@ -53,7 +53,7 @@ def collect(
     return list(found.values())
 
 
-def _build(op: str, item: device.Launch, target: str) -> Build:
+def build_of(op: str, item: device.Launch, target: str) -> Build:
     args, gemm = item.args, item.gemm
     common = {
         "op": op,

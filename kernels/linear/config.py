@@ -25,7 +25,17 @@ class Gemm:
 
     ``layout`` is "nt" (forward: x @ W^T), "nn" (dgrad: dz @ W) or "tn" (wgrad: dz^T @ x). Several operand pairs are
     "grouped" (an output each; N, or M in wgrad, is their sum), "chained" (added up in one output; K is their sum) or
-    "gated" (two products of [M, N] whose tiles meet in one epilogue). ``epilogue`` names its steps in order.
+    "gated" (two products of [M, N] whose tiles meet in one epilogue). ``epilogue`` names its steps in order:
+
+        scale       times the scales of fp8 operands
+        bias        plus b
+        act_grad    times act'(z), or the gradients of both factors of a gated layer
+        gelu_tanh   or another activation's name: that activation
+        preact      what the activation is applied to is stored beside the result
+        residual    plus a matrix
+        rebuild     act(z), or act(g) * u, is stored beside its gradient
+        row_sum     the row sums of op(A) are stored
+        accumulate  the result is added to what C holds
     """
 
     layout: str
@@ -36,29 +46,18 @@ class Gemm:
     out_dtype: torch.dtype
     combine: str = "grouped"
     pairs: int = 1
-    epilogue: tuple[str, ...] = ()  # of STEPS and the activations' names
+    epilogue: tuple[str, ...] = ()
     reads: int = 0  # matrices [M, N] that the epilogue loads
     writes: int = 1  # matrices [M, N] that it stores
     precision: str = "ieee"  # of fp32 products: "ieee" or "tf32"
     aligned: bool = True  # every operand has the alignment that TMA asks for
+    fp32_sums: bool = False  # fp8 products leave the tensor core's short accumulator every block of K
     row_invariant: bool = False  # a row's result may not depend on how many rows there are
 
     @property
     def tokens(self) -> int:
         """T, the dimension that changes from batch to batch."""
         return self.K if self.layout == "tn" else self.M
-
-
-STEPS = (
-    "bias",  # + b
-    "preact",  # store what the activation is applied to
-    "residual",  # + a matrix
-    "act_grad",  # * act'(z), or with "gated" the gradients of both factors
-    "rebuild",  # store act(z), or act(g) * u, beside it
-    "row_sum",  # store the row sums of op(A)
-    "accumulate",  # add to what C holds
-    "scale",  # * the scales of fp8 operands
-)
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,7 @@ def _wants_halves(arch: str, gemm: Gemm) -> bool:
 
 def _wants_narrow(arch: str, gemm: Gemm) -> bool:
     """Whether 128 x 256 accumulators would leave too few registers even for an epilogue on halves."""
-    if gemm.combine == "gated" or gemm.reads == 2:
+    if gemm.combine == "gated" or gemm.reads == 2 or gemm.fp32_sums:
         return True
     if arch == "sm_100" and "accumulate" in gemm.epilogue:
         return True

@@ -35,7 +35,7 @@ def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _gemm(
+def run_gemm(
     layout: str,
     a: Matrices,
     b: Matrices,
@@ -77,6 +77,8 @@ def _gemm(
         writes=len(targets[0]),
         precision="tf32" if a[0].dtype == torch.float32 and device.allow_tf32() else "ieee",
         aligned=all(_aligned(t) for ts in (a, b, *targets, read) for t in ts),
+        # Gradients (e5m2) are summed in fp32, as TransformerEngine does; activations and weights on the fast path.
+        fp32_sums=any(t.dtype == torch.float8_e5m2 for t in (*a, *b)),
         row_invariant=dispatch.row_invariant() and not trans_a,
     )
     arch = device.architecture(where)
@@ -128,6 +130,7 @@ def _gemm(
         "BLOCK_K": config.block_k,
         "GROUP_M": config.group_m,
         "PRECISION": gemm.precision,
+        "LONGEST_SUM": config.block_k if gemm.fp32_sums else None,
         "UPCAST": arch == device.INTERPRETER,
         "USE_TMA": config.use_tma,
         "HALVES": config.halves,
@@ -232,7 +235,7 @@ def linear_act_fwd(
     shapes = [(x.shape[0], w.shape[0]) for w in weights]
     ys = [alloc.empty(shape, x.dtype, x.device) for shape in shapes]
     zs = [alloc.empty(shape, x.dtype, x.device) for shape in shapes] if save_preact else []
-    _gemm(
+    run_gemm(
         "nt",
         (x,) * len(weights),
         weights,
@@ -252,7 +255,7 @@ def gated_linear_fwd(
     x [T, D], W_g and W_u [F, D], biases [F] or None -> h, g, u [T, F].
     """
     outs = [alloc.empty((x.shape[0], weights[0].shape[0]), x.dtype, x.device) for _ in range(3 if save_preacts else 1)]
-    _gemm(
+    run_gemm(
         "nt", (x, x), weights, (tuple(outs),), combine="gated", epilogue="gated", activation=activation, biases=biases
     )
     return outs
@@ -261,7 +264,7 @@ def gated_linear_fwd(
 def linear_dgrad(dzs: Matrices, weights: Matrices) -> torch.Tensor:
     """dx = sum_i dz_i @ W_i, added up in the accumulator. dz_i [T, F_i], W_i [F_i, D] -> dx [T, D]."""
     dx = alloc.empty((dzs[0].shape[0], weights[0].shape[1]), dzs[0].dtype, dzs[0].device)
-    _gemm("nn", dzs, weights, ((dx,),), combine="chained" if len(dzs) > 1 else "grouped")
+    run_gemm("nn", dzs, weights, ((dx,),), combine="chained" if len(dzs) > 1 else "grouped")
     return dx
 
 
@@ -270,7 +273,7 @@ def linear_dgrad_act(
 ) -> list[torch.Tensor]:
     """dz = (dy @ W) * act'(z), and h = act(z) with ``rebuild``. dy [T, D], W [D, F], z [T, F] -> dz, h [T, F]."""
     outs = [alloc.empty(z.shape, z.dtype, z.device) for _ in range(2 if rebuild else 1)]
-    _gemm(
+    run_gemm(
         "nn", (dy,), (weight,), (tuple(outs),), epilogue="act_grad", activation=activation, sources=((z.contiguous(),),)
     )
     return outs
@@ -284,7 +287,7 @@ def linear_dgrad_gated(
     dy [T, D], W [D, F], g and u [T, F] -> dg, du, h [T, F].
     """
     outs = [alloc.empty(g.shape, g.dtype, g.device) for _ in range(3 if rebuild else 2)]
-    _gemm(
+    run_gemm(
         "nn",
         (dy,),
         (weight,),
@@ -305,13 +308,13 @@ def linear_wgrad(
     """
     dws = [alloc.empty((dz.shape[1], x.shape[1]), x.dtype, x.device) for dz in dzs]
     dbs = [alloc.empty((dz.shape[1],), x.dtype, x.device) if want else None for dz, want in zip(dzs, want_bias)]
-    _gemm("tn", dzs, (x,) * len(dzs), tuple((dw,) for dw in dws), row_sums=tuple(dbs))
+    run_gemm("tn", dzs, (x,) * len(dzs), tuple((dw,) for dw in dws), row_sums=tuple(dbs))
     return dws, dbs
 
 
 def linear_wgrad_(dzs: Matrices, x: torch.Tensor, dws: Matrices, dbs: Optional) -> None:
     """The same, added to what ``dws`` and ``dbs`` hold, in their own precision. They are contiguous."""
-    _gemm("tn", dzs, (x,) * len(dzs), tuple((dw,) for dw in dws), epilogue="accumulate", row_sums=dbs)
+    run_gemm("tn", dzs, (x,) * len(dzs), tuple((dw,) for dw in dws), epilogue="accumulate", row_sums=dbs)
 
 
 def act_grad(dy: torch.Tensor, z: torch.Tensor, activation: str) -> torch.Tensor:

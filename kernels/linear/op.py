@@ -236,10 +236,7 @@ def _param_grads(
 ) -> list[torch.Tensor | None]:
     """The gradients of weights and biases that ``want`` names, None for those that went into a buffer."""
     call = ctx.call
-    into = list(call.buffers)
-    if any(buffer is not None for buffer in into):
-        returned = autograd.captured(ctx)[-len(into) :]
-        into = [None if given else buffer for buffer, given in zip(into, returned)]
+    into = autograd.destinations(ctx, call.buffers)
     n = call.n
     dws, dbs = parts.param_grads(dzs, x, want[:n], want[n:], call.choice, into=into[:n], bias_into=into[n:])
     return [*dws, *dbs]

@@ -66,6 +66,7 @@ def _multiply(
     TRANS_B: tl.constexpr,
     SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    LONGEST_SUM: tl.constexpr,
     UPCAST: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
@@ -88,9 +89,9 @@ def _multiply(
             a_tile = a_tile.to(tl.float32)
             b_tile = b_tile.to(tl.float32)
         if SWAP:
-            acc = tl.dot(b_tile.T, a_tile.T, acc, input_precision=PRECISION)
+            acc = tl.dot(b_tile.T, a_tile.T, acc, input_precision=PRECISION, max_num_imprecise_acc=LONGEST_SUM)
         else:
-            acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION)
+            acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION, max_num_imprecise_acc=LONGEST_SUM)
     return acc, row_sum
 
 
@@ -280,6 +281,7 @@ def _gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr,  # of fp32 products: "ieee" or "tf32"
+    LONGEST_SUM: tl.constexpr,  # of fp8 products in the tensor core's own 14 bits before it is added in fp32; None: any
     ROW_SCALES: tl.constexpr,  # scales by row and column, not one for each operand
     UPCAST: tl.constexpr,  # the interpreter's bf16 dot is wrong: multiply in fp32 there
     USE_TMA: tl.constexpr,
@@ -346,14 +348,15 @@ def _gemm_kernel(
                 for p in tl.static_range(PAIRS):
                     acc, row_sum = _multiply(
                         acc, row_sum, a_srcs[p], b_srcs[p], m, n, 0, Ks[p], M, N, Ks[p], a_strides[p], b_strides[p],
-                        False, BLOCK_M, BLOCK_N, BLOCK_K, TRANS_A, TRANS_B, SWAP, PRECISION, UPCAST, USE_TMA,
+                        False,
+                        BLOCK_M, BLOCK_N, BLOCK_K, TRANS_A, TRANS_B, SWAP, PRECISION, LONGEST_SUM, UPCAST, USE_TMA,
                     )  # fmt: skip
             else:
                 acc_up = None
                 acc, row_sum = _multiply(
                     acc, row_sum, a_srcs[i], b_srcs[i], m, n, first_k, last_k, M, N, K, a_strides[i], b_strides[i],
                     row_sum_ptrs[i] is not None,
-                    BLOCK_M, BLOCK_N, BLOCK_K, TRANS_A, TRANS_B, SWAP, PRECISION, UPCAST, USE_TMA,
+                    BLOCK_M, BLOCK_N, BLOCK_K, TRANS_A, TRANS_B, SWAP, PRECISION, LONGEST_SUM, UPCAST, USE_TMA,
                 )  # fmt: skip
             if SWAP:
                 acc = acc.T

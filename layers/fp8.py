@@ -1,0 +1,79 @@
+"""A linear layer whose products run in fp8, training included."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..kernels.scaled_linear import fp8_linear
+
+RECIPES = ("delayed", "current", "rowwise")
+
+
+class Fp8Linear(nn.Linear):
+    """``nn.Linear`` with forward and gradients in fp8 (e4m3; e5m2 for the output's gradient).
+
+    Parameters and ``state_dict`` are nn.Linear's, in whatever precision they have; every call quantises them anew.
+
+    ``recipe`` says where scales come from. "current": each tensor's own largest magnitude, which takes a pass of its
+    own. "delayed": the largest of the last ``amax_history`` calls, 2^``margin`` stretched, so that one pass does;
+    values that outgrow it saturate. "rowwise": each row's own, along what each product contracts: the least error, and
+    x, weight and gradient quantised twice.
+
+    The history is no part of the ``state_dict``: after loading, scales start at 1 and follow the tensors within a call.
+    Delayed scaling keeps one history per process and counts calls, not steps: under activation checkpointing the
+    recomputation is a call, and may quantise by another scale than the first; the other recipes are exact there. So is
+    evaluation a call. ``impl`` and ``fuse_wgrad_accumulation`` are as in ``linear_act``.
+
+    Raises ValueError for an unknown recipe, or an ``amax_history`` below 1.
+    """
+
+    amax_history: torch.Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        recipe: str = "delayed",
+        amax_history: int = 16,
+        margin: int = 0,
+        fuse_wgrad_accumulation: bool = False,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if recipe not in RECIPES:
+            raise ValueError(f"recipe={recipe!r}: expected one of {', '.join(RECIPES)}")
+        if amax_history < 1:
+            raise ValueError(f"amax_history={amax_history}: expected at least 1 call")
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.recipe = recipe
+        self.margin = margin
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.impl = impl
+        # fp32, held as the integers of its bits: module.to(torch.bfloat16) converts buffers of floats.
+        history = torch.zeros(3, amax_history, dtype=torch.int32, device=device) if recipe == "delayed" else None
+        self.register_buffer("amax_history", history, persistent=False)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        history = self._buffers.get("amax_history")  # absent while nn.Linear is being made
+        if history is not None:
+            history.zero_()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return fp8_linear(
+            x,
+            self.weight,
+            self.bias,
+            scaling="row" if self.recipe == "rowwise" else "tensor",
+            histories=None if self.amax_history is None else self.amax_history.view(torch.float32),
+            margin=self.margin,
+            fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
+            impl=self.impl,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe}"
