@@ -6,7 +6,7 @@ and for the parameters' in a later one, ``torch.autograd.grad(loss, inputs)`` fo
 engine instead, and :func:`remember` hands what a later pass needs again from one to the next, so that no product and no
 collective runs twice.
 
-Used like this, with ``once_differentiable``, for gradients ``dys`` and saved intermediates of any kind::
+Used like this, under :func:`first_order`, for gradients ``dys`` and saved intermediates of any kind::
 
     want = wanted(ctx)
     dz = recall(ctx, dys)
@@ -18,10 +18,12 @@ Used like this, with ``once_differentiable``, for gradients ``dys`` and saved in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
 # Private, but what torch.autograd.graph.register_multi_grad_hook and AOTAutograd are built on. Without the first every
@@ -30,6 +32,26 @@ _will_execute = getattr(torch._C, "_will_engine_execute_node", None)
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 
 _NO, _YES, _CAPTURED = range(3)
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the backward of a Function, which runs kernels: it has no derivative of its own, and says so.
+
+    torch's ``once_differentiable`` refuses where the incoming gradients need one; a second derivative by what forward
+    saved would be left out without a word.
+    """
+    inner = once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *dys: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "create_graph=True asks for second derivatives, which this layer's backward does not have: leave it "
+                "out (a layer in one process has them with impl='reference')"
+            )
+        return inner(ctx, *dys)
+
+    return checked
 
 
 def wanted(ctx: Any) -> tuple[bool, ...]:

@@ -6,8 +6,8 @@ compiles them all and writes the record, one file for each version of Triton:
     python -m shardfuse.kernels.codegen_report --write    compile everything, write the record, fail on any problem
     python -m shardfuse.kernels.codegen_report --check    compile nothing: is every build recorded, and as it is now?
 
-An entry carries Triton's own hash of the build's source: the kernel and all that it calls, with the arguments it is
-specialised for. A changed kernel thereby makes exactly its own entries stale.
+An entry carries Triton's own hash of the build's source: the kernel and all that it calls, where they stand in their
+files, and the arguments it is specialised for. A changed file thereby makes the entries of its kernels stale.
 """
 
 from __future__ import annotations

@@ -170,6 +170,11 @@ def forget() -> None:
     """Read the tables anew at the next question: after one was written, and in tests."""
     for cached in (_entries, _configs, _claims):
         cached.cache_clear()
+    for clear in also_forget:
+        clear()
+
+
+also_forget: list[Callable[[], None]] = []  # caches elsewhere that hold what was looked up here
 
 
 @functools.cache

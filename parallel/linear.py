@@ -21,7 +21,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..kernels import autograd
 from ..kernels.linear import linear_act, parts
@@ -122,7 +121,7 @@ class _Column(torch.autograd.Function):
         return tuple(shaped(y, x) for y in ys)
 
     @staticmethod
-    @once_differentiable
+    @autograd.first_order
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
         call, n = ctx.call, ctx.n
         rows, *rest = ctx.saved_tensors
@@ -160,7 +159,7 @@ class _Row(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @autograd.first_order
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         call = ctx.call
         rows, weight = ctx.saved_tensors

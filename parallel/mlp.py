@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..kernels import autograd
 from ..kernels.dispatch import Choice
@@ -125,7 +124,7 @@ class _MLP(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @autograd.first_order
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         call, n = ctx.call, ctx.call.n
         first, second = ctx.choices

@@ -38,7 +38,7 @@ def autocast(tensors: Params, dtype: torch.dtype) -> Params:
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """[..., D] -> [T, D]."""
-    return x.reshape(-1, x.shape[-1])
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def shaped(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

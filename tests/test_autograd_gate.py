@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch.autograd.function import once_differentiable
 
-from shardfuse.kernels import autograd, dispatch
+from shardfuse.kernels import autograd
 from shardfuse.kernels.linear import linear_act
 
 T, D, F = 3, 4, 5
 NOTHING = (False,) * 5
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _on_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What tests the kernels makes its tensors where they run; everything else stays on the CPU."""
+    with DEVICE if request.node.get_closest_marker("interpret") else nullcontext():
+        yield
 
 
 class _Linear(torch.autograd.Function):
@@ -154,7 +163,6 @@ def test_nothing_is_remembered_where_no_pass_can_follow(monkeypatch: pytest.Monk
 
 
 @pytest.mark.interpret
-@pytest.mark.skipif(not dispatch.interpreting(), reason="CPU tensors: the kernels must be interpreted")
 def test_a_residuals_gradient_may_be_asked_for_first():
     x, w, residual = (torch.randn(*shape, requires_grad=True) for shape in ((T, D), (F, D), (T, F)))
     dy = torch.randn(T, F)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from shardfuse.kernels import accuracy, dispatch, registry
+from shardfuse.kernels import accuracy, device, dispatch, registry
 from shardfuse.kernels.chips import CHIPS
 from shardfuse.kernels.linear import gated_linear, linear_act, schemas
 from shardfuse.kernels.linear.config import Gemm, GemmConfig, forced, pick_config
@@ -83,10 +83,12 @@ def _only_for(spec, config):
         return config if gemm.combine == "gated" else inner(arch, gemm)
 
     launch.pick_config = pick
+    launch._plan.cache_clear()
     try:
         yield
     finally:
         launch.pick_config = inner
+        launch._plan.cache_clear()
 
 
 @pytest.mark.interpret
@@ -273,3 +275,92 @@ def test_inductor_equals_eager(gated):
     for T in (7, 64, 500):
         x = torch.randn(T, 128, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         assert all(torch.equal(a, b) for a, b in zip(compiled(x), step(x)))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("activation", ["relu", "squared_relu"])
+def test_an_overflow_does_not_vanish(activation):
+    """NaN and inf pass through the activation and its gradient as they do through torch's."""
+    x = torch.tensor([[float("nan"), float("inf"), -1.0]], device=DEVICE, requires_grad=True)
+    results = []
+    for impl in ("triton", "reference"):
+        y = linear_act(x, torch.eye(3, device=DEVICE)[:1], activation=activation, impl=impl)
+        results.append((y, *torch.autograd.grad(y, [x], torch.ones_like(y))))
+    assert all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(*results))
+    assert results[0][0].isnan().all()
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("gated", [False, True])
+def test_one_buffer_for_several_gradients(gated, monkeypatch):
+    """Programs of one launch do not wait for each other: gradients that meet in a buffer take a launch each."""
+    launches = []
+    inner = schemas.linear_wgrad_
+    monkeypatch.setattr(schemas, "linear_wgrad_", lambda *a: (launches.append(len(a[0])), inner(*a))[1])
+    torch.manual_seed(0)
+    x = torch.randn(9, 8, device=DEVICE)
+    w, v = (torch.randn(6, 8, device=DEVICE, requires_grad=True) for _ in range(2))
+    for t in (w, v):
+        t.main_grad = torch.zeros_like(t, requires_grad=False)
+    options = {"fuse_wgrad_accumulation": True, "impl": "triton"}
+    y = gated_linear(x, w, w, **options) if gated else sum(linear_act(x, [w, v, w], **options))
+    y.sum().backward()
+    assert launches == ([1, 1] if gated else [1, 1, 1])
+    exact = [t.detach().double().requires_grad_() for t in (w, v)]
+    products = [F.linear(x.double(), t) for t in (exact[0], exact[1], exact[0])]
+    (F.silu(products[0]) * products[2] if gated else sum(products)).sum().backward()
+    assert accuracy.relative_error(w.main_grad, exact[0].grad) < 8 * torch.finfo(torch.float32).eps
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_inputs_at_all(impl, fused):
+    """D = 0: the product is zero, the bias and its gradient are not."""
+    x, w = torch.zeros(3, 0, device=DEVICE), torch.zeros(6, 0, device=DEVICE, requires_grad=True)
+    b = torch.arange(6.0, device=DEVICE).requires_grad_()
+    w.main_grad, b.main_grad = torch.zeros(6, 0, device=DEVICE), torch.zeros(6, device=DEVICE)
+    y = linear_act(x, w, b, impl=impl, fuse_wgrad_accumulation=fused)
+    assert torch.equal(y, b.detach().expand(3, 6))
+    y.sum().backward()
+    assert torch.equal(b.main_grad if fused else b.grad, torch.full((6,), 3.0, device=DEVICE))
+
+
+@pytest.mark.interpret
+def test_derivatives_that_kernels_lack_are_refused():
+    x, w = torch.randn(2, 8, device=DEVICE, requires_grad=True), torch.randn(6, 8, device=DEVICE, requires_grad=True)
+    for call in (lambda: linear_act(x, w, impl="triton"), lambda: gated_linear(x, w, w, impl="triton")):
+        with pytest.raises(RuntimeError, match="create_graph=True asks for second derivatives"):
+            torch.autograd.grad(call().sum(), [x], create_graph=True)
+        with pytest.raises(RuntimeError, match="forward-mode differentiation has no kernel"):
+            torch.func.jvp(lambda w: linear_act(x.detach(), w, impl="triton"), (w.detach(),), (w.detach(),))
+
+
+@pytest.mark.interpret
+def test_only_what_backward_reads_is_saved():
+    x, w, r = torch.randn(5, 8, device=DEVICE), torch.randn(6, 8, device=DEVICE), torch.randn(5, 6, device=DEVICE)
+    for needed, sizes in (("x", {48, 30}), ("w", {40, 30}), ("r", set()), ("xw", {48, 40, 30})):
+        leaves = [t.detach().requires_grad_(name in needed) for name, t in (("x", x), ("w", w), ("r", r))]
+        saved: list[int] = []
+
+        def keep(t, saved=saved):
+            saved.append(t.numel())
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            y = linear_act(leaves[0], leaves[1], activation="silu", residual=leaves[2], impl="triton")
+        assert set(saved) == sizes, needed
+        y.sum().backward()
+        assert all((leaf.grad is not None) == leaf.requires_grad for leaf in leaves)
+
+
+@pytest.mark.parametrize("arch", registry.TARGETS)
+def test_a_single_row_may_claim_any_pitch(arch):
+    """[1, D] is contiguous whatever its stride: neither the configuration nor the arguments depend on that."""
+    found = []
+    for row in (torch.empty(1, 4096, dtype=torch.bfloat16, device="meta"),
+                torch.empty(4096, 1, dtype=torch.bfloat16, device="meta").t()):  # fmt: skip
+        with device.capture(arch) as launches:
+            launch.linear_act_fwd(row, (row.new_empty(4096, 4096),), (None,), None, "identity", False)
+        found.append((launches[0].config, launches[0].args["a_strides"]))
+    assert found[0] == found[1]

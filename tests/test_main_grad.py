@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -25,12 +27,20 @@ from shardfuse import (
     tp_group,
     zero_main_grads,
 )
-from shardfuse.kernels import accuracy, dispatch
+from shardfuse.kernels import accuracy
 from shardfuse.parallel.sharding import local_tensor
 from shardfuse.training.clip import GradientClipper
 
 FUSE = {"fuse_wgrad_accumulation": True}
 MICRO = 3
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _on_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What tests the kernels makes its tensors where they run; everything else stays on the CPU."""
+    with DEVICE if request.node.get_closest_marker("interpret") else nullcontext():
+        yield
 
 
 def _triplet(build: Any, **options: Any) -> tuple[nn.Module, nn.Module, nn.Module]:
@@ -97,10 +107,7 @@ def _batches() -> list[Any]:
         "reference",
         pytest.param(
             "triton",
-            marks=[
-                pytest.mark.interpret,
-                pytest.mark.skipif(not dispatch.interpreting(), reason="CPU tensors: the kernels must be interpreted"),
-            ],
+            marks=pytest.mark.interpret,
         ),
     ],
 )

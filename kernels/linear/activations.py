@@ -7,6 +7,12 @@ import triton.language as tl
 
 
 @triton.jit
+def _positive(z):
+    """max(z, 0), and NaN of NaN as torch has it: an overflow must not vanish here."""
+    return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def _gelu_tanh_gate(z):
     """0.5 * (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2/pi) * (z + 0.044715 z^3): one exponential instead of a tanh."""
     return tl.sigmoid(1.5957691216057308 * z * (1.0 + 0.044715 * z * z))
@@ -16,10 +22,9 @@ def _gelu_tanh_gate(z):
 def act(z, ACTIVATION: tl.constexpr):
     """y = act(z)."""
     if ACTIVATION == "relu":
-        return tl.maximum(z, 0.0)
+        return _positive(z)
     elif ACTIVATION == "squared_relu":
-        positive = tl.maximum(z, 0.0)
-        return positive * positive
+        return _positive(z) * _positive(z)
     elif ACTIVATION == "gelu_erf":
         return 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
@@ -37,9 +42,9 @@ def act(z, ACTIVATION: tl.constexpr):
 def act_grad(z, ACTIVATION: tl.constexpr):
     """act'(z)."""
     if ACTIVATION == "relu":
-        return tl.where(z > 0, 1.0, 0.0)
+        return tl.where(z <= 0, 0.0, 1.0)
     elif ACTIVATION == "squared_relu":
-        return 2.0 * tl.maximum(z, 0.0)
+        return 2.0 * _positive(z)
     elif ACTIVATION == "gelu_erf":
         cdf = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
         return cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
@@ -54,4 +59,4 @@ def act_grad(z, ACTIVATION: tl.constexpr):
         return gate * (1.0 + z * (1.0 - gate))
     else:
         tl.static_assert(ACTIVATION == "identity")
-        return z * 0.0 + 1.0
+        return tl.full(z.shape, 1.0, tl.float32)

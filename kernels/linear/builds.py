@@ -97,6 +97,7 @@ def _operands(args: dict[str, Any]) -> list[str]:
         "by_row": args.get("ROW_SCALES", False),
         "residual": args["EPILOGUE"] == "act" and "a_ptrs" in args and args["source_ptrs"][0] is not None,
         "row_sum": any(t is not None for t in args.get("row_sum_ptrs", ())),
+        "out_by_pointer": args.get("USE_TMA", False) and not args["OUT_ALIGNED"],
     }
     targets = args["target_ptrs"]
     saved = len(targets[0] if isinstance(targets[0], tuple) else targets) - 1

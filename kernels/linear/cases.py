@@ -55,6 +55,7 @@ _TEST = (
     _case(45, 40, 72, _FP32, "gelu_tanh", "test", residual=True),
     _case(7, 136, 96, _FP16, "gelu_erf", "test", residual=True),  # few tokens: swapped operands, split K
     _case(4, 160, 64, _FP32, "identity", "test", weights=3),
+    _case(40, 64, 51, _FP16, "gelu_tanh", "test"),  # only the result is unaligned
 )
 
 # The sizes that a short GPU call times.
@@ -72,6 +73,10 @@ _BUILDS = (
     _case(4096, 4096, 4096, _BF16, "identity", "codegen", weights=3),
     _case(4096, 4096, 14336, _BF16, "identity", "codegen", weights=2, bias=False),
     _case(4096, 4095, 4095, _BF16, "gelu_tanh", "codegen"),
+    _case(4096, 4096, 4095, _BF16, "identity", "codegen"),  # a vocabulary of odd size: only the result is unaligned
+    _case(4096, 4096, 4096, _BF16, "gelu_erf", "codegen", residual=True),
+    _case(4096, 4095, 4095, _BF16, "gelu_erf", "codegen", residual=True),
+    _case(4096, 4096, 4096, _FP32, "gelu_erf", "codegen", residual=True, tf32=True),
 )
 CASES = tuple({case.name: case for case in (*_TEST, *_SHORT, *_BUILDS)}.values())
 

@@ -78,6 +78,8 @@ _GATED = (
     _case(16, 4096, 14336, _BF16, "codegen", activation="silu", bias=False),
     _case(4096, 4096, 4096, _BF16, "codegen", activation="gelu_erf", bias=True),
     _case(4096, 4096, 4096, _BF16, "codegen", activation="relu", bias=False),
+    _case(4096, 4095, 4095, _BF16, "codegen", activation="gelu_erf", bias=True),
+    _case(4096, 4096, 4096, _FP32, "codegen", activation="silu", bias=False, tf32=True),
 )
 
 
@@ -154,6 +156,9 @@ _DGRAD_ACT = (
         for rebuild in (False, True)
     ),
     _case(16, 4096, 14336, _BF16, "codegen", activation="gelu_tanh", rebuild=True),
+    _case(4096, 4095, 4095, _BF16, "codegen", activation="gelu_erf", rebuild=True),
+    _case(4096, 4096, 4096, _FP32, "codegen", activation="gelu_erf", rebuild=True),
+    _case(4096, 4096, 4096, _FP32, "codegen", activation="gelu_erf", rebuild=True, tf32=True),
 )
 
 
@@ -217,6 +222,8 @@ _DGRAD_GATED = (
     *(_case(8192, 4096, 14336, _BF16, "codegen", activation="silu", rebuild=r) for r in (False, True)),
     _case(8192, 4096, 14336, _BF16, "codegen", activation="gelu_tanh", rebuild=True),
     _case(8192, 4096, 14336, _BF16, "codegen", activation="gelu_erf", rebuild=True),
+    _case(4096, 4095, 4095, _BF16, "codegen", activation="gelu_erf", rebuild=True),
+    _case(4096, 4096, 4096, _FP32, "codegen", activation="gelu_erf", rebuild=True, tf32=True),
 )
 
 
@@ -283,6 +290,7 @@ _WGRAD = (
     _case(8192, 4096, 16384, _BF16, "codegen", bias=True, fp32=True),
     _case(8192, 4096, 16384, _BF16, "codegen", bias=False, fp32=True),
     _case(8192, 4096, 16384, _BF16, "codegen", bias=True),
+    _case(8192, 4096, 16384, _FP32, "codegen", bias=True, tf32=True),
     _case(16384, 1024, 1024, _BF16, "codegen", bias=True, fp32=True),  # few tiles and many tokens: split K
 )
 

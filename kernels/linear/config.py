@@ -97,6 +97,11 @@ def forced(config: GemmConfig) -> Iterator[None]:
         _forced = outer
 
 
+def forced_config() -> GemmConfig | None:
+    """The configuration of the innermost :func:`forced`, if any."""
+    return _forced
+
+
 def pick_config(arch: str, gemm: Gemm) -> GemmConfig:
     """The configuration for ``gemm`` on ``arch``."""
     config = _forced or _pick(arch, gemm)
@@ -116,6 +121,7 @@ def _pick(arch: str, gemm: Gemm) -> GemmConfig:
     measured = tuning.lookup(arch, tuned.OP, tuned.bucket(gemm), GemmConfig)
     if measured is not None and tuned.fits(arch, gemm, measured):
         return measured
+    arch = _described(arch)
     if gemm.dtype == torch.float32:
         return _fp32(arch, gemm)
     if arch in ("sm_90", "sm_100"):
@@ -123,24 +129,39 @@ def _pick(arch: str, gemm: Gemm) -> GemmConfig:
     return _through_pointers(arch, gemm)
 
 
+tuning.also_forget.append(_pick.cache_clear)
+
+
+def _described(arch: str) -> str:
+    """The chip in ``chips.py`` whose rules a chip is given: itself, or one that can do no more than it can."""
+    if arch in CHIPS:
+        return arch
+    if arch.startswith("gfx"):
+        return "gfx942"
+    return "sm_100" if arch.startswith("sm_10") else "sm_80"
+
+
 def _fp32(arch: str, gemm: Gemm) -> GemmConfig:
+    crowded = gemm.combine == "gated" or gemm.reads > 0  # more than one tile of fp32 in registers
     if gemm.precision == "ieee":  # no tensor cores: plain FMAs
-        return GemmConfig(64, 64, 16, 8, 2, use_tma=False)
+        return GemmConfig(64, 32 if crowded else 64, 16, 8, 2, use_tma=False)
     if arch in ("sm_90", "sm_100"):
-        return GemmConfig(128, 128, 32, 8, 3 if arch == "sm_90" else 2, use_tma=gemm.aligned)
-    return GemmConfig(64, 128, 32, 4, 2, use_tma=False)
+        width = 64 if crowded else 128
+        return GemmConfig(128, width, 32, 8, 3 if arch == "sm_90" else 2, use_tma=gemm.aligned)
+    return GemmConfig(64, 32 if crowded else 128, 32, 4, 2, use_tma=False)
 
 
 def _hopper(arch: str, gemm: Gemm) -> GemmConfig:
     """16-bit and fp8 operands on chips with TMA."""
     line = 128 // gemm.dtype.itemsize  # elements of a swizzled row of shared memory
     if not gemm.aligned:
-        return GemmConfig(128, 64, line, 8, 3, use_tma=False)
+        crowded = gemm.combine == "gated" or gemm.reads > 0
+        return GemmConfig(128, 32 if crowded else 64, line, 8, 3, use_tma=False)
     if gemm.layout != "tn" and gemm.M <= 64 and not gemm.row_invariant:
         # Weights stream through once: the blocks hold as many bytes in flight as fit, and all multiprocessors pull.
         stages = 4 if gemm.combine == "gated" else 5
         config = GemmConfig(max(16, _power_of_two(gemm.M)), 64, 2 * line, 4, stages, use_tma=True, swap=True)
-        return dataclasses.replace(config, split_k=_splits(arch, config, gemm, fill=True))
+        return dataclasses.replace(config, split_k=_splits(arch, config, gemm))
     halves = _wants_halves(arch, gemm)
     narrow = GemmConfig(128, 128, line, 8, 4 if arch == "sm_90" else 3, use_tma=True, halves=halves)
     if gemm.row_invariant or _tiles(narrow, gemm) < 2 * CHIPS[arch].sms or _wants_narrow(arch, gemm):
@@ -162,6 +183,8 @@ def _wants_narrow(arch: str, gemm: Gemm) -> bool:
         return True
     if arch == "sm_100" and "accumulate" in gemm.epilogue:
         return True
+    if arch == "sm_100" and {"gelu_erf", "residual"} <= set(gemm.epilogue):
+        return True
     return {"act_grad", "gelu_erf", "rebuild"} <= set(gemm.epilogue)
 
 
@@ -170,7 +193,7 @@ def _through_pointers(arch: str, gemm: Gemm) -> GemmConfig:
     amd = arch.startswith("gfx")
     if gemm.layout != "tn" and gemm.M <= 64 and not gemm.row_invariant:
         config = GemmConfig(32, 64, 64, 4, 2 if amd else 4, use_tma=False)
-        return dataclasses.replace(config, split_k=_splits(arch, config, gemm, fill=True))
+        return dataclasses.replace(config, split_k=_splits(arch, config, gemm))
     # Two products in one tile, unaligned rows and two factors' gradients need the registers of half a tile.
     width = 64 if gemm.combine == "gated" or not gemm.aligned or gemm.reads == 2 else 128
     halves = gemm.reads > 0 and "accumulate" not in gemm.epilogue
@@ -178,26 +201,15 @@ def _through_pointers(arch: str, gemm: Gemm) -> GemmConfig:
     return dataclasses.replace(config, split_k=_splits(arch, config, gemm))
 
 
-def _splits(arch: str, config: GemmConfig, gemm: Gemm, *, fill: bool = False) -> int:
+def _splits(arch: str, config: GemmConfig, gemm: Gemm) -> int:
     """Into how many parts to cut K so that few tiles still occupy the chip.
 
-    Each part costs its tile a trip through memory, so it must be long enough to be worth one. ``fill`` also cuts where
-    there are tiles enough, but so that the last wave of them would leave much of the chip idle.
+    Each part costs its tile a trip through memory, so it must be long enough to be worth one.
     """
-    if gemm.row_invariant or gemm.combine == "chained" or arch not in CHIPS:
+    if gemm.row_invariant or gemm.combine == "chained":
         return 1
-    sms = CHIPS[arch].sms
-    tiles = _tiles(config, gemm)
     longest = min(8, gemm.K // (8 * config.block_k))
-    if longest <= 1 or not tiles:
-        return 1
-    if not fill:
-        return max(1, min(longest, sms // tiles))
-
-    def busy(parts: int) -> float:
-        return tiles * parts / (-(-tiles * parts // sms) * sms)
-
-    return next((parts for parts in range(1, longest) if busy(parts) >= 0.9), max(range(1, longest + 1), key=busy))
+    return max(1, min(longest, CHIPS[arch].sms // max(1, _tiles(config, gemm))))
 
 
 def _tiles(config: GemmConfig, gemm: Gemm) -> int:

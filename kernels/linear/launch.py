@@ -2,37 +2,161 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from .. import alloc, device, dispatch
+from .. import alloc, device, dispatch, tuning
 from . import triton as kernels
-from .config import Gemm, GemmConfig, pick_config
+from .config import Gemm, GemmConfig, forced_config, pick_config
 
 Matrices = tuple[torch.Tensor, ...]
 Optional = tuple["torch.Tensor | None", ...]
 
 
-def _aligned(tensor: torch.Tensor) -> bool:
-    """Rows contiguous, and base and row pitch multiples of 16 bytes (CUDA's rule for tensor maps)."""
-    rows, cols = tensor.shape
-    pitch = tensor.stride(0)
-    return (
-        rows > 0
-        and cols > 0
-        and tensor.stride(1) == 1
-        and pitch >= cols
-        and pitch * tensor.element_size() % 16 == 0
-        and (tensor.is_meta or tensor.data_ptr() % 16 == 0)
+# Shape and strides of a matrix.
+Extent = tuple[torch.Size, tuple[int, ...]]
+
+
+def _extent(tensor: torch.Tensor) -> Extent:
+    return tensor.shape, tensor.stride()
+
+
+def _pitch(extent: Extent) -> int:
+    """The distance of rows, in elements. A single row may claim any."""
+    (rows, cols), (stride, _) = extent
+    return stride if rows > 1 else cols
+
+
+def _fits_tma(extent: Extent, itemsize: int) -> bool:
+    """Rows contiguous, and their pitch a multiple of 16 bytes (CUDA's rule for tensor maps); the base is to be too."""
+    (rows, cols), (_, step) = extent
+    pitch = _pitch(extent)
+    return rows > 0 and cols > 0 and (step == 1 or cols == 1) and pitch >= cols and pitch * itemsize % 16 == 0
+
+
+def _misalignment(tensors: Iterable[torch.Tensor]) -> int:
+    """0 where every base is a multiple of 16 bytes. torch's allocator gives nothing else; views may."""
+    bits = 0
+    for tensor in tensors:
+        if not tensor.is_meta:
+            bits |= tensor.data_ptr()
+    return bits % 16
+
+
+def _own_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy where the alignment of ``tensor`` would decide which instructions its rows are multiplied with."""
+    if _fits_tma(_extent(tensor), tensor.element_size()) and not _misalignment([tensor]):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+class _Call(NamedTuple):
+    """What the arguments of a launch depend on, but for addresses."""
+
+    arch: str
+    layout: str
+    combine: str
+    epilogue: str
+    activation: str
+    a: tuple[Extent, ...]
+    b: tuple[Extent, ...]
+    outs: tuple[Extent, ...]
+    dtypes: tuple[torch.dtype, ...]  # of A, B and the results
+    biased: bool
+    sources: int  # matrices that the epilogue of an output reads
+    targets: int  # and writes
+    row_sums: bool
+    scales: str  # "", "tensor" or "row"
+    in_misaligned: bool
+    out_misaligned: bool
+    tf32: bool
+    row_invariant: bool
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a call is launched: every argument of the kernel that is no pointer."""
+
+    gemm: Gemm
+    config: GemmConfig
+    shape: dict[str, Any]  # for the sum of a split product too
+    rest: dict[str, Any]
+    tiles: int  # times the parts of K
+
+
+@functools.lru_cache(4096)
+def _plan(call: _Call) -> _Plan:
+    trans_a, chained = call.layout == "tn", call.combine == "chained"
+    sizes = [tuple(shape) for shape, _ in call.outs]
+    sizes_of_pairs = sizes * (len(call.a) // len(sizes))
+    of_a, of_b, of_out = call.dtypes
+    gemm = Gemm(
+        call.layout,
+        M=sum(m for m, _ in sizes) if trans_a else sizes[0][0],
+        N=sizes[0][1] if trans_a else sum(n for _, n in sizes),
+        K=sum(shape[1] for shape, _ in call.a) if chained else call.a[0][0][0 if trans_a else 1],
+        dtype=of_a,
+        out_dtype=of_out,
+        combine=call.combine,
+        pairs=len(call.a),
+        epilogue=_steps(call),
+        reads=call.sources + (call.epilogue == "accumulate"),
+        writes=call.targets,
+        precision="tf32" if of_a == torch.float32 and call.tf32 else "ieee",
+        aligned=not call.in_misaligned and all(_fits_tma(extent, of_a.itemsize) for extent in (*call.a, *call.b)),
+        # Gradients (e5m2) are summed in fp32, as TransformerEngine does; activations and weights on the fast path.
+        fp32_sums=torch.float8_e5m2 in (of_a, of_b),
+        row_invariant=call.row_invariant,
     )
+    config = pick_config(call.arch, gemm)
+    out_aligned = call.epilogue == "accumulate" or (
+        not call.out_misaligned and all(_fits_tma(extent, of_out.itemsize) for extent in call.outs)
+    )
+    rest = {
+        "Ks": None if trans_a else tuple(shape[1] for shape, _ in call.a),
+        "a_strides": tuple((_pitch(extent), extent[1][1]) for extent in call.a),
+        "b_strides": tuple((_pitch(extent), extent[1][1]) for extent in call.b),
+        "splits": config.split_k,
+        "COMBINE": call.combine,
+        "TRANS_A": trans_a,
+        "TRANS_B": call.layout == "nt",
+        "SWAP": config.swap,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "PRECISION": gemm.precision,
+        "LONGEST_SUM": config.block_k if gemm.fp32_sums else None,
+        "UPCAST": call.arch == device.INTERPRETER,
+        "USE_TMA": config.use_tma,
+        "OUT_ALIGNED": config.use_tma and out_aligned,
+        "HALVES": config.halves,
+        # AMD's pipeliner gains nothing from it; several main loops in one tile cannot be flattened.
+        "FLATTEN": not chained and not call.arch.startswith("gfx"),
+    }
+    shape = {
+        "T": call.a[0][0][0],
+        "Ms": tuple(m for m, _ in sizes_of_pairs) if trans_a else None,
+        "Ns": tuple(n for _, n in sizes_of_pairs),
+    }
+    tiles = config.split_k * sum(_tiles(m, n, config.block_m, config.block_n) for m, n in sizes)
+    return _Plan(gemm, config, shape, rest, tiles)
+
+
+tuning.also_forget.append(_plan.cache_clear)
+
+
+_CUDA = torch.cuda.is_available()
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     """Where device-made TMA descriptors live. From torch's allocator, so CUDA graphs capture it."""
-    return torch.empty(size, dtype=torch.int8, device="cuda" if torch.cuda.is_available() else "cpu")
+    return torch.empty(size, dtype=torch.int8, device="cuda" if _CUDA else "cpu")
 
 
 def run_gemm(
@@ -56,52 +180,46 @@ def run_gemm(
     outs = tuple(target[0] for target in targets)
     if not any(out.numel() for out in outs):
         return
-    where = outs[0].device
-    trans_a, trans_b = layout == "tn", layout == "nt"
-    biases = biases or (None,) * len(a)
-    sources_of_all = sources or (None,) * len(outs)
-    read = sources[0] if sources else ()
-    row_sums = row_sums or (None,) * len(outs)
-    sizes = [tuple(out.shape) for out in outs] * (len(a) // len(outs))
-    gemm = Gemm(
+    row_invariant = layout != "tn" and dispatch.row_invariant()
+    if row_invariant:
+        a = tuple(map(_own_rows, a))
+    on, read = outs[0], sources[0] if sources else ()
+    call = _Call(
+        device.architecture(on.device),
         layout,
-        M=sum(m for m, _ in sizes[: len(outs)]) if trans_a else sizes[0][0],
-        N=sizes[0][1] if trans_a else sum(n for _, n in sizes[: len(outs)]),
-        K=sum(t.shape[1] for t in a) if combine == "chained" else a[0].shape[0 if trans_a else 1],
-        dtype=a[0].dtype,
-        out_dtype=outs[0].dtype,
-        combine=combine,
-        pairs=len(a),
-        epilogue=_steps(epilogue, activation, biases, len(read), len(targets[0]), row_sums, scales),
-        reads=len(read) + (epilogue == "accumulate"),
-        writes=len(targets[0]),
-        precision="tf32" if a[0].dtype == torch.float32 and device.allow_tf32() else "ieee",
-        aligned=all(_aligned(t) for ts in (a, b, *targets, read) for t in ts),
-        # Gradients (e5m2) are summed in fp32, as TransformerEngine does; activations and weights on the fast path.
-        fp32_sums=any(t.dtype == torch.float8_e5m2 for t in (*a, *b)),
-        row_invariant=dispatch.row_invariant() and not trans_a,
+        combine,
+        epilogue,
+        activation,
+        tuple(map(_extent, a)),
+        tuple(map(_extent, b)),
+        tuple(map(_extent, outs)),
+        (a[0].dtype, b[0].dtype, on.dtype),
+        biases is not None and biases[0] is not None,
+        len(read),
+        len(targets[0]),
+        row_sums is not None and any(t is not None for t in row_sums),
+        "" if scales is None else "row" if any(scale.numel() > 1 for scale in scales) else "tensor",
+        bool(_misalignment((*a, *b))),
+        bool(_misalignment((*(t for target in targets for t in target), *read))),
+        device.allow_tf32(),
+        row_invariant,
     )
-    arch = device.architecture(where)
-    config = pick_config(arch, gemm)
-    row_scales = scales is not None and any(scale.numel() > 1 for scale in scales)
-    shape = {
-        "T": a[0].shape[0],
-        "Ms": tuple(m for m, _ in sizes) if trans_a else None,
-        "Ns": tuple(n for _, n in sizes),
-    }
-    after = {
-        "bias_ptrs": biases,
+    plan = _plan(call) if forced_config() is None else _plan.__wrapped__(call)
+    config = plan.config
+    row_sums = row_sums or (None,) * len(outs)
+    after: dict[str, Any] = {
+        "bias_ptrs": biases or (None,) * len(a),
         "scale_ptrs": scales,
-        "source_ptrs": sources_of_all,
+        "source_ptrs": sources or (None,) * len(outs),
         "target_ptrs": targets,
         "row_sum_ptrs": row_sums,
         "EPILOGUE": epilogue,
         "ACTIVATION": activation,
-        "ROW_SCALES": row_scales,
+        "ROW_SCALES": call.scales == "row",
     }
     product = after
     if config.split_k > 1:
-        parts, part_sums = _workspaces(config.split_k, targets, combine, row_sums)
+        parts, part_sums = _workspaces(config.split_k, outs, combine, row_sums)
         product = {
             "bias_ptrs": (None,) * len(a),
             "scale_ptrs": None,
@@ -112,64 +230,30 @@ def run_gemm(
             "ACTIVATION": "identity",
             "ROW_SCALES": False,
         }
-    args = {
-        "a_ptrs": a,
-        "b_ptrs": b,
-        **product,
-        **shape,
-        "Ks": None if trans_a else tuple(t.shape[1] for t in a),
-        "a_strides": tuple(t.stride() for t in a),
-        "b_strides": tuple(t.stride() for t in b),
-        "splits": config.split_k,
-        "COMBINE": combine,
-        "TRANS_A": trans_a,
-        "TRANS_B": trans_b,
-        "SWAP": config.swap,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-        "PRECISION": gemm.precision,
-        "LONGEST_SUM": config.block_k if gemm.fp32_sums else None,
-        "UPCAST": arch == device.INTERPRETER,
-        "USE_TMA": config.use_tma,
-        "HALVES": config.halves,
-        # AMD's pipeliner gains nothing from it; several main loops in one tile cannot be flattened.
-        "FLATTEN": combine != "chained" and not arch.startswith("gfx"),
-    }
     if config.use_tma:
         # The allocator is a context variable: autograd's threads do not inherit it, so every launch sets it.
         triton.set_allocator(_scratch)
-    tiles = config.split_k * sum(_tiles(m, n, config.block_m, config.block_n) for m, n in sizes[: len(outs)])
     device.launch(
         kernels._gemm_kernel,
-        (min(tiles, device.program_slots(where)),),
-        args,
+        (min(plan.tiles, device.program_slots(on.device)),),
+        {"a_ptrs": a, "b_ptrs": b, **product, **plan.shape, **plan.rest},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        on=outs[0],
+        on=on,
         config=config,
-        gemm=gemm,
+        gemm=plan.gemm,
     )
     if config.split_k > 1:
-        _sum_splits(config, sizes[: len(outs)], where, outs[0], shape | after, parts, part_sums)
+        args = {"partial_ptrs": parts, "partial_sum_ptrs": part_sums, **after, **plan.shape, "splits": config.split_k}
+        _sum_splits([tuple(out.shape) for out in outs], on, args)
 
 
-def _sum_splits(
-    config: GemmConfig,
-    sizes: Sequence[tuple[int, ...]],
-    where: torch.device,
-    on: torch.Tensor,
-    args: dict[str, Any],
-    parts: tuple[Matrices, ...],
-    part_sums: Optional,
-) -> None:
-    block_m, block_n = (16, 32) if device.architecture(where) == device.INTERPRETER else (16, 128)
-    blocks = {"splits": config.split_k, "BLOCK_M": block_m, "BLOCK_N": block_n}
+def _sum_splits(sizes: Sequence[tuple[int, ...]], on: torch.Tensor, args: dict[str, Any]) -> None:
+    block_m, block_n = (16, 32) if device.architecture(on.device) == device.INTERPRETER else (16, 128)
     device.launch(
         kernels._split_sum_kernel,
         (max(_tiles(m, n, block_m, block_n) for m, n in sizes),),
-        {"partial_ptrs": parts, "partial_sum_ptrs": part_sums, **args, **blocks},
+        args | {"BLOCK_M": block_m, "BLOCK_N": block_n},
         num_warps=4,
         num_stages=2,
         on=on,
@@ -181,11 +265,8 @@ def _tiles(m: int, n: int, block_m: int, block_n: int) -> int:
     return -(-m // block_m) * -(-n // block_n)
 
 
-def _workspaces(
-    splits: int, targets: tuple[Matrices, ...], combine: str, row_sums: Optional
-) -> tuple[tuple[Matrices, ...], Optional]:
+def _workspaces(splits: int, outs: Matrices, combine: str, row_sums: Optional) -> tuple[tuple[Matrices, ...], Optional]:
     """Where the parts of a split GEMM go: [splits, M, N] for each product of each output, [splits, M] for row sums."""
-    outs = tuple(target[0] for target in targets)
     products = 2 if combine == "gated" else 1
     parts = tuple(
         tuple(alloc.empty((splits, *out.shape), torch.float32, out.device) for _ in range(products)) for out in outs
@@ -197,26 +278,18 @@ def _workspaces(
     return parts, sums
 
 
-def _steps(
-    epilogue: str,
-    activation: str,
-    biases: Optional,
-    sources: int,
-    targets: int,
-    row_sums: Optional,
-    scales: Matrices | None,
-) -> tuple[str, ...]:
+def _steps(call: _Call) -> tuple[str, ...]:
     """The epilogue as ``Gemm`` names it."""
-    gradient = epilogue.endswith("_grad")
-    steps = ["scale"] if scales is not None else []
-    steps += ["bias"] if biases[0] is not None else []
+    gradient = call.epilogue.endswith("_grad")
+    steps = ["scale"] if call.scales else []
+    steps += ["bias"] if call.biased else []
     steps += ["act_grad"] if gradient else []
-    steps += [activation] if activation != "identity" else []
-    steps += ["preact"] if epilogue in ("act", "gated") and targets > 1 else []
-    steps += ["residual"] if epilogue == "act" and sources else []
-    steps += ["rebuild"] if gradient and targets > 1 + epilogue.startswith("gated") else []
-    steps += ["row_sum"] if any(t is not None for t in row_sums) else []
-    steps += ["accumulate"] if epilogue == "accumulate" else []
+    steps += [call.activation] if call.activation != "identity" else []
+    steps += ["preact"] if call.epilogue in ("act", "gated") and call.targets > 1 else []
+    steps += ["residual"] if call.epilogue == "act" and call.sources else []
+    steps += ["rebuild"] if gradient and call.targets > 1 + call.epilogue.startswith("gated") else []
+    steps += ["row_sum"] if call.row_sums else []
+    steps += ["accumulate"] if call.epilogue == "accumulate" else []
     return tuple(steps)
 
 

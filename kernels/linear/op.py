@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, overload
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import autograd
 from ..dispatch import Choice
@@ -139,7 +138,7 @@ def _linear_act(
     n = len(weights)
     rows, operands = _operands("linear_act", x, weights, biases, dtype, choice)
     if residual is not None:
-        residual = residual.to(dtype).reshape(-1, residual.shape[-1])
+        residual = residual.to(dtype).reshape(residual.shape[:-1].numel(), residual.shape[-1])
     if _wants_grad(rows, residual, *operands):
         call = _Call(activation, choice, n, _buffers(fuse_wgrad_accumulation, weights, biases))
         ys = _LinearAct.apply(call, rows, residual, *operands)
@@ -158,7 +157,7 @@ def _operands(
 ) -> tuple[torch.Tensor, list[Any]]:
     """x in rows [T, D], and weights and biases after one another, in the dtype to compute in."""
     # Under autocast these are casts (differentiable); otherwise they return their inputs.
-    rows = x.to(dtype).reshape(-1, x.shape[-1])
+    rows = x.to(dtype).reshape(x.shape[:-1].numel(), x.shape[-1])
     operands = [None if t is None else t.to(dtype) for t in (*weights, *biases)]
     if choice.triton:
         parts.check_sizes(op, rows, weights)
@@ -182,13 +181,16 @@ class _LinearAct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, x: torch.Tensor, residual: torch.Tensor | None, *params: Any) -> Any:
         n = call.n
-        ys, zs = parts.forward(x, params[:n], params[n:], call.activation, call.choice, residual=residual)
-        ctx.save_for_backward(x, *params[:n], *zs)
+        _, need_x, _, *need = ctx.needs_input_grad
+        need_dz = need_x or any(need)
+        ys, zs = parts.forward(x, params[:n], params[n:], call.activation, call.choice, residual=residual, save=need_dz)
+        weights = params[:n] if need_x else (None,) * n
+        ctx.save_for_backward(x if any(need[:n]) else None, *weights, *zs)
         ctx.call = call
         return tuple(ys)
 
     @staticmethod
-    @once_differentiable
+    @autograd.first_order
     def backward(ctx: Any, *dys: torch.Tensor) -> Any:
         n, choice = ctx.call.n, ctx.call.choice
         x, *rest = ctx.saved_tensors
@@ -211,13 +213,15 @@ class _GatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, x: torch.Tensor, *params: Any) -> torch.Tensor:
+        _, need_x, *need = ctx.needs_input_grad
         h, g, u = parts.gated_forward(x, params[:2], params[2:], call.activation, call.choice)
-        ctx.save_for_backward(x, *params[:2], g, u)
+        weights = params[:2] if need_x else (None, None)
+        ctx.save_for_backward(x if any(need[:2]) else None, *weights, g, u)
         ctx.call = call
         return h
 
     @staticmethod
-    @once_differentiable
+    @autograd.first_order
     def backward(ctx: Any, dh: torch.Tensor) -> Any:
         x, *weights, g, u = ctx.saved_tensors
         want = autograd.wanted(ctx)
@@ -232,7 +236,7 @@ class _GatedLinear(torch.autograd.Function):
 
 
 def _param_grads(
-    ctx: Any, dzs: Sequence[torch.Tensor], x: torch.Tensor, want: Sequence[bool]
+    ctx: Any, dzs: Sequence[torch.Tensor], x: torch.Tensor | None, want: Sequence[bool]
 ) -> list[torch.Tensor | None]:
     """The gradients of weights and biases that ``want`` names, None for those that went into a buffer."""
     call = ctx.call

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.autograd import forward_ad
 
 from .. import device as target
 from .. import dispatch, tuning
@@ -37,6 +38,8 @@ def linear_act_choice(
     ``stock_wins`` is what :func:`measured` says of the sizes, where they are known.
     """
     unsupported = None if dtype in _KERNEL_DTYPES else f"{dtype} has no kernel (bf16, fp16 and fp32 have)"
+    if forward_ad._current_level >= 0:
+        unsupported = "forward-mode differentiation has no kernel"
     return dispatch.choose(op, device, impl, unsupported=unsupported, stock_wins=stock_wins)
 
 
@@ -102,7 +105,7 @@ def check(
     if residual is not None:
         _check_residual(op, x, weights, residual)
     operands = [t for t in (*weights, *biases, residual) if t is not None]
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     if any(t.dtype != x.dtype for t in operands):
         given = ", ".join(str(t.dtype) for t in operands)
@@ -146,7 +149,7 @@ def prepare(
     """
     device = x.device
     dtype = x.dtype
-    autocast = torch.is_autocast_enabled(device.type)
+    autocast = torch.is_autocast_enabled(device.type) and dtype != torch.float64  # which autocast leaves alone
     if autocast:
         dtype = torch.get_autocast_dtype(device.type)
     stock_wins = measured(x, weights, biases, activation, dtype, op) if impl == "auto" else None
@@ -303,7 +306,7 @@ def input_grad_gated(
 
 def param_grads(
     dzs: Tensors,
-    x: torch.Tensor,
+    x: torch.Tensor | None,
     want_weight: Sequence[bool],
     want_bias: Sequence[bool],
     choice: Choice,
@@ -314,7 +317,7 @@ def param_grads(
     """dW_i = dz_i^T @ x and db_i = sum_T dz_i, None where not wanted.
 
     ``into`` and ``bias_into`` hold buffers, or None: where there is one, the gradient is added to it in place, in its
-    own precision (fp32 or that of x), and the entry returned for it is None.
+    own precision (fp32 or that of x), and the entry returned for it is None. x may be None where no weight's is wanted.
     """
     n = len(dzs)
     into = into or [None] * n
@@ -324,19 +327,21 @@ def param_grads(
     bias_done = [False] * n
     fresh = [i for i in range(n) if want_weight[i] and into[i] is None]
     added = [i for i in range(n) if want_weight[i] and into[i] is not None]
-    if choice.triton:  # one launch for each kind, in which a bias rides along with its weight
+    assert x is not None or not any(want_weight)
+    if choice.triton and x is not None:  # one launch for each kind, in which a bias rides along with its weight
         if fresh:
-            grads = schemas.linear_wgrad([dzs[i] for i in fresh], x, [_rides(want_bias, bias_into, i) for i in fresh])
+            rides = [bool(x.shape[1]) and want_bias[i] and bias_into[i] is None for i in fresh]
+            grads = schemas.linear_wgrad([dzs[i] for i in fresh], x, rides)
             sums = iter(grads[len(fresh) :])
-            for i, dw in zip(fresh, grads):
-                bias_done[i] = _rides(want_bias, bias_into, i)
+            for i, dw, ride in zip(fresh, grads, rides):
+                bias_done[i] = ride
                 dws[i], dbs[i] = dw, next(sums) if bias_done[i] else None
-        if added:
-            buffers = [bias_into[i] if want_bias[i] else None for i in added]
-            schemas.linear_wgrad_([dzs[i] for i in added], x, [into[i] for i in added], buffers)
-            for i, bias_buffer in zip(added, buffers):
+        for together in _launches(added, into, bias_into):
+            buffers = [bias_into[i] if want_bias[i] and x.shape[1] else None for i in together]
+            schemas.linear_wgrad_([dzs[i] for i in together], x, [into[i] for i in together], buffers)
+            for i, bias_buffer in zip(together, buffers):
                 bias_done[i] = bias_buffer is not None
-    else:
+    elif x is not None:
         for i in fresh:
             dws[i] = dzs[i].t() @ x
         for i in added:
@@ -350,8 +355,14 @@ def param_grads(
     return dws, dbs
 
 
-def _rides(want_bias: Sequence[bool], bias_into: Sequence[torch.Tensor | None], i: int) -> bool:
-    return want_bias[i] and bias_into[i] is None
+def _launches(
+    added: list[int], into: Sequence[torch.Tensor | None], bias_into: Sequence[torch.Tensor | None]
+) -> list[list[int]]:
+    """Which products may share a launch: programs do not wait for each other, so no two may add to one buffer."""
+    buffers = [t.data_ptr() for i in added for t in (into[i], bias_into[i]) if t is not None and t.numel()]
+    if len(set(buffers)) < len(buffers):
+        return [[i] for i in added]
+    return [added] if added else []
 
 
 def _add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

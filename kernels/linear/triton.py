@@ -285,6 +285,7 @@ def _gemm_kernel(
     ROW_SCALES: tl.constexpr,  # scales by row and column, not one for each operand
     UPCAST: tl.constexpr,  # the interpreter's bf16 dot is wrong: multiply in fp32 there
     USE_TMA: tl.constexpr,
+    OUT_ALIGNED: tl.constexpr,  # what the epilogue reads and writes has the alignment that TMA asks for
     HALVES: tl.constexpr,  # run the epilogue on the left and the right half of a tile, in half the registers
     FLATTEN: tl.constexpr,  # let the next tile's loads run under this tile's epilogue
 ):
@@ -300,7 +301,7 @@ def _gemm_kernel(
     OUTPUTS: tl.constexpr = len(target_ptrs)
     PARTIAL: tl.constexpr = EPILOGUE == "partial"
     # What is read back at once, or has no alignment of its own, goes through pointers.
-    TMA_OUT: tl.constexpr = USE_TMA and not PARTIAL and EPILOGUE != "accumulate"
+    TMA_OUT: tl.constexpr = OUT_ALIGNED and USE_TMA and not PARTIAL and EPILOGUE != "accumulate"
 
     a_srcs = ()
     b_srcs = ()

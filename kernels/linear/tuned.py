@@ -44,6 +44,8 @@ def fits(arch: str, gemm: Gemm, config: GemmConfig) -> bool:
 
     What the compiler makes of it (spills above all) only the compiler knows. On a chip that nobody described, True.
     """
+    if (config.halves and gemm.combine == "gated") or (config.split_k > 1 and gemm.combine == "chained"):
+        return False
     if config.use_tma and not (gemm.aligned and arch not in ("sm_80", "gfx942")):
         return False
     blocks = (config.block_m, config.block_n, config.block_k, config.num_warps)

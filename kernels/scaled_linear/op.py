@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .. import autograd, dispatch
 from ..dispatch import Choice
@@ -249,7 +248,7 @@ class _Fp8Linear(torch.autograd.Function):
         return _product(xq.values, wq.values, xq.scale, wq.scale, call.choice, call.out_dtype, bias=bias)
 
     @staticmethod
-    @once_differentiable
+    @autograd.first_order
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         call = ctx.call
         x_t, x_scale, weight_t, weight_scale = ctx.saved_tensors
