@@ -43,21 +43,24 @@ class Settings:
 class Work:
     """What a call that is timed in microseconds has to do at the least.
 
-    ``flops`` of its matrix products, ``bytes`` to and from memory if everything is touched once, and what the peer
-    moves beyond that: ``extra`` bytes, in passes of its own over results in between, which fusion takes out.
+    ``flops`` of its matrix products, ``bytes`` to and from memory if everything is touched once, and ``extra``: bytes
+    of the peer's own passes over results, which fusion takes out. ``bytes`` may count the same reads and writes: they
+    hide under the products, or are part of what a memory-bound call must do.
     """
 
     flops: int
     bytes: int
     extra: int = 0
 
-    def fastest(self, ceilings: Ceilings) -> float:
-        """Seconds on a device that reaches either of its ceilings."""
-        return max(self.flops / ceilings.flops, self.bytes / ceilings.bandwidth)
-
     def bound(self, ceilings: Ceilings) -> float:
-        """All that can be gained over the peer by taking its extra passes out, as a share of our time."""
-        return pass_bound(self.fastest(ceilings) * 1e6, ceilings.bandwidth, self.extra)
+        """All that can be gained over the peer by taking its extra passes out, as a share of the products' time.
+
+        0 (unknown) where memory is the limit: there ``extra`` and ``bytes`` overlap.
+        """
+        products = self.flops / ceilings.flops
+        if self.bytes / ceilings.bandwidth > products:
+            return 0.0
+        return pass_bound(products * 1e6, ceilings.bandwidth, self.extra)
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ class Measurement:
     ``run`` returns both sides in the unit that ``metric`` names. ``target`` is the least ratio that counts as met
     (ratio > 1: ours is better), or None where no target is set. ``slow``: the peer compiles or searches for long, so
     a run against the clock leaves the row for last. ``work`` is given where the metric is microseconds of a known
-    number of operations.
+    number of operations. ``bf16``: its products run in 16 bits, as the one does that the ceilings come from; what runs
+    in fewer is not held against them.
     """
 
     case: str
@@ -78,6 +82,7 @@ class Measurement:
     higher_is_better: bool = False
     slow: bool = False
     work: Work | None = None
+    bf16: bool = True
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -32,10 +32,14 @@ SOURCES = (
         "layers/mlp.py",
         "layers/linear.py",
         "layers/module.py",
+        "parallel/main_grad.py",
     ),
     *("parallel/mlp.py", "parallel/operands.py", "parallel/linear.py", "parallel/sharding.py"),
 )
 LARGE = 4096  # tokens from which targets of time count
+GAIN_TIME = 3.0  # a gain is a difference of two times, and gets this many rows' time
+LEAST_GAIN = 1e-3  # below it a gain is all noise
+MEMORY_MARGIN = 1.1  # what arithmetic saves, over a target of memory that allocations must still reach
 LEVELS = (0, 1, 2)  # of recomputation: keep both activations, the pre-activation, the input alone
 
 
@@ -68,6 +72,14 @@ class Shape:
     def passes(self) -> int:
         """Over [T, F], of eager torch beside its products, forward and backward."""
         return sum(PASSES["gated " * self.gated + way] for way in ("forward", "backward"))
+
+    def saving(self, level: int) -> float:
+        """Elements that eager keeps for backward, x [T, D] and activations [T, F], over ours at a recomputation level.
+
+        Level 1 keeps half of the activations, level 2 none.
+        """
+        activations = (4 if self.gated else 2) * self.F
+        return (self.D + activations) / (self.D + activations // 2 * (2 - level))
 
     def work(self, *, accumulated: bool = False) -> Work:
         """A forward and two backward products for each weight, every operand and result once."""
@@ -124,6 +136,7 @@ def verdicts(
             low = module_outputs(pair.stock, pair.x, pair.grad)
             exact = copy.deepcopy(pair.stock).double()
             oracle = module_outputs(exact, pair.x.double(), pair.grad.double())
+            del exact  # its weights are not needed any more, and large
             for chosen in options:
                 ours = _outputs(_ours(settings, shape, pair.stock, **chosen), pair, chosen)
                 for verdict in check_outputs(ours, low=lambda: low, oracle=lambda: oracle):  # noqa: B023 called at once
@@ -212,19 +225,31 @@ def bound_row(settings: Settings, shape: Shape, target: float | None) -> Measure
             [_step(pair.ours, pair) for pair in found],
             [_step(pair.stock, pair) for pair in found],
             settings.device,
-            seconds=settings.seconds,
+            seconds=GAIN_TIME * settings.seconds,
         )
         gemms = [_gemms(pair, shape) for pair in found]
         gemm, _ = compare(gemms, gemms, settings.device, seconds=settings.seconds)
         bandwidth = ceilings(settings.device).bandwidth
         bound = pass_bound(gemm.value, bandwidth, shape.work().extra)
-        return Timing(eager.value / ours.value - 1, ours.noise), Timing(bound)
+        gain = eager.value / ours.value - 1
+        return Timing(gain, gain_noise(gain, ours, eager, gemm)), Timing(bound)
 
     return Measurement(shape.name, BOUND, "pass-count bound", target, run, higher_is_better=True)
 
 
+def gain_noise(gain: float, ours: Timing, eager: Timing, gemm: Timing) -> float:
+    """Of a gain's share of its bound: a small difference of two times has the noise of both, many times over."""
+    ours_and_eager = (ours.noise or 0.0) + (eager.noise or 0.0)
+    return ours_and_eager * (1 + gain) / max(abs(gain), LEAST_GAIN) + (gemm.noise or 0.0)
+
+
 def memory_row(settings: Settings, shape: Shape, level: int, target: float | None) -> Measurement:
-    """Bytes that stay between forward and backward, x among them, at one level of recomputation."""
+    """Bytes that stay between forward and backward, x among them, at one level of recomputation.
+
+    ``target`` counts where F is so large beside D that the arithmetic allows it.
+    """
+    if target is not None and shape.saving(level) < MEMORY_MARGIN * target:
+        target = None
 
     def run() -> tuple[Timing, Timing]:
         pair = Pair.of(settings, shape, recompute=level)

@@ -22,7 +22,11 @@ from .runner import benchmarks
 
 RESULTS = Path(__file__).parent / "results"
 ANY_GPU = "any GPU"
-_ORDER = {"unmeasured": 0, "missing": 1, "stale": 2, "incomplete": 3, "fresh": 4}
+_HOW = "make gpu OUT=dir measures their short plans, shardfuse bench run NAME --out FILE a whole one"
+_ORDER = {"unmeasured": 0, "missing": 1, "stale": 2, "incomplete": 3, "short": 4, "fresh": 5}
+# What makes "ours" something else than what users get.
+_NOT_WHAT_USERS_GET = ("SHARDFUSE_IMPL", "SHARDFUSE_POISON", "SHARDFUSE_ROW_INVARIANT", "SHARDFUSE_TUNED")
+_DEFAULTS = (None, "", "0", "auto")
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Owed:
     """One benchmark (or an op without one) on one GPU.
 
     ``state`` is "unmeasured" (an op that no benchmark measures), "missing", "stale", "incomplete" (planned rows were
-    not measured) or "fresh".
+    not measured), "short" (all that a short run plans, and no more) or "fresh".
     """
 
     gpu: str
@@ -67,7 +71,7 @@ def owed(*, json: bool = False, results: Path = RESULTS) -> int:
     if not due:
         console().print("nothing is owed: every result is as new as its sources")
         return 0
-    table = Table(title="results owed, stalest first", title_justify="left", caption="make gpu OUT=dir measures them")
+    table = Table(title="results owed, stalest first", title_justify="left", caption=_HOW)
     for column in ("GPU", "benchmark or op", "state", "why"):
         table.add_column(column, overflow="fold")
     for item in due:
@@ -80,10 +84,14 @@ def accept(record: dict[str, Any], results: Path = RESULTS) -> Path:
     """File a benchmark's record under its GPU; the path written.
 
     A record that lacks planned rows is filed, and stays owed. Raises ValueError for what must not be filed: a dry
-    run, a red gate, a CPU, no rows, or a tree that no commit names.
+    run, a red gate, a CPU, no rows, a tree that no commit names, an environment that changes what "ours" is, or a
+    short run where the whole plan's result is.
     """
     name, device, origin = record["bench"], record["device"], record["origin"]
     commit_known = origin["commit"] not in ("", "unknown")
+    path = results / provenance.slug(device) / f"{name}.json"
+    environment = origin["environment"]
+    changed = [f"{each}={environment[each]}" for each in _NOT_WHAT_USERS_GET if environment.get(each) not in _DEFAULTS]
     refusals = {
         "it was a dry run": record["dry"],
         "its gate is red": record["gate"] != "green",
@@ -94,11 +102,15 @@ def accept(record: dict[str, Any], results: Path = RESULTS) -> Path:
         f"its tree was dirty, {origin['commit']} with changes; commit them and measure again": origin["dirty"],
         f"nothing says whether its tree was just {origin['commit']}; measure again with "
         "make gpu COMMIT=<hash> DIRTY=0": commit_known and origin["dirty"] is None,
+        f"it ran under {', '.join(changed)}; unset and measure again": bool(changed),
+        f"it is of the short plan, and {path} is of the whole one; file a whole run (shardfuse bench run {name} --out "
+        "FILE), or remove the old result": record["short"]
+        and path.is_file()
+        and not json.loads(path.read_text())["short"],
     }
     for reason, refused in refusals.items():
         if refused:
             raise ValueError(f"the result of {name} on {device} is not filed: {reason}")
-    path = results / provenance.slug(device) / f"{name}.json"
     write_json(path, record)
     return path
 
@@ -116,6 +128,8 @@ def _judge(results: Path, gpu: str, benchmark: Benchmark) -> Owed:
     if record["missing"]:
         rows = "; ".join(" | ".join(key) for key in record["missing"])
         return Owed(gpu, benchmark.name, "incomplete", date, f"rows not measured: {rows}")
+    if record["short"]:
+        return Owed(gpu, benchmark.name, "short", date, "only the short plan was measured")
     return Owed(gpu, benchmark.name, "fresh", date, f"measured {date[:10]}")
 
 

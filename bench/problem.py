@@ -169,14 +169,24 @@ def verdicts(
     """The named problems' outputs against the oracle; ``outputs`` is given the implementation to use."""
     for problem in chosen:
         if problem.name in names:
-            operands = problem.operands(settings.device)
-            low, exact = operands.to(problem.dtype), operands.to(torch.float64)
+            # Each side draws the same operands anew and lets go of them: the largest fit only one side at a time.
+            side = partial(_side, settings, problem, outputs)
             for verdict in check_outputs(
-                outputs(problem, operands, settings.impl),
-                low=partial(outputs, problem, low, "reference"),
-                oracle=partial(outputs, problem, exact, "reference"),
+                side(problem.dtype, settings.impl),
+                low=partial(side, problem.dtype, "reference"),
+                oracle=partial(side, torch.float64, "reference"),
             ):
                 yield problem.name, verdict
+
+
+def _side(
+    settings: Settings,
+    problem: Problem,
+    outputs: Callable[[Problem, Operands, str], Outputs],
+    dtype: torch.dtype,
+    impl: str,
+) -> Outputs:
+    return outputs(problem, problem.operands(settings.device).to(dtype), impl)
 
 
 def warm(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from rich.console import Console
@@ -63,12 +63,15 @@ class Progress:
         self._failed.pop(row.key, None)
         self._keep()
 
-    def on_error(self, planned: Measurement, error: Exception) -> None:
-        self._rows += 1
+    def on_error(self, lost: Sequence[Measurement], error: Exception) -> None:
+        """One row that raised, or every row of a case whose check did: one error."""
+        self._rows += len(lost)
         self._errors += 1
         message = str(error).strip().partition("\n")[0]
-        self._failed[planned.key] = f"{type(error).__name__}: {message}"
-        self._console.print(f"  failed: {self._failed[planned.key]}", markup=False, soft_wrap=True)
+        why = f"{type(error).__name__}: {message}"
+        self._failed.update((planned.key, why) for planned in lost)
+        rows = f" ({len(lost)} rows)" if len(lost) > 1 else ""
+        self._console.print(f"  failed{rows}: {why}", markup=False, soft_wrap=True)
         self._keep()
         if self._errors == LAST_ERROR:
             raise error

@@ -20,7 +20,12 @@ from ..kernels import registry
 from .benchmark import Benchmark
 
 PACKAGE = __name__.rpartition(".bench.")[0]
-HARNESS = ("bench/timing.py", "bench/gate.py")  # every benchmark's numbers go through these
+# Every benchmark's numbers go through these.
+HARNESS = ("bench/benchmark.py", "bench/gate.py", "bench/report.py", "bench/timing.py")
+TUNED = ("kernels/chips.py", "kernels/linear/tuned.py", "kernels/tuned")  # what picks the GEMM's configuration
+TUNED_OPS = "linear/launch.py"  # a source of all ops that ask them
+PREFIX = "SHARDFUSE_"
+_OTHERWISE_TOLD = ("SHARDFUSE_COMMIT", "SHARDFUSE_DEBUG", "SHARDFUSE_DIRTY")
 MACHINE = ("device", "torch", "triton")  # of an origin: what the rows of one result must have in common
 GPU_QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
 
@@ -36,12 +41,15 @@ def slug(name: str) -> str:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Versions, device, clocks as found, commit and date: what every result file says about its origin."""
+    """Versions, device, clocks as found, commit, date, and every ``SHARDFUSE_*`` variable that is set: what every
+    result file says about its origin.
+    """
     commit, dirty = revision()
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit,
         "dirty": dirty,
+        "environment": environment(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton"),
@@ -52,6 +60,15 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cpu": platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
+    }
+
+
+def environment() -> dict[str, str]:
+    """The variables that may change what runs, as they are set."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(PREFIX) and name not in _OTHERWISE_TOLD
     }
 
 
@@ -92,7 +109,9 @@ def source_files(benchmark: Benchmark) -> dict[str, Path]:
     """Every file that a result of ``benchmark`` depends on, by its path below the package ("kernels/linear/op.py")."""
     names = [f"bench/{benchmark.name}.py", *HARNESS, *benchmark.sources]
     for name in benchmark.ops:
-        names += [f"kernels/{source}" for source in registry.op(name).sources]
+        sources = registry.op(name).sources
+        names += [f"kernels/{source}" for source in sources]
+        names += TUNED if TUNED_OPS in sources else ()
     return dict(_expand(sorted(set(names))))
 
 
@@ -113,12 +132,12 @@ def package_folder(floor: str) -> Path:
 
 
 def _expand(names: Iterable[str]) -> Iterator[tuple[str, Path]]:
-    """Paths below the package as files; a folder stands for the Python files in it."""
+    """Paths below the package as files; a folder stands for the Python and JSON files in it."""
     for name in names:
         floor, _, rest = name.partition("/")
         path = package_folder(floor) / rest
         if path.is_dir():
-            yield from ((f"{name}/{file.name}", file) for file in sorted(path.glob("*.py")))
+            yield from ((f"{name}/{file.name}", file) for file in sorted((*path.glob("*.py"), *path.glob("*.json"))))
         elif path.is_file():
             yield name, path
         else:

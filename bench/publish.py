@@ -114,6 +114,8 @@ def _origin(result: Result) -> Iterator[str]:
     driver = f", driver {gpu['driver_version']}" if "driver_version" in gpu else ""
     versions = f"torch {origin['torch']}, Triton {origin['triton']}{driver}"
     yield f"{origin['date']}, commit {origin['commit']}{dirty}, {versions}."
+    if result.complaint:
+        return
     ceilings = next((row.ceilings for row in result.rows if row.ceilings), None)
     if ceilings:
         peak, copy = ceilings.flops / 1e12, ceilings.bandwidth / 1e9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,21 @@ def left(
     return [row for row in benchmark.plan(settings) if row.key not in done and (slow or not row.slow)]
 
 
+def is_short(benchmark: Benchmark, settings: Settings) -> bool:
+    """Whether a run plans less than there is to measure."""
+    if not settings.short:
+        return False
+    planned = {row.key for row in benchmark.plan(settings)}
+    return any(row.key not in planned for row in benchmark.plan(replace(settings, short=False)))
+
+
 def header(benchmark: Benchmark, settings: Settings) -> dict[str, Any]:
     """What a result says of its making: machine, versions, commit and the hashes of its sources, as they are now."""
     return {
         "bench": benchmark.name,
         "device": provenance.device_name(settings.device),
         "dry": settings.dry,
-        "short": settings.short,
+        "short": is_short(benchmark, settings),
         "origin": provenance.describe(settings.device),
         "source_hash": provenance.source_hash(benchmark),
         "sources": provenance.source_hashes(benchmark),
@@ -75,11 +83,12 @@ def earlier(benchmark: Benchmark, settings: Settings, path: str | Path | None, r
     if path is None or not Path(path).exists():
         return Outcome()
     if not resume:
-        _let_go(Path(path))
+        _let_go(Path(path), benchmark, settings)
         return Outcome()
     try:
         found = json.loads(Path(path).read_text())
         bench, dry, gate, source_hash = (found[name] for name in ("bench", "dry", "gate", "source_hash"))
+        short = found["short"]
         origin = {name: found["origin"][name] for name in provenance.MACHINE}
         rows = [Row.from_record(row) for row in found["rows"]]
         failed = {(case, metric, peer_name): why for case, metric, peer_name, why in found["failed"]}
@@ -89,6 +98,11 @@ def earlier(benchmark: Benchmark, settings: Settings, path: str | Path | None, r
     if (bench, dry) != (benchmark.name, settings.dry):
         kind = "a dry run" if dry else "a run"
         raise ValueError(f"{path} holds {kind} of {bench}: choose another --out, or leave --resume out")
+    if short != is_short(benchmark, settings):
+        raise ValueError(
+            f"{path} holds a run of the {'short' if short else 'whole'} plan: pass --short for both runs or for none, "
+            "or choose another --out"
+        )
     provenance.check_machine(path, origin, provenance.describe(settings.device))
     if source_hash != provenance.source_hash(benchmark):
         raise ValueError(
@@ -102,18 +116,33 @@ def earlier(benchmark: Benchmark, settings: Settings, path: str | Path | None, r
     return Outcome([(case, verdict) for case, verdict in verdicts if case in whole], rows, failed)
 
 
-def _let_go(path: Path) -> None:
-    """ValueError if ``path`` holds a run that was stopped: hours of rows are not overwritten by a slip."""
+def _let_go(path: Path, benchmark: Benchmark, settings: Settings) -> None:
+    """ValueError if ``path`` holds what a slip must not overwrite.
+
+    That is anything but a run of the same benchmark on the same device, one that was stopped, and any run on a GPU.
+    """
+    text = path.read_text()
+    if not text.strip():
+        return  # a file that was made to be written
     try:
-        found = json.loads(path.read_text())
-        unfinished = found["rows"] and found["missing"]
-    except (ValueError, KeyError, TypeError):
-        return
-    if unfinished:
-        raise ValueError(
-            f"{path} holds {len(found['rows'])} rows of a run that was stopped: --resume goes on with it; remove it to "
-            "start again"
+        found = json.loads(text)
+        same = (found["bench"], found["device"], found["dry"]) == (
+            benchmark.name,
+            provenance.device_name(settings.device),
+            settings.dry,
         )
+        rows, unfinished, on_gpu = len(found["rows"]), bool(found["missing"]), found["device"] != "cpu"
+        held = f"{'a dry run' if found['dry'] else 'a run'} of {found['bench']} on {found['device']}"
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is not the record of a benchmark: choose another --out") from None
+    if not same:
+        raise ValueError(f"{path} holds {held}: choose another --out, or remove it")
+    if rows and unfinished:
+        raise ValueError(
+            f"{path} holds {rows} rows of a run that was stopped: --resume goes on with it; remove it to start again"
+        )
+    if rows and on_gpu and not settings.dry:
+        raise ValueError(f"{path} holds {held}, finished: choose another --out, or remove it to start again")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -28,7 +28,9 @@ class Row:
     """One measured comparison. ``ratio`` > 1 means that ours is better; ``met`` is None where no target is set.
 
     A row noisier than NOISE_LIMIT has shown nothing, so it meets no target. ``ceilings`` are those that the same
-    process measured, where there is ``work`` to hold against them.
+    process measured, where there is ``work`` to hold against them, in their precision. ``ran`` names the ops and the
+    implementations that the timed calls of both sides went through ("linear_act=triton"): a table of measurements may
+    have sent ours to the stock path.
     """
 
     case: str
@@ -44,9 +46,12 @@ class Row:
     peer_host_us: float | None = None
     work: Work | None = None
     ceilings: Ceilings | None = None
+    ran: str = ""
 
     @classmethod
-    def of(cls, planned: Measurement, ours: Timing, peer: Timing, ceilings: Ceilings | None = None) -> Row:
+    def of(
+        cls, planned: Measurement, ours: Timing, peer: Timing, ceilings: Ceilings | None = None, *, ran: str = ""
+    ) -> Row:
         ratio = ours.value / peer.value if planned.higher_is_better else peer.value / ours.value
         noise = max((side.noise for side in (ours, peer) if side.noise is not None), default=None)
         quiet = noise is None or noise <= NOISE_LIMIT
@@ -63,7 +68,8 @@ class Row:
             ours.host,
             peer.host,
             planned.work,
-            ceilings if planned.work is not None else None,
+            ceilings if planned.work is not None and planned.bf16 else None,
+            ran,
         )
 
     @classmethod

@@ -10,9 +10,10 @@ import argparse
 import functools
 import importlib
 import json
+import os
 import pkgutil
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from rich.table import Table
 
 from .. import bench as floor
+from ..kernels import dispatch
 from ..kernels.accuracy import Verdict
 from . import provenance
 from .benchmark import Benchmark, Measurement, Settings
@@ -61,42 +63,72 @@ def run(
     on_verdict: Callable[[str, Verdict], None] = lambda case, verdict: None,
     on_start: Callable[[Measurement], None] = lambda planned: None,
     on_row: Callable[[Row], None] = lambda row: None,
-    on_error: Callable[[Measurement, Exception], None] | None = None,
+    on_error: Callable[[Sequence[Measurement], Exception], None] | None = None,
 ) -> Outcome:
-    """Check every case of the plan, then measure; a red gate ends the run untimed.
+    """Measure the plan's rows, each case checked just before its first; a red gate ends the run, and no row counts.
 
     ``outcome`` is an earlier run's to go on with: what it holds is neither checked nor measured again, and rows that
     failed in it come last. Rows in ``done`` are skipped, and without ``slow`` those whose peer takes long to prepare.
-    A row that raises ends the run, unless ``on_error`` takes it.
+    A row that raises ends the run, unless ``on_error`` takes it; with it a check that raises loses that case's rows.
     """
     outcome = outcome or Outcome()
     plan = left(benchmark, settings, done={*done, *(row.key for row in outcome.rows)}, slow=slow)
     plan.sort(key=lambda planned: planned.key in outcome.failed)
     checked = {case for case, _ in outcome.verdicts}
-    cases = [case for case in dict.fromkeys(planned.case for planned in plan) if case not in checked]
-    for case, verdict in benchmark.check(settings, cases) if cases else ():
-        outcome.verdicts.append((case, verdict))
-        on_verdict(case, verdict)
-    unchecked = set(cases) - {case for case, _ in outcome.verdicts}
-    if unchecked:
-        raise RuntimeError(
-            f"benchmark {benchmark.name} compared nothing with the oracle for {', '.join(sorted(unchecked))}: "
-            "a case without a check is not timed"
-        )
-    if outcome.green:
-        measured = settings.cuda and not settings.dry and any(planned.work for planned in plan)
-        best = ceilings(settings.device) if measured else None
-        for planned in plan:
-            on_start(planned)
-            try:
-                outcome.rows.append(Row.of(planned, *planned.run(), best))
-            except Exception as error:
-                if on_error is None:
-                    raise
-                on_error(planned, error)
+    lost: set[str] = set()  # cases whose check raised
+    measured = settings.cuda and not settings.dry and any(planned.work for planned in plan)
+    for planned in plan:
+        if not outcome.green:
+            break
+        if planned.case in lost:
+            continue
+        on_start(planned)
+        try:
+            if planned.case not in checked:
+                _check(benchmark, settings, planned.case, outcome, on_verdict)
+                checked.add(planned.case)
+            if not outcome.green:
+                break
+            best = ceilings(settings.device) if measured else None
+            before = dispatch.counts.copy()
+            ours, peer = planned.run()
+            ran = sorted(f"{op}={impl}" for op, impl in dispatch.counts - before)
+            outcome.rows.append(Row.of(planned, ours, peer, best, ran=" ".join(ran)))
+        except Exception as error:
+            if on_error is None:
+                raise
+            if planned.case in checked:
+                on_error([planned], error)
             else:
-                on_row(outcome.rows[-1])
+                lost.add(planned.case)
+                on_error([each for each in plan if each.case == planned.case], error)
+        else:
+            on_row(outcome.rows[-1])
     return outcome
+
+
+def _check(
+    benchmark: Benchmark,
+    settings: Settings,
+    case: str,
+    outcome: Outcome,
+    on_verdict: Callable[[str, Verdict], None],
+) -> None:
+    """Add the case's verdicts to ``outcome``; of a check that raises only the red ones: it is to be made again."""
+    found: list[tuple[str, Verdict]] = []
+    try:
+        for name, verdict in benchmark.check(settings, [case]):
+            found.append((name, verdict))
+            on_verdict(name, verdict)
+    except Exception:
+        outcome.verdicts += [(name, verdict) for name, verdict in found if not verdict.ok]
+        raise
+    if not found:
+        raise RuntimeError(
+            f"benchmark {benchmark.name} compared nothing with the oracle for {case}: a case without a check is not "
+            "timed"
+        )
+    outcome.verdicts += found
 
 
 def list_benchmarks() -> list[Benchmark]:
@@ -139,6 +171,8 @@ def run_benchmark(
         benchmark = find(name)
         settings = Settings(_device(device), short=short, dry=dry, seconds=seconds)
         _require(benchmark, settings)
+        if _wants_the_interpreter(benchmark, settings):
+            _interpret_instead(name, json=json, out=out, resume=resume, short=short, device=device, seconds=seconds)
         outcome = earlier(benchmark, settings, out, resume)
     except ValueError as error:
         errors.print("[red]error:[/]", end=" ")
@@ -200,6 +234,37 @@ def _require(benchmark: Benchmark, settings: Settings) -> None:
         )
 
 
+def _wants_the_interpreter(benchmark: Benchmark, settings: Settings) -> bool:
+    """A dry run insists on the kernels, and on a CPU they run interpreted or not at all."""
+    return settings.dry and not settings.cuda and bool(benchmark.ops) and not dispatch.interpreting()
+
+
+def _interpret_instead(
+    name: str,
+    *,
+    json: bool,
+    out: str | Path | None,
+    resume: bool,
+    short: bool,
+    device: str | None,
+    seconds: float,
+) -> None:
+    """Start a dry run over in a Python whose kernels are interpreted, which is fixed when it starts; doesn't return.
+
+    Raises ValueError without Triton.
+    """
+    if dispatch.triton_version() is None:
+        raise ValueError("a dry run needs Triton, which is not installed here (pip install triton; Linux only)")
+    given = {"--json": json, "--resume": resume, "--short": short}
+    arguments = [name, "--dry", "--seconds", str(seconds), *(flag for flag, is_set in given.items() if is_set)]
+    arguments += ["--out", str(out)] if out is not None else []
+    arguments += ["--device", device] if device is not None else []
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = [sys.executable, "-m", __spec__.name, *arguments]
+    os.execve(sys.executable, command, os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
+
+
 def _stream(benchmark: Benchmark, settings: Settings, done: Collection[RowKey], slow: bool) -> int:
     """One JSON event a line, flushed: verdicts, rows, the end. What the GPU run's watchdog reads."""
 
@@ -229,6 +294,9 @@ def main(argv: list[str] | None = None) -> int:
         "--dry", action="store_true", help="tiny shapes, one call each: proves the path, measures nothing"
     )
     parser.add_argument("--seconds", type=float, default=Settings.seconds, help="spent on the timing of one row")
+    parser.add_argument("--device", help="cpu or cuda; default: a GPU if there is one")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the full record, of one benchmark")
+    parser.add_argument("--resume", action="store_true", help="go on with what FILE holds")
     parser.add_argument("--stream", action="store_true", help="one JSON event per line")
     parser.add_argument("--warm", metavar="CASE", action="append", help="only compile what CASE needs")
     parser.add_argument("--fast", action="store_true", help="without peers that compile for long (with --stream)")
@@ -250,7 +318,11 @@ def _main(options: argparse.Namespace) -> int:
     if options.stream:
         done = {tuple(key) for key in json.loads(Path(options.done).read_text())} if options.done else set()
         return max(_stream(find(name), settings, done, not options.fast) for name in names)
-    how = {"json": options.json, "short": options.short, "dry": options.dry, "seconds": options.seconds}
+    if options.out is not None and len(names) != 1:
+        print(f"error: --out takes the record of one benchmark, and {len(names)} are to run", file=sys.stderr)
+        return 2
+    passed_on = ("json", "short", "dry", "seconds", "device", "out", "resume")
+    how = {option: getattr(options, option) for option in passed_on}
     return max(run_benchmark(name, **how) for name in names)
 
 

@@ -106,7 +106,7 @@ def _row(
         )
 
     work = Work(found.flops, taken + found.output_bytes)
-    return Measurement(found.name, f"scales by {scaling}, us", peer_name, target, run, work=work)
+    return Measurement(found.name, f"scales by {scaling}, us", peer_name, target, run, work=work, bf16=False)
 
 
 def _ours(operands: Operands, dtype: torch.dtype, impl: str) -> torch.Tensor:

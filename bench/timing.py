@@ -25,7 +25,7 @@ MIN_SAMPLE_US = 200.0  # a host-clock sample shorter than this measures the cloc
 MIN_ROUNDS, MAX_ROUNDS = 10, 1000
 SPIN_MARGIN = 1.5  # the spin outlasts the host's own time per call by this factor
 SPIN_CLOCK_HZ = 2.0e9  # at or above the boost clock of the chips we know: erring long costs only time
-L2_SHARE = 2.0  # input sets together exceed the cache by this factor
+L2_SHARE = 4.0  # input sets together exceed the cache by this factor
 HOST_CALLS = 50  # calls per sample of host time; few enough that the launch queue never fills
 
 
@@ -33,7 +33,8 @@ HOST_CALLS = 50  # calls per sample of host time; few enough that the launch que
 class Timing:
     """One side of a comparison, in the metric's unit.
 
-    ``noise`` is the relative difference between the figures of its odd and even rounds: the same version timed twice.
+    ``noise`` is the relative difference between the figures of every other round, taken among the rounds that it began
+    and among those that it ended (the larger): the same version timed twice.
     ``host`` is the host's time per call in microseconds, where the value itself is device time.
     """
 
@@ -45,13 +46,14 @@ class Timing:
 def compare(
     ours: Sequence[Call], peer: Sequence[Call], device: torch.device, *, seconds: float = 1.0, dry: bool = False
 ) -> tuple[Timing, Timing]:
-    """Microseconds per call of both sides. Each side is one call per input set, used in rotation.
+    """Microseconds per call of both sides. Each side is one call per input set, used in rotation, half a cycle apart:
+    otherwise the second of a round would find its operands where the first has just pulled them, in the cache.
 
     Device time on a GPU (the host's beside it), the host's clock elsewhere. ``dry`` makes one call of each.
     """
     if dry:
         return Timing(_per_call(ours[0], 1)), Timing(_per_call(peer[0], 1))
-    sides = (_Rotation(ours), _Rotation(peer))
+    sides = (_Rotation(ours), _Rotation(peer, len(peer) // 2))
     if device.type == "cuda":
         return _device_rounds(sides, seconds)
     calls = [max(1, round(MIN_SAMPLE_US / _warm(side))) for side in sides]
@@ -82,11 +84,17 @@ def compare_host(
 
 
 def input_sets(bytes_per_set: int, device: torch.device) -> int:
-    """How many input sets outgrow the L2 cache together; one on a CPU, where nothing is rotated."""
+    """How many input sets outgrow the L2 cache together; one on a CPU, where nothing is rotated.
+
+    Two where one alone outgrows it. Else an even number from 4 on, so that enough others come between two uses of one.
+    """
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(2, min(64, int(L2_SHARE * cache / max(bytes_per_set, 1)) + 1))
+    if bytes_per_set >= L2_SHARE * cache:
+        return 2
+    sets = int(L2_SHARE * cache / max(bytes_per_set, 1)) + 1
+    return max(4, min(64, sets + sets % 2))
 
 
 @dataclass(frozen=True)
@@ -141,10 +149,10 @@ def _device_rounds(sides: tuple[_Rotation, _Rotation], seconds: float) -> tuple[
 
 
 class _Rotation:
-    """Calls the next input set's version at every call."""
+    """Calls the next input set's version at every call, from the one at ``start`` on."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self._next = itertools.cycle(calls).__next__
+    def __init__(self, calls: Sequence[Call], start: int = 0) -> None:
+        self._next = itertools.cycle((*calls[start:], *calls[:start])).__next__
         self.count = len(calls)
 
     def __call__(self) -> object:
@@ -198,4 +206,5 @@ def _spin_cycles(side: _Rotation) -> int:
 
 def _summary(samples: list[float], figure: Callable[[Sequence[float]], float]) -> Timing:
     value = figure(samples)
-    return Timing(value, abs(figure(samples[0::2]) - figure(samples[1::2])) / value)
+    apart = [abs(figure(samples[i::4]) - figure(samples[i + 2 :: 4])) for i in (0, 1) if len(samples) > i + 2]
+    return Timing(value, max(apart) / value if apart else None)

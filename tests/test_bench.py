@@ -8,6 +8,7 @@ import math
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -108,7 +109,7 @@ def test_record_tells_where_it_comes_from(install, tmp_path, monkeypatch):
     origin = found["origin"]
     assert (origin["commit"], origin["dirty"], origin["torch"]) == ("abc123", True, torch.__version__)
     assert origin["date"]
-    assert found["sources"].keys() == {"bench/mlp.py", "bench/timing.py", "bench/gate.py"}
+    assert found["sources"].keys() == {"bench/mlp.py", *runner.provenance.HARNESS}
     assert [row["noise"] for row in found["rows"]] == [0.02, 0.02]
     assert found["missing"] == []
 
@@ -128,6 +129,42 @@ def test_nothing_to_run_is_exit_code_2(install, capsys, name, device):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "error:" in captured.err
+
+
+def test_dry_run_interprets_its_kernels_by_itself(install, monkeypatch, tmp_path, capsys):
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(runner.os, "execve", lambda path, command, environment: started.append((command, environment)))
+    monkeypatch.setattr(runner.dispatch, "interpreting", lambda: False)
+    install(_fake(ops=("linear_act",)))
+    out = tmp_path / "mlp.json"
+    runner.run_benchmark("mlp", device="cpu", dry=True, short=True, json=True, out=out)
+    ((command, environment),) = started
+    assert command[:4] == [sys.executable, "-m", "shardfuse.bench.runner", "mlp"]
+    assert (environment["TRITON_INTERPRET"], environment["CUDA_VISIBLE_DEVICES"]) == ("1", "")
+    # There the same call is understood, and not started over again.
+    out.unlink()
+    monkeypatch.setattr(runner.dispatch, "interpreting", lambda: True)
+    capsys.readouterr()
+    assert runner.main(command[3:]) == 0
+    assert json.loads(capsys.readouterr().out)["bench"] == "mlp"
+    found = json.loads(out.read_text())
+    assert (found["dry"], len(started)) == (True, 1)
+
+    monkeypatch.setattr(runner.dispatch, "interpreting", lambda: False)
+    monkeypatch.setattr(runner.dispatch, "triton_version", lambda: None)
+    assert runner.run_benchmark("mlp", device="cpu", dry=True) == 2
+    assert "needs Triton" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_row_says_which_implementation_ran(impl):
+    def measure() -> tuple[Timing, Timing]:
+        runner.dispatch.count("linear_act", impl)
+        return TIMES["ours"], TIMES["peer"]
+
+    plan = [Measurement("small", metric, "rival", None, measure) for metric in ("time, us", "host time, us")]
+    rows = runner.run(_fake(plan=lambda settings: plan), Settings(CPU)).rows
+    assert [row.ran for row in rows] == [f"linear_act={impl}"] * 2
 
 
 # --- the gate ---------------------------------------------------------------------------------------------------------
@@ -156,6 +193,50 @@ def test_red_gate_shows_no_number(install, capsys, tmp_path, error, as_json):
         }
     else:
         assert captured.out == ""
+
+
+def _two_cases(events: list[str], *, raises: str = "") -> Benchmark:
+    """Two rows for each of "a" and "b"; the check of the case ``raises`` does so after one right verdict."""
+
+    def measure(case: str) -> tuple[Timing, Timing]:
+        events.append(f"time {case}")
+        return TIMES["ours"], TIMES["peer"]
+
+    def plan(settings: Settings) -> list[Measurement]:
+        return [
+            Measurement(case, metric, "rival", None, lambda case=case: measure(case))
+            for metric in ("forward, us", "backward, us")
+            for case in "ab"
+        ]
+
+    def check(settings: Settings, cases: list[str]):
+        for case in cases:
+            events.append(f"check {case}")
+            yield case, Verdict("y", 0.0, 1.0)
+            if case == raises:
+                raise RuntimeError("out of memory")
+
+    return _fake(plan=plan, check=check)
+
+
+def test_case_is_checked_just_before_its_first_row():
+    events: list[str] = []
+    runner.run(_two_cases(events), Settings(CPU))
+    assert events == ["check a", "time a", "check b", "time b", "time a", "time b"]
+
+
+def test_check_that_raises_loses_its_case_alone(install, capsys, tmp_path):
+    events: list[str] = []
+    install(_two_cases(events, raises="a"))
+    path = tmp_path / "mlp.json"
+    assert runner.run_benchmark("mlp", device="cpu", out=path) == 1
+    assert events == ["check a", "check b", "time b", "time b"]
+    found = json.loads(path.read_text())
+    why = "RuntimeError: out of memory"
+    assert found["failed"] == [["a", metric, "rival", why] for metric in ("forward, us", "backward, us")]
+    assert [row["case"] for row in found["rows"]] == ["b", "b"]
+    assert {verdict["case"] for verdict in found["verdicts"]} == {"b"}  # so that a resumed run checks a again
+    assert "failed (2 rows): RuntimeError: out of memory" in capsys.readouterr().err
 
 
 def test_case_without_a_check_is_refused():
@@ -367,6 +448,36 @@ def test_device_times_are_the_medians_between_events(monkeypatch):
     ours, peer = timing.compare([lambda: call(2.0)], [lambda: call(3.0)], torch.device("cuda"), seconds=0.0)
     assert (ours.value, peer.value) == (2000.0, 3000.0)
     assert ours.host is not None
+
+
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_no_side_finds_its_operands_in_the_cache(monkeypatch, count):
+    """The cache holds whatever the last ``count / 2 - 1`` calls (at least one) used."""
+    for name, stand_in in (("Event", _Clock.Event), ("_sleep", lambda cycles: None), ("synchronize", lambda: None)):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    used: list[int] = []
+
+    def call(operands: int) -> None:
+        _Clock.now += 0.006 if operands in used[-max(1, count // 2 - 1) :] else 0.010
+        used.append(operands)
+
+    sides = [[partial(call, operands) for operands in range(count)] for _ in range(2)]
+    for side in timing.compare(*sides, torch.device("cuda"), seconds=0.0):
+        assert side.value == pytest.approx(10.0)
+        assert side.noise == pytest.approx(0.0, abs=1e-6)
+
+
+def test_noise_is_not_what_the_order_makes():
+    """Samples that are longer in the rounds that a side begins."""
+    assert timing._summary([3.0, 2.0] * 8, timing.statistics.median).noise == 0.0
+    assert timing._summary([3.0, 2.0, 4.0, 2.0] * 4, timing.statistics.median).noise == pytest.approx(0.4)
+
+
+def test_large_sets_are_few(monkeypatch):
+    properties = dataclasses.make_dataclass("Properties", ["L2_cache_size"])(50 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    sets = [timing.input_sets(size << 20, torch.device("cuda")) for size in (1, 20, 50, 100, 200, 4000)]
+    assert sets == [64, 12, 6, 4, 2, 2]
 
 
 @pytest.mark.gpu

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from shardfuse.bench import gated, linear_act, linear_backward, mlp, mlp_pair, problem, runner, small_m, stock
-from shardfuse.bench.benchmark import Benchmark, Settings
+from shardfuse.bench.benchmark import Benchmark, Settings, Work
 from shardfuse.bench.gate import check_outputs
 from shardfuse.bench.mlp_pair import Pair, Shape
 from shardfuse.bench.problem import DRY, Operands, Problem
-from shardfuse.bench.timing import Ceilings
+from shardfuse.bench.timing import Ceilings, Timing
 from shardfuse.kernels.linear import linear_act_choice, shapes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -80,6 +80,11 @@ def test_bound_of_an_mlp(T, gated, passes):
     # Each weight's gradient is read in bf16, its buffer read and written in fp32; a third of the products is wgrad.
     added = (2 + 4 + 4) / 3e12 / (3 * 2 * T / 750e12)
     assert shape.work(accumulated=True).bound(H100) == pytest.approx(by_hand + added)
+
+
+def test_no_bound_where_memory_is_the_limit():
+    assert Work(flops=750 * 10**9, bytes=2 * 10**9, extra=3 * 10**8).bound(H100) == pytest.approx(0.1)
+    assert Work(flops=750 * 10**9, bytes=4 * 10**9, extra=3 * 10**8).bound(H100) == 0
 
 
 # --- gates ------------------------------------------------------------------------------------------------------------
@@ -296,6 +301,19 @@ def test_bound_row_compares_gains(monkeypatch, shape):
     assert bound.value > 0
     flops = sum(2 * m * k * n for m, k, n in ran[: 9 if shape.gated else 6])
     assert flops == shape.work().flops  # the products of one step, all of them
+
+
+def test_gain_is_as_noisy_as_both_times_together():
+    """A gain of 10 % between times that are each 1 % apart from themselves: 22 % of it, and the products' own."""
+    noise = mlp_pair.gain_noise(0.1, Timing(100.0, 0.01), Timing(110.0, 0.01), Timing(90.0, 0.005))
+    assert noise == pytest.approx(0.02 * 1.1 / 0.1 + 0.005)
+
+
+def test_memory_target_counts_where_arithmetic_allows_it():
+    targets = {row.case: row.target for row in mlp.plan(Settings(GPU)) if row.metric.endswith("recompute=1")}
+    for shape in mlp.GPU_SHAPES:
+        assert targets[shape.name] == (mlp.MEMORY if shape.F >= 2 * shape.D else None)
+    assert {None, mlp.MEMORY} == set(targets.values())
 
 
 def test_accumulating_sides_add_the_same_gradients():

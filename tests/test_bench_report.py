@@ -42,8 +42,17 @@ def test_rates_are_of_our_time():
     assert found["won"] == pytest.approx(0.4)  # 52 / 50 of at most 44 / 40
 
 
-def test_bound_of_a_call_that_moves_memory_only():
-    assert dataclasses.replace(WORK, flops=0.0, bytes=160e6).bound(BEST) == pytest.approx(0.1)
+def test_call_that_moves_memory_only_has_no_bound():
+    assert dataclasses.replace(WORK, flops=0.0, bytes=160e6).bound(BEST) == 0
+
+
+def test_other_precisions_are_not_held_against_bf16_ceilings():
+    row = _row(bf16=False)
+    assert row.rates().keys() == {"tflops", "gb_s"}
+    assert publish.roofline.draw("Some GPU", {"scaled_linear": [row]}) is None
+    dry = Settings(CPU, dry=True)
+    assert not any(planned.bf16 for planned in runner.find("scaled_linear").plan(dry))
+    assert all(planned.bf16 for planned in runner.find("linear_act").plan(dry))
 
 
 def test_rows_without_work_or_passes_have_no_rates_to_show():
@@ -117,7 +126,7 @@ def go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 def test_stopped_run_goes_on_after_its_last_row(go, capsys):
     log, code, record = go(stop_at="time c")
-    assert (code, log[-2:]) == (130, ["time a", "time b"])
+    assert (code, log[-3:]) == (130, ["time b", "check c", "check c on"])
     assert [row["case"] for row in record["rows"]] == ["a", "b"]
     assert record["missing"] == [["c", "forward, us", "eager"]]
     told = capsys.readouterr().err
@@ -136,7 +145,7 @@ def test_stopped_run_goes_on_after_its_last_row(go, capsys):
 def test_half_checked_case_is_checked_again(go):
     go(stop_at="check b on")
     log, code, _ = go()
-    assert (code, log[:3]) == (0, ["check b", "check b on", "check c"])
+    assert (code, log[:3]) == (0, ["check b", "check b on", "time b"])
 
 
 def test_stopped_run_is_not_overwritten_by_a_slip(go, capsys):
@@ -151,9 +160,34 @@ def test_without_resume_a_finished_run_starts_again(go):
     assert go(resume=False)[0].count("time a") == 1
 
 
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"bench": "gated"}, "holds a run of gated on cpu"),
+        ({"dry": True}, "holds a dry run of mlp"),
+        ({"device": "NVIDIA H100"}, "holds a run of mlp on NVIDIA H100"),
+        ({"rows": None}, "is not the record"),
+    ],
+    ids=["benchmark", "dry", "device", "no record"],
+)
+def test_something_else_is_not_overwritten(go, tmp_path, capsys, change, told):
+    _, _, record = go()
+    (tmp_path / "mlp.json").write_text(json.dumps(record | change))
+    log, code, after = go(resume=False)
+    assert (log, code, after) == ([], 2, record | change)
+    assert told in " ".join(capsys.readouterr().err.split())
+
+
+def test_finished_run_on_a_gpu_is_not_overwritten(go, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(runner.provenance, "device_name", lambda device: "NVIDIA H100")
+    _, _, before = go()
+    assert go(resume=False)[1:] == (2, before)
+    assert "finished: choose another --out" in " ".join(capsys.readouterr().err.split())
+
+
 def test_row_that_raises_is_left_out_and_comes_last_the_next_time(go, capsys):
     log, code, record = go(raise_at=("time a",))
-    assert (code, log[-2:]) == (1, ["time b", "time c"])
+    assert (code, [what for what in log if what.startswith("time")]) == (1, ["time b", "time c"])
     assert record["failed"] == [["a", "forward, us", "eager", "RuntimeError: out of memory"]]
     assert record["missing"] == [["a", "forward, us", "eager"]]
     assert "failed: RuntimeError: out of memory" in capsys.readouterr().err
@@ -184,10 +218,11 @@ def test_red_result_is_measured_anew(go):
         ({"source_hash": "0" * 16}, "have changed since"),
         ({"dry": True}, "holds a dry run of mlp"),
         ({"bench": "gated"}, "holds a run of gated"),
+        ({"short": True}, "holds a run of the short plan"),
         ({"origin": {"device": "NVIDIA H200", "torch": "1", "triton": "1"}}, "was measured on NVIDIA H200"),
         ({"origin": None}, "is not the record"),
     ],
-    ids=["sources", "dry", "benchmark", "machine", "no record"],
+    ids=["sources", "dry", "benchmark", "short", "machine", "no record"],
 )
 def test_what_must_not_be_mixed_is_refused(go, tmp_path, capsys, change, told):
     _, _, record = go(stop_at="time b")
@@ -280,6 +315,8 @@ def test_report_hides_what_is_no_result(tmp_path, change, told):
     written, text = _publish(tmp_path, _record(**change))
     assert [path.name for path in written] == ["report.md"]
     assert f"Not shown: {told}" in text
+    assert "Targets met" not in text
+    assert "Ceilings" not in text
     assert "1.040" not in text
 
 

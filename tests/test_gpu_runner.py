@@ -201,3 +201,10 @@ def test_what_cannot_run_says_so(capsys, monkeypatch, tmp_path, arguments):
     assert code == 2
     assert "error:" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", gpu.OP_TESTS)
+def test_kernel_tests_put_their_tensors_where_the_kernels_run(name):
+    text = Path(__file__).with_name(name).read_text()
+    assert "pytest.mark.interpret" in text
+    assert "torch.cuda.is_available()" in text

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardfuse.bench import gpu, owed, provenance
 from shardfuse.bench.benchmark import Benchmark
@@ -14,7 +15,7 @@ from shardfuse.kernels import registry
 
 GPU = "NVIDIA H100 80GB HBM3"
 FOLDER = "nvidia-h100-80gb-hbm3"
-CLEAN = {"date": "2031-05-01T00:00:00+00:00", "commit": "abc123", "dirty": False}
+CLEAN = {"date": "2031-05-01T00:00:00+00:00", "commit": "abc123", "dirty": False, "environment": {}}
 
 
 def _benchmark(name: str, **changes: Any) -> Benchmark:
@@ -33,6 +34,7 @@ def _record(benchmark: Benchmark, date: str = "2031-05-01T00:00:00+00:00", **cha
         "device": GPU,
         "gate": "green",
         "dry": False,
+        "short": False,
         "rows": [{}],
         "missing": [],
         "origin": CLEAN | {"date": date},
@@ -75,6 +77,19 @@ def test_result_that_lacks_rows_stays_owed(tmp_path):
     assert item.why == "rows not measured: t64 | forward, us | eager"
 
 
+def test_short_result_stays_owed_and_never_replaces_a_whole_one(tmp_path):
+    short = _record(BOTH[0], short=True)
+    path = owed.accept(short, tmp_path)
+    assert _states(tmp_path, BOTH[:1]) == [(FOLDER, "mlp", "short")]
+    owed.accept(short, tmp_path)
+    owed.accept(_record(BOTH[0]), tmp_path)
+    assert _states(tmp_path, BOTH[:1]) == [(FOLDER, "mlp", "fresh")]
+    before = path.read_text()
+    with pytest.raises(ValueError, match=r"short plan, and .* the whole one"):
+        owed.accept(short, tmp_path)
+    assert path.read_text() == before
+
+
 def test_stalest_comes_first(tmp_path):
     old, new = BOTH
     never = _benchmark("tp_dtensor")
@@ -100,9 +115,11 @@ def test_ops_without_a_benchmark_are_named(tmp_path):
         ({"rows": []}, "no rows"),
         ({"origin": CLEAN | {"dirty": True}}, "dirty, abc123 with changes; commit them"),
         ({"origin": CLEAN | {"dirty": None}}, "nothing says whether .* DIRTY=0"),
+        ({"origin": CLEAN | {"environment": {"SHARDFUSE_IMPL": "reference"}}}, "ran under SHARDFUSE_IMPL=reference"),
+        ({"origin": CLEAN | {"environment": {"SHARDFUSE_TUNED": "/mine.json"}}}, "ran under SHARDFUSE_TUNED"),
         ({"origin": CLEAN | {"commit": "unknown", "dirty": None}}, "commit is unknown; .* COMMIT="),
     ],
-    ids=["dry", "red", "cpu", "no rows", "dirty", "perhaps dirty", "no commit"],
+    ids=["dry", "red", "cpu", "no rows", "dirty", "perhaps dirty", "reference", "own table", "no commit"],
 )
 def test_what_is_no_result_is_not_filed(tmp_path, change, reason):
     with pytest.raises(ValueError, match=reason):
@@ -113,6 +130,24 @@ def test_what_is_no_result_is_not_filed(tmp_path, change, reason):
 def test_every_benchmark_names_sources_that_exist():
     for benchmark in owed.benchmarks().values():
         assert f"bench/{benchmark.name}.py" in provenance.source_hashes(benchmark)
+
+
+def test_what_picks_the_configuration_makes_results_stale(tmp_path, monkeypatch):
+    names = {"bench/report.py", "kernels/chips.py", "kernels/linear/tuned.py", "kernels/tuned/__init__.py"}
+    assert names <= provenance.source_hashes(_benchmark("mlp", ops=("linear_act",))).keys()
+    assert "parallel/main_grad.py" in provenance.source_hashes(owed.benchmarks()["mlp"])
+    for file in ("here.json", "here.py", "notes.txt"):
+        (tmp_path / file).touch()
+    monkeypatch.setattr(provenance, "package_folder", lambda floor: tmp_path)
+    assert [name for name, _ in provenance._expand(["kernels/"])] == ["kernels//here.json", "kernels//here.py"]
+
+
+def test_environment_is_told(monkeypatch):
+    monkeypatch.setenv("SHARDFUSE_IMPL", "reference")
+    monkeypatch.setenv("SHARDFUSE_COMMIT", "abc")
+    found = provenance.describe(torch.device("cpu"))["environment"]
+    assert found["SHARDFUSE_IMPL"] == "reference"
+    assert "SHARDFUSE_COMMIT" not in found
 
 
 def test_wrong_source_name_is_an_error():
