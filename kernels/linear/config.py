@@ -50,7 +50,8 @@ class Gemm:
     reads: int = 0  # matrices [M, N] that the epilogue loads
     writes: int = 1  # matrices [M, N] that it stores
     precision: str = "ieee"  # of fp32 products: "ieee" or "tf32"
-    aligned: bool = True  # every operand has the alignment that TMA asks for
+    aligned: bool = True  # both operands have the alignment that TMA asks for
+    out_aligned: bool = True  # and so does what the epilogue reads and writes
     fp32_sums: bool = False  # fp8 products leave the tensor core's short accumulator every block of K
     row_invariant: bool = False  # a row's result may not depend on how many rows there are
 
@@ -173,13 +174,13 @@ def _wants_halves(arch: str, gemm: Gemm) -> bool:
     """Whether the epilogue on a whole tile would spill. Two products leave too little shared memory to stage halves."""
     if gemm.combine == "gated":
         return False
-    heavy = bool(gemm.reads) or "gelu_erf" in gemm.epilogue
+    heavy = bool(gemm.reads) or "gelu_erf" in gemm.epilogue or not gemm.out_aligned
     return heavy or (arch == "sm_100" and bool(set(gemm.epilogue) - {"bias", "row_sum"}))
 
 
 def _wants_narrow(arch: str, gemm: Gemm) -> bool:
     """Whether 128 x 256 accumulators would leave too few registers even for an epilogue on halves."""
-    if gemm.combine == "gated" or gemm.reads == 2 or gemm.fp32_sums:
+    if gemm.combine == "gated" or gemm.reads == 2 or gemm.fp32_sums or not gemm.out_aligned:
         return True
     if arch == "sm_100" and "accumulate" in gemm.epilogue:
         return True
@@ -196,6 +197,8 @@ def _through_pointers(arch: str, gemm: Gemm) -> GemmConfig:
         return dataclasses.replace(config, split_k=_splits(arch, config, gemm))
     # Two products in one tile, unaligned rows and two factors' gradients need the registers of half a tile.
     width = 64 if gemm.combine == "gated" or not gemm.aligned or gemm.reads == 2 else 128
+    if gemm.combine == "gated" and not gemm.aligned:
+        width = 32
     halves = gemm.reads > 0 and "accumulate" not in gemm.epilogue
     config = GemmConfig(128, width, 64 if amd else 32, 8, 2 if amd else 4, use_tma=False, halves=halves)
     return dataclasses.replace(config, split_k=_splits(arch, config, gemm))

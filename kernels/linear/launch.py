@@ -109,14 +109,13 @@ def _plan(call: _Call) -> _Plan:
         writes=call.targets,
         precision="tf32" if of_a == torch.float32 and call.tf32 else "ieee",
         aligned=not call.in_misaligned and all(_fits_tma(extent, of_a.itemsize) for extent in (*call.a, *call.b)),
+        out_aligned=call.epilogue == "accumulate"
+        or (not call.out_misaligned and all(_fits_tma(extent, of_out.itemsize) for extent in call.outs)),
         # Gradients (e5m2) are summed in fp32, as TransformerEngine does; activations and weights on the fast path.
         fp32_sums=torch.float8_e5m2 in (of_a, of_b),
         row_invariant=call.row_invariant,
     )
     config = pick_config(call.arch, gemm)
-    out_aligned = call.epilogue == "accumulate" or (
-        not call.out_misaligned and all(_fits_tma(extent, of_out.itemsize) for extent in call.outs)
-    )
     rest = {
         "Ks": None if trans_a else tuple(shape[1] for shape, _ in call.a),
         "a_strides": tuple((_pitch(extent), extent[1][1]) for extent in call.a),
@@ -134,7 +133,7 @@ def _plan(call: _Call) -> _Plan:
         "LONGEST_SUM": config.block_k if gemm.fp32_sums else None,
         "UPCAST": call.arch == device.INTERPRETER,
         "USE_TMA": config.use_tma,
-        "OUT_ALIGNED": config.use_tma and out_aligned,
+        "OUT_ALIGNED": config.use_tma and gemm.out_aligned,
         "HALVES": config.halves,
         # AMD's pipeliner gains nothing from it; several main loops in one tile cannot be flattened.
         "FLATTEN": not chained and not call.arch.startswith("gfx"),

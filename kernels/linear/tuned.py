@@ -36,6 +36,7 @@ def bucket(gemm: Gemm) -> str | None:
     parts += gemm.epilogue
     parts += ["tf32"] if gemm.precision == "tf32" else []
     parts += [] if gemm.aligned else ["odd"]
+    parts += [] if gemm.out_aligned else ["odd_out"]
     return "-".join(parts)
 
 
