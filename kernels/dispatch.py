@@ -160,4 +160,7 @@ def _why_not_triton(device: torch.device) -> str | None:
         return "the tensors are on a CPU and Triton's interpreter is off (start Python with TRITON_INTERPRET=1)"
     if device.type not in ("cpu", "cuda"):
         return f"Triton has no backend here for device {device.type!r}"
+    if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < (8, 0):
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"the kernels need compute capability 8.0, and this GPU has {major}.{minor}"
     return None

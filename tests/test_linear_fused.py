@@ -364,3 +364,12 @@ def test_a_single_row_may_claim_any_pitch(arch):
             launch.linear_act_fwd(row, (row.new_empty(4096, 4096),), (None,), None, "identity", False)
         found.append((launches[0].config, launches[0].args["a_strides"]))
     assert found[0] == found[1]
+
+
+def test_a_gpu_too_old_for_the_kernels_runs_the_reference(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    old = torch.device("cuda", 99)
+    choice = dispatch.choose("linear_act", old)
+    assert choice == dispatch.Choice("reference", "the kernels need compute capability 8.0, and this GPU has 7.5")
+    with pytest.raises(RuntimeError, match="this GPU has 7.5"):
+        dispatch.choose("linear_act", old, "triton")
