@@ -14,6 +14,7 @@ import torch
 
 from .. import device
 from ..linear import builds
+from ..linear.cases_fused import SOURCES
 from ..registry import Build, Case, OpSpec
 from . import op, reference
 
@@ -166,8 +167,7 @@ SPEC = OpSpec(
     run=run,
     builds=_collect,
     sources=(
-        *("scaled_linear/triton.py", "scaled_linear/launch.py", "scaled_linear/schemas.py", "scaled_linear/op.py"),
-        *("scaled_linear/reference.py", "linear/triton.py", "linear/launch.py", "device.py", "dispatch.py"),
-        *("library.py", "alloc.py"),
+        *(f"scaled_linear/{name}.py" for name in ("triton", "launch", "schemas", "op", "reference")),
+        *SOURCES,  # of the product that it runs
     ),
 )
