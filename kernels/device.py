@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -62,14 +63,55 @@ def launch(
     on: torch.Tensor,
     config: Any,
     gemm: Any = None,
-) -> None:
-    """Run ``fn[grid](**args)`` on the device of tensor ``on``; ``config`` and ``gemm`` are kept for reports."""
+) -> Any:
+    """Run ``fn[grid](**args)`` on the device of tensor ``on``; ``config`` and ``gemm`` are kept for reports.
+
+    Returns what Triton compiled for it, None where nothing was compiled.
+    """
     if on.is_meta:
         assert _capture is not None, "a kernel was launched on meta tensors outside capture()"
         _capture.launches.append(Launch(fn, args, num_warps, num_stages, config, gemm))
-        return
+        return None
     with torch.cuda.device_of(on):
-        fn[grid](**args, num_warps=num_warps, num_stages=num_stages)
+        return fn[grid](**args, num_warps=num_warps, num_stages=num_stages)
+
+
+class Prepared:
+    """A kernel with all its arguments but the tensors, launched again and again with tensors of one kind.
+
+    The caller promises that these are the same at every launch: which of them are None, their dtypes, and whether their
+    addresses are multiples of 16 bytes. The first launch on a device goes through Triton, which compiles; later ones
+    hand their arguments to what it compiled, past the binder that would look at each of them again and is most of what
+    a launch costs on the host. ``SHARDFUSE_BINDER=1`` has it look every time.
+    """
+
+    def __init__(
+        self, fn: Any, rest: dict[str, Any], *, num_warps: int, num_stages: int, config: Any, gemm: Any = None
+    ) -> None:
+        tensors = len(fn.arg_names) - len(rest)
+        self._names = fn.arg_names[:tensors]
+        assert fn.arg_names[tensors:] == list(rest), "the tensors come first, the rest in the kernel's order"
+        self._fn, self._rest = fn, rest
+        self._launched = {"num_warps": num_warps, "num_stages": num_stages, "config": config, "gemm": gemm}
+        self._values = tuple(rest.values())
+        self._compiled: dict[tuple[int, tuple[int, int, int]], Any] = {}  # by the device's index and the grid
+
+    def launch(self, grid: tuple[int, int, int], tensors: tuple[Any, ...], *, on: torch.Tensor) -> None:
+        """As the function :func:`launch`, with ``tensors`` (tensors, None, tuples of these) as the first arguments."""
+        key = on.get_device(), grid
+        run = self._compiled.get(key)
+        if run is None:
+            args = dict(zip(self._names, tensors)) | self._rest
+            compiled = launch(self._fn, grid, args, on=on, **self._launched)
+            if _SKIP_BINDER and compiled is not None:
+                self._compiled[key] = compiled[grid]
+            return
+        with torch.cuda.device_of(on):
+            run(*tensors, *self._values)
+
+
+# HIP: Triton also asks for a tensor's size, which is not promised.
+_SKIP_BINDER = torch.version.hip is None and os.environ.get("SHARDFUSE_BINDER", "0") != "1"
 
 
 def architecture(device: torch.device) -> str:

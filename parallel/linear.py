@@ -26,7 +26,7 @@ from ..kernels import autograd
 from ..kernels.linear import linear_act, parts
 from . import collectives, functional
 from .mesh import Group
-from .operands import Params, as_rows, autocast, close_grads, open_params, shaped
+from .operands import Params, autocast, close_grads, open_params
 from .sharding import local_tensors
 
 
@@ -114,11 +114,11 @@ class _Column(torch.autograd.Function):
         x, *operands = autocast((x, *plain), dtype)
         if call.sequence_parallel:
             x = collectives.all_gather(x, call.group, site=call.site)
-        rows, weights = as_rows(x), operands[:n]
+        rows, weights = parts.as_rows(x), operands[:n]
         ys, zs = parts.forward(rows, weights, operands[n:], call.activation, ctx.choice, save=call.grad)
         ctx.call, ctx.n, ctx.x_shape = call, n, x.shape
         ctx.save_for_backward(rows, *weights, *zs)
-        return tuple(shaped(y, x) for y in ys)
+        return tuple(parts.shaped(y, x) for y in ys)
 
     @staticmethod
     @autograd.first_order
@@ -131,7 +131,7 @@ class _Column(torch.autograd.Function):
 
         dzs = autograd.recall(ctx, dys)
         if dzs is None:
-            dzs = [as_rows(dy) for dy in dys]
+            dzs = [parts.as_rows(dy) for dy in dys]
             if zs:
                 dzs = [parts.activation_grad(dz, z, call.activation, ctx.choice) for dz, z in zip(dzs, zs)]
         if want_x:
@@ -152,9 +152,9 @@ class _Row(torch.autograd.Function):
         dtype, ctx.choice = parts.prepare(x, plain[:1], plain[1:], "identity", call.impl)
         ctx.call, ctx.x_shape = call, x.shape
         x, weight, bias = autocast((x, *plain), dtype)
-        rows = as_rows(x)
+        rows = parts.as_rows(x)
         (y,), _ = parts.forward(rows, [weight], [None], "identity", ctx.choice)
-        y = reduce_output(shaped(y, x), bias, call.group, call.sequence_parallel, call.site)
+        y = reduce_output(parts.shaped(y, x), bias, call.group, call.sequence_parallel, call.site)
         ctx.save_for_backward(rows, weight)
         return y
 
@@ -168,7 +168,7 @@ class _Row(torch.autograd.Function):
         whole = autograd.recall(ctx, [dy])
         if whole is None:
             whole = gather_output_grad(dy, call.group, call.sequence_parallel, call.site)
-        dys = [as_rows(whole)]
+        dys = [parts.as_rows(whole)]
         dx = parts.input_grad(dys, [weight], ctx.choice).view(ctx.x_shape) if want_x else None
         into, bias_into = autograd.destinations(ctx, ctx.buffers)
         dws, dbs = parts.param_grads(

@@ -33,7 +33,7 @@ from ..kernels.linear import apply_activation, parts
 from . import collectives
 from .linear import gather_output_grad, reduce_input_grad, reduce_output
 from .mesh import Group
-from .operands import Params, as_rows, autocast, close_grads, open_params, shaped
+from .operands import Params, autocast, close_grads, open_params
 
 RECOMPUTE = (0, 1, 2)
 
@@ -103,12 +103,12 @@ class _MLP(torch.autograd.Function):
         keep_h = need_h and (call.recompute == 0 or call.bare) and not again
 
         whole = _gather(x, call, ".in")
-        rows = as_rows(whole)
+        rows = parts.as_rows(whole)
         h, zs = _hidden(rows, weights, biases, call, first, save=(need_dz or (need_h and not keep_h)) and not again)
         _, second = parts.prepare(h, [out_weight], [out_bias], "identity", call.impl)
         alone = call.group.size == 1  # the bias then rides in the product
         (y,), _ = parts.forward(h, [out_weight], [out_bias if alone else None], "identity", second)
-        y = shaped(y, whole)
+        y = parts.shaped(y, whole)
         if not alone:
             y = reduce_output(y, out_bias, call.group, call.sequence_parallel, f"{call.site}.out")
 
@@ -139,9 +139,9 @@ class _MLP(torch.autograd.Function):
         if left is not None:
             dys, x, h, zs, dzs = left
         else:
-            dys = as_rows(gather_output_grad(dy, call.group, call.sequence_parallel, f"{call.site}.out"))
+            dys = parts.as_rows(gather_output_grad(dy, call.group, call.sequence_parallel, f"{call.site}.out"))
         if call.recompute == 2 and h is None and (want_dz or want_h):
-            x = as_rows(_gather(x, call, ".in.again"))
+            x = parts.as_rows(_gather(x, call, ".in.again"))
             h, zs = _hidden(x, weights, biases, call, first, save=True)
         if want_dz and dzs is None:
             rebuild = h is None and ctx.needs_input_grad[2 + 2 * n]  # for this pass or a later one

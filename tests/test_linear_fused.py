@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from shardfuse import ColumnParallelLinear, ParallelMLP
 from shardfuse.kernels import accuracy, device, dispatch, registry
 from shardfuse.kernels.chips import CHIPS
 from shardfuse.kernels.linear import gated_linear, linear_act, schemas
@@ -367,9 +368,28 @@ def test_a_single_row_may_claim_any_pitch(arch):
 
 
 def test_a_gpu_too_old_for_the_kernels_runs_the_reference(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     old = torch.device("cuda", 99)
     choice = dispatch.choose("linear_act", old)
     assert choice == dispatch.Choice("reference", "the kernels need compute capability 8.0, and this GPU has 7.5")
     with pytest.raises(RuntimeError, match=r"this GPU has 7\.5"):
         dispatch.choose("linear_act", old, "triton")
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8)])
+def test_results_may_be_changed_in_place(shape: tuple[int, ...]):
+    x = torch.randn(*shape, requires_grad=True, device=DEVICE)
+    w = torch.randn(8, 8, requires_grad=True, device=DEVICE)
+    column, mlp = ColumnParallelLinear(8, 8, device=DEVICE), ParallelMLP(8, 16, device=DEVICE)
+    calls = [
+        *(lambda impl=impl: linear_act(x, w, activation="gelu_tanh", impl=impl) for impl in ("reference", "triton")),
+        *(lambda impl=impl: gated_linear(x, w, w, impl=impl) for impl in ("reference", "triton")),
+        lambda: column(x),
+        lambda: mlp(x),
+    ]
+    for call in calls:
+        (expected,) = torch.autograd.grad((3 * call() + x).sum(), x)
+        (found,) = torch.autograd.grad(call().mul_(3).add_(x).sum(), x)
+        assert torch.equal(found, expected)

@@ -28,6 +28,7 @@ from shardfuse import (
     zero_main_grads,
 )
 from shardfuse.kernels import accuracy
+from shardfuse.kernels.linear import gated_linear, linear_act
 from shardfuse.parallel.sharding import local_tensor
 from shardfuse.training.clip import GradientClipper
 
@@ -267,3 +268,29 @@ def test_a_sharded_model_trains_the_same(ranks: Any, params: str, sequence_paral
 
 def test_a_sharded_model_in_bf16_gets_gradients_in_its_own_dtype(ranks: Any):
     ranks(2, _ranks_body, "dtensor", False, torch.bfloat16)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_gradients_that_are_asked_for_are_returned_under_autocast_too(gated: bool, impl: str):
+    x = torch.randn(2, 3, 8)
+    weights = [torch.nn.Parameter(torch.randn(16, 8)) for _ in range(2 if gated else 1)]
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight)
+
+    def loss() -> torch.Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            if gated:
+                y = gated_linear(x, *weights, impl=impl, fuse_wgrad_accumulation=True)
+            else:
+                y = linear_act(x, weights[0], activation="relu", impl=impl, fuse_wgrad_accumulation=True)
+        return y.float().sum()
+
+    found = torch.autograd.grad(loss(), weights)
+    assert not any(weight.main_grad.any() for weight in weights)
+    loss().backward()
+    for weight, grad in zip(weights, found):
+        assert grad.dtype == torch.float32
+        assert torch.allclose(weight.main_grad, grad, rtol=2**-7)  # the one is rounded to bf16 on its way
+        assert weight.grad is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,20 +39,18 @@ def _fits_tma(extent: Extent, itemsize: int) -> bool:
     return rows > 0 and cols > 0 and (step == 1 or cols == 1) and pitch >= cols and pitch * itemsize % 16 == 0
 
 
-def _misalignment(tensors: Iterable[torch.Tensor]) -> int:
-    """0 where every base is a multiple of 16 bytes. torch's allocator gives nothing else; views may."""
-    bits = 0
-    for tensor in tensors:
-        if not tensor.is_meta:
-            bits |= tensor.data_ptr()
-    return bits % 16
-
-
 def _own_rows(tensor: torch.Tensor) -> torch.Tensor:
     """A copy where the alignment of ``tensor`` would decide which instructions its rows are multiplied with."""
-    if _fits_tma(_extent(tensor), tensor.element_size()) and not _misalignment([tensor]):
+    if _fits_tma(_extent(tensor), tensor.element_size()) and not tensor.data_ptr() & 15:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _kinds(tensors: Optional | None) -> Any:
+    """What Triton specialises a kernel on, but for sizes: (dtype, aligned) in place of each tensor."""
+    if tensors is None:
+        return None
+    return tuple([None if t is None else (t.dtype, not t.data_ptr() & 15) for t in tensors])
 
 
 class _Call(NamedTuple):
@@ -66,35 +64,32 @@ class _Call(NamedTuple):
     a: tuple[Extent, ...]
     b: tuple[Extent, ...]
     outs: tuple[Extent, ...]
-    dtypes: tuple[torch.dtype, ...]  # of A, B and the results
-    biased: bool
-    sources: int  # matrices that the epilogue of an output reads
-    targets: int  # and writes
-    row_sums: bool
+    kinds: tuple[Any, ...]  # of the kernel's tensors
     scales: str  # "", "tensor" or "row"
-    in_misaligned: bool
-    out_misaligned: bool
     tf32: bool
     row_invariant: bool
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a call is launched: every argument of the kernel that is no pointer."""
+    """How a call is launched: every argument of the kernel that is no tensor."""
 
     gemm: Gemm
     config: GemmConfig
-    shape: dict[str, Any]  # for the sum of a split product too
-    rest: dict[str, Any]
     tiles: int  # times the parts of K
+    product: device.Prepared
+    split_sum: device.Prepared | None  # the second launch of a split product
+    split_sum_tiles: int
 
 
 @functools.lru_cache(4096)
 def _plan(call: _Call) -> _Plan:
     trans_a, chained = call.layout == "tn", call.combine == "chained"
+    a_kinds, b_kinds, _, _, source_kinds, target_kinds, _ = call.kinds
+    (of_a, _), (of_b, _), (of_out, _) = a_kinds[0], b_kinds[0], target_kinds[0][0]
+    around = [kind for kinds in (*target_kinds, source_kinds or ()) for kind in kinds]
     sizes = [tuple(shape) for shape, _ in call.outs]
     sizes_of_pairs = sizes * (len(call.a) // len(sizes))
-    of_a, of_b, of_out = call.dtypes
     gemm = Gemm(
         call.layout,
         M=sum(m for m, _ in sizes) if trans_a else sizes[0][0],
@@ -105,46 +100,70 @@ def _plan(call: _Call) -> _Plan:
         combine=call.combine,
         pairs=len(call.a),
         epilogue=_steps(call),
-        reads=call.sources + (call.epilogue == "accumulate"),
-        writes=call.targets,
-        precision="tf32" if of_a == torch.float32 and call.tf32 else "ieee",
-        aligned=not call.in_misaligned and all(_fits_tma(extent, of_a.itemsize) for extent in (*call.a, *call.b)),
+        reads=len(source_kinds or ()) + (call.epilogue == "accumulate"),
+        writes=len(target_kinds[0]),
+        precision="tf32" if call.tf32 else "ieee",
+        aligned=all(aligned for _, aligned in (*a_kinds, *b_kinds))
+        and all(_fits_tma(extent, of_a.itemsize) for extent in (*call.a, *call.b)),
         out_aligned=call.epilogue == "accumulate"
-        or (not call.out_misaligned and all(_fits_tma(extent, of_out.itemsize) for extent in call.outs)),
+        or (all(aligned for _, aligned in around) and all(_fits_tma(extent, of_out.itemsize) for extent in call.outs)),
         # Gradients (e5m2) are summed in fp32, as TransformerEngine does; activations and weights on the fast path.
         fp32_sums=torch.float8_e5m2 in (of_a, of_b),
         row_invariant=call.row_invariant,
     )
     config = pick_config(call.arch, gemm)
-    rest = {
-        "Ks": None if trans_a else tuple(shape[1] for shape, _ in call.a),
-        "a_strides": tuple((_pitch(extent), extent[1][1]) for extent in call.a),
-        "b_strides": tuple((_pitch(extent), extent[1][1]) for extent in call.b),
-        "splits": config.split_k,
-        "COMBINE": call.combine,
-        "TRANS_A": trans_a,
-        "TRANS_B": call.layout == "nt",
-        "SWAP": config.swap,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-        "PRECISION": gemm.precision,
-        "LONGEST_SUM": config.block_k if gemm.fp32_sums else None,
-        "UPCAST": call.arch == device.INTERPRETER,
-        "USE_TMA": config.use_tma,
-        "OUT_ALIGNED": config.use_tma and gemm.out_aligned,
-        "HALVES": config.halves,
-        # AMD's pipeliner gains nothing from it; several main loops in one tile cannot be flattened.
-        "FLATTEN": not chained and not call.arch.startswith("gfx"),
-    }
-    shape = {
+    sizes_args = {
         "T": call.a[0][0][0],
         "Ms": tuple(m for m, _ in sizes_of_pairs) if trans_a else None,
         "Ns": tuple(n for _, n in sizes_of_pairs),
     }
+    split = config.split_k > 1
+    modes = {"EPILOGUE": call.epilogue, "ACTIVATION": call.activation}
+    row_scales = {"ROW_SCALES": call.scales == "row"}
+    product = device.Prepared(
+        kernels._gemm_kernel,
+        {
+            **sizes_args,
+            "Ks": None if trans_a else tuple(shape[1] for shape, _ in call.a),
+            "a_strides": tuple((_pitch(extent), extent[1][1]) for extent in call.a),
+            "b_strides": tuple((_pitch(extent), extent[1][1]) for extent in call.b),
+            "splits": config.split_k,
+            "COMBINE": call.combine,
+            **({"EPILOGUE": "partial", "ACTIVATION": "identity"} if split else modes),
+            "TRANS_A": trans_a,
+            "TRANS_B": call.layout == "nt",
+            "SWAP": config.swap,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_K": config.block_k,
+            "GROUP_M": config.group_m,
+            "PRECISION": gemm.precision,
+            "LONGEST_SUM": config.block_k if gemm.fp32_sums else None,
+            **({"ROW_SCALES": False} if split else row_scales),
+            "UPCAST": call.arch == device.INTERPRETER,
+            "USE_TMA": config.use_tma,
+            "OUT_ALIGNED": config.use_tma and gemm.out_aligned,
+            "HALVES": config.halves,
+            # AMD's pipeliner gains nothing from it; several main loops in one tile cannot be flattened.
+            "FLATTEN": not chained and not call.arch.startswith("gfx"),
+        },
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        config=config,
+        gemm=gemm,
+    )
     tiles = config.split_k * sum(_tiles(m, n, config.block_m, config.block_n) for m, n in sizes)
-    return _Plan(gemm, config, shape, rest, tiles)
+    if not split:
+        return _Plan(gemm, config, tiles, product, None, 0)
+    block_m, block_n = (16, 32) if call.arch == device.INTERPRETER else (16, 128)
+    split_sum = device.Prepared(
+        kernels._split_sum_kernel,
+        {**sizes_args, "splits": config.split_k, **modes, **row_scales, "BLOCK_M": block_m, "BLOCK_N": block_n},
+        num_warps=4,
+        num_stages=2,
+        config=f"{block_m}x{block_n}",
+    )
+    return _Plan(gemm, config, tiles, product, split_sum, max(_tiles(m, n, block_m, block_n) for m, n in sizes))
 
 
 tuning.also_forget.append(_plan.cache_clear)
@@ -182,82 +201,42 @@ def run_gemm(
     row_invariant = layout != "tn" and dispatch.row_invariant()
     if row_invariant:
         a = tuple(map(_own_rows, a))
-    on, read = outs[0], sources[0] if sources else ()
+    nothing = (None,) * len(outs)
+    around = (biases or (None,) * len(a), scales, sources or nothing, targets, row_sums or nothing)
     call = _Call(
-        device.architecture(on.device),
+        device.architecture(outs[0].device),
         layout,
         combine,
         epilogue,
         activation,
-        tuple(map(_extent, a)),
-        tuple(map(_extent, b)),
-        tuple(map(_extent, outs)),
-        (a[0].dtype, b[0].dtype, on.dtype),
-        biases is not None and biases[0] is not None,
-        len(read),
-        len(targets[0]),
-        row_sums is not None and any(t is not None for t in row_sums),
+        tuple([_extent(t) for t in a]),
+        tuple([_extent(t) for t in b]),
+        tuple([_extent(t) for t in outs]),
+        (
+            _kinds(a),
+            _kinds(b),
+            _kinds(biases),
+            _kinds(scales),
+            _kinds(sources[0]) if sources else None,
+            tuple([_kinds(target) for target in targets]),
+            _kinds(row_sums),
+        ),
         "" if scales is None else "row" if any(scale.numel() > 1 for scale in scales) else "tensor",
-        bool(_misalignment((*a, *b))),
-        bool(_misalignment((*(t for target in targets for t in target), *read))),
-        device.allow_tf32(),
+        a[0].dtype is torch.float32 and device.allow_tf32(),
         row_invariant,
     )
     plan = _plan(call) if forced_config() is None else _plan.__wrapped__(call)
-    config = plan.config
-    row_sums = row_sums or (None,) * len(outs)
-    after: dict[str, Any] = {
-        "bias_ptrs": biases or (None,) * len(a),
-        "scale_ptrs": scales,
-        "source_ptrs": sources or (None,) * len(outs),
-        "target_ptrs": targets,
-        "row_sum_ptrs": row_sums,
-        "EPILOGUE": epilogue,
-        "ACTIVATION": activation,
-        "ROW_SCALES": call.scales == "row",
-    }
-    product = after
-    if config.split_k > 1:
-        parts, part_sums = _workspaces(config.split_k, outs, combine, row_sums)
-        product = {
-            "bias_ptrs": (None,) * len(a),
-            "scale_ptrs": None,
-            "source_ptrs": (None,) * len(outs),
-            "target_ptrs": parts,
-            "row_sum_ptrs": part_sums,
-            "EPILOGUE": "partial",
-            "ACTIVATION": "identity",
-            "ROW_SCALES": False,
-        }
-    if config.use_tma:
+    on = outs[0]
+    grid = (min(plan.tiles, device.program_slots(on.device)), 1, 1)
+    if plan.config.use_tma:
         # The allocator is a context variable: autograd's threads do not inherit it, so every launch sets it.
         triton.set_allocator(_scratch)
-    device.launch(
-        kernels._gemm_kernel,
-        (min(plan.tiles, device.program_slots(on.device)),),
-        {"a_ptrs": a, "b_ptrs": b, **product, **plan.shape, **plan.rest},
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        on=on,
-        config=config,
-        gemm=plan.gemm,
-    )
-    if config.split_k > 1:
-        args = {"partial_ptrs": parts, "partial_sum_ptrs": part_sums, **after, **plan.shape, "splits": config.split_k}
-        _sum_splits([tuple(out.shape) for out in outs], on, args)
-
-
-def _sum_splits(sizes: Sequence[tuple[int, ...]], on: torch.Tensor, args: dict[str, Any]) -> None:
-    block_m, block_n = (16, 32) if device.architecture(on.device) == device.INTERPRETER else (16, 128)
-    device.launch(
-        kernels._split_sum_kernel,
-        (max(_tiles(m, n, block_m, block_n) for m, n in sizes),),
-        args | {"BLOCK_M": block_m, "BLOCK_N": block_n},
-        num_warps=4,
-        num_stages=2,
-        on=on,
-        config=f"{block_m}x{block_n}",
-    )
+    if plan.split_sum is None:
+        plan.product.launch(grid, (a, b, *around), on=on)
+        return
+    parts, part_sums = _workspaces(plan.config.split_k, outs, combine, row_sums or nothing)
+    plan.product.launch(grid, (a, b, (None,) * len(a), None, nothing, parts, part_sums), on=on)
+    plan.split_sum.launch((plan.split_sum_tiles, 1, 1), (parts, part_sums, *around), on=on)
 
 
 def _tiles(m: int, n: int, block_m: int, block_n: int) -> int:
@@ -279,15 +258,16 @@ def _workspaces(splits: int, outs: Matrices, combine: str, row_sums: Optional) -
 
 def _steps(call: _Call) -> tuple[str, ...]:
     """The epilogue as ``Gemm`` names it."""
+    _, _, biases, _, source, (target, *_), row_sums = call.kinds
     gradient = call.epilogue.endswith("_grad")
     steps = ["scale"] if call.scales else []
-    steps += ["bias"] if call.biased else []
+    steps += ["bias"] if biases and biases[0] else []
     steps += ["act_grad"] if gradient else []
     steps += [call.activation] if call.activation != "identity" else []
-    steps += ["preact"] if call.epilogue in ("act", "gated") and call.targets > 1 else []
-    steps += ["residual"] if call.epilogue == "act" and call.sources else []
-    steps += ["rebuild"] if gradient and call.targets > 1 + call.epilogue.startswith("gated") else []
-    steps += ["row_sum"] if call.row_sums else []
+    steps += ["preact"] if call.epilogue in ("act", "gated") and len(target) > 1 else []
+    steps += ["residual"] if call.epilogue == "act" and source else []
+    steps += ["rebuild"] if gradient and len(target) > 1 + call.epilogue.startswith("gated") else []
+    steps += ["row_sum"] if row_sums and any(row_sums) else []
     steps += ["accumulate"] if call.epilogue == "accumulate" else []
     return tuple(steps)
 

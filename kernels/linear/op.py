@@ -107,22 +107,23 @@ def gated_linear(
     dtype, choice = parts.prepare(x, weights, biases, activation, impl, op="gated_linear")
     if not choice.triton and not fuse_wgrad_accumulation:
         return parts.reference_gated(x, weights, biases, activation)
-    rows, operands = _operands("gated_linear", x, weights, biases, dtype, choice)
-    if _wants_grad(rows, *operands):
-        call = _Call(activation, choice, 2, _buffers(fuse_wgrad_accumulation, weights, biases))
-        h = _GatedLinear.apply(call, rows, *operands)
-    else:
-        h, _, _ = parts.gated_forward(rows, operands[:2], operands[2:], activation, choice, save=False)
-    return h.reshape(*x.shape[:-1], h.shape[-1])
+    call = _Call("gated_linear", activation, choice, dtype, 2, _buffers(fuse_wgrad_accumulation, weights, biases))
+    if _wants_grad(x, *weights, *biases):
+        return _GatedLinear.apply(call, x, *weights, *biases)
+    rows, _, operands = _operands(call, x, None, (*weights, *biases))
+    h, _, _ = parts.gated_forward(rows, operands[:2], operands[2:], activation, choice, save=False)
+    return parts.shaped(h, x)
 
 
 class _Call(NamedTuple):
     """The options of one call."""
 
+    op: str
     activation: str
     choice: Choice
+    dtype: torch.dtype  # to compute in
     n: int  # weights
-    buffers: list[torch.Tensor | None]  # where the gradients of weights and biases are added, None: returned
+    buffers: Sequence[torch.Tensor | None]  # where the gradients of weights and biases are added, None: returned
 
 
 def _linear_act(
@@ -136,32 +137,27 @@ def _linear_act(
     choice: Choice,
 ) -> tuple[torch.Tensor, ...]:
     n = len(weights)
-    rows, operands = _operands("linear_act", x, weights, biases, dtype, choice)
-    if residual is not None:
-        residual = residual.to(dtype).reshape(residual.shape[:-1].numel(), residual.shape[-1])
-    if _wants_grad(rows, residual, *operands):
-        call = _Call(activation, choice, n, _buffers(fuse_wgrad_accumulation, weights, biases))
-        ys = _LinearAct.apply(call, rows, residual, *operands)
-    else:
-        ys, _ = parts.forward(rows, operands[:n], operands[n:], activation, choice, residual=residual, save=False)
-    return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in ys)
+    call = _Call("linear_act", activation, choice, dtype, n, _buffers(fuse_wgrad_accumulation, weights, biases))
+    if _wants_grad(x, residual, *weights, *biases):
+        return _LinearAct.apply(call, x, residual, *weights, *biases)
+    rows, residual, operands = _operands(call, x, residual, (*weights, *biases))
+    ys, _ = parts.forward(rows, operands[:n], operands[n:], activation, choice, residual=residual, save=False)
+    return tuple([parts.shaped(y, x) for y in ys])
 
 
 def _operands(
-    op: str,
-    x: torch.Tensor,
-    weights: tuple[torch.Tensor, ...],
-    biases: Optional,
-    dtype: torch.dtype,
-    choice: Choice,
-) -> tuple[torch.Tensor, list[Any]]:
-    """x in rows [T, D], and weights and biases after one another, in the dtype to compute in."""
-    # Under autocast these are casts (differentiable); otherwise they return their inputs.
-    rows = x.to(dtype).reshape(x.shape[:-1].numel(), x.shape[-1])
-    operands = [None if t is None else t.to(dtype) for t in (*weights, *biases)]
-    if choice.triton:
-        parts.check_sizes(op, rows, weights)
-    return rows, operands
+    call: _Call, x: torch.Tensor, residual: torch.Tensor | None, params: Sequence[Any]
+) -> tuple[torch.Tensor, torch.Tensor | None, list[Any]]:
+    """x and the residual in rows [T, D] and [T, F], and the parameters, in the dtype to compute in.
+
+    Under autocast that casts them. It happens within the autograd functions: these then stand next to the parameters
+    in the graph, and can tell whether a parameter's gradient is to be returned or may go to its ``main_grad``.
+    """
+    x, residual, *operands = parts.cast((x, residual, *params), [call.dtype] * (2 + len(params)))
+    rows = parts.as_rows(x)
+    if call.choice.triton:
+        parts.check_sizes(call.op, rows, operands[: call.n])
+    return rows, None if residual is None else parts.as_rows(residual), operands
 
 
 def _wants_grad(*tensors: torch.Tensor | None) -> bool:
@@ -170,24 +166,25 @@ def _wants_grad(*tensors: torch.Tensor | None) -> bool:
 
 def _buffers(
     fuse_wgrad_accumulation: bool, weights: tuple[torch.Tensor, ...], biases: Optional
-) -> list[torch.Tensor | None]:
-    params = (*weights, *biases)
-    return autograd.main_grads(params) if fuse_wgrad_accumulation else [None] * len(params)
+) -> Sequence[torch.Tensor | None]:
+    return autograd.main_grads((*weights, *biases)) if fuse_wgrad_accumulation else (None,) * (2 * len(weights))
 
 
 class _LinearAct(torch.autograd.Function):
-    """y_i = act(x @ W_i^T + b_i) + residual on rows: x [T, D], W_i [F_i, D], b_i [F_i], residual and y_i [T, F_i]."""
+    """y_i = act(x @ W_i^T + b_i) + residual: x [..., D], W_i [F_i, D], b_i [F_i], residual and y_i [..., F_i]."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, x: torch.Tensor, residual: torch.Tensor | None, *params: Any) -> Any:
         n = call.n
         _, need_x, _, *need = ctx.needs_input_grad
+        rows, residual, operands = _operands(call, x, residual, params)
+        weights, biases = operands[:n], operands[n:]
         need_dz = need_x or any(need)
-        ys, zs = parts.forward(x, params[:n], params[n:], call.activation, call.choice, residual=residual, save=need_dz)
-        weights = params[:n] if need_x else (None,) * n
-        ctx.save_for_backward(x if any(need[:n]) else None, *weights, *zs)
+        ys, zs = parts.forward(rows, weights, biases, call.activation, call.choice, residual=residual, save=need_dz)
+        weights = weights if need_x else [None] * n
+        ctx.save_for_backward(rows if any(need[:n]) else None, *weights, *zs)
         ctx.call = call
-        return tuple(ys)
+        return tuple([parts.shaped(y, x) for y in ys])
 
     @staticmethod
     @autograd.first_order
@@ -199,26 +196,27 @@ class _LinearAct(torch.autograd.Function):
         _, want_x, want_residual, *want_params = want
         dzs = autograd.recall(ctx, dys)
         if dzs is None:
-            dzs = list(dys)
+            dzs = [parts.as_rows(dy) for dy in dys]
             if zs:  # even where this pass wants the residual's gradient alone: the next one recalls dz
-                dzs = [parts.activation_grad(dy, z, ctx.call.activation, choice) for dy, z in zip(dys, zs)]
-        dx = parts.input_grad(dzs, weights, choice) if want_x else None
+                dzs = [parts.activation_grad(dy, z, ctx.call.activation, choice) for dy, z in zip(dzs, zs)]
+        dx = parts.shaped(parts.input_grad(dzs, weights, choice), dys[0]) if want_x else None
         grads = _param_grads(ctx, dzs, x, want_params)
         autograd.remember(ctx, dys, dzs, want)
         return None, dx, dys[0] if want_residual else None, *grads
 
 
 class _GatedLinear(torch.autograd.Function):
-    """h = act(x @ W_g^T + b_g) * (x @ W_u^T + b_u) on rows: x [T, D], weights [F, D], biases [F] or None, h [T, F]."""
+    """h = act(x @ W_g^T + b_g) * (x @ W_u^T + b_u): x [..., D], weights [F, D], biases [F] or None, h [..., F]."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, x: torch.Tensor, *params: Any) -> torch.Tensor:
         _, need_x, *need = ctx.needs_input_grad
-        h, g, u = parts.gated_forward(x, params[:2], params[2:], call.activation, call.choice)
-        weights = params[:2] if need_x else (None, None)
-        ctx.save_for_backward(x if any(need[:2]) else None, *weights, g, u)
+        rows, _, operands = _operands(call, x, None, params)
+        h, g, u = parts.gated_forward(rows, operands[:2], operands[2:], call.activation, call.choice)
+        weights = operands[:2] if need_x else [None, None]
+        ctx.save_for_backward(rows if any(need[:2]) else None, *weights, g, u)
         ctx.call = call
-        return h
+        return parts.shaped(h, x)
 
     @staticmethod
     @autograd.first_order
@@ -228,8 +226,8 @@ class _GatedLinear(torch.autograd.Function):
         _, want_x, *want_params = want
         dzs = autograd.recall(ctx, [dh])
         if dzs is None:
-            dzs = parts.gated_activation_grad(dh, g, u, ctx.call.activation, ctx.call.choice)
-        dx = parts.input_grad(dzs, weights, ctx.call.choice) if want_x else None
+            dzs = parts.gated_activation_grad(parts.as_rows(dh), g, u, ctx.call.activation, ctx.call.choice)
+        dx = parts.shaped(parts.input_grad(dzs, weights, ctx.call.choice), dh) if want_x else None
         grads = _param_grads(ctx, dzs, x, want_params)
         autograd.remember(ctx, [dh], dzs, want)
         return None, dx, *grads

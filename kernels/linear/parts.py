@@ -7,6 +7,7 @@ comes from :func:`linear_act_choice`, once for all steps of a call.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -123,8 +124,31 @@ def _check_residual(op: str, x: torch.Tensor, weights: Sequence[torch.Tensor], r
         raise ValueError(f"{op}: x is on {x.device} but residual on {residual.device}; move them together")
 
 
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """[..., D] -> [T, D]; itself, not a view, where it is that already."""
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def shaped(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``rows`` [T, F] in the leading dimensions of ``like``. The caller gives ``rows`` up.
+
+    No view as autograd sees it, which would refuse that a Function's result is changed in place.
+    """
+    return rows if like.dim() == 2 else torch.ops.aten._unsafe_view.default(rows, (*like.shape[:-1], rows.shape[-1]))
+
+
+def cast(tensors: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype | None]) -> list[Any]:
+    """Each tensor in its dtype; None stays None."""
+    return [
+        tensor if tensor is None or tensor.dtype is dtype else tensor.to(dtype)
+        for tensor, dtype in zip(tensors, dtypes)
+    ]
+
+
 def check_sizes(op: str, rows: torch.Tensor, weights: Tensors) -> None:
     """ValueError for sizes that a kernel's 32-bit sizes cannot hold. Strides and offsets are 64-bit."""
+    if max(*rows.shape, *[w.shape[0] for w in weights]) <= _LARGEST:
+        return
     for name, size in (("T", rows.shape[0]), ("D", rows.shape[1]), *(("F", w.shape[0]) for w in weights)):
         if size > _LARGEST:
             raise ValueError(
