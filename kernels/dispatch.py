@@ -99,6 +99,12 @@ def interpreting() -> bool:
     return _INTERPRETING
 
 
+def settled(impl: str, on: torch.Tensor) -> bool:
+    """Whether :func:`choose` says "reference" of every call with ``impl`` on the device of ``on``."""
+    impl = _AUTO if impl == "auto" else impl
+    return impl == "reference" or (impl == "auto" and on.is_cpu)
+
+
 def choose(
     op: str,
     device: torch.device,

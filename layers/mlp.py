@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..kernels.dispatch import settled
 from ..kernels.linear import ACTIVATIONS, apply_activation, gated_linear, linear_act_choice
 from ..parallel.mesh import MeshLike, tp_group
 from ..parallel.mlp import RECOMPUTE, fused_mlp
@@ -122,7 +123,7 @@ class ParallelMLP(nn.Module):
             return torch.compiler.is_compiling()
         if self.recompute or self.fuse_wgrad_accumulation:
             return False
-        return not linear_act_choice(x.dtype, x.device, self.impl).triton
+        return settled(self.impl, x) or not linear_act_choice(x.dtype, x.device, self.impl).triton
 
     def _one_after_another(self, x: torch.Tensor) -> torch.Tensor:
         if not self.gated:

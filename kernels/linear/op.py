@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, overload
 
 import torch
 
-from .. import autograd
+from .. import autograd, dispatch
 from ..dispatch import Choice
 from . import parts
 
@@ -69,6 +69,9 @@ def linear_act(
     more, and each product once where a split backward asks in two passes.
     """
     many = not isinstance(weight, torch.Tensor)
+    alone = isinstance(weight, torch.Tensor) and (bias is None or isinstance(bias, torch.Tensor))
+    if alone and residual is None and not fuse_wgrad_accumulation and dispatch.settled(impl, x):
+        return parts.plain_forward(x, (weight,), (bias,), activation)  # type: ignore[arg-type]
     weights = (weight,) if isinstance(weight, torch.Tensor) else tuple(weight)
     if isinstance(bias, torch.Tensor) or bias is None:
         biases: Optional = (bias,) * len(weights)
@@ -104,13 +107,17 @@ def gated_linear(
     and the two factors before the activation.
     """
     weights, biases = (gate_weight, up_weight), (gate_bias, up_bias)
+    if not fuse_wgrad_accumulation and dispatch.settled(impl, x):
+        return parts.plain_forward(x, weights, biases, activation, op="gated_linear")
     dtype, choice = parts.prepare(x, weights, biases, activation, impl, op="gated_linear")
     if not choice.triton and not fuse_wgrad_accumulation:
         return parts.reference_gated(x, weights, biases, activation)
-    call = _Call("gated_linear", activation, choice, dtype, 2, _buffers(fuse_wgrad_accumulation, weights, biases))
-    if _wants_grad(x, *weights, *biases):
-        return _GatedLinear.apply(call, x, *weights, *biases)
-    rows, _, operands = _operands(call, x, None, (*weights, *biases))
+    params = (*weights, *biases)
+    grad = _wants_grad(x, *params)
+    call = _Call("gated_linear", activation, choice, dtype, 2, _buffers(grad and fuse_wgrad_accumulation, params))
+    if grad:
+        return _GatedLinear.apply(call, x, *params)
+    rows, _, operands = _operands(call, x, None, params)
     h, _, _ = parts.gated_forward(rows, operands[:2], operands[2:], activation, choice, save=False)
     return parts.shaped(h, x)
 
@@ -137,10 +144,12 @@ def _linear_act(
     choice: Choice,
 ) -> tuple[torch.Tensor, ...]:
     n = len(weights)
-    call = _Call("linear_act", activation, choice, dtype, n, _buffers(fuse_wgrad_accumulation, weights, biases))
-    if _wants_grad(x, residual, *weights, *biases):
-        return _LinearAct.apply(call, x, residual, *weights, *biases)
-    rows, residual, operands = _operands(call, x, residual, (*weights, *biases))
+    params = (*weights, *biases)
+    grad = _wants_grad(x, residual, *params)
+    call = _Call("linear_act", activation, choice, dtype, n, _buffers(grad and fuse_wgrad_accumulation, params))
+    if grad:
+        return _LinearAct.apply(call, x, residual, *params)
+    rows, residual, operands = _operands(call, x, residual, params)
     ys, _ = parts.forward(rows, operands[:n], operands[n:], activation, choice, residual=residual, save=False)
     return tuple([parts.shaped(y, x) for y in ys])
 
@@ -164,10 +173,8 @@ def _wants_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _buffers(
-    fuse_wgrad_accumulation: bool, weights: tuple[torch.Tensor, ...], biases: Optional
-) -> Sequence[torch.Tensor | None]:
-    return autograd.main_grads((*weights, *biases)) if fuse_wgrad_accumulation else (None,) * (2 * len(weights))
+def _buffers(fuse_wgrad_accumulation: bool, params: Optional) -> Sequence[torch.Tensor | None]:
+    return autograd.main_grads(params) if fuse_wgrad_accumulation else (None,) * len(params)
 
 
 class _LinearAct(torch.autograd.Function):

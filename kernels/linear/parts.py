@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from .. import device as target
@@ -197,6 +198,28 @@ def _torch_would_notice(
         if w.dim() != 2 or w.device != x.device or (b is not None and b.shape != w.shape[:1]):
             return False
     return True
+
+
+def plain_forward(
+    x: torch.Tensor, weights: Tensors, biases: Sequence[torch.Tensor | None], activation: str, *, op: str = "linear_act"
+) -> torch.Tensor:
+    """One layer, or the gate and up layers of ``op="gated_linear"``, where the reference is settled on: stock calls,
+    and between them little else. Next to large products Python runs from cold caches, and each line is felt.
+    """
+    for w, b in zip(weights, biases):
+        if w.dim() != 2 or w.device != x.device or (b is not None and (b.dim() != 1 or b.shape[0] != w.shape[0])):
+            check(x, weights, biases, activation, op=op)
+    if op == "gated_linear" and weights[0].shape != weights[1].shape:
+        check(x, weights, biases, activation, op=op)
+    dispatch.count(op, "reference")
+    try:
+        y = F.linear(x, weights[0], biases[0])
+        if activation != "identity":
+            y = ACTIVATIONS[activation](y)
+        return y if op == "linear_act" else y * F.linear(x, weights[1], biases[1])
+    except (RuntimeError, KeyError):
+        check(x, weights, biases, activation, op=op)
+        raise
 
 
 def reference_forward(
