@@ -378,6 +378,16 @@ def test_a_gpu_too_old_for_the_kernels_runs_the_reference(monkeypatch):
 
 
 @pytest.mark.interpret
+def test_x_may_be_its_own_residual_under_compile():
+    w = torch.randn(8, 8, device=DEVICE)
+    layer = torch.compile(lambda x: linear_act(x, w, residual=x, impl="triton"), fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 3, 8, requires_grad=True, device=DEVICE)
+    y, expected = layer(x), linear_act(x, w, residual=x, impl="triton")
+    assert torch.equal(y, expected)
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0])
+
+
+@pytest.mark.interpret
 @pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8)])
 def test_results_may_be_changed_in_place(shape: tuple[int, ...]):
     x = torch.randn(*shape, requires_grad=True, device=DEVICE)

@@ -145,6 +145,8 @@ def _linear_act(
 ) -> tuple[torch.Tensor, ...]:
     n = len(weights)
     params = (*weights, *biases)
+    if residual is x:  # torch.compile takes no tensor twice
+        residual = x.view_as(x)
     grad = _wants_grad(x, residual, *params)
     call = _Call("linear_act", activation, choice, dtype, n, _buffers(grad and fuse_wgrad_accumulation, params))
     if grad:
