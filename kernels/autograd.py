@@ -49,6 +49,10 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "create_graph=True asks for second derivatives, which this layer's backward does not have: leave it "
                 "out (a layer in one process has them with impl='reference')"
             )
+        kind = next((dy.device.type for dy in dys if dy is not None), "cpu")
+        if kind != "meta" and torch.is_autocast_enabled(kind):  # around backward(): what forward cast stays as it is
+            with torch.autocast(kind, enabled=False):
+                return inner(ctx, *dys)
         return inner(ctx, *dys)
 
     return checked
@@ -101,6 +105,11 @@ def remember(ctx: Any, dys: Sequence[torch.Tensor | None], value: Any, want: Seq
         ctx.left = [(dy, None if dy is None else dy._version) for dy in dys], value, want
     else:
         ctx.left = None
+
+
+def keeps_graph() -> bool:
+    """Whether the pass of backward that runs may be followed by another one over the same graph."""
+    return _keeps_graph is None or torch.compiler.is_compiling() or _keeps_graph()
 
 
 def main_grads(

@@ -103,7 +103,7 @@ class Prepared:
         if run is None:
             args = dict(zip(self._names, tensors)) | self._rest
             compiled = launch(self._fn, grid, args, on=on, **self._launched)
-            if _SKIP_BINDER and compiled is not None:
+            if _SKIP_BINDER and hasattr(type(compiled), "__getitem__"):  # else still compiling elsewhere
                 self._compiled[key] = compiled[grid]
             return
         with torch.cuda.device_of(on):

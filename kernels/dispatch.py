@@ -102,7 +102,7 @@ def interpreting() -> bool:
 def settled(impl: str, on: torch.Tensor) -> bool:
     """Whether :func:`choose` says "reference" of every call with ``impl`` on the device of ``on``."""
     impl = _AUTO if impl == "auto" else impl
-    return impl == "reference" or (impl == "auto" and on.is_cpu)
+    return impl == "reference" or (impl == "auto" and (on.is_cpu or on.is_meta))
 
 
 def choose(

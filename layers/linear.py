@@ -152,11 +152,19 @@ class RowParallelLinear(ShardedModule):
         self.add_parameter("bias", (out_features,) if bias else None, None, bias_init)
         self.reset_parameters()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """``residual`` [..., F], in a group of one only, is added in the product's epilogue."""
         if self.group.size == 1:
             return linear_act(
-                x, self.weight, self.bias, fuse_wgrad_accumulation=self.fuse_wgrad_accumulation, impl=self.impl
+                x,
+                self.weight,
+                self.bias,
+                residual=residual,
+                fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
+                impl=self.impl,
             )
+        if residual is not None:
+            raise ValueError("residual: what the ranks' products add up to has no epilogue; add it to the result")
         return row_linear(
             x,
             self.weight,

@@ -93,12 +93,13 @@ class ParallelMLP(nn.Module):
             self.c_fc = ColumnParallelLinear(hidden_size, ffn_size, activation=self.activation, **common)
             self.c_proj = RowParallelLinear(ffn_size, hidden_size, **common)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """``residual``, of the result's shape and dtype and in a group of one only, is added in the last epilogue."""
         if self._composed(x):
-            return self._one_after_another(x)
+            return self._one_after_another(x, residual)
         layers = [self.gate_proj, self.up_proj, self.down_proj] if self.gated else [self.c_fc, self.c_proj]
         if not all(map(_untouched, layers)):
-            return self._one_after_another(x)
+            return self._one_after_another(x, residual)
         *first, last = layers
         if self.sequence_parallel:
             check_tokens(x)
@@ -115,6 +116,7 @@ class ParallelMLP(nn.Module):
             fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
             impl=self.impl,
             site=SITE,
+            residual=residual,
         )
 
     def _composed(self, x: torch.Tensor) -> bool:
@@ -125,9 +127,10 @@ class ParallelMLP(nn.Module):
             return False
         return settled(self.impl, x) or not linear_act_choice(x.dtype, x.device, self.impl).triton
 
-    def _one_after_another(self, x: torch.Tensor) -> torch.Tensor:
+    def _one_after_another(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        added = {} if residual is None else {"residual": residual}
         if not self.gated:
-            return self.c_proj(self.c_fc(x))
+            return self.c_proj(self.c_fc(x), **added)
         gate, up, activation = self.gate_proj, self.up_proj, self.activation
         if not (_untouched(gate) and _untouched(up)):
             h = apply_activation(gate(x), activation) * up(x)
@@ -145,7 +148,7 @@ class ParallelMLP(nn.Module):
         else:
             g, u = project(x, gate, up)
             h = apply_activation(g, activation) * u
-        return self.down_proj(h)
+        return self.down_proj(h, **added)
 
 
 _OWN = (ColumnParallelLinear, RowParallelLinear)

@@ -142,7 +142,7 @@ class _Column(torch.autograd.Function):
             dzs, rows, want_params[:n], want_params[n:], ctx.choice, into=into[:n], bias_into=into[n:]
         )
         autograd.remember(ctx, dys, dzs, want)
-        return close_grads(ctx, finish() if want_x else None, [*dws, *dbs])
+        return None, *close_grads(ctx, finish() if want_x else None, [*dws, *dbs])
 
 
 class _Row(torch.autograd.Function):
@@ -175,7 +175,7 @@ class _Row(torch.autograd.Function):
             dys, rows, [want_weight], [want_bias], ctx.choice, into=[into], bias_into=[bias_into]
         )
         autograd.remember(ctx, [dy], whole, want)
-        return close_grads(ctx, dx, [*dws, *dbs])
+        return None, *close_grads(ctx, dx, [*dws, *dbs])
 
 
 def reduce_output(

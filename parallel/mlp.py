@@ -52,15 +52,19 @@ def fused_mlp(
     fuse_wgrad_accumulation: bool = False,
     impl: str = "auto",
     site: str,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The layer above; with two ``weights``, gate and up, it is gated. Parameters are DTensors or plain.
 
+    ``residual``, of the result's shape and dtype, is added in the last product's epilogue: for a group of one only.
     ``fuse_wgrad_accumulation`` adds the parameters' gradients to their ``main_grad`` instead of returning them.
     Under torch.compile for a group of one only. Raises ValueError for operands that do not fit.
     """
     options = (activation, sequence_parallel, recompute, fuse_wgrad_accumulation, impl, site)
     call = _Call(group, *options, n=len(weights), grad=torch.is_grad_enabled())
-    return _MLP.apply(call, x, *weights, *biases, out_weight, out_bias)
+    if residual is not None and group.size > 1:
+        raise ValueError("residual: what the ranks' products add up to has no epilogue; add it to the result")
+    return _MLP.apply(call, residual, x, *weights, *biases, out_weight, out_bias)
 
 
 class _Call(NamedTuple):
@@ -88,7 +92,7 @@ class _Call(NamedTuple):
 
 class _MLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, x: torch.Tensor, *params: Any) -> torch.Tensor:
+    def forward(ctx: Any, call: _Call, residual: torch.Tensor | None, x: torch.Tensor, *params: Any) -> torch.Tensor:
         n = call.n
         plain = open_params(ctx, x, params, call.fuse_wgrad_accumulation and call.grad)
         op = "gated_linear" if call.gated else "linear_act"
@@ -97,7 +101,7 @@ class _MLP(torch.autograd.Function):
         weights, biases, (out_weight, out_bias) = operands[:n], operands[n : 2 * n], operands[2 * n :]
 
         # What backward will read: the first layer's input x, the hidden h, and what leads from dy to dz.
-        _, need_x, *need = [needed and call.grad for needed in ctx.needs_input_grad]
+        _, _, need_x, *need = [needed and call.grad for needed in ctx.needs_input_grad]
         need_dz, need_h, need_rows = need_x or any(need[: 2 * n]), need[2 * n], any(need[:n])
         again = call.recompute == 2 and (need_dz or need_h)
         keep_h = need_h and (call.recompute == 0 or call.bare) and not again
@@ -107,7 +111,9 @@ class _MLP(torch.autograd.Function):
         h, zs = _hidden(rows, weights, biases, call, first, save=(need_dz or (need_h and not keep_h)) and not again)
         _, second = parts.prepare(h, [out_weight], [out_bias], "identity", call.impl)
         alone = call.group.size == 1  # the bias then rides in the product
-        (y,), _ = parts.forward(h, [out_weight], [out_bias if alone else None], "identity", second)
+        if residual is not None:
+            residual = parts.check_residual(residual, whole, out_weight, dtype)
+        (y,), _ = parts.forward(h, [out_weight], [out_bias if alone else None], "identity", second, residual=residual)
         y = parts.shaped(y, whole)
         if not alone:
             y = reduce_output(y, out_bias, call.group, call.sequence_parallel, f"{call.site}.out")
@@ -131,7 +137,7 @@ class _MLP(torch.autograd.Function):
         x, h, out_weight, *rest = ctx.saved_tensors
         weights, biases, zs = rest[:n], rest[n : 2 * n], rest[2 * n :]
         want = autograd.wanted(ctx)
-        _, want_x, *want_params = want
+        _, want_residual, want_x, *want_params = want
         want_dz, want_h = want_x or any(want_params[: 2 * n]), want_params[2 * n]
 
         dzs: Any = None
@@ -144,7 +150,7 @@ class _MLP(torch.autograd.Function):
             x = parts.as_rows(_gather(x, call, ".in.again"))
             h, zs = _hidden(x, weights, biases, call, first, save=True)
         if want_dz and dzs is None:
-            rebuild = h is None and ctx.needs_input_grad[2 + 2 * n]  # for this pass or a later one
+            rebuild = h is None and ctx.needs_input_grad[3 + 2 * n]  # for this pass or a later one
             dzs, rebuilt = _through_second(dys, out_weight, zs, call, second, rebuild=rebuild)
             h = rebuilt if rebuild else h
         elif want_h and h is None:
@@ -157,7 +163,8 @@ class _MLP(torch.autograd.Function):
         out_grads = _param_grads([dys], h, want_params[2 * n :], into[2 * n :], second)
         grads = _param_grads(dzs, x, want_params[: 2 * n], into[: 2 * n], first) if want_dz else [None] * (2 * n)
         autograd.remember(ctx, [dy], (dys, x, h, None if dzs else zs, dzs), want)
-        return close_grads(ctx, finish() if want_x else None, [*grads, *out_grads])
+        closed = close_grads(ctx, finish() if want_x else None, [*grads, *out_grads])
+        return None, dy if want_residual else None, *closed
 
 
 def _gather(x: torch.Tensor, call: _Call, suffix: str) -> torch.Tensor:

@@ -27,9 +27,9 @@ def open_params(ctx: Any, x: torch.Tensor, params: Params, fuse_wgrad_accumulati
 
 
 def close_grads(ctx: Any, dx: torch.Tensor | None, grads: Params) -> tuple[Any, ...]:
-    """What backward returns: gradients in the dtype and layout of x and the parameters."""
+    """What backward returns at its end: gradients in the dtype and layout of x and the parameters."""
     dx, *grads = cast((dx, *grads), ctx.dtypes)
-    return None, dx, *wrap_grads(grads, ctx.specs)
+    return dx, *wrap_grads(grads, ctx.specs)
 
 
 def autocast(tensors: Params, dtype: torch.dtype) -> Params:

@@ -234,7 +234,7 @@ def test_bad_residual(change, message):
 @pytest.mark.interpret
 def test_sizes_past_32_bits_are_refused():
     x = torch.zeros(1, 8, device=DEVICE).expand(2**31 + 5, 8)
-    with pytest.raises(ValueError, match="T=2147483653 is more than the kernel's"):
+    with pytest.raises(ValueError, match=r"x has shape \(2147483653, 8\): the kernel's sizes may not exceed"):
         linear_act(x, torch.zeros(1, 8, device=DEVICE), impl="triton")
 
 
@@ -375,6 +375,122 @@ def test_a_gpu_too_old_for_the_kernels_runs_the_reference(monkeypatch):
     assert choice == dispatch.Choice("reference", "the kernels need compute capability 8.0, and this GPU has 7.5")
     with pytest.raises(RuntimeError, match=r"this GPU has 7\.5"):
         dispatch.choose("linear_act", old, "triton")
+
+
+@pytest.mark.interpret
+def test_biases_of_any_stride():
+    x, w = torch.randn(6, 24, device=DEVICE), torch.randn(16, 24, device=DEVICE)
+    for bias in (torch.randn(32)[::2], torch.randn(16, 3)[:, 1], torch.randn(1).expand(16)):
+        bias = bias.to(DEVICE)
+        for call in (
+            lambda impl, b=bias: linear_act(x, w, b, activation="relu", impl=impl),
+            lambda impl, b=bias: gated_linear(x, w, w, b, b, impl=impl),
+        ):
+            torch.testing.assert_close(call("triton"), call("reference"))
+
+
+@pytest.mark.interpret
+def test_buffers_that_no_kernel_can_add_to_are_refused():
+    dz, x = torch.randn(4, 8, device=DEVICE), torch.randn(4, 16, device=DEVICE)
+    dw, db = torch.zeros(8, 16, device=DEVICE), torch.zeros(8, device=DEVICE)
+    for buffers in (([dw.t().contiguous().t()], [db]), ([dw], [torch.zeros(16, device=DEVICE)[::2]])):
+        with pytest.raises(ValueError, match=r"a buffer has shape .* expected one that is contiguous"):
+            schemas.linear_wgrad_([dz], x, *buffers)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_a_wide_residual_stays_wide_under_autocast(impl):
+    x, w = torch.randn(4, 8, device=DEVICE), torch.randn(8, 8, device=DEVICE, requires_grad=True)
+    residual = torch.full((4, 8), 1000.3, device=DEVICE, requires_grad=True)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        y = linear_act(x, w, residual=residual, impl=impl)
+        branch = linear_act(x, w, impl=impl)
+    assert y.dtype == torch.float32
+    assert torch.equal(y, residual + branch)
+    assert torch.equal(torch.autograd.grad(y.sum(), residual)[0], torch.ones_like(residual))
+
+
+@pytest.mark.interpret
+def test_nothing_is_computed_for_outputs_that_nobody_uses():
+    x = torch.randn(4, 8, device=DEVICE)
+    weights = [torch.randn(8, 8, device=DEVICE, requires_grad=True) for _ in range(3)]
+    ys = linear_act(x, weights, activation="relu", impl="triton")
+    dzs = {"shapes": []}
+
+    def spy(found, *rest):
+        dzs["shapes"].append(len(found))
+        return inner(found, *rest)
+
+    inner, launch.linear_wgrad = launch.linear_wgrad, spy
+    try:
+        ys[1].sum().backward()
+    finally:
+        launch.linear_wgrad = inner
+    assert dzs["shapes"] == [1]
+    assert [w.grad is None for w in weights] == [True, False, True]
+    weights[0].requires_grad_(False)
+    assert [y.requires_grad for y in linear_act(x, weights, activation="relu", impl="triton")] == [False, True, True]
+    x.requires_grad_()
+    ys = linear_act(x, weights, activation="relu", impl="triton")
+    plain = linear_act(x, weights, activation="relu", impl="reference")
+    for chosen in ((0,), (0, 2), (0, 1, 2)):
+        found, expected = (
+            torch.autograd.grad(sum(each[i].square().sum() for i in chosen), x, retain_graph=True)
+            for each in (ys, plain)
+        )
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.interpret
+def test_a_backward_inside_autocast(impl):
+    x = torch.randn(4, 8, device=DEVICE, requires_grad=True)
+    weights = [torch.randn(8, 8, device=DEVICE, requires_grad=True) for _ in range(2)]
+    for weight in weights:
+        weight.main_grad = torch.zeros_like(weight)
+
+    def step():
+        first, second = linear_act(x, weights, impl=impl, fuse_wgrad_accumulation=True)
+        return (first + second).sum()
+
+    (plain,) = torch.autograd.grad(step(), x)
+    loss = step()
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        (inside,) = torch.autograd.grad(loss, x)
+    assert torch.equal(plain, inside)
+
+
+@pytest.mark.interpret
+def test_exports_with_any_number_of_tokens():
+    class Layer(torch.nn.Module):
+        def forward(self, x, w):
+            return gated_linear(linear_act(x, w, activation="gelu_tanh", impl="triton"), w, w, impl="triton")
+
+    batch, length = torch.export.Dim("batch", max=64), torch.export.Dim("length", max=512)
+    w = torch.randn(8, 8, device=DEVICE)
+    example = torch.randn(2, 3, 8, device=DEVICE), w
+    program = torch.export.export(
+        Layer(), example, dynamic_shapes={"x": {0: batch, 1: length}, "w": None}, strict=False
+    )
+    x = torch.randn(5, 7, 8, device=DEVICE)
+    torch.testing.assert_close(program.module()(x, w), Layer()(x, w))
+
+
+def test_meta_tensors_and_transforms():
+    x, w = torch.empty(2, 8, device="meta"), torch.empty(4, 8, device="meta")
+    assert linear_act(x, (w, w))[1].shape == (2, 4)
+    assert gated_linear(x, w, w).shape == (2, 4)
+    w, rows = torch.randn(4, 8), torch.randn(3, 2, 8)
+    torch.testing.assert_close(torch.vmap(lambda x: linear_act(x, (w, w))[0])(rows), rows @ w.t())
+
+
+def test_what_autocast_leaves_alone_is_refused():
+    x, w = torch.zeros(2, 8), torch.zeros(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        for operands in ((x.int(), (w, w)), (x, (w.double(), w))):
+            with pytest.raises(ValueError, match="autocast leaves fp64 and integers as they are"):
+                linear_act(*operands)
 
 
 @pytest.mark.interpret

@@ -502,3 +502,24 @@ def _order_body(rank: int, world: int) -> list[str]:
 def test_the_input_gradient_travels_while_both_layers_weights_get_theirs(ranks: Any):
     for events in ranks(2, _order_body):
         assert events == ["start", "weights", "weights", "wait"]
+
+
+@pytest.mark.interpret
+@GATED
+@LEVEL
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_a_residual_rides_in_the_last_product(gated: bool, level: int, impl: str):
+    ours, stock = _pair(gated, recompute=level, impl=impl)
+    x, residual = torch.randn(2, 3, D, requires_grad=True), torch.randn(2, 3, D, requires_grad=True)
+    dispatch.counts.clear()
+    y = ours(x, residual=residual)
+    expected = stock(x) + residual
+    torch.testing.assert_close(y, expected)
+    leaves = [x, residual]
+    for found, wanted in zip(
+        torch.autograd.grad(y.square().sum(), [*leaves, *ours.parameters()]),
+        torch.autograd.grad(expected.square().sum(), [*leaves, *stock.parameters()]),
+    ):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"residual (is|has)"):
+        ours(x, residual=residual[0])

@@ -18,6 +18,8 @@ Matrices = tuple[torch.Tensor, ...]
 Optional = tuple["torch.Tensor | None", ...]
 
 
+_LARGEST = 2**31 - 2**10  # of a size, which a kernel holds in 32 bits: the last tile's end still fits
+
 # Shape and strides of a matrix.
 Extent = tuple[torch.Size, tuple[int, ...]]
 
@@ -201,6 +203,8 @@ def run_gemm(
     row_invariant = layout != "tn" and dispatch.row_invariant()
     if row_invariant:
         a = tuple(map(_own_rows, a))
+    if biases is not None:
+        biases = tuple([bias if bias is None else bias.contiguous() for bias in biases])
     nothing = (None,) * len(outs)
     around = (biases or (None,) * len(a), scales, sources or nothing, targets, row_sums or nothing)
     call = _Call(
@@ -272,6 +276,16 @@ def _steps(call: _Call) -> tuple[str, ...]:
     return tuple(steps)
 
 
+def _check_sizes(x: torch.Tensor, weights: Matrices) -> None:
+    """ValueError for sizes that 32 bits cannot hold, before anything is allocated. Strides and offsets have 64."""
+    for name, matrix in (("x", x), *(("weight", weight) for weight in weights)):
+        if max(matrix.shape) > _LARGEST:
+            raise ValueError(
+                f"{name} has shape {tuple(matrix.shape)}: the kernel's sizes may not exceed {_LARGEST}; split the "
+                "call, or pass impl='reference'"
+            )
+
+
 def linear_act_fwd(
     x: torch.Tensor,
     weights: Matrices,
@@ -284,6 +298,7 @@ def linear_act_fwd(
 
     x [T, D], W_i [F_i, D], b_i [F_i] or None, residual [T, F] (with one weight) or None -> y_i, z_i [T, F_i].
     """
+    _check_sizes(x, weights)
     shapes = [(x.shape[0], w.shape[0]) for w in weights]
     ys = [alloc.empty(shape, x.dtype, x.device) for shape in shapes]
     zs = [alloc.empty(shape, x.dtype, x.device) for shape in shapes] if save_preact else []
@@ -306,6 +321,7 @@ def gated_linear_fwd(
 
     x [T, D], W_g and W_u [F, D], biases [F] or None -> h, g, u [T, F].
     """
+    _check_sizes(x, weights)
     outs = [alloc.empty((x.shape[0], weights[0].shape[0]), x.dtype, x.device) for _ in range(3 if save_preacts else 1)]
     run_gemm(
         "nt", (x, x), weights, (tuple(outs),), combine="gated", epilogue="gated", activation=activation, biases=biases

@@ -52,9 +52,10 @@ def linear_act(
         weight: [F, D], or a sequence of [F_i, D] (q, k, v; gate, up). Same dtype as x, except under autocast.
         bias: [F] or None; with several weights a sequence of these, or None.
         activation: "identity", "relu", "squared_relu", "gelu_erf", "gelu_tanh", "quick_gelu" or "silu".
-        residual: [..., F] or None, with one weight only.
+        residual: [..., F] in x's dtype or None, with one weight only. Under autocast a wider one stays as it is, and
+            so does the result.
         fuse_wgrad_accumulation: backward adds dW and db to the buffers ``weight.main_grad`` and ``bias.main_grad``
-            (fp32, or the parameter's dtype) instead of returning them.
+            (fp32, or the parameter's dtype), as they are when forward runs, instead of returning them.
         impl: "auto", "triton" or "reference"; see ``kernels/dispatch.py``.
 
     Returns:
@@ -70,8 +71,8 @@ def linear_act(
     """
     many = not isinstance(weight, torch.Tensor)
     alone = isinstance(weight, torch.Tensor) and (bias is None or isinstance(bias, torch.Tensor))
-    if alone and residual is None and not fuse_wgrad_accumulation and dispatch.settled(impl, x):
-        return parts.plain_forward(x, (weight,), (bias,), activation)  # type: ignore[arg-type]
+    if alone and not fuse_wgrad_accumulation and dispatch.settled(impl, x):
+        return parts.plain_forward(x, (weight,), (bias,), activation, residual)  # type: ignore[arg-type]
     weights = (weight,) if isinstance(weight, torch.Tensor) else tuple(weight)
     if isinstance(bias, torch.Tensor) or bias is None:
         biases: Optional = (bias,) * len(weights)
@@ -145,15 +146,20 @@ def _linear_act(
 ) -> tuple[torch.Tensor, ...]:
     n = len(weights)
     params = (*weights, *biases)
+    late = None
     if residual is x:  # torch.compile takes no tensor twice
         residual = x.view_as(x)
+    elif residual is not None and residual.dtype != dtype:  # under autocast: a sum in the wider dtype, as torch's
+        late, residual = residual, None
     grad = _wants_grad(x, residual, *params)
     call = _Call("linear_act", activation, choice, dtype, n, _buffers(grad and fuse_wgrad_accumulation, params))
     if grad:
-        return _LinearAct.apply(call, x, residual, *params)
-    rows, residual, operands = _operands(call, x, residual, params)
-    ys, _ = parts.forward(rows, operands[:n], operands[n:], activation, choice, residual=residual, save=False)
-    return tuple([parts.shaped(y, x) for y in ys])
+        ys = _LinearAct.apply(call, x, residual, *params)
+    else:
+        rows, residual, operands = _operands(call, x, residual, params)
+        ys, _ = parts.forward(rows, operands[:n], operands[n:], activation, choice, residual=residual, save=False)
+        ys = tuple([parts.shaped(y, x) for y in ys])
+    return ys if late is None else (ys[0] + late,)
 
 
 def _operands(
@@ -165,10 +171,7 @@ def _operands(
     in the graph, and can tell whether a parameter's gradient is to be returned or may go to its ``main_grad``.
     """
     x, residual, *operands = parts.cast((x, residual, *params), [call.dtype] * (2 + len(params)))
-    rows = parts.as_rows(x)
-    if call.choice.triton:
-        parts.check_sizes(call.op, rows, operands[: call.n])
-    return rows, None if residual is None else parts.as_rows(residual), operands
+    return parts.as_rows(x), None if residual is None else parts.as_rows(residual), operands
 
 
 def _wants_grad(*tensors: torch.Tensor | None) -> bool:
@@ -185,31 +188,45 @@ class _LinearAct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, x: torch.Tensor, residual: torch.Tensor | None, *params: Any) -> Any:
         n = call.n
-        _, need_x, _, *need = ctx.needs_input_grad
+        _, need_x, need_residual, *need = ctx.needs_input_grad
         rows, residual, operands = _operands(call, x, residual, params)
         weights, biases = operands[:n], operands[n:]
-        need_dz = need_x or any(need)
-        ys, zs = parts.forward(rows, weights, biases, call.activation, call.choice, residual=residual, save=need_dz)
+        # Of several outputs, those whose own operands want no gradient have none.
+        wants = [need_x or need_residual or need_w or need_b for need_w, need_b in zip(need[:n], need[n:])]
+        save = need_x or any(need)
+        ys, zs = parts.forward(rows, weights, biases, call.activation, call.choice, residual=residual, save=save)
+        ys = [parts.shaped(y, x) for y in ys]
+        ctx.mark_non_differentiable(*(y for y, want in zip(ys, wants) if not want))
+        ctx.set_materialize_grads(False)
         weights = weights if need_x else [None] * n
-        ctx.save_for_backward(rows if any(need[:n]) else None, *weights, *zs)
+        ctx.save_for_backward(
+            rows if any(need[:n]) else None, *weights, *(z if want else None for z, want in zip(zs, wants))
+        )
         ctx.call = call
-        return tuple([parts.shaped(y, x) for y in ys])
+        return tuple(ys)
 
     @staticmethod
     @autograd.first_order
-    def backward(ctx: Any, *dys: torch.Tensor) -> Any:
-        n, choice = ctx.call.n, ctx.call.choice
+    def backward(ctx: Any, *dys: torch.Tensor | None) -> Any:
+        call, n = ctx.call, ctx.call.n
         x, *rest = ctx.saved_tensors
         weights, zs = rest[:n], rest[n:]
         want = autograd.wanted(ctx)
         _, want_x, want_residual, *want_params = want
+        given = [i for i, dy in enumerate(dys) if dy is not None]
         dzs = autograd.recall(ctx, dys)
-        if dzs is None:
-            dzs = [parts.as_rows(dy) for dy in dys]
-            if zs:  # even where this pass wants the residual's gradient alone: the next one recalls dz
-                dzs = [parts.activation_grad(dy, z, ctx.call.activation, choice) for dy, z in zip(dzs, zs)]
-        dx = parts.shaped(parts.input_grad(dzs, weights, choice), dys[0]) if want_x else None
-        grads = _param_grads(ctx, dzs, x, want_params)
+        if dzs is None and (want_x or any(want_params) or autograd.keeps_graph()):  # the next pass recalls them
+            dzs = [None if dy is None else parts.as_rows(dy) for dy in dys]
+            if zs:
+                dzs = [dz if dz is None else parts.activation_grad(dz, z, call.activation, call.choice)
+                       for dz, z in zip(dzs, zs)]  # fmt: skip
+        dx: torch.Tensor | None = None
+        grads: list[torch.Tensor | None] = [None] * (2 * n)
+        if want_x and given:
+            dx = parts.input_grad([dzs[i] for i in given], [weights[i] for i in given], call.choice)
+            dx = parts.shaped(dx, next(dy for dy in dys if dy is not None))
+        if any(want_params):
+            grads = _param_grads(ctx, dzs, x, want_params)
         autograd.remember(ctx, dys, dzs, want)
         return None, dx, dys[0] if want_residual else None, *grads
 
@@ -243,11 +260,26 @@ class _GatedLinear(torch.autograd.Function):
 
 
 def _param_grads(
-    ctx: Any, dzs: Sequence[torch.Tensor], x: torch.Tensor | None, want: Sequence[bool]
+    ctx: Any, dzs: Sequence[torch.Tensor | None], x: torch.Tensor | None, want: Sequence[bool]
 ) -> list[torch.Tensor | None]:
-    """The gradients of weights and biases that ``want`` names, None for those that went into a buffer."""
-    call = ctx.call
+    """The gradients of weights and biases that ``want`` names and a dz reaches; None for the rest, and for those that
+    went into a buffer.
+    """
+    call, n = ctx.call, ctx.call.n
     into = autograd.destinations(ctx, call.buffers)
-    n = call.n
-    dws, dbs = parts.param_grads(dzs, x, want[:n], want[n:], call.choice, into=into[:n], bias_into=into[n:])
-    return [*dws, *dbs]
+    grads: list[torch.Tensor | None] = [None] * (2 * n)
+    given = [i for i, dz in enumerate(dzs) if dz is not None]
+    if given:
+        of_weights, of_biases = ([half + i for i in given] for half in (0, n))
+        dws, dbs = parts.param_grads(
+            [dzs[i] for i in given],  # type: ignore[misc]
+            x,
+            [want[i] for i in of_weights],
+            [want[i] for i in of_biases],
+            call.choice,
+            into=[into[i] for i in of_weights],
+            bias_into=[into[i] for i in of_biases],
+        )
+        for i, grad in zip((*of_weights, *of_biases), (*dws, *dbs)):
+            grads[i] = grad
+    return grads

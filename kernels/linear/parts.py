@@ -23,7 +23,7 @@ from .reference import ACTIVATIONS
 Tensors = Sequence[torch.Tensor]
 
 MAX_WEIGHTS = 3
-_LARGEST = 2**31 - 2**10  # of a size: the last tile's end still fits 32 bits
+_transforms = getattr(torch._C._functorch, "maybe_current_level", None)  # private; without it they raise torch's errors
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -42,6 +42,8 @@ def linear_act_choice(
     unsupported = None if dtype in _KERNEL_DTYPES else f"{dtype} has no kernel (bf16, fp16 and fp32 have)"
     if forward_ad._current_level >= 0:
         unsupported = "forward-mode differentiation has no kernel"
+    elif _transforms is not None and _transforms() is not None:
+        unsupported = "torch.func's transforms have no kernel"
     return dispatch.choose(op, device, impl, unsupported=unsupported, stock_wins=stock_wins)
 
 
@@ -107,12 +109,26 @@ def check(
     if residual is not None:
         _check_residual(op, x, weights, residual)
     operands = [t for t in (*weights, *biases, residual) if t is not None]
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(x.device.type)
+    given = ", ".join(str(t.dtype) for t in operands)
+    autocast = autocast_dtype(x)
+    if autocast is not None:
+        if not all(t.is_floating_point() and t.dtype != torch.float64 for t in (x, *operands)):
+            raise ValueError(
+                f"{op}: x is {x.dtype} and the other operands are {given}: autocast leaves fp64 and integers as they "
+                "are; cast them to one dtype that it takes"
+            )
+        return autocast
     if any(t.dtype != x.dtype for t in operands):
-        given = ", ".join(str(t.dtype) for t in operands)
         raise ValueError(f"{op}: x is {x.dtype} but the other operands are {given}; cast them to one dtype")
     return x.dtype
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """What autocast would cast x to, None where it is off or leaves x alone."""
+    kind = x.device.type
+    if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def _check_residual(op: str, x: torch.Tensor, weights: Sequence[torch.Tensor], residual: torch.Tensor) -> None:
@@ -127,7 +143,9 @@ def _check_residual(op: str, x: torch.Tensor, weights: Sequence[torch.Tensor], r
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
     """[..., D] -> [T, D]; itself, not a view, where it is that already."""
-    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    if x.dim() == 2:
+        return x
+    return x.flatten(0, -2) if x.dim() > 2 else x[None]  # no size is looked at: it may be symbolic
 
 
 def shaped(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -146,15 +164,15 @@ def cast(tensors: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype | 
     ]
 
 
-def check_sizes(op: str, rows: torch.Tensor, weights: Tensors) -> None:
-    """ValueError for sizes that a kernel's 32-bit sizes cannot hold. Strides and offsets are 64-bit."""
-    if max(*rows.shape, *[w.shape[0] for w in weights]) <= _LARGEST:
-        return
-    for name, size in (("T", rows.shape[0]), ("D", rows.shape[1]), *(("F", w.shape[0]) for w in weights)):
-        if size > _LARGEST:
-            raise ValueError(
-                f"{op}: {name}={size} is more than the kernel's {_LARGEST}; split the call, or pass impl='reference'"
-            )
+def check_residual(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``residual`` [..., F] in rows [T, F]. ValueError unless it has the shape and dtype of a layer's result."""
+    expected = (*x.shape[:-1], weight.shape[0])
+    if residual.shape != expected or residual.dtype != dtype or residual.device != x.device:
+        raise ValueError(
+            f"residual is {residual.dtype} {tuple(residual.shape)} on {residual.device}: expected {dtype} {expected} "
+            f"on {x.device}, as the result is"
+        )
+    return as_rows(residual)
 
 
 def prepare(
@@ -173,13 +191,11 @@ def prepare(
     would let pass is looked at here, and :func:`check` explains afterwards what it refused.
     """
     device = x.device
-    dtype = x.dtype
-    autocast = torch.is_autocast_enabled(device.type) and dtype != torch.float64  # which autocast leaves alone
-    if autocast:
-        dtype = torch.get_autocast_dtype(device.type)
+    autocast = autocast_dtype(x)
+    dtype = autocast or x.dtype
     stock_wins = measured(x, weights, biases, activation, dtype, op) if impl == "auto" else None
     choice = linear_act_choice(dtype, device, impl, op=op, stock_wins=stock_wins)
-    trusted = not autocast and not choice.triton and not torch.compiler.is_compiling() and activation in ACTIVATIONS
+    trusted = autocast is None and not choice.triton and not torch.compiler.is_compiling() and activation in ACTIVATIONS
     if not trusted or not _torch_would_notice(x, weights, biases, residual, op):
         check(x, weights, biases, activation, residual, op=op)
     dispatch.count(op, choice.impl)
@@ -195,28 +211,42 @@ def _torch_would_notice(
     if op == "gated_linear" and weights[0].shape != weights[1].shape:
         return False
     for w, b in zip(weights, biases):
-        if w.dim() != 2 or w.device != x.device or (b is not None and b.shape != w.shape[:1]):
+        if w.dim() != 2 or w.device != x.device or (b is not None and (b.shape != w.shape[:1] or b.dtype != w.dtype)):
             return False
     return True
 
 
 def plain_forward(
-    x: torch.Tensor, weights: Tensors, biases: Sequence[torch.Tensor | None], activation: str, *, op: str = "linear_act"
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Sequence[torch.Tensor | None],
+    activation: str,
+    residual: torch.Tensor | None = None,
+    *,
+    op: str = "linear_act",
 ) -> torch.Tensor:
     """One layer, or the gate and up layers of ``op="gated_linear"``, where the reference is settled on: stock calls,
     and between them little else. Next to large products Python runs from cold caches, and each line is felt.
     """
     for w, b in zip(weights, biases):
-        if w.dim() != 2 or w.device != x.device or (b is not None and (b.dim() != 1 or b.shape[0] != w.shape[0])):
+        if (
+            w.dim() != 2
+            or w.device != x.device
+            or (b is not None and (b.dim() != 1 or b.shape[0] != w.shape[0] or b.dtype != w.dtype))
+        ):
             check(x, weights, biases, activation, op=op)
     if op == "gated_linear" and weights[0].shape != weights[1].shape:
         check(x, weights, biases, activation, op=op)
+    if residual is not None:
+        check(x, weights, biases, activation, residual, op=op)
     dispatch.count(op, "reference")
     try:
         y = F.linear(x, weights[0], biases[0])
         if activation != "identity":
             y = ACTIVATIONS[activation](y)
-        return y if op == "linear_act" else y * F.linear(x, weights[1], biases[1])
+        if op == "gated_linear":
+            return y * F.linear(x, weights[1], biases[1])
+        return y if residual is None else y + residual
     except (RuntimeError, KeyError):
         check(x, weights, biases, activation, op=op)
         raise

@@ -79,6 +79,12 @@ def _wgrad_fake(dzs: Any, x: Any, want_bias: Any) -> Any:
 def _wgrad_into_kernel(dzs: Any, x: Any, dws: Any, dbs: Any) -> None:
     from . import launch
 
+    for buffer in (*dws, *dbs):
+        if buffer is not None and not buffer.is_contiguous():
+            raise ValueError(
+                f"linear_wgrad_: a buffer has shape {tuple(buffer.shape)} and strides {buffer.stride()}: expected one "
+                "that is contiguous"
+            )
     launch.linear_wgrad_(tuple(dzs), x, tuple(dws), tuple(dbs))
 
 

@@ -158,8 +158,9 @@ def _product(
     bias: torch.Tensor | None = None,
     activation: str = "identity",
 ) -> torch.Tensor:
-    run = schemas.scaled_linear if choice.triton else reference.scaled_linear
-    return run(x, weight, x_scale, weight_scale, bias, activation, out_dtype)
+    if not choice.triton:
+        return reference.scaled_linear(x, weight, x_scale, weight_scale, bias, activation, out_dtype)
+    return schemas.scaled_linear(x, weight, x_scale.float(), weight_scale.float(), bias, activation, out_dtype)
 
 
 def fp8_linear(
