@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .explanation import explain
     from .kernels.dispatch import row_invariance
+    from .kernels.dropout import dropout, new_ticket
     from .kernels.linear import gated_linear, linear_act
     from .kernels.paged_attention import paged_attention, write_kv_
     from .kernels.scaled_linear import fp8_linear, quantize, scaled_linear
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from .parallel.checkpoint import full_state_dict, load_checkpoint, read_extra, save_checkpoint
     from .parallel.main_grad import attach_main_grads, main_grads_to_grads, zero_main_grads
     from .parallel.mesh import init_mesh, tp_group
+    from .parallel.random import manual_seed
     from .serving.engine import Engine
     from .serving.request import Request, TokenEvent
 
@@ -49,6 +51,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "__version__",
     "attach_main_grads",
+    "dropout",
     "explain",
     "export_hf",
     "fp8_linear",
@@ -59,6 +62,8 @@ __all__ = [
     "load_checkpoint",
     "load_hf",
     "main_grads_to_grads",
+    "manual_seed",
+    "new_ticket",
     "paged_attention",
     "quantize",
     "read_extra",
@@ -90,6 +95,7 @@ _HOMES = {
     "TransformerConfig": "layers.config",
     "VocabParallelEmbedding": "layers.embedding",
     "attach_main_grads": "parallel.main_grad",
+    "dropout": "kernels.dropout",
     "explain": "explanation",
     "export_hf": "layers.hf",
     "fp8_linear": "kernels.scaled_linear",
@@ -100,6 +106,8 @@ _HOMES = {
     "load_checkpoint": "parallel.checkpoint",
     "load_hf": "layers.hf",
     "main_grads_to_grads": "parallel.main_grad",
+    "manual_seed": "parallel.random",
+    "new_ticket": "kernels.dropout",
     "paged_attention": "kernels.paged_attention",
     "quantize": "kernels.scaled_linear",
     "read_extra": "parallel.checkpoint",

@@ -1,0 +1,61 @@
+"""Random numbers that tensor-parallel ranks agree on.
+
+Dropout here is a function of a ticket and of where an element lies in the whole tensor (``kernels/dropout``). Ranks
+that draw the same tickets therefore draw the same mask where a tensor is replicated, and their own parts of one mask
+where it is sharded: a run gives the same numbers at every degree of tensor parallelism. Tickets come from torch's own
+generators, which ``torch.utils.checkpoint`` winds back for a recomputed forward and CUDA graphs advance, so all that is
+asked of a program is to seed them: alike within a tensor-parallel group, differently between data-parallel replicas
+and pipeline stages, whose tokens and layers are different ones.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from . import collectives
+from .mesh import Group
+from .sharding import named_seed
+
+
+def manual_seed(seed: int, mesh: DeviceMesh | None = None, *, step: int = 0, tp_dim: str = "tp") -> int:
+    """Seed torch's generators for this rank, and return the seed that they got.
+
+    It depends on ``seed``, ``step`` and the rank's place in every dimension of ``mesh`` (of ``init_mesh``, say) but
+    ``tp_dim``. Called with the step's number at the start of every step, it makes a run that goes on from a checkpoint
+    draw what the uninterrupted one would have drawn. It moves the generator that parameters are drawn from too: build
+    the model before, or seed its weights by themselves (``init_weights``).
+    """
+    places = []
+    if mesh is not None:
+        names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+        places = [f"{name}={mesh.get_local_rank(name)}" for name in names if name != tp_dim and mesh[name].size() > 1]
+    found = named_seed(seed, f"random/step={step}/{'/'.join(places)}")
+    torch.manual_seed(found)
+    return found
+
+
+def check_alike(group: Group, device: torch.device) -> None:
+    """RuntimeError unless every rank of ``group`` will draw the same random numbers on ``device``. A collective."""
+    if group.size == 1:
+        return
+    mine = _fingerprint(device)
+    everyone = collectives.all_gather(torch.tensor([mine], device=device), group, site="random.check").tolist()
+    others = [rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]]
+    if others:
+        raise RuntimeError(
+            f"tensor-parallel ranks {others} would draw other random numbers than rank 0, so their dropout masks would "
+            "not fit together: call shardfuse.manual_seed(seed, mesh) on every rank, and draw nothing on some of them "
+            "only"
+        )
+
+
+def _fingerprint(device: torch.device) -> int:
+    """What a generator will give next, as a number; it is not moved."""
+    generator = torch.default_generator
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[index]
+    probe = torch.Generator(device)
+    probe.set_state(generator.get_state())
+    return int(torch.empty(1, dtype=torch.int64, device=device).random_(generator=probe))
