@@ -37,7 +37,7 @@ def sleep_ignoring(*signals: int) -> None:
     """Say that this rank is there, then sleep, deaf to ``signals``."""
     for signum in signals:
         signal.signal(signum, signal.SIG_IGN)
-    print("asleep", flush=True)
+    os.write(1, b"asleep\n")  # in one piece: print may write the line and its end apart, and another rank's between
     time.sleep(600)
 
 
