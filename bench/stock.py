@@ -14,7 +14,22 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..kernels.linear import apply_activation
-from ..layers.rope import Rope, apply_rope
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+
+
+def rope_tables(positions: torch.Tensor, head_dim: int, theta: float) -> Rope:
+    """(cos, sin) of ``positions`` [S], each [S, 1, H] fp32; the sine of the first half is negated."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    angles = positions.to(torch.float32)[:, None] * (1.0 / theta**exponents)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1).unsqueeze(-2), torch.cat((-sin, sin), dim=-1).unsqueeze(-2)
+
+
+def apply_rope(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """x [B, S, heads, H] with element i of each head rotated together with element i + H/2: two passes of torch's."""
+    cos, sin = rope
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin).to(x.dtype)
 
 
 class StockMLP(nn.Module):

@@ -29,11 +29,12 @@ from torch.distributed.tensor.parallel import (
 
 from ..kernels.accuracy import Verdict
 from ..layers import ParallelBlock, ParallelMLP, TransformerConfig
-from ..layers.rope import rope_tables
+from ..layers.rope import Rotary
+from ..layers.rope import rope_tables as our_tables
 from ..training.launch import Stopped, launch
 from .benchmark import Benchmark, Measurement, Settings
 from .gate import check_outputs, join_layers, module_outputs
-from .stock import StockBlock, StockMLP, training_step
+from .stock import StockBlock, StockMLP, rope_tables, training_step
 from .timing import Timing, compare_fixed
 
 RANKS = 2
@@ -127,12 +128,14 @@ class Rig:
     stock: nn.Module
     x: torch.Tensor
     grad: torch.Tensor
-    options: dict[str, Any]
+    options: dict[str, Any]  # of ours
+    stock_options: dict[str, Any]
 
     @classmethod
     def of(cls, size: Size, mesh: DeviceMesh) -> Rig:
         torch.manual_seed(0)
         options: dict[str, Any] = {}
+        stock_options: dict[str, Any] = {}
         stock: nn.Module
         ours: nn.Module
         if size.layer == "mlp":
@@ -143,11 +146,12 @@ class Rig:
                 hidden_size=size.D, intermediate_size=4 * size.D, num_heads=heads, rope_theta=ROPE_THETA
             )
             stock, ours = StockBlock(size.D, 4 * size.D, HEAD_DIM), ParallelBlock(config, mesh=mesh)
-            options["rope"] = rope_tables(torch.arange(size.T), HEAD_DIM, ROPE_THETA)
+            options["rope"] = our_tables(torch.arange(size.T), Rotary(HEAD_DIM, ROPE_THETA))
+            stock_options["rope"] = rope_tables(torch.arange(size.T), HEAD_DIM, ROPE_THETA)
         peer = parallelize_module(copy.deepcopy(stock), mesh, _peer_plan(size.layer))
         _load(ours, stock)
         x, grad = torch.randn(1, size.T, size.D), torch.randn(1, size.T, size.D)
-        return cls(ours, peer, stock, x.requires_grad_(), grad, options)
+        return cls(ours, peer, stock, x.requires_grad_(), grad, options, stock_options)
 
     def check(self) -> list[Verdict]:
         """Both sides against the stock module in fp64; every rank takes part in gathering the gradients."""
@@ -173,13 +177,16 @@ class Rig:
 
     def _step(self, module: nn.Module) -> None:
         """One training step, finished: DTensor's last all-reduces run on until somebody reads what they bring."""
-        y = training_step(module, self.x, self.grad, **self.options)
+        y = training_step(module, self.x, self.grad, **self._options(module))
         assert self.x.grad is not None
         for result in (y, self.x.grad):
             result.flatten()[0].item()
 
+    def _options(self, module: nn.Module) -> dict[str, Any]:
+        return self.options if module is self.ours else self.stock_options
+
     def _outputs(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-        found = module_outputs(module, self.x.to(dtype), self.grad.to(dtype), **self.options)
+        found = module_outputs(module, self.x.to(dtype), self.grad.to(dtype), **self._options(module))
         return join_layers(
             {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in found.items()}
         )

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-from ..kernels.dispatch import Choice
-from ..parallel.mesh import MeshLike, tp_group
+from ..kernels.rope import apply_rope, rope_choice
+from ..parallel.mesh import MeshLike
+from ..parallel.random import sharded_draws
 from .config import check_heads, default_head_dim
 from .linear import ColumnParallelLinear, RowParallelLinear, project
-from .module import Runs, check_divides
-from .rope import Rope, apply_rope, rope_tables
+from .module import Init, Runs, ShardedModule, check_divides
+from .rope import Rope, Rotary, rope_tables
+from .sdpa import attend, choose_path
 
 
 class AttentionCache(Protocol):
@@ -24,7 +24,7 @@ class AttentionCache(Protocol):
         ...
 
 
-class ParallelAttention(nn.Module):
+class ParallelAttention(ShardedModule):
     """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with rotary positions; N/R heads per rank.
 
     x and the result are [B, S, D] or, with ``batch_size=B``, [B*S, D] batch-major (with sequence parallelism
@@ -32,8 +32,14 @@ class ParallelAttention(nn.Module):
     that these attend to. Parameters are called as in Llama and Starcoder2: ``q_proj``, ``k_proj``, ``v_proj``,
     ``o_proj``. ``fuse_wgrad_accumulation`` adds their gradients to their ``main_grad`` (see ``attach_main_grads``).
 
-    Raises ValueError where heads or KV heads do not divide by the group's size, or ``head_dim`` is odd.
+    ``rotary`` says how heads are rotated, in place of plain rotary positions of base ``rope_theta``. ``window``,
+    ``softcap`` and the learned ``sinks`` [N/R] change the scores as ``layers/sdpa.py`` writes down; ``dropout_p`` of
+    the weights is dropped in training, other ones on every rank.
+
+    Raises ValueError where heads or KV heads do not divide by the group's size, or heads cannot be rotated.
     """
+
+    sinks: torch.Tensor | None
 
     def __init__(
         self,
@@ -43,6 +49,11 @@ class ParallelAttention(nn.Module):
         *,
         head_dim: int | None = None,
         rope_theta: float = 10000.0,
+        rotary: Rotary | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        dropout_p: float = 0.0,
         bias: bool = True,
         layer_index: int = 0,
         mesh: MeshLike = None,
@@ -54,8 +65,7 @@ class ParallelAttention(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
-        self.group = tp_group(mesh)
+        super().__init__(mesh, sequence_parallel=sequence_parallel, params=params, dtype=dtype, device=device)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_heads(num_heads, num_kv_heads)
         check_divides("num_heads", num_heads, self.group)
@@ -66,7 +76,9 @@ class ParallelAttention(nn.Module):
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd: rotary positions turn pairs of elements")
         self.scale = self.head_dim**-0.5
-        self.rope_theta = rope_theta
+        self.rotary = Rotary(self.head_dim, rope_theta) if rotary is None else rotary
+        self.window, self.softcap, self.dropout_p = window, softcap, dropout_p
+        self.impl = impl
         self.layer_index = layer_index
         common: dict[str, Any] = {
             "bias": bias,
@@ -84,6 +96,8 @@ class ParallelAttention(nn.Module):
         self.k_proj = ColumnParallelLinear(hidden_size, num_kv_heads * self.head_dim, **common)
         self.v_proj = ColumnParallelLinear(hidden_size, num_kv_heads * self.head_dim, **common)
         self.o_proj = RowParallelLinear(num_heads * self.head_dim, hidden_size, **common)
+        self.add_parameter("sinks", (num_heads,) if sinks else None, 0, Init(constant=0.0))
+        self.reset_parameters()
 
     def forward(
         self,
@@ -93,55 +107,122 @@ class ParallelAttention(nn.Module):
         positions: torch.Tensor | None = None,
         cache: AttentionCache | None = None,
         rope: Rope | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend over each sequence of the batch, or, with ``cache``, over what the cache holds of it.
 
-        ``positions`` are [S], shared by all sequences, or [B*S]; default 0..S-1. With a cache x is [T, D], tokens of
-        any sequences, and positions are [T]. ``rope`` hands in ready tables (``rope_tables`` of the positions).
+        ``positions`` are [S], shared by all sequences, or [B*S]; default 0..S-1. With ``cu_seqlens`` x is [T, D], a
+        packed batch (see :func:`shardfuse.layers.sdpa.attend`), and positions are [T], by default from 0 in each
+        sequence. With a cache x is [T, D], tokens of any sequences, and positions are [T]. ``rope`` hands in ready
+        tables (``rope_tables`` of the positions). ``residual``, of the result's shape and in a group of one only, is
+        added in the output projection's epilogue.
         """
+        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)  # [T, heads/R * H] or [B, S, heads/R * H]
         if cache is not None:
-            out = self._attend_cached(x, positions, cache, rope)
+            out = self._attend_cached(q, k, v, positions, cache, rope)
+        elif cu_seqlens is not None:
+            out = self._attend_packed(q, k, v, positions, rope, cu_seqlens, max_seqlen)
         else:
-            out = self._attend(x, batch_size, positions, rope)
-        return self.o_proj(out)
+            out = self._attend(q, k, v, batch_size, positions, rope)
+        return self.o_proj(out) if residual is None else self.o_proj(out, residual=residual)
 
     def _attend(
-        self, x: torch.Tensor, batch_size: int | None, positions: torch.Tensor | None, rope: Rope | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch_size: int | None,
+        positions: torch.Tensor | None,
+        rope: Rope | None,
     ) -> torch.Tensor:
-        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)  # [T, heads/R * H] or [B, S, heads/R * H]
-        batch = _batch_size(q, batch_size)
-        q, k, v = (t.view(batch, -1, t.shape[-1] // self.head_dim, self.head_dim) for t in (q, k, v))
+        shape, batch = q.shape, _batch_size(q, batch_size)
+        length = shape[1] if len(shape) == 3 else shape[0] // batch
+        q, k, v = (self._heads(t).unflatten(0, (batch, length)) for t in (q, k, v))
         if rope is None:
-            rope = rope_tables(_batched_positions(positions, q), self.head_dim, self.rope_theta)
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            is_causal=True,
-            scale=self.scale,
-            enable_gqa=self.num_heads != self.num_kv_heads,
-        )  # [B, N/R, S, H]
-        out = out.transpose(1, 2)
-        return out.reshape(*x.shape[:2], -1) if x.dim() == 3 else out.reshape(batch * out.shape[1], -1)
+            rope = rope_tables(_batched_positions(positions, q), self.rotary, length=length)
+        return self._mix(*self._rotated(q, k, rope), v).reshape(shape)
+
+    def _attend_packed(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor | None,
+        rope: Rope | None,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int | None,
+    ) -> torch.Tensor:
+        shape = q.shape
+        if len(shape) != 2:
+            raise ValueError(f"a packed batch wants x [T, D], not {len(shape)} dimensions: flatten batch and sequence")
+        q, k, v = (self._heads(t) for t in (q, k, v))
+        if rope is None:
+            positions = packed_positions(cu_seqlens, shape[0]) if positions is None else positions
+            rope = rope_tables(positions, self.rotary, length=shape[0] if max_seqlen is None else max_seqlen)
+        q, k = self._rotated(q, k, rope)
+        return self._mix(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).reshape(shape)
 
     def _attend_cached(
-        self, x: torch.Tensor, positions: torch.Tensor | None, cache: AttentionCache, rope: Rope | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor | None,
+        cache: AttentionCache,
+        rope: Rope | None,
     ) -> torch.Tensor:
-        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (t.view(len(x), -1, self.head_dim) for t in (q, k, v))
+        if not (self.window is self.softcap is self.sinks is None):
+            raise ValueError(
+                "attention over a cache knows no window, soft-cap or sinks yet: this layer was built with one"
+            )
+        shape = q.shape
+        q, k, v = (self._heads(t) for t in (q, k, v))
         if rope is None:
             if positions is None:
                 raise ValueError("attention over a cache wants positions [T]: where each token stands in its sequence")
-            rope = rope_tables(positions, self.head_dim, self.rope_theta)
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
-        return cache.attend(self.layer_index, q, k, v, self.scale).reshape(len(x), -1)
+            rope = rope_tables(positions, self.rotary)
+        q, k = self._rotated(q, k, rope)
+        return cache.attend(self.layer_index, q, k, v, self.scale).reshape(shape)
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., heads * H] -> [T, heads, H]."""
+        return x.view(x.shape[:-1].numel(), x.shape[-1] // self.head_dim, self.head_dim)
+
+    def _rotated(self, q: torch.Tensor, k: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = apply_rope(q, k, *rope, interleaved=self.rotary.interleaved, impl=self.impl)  # type: ignore[assignment]
+        return q, k
+
+    def _mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **packed: Any) -> torch.Tensor:
+        (sinks,) = self.local("sinks")
+        options = {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": sinks, **packed}
+        if not (self.training and self.dropout_p):
+            return attend(q, k, v, **options)
+        with sharded_draws(self.group, q.device):
+            return attend(q, k, v, dropout_p=self.dropout_p, **options)
 
     def runs(self, device: torch.device) -> Runs:
-        return [("attention", Choice("reference", "torch's scaled_dot_product_attention; a cache brings its own op"))]
+        path = choose_path(
+            device,
+            self.q_proj.weight.dtype,
+            self.head_dim,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=self.sinks is not None,
+            dropout_p=self.dropout_p if self.training else 0.0,
+        )
+        return [("attention", path), ("apply_rope", rope_choice(device, self.impl))]
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+
+
+def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Where each of ``tokens`` stands in its sequence of a packed batch: [T] int64, without a look at the contents."""
+    index = torch.arange(tokens, device=cu_seqlens.device)
+    starts = cu_seqlens[torch.searchsorted(cu_seqlens, index, right=True) - 1]
+    return index - starts
 
 
 def _batch_size(tokens: torch.Tensor, batch_size: int | None) -> int:

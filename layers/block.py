@@ -9,17 +9,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..parallel.mesh import MeshLike, tp_group
+from . import dropout as masks
 from .attention import AttentionCache, ParallelAttention
 from .config import TransformerConfig
 from .mlp import ParallelMLP
 from .norm import LayerNorm, RMSNorm
-from .rope import Rope
+from .rope import Rope, Rotary
 
 
 class ParallelBlock(nn.Module):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``, as in Starcoder2 (gelu style) and Llama (gated).
 
-    x and the result are [B, S, D] or, with ``batch_size=B``, [B*S, D] (with sequence parallelism [B*S/R, D]).
+    x and the result are [B, S, D] or, with ``batch_size=B``, [B*S, D] (with sequence parallelism [B*S/R, D]). In
+    training, ``config.residual_dropout`` of either branch is dropped before it joins x.
     ``recompute`` keeps only x for backward and runs the layer again there; ``mlp_recompute`` is ParallelMLP's
     ``recompute``, for the MLP alone. ``fuse_wgrad_accumulation`` adds the linear layers' gradients to their parameters'
     ``main_grad`` (see ``attach_main_grads``).
@@ -43,6 +45,9 @@ class ParallelBlock(nn.Module):
         super().__init__()
         self.group = tp_group(mesh)
         self.recompute = recompute
+        self.dropout_p = config.residual_dropout
+        self.sequence_parallel = sequence_parallel and self.group.size > 1
+        self.impl = impl
         place: dict[str, Any] = {
             "mesh": self.group,
             "sequence_parallel": sequence_parallel,
@@ -50,13 +55,17 @@ class ParallelBlock(nn.Module):
             "dtype": dtype,
             "device": device,
         }
-        self.input_layernorm = make_norm(config, **place)
+        self.input_layernorm = make_norm(config, impl=impl, **place)
         self.self_attn = ParallelAttention(
             config.hidden_size,
             config.num_heads,
             config.num_kv_heads,
             head_dim=config.head_dim,
-            rope_theta=config.rope_theta,
+            rotary=Rotary.of(config),
+            window=config.attention_window,
+            softcap=config.attention_softcap,
+            sinks=config.attention_sinks,
+            dropout_p=config.attention_dropout,
             bias=config.bias,
             layer_index=layer_index,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
@@ -64,7 +73,7 @@ class ParallelBlock(nn.Module):
             init_std=config.init_std,
             **place,
         )
-        self.post_attention_layernorm = make_norm(config, **place)
+        self.post_attention_layernorm = make_norm(config, impl=impl, **place)
         self.mlp = ParallelMLP(
             config.hidden_size,
             config.intermediate_size,
@@ -79,34 +88,66 @@ class ParallelBlock(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Stream,
         *,
         batch_size: int | None = None,
         positions: torch.Tensor | None = None,
         cache: AttentionCache | None = None,
         rope: Rope | None = None,
-    ) -> torch.Tensor:
-        """See :meth:`ParallelAttention.forward` for what the arguments mean."""
-        if self.recompute and torch.is_grad_enabled():
-            # Nothing here draws random numbers, so their state need not be kept.
-            return checkpoint(
-                self._forward, x, batch_size, positions, cache, rope, use_reentrant=False, preserve_rng_state=False
-            )
-        return self._forward(x, batch_size, positions, cache, rope)
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
+        join: bool = True,
+    ) -> Any:
+        """See :meth:`ParallelAttention.forward` for what the arguments mean.
 
-    def _forward(
-        self,
-        x: torch.Tensor,
-        batch_size: int | None,
-        positions: torch.Tensor | None,
-        cache: AttentionCache | None,
-        rope: Rope | None,
-    ) -> torch.Tensor:
-        attended = self.self_attn(
-            self.input_layernorm(x), batch_size=batch_size, positions=positions, cache=cache, rope=rope
+        With ``join=False`` the MLP's branch comes back beside the stream that it is to join, (stream, branch,
+        dropout), and x may be such a triple: the norm that comes next adds them up in its own kernel.
+        """
+        attention = {
+            "batch_size": batch_size,
+            "positions": positions,
+            "cache": cache,
+            "rope": rope,
+            "cu_seqlens": cu_seqlens,
+            "max_seqlen": max_seqlen,
+        }
+        if self.recompute and torch.is_grad_enabled():
+            random = self.training and (
+                self.dropout_p > 0 or self.self_attn.dropout_p > 0
+            )  # else no state need be kept
+            return checkpoint(self._forward, x, attention, join, use_reentrant=False, preserve_rng_state=random)
+        return self._forward(x, attention, join)
+
+    def _forward(self, x: Stream, attention: dict[str, Any], join: bool) -> Stream:
+        y, stream = normed(self.input_layernorm, x, MLP)
+        dropout = masks.draw(
+            self.dropout_p, stream, self.group, sequence_parallel=self.sequence_parallel, training=self.training
         )
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x))
+        if self.group.size == 1 and dropout is None:  # both sums are in the epilogues of the products before them
+            stream = self.self_attn(y, residual=stream, **attention)
+            y, stream = self.post_attention_layernorm(stream, carry=True)
+            return self.mlp(y, residual=stream)
+        branch = self.self_attn(y, **attention)
+        y, stream = normed(self.post_attention_layernorm, (stream, branch, dropout), ATTENTION)
+        branch = self.mlp(y)
+        if not join:
+            return stream, branch, dropout
+        return stream + branch if dropout is None else dropout.apply(branch, MLP, stream, impl=self.impl)
+
+
+# Where a block's two masks come from.
+ATTENTION, MLP = 0, 1
+
+# What flows between blocks: x, or x and a branch that has yet to join it.
+Stream = torch.Tensor | tuple[torch.Tensor, torch.Tensor, masks.Dropout | None]
+
+
+def normed(norm: LayerNorm | RMSNorm, x: Stream, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(x), x), where a branch that waits joins first, its mask drawn from ``stream``."""
+    if isinstance(x, torch.Tensor):
+        return norm(x, carry=True)
+    x, branch, dropout = x
+    return norm(branch, residual=x, dropout=dropout, stream=stream)
 
 
 def make_norm(config: TransformerConfig, **place: Any) -> LayerNorm | RMSNorm:

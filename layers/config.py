@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 STYLES = ("gelu", "gated")
+# What transformers calls the ways of stretching rotary positions over longer sequences.
+SCALINGS = ("linear", "dynamic", "yarn", "longrope", "llama3")
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -25,6 +29,12 @@ class TransformerConfig:
 
     ``num_kv_heads`` defaults to ``num_heads``, ``head_dim`` to ``hidden_size / num_heads``, ``bias`` (of the linear
     layers; norms follow the style) to what the style says. ``init_std`` is the standard deviation of fresh weights.
+    In training ``embedding_dropout`` of the embeddings is dropped, ``residual_dropout`` of what attention and MLP add
+    to them, and ``attention_dropout`` of the attention weights. ``attention_window``, ``attention_softcap`` and
+    ``attention_sinks``: see :func:`~shardfuse.layers.sdpa.attend`.
+    ``rope_scaling`` is transformers' ``rope_parameters`` without theta, such as ``{"rope_type": "linear", "factor":
+    2.0}``; ``partial_rotary_factor`` the share of each head that is rotated, ``rope_interleaved`` pairs its neighbours
+    as GPT-J does (see :class:`~shardfuse.layers.rope.Rotary`).
 
     Raises ValueError for sizes that cannot make a model.
     """
@@ -39,10 +49,19 @@ class TransformerConfig:
     head_dim: int = None  # type: ignore[assignment]
     max_positions: int = 2048
     rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = field(default=None, hash=False)
+    partial_rotary_factor: float = 1.0
+    rope_interleaved: bool = False
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     bias: bool = None  # type: ignore[assignment]
     init_std: float = 0.02
+    embedding_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    attention_window: int | None = None
+    attention_softcap: float | None = None
+    attention_sinks: bool = False
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:
@@ -55,9 +74,15 @@ class TransformerConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
+        for name in ("embedding_dropout", "residual_dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected at least 0 and less than 1")
         check_heads(self.num_heads, self.num_kv_heads)
         if self.head_dim is None:
             self._set("head_dim", default_head_dim(self.hidden_size, self.num_heads))
+        check_rope(self.head_dim, self.partial_rotary_factor, self.rope_scaling)
+        if self.rope_scaling is not None:
+            self._set("rope_scaling", dict(self.rope_scaling))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen for its users only
@@ -84,3 +109,27 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
             f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}: every KV head serves the same "
             "number of query heads"
         )
+
+
+def rope_type(scaling: Mapping[str, Any] | None) -> str:
+    """The kind of a ``rope_scaling``, by transformers' name for it."""
+    return "default" if scaling is None else scaling.get("rope_type", scaling.get("type", "default"))
+
+
+def rotary_dim(head_dim: int, partial_rotary_factor: float) -> int:
+    """P, the rotated elements of a head of H."""
+    return int(head_dim * partial_rotary_factor)
+
+
+def check_rope(head_dim: int, partial_rotary_factor: float, scaling: Mapping[str, Any] | None) -> None:
+    """ValueError unless heads can be rotated so."""
+    rotary = rotary_dim(head_dim, partial_rotary_factor)
+    if not 0 < rotary <= head_dim or rotary % 2:
+        raise ValueError(
+            f"partial_rotary_factor={partial_rotary_factor} of head_dim={head_dim} is {rotary} elements: expected an "
+            "even number of at least 2 and at most head_dim, as rotary positions turn pairs"
+        )
+    if scaling is not None and not isinstance(scaling, Mapping):
+        raise ValueError(f"rope_scaling={scaling!r}: expected a dict with a rope_type, or None")
+    if rope_type(scaling) not in ("default", *SCALINGS):
+        raise ValueError(f"rope_scaling with rope_type={rope_type(scaling)!r}: expected one of {', '.join(SCALINGS)}")

@@ -22,7 +22,7 @@ from ..parallel.checkpoint import full_state_dict
 from ..parallel.mesh import MeshLike, tp_group
 from ..parallel.sharding import local_tensor, spec_of
 from ..parallel.storage import agree
-from .config import TransformerConfig
+from .config import TransformerConfig, rope_type
 from .transformer import ParallelTransformer
 
 CONFIG = "config.json"
@@ -108,18 +108,30 @@ def _write(model: ParallelTransformer, state: dict[str, torch.Tensor], directory
 
 
 def config_to_hf(config: TransformerConfig, dtype: str = "float32") -> dict[str, Any]:
-    """The ``config.json`` of ``config``, as transformers 5 writes it."""
+    """The ``config.json`` of ``config``, as transformers 5 writes it; ValueError where it has no such model."""
     style = config.style
+    for name in ("attention_window", "attention_softcap", "attention_sinks"):
+        if getattr(config, name) not in (None, False):
+            raise ValueError(
+                f"{name}={getattr(config, name)}: transformers' {_MODEL_TYPES[style]} has no such attention; a model "
+                "that differs cannot be exported as one"
+            )
     out: dict[str, Any] = {"architectures": [_ARCHITECTURES[style]], "model_type": _MODEL_TYPES[style], "dtype": dtype}
     out |= {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
     out |= dict.fromkeys(_BIASES[style], config.bias)
     out[_NORM_EPS[style]] = config.norm_eps
     out["hidden_act"] = _ACTIVATIONS[style]
-    out["rope_parameters"] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    out["rope_parameters"] = _rope_parameters(config)
     out["rope_theta"] = config.rope_theta  # where transformers 4 looks
-    out |= {"attention_dropout": 0.0, "bos_token_id": None, "eos_token_id": None, "use_cache": True}
+    out |= {
+        "attention_dropout": config.attention_dropout,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "use_cache": True,
+    }
     if style == "gelu":
-        out |= {"embedding_dropout": 0.0, "residual_dropout": 0.0, "sliding_window": None}
+        out |= {"embedding_dropout": config.embedding_dropout, "residual_dropout": config.residual_dropout}
+        out["sliding_window"] = None
     return out
 
 
@@ -140,24 +152,37 @@ def config_from_hf(raw: dict[str, Any]) -> TransformerConfig:
     if window is not None and window < raw["max_position_embeddings"]:
         raise ValueError(f"sliding_window={window}: attention here is over all earlier tokens")
     fields = {ours: raw[theirs] for ours, theirs in _FIELDS.items() if theirs in raw or theirs not in _OPTIONAL}
+    fields |= _rope_fields(raw)
     try:
-        return TransformerConfig(
-            style=style, norm_eps=raw[_NORM_EPS[style]], bias=biases.pop(), rope_theta=_rope_theta(raw), **fields
-        )
+        return TransformerConfig(style=style, norm_eps=raw[_NORM_EPS[style]], bias=biases.pop(), **fields)
     except TypeError as error:
         raise ValueError(f"a value has the wrong type: {error}") from error
 
 
-def _rope_theta(raw: dict[str, Any]) -> float:
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    partial = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    if kind != "default" or partial != 1.0:
+def _rope_parameters(config: TransformerConfig) -> dict[str, Any]:
+    if config.partial_rotary_factor != 1.0 or config.rope_interleaved:
         raise ValueError(
-            f"rope_type={kind!r}, partial_rotary_factor={partial}: only plain rotary positions over whole heads "
-            "are done here"
+            f"partial_rotary_factor={config.partial_rotary_factor}, rope_interleaved={config.rope_interleaved}: "
+            f"transformers' {_MODEL_TYPES[config.style]} rotates whole heads, element i with i + head_dim / 2; a model "
+            "that differs cannot be exported as one"
         )
-    return float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    scaling = {name: value for name, value in (config.rope_scaling or {}).items() if name != "type"}
+    return {**scaling, "rope_type": rope_type(config.rope_scaling), "rope_theta": config.rope_theta}
+
+
+def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """``rope_theta`` and ``rope_scaling``; transformers 4 kept the first beside the second."""
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
+    partial = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    kind = rope_type(rope)
+    if partial != 1.0:
+        raise ValueError(
+            f"partial_rotary_factor={partial}: transformers' {raw['model_type']} rotates whole heads all the same, and "
+            "others do not; which is meant cannot be told"
+        )
+    rope.pop("type", None)
+    return {"rope_theta": float(theta), "rope_scaling": None if kind == "default" else rope | {"rope_type": kind}}
 
 
 def load_hf(

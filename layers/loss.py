@@ -1,4 +1,6 @@
-"""Cross-entropy over logits whose vocabulary is sharded."""
+"""Cross-entropy over logits whose vocabulary is sharded, and, from ``parallel/cross_entropy.py``, over logits that a
+projection would have: ``linear_cross_entropy`` and ``linear_log_probs``.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..kernels.cross_entropy.op import check_reduction, check_targets
 from ..parallel import collectives
+from ..parallel.cross_entropy import linear_cross_entropy, linear_log_probs
 from ..parallel.mesh import SINGLE, Group
 
-REDUCTIONS = ("mean", "sum", "none")
+__all__ = ["linear_cross_entropy", "linear_log_probs", "vocab_parallel_cross_entropy"]
 
 
 def vocab_parallel_cross_entropy(
@@ -29,7 +33,7 @@ def vocab_parallel_cross_entropy(
     vocabulary. Backward overwrites the softmax that forward saved, so that only one buffer of the logits' size lives.
 
     A target outside the vocabulary that is not ``ignore_index`` raises on a CPU; on a GPU, where looking would stop
-    the host, it makes the loss NaN.
+    the host, it makes the loss NaN, and raises under ``SHARDFUSE_DEBUG=1``.
 
     Raises ValueError for shapes that do not fit, an unknown ``reduction``, or a target outside the vocabulary.
     """
@@ -38,9 +42,8 @@ def vocab_parallel_cross_entropy(
             f"cross-entropy wants logits [T, V/R] and targets [T], but got {list(logits.shape)} and "
             f"{list(targets.shape)}; flatten batch and sequence first"
         )
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"cross-entropy: reduction={reduction!r}: expected one of {', '.join(REDUCTIONS)}")
-    _check_targets(targets, logits.shape[1] * group.size, ignore_index)
+    check_reduction("cross-entropy", reduction)
+    check_targets("cross-entropy", targets, logits.shape[1] * group.size, ignore_index)
     if group.size == 1:
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return F.cross_entropy(wide, targets, ignore_index=ignore_index, reduction=reduction)
@@ -50,17 +53,6 @@ def vocab_parallel_cross_entropy(
         return losses
     total = losses.sum()
     return total if reduction == "sum" else total / (targets != ignore_index).sum()
-
-
-def _check_targets(targets: torch.Tensor, vocab_size: int, ignore_index: int) -> None:
-    if targets.device.type != "cpu" or targets.numel() == 0 or torch.compiler.is_compiling():
-        return
-    wrong = ((targets < 0) | (targets >= vocab_size)) & (targets != ignore_index)
-    if wrong.any():
-        raise ValueError(
-            f"cross-entropy: target {targets[wrong][0].item()} is neither in the vocabulary of {vocab_size} nor "
-            f"ignore_index={ignore_index}"
-        )
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

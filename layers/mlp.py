@@ -11,7 +11,7 @@ from ..kernels.dispatch import settled
 from ..kernels.linear import ACTIVATIONS, apply_activation, gated_linear, linear_act_choice
 from ..parallel.mesh import MeshLike, tp_group
 from ..parallel.mlp import RECOMPUTE, fused_mlp
-from .linear import ColumnParallelLinear, RowParallelLinear, check_tokens, project
+from .linear import ColumnParallelLinear, RowParallelLinear, check_tokens, project, untouched
 from .module import check_divides
 
 SITE = "mlp"
@@ -98,7 +98,7 @@ class ParallelMLP(nn.Module):
         if self._composed(x):
             return self._one_after_another(x, residual)
         layers = [self.gate_proj, self.up_proj, self.down_proj] if self.gated else [self.c_fc, self.c_proj]
-        if not all(map(_untouched, layers)):
+        if not all(map(untouched, layers)):
             return self._one_after_another(x, residual)
         *first, last = layers
         if self.sequence_parallel:
@@ -132,7 +132,7 @@ class ParallelMLP(nn.Module):
         if not self.gated:
             return self.c_proj(self.c_fc(x), **added)
         gate, up, activation = self.gate_proj, self.up_proj, self.activation
-        if not (_untouched(gate) and _untouched(up)):
+        if not (untouched(gate) and untouched(up)):
             h = apply_activation(gate(x), activation) * up(x)
         elif self.group.size == 1:
             h = gated_linear(
@@ -149,13 +149,3 @@ class ParallelMLP(nn.Module):
             g, u = project(x, gate, up)
             h = apply_activation(g, activation) * u
         return self.down_proj(h, **added)
-
-
-_OWN = (ColumnParallelLinear, RowParallelLinear)
-
-
-def _untouched(layer: nn.Module) -> bool:
-    """Whether ``layer`` is ours and nobody wants to hear of its calls, so that its parameters may be read instead."""
-    return type(layer) in _OWN and not (
-        layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
-    )

@@ -1,4 +1,4 @@
-"""Norms over the model width, by torch's own functions, whose parameters know the group that shares them.
+"""Norms over the model width, whose parameters know the group that shares them.
 
 Tensor parallelism without sequence parallelism normalises every token on every rank: the weights are replicated and
 so are their gradients. With sequence parallelism a rank normalises its own tokens [T/R, D] only, so the gradients are
@@ -7,16 +7,81 @@ summed over the group in backward (Korthikanti et al., arXiv:2205.05198, section
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
+from typing import Any
 
-from ..kernels.dispatch import Choice
+import torch
+
+from ..kernels.norm import layer_norm, norm_choice, rms_norm
 from ..parallel.mesh import MeshLike
+from .dropout import Dropout
 from .module import Init, Runs, ShardedModule
 
 
-class LayerNorm(ShardedModule):
-    """``nn.LayerNorm(hidden_size)``; x [..., D] (with sequence parallelism [T/R, D])."""
+class _Norm(ShardedModule):
+    """What the two norms share: one weight for each feature, and how they are called."""
+
+    op: str
+    weight: torch.Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float,
+        *,
+        weight_offset: float,
+        impl: str,
+        mesh: MeshLike,
+        sequence_parallel: bool,
+        params: str,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__(mesh, sequence_parallel=sequence_parallel, params=params, dtype=dtype, device=device)
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self.weight_offset = weight_offset
+        self.impl = impl
+        self.add_parameter("weight", (hidden_size,), None, Init(constant=1.0 - weight_offset))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        residual: torch.Tensor | None = None,
+        dropout: Dropout | None = None,
+        stream: int = 0,
+        carry: bool = False,
+    ) -> Any:
+        """norm(x); with ``residual`` (norm(s), s) of s = residual + dropout(x); with ``carry`` (norm(x), x).
+
+        What is computed from that second result, not from x, has its gradient added up in the norm's backward kernel.
+        """
+        if residual is None:
+            return self._norm(x, carry=True) if carry else self._norm(x)
+        dropped: dict[str, Any] = {}
+        if dropout is not None:
+            p, ticket, row_start = dropout
+            dropped = {"dropout_p": p, "ticket": ticket, "row_start": row_start, "stream": stream}
+        return self._norm(x, residual=residual, **dropped)
+
+    def _norm(self, x: torch.Tensor, **options: Any) -> Any:
+        raise NotImplementedError
+
+    def runs(self, device: torch.device) -> Runs:
+        return [(self.op, norm_choice(self.op, device, self.impl, self.weight.dtype))]
+
+    def extra_repr(self) -> str:
+        offset = f", weight_offset={self.weight_offset:g}" if self.weight_offset else ""
+        return f"{self.hidden_size}, eps={self.eps}{offset}, {self.sharding_repr()}"
+
+
+class LayerNorm(_Norm):
+    """``nn.LayerNorm(hidden_size)``; x [..., D] (with sequence parallelism [T/R, D]).
+
+    ``weight_offset`` is added to the weight. ``impl``: see ``kernels/dispatch.py``.
+    """
+
+    op = "layer_norm"
 
     def __init__(
         self,
@@ -24,56 +89,67 @@ class LayerNorm(ShardedModule):
         eps: float = 1e-5,
         bias: bool = True,
         *,
+        weight_offset: float = 0.0,
+        impl: str = "auto",
         mesh: MeshLike = None,
         sequence_parallel: bool = False,
         params: str = "dtensor",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(mesh, sequence_parallel=sequence_parallel, params=params, dtype=dtype, device=device)
-        self.hidden_size = hidden_size
-        self.eps = eps
-        self.add_parameter("weight", (hidden_size,), None, Init(constant=1.0))
+        super().__init__(
+            hidden_size,
+            eps,
+            weight_offset=weight_offset,
+            impl=impl,
+            mesh=mesh,
+            sequence_parallel=sequence_parallel,
+            params=params,
+            dtype=dtype,
+            device=device,
+        )
         self.add_parameter("bias", (hidden_size,) if bias else None, None, Init(constant=0.0))
         self.reset_parameters()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def _norm(self, x: torch.Tensor, **options: Any) -> Any:
         weight, bias = self.local_repeated("weight", "bias", site="norm")
-        return F.layer_norm(x, (self.hidden_size,), weight, bias, self.eps)
-
-    def runs(self, device: torch.device) -> Runs:
-        return [("layer_norm", Choice("reference", "torch's own layer_norm"))]
-
-    def extra_repr(self) -> str:
-        return f"{self.hidden_size}, eps={self.eps}, {self.sharding_repr()}"
+        return layer_norm(x, weight, bias, eps=self.eps, weight_offset=self.weight_offset, impl=self.impl, **options)
 
 
-class RMSNorm(ShardedModule):
-    """``nn.RMSNorm(hidden_size)`` (Zhang and Sennrich, arXiv:1910.07467); x [..., D] as in :class:`LayerNorm`."""
+class RMSNorm(_Norm):
+    """``nn.RMSNorm(hidden_size)`` (Zhang and Sennrich, arXiv:1910.07467); x [..., D] as in :class:`LayerNorm`.
+
+    ``weight_offset=1.0`` makes it Gemma's, whose weights are kept around 0. ``impl``: see ``kernels/dispatch.py``.
+    """
+
+    op = "rms_norm"
 
     def __init__(
         self,
         hidden_size: int,
         eps: float = 1e-6,
         *,
+        weight_offset: float = 0.0,
+        impl: str = "auto",
         mesh: MeshLike = None,
         sequence_parallel: bool = False,
         params: str = "dtensor",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(mesh, sequence_parallel=sequence_parallel, params=params, dtype=dtype, device=device)
-        self.hidden_size = hidden_size
-        self.eps = eps
-        self.add_parameter("weight", (hidden_size,), None, Init(constant=1.0))
+        super().__init__(
+            hidden_size,
+            eps,
+            weight_offset=weight_offset,
+            impl=impl,
+            mesh=mesh,
+            sequence_parallel=sequence_parallel,
+            params=params,
+            dtype=dtype,
+            device=device,
+        )
         self.reset_parameters()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def _norm(self, x: torch.Tensor, **options: Any) -> Any:
         (weight,) = self.local_repeated("weight", site="norm")
-        return F.rms_norm(x, (self.hidden_size,), weight, self.eps)
-
-    def runs(self, device: torch.device) -> Runs:
-        return [("rms_norm", Choice("reference", "torch's own rms_norm"))]
-
-    def extra_repr(self) -> str:
-        return f"{self.hidden_size}, eps={self.eps}, {self.sharding_repr()}"
+        return rms_norm(x, weight, eps=self.eps, weight_offset=self.weight_offset, impl=self.impl, **options)

@@ -16,21 +16,28 @@ from torch import nn
 
 from ..parallel import functional
 from ..parallel.mesh import Group, MeshLike, tp_group
+from ..parallel.random import check_alike
 from ..parallel.sharding import named_seed, parameter_seed
-from .attention import AttentionCache
-from .block import ParallelBlock, make_norm
+from . import dropout as masks
+from .attention import AttentionCache, packed_positions
+from .block import MLP, ParallelBlock, Stream, make_norm, normed
 from .config import TransformerConfig
 from .embedding import VocabParallelEmbedding
-from .linear import ColumnParallelLinear
-from .loss import vocab_parallel_cross_entropy
+from .linear import ColumnParallelLinear, untouched
+from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from .module import ShardedModule
-from .rope import rope_tables
+from .rope import Rotary, rope_tables
 
 
 class ServingCache(AttentionCache, Protocol):
     """What the model asks of a batch when serving."""
 
     logit_indices: torch.Tensor  # [T_selected]: the tokens whose logits are wanted
+
+
+FUSED_LOSS_BYTES = (
+    64 << 20
+)  # logits of this size in fp32 are formed chunk by chunk; smaller ones are faster in one piece
 
 
 class Decoder(nn.Module):
@@ -44,7 +51,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             ParallelBlock(config, index, **block, **place) for index in range(config.num_layers)
         )
-        self.norm = make_norm(config, **place)
+        self.norm = make_norm(config, impl=block["impl"], **place)
 
 
 class ParallelTransformer(nn.Module):
@@ -78,6 +85,9 @@ class ParallelTransformer(nn.Module):
         self.config = config
         self.group: Group = tp_group(mesh)
         self.sequence_parallel = sequence_parallel and self.group.size > 1
+        self.impl = impl
+        self.rotary = Rotary.of(config)
+        self._drew = False  # whether the ranks were found to draw alike
         place: dict[str, Any] = {
             "mesh": self.group,
             "sequence_parallel": sequence_parallel,
@@ -108,24 +118,51 @@ class ParallelTransformer(nn.Module):
         *,
         positions: torch.Tensor | None = None,
         cache: ServingCache | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
     ) -> torch.Tensor:
         """Logits or loss of whole sequences, or, with ``cache``, the next-token logits of a serving batch.
 
         - ``tokens`` [B, S]: logits [B, S, V/R] (:meth:`gather_logits` makes them whole); with ``targets`` [B, S], the
-          token that follows each one (-100: none), the mean loss, a scalar that is the same on every rank.
+          token that follows each one (-100: none), the mean loss, a scalar that is the same on every rank. Logits that
+          would take more than FUSED_LOSS_BYTES are then never stored (``linear_cross_entropy``).
+        - ``tokens`` [T], ``cu_seqlens`` [S + 1]: the same for a packed batch, [T, V/R] and ``targets`` [T]; see
+          :func:`shardfuse.layers.sdpa.attend` for these and ``max_seqlen``.
         - ``tokens`` [T], ``positions`` [T], ``cache``: logits [T_selected, V/R] of the tokens ``cache.logit_indices``.
         """
         if cache is not None:
             return self._serve(tokens, positions, cache)
-        batch, length = self._check_batch(tokens, targets)
-        rope = rope_tables(torch.arange(length, device=tokens.device), self.config.head_dim, self.config.rope_theta)
-        x = self.model.embed_tokens(tokens.reshape(-1))
+        if cu_seqlens is None:
+            batch, length = self._check_batch(tokens, targets)
+            positions = torch.arange(length, device=tokens.device)
+            how: dict[str, Any] = {"batch_size": batch}
+        else:
+            length = self._check_packed(tokens, targets, max_seqlen)
+            positions = packed_positions(cu_seqlens, len(tokens))
+            how = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        rope = rope_tables(positions, self.rotary, length=length)
+        x: Stream = self._dropped(self.model.embed_tokens(tokens.reshape(-1)))
         for block in self.model.layers:
-            x = block(x, batch_size=batch, rope=rope)
-        logits = self.lm_head(self.model.norm(x))  # [T, V/R]
+            x = block(x, rope=rope, join=False, **how)
+        y, _ = normed(self.model.norm, x, MLP)
         if targets is None:
-            return logits.view(batch, length, -1)
-        return vocab_parallel_cross_entropy(logits, targets.reshape(-1), self.group)
+            return self.lm_head(y).view(*tokens.shape, -1)
+        return self._loss(y, targets.reshape(-1))
+
+    def _loss(self, y: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        head = self.lm_head
+        if targets.numel() * head.weight.shape[0] // self.group.size * 4 <= FUSED_LOSS_BYTES or not untouched(head):
+            return vocab_parallel_cross_entropy(head(y), targets, self.group)
+        return linear_cross_entropy(
+            y,
+            head.weight,
+            targets,
+            group=self.group,
+            sequence_parallel=self.sequence_parallel,
+            fuse_wgrad_accumulation=head.fuse_wgrad_accumulation,
+            impl=head.impl,
+            site="head",
+        )
 
     def _serve(self, tokens: torch.Tensor, positions: torch.Tensor | None, cache: ServingCache) -> torch.Tensor:
         if self.sequence_parallel:
@@ -136,11 +173,27 @@ class ParallelTransformer(nn.Module):
                 f"with a cache, expected tokens [T] and positions [T], not tokens {list(tokens.shape)}, "
                 f"positions {given}"
             )
-        rope = rope_tables(positions, self.config.head_dim, self.config.rope_theta)
+        rope = rope_tables(positions, self.rotary)
         x = self.model.embed_tokens(tokens)
         for block in self.model.layers:
             x = block(x, cache=cache, rope=rope)
         return self.lm_head(self.model.norm(x[cache.logit_indices]))
+
+    def _dropped(self, x: torch.Tensor) -> torch.Tensor:
+        """The embeddings, in training without ``config.embedding_dropout`` of them."""
+        config = self.config
+        if (
+            self.training
+            and max(config.residual_dropout, config.embedding_dropout, config.attention_dropout) > 0
+            and not self._drew
+        ):
+            self._drew = True
+            if not torch.compiler.is_compiling():
+                check_alike(self.group, x.device)
+        dropout = masks.draw(
+            config.embedding_dropout, x, self.group, sequence_parallel=self.sequence_parallel, training=self.training
+        )
+        return x if dropout is None else dropout.apply(x, 0, impl=self.impl)
 
     def _check_batch(self, tokens: torch.Tensor, targets: torch.Tensor | None) -> tuple[int, int]:
         if tokens.dim() != 2 or (targets is not None and targets.shape != tokens.shape):
@@ -159,6 +212,21 @@ class ParallelTransformer(nn.Module):
                 "ranks: change batch size or length, or pass sequence_parallel=False"
             )
         return batch, length
+
+    def _check_packed(self, tokens: torch.Tensor, targets: torch.Tensor | None, max_seqlen: int | None) -> int:
+        """The longest sequence that there may be."""
+        if tokens.dim() != 1 or (targets is not None and targets.shape != tokens.shape):
+            given = "" if targets is None else f" and targets {list(targets.shape)}"
+            raise ValueError(
+                f"with cu_seqlens, expected tokens [T] and targets of the same shape, not tokens {list(tokens.shape)}"
+                f"{given}"
+            )
+        if self.sequence_parallel and len(tokens) % self.group.size:
+            raise ValueError(
+                f"sequence parallelism wants the {len(tokens)} tokens of a batch to divide by {self.group.size} ranks: "
+                "pad the last sequence, or pass sequence_parallel=False"
+            )
+        return min(len(tokens), self.config.max_positions) if max_seqlen is None else max_seqlen
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """[..., V/R] -> [..., V] on every rank."""

@@ -10,6 +10,9 @@ and pipeline stages, whose tokens and layers are different ones.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -35,6 +38,33 @@ def manual_seed(seed: int, mesh: DeviceMesh | None = None, *, step: int = 0, tp_
     return found
 
 
+@contextlib.contextmanager
+def sharded_draws(group: Group, device: torch.device) -> Iterator[None]:
+    """Within the block torch's generator of ``device`` gives every rank of ``group`` numbers of its own.
+
+    For what draws by itself and is sharded, such as the weights of each rank's attention heads. Afterwards the ranks
+    draw alike again. Raises RuntimeError while a CUDA graph is captured or torch.compile traces (one rank: never).
+    """
+    if group.size == 1:
+        yield
+        return
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or capturing:
+        raise RuntimeError(
+            "dropout of attention weights that are sharded over ranks moves torch's generator, which neither "
+            "torch.compile nor a CUDA graph can record: leave this layer out, or build it with dropout_p=0"
+        )
+    generator = _generator(device)
+    before = generator.get_state()
+    # A number that everyone draws moves the state on for the next one; what it leads to differs by rank.
+    generator.manual_seed(named_seed(_fingerprint(device), f"rank={group.rank}"))
+    try:
+        yield
+    finally:
+        generator.set_state(before)
+        torch.empty(1, dtype=torch.int64, device=device).random_()
+
+
 def check_alike(group: Group, device: torch.device) -> None:
     """RuntimeError unless every rank of ``group`` will draw the same random numbers on ``device``. A collective."""
     if group.size == 1:
@@ -51,11 +81,17 @@ def check_alike(group: Group, device: torch.device) -> None:
 
 
 def _fingerprint(device: torch.device) -> int:
-    """What a generator will give next, as a number; it is not moved."""
-    generator = torch.default_generator
+    """What a generator will give next, as a number of 63 bits; it is not moved, and no GPU waited for."""
+    generator = _generator(device)
     if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generator = torch.cuda.default_generators[index]
+        return named_seed(generator.initial_seed(), f"offset={generator.get_offset()}")
     probe = torch.Generator(device)
     probe.set_state(generator.get_state())
-    return int(torch.empty(1, dtype=torch.int64, device=device).random_(generator=probe))
+    return int(torch.empty(1, dtype=torch.int64).random_(generator=probe))
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """Torch's own for ``device``."""
+    if device.type != "cuda":
+        return torch.default_generator
+    return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]

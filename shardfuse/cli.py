@@ -87,6 +87,10 @@ def demo(
     seed: Annotated[int | None, typer.Option(help="Seed of weights and batches. Default: 0.")] = None,
     port: Annotated[int | None, typer.Option(help="Port where the processes meet. Default: any free one.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, or bf16 or fp16 products over fp32 parameters. Default: fp32.")
+    ] = None,
+    dropout: Annotated[float | None, typer.Option(help="Share of activations that training drops. Default: 0.")] = None,
     debug: Debug = False,
 ) -> None:
     """Train a small decoder on real text over two processes, check it against one, save it, load it, serve it."""
@@ -101,6 +105,8 @@ def demo(
         "seed": seed,
         "port": port,
         "device": device,
+        "precision": precision,
+        "dropout": dropout,
     }
     options = DemoOptions(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     raise typer.Exit(run_demo(options))

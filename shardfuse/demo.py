@@ -59,7 +59,8 @@ class DemoOptions:
     ``data`` is a text file or a folder of them (None: the standard library's sources), ``out`` the folder for the
     output, ``tp`` the number of tensor-parallel processes (None: 2, or 1 on one GPU), ``port`` where they meet (None:
     any that is free), ``seconds`` the time cap of the training, ``device`` "cpu" or "cuda" (None: a GPU if there is
-    one).
+    one), ``precision`` one of ``training.precision.PRECISIONS``, ``dropout`` the share of embeddings and branches that
+    training drops.
     """
 
     data: Path | None = None
@@ -70,6 +71,8 @@ class DemoOptions:
     steps: int = 240
     seconds: float = 40.0
     device: str | None = None
+    precision: str = "fp32"
+    dropout: float = 0.0
     model: TransformerConfig = MODEL
 
 
@@ -149,7 +152,10 @@ class _Demo:
                 "choose fewer, or --device cpu"
             )
         return TrainConfig(
-            model=model,
+            model=dataclasses.replace(
+                model, embedding_dropout=self.options.dropout, residual_dropout=self.options.dropout
+            ),
+            precision=self.options.precision,
             steps=self.options.steps,
             time_cap=self.options.seconds,
             seed=self.options.seed,
@@ -210,7 +216,8 @@ class _Demo:
         self._check(
             agreement.ok,
             f"{len(agreement.sharded)} losses differ by at most {agreement.difference:.1e}; the budget is "
-            f"{agreement.budget:.1e}, {FACTOR:.0f} times what fp32 rounds away here (measured against fp64)",
+            f"{agreement.budget:.1e}, {FACTOR:.0f} times what {self.config.precision} rounds away here (measured "
+            "against fp64)",
         )
         return agreement
 

@@ -213,8 +213,8 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "other-model": (lambda f: _change_config(f, model_type="bert"), "model_type='bert': expected one of starcoder2"),
     "other-activation": (lambda f: _change_config(f, hidden_act="relu"), "hidden_act='relu'"),
     "other-rope": (
-        lambda f: _change_config(f, rope_parameters={"rope_type": "yarn", "factor": 4.0}),
-        "rope_type='yarn'",
+        lambda f: _change_config(f, rope_parameters={"rope_type": "spiral", "factor": 4.0}),
+        "rope_type='spiral'",
     ),
     "other-window": (lambda f: _change_config(f, sliding_window=16), "sliding_window=16"),
     "other-width": (

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardfuse.kernels import accuracy, dispatch
+from shardfuse.kernels.rope import apply_rope
 from shardfuse.layers import (
     ColumnParallelLinear,
     LayerNorm,
@@ -23,7 +24,7 @@ from shardfuse.layers import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
-from shardfuse.layers.rope import apply_rope, rope_tables
+from shardfuse.layers.rope import Rotary, rope_tables
 from shardfuse.parallel.mesh import Group
 
 
@@ -179,12 +180,12 @@ def test_attention_hands_rotated_heads_to_a_cache():
             return q
 
     out = attention(x, positions=positions, cache=Cache())
-    rope = rope_tables(positions, 4, 10000.0)
-    q = apply_rope(attention.q_proj(x).view(5, 4, 4), rope)
+    rope = rope_tables(positions, Rotary(4))
+    q, k = apply_rope(attention.q_proj(x).view(5, 4, 4), attention.k_proj(x).view(5, 2, 4), *rope)
     assert seen["layer_index"] == 3
     assert seen["scale"] == 0.5
     assert torch.equal(seen["q"], q)
-    assert torch.equal(seen["k"], apply_rope(attention.k_proj(x).view(5, 2, 4), rope))
+    assert torch.equal(seen["k"], k)
     assert torch.equal(seen["v"], attention.v_proj(x).view(5, 2, 4))
     assert torch.equal(out, attention.o_proj(q.reshape(5, 16)))
 
@@ -192,7 +193,7 @@ def test_attention_hands_rotated_heads_to_a_cache():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_rope_rotates_in_the_inputs_dtype(dtype: torch.dtype):
     x = torch.randn(2, 40, 3, 16).to(dtype)
-    out = apply_rope(x, rope_tables(torch.arange(40), 16, 10000.0))
+    out, _ = apply_rope(x, None, *rope_tables(torch.arange(40), Rotary(16)))
     assert out.dtype == dtype
     oracle = _rotate(x.double())
     # The tables are fp32 in every precision: an fp64 rotation is as good as they are.

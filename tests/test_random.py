@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 
-from shardfuse import init_mesh, manual_seed, tp_group
+from shardfuse import ParallelTransformer, TransformerConfig, init_mesh, manual_seed, tp_group
 from shardfuse.kernels.dropout import new_ticket
 from shardfuse.parallel.random import check_alike
+from shardfuse.training.clip import GradientClipper
 
 CPU = torch.device("cpu")
 
@@ -45,3 +47,65 @@ def test_ranks_of_a_tensor_parallel_group_draw_alike_and_replicas_do_not(ranks: 
     assert (first == second) == (tp == 2)
     expected = r"tensor-parallel ranks [1] would draw other random numbers than rank 0"
     assert [expected in message for message in (one, other)] == [tp == 2] * 2
+
+
+CONFIG = TransformerConfig(
+    vocab_size=40, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, residual_dropout=0.3,
+    embedding_dropout=0.2,
+)  # fmt: skip
+
+
+def _steps(mesh: Any, style: str, dtype: torch.dtype = torch.float64, **options: Any) -> list[float]:
+    """Losses and gradient norms of two steps of training, then the loss of an evaluation."""
+    config = dataclasses.replace(CONFIG, style=style, bias=None)
+    model = ParallelTransformer(config, mesh=mesh, dtype=dtype, **options)
+    model.init_weights(5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.arange(24).view(2, 12) * 7 % 40
+    found = []
+    for step in range(2):
+        manual_seed(11, mesh, step=step)
+        loss = model(tokens, tokens.roll(-1, 1))
+        loss.backward()
+        found += [loss.item(), GradientClipper(model.parameters(), 1.0, model.group).clip().item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    return [*found, model(tokens, tokens.roll(-1, 1)).item()]
+
+
+def _steps_body(rank: int, world: int, style: str, options: dict[str, Any]) -> list[float]:
+    return _steps(init_mesh(tp=world), style, **options)
+
+
+@pytest.mark.parametrize("style", ["gelu", "gated"])
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True}, {"recompute": True}], ids=str)
+def test_training_with_dropout_does_not_depend_on_the_number_of_ranks(ranks: Any, style: str, options: dict[str, Any]):
+    alone = _steps(None, style)
+    for found in ranks(2, _steps_body, style, options):
+        assert found == pytest.approx(alone, rel=1e-9)
+
+
+def test_dropout_drops_in_training_only():
+    with_dropout = _steps(None, "gelu")
+    plain = dataclasses.replace(CONFIG, residual_dropout=0.0, embedding_dropout=0.0)
+    model = ParallelTransformer(plain, dtype=torch.float64)
+    model.init_weights(5)
+    tokens = torch.arange(24).view(2, 12) * 7 % 40
+    first = model(tokens, tokens.roll(-1, 1)).item()
+    assert with_dropout[0] != pytest.approx(first, rel=1e-4)
+    dropping = ParallelTransformer(CONFIG, dtype=torch.float64).eval()
+    dropping.init_weights(5)
+    assert dropping(tokens, tokens.roll(-1, 1)).item() == first
+
+
+@pytest.mark.interpret
+def test_kernels_draw_what_the_reference_draws():
+    reference = _steps(None, "gated", torch.float32, impl="reference")
+    assert _steps(None, "gated", torch.float32, impl="triton") == pytest.approx(reference, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["residual_dropout", "embedding_dropout"])
+def test_rates_that_are_none_are_refused(name: str):
+    with pytest.raises(ValueError, match=f"{name}=1.0: expected at least 0 and less than 1"):
+        dataclasses.replace(CONFIG, **{name: 1.0})

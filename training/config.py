@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..layers.config import TransformerConfig
+from .precision import PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class TrainConfig:
     recorded_steps: int = 8
     device: str = "cpu"
     sequence_parallel: bool = False
+    precision: str = "fp32"
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "seq", "warmup", "eval_batches"):
@@ -53,6 +55,8 @@ class TrainConfig:
             raise ValueError(f"seq={self.seq}: the model was made for at most {self.model.max_positions} positions")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed}: expected 0 to {2**63 - 1}")
+        if self.precision not in PRECISIONS:
+            raise ValueError(f"precision={self.precision!r}: expected one of {', '.join(PRECISIONS)}")
         if self.device not in ("cpu", "cuda"):
             raise ValueError(f"device={self.device!r}: expected 'cpu' or 'cuda'")
 

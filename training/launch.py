@@ -270,12 +270,19 @@ def _quiet_elastic() -> Iterator[None]:
         logging.disable(before)
 
 
+_HINTS = {
+    "SIGKILL": " (out of memory?)",
+    # Virtual machines that advertise AMX and trap on it do this in oneDNN's 16-bit products.
+    "SIGILL": " (an instruction that this CPU lacks: in 16-bit precision, try ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16)",
+}
+
+
 def _first_error(job: Path, result: RunResult) -> WorkerError:
     """The failure that came first: a killed process, else the earliest exception (others follow from it)."""
     for rank, failure in sorted(result.failures.items()):
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # SIGTERM is how the agent ends the rest
             name = signal.Signals(-failure.exitcode).name
-            hint = " (out of memory?)" if name == "SIGKILL" else ""
+            hint = _HINTS.get(name, "")
             return WorkerError(rank, "Signal", f"rank {rank} was killed by {name}{hint}")
     reports = []
     for path in job.glob("error-*.json"):

@@ -18,9 +18,11 @@ import torch
 from ..layers.transformer import ParallelTransformer
 from ..parallel import collectives
 from ..parallel.mesh import Group, MeshLike
+from ..parallel.random import manual_seed
 from .clip import GradientClipper
 from .config import TrainConfig
 from .data import Corpus
+from .precision import Precision
 
 CLOCK_EVERY = 5  # steps between two looks at rank 0's clock
 
@@ -101,6 +103,9 @@ def train(
 ) -> TrainResult:
     """Train ``model`` in place. ``steps`` ends the run early without changing its schedule."""
     clipper = GradientClipper(model.parameters(), config.clip, model.group)
+    rates = config.model.embedding_dropout, config.model.residual_dropout, config.model.attention_dropout
+    dropout = max(rates) > 0
+    precision = Precision(config.precision, optimizer, config.device)
     clock = _Clock(config, model.group)
     losses: list[torch.Tensor] = []
     norms: list[torch.Tensor] = []
@@ -111,12 +116,14 @@ def train(
         if done >= 1.0:
             break
         tokens, targets = corpus.batch(step, seed=config.seed, batch=config.batch, seq=config.seq)
-        loss = model(tokens.to(config.device), targets.to(config.device))
-        loss.backward()
-        norm = clipper.clip()
+        if dropout:  # by the step's number, so that a run can be repeated from any step, on any number of ranks
+            manual_seed(config.seed, step=step)
+        with precision.autocast():
+            loss = model(tokens.to(config.device), targets.to(config.device))
+        precision.backward(loss)
         for param_group in optimizer.param_groups:
             param_group["lr"] = learning_rate(config, step, done)
-        optimizer.step()
+        norm = precision.step(clipper.clip)
         optimizer.zero_grad()
         if step < config.recorded_steps:
             losses.append(loss.detach())

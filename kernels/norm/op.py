@@ -1,0 +1,424 @@
+"""``rms_norm`` and ``layer_norm``: the public functions and their autograd."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+
+from .. import autograd, dispatch
+from ..dispatch import Choice
+from ..dropout import op as dropout
+from ..dropout import reference as dropout_reference
+from ..dropout import schemas as dropout_schemas
+from ..linear.parts import as_rows, shaped
+from . import reference, schemas
+
+Optional = torch.Tensor | None
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_LARGEST = 2**31 - 2**14  # of a size: the last block's end still fits 32 bits
+
+
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: Optional = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    residual: None = None,
+    impl: str = "auto",
+) -> torch.Tensor: ...
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: Optional = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    residual: None = None,
+    carry: Literal[True],
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def rms_norm(
+    x: torch.Tensor,
+    weight: Optional = None,
+    *,
+    residual: torch.Tensor,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    dropout_p: float = 0.0,
+    ticket: Optional = None,
+    stream: int = 0,
+    row_start: int = 0,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def rms_norm(
+    x: torch.Tensor,
+    weight: Optional = None,
+    *,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    residual: Optional = None,
+    dropout_p: float = 0.0,
+    ticket: Optional = None,
+    stream: int = 0,
+    row_start: int = 0,
+    carry: bool = False,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """y = s / sqrt(mean(s^2) + eps) * (weight_offset + weight), s = residual + dropout(x), in one pass.
+
+    RMSNorm (Zhang and Sennrich, arXiv:1910.07467) over the last dimension.
+
+    Args:
+        x: [..., D] in bf16, fp16 or fp32, any strides. Other dtypes run the reference.
+        weight: [D] in any of these dtypes, not necessarily x's, or None for y = s / sqrt(mean(s^2) + eps).
+        eps: added to the mean.
+        weight_offset: added to the weight in fp32: 1 for Gemma's norms, whose weights are kept around 0.
+        residual: [..., D] or None. With it the function returns s as well. Its dtype may be another than x's.
+        dropout_p: the share of x that is dropped before the residual is added; needs a residual.
+        carry: without a residual, return x as well. What is computed from that x, beside y, has its gradient added up
+            with the norm's own in backward's one kernel.
+        ticket, stream, row_start: what the mask is drawn from; see :func:`shardfuse.kernels.dropout.dropout`.
+        impl: "auto", "triton" or "reference"; see ``kernels/dispatch.py``.
+
+    Returns:
+        y [..., D], (y, s) with a residual, (y, x) with ``carry``. s has the dtype to which x and residual promote, as
+        in x + residual, and is rounded once; y is the norm of the rounded s, in s's dtype. Statistics and products are
+        fp32. Under autocast the result is what torch's norm gives there: fp32 on a GPU (s is not cast), s's dtype on a
+        CPU. Parameters are read in the dtype they have; nothing is cast for them.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or options that do not fit.
+        RuntimeError: impl="triton" where Triton cannot run.
+
+    Backward keeps s, which is a result anyway, and one number per row (layer_norm: two). A row's result does not depend
+    on the rows beside it, and all sums are added in a fixed order.
+    """
+    if not dropout_p and dispatch.settled(impl, x) and _plain(x, weight, None, residual, weight_offset, carry):
+        s = x if residual is None else x + residual
+        try:
+            y = F.rms_norm(s, s.shape[-1:], weight, eps)
+        except RuntimeError:
+            _check("rms_norm", x, weight, None, residual)
+            raise
+        dispatch.count("rms_norm", "reference")
+        return y if residual is None and not carry else (y, s)
+    call = _Call("rms_norm", eps, weight_offset, dropout_p, stream, row_start, carry)
+    return _norm(call, x, weight, None, residual, ticket, impl)
+
+
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: Optional = None,
+    bias: Optional = None,
+    *,
+    eps: float = 1e-5,
+    weight_offset: float = 0.0,
+    residual: None = None,
+    impl: str = "auto",
+) -> torch.Tensor: ...
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: Optional = None,
+    bias: Optional = None,
+    *,
+    eps: float = 1e-5,
+    weight_offset: float = 0.0,
+    residual: None = None,
+    carry: Literal[True],
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def layer_norm(
+    x: torch.Tensor,
+    weight: Optional = None,
+    bias: Optional = None,
+    *,
+    residual: torch.Tensor,
+    eps: float = 1e-5,
+    weight_offset: float = 0.0,
+    dropout_p: float = 0.0,
+    ticket: Optional = None,
+    stream: int = 0,
+    row_start: int = 0,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def layer_norm(
+    x: torch.Tensor,
+    weight: Optional = None,
+    bias: Optional = None,
+    *,
+    eps: float = 1e-5,
+    weight_offset: float = 0.0,
+    residual: Optional = None,
+    dropout_p: float = 0.0,
+    ticket: Optional = None,
+    stream: int = 0,
+    row_start: int = 0,
+    carry: bool = False,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """y = (s - mean(s)) / sqrt(var(s) + eps) * (weight_offset + weight) + bias, s = residual + dropout(x), in one pass.
+
+    LayerNorm (Ba et al., arXiv:1607.06450) over the last dimension; the variance is over D, not D - 1. bias [D] or
+    None. Everything else is as in :func:`rms_norm`.
+    """
+    if not dropout_p and dispatch.settled(impl, x) and _plain(x, weight, bias, residual, weight_offset, carry):
+        s = x if residual is None else x + residual
+        try:
+            y = F.layer_norm(s, s.shape[-1:], weight, bias, eps)
+        except RuntimeError:
+            _check("layer_norm", x, weight, bias, residual)
+            raise
+        dispatch.count("layer_norm", "reference")
+        return y if residual is None and not carry else (y, s)
+    call = _Call("layer_norm", eps, weight_offset, dropout_p, stream, row_start, carry)
+    return _norm(call, x, weight, bias, residual, ticket, impl)
+
+
+def norm_choice(op: str, device: torch.device, impl: str = "auto", *dtypes: torch.dtype) -> Choice:
+    """Which implementation ``op`` ("rms_norm", "layer_norm") takes for ``dtypes`` on ``device``, and why."""
+    unsupported = None
+    for dtype in dtypes:
+        if dtype not in _KERNEL_DTYPES:
+            unsupported = f"{dtype} has no kernel (bf16, fp16 and fp32 have)"
+    if forward_ad._current_level >= 0:
+        unsupported = "forward-mode differentiation has no kernel"
+    return dispatch.choose(op, device, impl, unsupported=unsupported)
+
+
+class _Call(NamedTuple):
+    """The options of one call."""
+
+    op: str
+    eps: float
+    weight_offset: float
+    p: float  # of dropout
+    stream: int
+    row_start: int
+    carry: bool
+
+    @property
+    def centred(self) -> bool:
+        return self.op == "layer_norm"
+
+
+def _plain(
+    x: torch.Tensor, weight: Optional, bias: Optional, residual: Optional, weight_offset: float, carry: bool
+) -> bool:
+    """Whether torch's own functions take these as they are, and would notice what is wrong with them."""
+    dtype = x.dtype
+    if weight is not None and (weight_offset or weight.dtype is not dtype or weight.device != x.device):
+        return False
+    if residual is not None and (
+        carry or residual.dtype is not dtype or residual.shape != x.shape or residual.device != x.device
+    ):
+        return False
+    return bias is None or (bias.dtype is dtype and bias.device == x.device)
+
+
+def _norm(
+    call: _Call, x: torch.Tensor, weight: Optional, bias: Optional, residual: Optional, ticket: Optional, impl: str
+) -> Any:
+    _check(call.op, x, weight, bias, residual)
+    # torch.compile has to have looked at each number before the autograd function does (2.13 loses it otherwise).
+    if not (call.eps >= 0 and abs(call.weight_offset) < math.inf):
+        raise ValueError(
+            f"{call.op}: eps={call.eps}, weight_offset={call.weight_offset}: expected at least 0 and a finite offset"
+        )
+    if call.p:
+        if residual is None:
+            raise ValueError(
+                f"{call.op}: dropout_p={call.p} without a residual: expected the residual that the dropped x is added "
+                "to; call dropout() before the norm where there is none"
+            )
+        dropout.check(call.p, ticket, x.device, stream=call.stream, row_start=call.row_start)
+    else:
+        ticket, call = None, call._replace(stream=0, row_start=0)
+    tensors = [t for t in (x, residual, weight, bias) if t is not None]
+    choice = norm_choice(call.op, x.device, impl, *[t.dtype for t in tensors])
+    dispatch.count(call.op, choice.impl)
+    if call.carry and residual is not None:
+        raise ValueError(f"{call.op}: carry=True beside a residual: the sum is what carries on, and is returned anyway")
+    if not choice.triton:
+        found = _reference(call, x, residual, weight, bias, ticket)
+        return (found, x) if call.carry else found
+    if x.shape[-1] > _LARGEST or x.shape[:-1].numel() > _LARGEST:
+        raise ValueError(
+            f"{call.op}: x has shape {tuple(x.shape)}: the kernel takes rows and columns up to {_LARGEST}; split the "
+            "call, or pass impl='reference'"
+        )
+    if residual is x:  # a compiled autograd function takes no tensor twice
+        residual = x.view_as(x)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        if not call.carry:
+            return _Norm.apply(call, ticket, x, residual, weight, bias)
+        if x.requires_grad and not torch.compiler.is_compiling():
+            return _Norm.apply(call, ticket, x, residual, weight, bias)
+        # A compiler adds gradients up where it likes, and returns no input.
+        return _Norm.apply(call._replace(carry=False), ticket, x, residual, weight, bias), x
+    y, s, _, _ = _forward(call, ticket, x, residual, weight, bias)
+    if call.carry:
+        return y, x
+    return y if s is None else (y, s)
+
+
+def _check(op: str, x: torch.Tensor, weight: Optional, bias: Optional, residual: Optional) -> None:
+    if x.dim() == 0:
+        raise ValueError(f"{op}: x is a scalar: expected [..., D]")
+    if not x.is_floating_point():
+        raise ValueError(f"{op}: x is {x.dtype}: expected bf16, fp16, fp32 or fp64; convert it first")
+    for name, tensor in (("weight", weight), ("bias", bias), ("residual", residual)):
+        if tensor is None:
+            continue
+        shape = x.shape if name == "residual" else x.shape[-1:]
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(tensor.shape)} but x has {tuple(x.shape)}: expected {tuple(shape)}"
+            )
+        if not tensor.is_floating_point():
+            raise ValueError(f"{op}: {name} is {tensor.dtype}: expected a floating-point dtype; convert it first")
+        if tensor.device != x.device:
+            raise ValueError(f"{op}: x is on {x.device} but {name} on {tensor.device}; move them together")
+
+
+def _result_dtype(s: torch.dtype, device: torch.device) -> torch.dtype:
+    """What torch's norms return for s: autocast takes them in fp32, but for fp64, and not on a CPU."""
+    autocast = device.type == "cuda" and torch.is_autocast_enabled("cuda") and s != torch.float64
+    return torch.float32 if autocast else s
+
+
+def _reference(
+    call: _Call, x: torch.Tensor, residual: Optional, weight: Optional, bias: Optional, ticket: Optional
+) -> Any:
+    s = x
+    if residual is not None:
+        keep = None
+        if ticket is not None:
+            rows, cols = x.shape[:-1].numel(), x.shape[-1]
+            keep = dropout_reference.keep_mask(ticket, call.p, rows, cols, stream=call.stream, row_start=call.row_start)
+        s = reference.residual_sum(x, residual, keep, call.p)
+    dtype = _result_dtype(s.dtype, s.device)
+    if call.centred:
+        y = reference.layer_norm(s, weight, bias, call.eps, call.weight_offset, dtype)
+    else:
+        y = reference.rms_norm(s, weight, call.eps, call.weight_offset, dtype)
+    return y if residual is None else (y, s)
+
+
+def _forward(
+    call: _Call, ticket: Optional, x: torch.Tensor, residual: Optional, weight: Optional, bias: Optional
+) -> tuple[torch.Tensor, Optional, torch.Tensor, Optional]:
+    """y, s (None without a residual), rstd, mean (None for RMSNorm), by the kernel."""
+    dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    found = schemas.norm_fwd(
+        as_rows(x),
+        None if residual is None else as_rows(residual),
+        weight,
+        bias,
+        ticket,
+        call.centred,
+        call.eps,
+        call.weight_offset,
+        call.p,
+        call.stream,
+        call.row_start,
+        _result_dtype(dtype, x.device),
+    )
+    y, rstd = shaped(found[0], x), found[1]
+    s = None if residual is None else shaped(found[-1], x)
+    return y, s, rstd, found[2] if call.centred else None
+
+
+class _Norm(torch.autograd.Function):
+    """y, or y and s, of x, residual [..., D], weight, bias [D]: see :func:`rms_norm`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: _Call,
+        ticket: Optional,
+        x: torch.Tensor,
+        residual: Optional,
+        weight: Optional,
+        bias: Optional,
+    ) -> Any:
+        y, s, rstd, mean = _forward(call, ticket, x, residual, weight, bias)
+        # The tensors that the caller holds, not views of their memory: torch notices if they are written to.
+        ctx.save_for_backward(ticket, x if s is None else s, weight, rstd, mean)
+        ctx.call = call
+        ctx.dtypes = tuple([None if t is None else t.dtype for t in (x, residual, weight, bias)])
+        ctx.set_materialize_grads(False)  # often only one of the results has a gradient
+        if s is None:
+            return (y, x) if call.carry else y
+        if not any(ctx.needs_input_grad[2:4]):
+            ctx.mark_non_differentiable(s)
+        return y, s
+
+    @staticmethod
+    @autograd.first_order
+    def backward(ctx: Any, *dys: Any) -> Any:
+        want = autograd.wanted(ctx)
+        dy, ds = dys if len(dys) == 2 else (*dys, None)
+        if dy is None:
+            return None, None, *_from_sum(ctx, ds, *want[2:4]), None, None
+        ticket, s, weight, rstd, mean = ctx.saved_tensors
+        call = ctx.call
+        inputs = want[2] or want[3]
+        params = autograd.recall(ctx, dys)
+        # Beside the inputs' gradients those of the parameters cost no pass of their own: a later one finds them formed.
+        form = params is None and (inputs or any(want[4:]))
+        dtypes = [dtype if yes else None for dtype, yes in zip(ctx.dtypes, want[2:4])]
+        shared = dtypes[0] == dtypes[1] and ticket is None
+        if shared:
+            dtypes[1] = None
+        dtypes += [dtype if form and need else None for dtype, need in zip(ctx.dtypes[2:], ctx.needs_input_grad[4:])]
+        formed = iter(())
+        if any(dtype is not None for dtype in dtypes):
+            formed = iter(
+                schemas.norm_bwd(
+                    as_rows(dy),
+                    None if ds is None else as_rows(ds),
+                    as_rows(s),
+                    weight,
+                    rstd,
+                    mean,
+                    ticket,
+                    call.weight_offset,
+                    call.p,
+                    call.stream,
+                    call.row_start,
+                    *dtypes,
+                )
+            )
+        dx, dresidual, *fresh = [None if dtype is None else next(formed) for dtype in dtypes]
+        dx, dresidual = (None if t is None else shaped(t, s) for t in (dx, dresidual))
+        if shared:
+            dresidual = dx
+        params = fresh if form else params
+        autograd.remember(ctx, dys, params, want)
+        return None, None, dx, dresidual, *[t if yes else None for t, yes in zip(params or (None, None), want[4:])]
+
+
+def _from_sum(ctx: Any, ds: Optional, want_x: bool, want_residual: bool) -> tuple[Optional, Optional]:
+    """The gradients of x and residual where only s has one."""
+    if ds is None:
+        return None, None
+    call, (x_dtype, residual_dtype) = ctx.call, ctx.dtypes[:2]
+    dx = None
+    if want_x:
+        ticket = ctx.saved_tensors[0]
+        dx = ds
+        if ticket is not None:
+            dx = dropout_schemas.dropout(as_rows(ds).contiguous(), None, ticket, call.p, call.stream, call.row_start, 0)
+            dx = shaped(dx, ds)
+        dx = dx.to(x_dtype)
+    return dx, ds.to(residual_dtype) if want_residual else None

@@ -1,0 +1,407 @@
+"""The loss of a vocabulary projection whose logits nobody stores, over a vocabulary split among tensor-parallel ranks.
+
+``kernels/cross_entropy`` walks through the logits chunk by chunk; here is what ranks tell each other, and autograd.
+
+    reduction                       the logits are formed   crosses ranks, for each token
+    "mean", "sum"                   once, in forward        4 numbers per rank, chunk by chunk, under the next product
+    "none", log-probabilities       in both directions      4 numbers per rank, in one all-gather
+    any, without gradients          in forward              4 numbers per rank, in one all-gather
+    any, under torch.compile, R > 1 in both directions      4 numbers per rank, in one all-gather
+
+Backward sums the gradient of the hidden states over the ranks, or scatters the sum, as a column-parallel layer does
+(Shoeybi et al., arXiv:1909.08053, section 3), at ``site + ".in.grad"``; the statistics go by ``site + ".statistics"``,
+the gathered hidden states by ``site + ".in"``.
+
+A scalar loss has the gradients of its *sum* ready when forward ends, and backward multiplies them by one number: the
+gradient that comes in, over the number of targets under "mean". That number is on the device, so nothing can be skipped
+where it is 1; for 16-bit weights the multiplication is the cast from the fp32 sum, which has to be made anyway, and for
+fp32 ones it is done in place, a pass over the weight beside products that pass over it T times. Being applied last, it
+also leaves the gradient of logits at order 1, far from fp16's limits, whatever the number of tokens and a GradScaler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..kernels import autograd, dispatch
+from ..kernels.cross_entropy import chunks, op, reference, schemas
+from ..kernels.cross_entropy.reference import STATISTICS, Loss
+from ..kernels.dispatch import Choice
+from ..kernels.linear import parts
+from . import collectives, functional
+from .linear import reduce_input_grad
+from .mesh import SINGLE, Group
+from .operands import close_grads, open_params
+from .sharding import local_tensors, unwrap
+
+NAME = "linear_cross_entropy"
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: Group = SINGLE,
+    sequence_parallel: bool = False,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    reduction: str = "mean",
+    vocab_size: int | None = None,
+    fuse_wgrad_accumulation: bool = False,
+    chunk_tokens: int | None = None,
+    impl: str = "auto",
+    site: str = "loss",
+) -> torch.Tensor:
+    """``F.cross_entropy(F.linear(hidden, weight, bias), targets)`` without its logits, over a split vocabulary.
+
+    Args:
+        hidden: [..., D], the same on every rank; with ``sequence_parallel`` this rank's [T/R, D], gathered here.
+        weight: [V/R, D], rank r's the r-th slice of the vocabulary. DTensor or plain, as ``bias``, [V/R] or None.
+        targets: [...] (all T tokens), int64 or int32, ids in the whole vocabulary.
+        ignore_index: the target of tokens that count for nothing.
+        label_smoothing: as in ``F.cross_entropy``.
+        z_loss: times the squared log-sum-exp of a token's scores, added to its loss.
+        softcap: c, where scores are c tanh(logits / c).
+        reduction: "mean" over the targets that count, "sum" or "none".
+        vocab_size: V, where the ranks' rows are more than that: the last ones are padding and count for nothing.
+        fuse_wgrad_accumulation: backward adds the gradients of weight and bias to their ``main_grad``.
+        chunk_tokens: tokens whose logits are in memory at once; None chooses, see ``kernels/cross_entropy/chunks.py``.
+        impl: "auto", "triton" or "reference"; see ``kernels/dispatch.py``. fp64 runs the reference.
+
+    Returns:
+        A scalar, or [...] for "none", in fp32 (fp64 for fp64), the same on every rank. As in ``F.cross_entropy``, where
+        no target counts the mean is NaN and the sum 0, and all gradients are 0.
+
+    Raises:
+        ValueError: operands or options that do not fit; on a CPU, and elsewhere under ``SHARDFUSE_DEBUG=1``, a target
+            outside the vocabulary, which otherwise makes the loss and its gradients NaN.
+        RuntimeError: impl="triton" where Triton cannot run; fuse_wgrad_accumulation under torch.compile.
+
+    Beside operands and gradients, memory holds a chunk of logits and, for "mean" and "sum" with a weight in 16 bits,
+    its gradient's sum in fp32. "none" has no such sum and takes four products for the three: where the weight's
+    gradient is large beside the logits, ``reduction="none"`` and a mean of it take less memory and more time.
+    """
+    operands = hidden, weight, targets, bias, group, sequence_parallel
+    options = (ignore_index, label_smoothing, z_loss, softcap, vocab_size, chunk_tokens)
+    op.check_reduction(NAME, reduction)
+    call = _prepare(NAME, *operands, *options, fuse_wgrad_accumulation, reduction, impl, site)
+    return _run(call, hidden, weight, targets, bias)
+
+
+def linear_log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: Group = SINGLE,
+    sequence_parallel: bool = False,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+    vocab_size: int | None = None,
+    fuse_wgrad_accumulation: bool = False,
+    chunk_tokens: int | None = None,
+    impl: str = "auto",
+    site: str = "loss",
+) -> torch.Tensor:
+    """Each target's log-probability, [...] in fp32 (fp64), differentiable; 0 for targets that are ``ignore_index``.
+
+    Operands, options and what is raised are as in :func:`linear_cross_entropy`, of which this is the negative with
+    ``reduction="none"``.
+    """
+    operands = hidden, weight, targets, bias, group, sequence_parallel
+    options = (ignore_index, 0.0, 0.0, softcap, vocab_size, chunk_tokens)
+    call = _prepare("linear_log_probs", *operands, *options, fuse_wgrad_accumulation, "none", impl, site)
+    return 0.0 - _run(call, hidden, weight, targets, bias)  # unlike neg, leaves no -0.0
+
+
+class _Call(NamedTuple):
+    """The options of one call."""
+
+    loss: Loss
+    group: Group
+    sequence_parallel: bool
+    reduction: str
+    fuse_wgrad_accumulation: bool
+    chunk: int | None
+    choice: Choice
+    dtype: torch.dtype  # to compute in
+    site: str
+    grad: bool  # whether autograd is on: inside a function's forward it never is
+    alone: bool  # whether autograd functions leave what hidden states cross ranks to others
+
+    def exchange(self, stats: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to gather the ranks' statistics [4, t]; what is returned waits and gives all of them, [R, 4, t].
+
+        By a sum over slots of which each rank fills its own: the collectives have a sum that runs in the background.
+        """
+        slots = stats.new_zeros(self.group.size, *stats.shape)
+        slots[self.group.rank] = stats
+        return collectives.start_all_reduce(slots, self.group, site=f"{self.site}.statistics")
+
+
+def _run(
+    call: _Call, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    compiling = torch.compiler.is_compiling()
+    if call.group.size > 1 and compiling:
+        if call.sequence_parallel:
+            hidden = functional.all_gather_from(hidden, call.group, dim=0, site=f"{call.site}.in")
+        else:
+            hidden = functional.copy_to(hidden, call.group, site=f"{call.site}.in")
+        weight, bias = local_tensors(weight, bias)
+        call = call._replace(alone=True)
+    elif _is_small(call, hidden, weight):
+        rows, weight, bias = parts.cast((parts.as_rows(hidden), *local_tensors(weight, bias)), [call.dtype] * 3)
+        flat = targets if targets.dim() == 1 else targets.reshape(-1)
+        found = reference.linear_cross_entropy(rows, weight, bias, flat, call.loss, call.reduction)
+        return found if call.reduction != "none" or targets.dim() == 1 else found.view(targets.shape)
+    trains = call.grad and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
+    if call.reduction != "none" and trains and not (compiling and call.group.size > 1):
+        return _Total.apply(call, targets, hidden, weight, bias)
+    losses = _PerToken.apply(call, targets, hidden, weight, bias)
+    return losses if call.reduction == "none" else _reduced(call, losses, targets)
+
+
+def _reduced(call: _Call, losses: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    total = losses.sum()
+    return total if call.reduction == "sum" else total / _counted(call, targets)
+
+
+def _counted(call: _Call, targets: torch.Tensor) -> torch.Tensor:
+    """How many targets count: a scalar on the device, where the host need not wait for it."""
+    return (targets != call.loss.ignore_index).sum()
+
+
+def _is_small(call: _Call, hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether stock calls on the whole of the logits serve best: on a CPU, where they would be one chunk anyway."""
+    if call.choice.triton or call.group.size > 1 or call.fuse_wgrad_accumulation or call.chunk is not None:
+        return False
+    if torch.compiler.is_compiling() or not hidden.is_cpu:
+        return False
+    return hidden.shape[:-1].numel() * weight.shape[0] * hidden.element_size() <= chunks.LEAST_BYTES
+
+
+class _Total(torch.autograd.Function):
+    """The sum or the mean of the losses, whose gradients are formed on the way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, targets: torch.Tensor, hidden: torch.Tensor, weight: Any, bias: Any
+    ) -> torch.Tensor:
+        rows, weight, bias = _open(ctx, call, hidden, weight, bias)
+        want = list(ctx.needs_input_grad[2:])
+        operands = rows, weight, bias, targets.reshape(-1)
+        grads: Any
+        if call.group.size == 1:
+            losses, *grads = schemas.once(*operands, *call.loss, call.chunk, want, call.choice.triton)
+        else:
+            exchange = call.exchange
+            losses, *grads = chunks.once(*operands, call.loss, call.choice, want, call.chunk, exchange)
+        loss = losses.sum()
+        inverse = None
+        if call.reduction == "mean":
+            counted = _counted(call, targets)
+            loss = loss / counted
+            inverse = counted.clamp(min=1).to(loss.dtype).reciprocal()  # no targets, no gradients: not 0 / 0
+        ctx.call = call
+        ctx.save_for_backward(inverse, *(grad if w else None for grad, w in zip(grads, want)))
+        return loss
+
+    @staticmethod
+    @autograd.first_order
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[Any, ...]:
+        inverse, drows, *dparams = ctx.saved_tensors
+        _, _, want_hidden, *want_params = autograd.wanted(ctx)
+        scale = (dloss if inverse is None else dloss * inverse).view(1, 1)
+        reuse = not autograd.keeps_graph()
+        finish = None
+        if want_hidden:
+            finish = _reduce(ctx, _scaled(drows, scale, drows.dtype, reuse))
+        into = autograd.destinations(ctx, ctx.buffers)
+        for i, (grad, want, buffer) in enumerate(zip(dparams, want_params, into)):
+            factor = scale if i == 0 else scale[0]
+            if not want:
+                dparams[i] = None
+            elif buffer is not None:
+                buffer.addcmul_(grad, factor)
+                dparams[i] = None
+            else:
+                dparams[i] = _scaled(grad, factor, ctx.dtypes[1 + i], reuse)
+        return None, None, *close_grads(ctx, None if finish is None else finish(), dparams)
+
+
+class _PerToken(torch.autograd.Function):
+    """The losses [...], of which forward keeps the statistics; backward forms the logits again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: _Call, targets: torch.Tensor, hidden: torch.Tensor, weight: Any, bias: Any
+    ) -> torch.Tensor:
+        rows, weight, bias = _open(ctx, call, hidden, weight, bias)
+        flat = targets.reshape(-1)
+        stats = schemas.statistics(rows, weight, bias, flat, *call.loss, call.chunk, call.choice.triton)
+        if call.group.size > 1:
+            stats = collectives.all_gather(stats, call.group, site=f"{call.site}.statistics")
+            stats = reference.combine(stats.view(call.group.size, STATISTICS, -1))
+        ctx.call = call
+        ctx.save_for_backward(rows, weight, bias, flat, stats)
+        losses = reference.losses(stats, flat, call.loss)
+        return losses if targets.dim() == 1 else torch.ops.aten._unsafe_view.default(losses, targets.shape)
+
+    @staticmethod
+    @autograd.first_order
+    def backward(ctx: Any, dlosses: torch.Tensor) -> tuple[Any, ...]:
+        call = ctx.call
+        rows, weight, bias, targets, stats = ctx.saved_tensors
+        operands = rows, weight, bias, targets
+        _, _, *want = autograd.wanted(ctx)
+        gain = dlosses.reshape(-1).to(stats.dtype).contiguous()
+        into = autograd.destinations(ctx, ctx.buffers)
+        grads: Any
+        if any(buffer is not None for buffer in into):
+            grads = chunks.again(*operands, stats, gain, call.loss, call.choice, want, call.chunk, into)
+        else:
+            grads = schemas.again(*operands, stats, gain, *call.loss, call.chunk, want, call.choice.triton)
+        drows, dweight, dbias = (
+            grad if w and buffer is None else None for grad, w, buffer in zip(grads, want, [None, *into])
+        )
+        dhidden = None if drows is None else _reduce(ctx, drows)()
+        return None, None, *close_grads(ctx, dhidden, [dweight, dbias])
+
+
+def _open(ctx: Any, call: _Call, hidden: torch.Tensor, weight: Any, bias: Any) -> list[Any]:
+    """Rows, weight and bias as plain tensors in the dtype to compute in; all tokens' rows."""
+    plain = open_params(ctx, hidden, (weight, bias), call.fuse_wgrad_accumulation and call.grad)
+    hidden, weight, bias = parts.cast((hidden, *plain), [call.dtype] * 3)
+    if call.sequence_parallel and not call.alone:
+        hidden = collectives.all_gather(hidden, call.group, site=f"{call.site}.in")
+    ctx.shape = hidden.shape
+    return [parts.as_rows(hidden), weight, bias]
+
+
+def _reduce(ctx: Any, drows: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin to sum this rank's addend to the rows' gradient; what is returned gives that of the hidden states."""
+    call = ctx.call
+    dhidden = drows.view(ctx.shape)
+    if call.alone or call.group.size == 1:
+        return lambda: dhidden
+    return reduce_input_grad(dhidden, call.group, call.sequence_parallel, f"{call.site}.in")
+
+
+def _scaled(grad: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, reuse: bool) -> torch.Tensor:
+    """grad * scale in ``dtype``, in one pass; where ``reuse`` and the dtype let it, in grad's memory.
+
+    ``scale`` has dimensions, so that torch multiplies in its fp32: GradScaler's 65536 is infinite in fp16.
+    """
+    if torch.compiler.is_compiling():
+        return (grad * scale).to(dtype)
+    if grad.dtype == dtype and reuse:
+        return grad.mul_(scale)
+    return torch.mul(grad, scale, out=torch.empty_like(grad, dtype=dtype))
+
+
+# ---------------------------------------------------------------------------------------------------- checks
+
+
+def _prepare(
+    name: str,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: Group,
+    sequence_parallel: bool,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    vocab_size: int | None,
+    chunk_tokens: int | None,
+    fuse_wgrad_accumulation: bool,
+    reduction: str,
+    impl: str,
+    site: str,
+) -> _Call:
+    """Check and count one call."""
+    sequence_parallel = sequence_parallel and group.size > 1
+    if torch.compiler.is_compiling():
+        own_weight, own_bias = local_tensors(weight, bias)
+    else:
+        (own_weight, own_bias), _ = unwrap((weight, bias))
+    _check_operands(name, hidden, own_weight, targets, own_bias, group if sequence_parallel else SINGLE)
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{name}: label_smoothing={label_smoothing}: expected 0 to 1")
+    if z_loss < 0:
+        raise ValueError(f"{name}: z_loss={z_loss}: expected at least 0")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"{name}: softcap={softcap}: expected more than 0, or None")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"{name}: chunk_tokens={chunk_tokens}: expected at least 1, or None to choose")
+    rows = own_weight.shape[0]
+    vocab_size = rows * group.size if vocab_size is None else vocab_size
+    if not 1 <= vocab_size <= rows * group.size:
+        raise ValueError(
+            f"{name}: vocab_size={vocab_size}, but the weight has {rows} rows on each of {group.size} ranks: expected "
+            f"1 to {rows * group.size}"
+        )
+    op.check_targets(name, targets, vocab_size, ignore_index)
+
+    dtype, device = _dtype(name, hidden, own_weight, own_bias), hidden.device
+    choice = parts.linear_act_choice(dtype, device, impl, op=name)
+    dispatch.count(NAME, choice.impl)
+    whole = Loss(vocab_size, 0, vocab_size, ignore_index, label_smoothing, z_loss, softcap)
+    loss = whole.part(group.rank * rows, rows)
+    grad = torch.is_grad_enabled()
+    options = (reduction, fuse_wgrad_accumulation, chunk_tokens, choice, dtype, site, grad)
+    return _Call(loss, group, sequence_parallel, *options, alone=False)
+
+
+def _check_operands(
+    name: str,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None,
+    gathered: Group,
+) -> None:
+    if hidden.dim() == 0 or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(
+            f"{name}: hidden has shape {list(hidden.shape)} and weight {list(weight.shape)}: expected [..., D] and "
+            "[V/R, D] (as nn.Linear stores it)"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{name}: bias has shape {list(bias.shape)}: expected [{weight.shape[0]}]")
+    expected = list(hidden.shape[:-1])
+    if gathered.size > 1 and expected:
+        expected[0] *= gathered.size
+    if list(targets.shape) != expected:
+        tokens = f"{expected}, one for each of {gathered.size} ranks' tokens" if gathered.size > 1 else f"{expected}"
+        raise ValueError(
+            f"{name}: targets have shape {list(targets.shape)} and hidden {list(hidden.shape)}: expected {tokens}"
+        )
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{name}: targets are {targets.dtype}: expected torch.int64 or torch.int32")
+    for what, tensor in (("weight", weight), ("targets", targets), ("bias", bias)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(f"{name}: hidden is on {hidden.device} but {what} on {tensor.device}; move them together")
+
+
+def _dtype(name: str, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.dtype:
+    """What to compute in: autocast's dtype, or that of all operands."""
+    autocast = parts.autocast_dtype(hidden)
+    for what, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if tensor is None:
+            continue
+        if not tensor.is_floating_point() or (autocast is not None and tensor.dtype == torch.float64):
+            raise ValueError(f"{name}: {what} is {tensor.dtype}: expected a floating-point type that autocast takes")
+        if autocast is None and tensor.dtype != hidden.dtype:
+            raise ValueError(f"{name}: hidden is {hidden.dtype} but {what} is {tensor.dtype}; cast them to one dtype")
+    return autocast or hidden.dtype
