@@ -17,6 +17,8 @@ gradient that comes in, over the number of targets under "mean". That number is 
 where it is 1; for 16-bit weights the multiplication is the cast from the fp32 sum, which has to be made anyway, and for
 fp32 ones it is done in place, a pass over the weight beside products that pass over it T times. Being applied last, it
 also leaves the gradient of logits at order 1, far from fp16's limits, whatever the number of tokens and a GradScaler.
+A ``main_grad`` gets the product added in that same pass: forward, which may never be followed by a backward, leaves it
+alone.
 """
 
 from __future__ import annotations
@@ -125,6 +127,7 @@ def linear_log_probs(
 class _Call(NamedTuple):
     """The options of one call."""
 
+    name: str
     loss: Loss
     group: Group
     sequence_parallel: bool
@@ -161,13 +164,22 @@ def _run(
     elif _is_small(call, hidden, weight):
         rows, weight, bias = parts.cast((parts.as_rows(hidden), *local_tensors(weight, bias)), [call.dtype] * 3)
         flat = targets if targets.dim() == 1 else targets.reshape(-1)
-        found = reference.linear_cross_entropy(rows, weight, bias, flat, call.loss, call.reduction)
+        try:
+            found = reference.linear_cross_entropy(rows, weight, bias, flat, call.loss, call.reduction)
+        except IndexError:  # torch's does not say of how many words
+            _check_targets(call, targets)
+            raise
         return found if call.reduction != "none" or targets.dim() == 1 else found.view(targets.shape)
+    _check_targets(call, targets)
     trains = call.grad and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
     if call.reduction != "none" and trains and not (compiling and call.group.size > 1):
         return _Total.apply(call, targets, hidden, weight, bias)
     losses = _PerToken.apply(call, targets, hidden, weight, bias)
     return losses if call.reduction == "none" else _reduced(call, losses, targets)
+
+
+def _check_targets(call: _Call, targets: torch.Tensor) -> None:
+    op.check_targets(call.name, targets, call.loss.vocab_size, call.loss.ignore_index)
 
 
 def _reduced(call: _Call, losses: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -352,8 +364,6 @@ def _prepare(
             f"{name}: vocab_size={vocab_size}, but the weight has {rows} rows on each of {group.size} ranks: expected "
             f"1 to {rows * group.size}"
         )
-    op.check_targets(name, targets, vocab_size, ignore_index)
-
     dtype, device = _dtype(name, hidden, own_weight, own_bias), hidden.device
     choice = parts.linear_act_choice(dtype, device, impl, op=name)
     dispatch.count(NAME, choice.impl)
@@ -361,7 +371,7 @@ def _prepare(
     loss = whole.part(group.rank * rows, rows)
     grad = torch.is_grad_enabled()
     options = (reduction, fuse_wgrad_accumulation, chunk_tokens, choice, dtype, site, grad)
-    return _Call(loss, group, sequence_parallel, *options, alone=False)
+    return _Call(name, loss, group, sequence_parallel, *options, alone=False)
 
 
 def _check_operands(

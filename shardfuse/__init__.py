@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from .kernels.dispatch import row_invariance
     from .kernels.dropout import dropout, new_ticket
     from .kernels.linear import gated_linear, linear_act
+    from .kernels.norm import layer_norm, rms_norm
     from .kernels.paged_attention import paged_attention, write_kv_
+    from .kernels.rope import apply_rope
     from .kernels.scaled_linear import fp8_linear, quantize, scaled_linear
     from .layers.attention import ParallelAttention
     from .layers.block import ParallelBlock
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from .layers.norm import LayerNorm, RMSNorm
     from .layers.transformer import ParallelTransformer
     from .parallel.checkpoint import full_state_dict, load_checkpoint, read_extra, save_checkpoint
+    from .parallel.cross_entropy import linear_cross_entropy, linear_log_probs
     from .parallel.main_grad import attach_main_grads, main_grads_to_grads, zero_main_grads
     from .parallel.mesh import init_mesh, tp_group
     from .parallel.random import manual_seed
@@ -50,6 +53,7 @@ __all__ = [
     "TransformerConfig",
     "VocabParallelEmbedding",
     "__version__",
+    "apply_rope",
     "attach_main_grads",
     "dropout",
     "explain",
@@ -58,7 +62,10 @@ __all__ = [
     "full_state_dict",
     "gated_linear",
     "init_mesh",
+    "layer_norm",
     "linear_act",
+    "linear_cross_entropy",
+    "linear_log_probs",
     "load_checkpoint",
     "load_hf",
     "main_grads_to_grads",
@@ -67,6 +74,7 @@ __all__ = [
     "paged_attention",
     "quantize",
     "read_extra",
+    "rms_norm",
     "row_invariance",
     "save_checkpoint",
     "scaled_linear",
@@ -94,6 +102,7 @@ _HOMES = {
     "TokenEvent": "serving.request",
     "TransformerConfig": "layers.config",
     "VocabParallelEmbedding": "layers.embedding",
+    "apply_rope": "kernels.rope",
     "attach_main_grads": "parallel.main_grad",
     "dropout": "kernels.dropout",
     "explain": "explanation",
@@ -102,7 +111,10 @@ _HOMES = {
     "full_state_dict": "parallel.checkpoint",
     "gated_linear": "kernels.linear",
     "init_mesh": "parallel.mesh",
+    "layer_norm": "kernels.norm",
     "linear_act": "kernels.linear",
+    "linear_cross_entropy": "parallel.cross_entropy",
+    "linear_log_probs": "parallel.cross_entropy",
     "load_checkpoint": "parallel.checkpoint",
     "load_hf": "layers.hf",
     "main_grads_to_grads": "parallel.main_grad",
@@ -111,6 +123,7 @@ _HOMES = {
     "paged_attention": "kernels.paged_attention",
     "quantize": "kernels.scaled_linear",
     "read_extra": "parallel.checkpoint",
+    "rms_norm": "kernels.norm",
     "row_invariance": "kernels.dispatch",
     "save_checkpoint": "parallel.checkpoint",
     "scaled_linear": "kernels.scaled_linear",

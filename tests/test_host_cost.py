@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardfuse import ParallelMLP
+from shardfuse import ParallelMLP, rms_norm
 from shardfuse.bench.stock import StockMLP, training_step
 from shardfuse.bench.timing import compare
 from shardfuse.kernels.linear import linear_act
+from shardfuse.layers.sdpa import attend
 
 T, D, FFN = 4, 16, 32
 CPU = torch.device("cpu")
@@ -38,8 +39,26 @@ def _mlp_step():
     return lambda: training_step(ours, x, grad), lambda: training_step(stock, x, grad)
 
 
+def _attention():
+    q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
+    ours = lambda: attend(q, k, v)
+    stock = lambda: F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+    return ours, stock
+
+
+def _rms_norm():
+    x, weight = torch.randn(T, D), torch.randn(D)
+    return lambda: rms_norm(x, weight), lambda: F.rms_norm(x, (D,), weight)
+
+
 # How many times the stock call's host time ours may take.
-CALLS = {"linear_act": (_linear, 3.0), "mlp": (_mlp, 3.0), "mlp, forward + backward": (_mlp_step, 2.0)}
+CALLS = {
+    "attention": (_attention, 1.5),
+    "rms_norm": (_rms_norm, 2.0),
+    "linear_act": (_linear, 3.0),
+    "mlp": (_mlp, 3.0),
+    "mlp, forward + backward": (_mlp_step, 2.0),
+}
 
 
 @pytest.mark.parametrize("name", CALLS)

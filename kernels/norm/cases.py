@@ -65,6 +65,7 @@ _BUILDS = (
     _case(8192, 12288, _BF16, "codegen", residual="same"),
     _case(8192, 16384, _BF16, "codegen", residual="same"),
     _case(8192, 8192, _FP32, "codegen", residual="same"),
+    _case(1024, 32768, _BF16, "codegen", residual="same"),
     _case(8192, 128, _BF16, "codegen"),
 )
 # What benchmarks time: with and without a residual; at few tokens the launch is all.
