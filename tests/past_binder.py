@@ -1,8 +1,9 @@
 """Is a launch past Triton's binder the launch that the binder would have made? Run as a program: prints JSON.
 
-A driver that stands for an sm_90 GPU and compiles nothing takes every launch of the GEMM ops' test cases, forward and
-backward, on CPU tensors: drawn anew, and at odd addresses. Each is made twice, as ``device.Prepared`` makes it and
-through the binder, and both must reach the same kernel with the same arguments. A program of its own because the
+A driver that stands for an sm_90 GPU and compiles nothing takes every launch of the ops' test cases, forward and
+backward, on CPU tensors: drawn anew, and at odd addresses. Those that ``device.Prepared`` makes are made through the
+binder too, and both must reach the same kernel with the same arguments. All of them show that the binder takes what the
+kernels are called with: neither the interpreter nor ahead-of-time compilation asks it. A program of its own because the
 tests' process interprets its kernels.
 """
 
@@ -95,8 +96,7 @@ dispatch._INTERPRETING = True  # impl="triton" is then taken on CPU tensors
 prepared_launch = device.Prepared.launch
 device.Prepared.launch = launch_both_ways
 
-for op in ("linear_act", "gated_linear", "dgrad_act", "dgrad_gated", "wgrad_accumulate", "scaled_linear"):
-    spec = registry.op(op)
+for op, spec in registry.ops().items():
     for case in spec.tagged("test"):
         now = f"{op} {case.name}"
         for seed in (1, 2):

@@ -56,7 +56,7 @@ def linear_cross_entropy(
     loss: Loss,
     reduction: str = "none",
 ) -> torch.Tensor:
-    """Losses [T], their sum or mean, of hidden [T, D] and a whole vocabulary, weight [V, D]; torch differentiates it."""
+    """Losses [T], their sum or mean; hidden [T, D], weight [V, D], a whole vocabulary. Torch has its gradients."""
     logits = F.linear(hidden, weight, bias)
     logits = logits if logits.shape[1] == loss.columns else logits[:, : loss.columns]
     z = logits.to(accumulator(logits.dtype))

@@ -37,7 +37,7 @@ def dropout(
         "C": cols,
         "x_stride": x.stride(0),
         "residual_stride": 0 if residual is None else residual.stride(0),
-        "stream": stream,
+        "mask_stream": stream,
         "threshold": threshold(p),
         "row_start": row_start,
         "col_start": col_start,

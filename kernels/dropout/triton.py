@@ -19,7 +19,7 @@ def keep_mask(ticket, stream, threshold, rows, first_col, COLS: tl.constexpr):
     return words >= threshold.to(tl.uint32)
 
 
-@triton.jit(do_not_specialize=["stream", "threshold", "row_start", "col_start"])
+@triton.jit(do_not_specialize=["mask_stream", "threshold", "row_start", "col_start"])
 def _dropout_kernel(
     x_ptr,
     residual_ptr,  # contiguous, as y; or None
@@ -29,7 +29,7 @@ def _dropout_kernel(
     C,
     x_stride,  # of rows
     residual_stride,
-    stream,
+    mask_stream,  # not "stream", which Triton's launcher keeps for itself
     threshold,
     row_start,
     col_start,
@@ -43,7 +43,7 @@ def _dropout_kernel(
     cols = first_col + tl.arange(0, BLOCK_C)
     inside = (rows < R)[:, None] & (cols < C)[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-    keep = keep_mask(tl.load(ticket_ptr), stream, threshold, row_start + rows, col_start + first_col, BLOCK_C)
+    keep = keep_mask(tl.load(ticket_ptr), mask_stream, threshold, row_start + rows, col_start + first_col, BLOCK_C)
     y = tl.where(keep, x * scale, 0.0)
     if residual_ptr is not None:
         y += tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=inside, other=0.0).to(

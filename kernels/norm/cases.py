@@ -80,7 +80,7 @@ _BENCH = (
     ),
     *(
         _case(T, D, _FP32, "bench-cpu", residual=residual)
-        for T, D in ((64, 1024), (512, 4096))
+        for T, D in ((512, 1024), (512, 4096))
         for residual in (None, "same")
     ),
 )

@@ -28,7 +28,7 @@ class _Dropping(NamedTuple):
         return {
             "kept_scale": 1 / (1 - self.p),
             "threshold": threshold(self.p),
-            "stream": self.stream,
+            "mask_stream": self.stream,  # Triton has an option called "stream"
             "row_start": self.row_start,
         }
 

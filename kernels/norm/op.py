@@ -215,14 +215,14 @@ def _plain(
     x: torch.Tensor, weight: Optional, bias: Optional, residual: Optional, weight_offset: float, carry: bool
 ) -> bool:
     """Whether torch's own functions take these as they are, and would notice what is wrong with them."""
-    dtype = x.dtype
-    if weight is not None and (weight_offset or weight.dtype is not dtype or weight.device != x.device):
+    dtype, on_cpu = x.dtype, x.is_cpu  # beside a GPU's tensors torch looks at devices itself
+    if weight is not None and (weight_offset or weight.dtype is not dtype or weight.is_cpu is not on_cpu):
         return False
     if residual is not None and (
-        carry or residual.dtype is not dtype or residual.shape != x.shape or residual.device != x.device
+        carry or residual.dtype is not dtype or residual.is_cpu is not on_cpu or residual.shape != x.shape
     ):
         return False
-    return bias is None or (bias.dtype is dtype and bias.device == x.device)
+    return bias is None or (bias.dtype is dtype and bias.is_cpu is on_cpu)
 
 
 def _norm(

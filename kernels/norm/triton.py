@@ -44,9 +44,9 @@ def _scale(weight_ptr, weight_offset, cols, D: tl.constexpr):
 
 
 @triton.jit
-def _drop(x, ticket_ptr, rows, first_col, row_start, stream, threshold, kept_scale, COLS: tl.constexpr):
+def _drop(x, ticket_ptr, rows, first_col, row_start, mask_stream, threshold, kept_scale, COLS: tl.constexpr):
     """Dropout of a tile that begins at column ``first_col``. Its own transpose, and so its own gradient."""
-    keep = keep_mask(tl.load(ticket_ptr), stream, threshold, row_start + rows, first_col, COLS)
+    keep = keep_mask(tl.load(ticket_ptr), mask_stream, threshold, row_start + rows, first_col, COLS)
     return tl.where(keep, x * kept_scale, 0.0)
 
 
@@ -70,12 +70,12 @@ def _merge(mean, squares, s, mask, c, D: tl.constexpr, BLOCK_D: tl.constexpr, CE
 @triton.jit
 def _take_in(
     x_ptr, residual_ptr, s_ptr, ticket_ptr, rows, cols, mask, c, stride_xt, stride_rt,
-    kept_scale, threshold, stream, row_start, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr,
+    kept_scale, threshold, mask_stream, row_start, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The tile of s at column c, stored if it is not x itself."""
     s = _load(x_ptr, rows, cols, mask, stride_xt, ALIGN, "")
     if ticket_ptr is not None:
-        s = _drop(s, ticket_ptr, rows, c, row_start, stream, threshold, kept_scale, BLOCK_D)
+        s = _drop(s, ticket_ptr, rows, c, row_start, mask_stream, threshold, kept_scale, BLOCK_D)
     if residual_ptr is not None:
         s += _load(residual_ptr, rows, cols, mask, stride_rt, ALIGN, "")
         s = s.to(s_ptr.dtype.element_ty).to(tl.float32)  # what is normalised is what is returned
@@ -91,7 +91,7 @@ def _put_out(s, mean, rstd, y_ptr, weight_ptr, bias_ptr, rows, cols, mask, weigh
     _store(y_ptr, y, rows, cols, mask, D)
 
 
-@triton.jit(do_not_specialize=["T", "stride_xt", "stride_rt", "threshold", "stream", "row_start"])
+@triton.jit(do_not_specialize=["T", "stride_xt", "stride_rt", "threshold", "mask_stream", "row_start"])
 def _norm_fwd_kernel(
     x_ptr,  # [T, D]
     residual_ptr,  # [T, D] or None
@@ -109,7 +109,7 @@ def _norm_fwd_kernel(
     weight_offset,
     kept_scale,  # of dropout, 1 / (1 - p)
     threshold,
-    stream,
+    mask_stream,
     row_start,
     D: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -125,14 +125,14 @@ def _norm_fwd_kernel(
     squares = tl.zeros((BLOCK_T,), tl.float32)
     s = _take_in(
         x_ptr, residual_ptr, s_ptr, ticket_ptr, rows, cols, mask, 0, stride_xt, stride_rt,
-        kept_scale, threshold, stream, row_start, D, ALIGN, BLOCK_D,
+        kept_scale, threshold, mask_stream, row_start, D, ALIGN, BLOCK_D,
     )  # fmt: skip
     mean, squares = _merge(mean, squares, s, mask, 0, D, BLOCK_D, CENTRED)
     for c in range(BLOCK_D, D, BLOCK_D):
         mask = (rows < T)[:, None] & (c + cols < D)[None, :]
         more = _take_in(
             x_ptr, residual_ptr, s_ptr, ticket_ptr, rows, c + cols, mask, c, stride_xt, stride_rt,
-            kept_scale, threshold, stream, row_start, D, ALIGN, BLOCK_D,
+            kept_scale, threshold, mask_stream, row_start, D, ALIGN, BLOCK_D,
         )  # fmt: skip
         mean, squares = _merge(mean, squares, more, mask, c, D, BLOCK_D, CENTRED)
     rstd = tl.div_rn(tl.full((BLOCK_T,), 1.0, tl.float32), tl.sqrt_rn(squares / D + eps))
@@ -187,7 +187,7 @@ def _beside(ds_ptr, rows, cols, mask, stride_dst, ALIGN: tl.constexpr):
 @triton.jit
 def _give_back(
     g, xhat, rstd, mean_gx, mean_g, beside, dx_ptr, dresidual_ptr, ticket_ptr, rows, cols, mask, c,
-    kept_scale, threshold, stream, row_start, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    kept_scale, threshold, mask_stream, row_start, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Store the tile at column c of the gradients of residual and x."""
     ds = (g - xhat * mean_gx - mean_g) * rstd + beside
@@ -195,7 +195,7 @@ def _give_back(
         _store(dresidual_ptr, ds, rows, cols, mask, D)
     if dx_ptr is not None:
         if ticket_ptr is not None:
-            ds = _drop(ds, ticket_ptr, rows, c, row_start, stream, threshold, kept_scale, BLOCK_D)
+            ds = _drop(ds, ticket_ptr, rows, c, row_start, mask_stream, threshold, kept_scale, BLOCK_D)
         _store(dx_ptr, ds, rows, cols, mask, D)
 
 
@@ -210,7 +210,7 @@ def _row_means(gx, g, D: tl.constexpr, CENTRED: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["T", "blocks", "stride_dyt", "stride_dst", "stride_st", "threshold", "stream", "row_start"]
+    do_not_specialize=["T", "blocks", "stride_dyt", "stride_dst", "stride_st", "threshold", "mask_stream", "row_start"]
 )
 def _norm_bwd_kernel(
     dy_ptr,  # [T, D]
@@ -232,7 +232,7 @@ def _norm_bwd_kernel(
     weight_offset,
     kept_scale,
     threshold,
-    stream,
+    mask_stream,
     row_start,
     D: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -286,7 +286,7 @@ def _norm_bwd_kernel(
             more_dbias += (dbias[i] + dy,)
             _give_back(
                 g, xhat, rstd, mean_gx, mean_g, beside, dx_ptr, dresidual_ptr, ticket_ptr, rows, here, mask,
-                i * BLOCK_D, kept_scale, threshold, stream, row_start, D, BLOCK_D,
+                i * BLOCK_D, kept_scale, threshold, mask_stream, row_start, D, BLOCK_D,
             )  # fmt: skip
         dweight = more_dweight
         dbias = more_dbias
@@ -299,7 +299,7 @@ def _norm_bwd_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["T", "blocks", "stride_dyt", "stride_dst", "stride_st", "threshold", "stream", "row_start"]
+    do_not_specialize=["T", "blocks", "stride_dyt", "stride_dst", "stride_st", "threshold", "mask_stream", "row_start"]
 )
 def _norm_bwd_wide_kernel(
     dy_ptr,
@@ -319,7 +319,7 @@ def _norm_bwd_wide_kernel(
     weight_offset,
     kept_scale,
     threshold,
-    stream,
+    mask_stream,
     row_start,
     D: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -351,7 +351,7 @@ def _norm_bwd_wide_kernel(
         beside = _beside(ds_ptr, rows, c + cols, mask, stride_dst, ALIGN)
         _give_back(
             g, xhat, rstd, mean_gx, mean_g, beside, dx_ptr, dresidual_ptr, ticket_ptr, rows, c + cols, mask,
-            c, kept_scale, threshold, stream, row_start, D, BLOCK_D,
+            c, kept_scale, threshold, mask_stream, row_start, D, BLOCK_D,
         )  # fmt: skip
 
 
