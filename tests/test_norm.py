@@ -408,3 +408,57 @@ def test_blocks(arch):
         assert config.forward_config(arch, width).block_d >= min(width, 4096)
         if config.sums_fit(arch, width, 2, 2):
             assert width <= 4 * config.backward_config(arch, width).block_d
+
+
+# ------------------------------------------------------------------------------------------------------ carry
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("name", NORMS)
+def test_what_comes_after_a_carried_x_is_added_up_in_backward(name, impl, monkeypatch):
+    x, *params = leaves(name, 5, 24)
+    norm = NORMS[name]
+    y = norm(x, *params, impl=impl)
+    expected = torch.autograd.grad((y.square() + (3 * x).sin()).sum(), [x, *params])
+    launches = []
+    inner = schemas.norm_bwd
+    monkeypatch.setattr(schemas, "norm_bwd", lambda *args: launches.append(args[1] is not None) or inner(*args))
+    y, carried = norm(x, *params, carry=True, impl=impl)
+    assert torch.equal(carried, x)
+    found = torch.autograd.grad((y.square() + (3 * carried).sin()).sum(), [x, *params])
+    for mine, theirs in zip(found, expected):
+        torch.testing.assert_close(mine, theirs)
+    assert launches == ([True] if impl == "triton" else [])
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_what_is_carried_where_gradients_are_missing(impl):
+    x, weight = leaves("rms_norm", 5, 24)
+    y, carried = rms_norm(x, weight, carry=True, impl=impl)
+    (dx,) = torch.autograd.grad(carried.sum(), x, retain_graph=True)  # nothing through the norm
+    torch.testing.assert_close(dx, torch.ones_like(x))
+    torch.testing.assert_close(*(torch.autograd.grad(each.sum(), x)[0] for each in (y, rms_norm(x, weight, impl=impl))))
+    frozen = x.detach()
+    y, carried = rms_norm(frozen, weight, carry=True, impl=impl)
+    assert carried is frozen
+    assert y.requires_grad
+    with torch.no_grad():
+        assert rms_norm(x, weight, carry=True, impl=impl)[1] is x
+    with pytest.raises(ValueError, match="carry=True beside a residual"):
+        rms_norm(x, weight, residual=x, carry=True, impl="triton")
+
+
+@pytest.mark.interpret
+def test_carrying_compiles():
+    x, weight = leaves("rms_norm", 5, 24)
+
+    def layer(x):
+        y, carried = rms_norm(x, weight, carry=True, impl="triton")
+        return y + carried.sin()
+
+    expected = layer(x)
+    found = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(each.square().sum(), x)[0] for each in (found, expected)))
