@@ -6,7 +6,6 @@ import math
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
-import torch.nn.functional as F
 from torch.autograd import forward_ad
 
 from .. import autograd, dispatch
@@ -103,7 +102,7 @@ def rms_norm(
     if not dropout_p and dispatch.settled(impl, x) and _plain(x, weight, None, residual, weight_offset, carry):
         s = x if residual is None else x + residual
         try:
-            y = F.rms_norm(s, s.shape[-1:], weight, eps)
+            y = torch.rms_norm(s, s.shape[-1:], weight, eps)  # what F.rms_norm calls
         except RuntimeError:
             _check("rms_norm", x, weight, None, residual)
             raise
@@ -174,7 +173,7 @@ def layer_norm(
     if not dropout_p and dispatch.settled(impl, x) and _plain(x, weight, bias, residual, weight_offset, carry):
         s = x if residual is None else x + residual
         try:
-            y = F.layer_norm(s, s.shape[-1:], weight, bias, eps)
+            y = torch.layer_norm(s, s.shape[-1:], weight, bias, eps)  # what F.layer_norm calls
         except RuntimeError:
             _check("layer_norm", x, weight, bias, residual)
             raise
