@@ -48,7 +48,7 @@ MODULE = __package__ or "shardfuse.bench"
 SMOKE_S = 120.0
 SMOKE_QUIET_S = 60.0  # a case takes a second or two, its compilation a few more
 COMPILE_S = 75.0  # the CPU suite may use both phases
-GPU_TESTS_S = 120.0
+GPU_TESTS_S = 150.0
 SUMMARY_S = 5.0  # kept for the end
 STARTUP_S = 90.0  # importing torch on a busy machine
 GPU_SECONDS_PER_ROW = 0.5
@@ -57,11 +57,16 @@ DRY_TESTS = ("tests/test_owed.py",)
 # Their tests marked interpret make tensors where the kernels run.
 OP_TESTS = (
     "test_autograd_gate.py",
+    "test_block_launches.py",
+    "test_cross_entropy.py",
+    "test_dropout.py",
     "test_linear_act.py",
     "test_linear_fused.py",
     "test_main_grad.py",
     "test_mlp_fused.py",
+    "test_norm.py",
     "test_paged_attention.py",
+    "test_rope.py",
     "test_scaled_linear.py",
 )
 PYTEST_NOTHING_COLLECTED = 5

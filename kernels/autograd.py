@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,7 +32,18 @@ from torch.nn.parallel import DistributedDataParallel
 _will_execute = getattr(torch._C, "_will_engine_execute_node", None)
 _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
 
+_transforms = getattr(getattr(torch._C, "_functorch", None), "maybe_current_level", None)
+
 _NO, _YES, _CAPTURED = range(3)
+
+
+def transformed() -> str | None:
+    """Why no kernel can take a call now: forward-mode differentiation and torch.func would have to see inside."""
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation has no kernel"
+    if _transforms is not None and _transforms() is not None:
+        return "torch.func's transforms have no kernel"
+    return None
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -119,6 +119,12 @@ class ParallelAttention(ShardedModule):
         tables (``rope_tables`` of the positions). ``residual``, of the result's shape and in a group of one only, is
         added in the output projection's epilogue.
         """
+        if cu_seqlens is not None and not (batch_size is cache is None):
+            raise ValueError("cu_seqlens says what the sequences are: leave out batch_size, and a cache knows its own")
+        if cu_seqlens is None and max_seqlen is not None:
+            raise ValueError(
+                "max_seqlen bounds the lengths of a packed batch: pass cu_seqlens as well, or leave it out"
+            )
         q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)  # [T, heads/R * H] or [B, S, heads/R * H]
         if cache is not None:
             out = self._attend_cached(q, k, v, positions, cache, rope)

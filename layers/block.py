@@ -13,6 +13,7 @@ from . import dropout as masks
 from .attention import AttentionCache, ParallelAttention
 from .config import TransformerConfig
 from .mlp import ParallelMLP
+from .module import untouched
 from .norm import LayerNorm, RMSNorm
 from .rope import Rope, Rotary
 
@@ -25,6 +26,9 @@ class ParallelBlock(nn.Module):
     ``recompute`` keeps only x for backward and runs the layer again there; ``mlp_recompute`` is ParallelMLP's
     ``recompute``, for the MLP alone. ``fuse_wgrad_accumulation`` adds the linear layers' gradients to their parameters'
     ``main_grad`` (see ``attach_main_grads``).
+
+    Where nobody looks, the sums with x are formed inside: attention and MLP are then asked for more than their branch.
+    A submodule with hooks, of another class or wrapped is called as its stock twin would be, for its branch alone.
     """
 
     def __init__(
@@ -100,7 +104,7 @@ class ParallelBlock(nn.Module):
     ) -> Any:
         """See :meth:`ParallelAttention.forward` for what the arguments mean.
 
-        With ``join=False`` the MLP's branch comes back beside the stream that it is to join, (stream, branch,
+        With ``join=False`` the MLP's branch may come back beside the stream that it is to join, (stream, branch,
         dropout), and x may be such a triple: the norm that comes next adds them up in its own kernel.
         """
         attention = {
@@ -112,27 +116,33 @@ class ParallelBlock(nn.Module):
             "max_seqlen": max_seqlen,
         }
         if self.recompute and torch.is_grad_enabled():
-            random = self.training and (
-                self.dropout_p > 0 or self.self_attn.dropout_p > 0
-            )  # else no state need be kept
-            return checkpoint(self._forward, x, attention, join, use_reentrant=False, preserve_rng_state=random)
+            random = self.training and (self.dropout_p > 0 or getattr(self.self_attn, "dropout_p", 0) > 0)
+            return checkpoint(
+                self._forward,
+                joined(x, impl=self.impl),  # one tensor to keep, not two
+                attention,
+                join,
+                use_reentrant=False,
+                preserve_rng_state=random,  # otherwise nothing here draws
+            )
         return self._forward(x, attention, join)
 
     def _forward(self, x: Stream, attention: dict[str, Any], join: bool) -> Stream:
-        y, stream = normed(self.input_layernorm, x, MLP)
+        y, stream = normed(self.input_layernorm, x, MLP, impl=self.impl)
         dropout = masks.draw(
             self.dropout_p, stream, self.group, sequence_parallel=self.sequence_parallel, training=self.training
         )
-        if self.group.size == 1 and dropout is None:  # both sums are in the epilogues of the products before them
-            stream = self.self_attn(y, residual=stream, **attention)
-            y, stream = self.post_attention_layernorm(stream, carry=True)
+        # In one process both sums are in the epilogues of the products before them.
+        alone = self.group.size == 1 and dropout is None
+        if alone and _adds_residual(self.self_attn, "o_proj"):
+            after: Stream = self.self_attn(y, residual=stream, **attention)
+        else:
+            after = stream, self.self_attn(y, **attention), dropout
+        y, stream = normed(self.post_attention_layernorm, after, ATTENTION, impl=self.impl)
+        if alone and _adds_residual(self.mlp, "down_proj", "c_proj"):
             return self.mlp(y, residual=stream)
-        branch = self.self_attn(y, **attention)
-        y, stream = normed(self.post_attention_layernorm, (stream, branch, dropout), ATTENTION)
-        branch = self.mlp(y)
-        if not join:
-            return stream, branch, dropout
-        return stream + branch if dropout is None else dropout.apply(branch, MLP, stream, impl=self.impl)
+        out = stream, self.mlp(y), dropout
+        return joined(out, impl=self.impl) if join else out
 
 
 # Where a block's two masks come from.
@@ -142,15 +152,32 @@ ATTENTION, MLP = 0, 1
 Stream = torch.Tensor | tuple[torch.Tensor, torch.Tensor, masks.Dropout | None]
 
 
-def normed(norm: LayerNorm | RMSNorm, x: Stream, stream: int) -> tuple[torch.Tensor, torch.Tensor]:
+def normed(norm: nn.Module, x: Stream, stream: int, *, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x), x), where a branch that waits joins first, its mask drawn from ``stream``."""
+    if not untouched(norm):
+        x = joined(x, stream, impl=impl)
+        return norm(x), x
     if isinstance(x, torch.Tensor):
         return norm(x, carry=True)
     x, branch, dropout = x
     return norm(branch, residual=x, dropout=dropout, stream=stream)
 
 
+def joined(x: Stream, stream: int = MLP, *, impl: str) -> torch.Tensor:
+    """x with the branch that waits beside it, its mask drawn from ``stream``."""
+    if isinstance(x, torch.Tensor):
+        return x
+    x, branch, dropout = x
+    return x + branch if dropout is None else dropout.apply(branch, stream, x, impl=impl)
+
+
+def _adds_residual(module: nn.Module, *names: str) -> bool:
+    """Whether ``module`` and the layer of its that comes last, called one of ``names``, take a residual."""
+    last = next((getattr(module, name) for name in names if hasattr(module, name)), None)
+    return untouched(module) and last is not None and untouched(last)
+
+
 def make_norm(config: TransformerConfig, **place: Any) -> LayerNorm | RMSNorm:
     """The norm of the config's style."""
     kind = RMSNorm if config.gated else LayerNorm
-    return kind(config.hidden_size, eps=config.norm_eps, **place)
+    return kind(config.hidden_size, eps=config.norm_eps, weight_offset=config.norm_offset, **place)

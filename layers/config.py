@@ -31,7 +31,9 @@ class TransformerConfig:
     layers; norms follow the style) to what the style says. ``init_std`` is the standard deviation of fresh weights.
     In training ``embedding_dropout`` of the embeddings is dropped, ``residual_dropout`` of what attention and MLP add
     to them, and ``attention_dropout`` of the attention weights. ``attention_window``, ``attention_softcap`` and
-    ``attention_sinks``: see :func:`~shardfuse.layers.sdpa.attend`.
+    ``attention_sinks``: see :func:`~shardfuse.layers.sdpa.attend`. ``norm_offset`` is added to the norms' weights: 1
+    for Gemma's, which are kept around 0.
+
     ``rope_scaling`` is transformers' ``rope_parameters`` without theta, such as ``{"rope_type": "linear", "factor":
     2.0}``; ``partial_rotary_factor`` the share of each head that is rotated, ``rope_interleaved`` pairs its neighbours
     as GPT-J does (see :class:`~shardfuse.layers.rope.Rotary`).
@@ -53,6 +55,7 @@ class TransformerConfig:
     partial_rotary_factor: float = 1.0
     rope_interleaved: bool = False
     norm_eps: float = 1e-5
+    norm_offset: float = 0.0
     tie_embeddings: bool = False
     bias: bool = None  # type: ignore[assignment]
     init_std: float = 0.02
@@ -77,6 +80,21 @@ class TransformerConfig:
         for name in ("embedding_dropout", "residual_dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected at least 0 and less than 1")
+        if self.attention_window is not None and not (
+            isinstance(self.attention_window, int) and self.attention_window > 0
+        ):
+            raise ValueError(
+                f"attention_window={self.attention_window!r}: expected a number of tokens above 0, or None"
+            )
+        if self.attention_softcap is not None and not self.attention_softcap > 0:
+            raise ValueError(f"attention_softcap={self.attention_softcap!r}: expected a bound above 0, or None")
+        if not isinstance(self.attention_sinks, bool):
+            raise ValueError(f"attention_sinks={self.attention_sinks!r}: expected True or False")
+        if self.attention_dropout and (self.attention_softcap is not None or self.attention_sinks):
+            raise ValueError(
+                f"attention_dropout={self.attention_dropout} with a soft-cap or sinks: no fused path of torch drops "
+                "attention weights there; set one of them to nothing"
+            )
         check_heads(self.num_heads, self.num_kv_heads)
         if self.head_dim is None:
             self._set("head_dim", default_head_dim(self.hidden_size, self.num_heads))

@@ -110,11 +110,12 @@ def _write(model: ParallelTransformer, state: dict[str, torch.Tensor], directory
 def config_to_hf(config: TransformerConfig, dtype: str = "float32") -> dict[str, Any]:
     """The ``config.json`` of ``config``, as transformers 5 writes it; ValueError where it has no such model."""
     style = config.style
-    for name in ("attention_window", "attention_softcap", "attention_sinks"):
-        if getattr(config, name) not in (None, False):
+    gated_only = ("attention_window", "residual_dropout", "embedding_dropout") if config.gated else ()
+    for name in ("attention_softcap", "attention_sinks", "norm_offset", *gated_only):
+        if getattr(config, name):
             raise ValueError(
-                f"{name}={getattr(config, name)}: transformers' {_MODEL_TYPES[style]} has no such attention; a model "
-                "that differs cannot be exported as one"
+                f"{name}={getattr(config, name)}: transformers' {_MODEL_TYPES[style]} has no such thing; a model that "
+                "differs cannot be exported as one"
             )
     out: dict[str, Any] = {"architectures": [_ARCHITECTURES[style]], "model_type": _MODEL_TYPES[style], "dtype": dtype}
     out |= {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
@@ -131,7 +132,7 @@ def config_to_hf(config: TransformerConfig, dtype: str = "float32") -> dict[str,
     }
     if style == "gelu":
         out |= {"embedding_dropout": config.embedding_dropout, "residual_dropout": config.residual_dropout}
-        out["sliding_window"] = None
+        out["sliding_window"] = config.attention_window
     return out
 
 
@@ -148,15 +149,25 @@ def config_from_hf(raw: dict[str, Any]) -> TransformerConfig:
     biases = {raw[key] for key in _BIASES[style]}
     if len(biases) > 1:
         raise ValueError(f"{' and '.join(_BIASES[style])} differ: here all linear layers have a bias or none has")
-    window = raw.get("sliding_window")
-    if window is not None and window < raw["max_position_embeddings"]:
-        raise ValueError(f"sliding_window={window}: attention here is over all earlier tokens")
     fields = {ours: raw[theirs] for ours, theirs in _FIELDS.items() if theirs in raw or theirs not in _OPTIONAL}
     fields |= _rope_fields(raw)
+    fields |= {name: raw[name] for name in ("attention_dropout", *_OF_GELU) if raw.get(name) and _has(style, name)}
+    window = raw.get("sliding_window")
+    if window is not None and window < raw["max_position_embeddings"]:
+        if style == "gated":
+            raise ValueError(f"sliding_window={window}: transformers' {raw['model_type']} has none; which is meant?")
+        fields["attention_window"] = window
     try:
         return TransformerConfig(style=style, norm_eps=raw[_NORM_EPS[style]], bias=biases.pop(), **fields)
     except TypeError as error:
         raise ValueError(f"a value has the wrong type: {error}") from error
+
+
+_OF_GELU = ("embedding_dropout", "residual_dropout")
+
+
+def _has(style: str, name: str) -> bool:
+    return style == "gelu" or name not in _OF_GELU
 
 
 def _rope_parameters(config: TransformerConfig) -> dict[str, Any]:
@@ -235,7 +246,7 @@ def _load(
             for name in names:
                 if name in wanted:
                     _read_shard(file.get_slice(name), name, wanted[name])
-    return model
+    return model.eval()
 
 
 @torch.no_grad()

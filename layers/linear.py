@@ -189,10 +189,3 @@ def linear_init(in_features: int, std: float | None) -> tuple[Init, Init]:
         return Init(std=std), Init(constant=0.0)
     bound = in_features**-0.5 if in_features else 0.0
     return Init(bound=bound), Init(bound=bound)
-
-
-def untouched(layer: nn.Module) -> bool:
-    """Whether ``layer`` is ours and nobody wants to hear of its calls, so that its parameters may be read instead."""
-    return type(layer) in (ColumnParallelLinear, RowParallelLinear) and not (
-        layer._forward_pre_hooks or layer._forward_hooks or layer._backward_pre_hooks or layer._backward_hooks
-    )

@@ -11,8 +11,8 @@ from ..kernels.dispatch import settled
 from ..kernels.linear import ACTIVATIONS, apply_activation, gated_linear, linear_act_choice
 from ..parallel.mesh import MeshLike, tp_group
 from ..parallel.mlp import RECOMPUTE, fused_mlp
-from .linear import ColumnParallelLinear, RowParallelLinear, check_tokens, project, untouched
-from .module import check_divides
+from .linear import ColumnParallelLinear, RowParallelLinear, check_tokens, project
+from .module import check_divides, untouched
 
 SITE = "mlp"
 

@@ -23,7 +23,7 @@ from ..parallel.sharding import (
     tag,
 )
 
-__all__ = ["Init", "Runs", "ShardedModule", "check_divides"]
+__all__ = ["Init", "Runs", "ShardedModule", "check_divides", "untouched"]
 
 # The ops a module runs, each with its choice of implementation.
 Runs = list[tuple[str, Choice]]
@@ -36,6 +36,20 @@ class Init:
     constant: float | None = None
     std: float | None = None
     bound: float | None = None
+
+
+def untouched(module: nn.Module) -> bool:
+    """Whether ``module`` is one of this package's own and nobody wants to hear of its calls.
+
+    Only then may a module around it read its parameters in place of calling it, or ask it to do more than its stock
+    twin would: not with hooks, of an adapter that took its place, or wrapped (FSDP makes a class of its own).
+    """
+    return type(module).__module__.startswith(_PACKAGE) and not (
+        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    )
+
+
+_PACKAGE = __name__.rpartition(".")[0] + "."
 
 
 class ShardedModule(nn.Module):

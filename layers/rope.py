@@ -10,7 +10,7 @@ that ``model.bfloat16()`` could round, that ``to_empty`` could leave unset, or t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,23 @@ import torch
 
 from .config import TransformerConfig, check_rope, rope_type, rotary_dim
 
-Rope = tuple[torch.Tensor, torch.Tensor]
+
+class Rope:
+    """Tables (cos, sin), each [..., P/2] fp32; ``cos, sin = rope``.
+
+    Not a tuple: FSDP's mixed precision casts every tensor that it finds in the arguments of a forward.
+    """
+
+    __slots__ = ("cos", "sin")
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        self.cos, self.sin = cos, sin
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.cos, self.sin)[index]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter((self.cos, self.sin))
 
 
 @dataclass(frozen=True)
@@ -149,4 +165,4 @@ def rope_tables(positions: torch.Tensor, rotary: Rotary, *, length: int | None =
     frequencies, factor = rotary.frequencies(positions.device, length)
     angles = positions.to(torch.float32)[..., None] * frequencies  # [..., P/2]
     cos, sin = angles.cos(), angles.sin()
-    return (cos, sin) if factor == 1.0 else (cos * factor, sin * factor)
+    return Rope(cos, sin) if factor == 1.0 else Rope(cos * factor, sin * factor)

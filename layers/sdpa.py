@@ -92,6 +92,8 @@ def attend(
 
     Raises ValueError for input that does not fit together and for the combinations in REFUSALS.
     """
+    if window is not None and cu_seqlens is None and batch_size is None and q.dim() == 4 and window >= k.shape[1] > 0:
+        window = None  # all of every sequence
     plain = window is None and softcap is None and sinks is None and cu_seqlens is None
     plain = plain and path == "auto" and batch_size is None and max_seqlen is None
     if plain and q.dim() == 4 and _settled(q.shape, k.shape, v.shape):

@@ -23,9 +23,9 @@ from .attention import AttentionCache, packed_positions
 from .block import MLP, ParallelBlock, Stream, make_norm, normed
 from .config import TransformerConfig
 from .embedding import VocabParallelEmbedding
-from .linear import ColumnParallelLinear, untouched
+from .linear import ColumnParallelLinear
 from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
-from .module import ShardedModule
+from .module import ShardedModule, untouched
 from .rope import Rotary, rope_tables
 
 
@@ -131,28 +131,41 @@ class ParallelTransformer(nn.Module):
         - ``tokens`` [T], ``positions`` [T], ``cache``: logits [T_selected, V/R] of the tokens ``cache.logit_indices``.
         """
         if cache is not None:
+            if not (targets is cu_seqlens is max_seqlen is None):
+                raise ValueError("with a cache there are no targets, cu_seqlens or max_seqlen: it knows its sequences")
             return self._serve(tokens, positions, cache)
         if cu_seqlens is None:
+            if max_seqlen is not None:
+                raise ValueError(
+                    "max_seqlen bounds the lengths of a packed batch: pass cu_seqlens as well, or leave it"
+                )
             batch, length = self._check_batch(tokens, targets)
-            positions = torch.arange(length, device=tokens.device)
             how: dict[str, Any] = {"batch_size": batch}
+            if positions is None:
+                positions = torch.arange(length, device=tokens.device)
+            elif positions.shape not in ((length,), tokens.shape):
+                raise ValueError(f"positions {list(positions.shape)}: expected [{length}] or {list(tokens.shape)}")
         else:
-            length = self._check_packed(tokens, targets, max_seqlen)
-            positions = packed_positions(cu_seqlens, len(tokens))
+            length = self._check_packed(tokens, targets, cu_seqlens, max_seqlen)
             how = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+            if positions is None:
+                positions = packed_positions(cu_seqlens, len(tokens))
+            elif positions.shape != tokens.shape:
+                raise ValueError(f"positions {list(positions.shape)}: expected {list(tokens.shape)}")
         rope = rope_tables(positions, self.rotary, length=length)
         x: Stream = self._dropped(self.model.embed_tokens(tokens.reshape(-1)))
         for block in self.model.layers:
             x = block(x, rope=rope, join=False, **how)
-        y, _ = normed(self.model.norm, x, MLP)
+        y, _ = normed(self.model.norm, x, MLP, impl=self.impl)
         if targets is None:
-            return self.lm_head(y).view(*tokens.shape, -1)
+            logits = self.lm_head(y)
+            return logits.view(*tokens.shape, logits.shape[-1])
         return self._loss(y, targets.reshape(-1))
 
     def _loss(self, y: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         head = self.lm_head
         if targets.numel() * head.weight.shape[0] // self.group.size * 4 <= FUSED_LOSS_BYTES or not untouched(head):
-            return vocab_parallel_cross_entropy(head(y), targets, self.group)
+            return vocab_parallel_cross_entropy(head(y), targets.long(), self.group)
         return linear_cross_entropy(
             y,
             head.weight,
@@ -182,14 +195,10 @@ class ParallelTransformer(nn.Module):
     def _dropped(self, x: torch.Tensor) -> torch.Tensor:
         """The embeddings, in training without ``config.embedding_dropout`` of them."""
         config = self.config
-        if (
-            self.training
-            and max(config.residual_dropout, config.embedding_dropout, config.attention_dropout) > 0
-            and not self._drew
-        ):
+        drops = max(config.residual_dropout, config.embedding_dropout, config.attention_dropout) > 0
+        if drops and self.training and not self._drew and not torch.compiler.is_compiling():
             self._drew = True
-            if not torch.compiler.is_compiling():
-                check_alike(self.group, x.device)
+            check_alike(self.group, x.device)
         dropout = masks.draw(
             config.embedding_dropout, x, self.group, sequence_parallel=self.sequence_parallel, training=self.training
         )
@@ -213,7 +222,9 @@ class ParallelTransformer(nn.Module):
             )
         return batch, length
 
-    def _check_packed(self, tokens: torch.Tensor, targets: torch.Tensor | None, max_seqlen: int | None) -> int:
+    def _check_packed(
+        self, tokens: torch.Tensor, targets: torch.Tensor | None, cu_seqlens: torch.Tensor, max_seqlen: int | None
+    ) -> int:
         """The longest sequence that there may be."""
         if tokens.dim() != 1 or (targets is not None and targets.shape != tokens.shape):
             given = "" if targets is None else f" and targets {list(targets.shape)}"
@@ -226,7 +237,16 @@ class ParallelTransformer(nn.Module):
                 f"sequence parallelism wants the {len(tokens)} tokens of a batch to divide by {self.group.size} ranks: "
                 "pad the last sequence, or pass sequence_parallel=False"
             )
-        return min(len(tokens), self.config.max_positions) if max_seqlen is None else max_seqlen
+        if cu_seqlens.dim() != 1 or not len(cu_seqlens):
+            raise ValueError(f"cu_seqlens {list(cu_seqlens.shape)}: expected [sequences + 1], 0 first and T last")
+        longest = max_seqlen
+        if longest is None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+            longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+        if longest is not None and longest > self.config.max_positions:
+            raise ValueError(
+                f"a sequence of {longest} tokens: this model was made for at most {self.config.max_positions}"
+            )
+        return min(len(tokens), self.config.max_positions) if longest is None else longest
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """[..., V/R] -> [..., V] on every rank."""

@@ -7,6 +7,7 @@ group; everything then takes ``None``.
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -79,6 +80,8 @@ def init_mesh(
                 f"init_mesh: the {world} processes could not meet at {where} (MASTER_ADDR:MASTER_PORT); is the port in "
                 "use, or a process gone? torchrun --standalone finds a free port"
             ) from error
+        if device_type == "cpu":
+            atexit.register(shutdown)  # gloo's threads, still running when the process ends, may abort it
     return init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS)
 
 

@@ -64,6 +64,9 @@ def fused_mlp(
     call = _Call(group, *options, n=len(weights), grad=torch.is_grad_enabled())
     if residual is not None and group.size > 1:
         raise ValueError("residual: what the ranks' products add up to has no epilogue; add it to the result")
+    if residual is not None and residual.dtype != (parts.autocast_dtype(x) or x.dtype):
+        # Under autocast over a wider stream: a sum in the wider dtype, as torch's.
+        return residual + _MLP.apply(call, None, x, *weights, *biases, out_weight, out_bias)
     return _MLP.apply(call, residual, x, *weights, *biases, out_weight, out_bias)
 
 

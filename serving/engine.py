@@ -40,6 +40,19 @@ class ServableModel(Protocol):
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
 
 
+def _check_servable(model: ServableModel) -> None:
+    """ValueError for a model that would draw, or whose attention a cache does not know."""
+    config = model.config
+    rates = ("embedding_dropout", "residual_dropout", "attention_dropout")
+    if getattr(model, "training", False) and any(getattr(config, name, 0) for name in rates):
+        raise ValueError(
+            "the model is in training mode and would drop activations: call model.eval() before serving it"
+        )
+    for name in ("attention_window", "attention_softcap", "attention_sinks"):
+        if getattr(config, name, None):
+            raise ValueError(f"{name}={getattr(config, name)}: attention over a cache does not know it yet")
+
+
 class Engine:
     """Serves ``model`` to any number of requests through one paged KV cache.
 
@@ -49,7 +62,7 @@ class Engine:
             print(event.request, event.token)
 
     Args:
-        model: see :class:`ServableModel`; call ``model.eval()`` first where that matters.
+        model: see :class:`ServableModel`; call ``model.eval()`` first where it drops anything.
         num_blocks, block_size: of the cache, in token slots per block; a power of two.
         max_slots: how many requests run at once.
         max_model_len: the longest prompt and answer together; default the model's ``max_positions``.
@@ -71,6 +84,7 @@ class Engine:
         impl: str = "auto",
     ) -> None:
         config = model.config
+        _check_servable(model)
         limit = config.max_positions if max_model_len is None else max_model_len
         if not 1 < limit <= config.max_positions:
             raise ValueError(

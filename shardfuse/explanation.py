@@ -118,7 +118,7 @@ def _ops(module: nn.Module, device: torch.device) -> list[tuple[str, str, str]]:
         return []
     try:
         return [(op, choice.impl, choice.reason) for op, choice in runs(device)]
-    except RuntimeError as error:  # impl="triton" where it cannot run: forward will say the same
+    except (RuntimeError, ValueError) as error:  # impl="triton" where it cannot run: forward will say the same
         return [("", "refused", str(error))]
 
 

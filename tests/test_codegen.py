@@ -172,7 +172,8 @@ def test_inspect_ends_with_one_line_of_json(installed, capfd):
     out, err = capfd.readouterr()
     rows = json.loads(out)
     assert out.count("\n") == 1
-    assert rows == [report.row() for report in installed["paged_attention", "sm_90"]]
+    assert len(rows) == len(registry.op("paged_attention").builds("sm_90"))
+    assert all(report.row() in rows for report in installed["paged_attention", "sm_90"])
     assert all(tuple(row) == codegen.FIELDS for row in rows)
     assert f"{len(rows)} builds, no problems" in err
 

@@ -161,3 +161,18 @@ def test_bad_input(arguments: dict, message: str):
     call = {"p": 0.1, "ticket": torch.zeros(1, dtype=torch.int64)} | arguments
     with pytest.raises(ValueError, match=message):
         dropout(torch.zeros(2, 8), **call)
+
+
+@pytest.mark.interpret
+def test_columns_far_to_the_right():
+    x = torch.ones(2, 64, device=DEVICE)
+    far = 2**31 - 16
+    found, expected = (dropout(x, 0.5, TICKET, col_start=far, impl=impl) for impl in ("triton", "reference"))
+    assert torch.equal(found, expected)
+
+
+def test_the_reference_has_second_derivatives_and_transforms():
+    x, ticket = torch.randn(3, 8, requires_grad=True), TICKET.cpu()
+    (dx,) = torch.autograd.grad(dropout(x.square(), 0.5, ticket).sum(), x, create_graph=True)
+    assert torch.equal(torch.autograd.grad(dx.sum(), x)[0] != 0, dx != 0)
+    assert torch.equal(torch.func.grad(lambda x: dropout(x.square(), 0.5, ticket).sum())(x.detach()), dx.detach())

@@ -26,14 +26,16 @@ def test_tells_every_layer_once_and_counts_parameters():
     model = shardfuse.ParallelTransformer(CONFIG)
     explanation = shardfuse.explain(model)
     rows = _rows(explanation)
-    assert len(rows) == len(explanation.rows) == 12
+    again = [row for row in explanation.rows if row.op == "apply_rope"]  # attention's second row
+    assert len(rows) == len(explanation.rows) - len(again) == 12
     assert all(row.layers == (3 if ".*." in path else 1) for path, row in rows.items())
     total = sum(param.numel() for param in model.parameters())
     assert sum(row.parameters * row.layers for row in rows.values()) == total
     assert explanation.parameters == explanation.parameters_per_rank == total
     fc = rows["model.layers.*.mlp.c_fc"]
     assert (fc.kind, fc.op, fc.layout) == ("ColumnParallelLinear", "linear_act", "weight [24, 16], bias [24]")
-    assert rows["model.layers.*.self_attn"].op == "attention"
+    assert [row.path for row in again] == ["model.layers.*.self_attn"]
+    assert [row.op for row in explanation.rows if row.path == "model.layers.*.self_attn"] == ["attention", "apply_rope"]
 
 
 def test_says_what_runs_and_why():

@@ -216,7 +216,6 @@ BROKEN: dict[str, tuple[Any, str]] = {
         lambda f: _change_config(f, rope_parameters={"rope_type": "spiral", "factor": 4.0}),
         "rope_type='spiral'",
     ),
-    "other-window": (lambda f: _change_config(f, sliding_window=16), "sliding_window=16"),
     "other-width": (
         lambda f: _change_config(f, intermediate_size=32),
         r"model\.layers\.0\.mlp\.c_fc\.bias is \[24\], expected \[32\]",

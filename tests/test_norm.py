@@ -462,3 +462,26 @@ def test_carrying_compiles():
     found = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(*(torch.autograd.grad(each.square().sum(), x)[0] for each in (found, expected)))
+
+
+# ------------------------------------------------------------------------------------------------------ numbers
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("D", [700, 768, 1000])
+@pytest.mark.parametrize("value", [1000.1, 31415.9, 3e19])
+def test_constant_rows_have_no_variance(D, value):
+    x = torch.full((2, D), value)
+    assert torch.equal(layer_norm(x, impl="triton"), torch.zeros(2, D))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", NORMS)
+def test_what_is_no_number_shows(name, bad):
+    x, *params = leaves(name, 3, 24)
+    with torch.no_grad():
+        x[1, 5] = bad
+    y = NORMS[name](x, *params, impl="triton")
+    assert y[[0, 2]].isfinite().all()
+    assert y[1].isnan().any()

@@ -624,3 +624,30 @@ def test_what_llama_does_not_do_is_neither_read_nor_written():
     for options in ({"partial_rotary_factor": 0.5}, {"rope_interleaved": True}):
         with pytest.raises(ValueError, match="cannot be exported"):
             hf.config_to_hf(TransformerConfig(**options))
+
+
+def test_tables_seen_in_inference_mode_train_afterwards():
+    q, cos, sin = heads(5, 2, 8), torch.rand(5, 4), torch.rand(5, 4)
+    with torch.inference_mode():
+        apply_rope(q, None, cos, sin)
+    apply_rope(q.requires_grad_(), None, cos, sin)[0].sum().backward()
+    assert q.grad is not None
+
+
+@pytest.mark.interpret
+def test_forward_mode_and_transforms_take_the_reference():
+    q, cos, sin = heads(5, 2, 8), torch.rand(5, 4), torch.rand(5, 4)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(RuntimeError, match="forward-mode differentiation has no kernel"):
+            apply_rope(dual, None, cos, sin, impl="triton")
+        out = torch.autograd.forward_ad.unpack_dual(apply_rope(dual, None, cos, sin)[0])
+        assert out.tangent is not None
+    with pytest.raises(RuntimeError, match=r"torch.func's transforms have no kernel"):
+        torch.func.grad(lambda q: apply_rope(q, None, cos, sin, impl="triton")[0].sum())(q)
+
+
+@pytest.mark.interpret
+def test_what_needs_no_gradient_stays_so():
+    q, k, cos, sin = heads(5, 2, 8).requires_grad_(), heads(5, 1, 8), torch.rand(5, 4), torch.rand(5, 4)
+    assert [each.requires_grad for each in apply_rope(q, k, cos, sin, impl="triton")] == [True, False]

@@ -17,6 +17,7 @@ import torch
 from .config import TrainConfig
 from .data import Corpus
 from .loop import build_model, build_optimizer, train
+from .precision import PRECISIONS
 
 FACTOR = 8.0
 
@@ -28,6 +29,7 @@ class Agreement:
     sharded: tuple[float, ...]
     unsharded: tuple[float, ...]
     exact: tuple[float, ...]  # unsharded, in fp64
+    eps: float = float(torch.finfo(torch.float32).eps)  # of the format that products are rounded to
 
     @property
     def rounding(self) -> float:
@@ -36,7 +38,8 @@ class Agreement:
 
     @property
     def budget(self) -> float:
-        return FACTOR * self.rounding
+        # Ranks also round their parts of a sum, which one process never does: one rounding of the format at least.
+        return max(FACTOR * self.rounding, self.eps)
 
     @property
     def difference(self) -> float:
@@ -51,7 +54,8 @@ class Agreement:
 def compare_with_unsharded(sharded: list[float], config: TrainConfig, corpus: Corpus) -> Agreement:
     """Repeat the steps that gave the losses ``sharded`` in this process alone, in fp32 and in fp64."""
     single, double = (tuple(_repeat(len(sharded), config, corpus, dtype)) for dtype in (torch.float32, torch.float64))
-    return Agreement(tuple(sharded), single, double)
+    products = PRECISIONS[config.precision] or torch.float32
+    return Agreement(tuple(sharded), single, double, float(torch.finfo(products).eps))
 
 
 def _repeat(steps: int, config: TrainConfig, corpus: Corpus, dtype: torch.dtype) -> list[float]:

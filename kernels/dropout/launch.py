@@ -45,7 +45,7 @@ def dropout(
         "BLOCK_R": block_r,
         "BLOCK_C": block_c,
     }
-    grid = (triton.cdiv(rows, block_r), triton.cdiv(cols, block_c))
+    grid = (triton.cdiv(rows, block_r) * triton.cdiv(cols, block_c),)
     config = f"{block_r}x{block_c}"
     device.launch(kernels._dropout_kernel, grid, args, num_warps=4, num_stages=1, on=y, config=config)
     return y

@@ -34,7 +34,7 @@ def dropout(
         row_start, col_start: where x lies in the tensor of which it is a part. ``col_start`` is a multiple of 4.
         impl: "auto", "triton" or "reference"; see ``kernels/dispatch.py``. All give the same mask.
 
-    The mask is never stored: backward draws it again. ``reference.py`` says how it is drawn.
+    The kernel never stores the mask: backward draws it again. ``reference.py`` says how it is drawn.
 
     Raises ValueError for arguments that do not fit, RuntimeError for impl="triton" where Triton cannot run.
     """
@@ -46,12 +46,17 @@ def dropout(
             f"dropout: residual is {residual.dtype} {list(residual.shape)}: expected x's {x.dtype} {list(x.shape)}"
         )
     unsupported = None if x.dtype in _KERNEL_DTYPES else f"{x.dtype} has no kernel (bf16, fp16 and fp32 have)"
+    unsupported = autograd.transformed() or unsupported
     choice = dispatch.choose("dropout", x.device, impl, unsupported=unsupported)
     dispatch.count("dropout", choice.impl)
     call = (p, stream, row_start, col_start, choice.triton)
     if residual is x:  # torch.compile takes no tensor twice
         residual = x.view_as(x)
-    if torch.is_grad_enabled() and (x.requires_grad or (residual is not None and residual.requires_grad)):
+    if (
+        choice.triton
+        and torch.is_grad_enabled()
+        and (x.requires_grad or (residual is not None and residual.requires_grad))
+    ):
         return _Dropout.apply(call, ticket, x, residual)
     return _run(x, residual, ticket, call)
 
@@ -82,7 +87,7 @@ def new_ticket(device: torch.device | str) -> torch.Tensor:
     Being torch's, it comes again where ``torch.utils.checkpoint`` recomputes, advances in every replay of a CUDA graph,
     and is saved and restored with ``torch.get_rng_state``. Ranks that are to draw the same masks seed alike.
     """
-    return torch.empty(1, dtype=torch.int64, device=device).random_()
+    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
 _Call = tuple[float, int, int, int, bool]  # p, stream, row_start, col_start, whether the kernel runs

@@ -37,9 +37,10 @@ def _dropout_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """y = dropout(x) [+ residual]. Backward is the same on dy. Grid: (row blocks, column blocks)."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    first_col = tl.program_id(1) * BLOCK_C
+    """y = dropout(x) [+ residual]. Backward is the same on dy. Grid: (row blocks * column blocks,)."""
+    col_blocks = tl.cdiv(C, BLOCK_C)
+    rows = (tl.program_id(0) // col_blocks).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    first_col = (tl.program_id(0) % col_blocks).to(tl.int64) * BLOCK_C
     cols = first_col + tl.arange(0, BLOCK_C)
     inside = (rows < R)[:, None] & (cols < C)[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)

@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import forward_ad
 
+from .. import autograd, dispatch, tuning
 from .. import device as target
-from .. import dispatch, tuning
 from ..dispatch import Choice
 from . import reference, schemas, tuned
 from .config import Gemm
@@ -23,7 +22,6 @@ from .reference import ACTIVATIONS
 Tensors = Sequence[torch.Tensor]
 
 MAX_WEIGHTS = 3
-_transforms = getattr(torch._C._functorch, "maybe_current_level", None)  # private; without it they raise torch's errors
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -40,10 +38,7 @@ def linear_act_choice(
     ``stock_wins`` is what :func:`measured` says of the sizes, where they are known.
     """
     unsupported = None if dtype in _KERNEL_DTYPES else f"{dtype} has no kernel (bf16, fp16 and fp32 have)"
-    if forward_ad._current_level >= 0:
-        unsupported = "forward-mode differentiation has no kernel"
-    elif _transforms is not None and _transforms() is not None:
-        unsupported = "torch.func's transforms have no kernel"
+    unsupported = autograd.transformed() or unsupported
     return dispatch.choose(op, device, impl, unsupported=unsupported, stock_wins=stock_wins)
 
 

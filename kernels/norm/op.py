@@ -6,7 +6,6 @@ import math
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
-from torch.autograd import forward_ad
 
 from .. import autograd, dispatch
 from ..dispatch import Choice
@@ -189,8 +188,7 @@ def norm_choice(op: str, device: torch.device, impl: str = "auto", *dtypes: torc
     for dtype in dtypes:
         if dtype not in _KERNEL_DTYPES:
             unsupported = f"{dtype} has no kernel (bf16, fp16 and fp32 have)"
-    if forward_ad._current_level >= 0:
-        unsupported = "forward-mode differentiation has no kernel"
+    unsupported = autograd.transformed() or unsupported
     return dispatch.choose(op, device, impl, unsupported=unsupported)
 
 

@@ -51,7 +51,9 @@ def _drop(x, ticket_ptr, rows, first_col, row_start, mask_stream, threshold, kep
 
 
 @triton.jit
-def _merge(mean, squares, s, mask, c, D: tl.constexpr, BLOCK_D: tl.constexpr, CENTRED: tl.constexpr):
+def _merge(
+    mean, squares, s, mask, c, D: tl.constexpr, BLOCK_D: tl.constexpr, CENTRED: tl.constexpr, FIRST: tl.constexpr
+):
     """Mean and sum of squared distances from it, of the columns before c and those of the tile at c.
 
     Chan et al., "Algorithms for computing the sample variance" (1983): no difference of large sums.
@@ -60,7 +62,11 @@ def _merge(mean, squares, s, mask, c, D: tl.constexpr, BLOCK_D: tl.constexpr, CE
         count = min(D - c, BLOCK_D) * 1.0
         share = count / (count + c)
         tile_mean = tl.sum(s, 1) / count
+        # The sum's rounding may be all that a constant row differs from its mean by: once more, from nearby.
+        tile_mean += tl.sum(tl.where(mask, s - tile_mean[:, None], 0.0), 1) / count
         away = tl.where(mask, s - tile_mean[:, None], 0.0)
+        if FIRST:  # nothing to merge with, and a large mean squared may overflow
+            return tile_mean, tl.sum(away * away, 1)
         step = tile_mean - mean
         return mean + step * share, squares + tl.sum(away * away, 1) + step * step * (c * share)
     else:
@@ -127,14 +133,14 @@ def _norm_fwd_kernel(
         x_ptr, residual_ptr, s_ptr, ticket_ptr, rows, cols, mask, 0, stride_xt, stride_rt,
         kept_scale, threshold, mask_stream, row_start, D, ALIGN, BLOCK_D,
     )  # fmt: skip
-    mean, squares = _merge(mean, squares, s, mask, 0, D, BLOCK_D, CENTRED)
+    mean, squares = _merge(mean, squares, s, mask, 0, D, BLOCK_D, CENTRED, True)
     for c in range(BLOCK_D, D, BLOCK_D):
         mask = (rows < T)[:, None] & (c + cols < D)[None, :]
         more = _take_in(
             x_ptr, residual_ptr, s_ptr, ticket_ptr, rows, c + cols, mask, c, stride_xt, stride_rt,
             kept_scale, threshold, mask_stream, row_start, D, ALIGN, BLOCK_D,
         )  # fmt: skip
-        mean, squares = _merge(mean, squares, more, mask, c, D, BLOCK_D, CENTRED)
+        mean, squares = _merge(mean, squares, more, mask, c, D, BLOCK_D, CENTRED, False)
     rstd = tl.div_rn(tl.full((BLOCK_T,), 1.0, tl.float32), tl.sqrt_rn(squares / D + eps))
     tl.store(rstd_ptr + rows, rstd, mask=rows < T)
     if CENTRED:

@@ -44,8 +44,8 @@ def apply_rope(
     In place under autograd, a tensor that is a view costs a launch of its own, in backward too.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit; in place: leaves that require a gradient, and elements
-            that overlap in memory.
+        ValueError: shapes, dtypes or devices that do not fit; in place: leaves that require a gradient, expanded
+            tensors, and one tensor as both q and k. Other overlaps in memory are the caller's to avoid.
         RuntimeError: impl="triton" where the kernel cannot run.
     """
     _check(q, k, cos, sin)
@@ -91,6 +91,9 @@ def _unsupported(
         return f"the kernel counts up to {_MAX_TOKENS} tokens, and these are {q.shape[:-2].numel()}"
     if inplace and not all(x is None or x.stride(-1) == 1 for x in (q, k)):
         return "in place the kernel wants the last dimension contiguous, and here it is strided"
+    transformed = autograd.transformed()
+    if transformed:
+        return transformed
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         return "the kernel's backward gives cos and sin no gradient, and they require one"
     return None
@@ -108,7 +111,11 @@ class _ApplyRope(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
     ) -> Any:
         _keep(ctx, cos, sin, interleaved)
-        return tuple(schemas.apply_rope(q, k, cos, sin, interleaved, False))
+        outs = tuple(schemas.apply_rope(q, k, cos, sin, interleaved, False))
+        frozen = [out for out, needed in zip(outs, ctx.needs_input_grad) if not needed]
+        if frozen:
+            ctx.mark_non_differentiable(*frozen)
+        return outs
 
     @staticmethod
     @autograd.first_order

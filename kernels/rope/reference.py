@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 Tables = tuple[torch.Tensor, torch.Tensor]
 
@@ -34,21 +35,24 @@ def _spread(cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> Tables:
     """What every element is multiplied with, and its partner: cos and -sin or sin, [..., 1, P].
 
     A model rotates in every layer by the same tables, and where tokens are few these copies would be a good part of
-    the work: on a CPU the tensor ``cos`` keeps them. (A graph, be it a compiler's or CUDA's, must see them made.)
+    the work: on a CPU they are kept as long as ``cos`` is. (A graph, be it a compiler's or CUDA's, must see them made.)
     """
     if not cos.is_cpu or torch.compiler.is_compiling() or cos.requires_grad or sin.requires_grad:
         return _spread_anew(cos, sin, interleaved)
-    if cos.is_inference() or sin.is_inference():  # whose changes nobody counts
+    if torch.is_inference_mode_enabled() or cos.is_inference() or sin.is_inference():  # whose changes nobody counts
         return _spread_anew(cos, sin, interleaved)
-    kept = getattr(cos, "_rope_spread", None)
+    kept = _kept.get(cos)
     if kept is not None:
         of_sin, state, tables = kept
         if of_sin is sin and state == (cos._version, sin._version, interleaved):
             return tables
     tables = _spread_anew(cos, sin, interleaved)
     if type(tables[0]) is torch.Tensor:  # no stand-in of one
-        cos._rope_spread = sin, (cos._version, sin._version, interleaved), tables  # type: ignore[attr-defined]
+        _kept[cos] = sin, (cos._version, sin._version, interleaved), tables
     return tables
+
+
+_kept = WeakTensorKeyDictionary()
 
 
 def _spread_anew(cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> Tables:
