@@ -159,8 +159,10 @@ def _liger() -> Loss | None:
     """Liger's fused linear cross-entropy; None where it is not installed."""
     if importlib.util.find_spec("liger_kernel") is None:
         return None
-    loss = importlib.import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
-    return lambda hidden, weight, targets: loss(weight, hidden, targets)
+    # The function, not its module beside it: that one wants transformers.
+    module = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+    apply = module.LigerFusedLinearCrossEntropyFunction.apply
+    return lambda hidden, weight, targets: apply(hidden, weight, targets)[0]
 
 
 def _step(loss: Loss, operands: Operands) -> tuple[torch.Tensor, ...]:

@@ -53,6 +53,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton"),
+        "liger": _version("liger-kernel"),
         "cuda": torch.version.cuda,
         "shardfuse": _version("shardfuse"),
         "device": device_name(device),

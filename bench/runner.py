@@ -23,6 +23,7 @@ from rich.table import Table
 from .. import bench as floor
 from ..kernels import dispatch
 from ..kernels.accuracy import Verdict
+from . import carried as carried  # makes peers importable, before a plan asks for them
 from . import provenance
 from .benchmark import Benchmark, Measurement, Settings
 from .progress import Progress

@@ -103,3 +103,7 @@ def test_no_elementwise_kernel_runs_on_a_gpu(style: str):
     kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     stray = [name for name in kernels if "elementwise" in name or "vectorized" in name or "Memcpy" in name]
     assert stray == []
+    # Of ours: each product once (four forward, eight backward), rotary positions both ways, each norm's two directions.
+    assert sum("_gemm_kernel" in name for name in kernels) == 12
+    assert sum("_rope_kernel" in name for name in kernels) == 2
+    assert sum("_norm_fwd_kernel" in name for name in kernels) == 2

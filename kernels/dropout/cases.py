@@ -32,6 +32,7 @@ CASES = (
     _case(8192, 4096, _BF16, "codegen", "bench", "short"),
     _case(8192, 4096, _BF16, "codegen", "bench", residual=False),
     _case(8192, 5120, _FP32, "codegen"),
+    _case(512, 1024, _FP32, "bench-cpu"),
 )
 
 
