@@ -16,7 +16,8 @@ A scalar loss has the gradients of its *sum* ready when forward ends, and backwa
 gradient that comes in, over the number of targets under "mean". That number is on the device, so nothing can be skipped
 where it is 1; for 16-bit weights the multiplication is the cast from the fp32 sum, which has to be made anyway, and for
 fp32 ones it is done in place, a pass over the weight beside products that pass over it T times. Being applied last, it
-also leaves the gradient of logits at order 1, far from fp16's limits, whatever the number of tokens and a GradScaler.
+also leaves the gradient of logits at order 1, where it cannot overflow whatever the number of tokens and a GradScaler
+(in fp16, probabilities below 6e-8 are lost).
 A ``main_grad`` gets the product added in that same pass: forward, which may never be followed by a backward, leaves it
 alone.
 """
@@ -196,6 +197,8 @@ def _is_small(call: _Call, hidden: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether stock calls on the whole of the logits serve best: on a CPU, where they would be one chunk anyway."""
     if call.choice.triton or call.group.size > 1 or call.fuse_wgrad_accumulation or call.chunk is not None:
         return False
+    if autograd.transformed() is not None:  # which needs torch's own functions, whatever they store
+        return True
     if torch.compiler.is_compiling() or not hidden.is_cpu:
         return False
     return hidden.shape[:-1].numel() * weight.shape[0] * hidden.element_size() <= chunks.LEAST_BYTES

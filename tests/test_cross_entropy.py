@@ -748,3 +748,14 @@ def test_errors_over_ranks(ranks):
     first, second = ranks(2, _errors_body)
     assert first == second
     assert "target 6 is neither in the vocabulary of 6" in first
+
+
+def test_transforms_and_forward_mode_take_torchs_own_functions_at_any_size():
+    hidden, weight = torch.randn(64, 8, dtype=torch.float64), torch.randn(20000, 8, dtype=torch.float64)
+    targets = torch.randint(20000, (64,))
+    call = lambda hidden: linear_cross_entropy(hidden, weight, targets)
+    expected = lambda hidden: F.cross_entropy(hidden @ weight.t(), targets)
+    torch.testing.assert_close(torch.func.grad(call)(hidden), torch.func.grad(expected)(hidden))
+    tangent = torch.randn_like(hidden)
+    for found, wanted in zip(*(torch.func.jvp(each, (hidden,), (tangent,)) for each in (call, expected))):
+        torch.testing.assert_close(found, wanted)
