@@ -2,7 +2,8 @@
 
 Dropout here is a function of a ticket and of where an element lies in the whole tensor (``kernels/dropout``). Ranks
 that draw the same tickets therefore draw the same mask where a tensor is replicated, and their own parts of one mask
-where it is sharded: a run gives the same numbers at every degree of tensor parallelism. Tickets come from torch's own
+where it is sharded: a run gives the same numbers at every degree of tensor parallelism (but for dropped attention weights,
+which torch's own kernels draw; see :func:`sharded_draws`). Tickets come from torch's own
 generators, which ``torch.utils.checkpoint`` winds back for a recomputed forward and CUDA graphs advance, so all that is
 asked of a program is to seed them: alike within a tensor-parallel group, differently between data-parallel replicas
 and pipeline stages, whose tokens and layers are different ones.

@@ -217,7 +217,7 @@ class _Demo:
             agreement.ok,
             f"{len(agreement.sharded)} losses differ by at most {agreement.difference:.1e}; the budget is "
             f"{agreement.budget:.1e}, {FACTOR:.0f} times what {self.config.precision} rounds away here (measured "
-            "against fp64)",
+            "against fp64), or one rounding of that format",
         )
         return agreement
 
