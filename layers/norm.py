@@ -7,6 +7,7 @@ summed over the group in backward (Korthikanti et al., arXiv:2205.05198, section
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,19 +23,20 @@ class _Norm(ShardedModule):
 
     op: str
     weight: torch.Tensor
+    _norm: Callable[..., Any]  # of a subclass: the op with this layer's parameters
 
     def __init__(
         self,
         hidden_size: int,
-        eps: float,
+        eps: float = 1e-6,
         *,
-        weight_offset: float,
-        impl: str,
-        mesh: MeshLike,
-        sequence_parallel: bool,
-        params: str,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
+        weight_offset: float = 0.0,
+        impl: str = "auto",
+        mesh: MeshLike = None,
+        sequence_parallel: bool = False,
+        params: str = "dtensor",
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__(mesh, sequence_parallel=sequence_parallel, params=params, dtype=dtype, device=device)
         self.hidden_size = hidden_size
@@ -42,6 +44,7 @@ class _Norm(ShardedModule):
         self.weight_offset = weight_offset
         self.impl = impl
         self.add_parameter("weight", (hidden_size,), None, Init(constant=1.0 - weight_offset))
+        self.reset_parameters()
 
     def forward(
         self,
@@ -64,9 +67,6 @@ class _Norm(ShardedModule):
             dropped = {"dropout_p": p, "ticket": ticket, "row_start": row_start, "stream": stream}
         return self._norm(x, residual=residual, **dropped)
 
-    def _norm(self, x: torch.Tensor, **options: Any) -> Any:
-        raise NotImplementedError
-
     def runs(self, device: torch.device) -> Runs:
         return [(self.op, norm_choice(self.op, device, self.impl, self.weight.dtype))]
 
@@ -78,36 +78,13 @@ class _Norm(ShardedModule):
 class LayerNorm(_Norm):
     """``nn.LayerNorm(hidden_size)``; x [..., D] (with sequence parallelism [T/R, D]).
 
-    ``weight_offset`` is added to the weight. ``impl``: see ``kernels/dispatch.py``.
+    ``weight_offset`` is added to the weight. ``impl``: see ``kernels/dispatch.py``. ``options`` are RMSNorm's.
     """
 
     op = "layer_norm"
 
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        bias: bool = True,
-        *,
-        weight_offset: float = 0.0,
-        impl: str = "auto",
-        mesh: MeshLike = None,
-        sequence_parallel: bool = False,
-        params: str = "dtensor",
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(
-            hidden_size,
-            eps,
-            weight_offset=weight_offset,
-            impl=impl,
-            mesh=mesh,
-            sequence_parallel=sequence_parallel,
-            params=params,
-            dtype=dtype,
-            device=device,
-        )
+    def __init__(self, hidden_size: int, eps: float = 1e-5, bias: bool = True, **options: Any) -> None:
+        super().__init__(hidden_size, eps, **options)
         self.add_parameter("bias", (hidden_size,) if bias else None, None, Init(constant=0.0))
         self.reset_parameters()
 
@@ -123,32 +100,6 @@ class RMSNorm(_Norm):
     """
 
     op = "rms_norm"
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        *,
-        weight_offset: float = 0.0,
-        impl: str = "auto",
-        mesh: MeshLike = None,
-        sequence_parallel: bool = False,
-        params: str = "dtensor",
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(
-            hidden_size,
-            eps,
-            weight_offset=weight_offset,
-            impl=impl,
-            mesh=mesh,
-            sequence_parallel=sequence_parallel,
-            params=params,
-            dtype=dtype,
-            device=device,
-        )
-        self.reset_parameters()
 
     def _norm(self, x: torch.Tensor, **options: Any) -> Any:
         (weight,) = self.local_repeated("weight", site="norm")

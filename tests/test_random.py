@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shardfuse import ParallelTransformer, TransformerConfig, init_mesh, manual_seed, tp_group
+from shardfuse import (
+    ParallelTransformer,
+    TransformerConfig,
+    init_mesh,
+    load_checkpoint,
+    manual_seed,
+    save_checkpoint,
+    tp_group,
+)
 from shardfuse.kernels.dropout import new_ticket
 from shardfuse.parallel.random import check_alike
 from shardfuse.training.clip import GradientClipper
@@ -84,6 +93,33 @@ def test_training_with_dropout_does_not_depend_on_the_number_of_ranks(ranks: Any
     alone = _steps(None, style)
     for found in ranks(2, _steps_body, style, options):
         assert found == pytest.approx(alone, rel=1e-9)
+
+
+def test_a_resumed_run_draws_what_the_whole_one_drew(tmp_path: Path):
+    tokens = torch.arange(24).view(2, 12) * 7 % 40
+
+    def run(steps: range, folder: Path | None, into: Path | None) -> list[float]:
+        torch.manual_seed(len(steps))  # whatever was drawn before
+        model = ParallelTransformer(CONFIG, dtype=torch.float64)
+        model.init_weights(5)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if folder is not None:
+            load_checkpoint(folder, model, optimizer)
+        losses = []
+        for step in steps:
+            manual_seed(11, step=step)
+            loss = model(tokens, tokens.roll(-1, 1))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        if into is not None:
+            save_checkpoint(into, model, optimizer)
+        return losses
+
+    whole = run(range(4), None, None)
+    assert run(range(2), None, tmp_path / "half") + run(range(2, 4), tmp_path / "half", None) == whole
+    assert run(range(3, 5), tmp_path / "half", None)[0] != whole[2]  # another step, another mask
 
 
 def test_dropout_drops_in_training_only():
