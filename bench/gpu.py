@@ -67,6 +67,7 @@ OP_TESTS = (
     "test_norm.py",
     "test_paged_attention.py",
     "test_rope.py",
+    "test_rope_tables.py",
     "test_scaled_linear.py",
 )
 PYTEST_NOTHING_COLLECTED = 5
