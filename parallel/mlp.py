@@ -67,6 +67,8 @@ def fused_mlp(
     if residual is not None and residual.dtype != (parts.autocast_dtype(x) or x.dtype):
         # Under autocast over a wider stream: a sum in the wider dtype, as torch's.
         return residual + _MLP.apply(call, None, x, *weights, *biases, out_weight, out_bias)
+    if residual is x:  # torch.compile takes no tensor twice
+        residual = x.view_as(x)
     return _MLP.apply(call, residual, x, *weights, *biases, out_weight, out_bias)
 
 

@@ -406,6 +406,7 @@ def test_a_wide_residual_stays_wide_under_autocast(impl):
     with torch.autocast(DEVICE.type, torch.bfloat16):
         y = linear_act(x, w, residual=residual, impl=impl)
         branch = linear_act(x, w, impl=impl)
+        assert torch.equal(linear_act(x, w, residual=x, impl=impl), x + branch)
     assert y.dtype == torch.float32
     assert torch.equal(y, residual + branch)
     assert torch.equal(torch.autograd.grad(y.sum(), residual)[0], torch.ones_like(residual))

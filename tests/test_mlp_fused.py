@@ -523,3 +523,13 @@ def test_a_residual_rides_in_the_last_product(gated: bool, level: int, impl: str
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match=r"residual (is|has)"):
         ours(x, residual=residual[0])
+
+
+@pytest.mark.interpret
+def test_x_may_be_its_own_residual_under_compile():
+    mlp = ParallelMLP(D, FFN, impl="triton")
+    x = torch.randn(2, 3, D, requires_grad=True)
+    layer = torch.compile(lambda x: mlp(x, residual=x), fullgraph=True, backend="aot_eager")
+    found, expected = layer(x), mlp(x) + x
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(each.square().sum(), x)[0] for each in (found, expected)))

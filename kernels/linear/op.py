@@ -147,10 +147,10 @@ def _linear_act(
     n = len(weights)
     params = (*weights, *biases)
     late = None
-    if residual is x:  # torch.compile takes no tensor twice
-        residual = x.view_as(x)
-    elif residual is not None and residual.dtype != dtype:  # under autocast: a sum in the wider dtype, as torch's
+    if residual is not None and residual.dtype != dtype:  # under autocast: a sum in the wider dtype, as torch's
         late, residual = residual, None
+    elif residual is x:  # torch.compile takes no tensor twice
+        residual = x.view_as(x)
     grad = _wants_grad(x, residual, *params)
     call = _Call("linear_act", activation, choice, dtype, n, _buffers(grad and fuse_wgrad_accumulation, params))
     if grad:
