@@ -1,0 +1,276 @@
+"""Configurations and launches of the kernels in ``triton.py``."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from .. import alloc, device
+from . import triton as kernels
+from .reference import LARGEST, Scale
+
+_TILE_BYTES = 8192  # 64 for each thread of four warps: four loads of 16 bytes
+_NUM_WARPS = 4
+_COPY_BYTES = 16384  # twice that: a copy holds nothing but what it moves
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by width
+_OF_FP8 = torch.uint8  # in place of it: not every chip's compiler knows the type
+
+
+@dataclass(frozen=True)
+class WriteConfig:
+    """The tiles of one launch, tokens x heads: those of q, and those of k and of v."""
+
+    block_tq: int
+    block_n: int
+    block_tk: int
+    block_k: int
+
+    def __str__(self) -> str:
+        return f"{self.block_tq}x{self.block_n}-{self.block_tk}x{self.block_k}-w{_NUM_WARPS}"
+
+
+def pick_config(arch: str, heads: int, kv_heads: int, *, row: int, itemsize: int) -> WriteConfig:
+    """Tiles of about ``_TILE_BYTES`` for heads of up to ``row`` elements; ``heads`` is 0 where there is no q.
+
+    As many heads of one token as there are, since they lie side by side in k and v and share the token's slot and
+    tables; more tokens where heads are few. An eighth of a tile's heads may be idle lanes.
+    """
+    rows = 8 if arch == device.INTERPRETER else max(_TILE_BYTES // (triton.next_power_of_2(row) * itemsize), 1)
+    block_n, block_k = (_head_block(n, rows) for n in (heads, kv_heads))
+    return WriteConfig(rows // block_n, block_n, rows // block_k, block_k)
+
+
+def _head_block(heads: int, most: int) -> int:
+    block = most
+    while block > 1 and 8 * (triton.cdiv(heads, block) * block - heads) > heads:
+        block //= 2
+    return block
+
+
+def native_fp8(arch: str) -> bool:
+    """Whether Triton converts fp32 to float8_e4m3fn on this chip. (The interpreter's conversion rounds wrongly.)"""
+    return arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 89
+
+
+def write_kv_(
+    kv_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: Scale,
+    v_scale: Scale,
+) -> None:
+    """The write on checked input; shapes as in ``reference.write_kv_``."""
+    _write(None, k, v, None, kv_cache, v_cache, slot_mapping, None, None, False, None, None, 0.0, 0.0, k_scale, v_scale)
+
+
+def norm_rope_write_kv_(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    interleaved: bool,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    norm_offset: float,
+    k_scale: Scale,
+    v_scale: Scale,
+) -> torch.Tensor:
+    """The same with q and k normalised and rotated first; the new q, contiguous."""
+    out = alloc.empty(q.shape, q.dtype, q.device)
+    _write(
+        q, k, v, out, kv_cache, v_cache, slot_mapping, cos, sin, interleaved, q_norm, k_norm, eps, norm_offset,
+        k_scale, v_scale,
+    )  # fmt: skip
+    return out
+
+
+class _Call(NamedTuple):
+    """What the arguments of a launch depend on, but for addresses."""
+
+    arch: str
+    sizes: tuple[int, ...]  # T, N, K, H, Hv, page size
+    half: int
+    interleaved: bool
+    eps: float
+    norm_offset: float
+    split: bool  # K and V in caches of their own
+    largest: float
+    written: tuple[bool, bool]  # whether the scales of k and v are written
+    itemsize: int  # of k
+    kinds: tuple[Any, ...]  # what Triton specialises the kernel on: (dtype, aligned) of each tensor
+    strides: tuple[tuple[int, ...], ...]
+    table_stride: int
+
+
+def _write(
+    q: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_out: torch.Tensor | None,
+    kv_cache: torch.Tensor,
+    v_cache: torch.Tensor | None,
+    slot_mapping: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    interleaved: bool,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    norm_offset: float,
+    k_scale: Scale,
+    v_scale: Scale,
+) -> None:
+    largest = LARGEST.get(kv_cache.dtype, 0.0)
+    if kv_cache.dtype == torch.float8_e4m3fn:
+        kv_cache, v_cache = kv_cache.view(_OF_FP8), None if v_cache is None else v_cache.view(_OF_FP8)
+    if cos is not None and sin is not None and (cos.stride() != sin.stride() or cos.stride(-1) != 1):
+        cos, sin = cos.contiguous(), sin.contiguous()
+    q, k, v = None if q is None else _dense_rows(q), _dense_rows(k), _dense_rows(v)
+    scales = [given if written is None else written for given, written in (k_scale, v_scale)]
+    tensors = (
+        q, k, v, q_out,
+        kv_cache, kv_cache if v_cache is None else v_cache, slot_mapping.contiguous(),
+        cos, sin,
+        None if q_norm is None else q_norm.contiguous(), None if k_norm is None else k_norm.contiguous(),
+        *scales,
+    )  # fmt: skip
+    call = _Call(
+        device.architecture(k.device),
+        (k.shape[0], 0 if q is None else q.shape[1], k.shape[1], k.shape[2], v.shape[2], kv_cache.shape[2]),
+        0 if cos is None else cos.shape[1],
+        interleaved,
+        eps,
+        norm_offset,
+        v_cache is not None,
+        largest,
+        (k_scale.written is not None, v_scale.written is not None),
+        k.dtype.itemsize,
+        tuple([None if x is None else (x.dtype, not x.data_ptr() & 15) for x in tensors]),
+        tuple([(0, 0, 0) if x is None else x.stride() for x in (*tensors[:6], k_scale.written, v_scale.written)]),
+        0 if cos is None else cos.stride(0),
+    )
+    kernel, programs = _plan(call)
+    if programs:
+        kernel.launch((programs, 1, 1), tensors, on=k)
+
+
+@functools.lru_cache(4096)
+def _plan(call: _Call) -> tuple[device.Prepared, int]:
+    T, N, K, H, V, page_size = call.sizes
+    rest = H - 2 * call.half
+    config = pick_config(call.arch, N, K, row=max(2 * call.half, rest, V), itemsize=call.itemsize)
+    q, k, v, q_out, k_cache, v_cache, k_scale, v_scale = call.strides
+    kernel = device.Prepared(
+        kernels._write_kv_kernel,
+        {
+            "T": T,
+            "N": N,
+            "K": K,
+            "eps": call.eps,
+            "norm_offset": call.norm_offset,
+            "q_strides": q[:2],
+            "k_strides": k[:2],
+            "v_strides": v[:2],
+            "q_out_strides": q_out[:2],
+            "k_cache_strides": k_cache[:3],
+            "v_cache_strides": v_cache[:3],
+            "k_scale_strides": k_scale,
+            "v_scale_strides": v_scale,
+            "table_stride": call.table_stride,
+            "H": H,
+            "V_SIZE": V,
+            "V_FIRST": 0 if call.split else H,
+            "HALF": call.half,
+            "INTERLEAVED": call.interleaved,
+            "PAGE_SIZE": page_size,
+            "LARGEST": call.largest,
+            "WRITE_K_SCALE": call.written[0],
+            "WRITE_V_SCALE": call.written[1],
+            "NATIVE_FP8": native_fp8(call.arch),
+            "EMULATE": call.arch == device.INTERPRETER,
+            "BLOCK_TQ": config.block_tq,
+            "BLOCK_N": config.block_n,
+            "BLOCK_TK": config.block_tk,
+            "BLOCK_K": config.block_k,
+            "BLOCK_HALF": triton.next_power_of_2(max(call.half, 1)),
+            "BLOCK_REST": triton.next_power_of_2(max(rest, 1)),
+            "BLOCK_V": triton.next_power_of_2(V),
+        },
+        num_warps=_NUM_WARPS,
+        num_stages=1,
+        config=config,
+    )
+    q_tiles = triton.cdiv(T, config.block_tq) * triton.cdiv(N, config.block_n)
+    return kernel, q_tiles + 2 * triton.cdiv(T, config.block_tk) * triton.cdiv(K, config.block_k)
+
+
+def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x``, copied only where its last dimension is strided; the kernel takes every other stride."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+# ---------------------------------------------------------------------------------------------------- copies
+
+
+def copy_blocks_(caches: list[torch.Tensor], pairs: torch.Tensor, block_dim: int) -> None:
+    """The copies on checked input; shapes as in ``reference.copy_blocks_``. One launch for each cache."""
+    pairs = pairs.contiguous()
+    for cache in caches:
+        cache = cache.view(_INTEGERS[cache.dtype.itemsize])
+        aligned = not cache.data_ptr() & 15, not pairs.data_ptr() & 15
+        arch = device.architecture(cache.device)
+        kernel, chunks = _copy_plan(arch, cache.dtype, cache.shape, cache.stride(), block_dim, aligned)
+        if chunks and len(pairs):
+            kernel.launch((len(pairs) * chunks, 1, 1), (cache, pairs), on=cache)
+
+
+@functools.lru_cache(256)
+def _copy_plan(
+    arch: str,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    block_dim: int,
+    aligned: tuple[bool, bool],
+) -> tuple[device.Prepared, int]:
+    """The kernel that copies blocks of one kind of cache, and how many programs a block takes."""
+    sizes, steps = _merged([pair for d, pair in enumerate(zip(shape, strides)) if d != block_dim])
+    count = math.prod(sizes)
+    block = 32 if arch == device.INTERPRETER else _COPY_BYTES // dtype.itemsize
+    block = min(block, triton.next_power_of_2(max(count, 1)))
+    kernel = device.Prepared(
+        kernels._copy_blocks_kernel,
+        {"stride_block": strides[block_dim], "strides": steps, "SIZES": sizes, "COUNT": count, "BLOCK": block},
+        num_warps=_NUM_WARPS,
+        num_stages=1,
+        config=f"{block}-w{_NUM_WARPS}",
+    )
+    return kernel, triton.cdiv(count, block)
+
+
+def _merged(dims: list[tuple[int, int]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and strides of the same elements in as few dimensions as there can be, the last one of stride 1.
+
+    ``dims`` are pairs of size and stride. The order in which elements are copied is free.
+    """
+    merged: list[tuple[int, int]] = [(1, 1)]  # from the innermost out
+    for size, stride in sorted((pair for pair in dims if pair[0] != 1), key=lambda pair: pair[1]):
+        inner, inner_stride = merged[-1]
+        if stride == inner * inner_stride:
+            merged[-1] = inner * size, inner_stride
+        else:
+            merged.append((size, stride))
+    sizes, strides = zip(*reversed(merged))
+    return sizes, strides
