@@ -1,5 +1,5 @@
-"""Attention over a paged KV cache, and the write that fills its pages."""
+"""Attention over a paged KV cache."""
 
-from .op import paged_attention, write_kv_
+from .op import merge_attention, paged_attention, plan_attention
 
-__all__ = ["paged_attention", "write_kv_"]
+__all__ = ["merge_attention", "paged_attention", "plan_attention"]

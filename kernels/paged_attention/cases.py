@@ -1,8 +1,9 @@
-"""The batches that tests, ahead-of-time builds and benchmarks share for ``paged_attention`` and ``write_kv_``.
+"""The batches that tests, ahead-of-time builds and benchmarks share for ``paged_attention``.
 
-A case lists each sequence's context (tokens cached before this step) and queries (tokens of this step). Running one
-writes this step's keys and values into the pages and attends over them, as a model does. Blocks are dealt from a
-shuffled pool that holds a few more than are needed; every slot that no sequence owns holds NaN.
+A case lists each sequence's context (tokens cached before this step) and queries (tokens of this step), and what is
+asked of the call (``_DEFAULTS``). Blocks are dealt from a shuffled pool that holds a few more than are needed. What may
+not matter is poisoned: slots that no sequence owns, and their scales, hold NaN (in int8, which has none, the extremes);
+so do the padding rows of q; table entries past a sequence's end name no block.
 """
 
 from __future__ import annotations
@@ -12,14 +13,31 @@ from typing import Any
 
 import torch
 
-from .. import device
 from ..registry import Build, Case, OpSpec
-from .op import paged_attention, write_kv_
+from .op import Cache, paged_attention, plan_attention, split_cache
 
 _SPARE_BLOCKS = 3
 _PADDING_TOKENS = 2
-_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
-_NAMES = {_BF16: "bf16", _FP16: "fp16", _FP32: "fp32"}
+_BF16, _FP16, _FP32, _FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+_LARGEST = {_FP8: 448.0, torch.int8: 127.0}
+
+# What a case's options may say beside ``context`` and ``queries``, and what is meant where they don't.
+_DEFAULTS: dict[str, Any] = {
+    "cache": None,  # dtype; None: q's
+    "causal": True,
+    "window": None,
+    "softcap": None,
+    "sinks": False,
+    "alibi": False,
+    "prefix": False,
+    "tree": False,
+    "scales": None,  # "tensor" or "token" (and head)
+    "lse": False,
+    "invariant": None,
+    "max_query_len": None,
+    "layout": "one",  # tensor; "pair"; "nhd": one tensor, slots before heads; "views": a pair cut out of one allocation
+    "host": "nothing",  # what it knows beforehand: both "bounds" of lengths, or these and a "plan"
+}
 
 
 def _case(
@@ -30,20 +48,17 @@ def _case(
     context: tuple[int, ...],
     queries: tuple[int, ...],
     *tags: str,
+    **options: Any,
 ) -> Case:
     """``heads`` is (query heads, KV heads, head size); ``context`` and ``queries`` have one entry per sequence."""
     n, k, h = heads
-    return Case(
-        name,
-        dtype,
-        {"N": n, "K": k, "H": h, "block_size": block_size},
-        {"context": context, "queries": queries},
-        frozenset(tags),
-    )
+    sizes = {"N": n, "K": k, "H": h, "Hv": options.pop("v_size", h), "block_size": block_size}
+    return Case(name, dtype, sizes, {"context": context, "queries": queries, **options}, frozenset(tags))
 
 
 CASES = (
-    # Small enough to interpret: every group size, head size, page size, dtype and kind of step appears.
+    # Small enough to interpret: every group size, head size, page size, dtype and kind of step appears. All features
+    # with all others: features.py.
     _case("decode-g1-h32-p4-fp32", _FP32, (2, 2, 32), 4, (5, 0, 16), (1, 1, 1), "test"),
     _case("decode-g3-h80-p16-fp16", _FP16, (6, 2, 80), 16, (40, 3), (1, 1), "test"),
     _case("decode-g8-h128-p32-bf16", _BF16, (8, 1, 128), 32, (31, 64, 95), (1, 1, 1), "test", "short"),
@@ -69,131 +84,142 @@ CASES = (
 )
 
 
+def asked(case: Case) -> dict[str, Any]:
+    """The options of a case, each of ``_DEFAULTS`` among them."""
+    return {**_DEFAULTS, **case.options, "cache": case.options.get("cache") or case.dtype}
+
+
 def make_inputs(case: Case, on: torch.device, seed: int) -> dict[str, Any]:
-    """q, k, v of this step, the cache holding each sequence's context, and the tables that tie them together."""
+    """A call's tensors by their names in ``paged_attention``; those that the case does not ask for are left out."""
     generator, shuffle = torch.Generator(on).manual_seed(seed), torch.Generator().manual_seed(seed)
-    n, kv_heads, h, block_size = (case.sizes[name] for name in ("N", "K", "H", "block_size"))
-    context, queries = case.options["context"], case.options["queries"]
+    n, h = case.sizes["N"], case.sizes["H"]
+    options = asked(case)
+    context, queries = options["context"], options["queries"]
     tokens = sum(queries) + _PADDING_TOKENS
-    pages = [-(-(c + q) // block_size) for c, q in zip(context, queries)]
-    num_blocks = sum(pages) + _SPARE_BLOCKS
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=on).to(case.dtype)
-
-    kv_cache = torch.full((num_blocks, kv_heads, block_size, 2 * h), float("nan"), dtype=case.dtype, device=on)
-    block_tables = torch.full((len(queries), max(pages)), -1, dtype=torch.int32)
-    slot_mapping = torch.full((tokens,), -1)
-    pool, start = torch.randperm(num_blocks, generator=shuffle), 0
-    for s, (c, q) in enumerate(zip(context, queries)):
-        mine, pool = pool[: pages[s]], pool[pages[s] :]
-        block_tables[s, : pages[s]] = mine
-        positions = torch.arange(c + q)
-        slots = mine[positions // block_size] * block_size + positions % block_size
-        slot_mapping[start : start + q] = slots[c:]
-        old = slots[:c].to(on)
-        kv_cache[old // block_size, :, old % block_size] = draw(c, kv_heads, 2 * h)
-        start += q
-    return {
-        "q": draw(tokens, n, h),
-        "k": draw(tokens, kv_heads, h),
-        "v": draw(tokens, kv_heads, h),
-        "kv_cache": kv_cache,
+    q = torch.randn(tokens, n, h, generator=generator, device=on).to(case.dtype)
+    q[sum(queries) :] = float("nan")
+    block_tables, owned = _deal(case, shuffle)
+    inputs: dict[str, Any] = {
+        "q": q,
         "block_tables": block_tables.to(on),
         "seq_lens": torch.tensor([c + q for c, q in zip(context, queries)], dtype=torch.int32, device=on),
         "query_start_loc": torch.tensor([0, *accumulate(queries)], dtype=torch.int32, device=on),
-        "slot_mapping": slot_mapping.to(on),
+        **_cached(case, owned.to(on), generator),
     }
+    if options["sinks"]:
+        inputs["sinks"] = torch.randn(n, generator=generator, device=on)
+    if options["alibi"]:
+        inputs["alibi_slopes"] = 2.0 ** (-8 / n * torch.arange(1, n + 1, device=on))
+    if options["prefix"]:  # none, part of a sequence, more than it has
+        lengths = [(c + q) * (s % 3) * 2 // 3 for s, (c, q) in enumerate(zip(context, queries), start=1)]
+        inputs["prefix_lens"] = torch.tensor(lengths, dtype=torch.int32, device=on)
+    if options["tree"]:  # wider than needed; some rows see no token of this step
+        mask = torch.rand(tokens, max(queries) + 1, generator=generator, device=on) < 0.5
+        mask[::4] = False
+        inputs["tree_mask"] = mask
+    return inputs
+
+
+def _deal(case: Case, shuffle: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """(block_tables [S, P] int32, which slots are owned [blocks, B] bool)."""
+    block_size = case.sizes["block_size"]
+    lengths = [c + q for c, q in zip(case.options["context"], case.options["queries"])]
+    pages = [-(-length // block_size) for length in lengths]
+    tables = torch.full((len(pages), max(pages) + 1), -1, dtype=torch.int32)
+    tables[:, 1::2] = 2**31 - 1
+    owned = torch.zeros(sum(pages) + _SPARE_BLOCKS, block_size, dtype=torch.bool)
+    pool = torch.randperm(len(owned), generator=shuffle)
+    for s, (length, mine) in enumerate(zip(lengths, pool.split([*pages, _SPARE_BLOCKS]))):
+        tables[s, : pages[s]] = mine
+        positions = torch.arange(length)
+        owned[mine[positions // block_size], positions % block_size] = True
+    return tables, owned
+
+
+def _cached(case: Case, owned: torch.Tensor, generator: torch.Generator) -> dict[str, Any]:
+    """kv_cache in its layout, k_scale and v_scale."""
+    options, h = asked(case), case.sizes["H"]
+    k, k_scale = _stored(case, h, owned, generator)
+    v, v_scale = _stored(case, case.sizes["Hv"], owned, generator)
+    cache = {"kv_cache": _laid_out(k, v, options["layout"])}
+    return {**cache, "k_scale": k_scale, "v_scale": v_scale} if options["scales"] else cache
+
+
+def _stored(
+    case: Case, size: int, owned: torch.Tensor, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Normal numbers as the cache holds them, [blocks, K, B, size], and their scale."""
+    options, scale = asked(case), None
+    kv_heads, free = case.sizes["K"], ~owned[:, None]
+    x = torch.randn(len(owned), kv_heads, owned.shape[1], size, generator=generator, device=owned.device)
+    if options["scales"]:
+        scale = x.abs().amax(-1) / _LARGEST.get(options["cache"], 1.0)  # others take no scale: to be refused
+        if options["scales"] == "tensor":
+            scale = scale.amax()[None, None, None]
+        x = x / scale[..., None]
+        scale = scale.masked_fill(free, float("nan")) if options["scales"] == "token" else scale.flatten()
+    if options["cache"] == torch.int8:
+        x = x.round().masked_fill(free[..., None], 127.0)
+        x[::2].masked_fill_(free[::2, ..., None], -128.0)
+    else:
+        x = x.masked_fill(free[..., None], float("nan"))
+    return x.to(options["cache"]), scale
+
+
+def _laid_out(k: torch.Tensor, v: torch.Tensor, layout: str) -> Cache:
+    """k [blocks, K, B, H] and v [blocks, K, B, Hv] as a cache in the layout of that name."""
+    if layout == "pair":
+        return k, v
+    both = torch.cat((k, v), dim=-1)
+    if layout in ("nhd", "views"):
+        both = both.transpose(1, 2).contiguous().transpose(1, 2)
+    return split_cache(both, k.shape[-1]) if layout == "views" else both
+
+
+def arguments(inputs: dict[str, Any], case: Case) -> dict[str, Any]:
+    """What ``paged_attention`` takes for a case, but for ``impl`` and ``plan``."""
+    options = asked(case)
+    plain = ("causal", "window", "softcap", "invariant", "max_query_len")
+    call: dict[str, Any] = {**inputs, **{name: options[name] for name in plain}}
+    if options["cache"] == _FP8 and case.dtype != inputs["q"].dtype:  # an oracle's inputs, all in fp64: back to codes
+        cache = inputs["kv_cache"]
+        call["kv_cache"] = cache.to(_FP8) if isinstance(cache, torch.Tensor) else tuple(x.to(_FP8) for x in cache)
+    if options["host"] != "nothing":
+        call["max_query_len"] = max(options["queries"])
+        call["max_seq_len"] = max(c + q for c, q in zip(options["context"], options["queries"]))
+    return call
 
 
 def run(inputs: dict[str, Any], case: Case, impl: str) -> dict[str, torch.Tensor]:
-    """Write, then attend. The cache is written in place, with the same values every time.
-
-    Returns the cache too, empty slots as 0, so that a write into a wrong slot shows. In fp64, because what is copied
-    must arrive exactly: there the comparison leaves no room for one slot among thousands.
-    """
-    write_kv_(inputs["kv_cache"], inputs["k"], inputs["v"], inputs["slot_mapping"], impl=impl)
-    out = paged_attention(
-        inputs["q"],
-        inputs["kv_cache"],
-        inputs["block_tables"],
-        inputs["seq_lens"],
-        inputs["query_start_loc"],
-        impl=impl,
-    )
-    return {"out": out, "kv_cache": inputs["kv_cache"].nan_to_num().double()}
+    """``out``, and ``lse`` where the case asks for it: there -1 stands for -inf, which has no distance to anything."""
+    options, call = asked(case), arguments(inputs, case)
+    if options["host"] == "plan":
+        of_plan = ("causal", "window", "prefix_lens", "tree_mask", "max_query_len", "max_seq_len", "invariant")
+        tensors = (call[name] for name in ("q", "kv_cache", "block_tables", "seq_lens", "query_start_loc"))
+        call["plan"] = plan_attention(*tensors, **{name: call[name] for name in of_plan if name in call}, impl=impl)
+    found = paged_attention(**call, return_lse=options["lse"], impl=impl)
+    if isinstance(found, torch.Tensor):
+        return {"out": found}
+    out, lse = found
+    return {"out": out, "lse": lse.masked_fill(lse == float("-inf"), -1.0)}
 
 
 def builds(target: str) -> list[Build]:
     """Every launch that the cases tagged ``codegen`` make on ``target``, each kernel once."""
-    from . import launch
+    from .builds import collect
 
-    found: dict[str, Build] = {}
-    for case in CASES:
-        if "codegen" not in case.tags:
-            continue
-        with device.capture(target) as launches:
-            x = _shapes(case)
-            launch.write_kv_(x["kv_cache"], x["k"], x["k"], x["slot_mapping"])
-            launch.paged_attention_fwd(
-                *(x["q"], x["kv_cache"], x["block_tables"], x["seq_lens"], x["query_start_loc"]), scale=1.0
-            )
-        for item in launches:
-            build = _build(item, target, case)
-            found.setdefault(build.config, build)
-    return list(found.values())
-
-
-def _shapes(case: Case) -> dict[str, torch.Tensor]:
-    """What ``make_inputs`` gives, as meta tensors."""
-    n, kv_heads, h, block_size = (case.sizes[name] for name in ("N", "K", "H", "block_size"))
-    context, queries = case.options["context"], case.options["queries"]
-    pages = [-(-(c + q) // block_size) for c, q in zip(context, queries)]
-    tokens, seqs = sum(queries), len(queries)
-
-    def tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    return {
-        "q": tensor(tokens, n, h, dtype=case.dtype),
-        "k": tensor(tokens, kv_heads, h, dtype=case.dtype),
-        "kv_cache": tensor(sum(pages), kv_heads, block_size, 2 * h, dtype=case.dtype),
-        "block_tables": tensor(seqs, max(pages), dtype=torch.int32),
-        "seq_lens": tensor(seqs, dtype=torch.int32),
-        "query_start_loc": tensor(seqs + 1, dtype=torch.int32),
-        "slot_mapping": tensor(tokens, dtype=torch.int64),
-    }
-
-
-def _build(item: device.Launch, target: str, case: Case) -> Build:
-    attends = "q_ptr" in item.args
-    label = ["attend" if attends else "write", str(item.config), f"h{item.args['HEAD_SIZE']}"]
-    label += [f"g{item.args['GROUP']}"] if attends else []
-    label += [f"p{item.args['PAGE_SIZE']}", _NAMES[case.dtype]]
-    return Build(
-        op="paged_attention",
-        config="-".join(label),
-        target=target,
-        fn=item.fn,
-        args=item.args,
-        num_warps=item.num_warps,
-        num_stages=item.num_stages,
-        # A warp group multiplies 64 rows: decode's 16 use the older instruction, and fp32 has none.
-        wants_wgmma=attends and item.args["BLOCK_M"] >= 64 and case.dtype != _FP32,
-    )
+    return collect(target, [case for case in CASES if "codegen" in case.tags])
 
 
 SPEC = OpSpec(
     name="paged_attention",
-    summary="causal attention of a ragged batch over a paged KV cache, and the write into its pages",
+    summary="attention of a ragged batch over a paged KV cache: prefill, decode and speculation in one call",
     cases=CASES,
     make_inputs=make_inputs,
     run=run,
     builds=builds,
     sources=(
-        "paged_attention/triton.py",
-        "paged_attention/launch.py",
-        "paged_attention/op.py",
+        *(f"paged_attention/{name}.py" for name in ("triton", "plan_triton", "plan", "config", "launch", "op")),
         "device.py",
         "dispatch.py",
     ),

@@ -1,155 +1,316 @@
-"""Configurations and launches of the kernels in ``triton.py``.
-
-``pick_config`` is a pure function of chip, shapes and dtype: nothing is tuned while a model runs, and nothing is asked
-of the device.
-"""
+"""From a call's tensors to launches: the plan, a launch for each class of tiles, and the merge of what was split."""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from .. import alloc, device
+from . import plan_triton
 from . import triton as kernels
+from .config import Problem
+from .options import Mods
+from .plan import Section, max_units, sections
 
 _LOG2E = math.log2(math.e)
-_WRITE_WARPS = 4
+_PLAN_BLOCK = 128  # sequences, or items, that a program of the plan handles at once
+_PLAN_WARPS = 4
+_MERGE_PARTS = 16  # at a time
+_MERGE_WARPS = 4
+_MERGE_ROWS = 16  # programs for a tile
+
+# q, keys, values, block_tables, seq_lens, query_start_loc
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class AttentionConfig:
-    """The tile of one attention launch: rows (tokens x grouped heads) and keys per step of its loop."""
+class Plan:
+    """A plan on the device, and the calls that it is for."""
 
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
+    problem: Problem
+    data: torch.Tensor
 
-    def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n}-w{self.num_warps}-s{self.num_stages}"
+    def check(
+        self, tensors: Tensors, mods: Mods, invariant: bool, max_query_len: int | None, max_seq_len: int | None
+    ) -> None:
+        """ValueError where it was made for another call."""
+        asked = _problem(tensors, mods, invariant, max_query_len, max_seq_len)
+        if asked != self.problem:
+            wrong = [
+                f"{name}={getattr(asked, name)} (plan: {getattr(self.problem, name)})"
+                for name in Problem._fields
+                if getattr(asked, name) != getattr(self.problem, name)
+            ]
+            raise ValueError(
+                f"paged_attention: plan was made for another call: {', '.join(wrong)}; pass plan_attention the same "
+                "arguments, or leave plan out"
+            )
 
 
-def pick_config(
-    arch: str, num_tokens: int, num_seqs: int, *, group: int, head_size: int, dtype: torch.dtype
-) -> AttentionConfig:
-    """The configuration for ``num_tokens`` queries of ``num_seqs`` sequences on ``arch``.
+def _problem(
+    tensors: Tensors, mods: Mods, invariant: bool, max_query_len: int | None, max_seq_len: int | None
+) -> Problem:
+    q, k_cache, v_cache, block_tables, seq_lens, _ = tensors
+    kv_heads = k_cache.shape[1]
+    return Problem(
+        device.architecture(q.device),
+        device.program_slots(q.device),
+        q.shape[0],
+        seq_lens.shape[0],
+        block_tables.shape[1] * k_cache.shape[2],
+        q.shape[1] // kv_heads,
+        kv_heads,
+        q.shape[2],
+        v_cache.shape[3],
+        q.dtype,
+        k_cache.dtype,
+        mods.causal,
+        mods.window,
+        mods.prefix_lens is not None,
+        mods.tree_mask is not None,
+        invariant,
+        max_query_len,
+        max_seq_len,
+    )
 
-    The smallest tile that holds an average sequence's rows: 16 (the smallest MMA) for decode, 64 for a few queries
-    each (speculation, short chunks), 128 for prefill. In a mixed batch decodes ride in a prefill tile: what they cost
-    is reading the cache, not the products. IEEE fp32 has no tensor cores and keeps to tiles whose operands fit the
-    register file, as do heads beyond 128. No tile spills in the builds of ``cases.py``; the codegen tests hold that.
-    """
-    smallest = max(16, triton.next_power_of_2(group))  # at least one token's heads
-    rows = triton.cdiv(num_tokens, max(num_seqs, 1)) * group
-    if arch == device.INTERPRETER:
-        return AttentionConfig(max(smallest, 16 if rows <= 16 else 32), 32, 4, 1)
-    num_stages = 2 if arch.startswith("gfx") else 3  # AMD: 64 KiB of shared memory
-    if dtype == torch.float32 or head_size > 128:
-        if rows <= 16:
-            return AttentionConfig(smallest, 32, 8, num_stages)
-        return AttentionConfig(max(smallest, 32), 32, 4, num_stages)
-    if rows <= 16:
-        return AttentionConfig(smallest, 64, 4, num_stages)
-    return AttentionConfig(max(smallest, 64 if rows <= 64 else 128), 64, 8, num_stages)
+
+def make_plan(
+    tensors: Tensors, mods: Mods, invariant: bool, max_query_len: int | None, max_seq_len: int | None
+) -> Plan:
+    """The plan of :func:`paged_attention_fwd` for checked input; what it points to is not read but for lengths."""
+    problem = _problem(tensors, mods, invariant, max_query_len, max_seq_len)
+    return Plan(problem, _make_plan(problem, tensors[4], tensors[5], mods.prefix_lens))
+
+
+def _make_plan(
+    problem: Problem, seq_lens: torch.Tensor, query_start_loc: torch.Tensor, prefix_lens: torch.Tensor | None
+) -> torch.Tensor:
+    lengths = [_dense(query_start_loc), _dense(seq_lens), None if prefix_lens is None else _dense(prefix_lens)]
+    data = alloc.empty((sections(problem)[-1].end,), torch.int32, seq_lens.device)
+    tensors = (data, *lengths)
+    run, grid = _planning(problem, _kinds(tensors))
+    run.launch(grid, tensors, on=data)
+    return data
+
+
+@functools.lru_cache(4096)
+def _planning(problem: Problem, kinds: tuple[Any, ...]) -> tuple[device.Prepared, tuple[int, int, int]]:
+    found = [_section_args(problem, section) for section in sections(problem)]
+    rest = {
+        "num_seqs": problem.seqs,
+        "num_tokens": problem.tokens,
+        "max_keys": problem.max_keys,
+        "window": problem.window,
+        "short": found[0],
+        "long": found[1] if len(found) > 1 else None,
+        "GROUP": problem.group,
+        "CAUSAL": problem.causal,
+        "TREE": problem.tree,
+        "QUANTA": problem.invariant,
+        "BLOCK": _PLAN_BLOCK if problem.arch != device.INTERPRETER else 4,
+    }
+    run = device.Prepared(plan_triton._plan_kernel, rest, num_warps=_PLAN_WARPS, num_stages=1, config="plan")
+    return run, (problem.seqs + 1, len(found), 1)
+
+
+def _section_args(problem: Problem, section: Section) -> tuple[int, ...]:
+    config, tiles = section.config, section.tiles
+    return (
+        tiles.above,
+        2**31 - 1 if tiles.upto is None else tiles.upto,
+        config.block_m,
+        config.unit,
+        max_units(problem, config, 2**31 - config.unit),
+        config.smallest_split,
+        section.balance,
+        section.max_slots,
+        section.header_at,
+        section.items_at,
+        section.merges_at,
+    )
+
+
+class _Layout(NamedTuple):
+    """What the arguments of the launches depend on beside the problem, but for addresses."""
+
+    page_size: int
+    q_strides: tuple[int, ...]
+    k_strides: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    table_stride: int
+    tree: tuple[int, int] | None  # stride and width
+    k_scales: tuple[int, ...] | None  # strides; empty for one element
+    v_scales: tuple[int, ...] | None
+    scale: float
+    softcap: float | None
+    tf32: bool
 
 
 def paged_attention_fwd(
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """Attention on checked input; shapes as in ``op.paged_attention``."""
-    out = alloc.empty(q.shape, q.dtype, q.device)
+    tensors: Tensors,
+    mods: Mods,
+    invariant: bool,
+    max_query_len: int | None,
+    max_seq_len: int | None,
+    plan: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [T, N, Hv], lse [T, N]) of checked input; shapes as in ``op.paged_attention``."""
+    q, k_cache, v_cache, block_tables, seq_lens, query_start_loc = tensors
+    problem = _problem(tensors, mods, invariant, max_query_len, max_seq_len)
+    out = alloc.empty((*q.shape[:2], v_cache.shape[-1]), q.dtype, q.device)
+    lse = alloc.empty(q.shape[:2], torch.float32, q.device)
     if out.numel() == 0:
-        return out
-    num_tokens, heads, head_size = q.shape
-    (num_seqs,), (_, kv_heads, page_size, _) = seq_lens.shape, kv_cache.shape
-    group = heads // kv_heads
-    arch = device.architecture(q.device)
-    config = pick_config(arch, num_tokens, num_seqs, group=group, head_size=head_size, dtype=q.dtype)
-    q, block_tables = _dense_rows(q), _dense_rows(block_tables)
-    args = {
-        "q_ptr": q,
-        "kv_ptr": kv_cache,
-        "tables_ptr": block_tables,
-        "seq_lens_ptr": _dense_rows(seq_lens),
-        "query_start_loc_ptr": _dense_rows(query_start_loc),
-        "out_ptr": out,
-        "num_tokens": num_tokens,
-        "num_seqs": num_seqs,
-        "scale_log2": scale * _LOG2E,
-        "stride_qt": q.stride(0),
-        "stride_qn": q.stride(1),
-        "stride_kv_block": kv_cache.stride(0),
-        "stride_kv_head": kv_cache.stride(1),
-        "stride_kv_slot": kv_cache.stride(2),
-        "stride_table": block_tables.stride(0),
-        "stride_ot": out.stride(0),
-        "stride_on": out.stride(1),
-        "GROUP": group,
-        "HEAD_SIZE": head_size,
-        "PAGE_SIZE": page_size,
+        return out, lse.fill_(-math.inf)
+    if plan is None:
+        plan = _make_plan(problem, seq_lens, query_start_loc, mods.prefix_lens)
+    q, block_tables = _dense(q), _dense(block_tables)
+    k_stored, v_stored = (_stored(cache, problem.arch) for cache in (k_cache, v_cache))
+    tree = None if mods.tree_mask is None else _dense(mods.tree_mask).view(torch.uint8)
+    sinks, slopes, prefix_lens = (
+        x if x is None else x.contiguous() for x in (mods.sinks, mods.alibi_slopes, mods.prefix_lens)
+    )
+    layout = _Layout(
+        k_cache.shape[2],
+        q.stride()[:2],
+        k_stored.stride()[:3],
+        v_stored.stride()[:3],
+        block_tables.stride(0),
+        None if tree is None else (tree.stride(0), tree.shape[1]),
+        _scale_strides(mods.k_scale),
+        _scale_strides(mods.v_scale),
+        mods.scale,
+        mods.softcap,
+        device.allow_tf32(),
+    )
+    for index, section in enumerate(sections(problem)):
+        parts = parts_ml = None
+        if section.max_slots:
+            rows = (section.max_slots, problem.kv_heads, section.config.block_m)
+            parts = alloc.empty((*rows, problem.v_size), torch.float32, q.device)
+            parts_ml = alloc.empty((*rows, 2), torch.float32, q.device)
+        attended = (q, k_stored, v_stored, block_tables, plan, out, lse, parts, parts_ml, sinks, slopes, prefix_lens)
+        attended += (tree, mods.k_scale, mods.v_scale)
+        run, grid = _attending(problem, index, layout, _kinds(attended))
+        run.launch(grid, attended, on=q)
+        if section.max_slots:
+            merged = (plan, parts, parts_ml, out, lse, sinks, mods.v_scale)
+            run, grid = _merging(problem, index, layout, _kinds(merged))
+            run.launch(grid, merged, on=q)
+    return out, lse
+
+
+@functools.lru_cache(4096)
+def _attending(
+    problem: Problem, index: int, layout: _Layout, kinds: tuple[Any, ...]
+) -> tuple[device.Prepared, tuple[int, int, int]]:
+    """How one class of tiles is launched. ``kinds`` stand for what Triton looks at in tensors."""
+    section = sections(problem)[index]
+    config = section.config
+    wide, precision = _product(problem, layout.tf32)
+    rest = {
+        "header_at": section.header_at,
+        "items_at": section.items_at,
+        "scale": layout.scale if layout.softcap is not None else layout.scale * _LOG2E,
+        "softcap": layout.softcap,
+        "window": problem.window,
+        "tree_width": None if layout.tree is None else layout.tree[1],
+        "stride_table": layout.table_stride,
+        "stride_tree": None if layout.tree is None else layout.tree[0],
+        "q_strides": layout.q_strides,
+        "out_strides": (problem.group * problem.kv_heads * problem.v_size, problem.v_size),
+        "k_strides": layout.k_strides,
+        "v_strides": layout.v_strides,
+        "k_scale_strides": layout.k_scales or (0, 0, 0),
+        "v_scale_strides": layout.v_scales or (0, 0, 0),
+        "GROUP": problem.group,
+        "HEAD_SIZE": problem.head_size,
+        "V_SIZE": problem.v_size,
+        "PAGE_SIZE": layout.page_size,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "BLOCK_H": max(16, triton.next_power_of_2(head_size)),
-        "UPCAST": arch == device.INTERPRETER,
+        "BLOCK_H": max(16, triton.next_power_of_2(problem.head_size)),
+        "BLOCK_V": max(16, triton.next_power_of_2(problem.v_size)),
+        "QUANTUM": config.quantum,
+        "CAUSAL": problem.causal,
+        "K_SCALES": _scales(layout.k_scales),
+        "V_SCALES": _scales(layout.v_scales),
+        "WIDE": wide,
+        "PRECISION": precision,
+        "UPCAST": problem.arch == device.INTERPRETER,
     }
-    q_blocks = num_tokens // (config.block_m // group) + num_seqs + 1
-    device.launch(
+    run = device.Prepared(
         kernels._paged_attention_fwd_kernel,
-        (q_blocks, kv_heads),
-        args,
+        rest,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        on=q,
         config=config,
     )
-    return out
+    return run, (section.max_items, problem.kv_heads, 1)
 
 
-def write_kv_(kv_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """The write on checked input; shapes as in ``op.write_kv_``."""
-    if k.numel() == 0:
-        return
-    num_tokens, kv_heads, head_size = k.shape
-    k, v = _dense_rows(k), _dense_rows(v)
-    block_h = triton.next_power_of_2(head_size)
-    block_t = max(1, 2048 // block_h)
-    args = {
-        "kv_ptr": kv_cache,
-        "k_ptr": k,
-        "v_ptr": v,
-        "slot_mapping_ptr": _dense_rows(slot_mapping),
-        "num_tokens": num_tokens,
-        "stride_kv_block": kv_cache.stride(0),
-        "stride_kv_head": kv_cache.stride(1),
-        "stride_kv_slot": kv_cache.stride(2),
-        "stride_kt": k.stride(0),
-        "stride_kn": k.stride(1),
-        "stride_vt": v.stride(0),
-        "stride_vn": v.stride(1),
-        "HEAD_SIZE": head_size,
-        "PAGE_SIZE": kv_cache.shape[2],
-        "BLOCK_T": block_t,
-        "BLOCK_H": block_h,
+@functools.lru_cache(4096)
+def _merging(
+    problem: Problem, index: int, layout: _Layout, kinds: tuple[Any, ...]
+) -> tuple[device.Prepared, tuple[int, int, int]]:
+    section = sections(problem)[index]
+    rest = {
+        "header_at": section.header_at,
+        "merges_at": section.merges_at,
+        "out_strides": (problem.group * problem.kv_heads * problem.v_size, problem.v_size),
+        "GROUP": problem.group,
+        "V_SIZE": problem.v_size,
+        "BLOCK_M": section.config.block_m,
+        "BLOCK_V": max(16, triton.next_power_of_2(problem.v_size)),
+        "BLOCK_P": 1 if problem.invariant else _MERGE_PARTS,
+        "QUANTA": problem.invariant,
+        "V_SCALES": _scales(layout.v_scales),
     }
-    device.launch(
-        kernels._write_kv_kernel,
-        (triton.cdiv(num_tokens, block_t), kv_heads),
-        args,
-        num_warps=_WRITE_WARPS,
-        num_stages=1,
-        on=kv_cache,
-        config=f"{block_t}x{block_h}-w{_WRITE_WARPS}",
+    run = device.Prepared(
+        kernels._merge_kernel, rest, num_warps=_MERGE_WARPS, num_stages=2, config=f"merge-{section.config}"
     )
+    return run, (section.max_merges, problem.kv_heads, min(_MERGE_ROWS, section.config.block_m))
 
 
-def _dense_rows(x: torch.Tensor) -> torch.Tensor:
+def _product(problem: Problem, tf32: bool) -> tuple[bool, str]:
+    """(whether products are formed in fp32's format, their precision)."""
+    quantised = problem.kv_dtype.itemsize == 1
+    if problem.q_dtype == torch.float32:
+        return True, "tf32" if tf32 and not problem.arch.startswith("gfx") else "ieee"
+    if quantised or problem.kv_dtype == problem.q_dtype:
+        return False, "ieee"
+    # fp16 with bf16: tf32 holds both.
+    return True, "ieee" if problem.arch.startswith("gfx") else "tf32"
+
+
+def _scale_strides(scale: torch.Tensor | None) -> tuple[int, ...] | None:
+    if scale is None:
+        return None
+    return () if scale.numel() == 1 and scale.dim() < 3 else scale.stride()
+
+
+def _scales(strides: tuple[int, ...] | None) -> int:
+    if strides is None:
+        return kernels.NO_SCALE.value
+    return kernels.TOKEN_SCALES.value if strides else kernels.ONE_SCALE.value
+
+
+def _stored(cache: torch.Tensor, arch: str) -> torch.Tensor:
+    """The cache as a kernel on ``arch`` can load it: e4m3 as bytes where the chip has no conversion of it."""
+    if cache.dtype != torch.float8_e4m3fn or arch in ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"):
+        return cache
+    return cache.view(torch.uint8)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
     """``x``, copied only where its last dimension is strided; the kernels take every other stride."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _kinds(tensors: tuple[torch.Tensor | None, ...]) -> tuple[Any, ...]:
+    """What Triton specialises a kernel on: (dtype, aligned) in place of each tensor."""
+    return tuple([None if t is None else (t.dtype, not t.data_ptr() & 15) for t in tensors])

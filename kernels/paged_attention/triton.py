@@ -1,18 +1,24 @@
-"""Paged attention in Triton: one ragged kernel for prefill and decode, and the kernel that writes the pages.
+"""Paged attention in Triton: one ragged kernel for prefill, decode and everything between, and the merge of its parts.
 
-    s = scale * log2(e) * q @ k^T        masked where key > query position
+    s = scale * log2(e) * q @ k^T        softcap, ALiBi; -inf where a row does not see a key
     m' = max(m, rowmax(s));  p = 2^(s - m');  l = l * 2^(m - m') + rowsum(p);  acc = acc * 2^(m - m') + p @ v
-    out = acc / l
+    out = acc / l        lse = (m + log2(l)) / log2(e)
 
-Online softmax (Milakov and Gimelshein, arXiv:1805.02867) in base 2, tiled as in FlashAttention-2 (arXiv:2307.08691).
+Online softmax (Milakov and Gimelshein, arXiv:1805.02867) in base 2, tiled as in FlashAttention-2 (arXiv:2307.08691),
+sequences cut into parts as in Flash-Decoding.
 
-A tile's BLOCK_M rows are BLOCK_Q = BLOCK_M // GROUP tokens of one sequence times the GROUP query heads that share one
-KV head, so that each K and V is read once for the whole group. Sequence s owns the q-blocks from
-query_start_loc[s] // BLOCK_Q + s on: a number that rises by at least ceil(q_len / BLOCK_Q) per sequence, so a constant
-grid of T // BLOCK_Q + S + 1 covers every batch and each program finds its sequence by binary search (vLLM's unified
-attention kernel does the same). The last q-blocks belong to padding tokens, which give zeros and read no table.
+A program takes one item of the plan (``plan.py``): BLOCK_M rows of one sequence and KV head, and a range of keys. Row r
+of a sequence is head r % GROUP of its token r // GROUP. An item that holds all keys of its rows writes the result; of
+the others each writes (acc, m, l) to its slot, and ``_merge_kernel`` puts them together in the order of their keys.
 
-Letters: T tokens, S sequences, N query heads, K KV heads, G = N / K, H head size, B block size of the cache.
+Invariant mode (QUANTUM > 0). Keys are summed up in quanta at fixed positions, each from nothing, and the quanta folded
+into the row's result one after another, by the same instructions whether a program does several of them or the merge
+does. What a row does not see adds exact zeros. So a row's bits depend on its own keys only. Two things keep the
+compiler from telling the ways apart: every tile runs through the one masked loop, and ``_fold`` spells out which
+product and sum are fused.
+
+Letters: T tokens, S sequences, N query heads, K KV heads, G = N / K, H head size of q and k, Hv of v, B block size of
+the cache.
 """
 
 from __future__ import annotations
@@ -20,160 +26,455 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..fp8_bits import e4m3_bits_to_fp16
+
+# How scales are stored (K_SCALES, V_SCALES).
+NO_SCALE = tl.constexpr(0)
+ONE_SCALE = tl.constexpr(1)
+TOKEN_SCALES = tl.constexpr(2)
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+
 
 @triton.jit
-def _dot(a, b, UPCAST: tl.constexpr):
+def _dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """a @ b in fp32. UPCAST is set under the interpreter only, whose dot of two bf16 operands is wrong."""
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a, b, input_precision=PRECISION)
 
 
 @triton.jit
-def _find_sequence(query_start_loc_ptr, num_seqs, q_block, BLOCK_Q: tl.constexpr):
-    """The sequence that owns ``q_block``; ``num_seqs`` where it lies behind the last one, in the padding."""
-    low = 0
-    high = num_seqs
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(query_start_loc_ptr + middle) // BLOCK_Q + middle <= q_block:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-@triton.jit
-def _page_of(table_ptr, start, offs_n, mask_n, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The block of each key of a tile, int64: one for the tile where it lies within a page, else [BLOCK_N]."""
-    if PAGE_SIZE % BLOCK_N == 0:
-        return tl.load(table_ptr + start // PAGE_SIZE).to(tl.int64)
+def _load(ptrs, mask_n, mask_h, MASKED: tl.constexpr, PADDED: tl.constexpr):
+    """A tile of keys or values. What lies behind the keys may be NaN, and 0 * NaN is NaN: it is not loaded."""
+    if MASKED and PADDED:
+        return tl.load(ptrs, mask=mask_n & mask_h, other=0.0)
+    elif MASKED:
+        return tl.load(ptrs, mask=mask_n, other=0.0)
+    elif PADDED:
+        return tl.load(ptrs, mask=mask_h, other=0.0)
     else:
-        return tl.load(table_ptr + offs_n // PAGE_SIZE, mask=mask_n, other=0).to(tl.int64)
+        return tl.load(ptrs)
 
 
-# Counts change with every step; specialising on them would only compile the same code again.
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "stride_table"])
+@triton.jit
+def _widen(x, DTYPE: tl.constexpr):
+    """Stored keys or values in DTYPE; bytes are e4m3's bits, on chips that cannot convert them."""
+    if x.dtype == tl.uint8:
+        x = e4m3_bits_to_fp16(x)
+    elif x.dtype == tl.int8:
+        x = x.to(tl.float32)  # the interpreter does not know the way from whole numbers to bf16
+    return x.to(DTYPE)
+
+
+@triton.jit
+def _finite(m):
+    """A maximum that can be subtracted: -inf, of rows that have seen nothing yet, as 0."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def _softcap(s, cap):
+    """cap * tanh(s / cap)"""
+    return cap * (1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * _LOG2E / cap))))
+
+
+@triton.jit
+def _seen(offs_n, kv_end, position, context, prefix, window, tree_ptrs, tree_width, CAUSAL: tl.constexpr):
+    """Which keys [BLOCK_N] the rows at ``position`` [BLOCK_M] may see, [BLOCK_M, BLOCK_N]."""
+    keys = offs_n[None, :]
+    seen = keys < kv_end
+    if tree_ptrs is not None:
+        node = keys - context
+        known = tl.load(tree_ptrs + node, mask=seen & (node >= 0) & (node < tree_width), other=0)
+        seen = seen & ((node < 0) | (known != 0))
+    elif CAUSAL:
+        before = keys <= position[:, None]
+        if prefix is not None:
+            before = before | (keys < prefix)
+        seen = seen & before
+    if window is not None:
+        seen = seen & (keys > position[:, None] - window)
+        if not CAUSAL:
+            seen = seen & (keys < position[:, None] + window)
+    return seen
+
+
+@triton.jit
+def _scores(s, scale, softcap, slopes, position, offs_n):
+    """Scores in base 2 of the products ``s``."""
+    if softcap is not None:
+        s = _softcap(s * scale, softcap) * _LOG2E
+    else:
+        s = s * scale  # log2(e) is in it
+    if slopes is not None:
+        distance = tl.abs(position[:, None] - offs_n[None, :]).to(tl.float32)
+        s = s - (slopes * _LOG2E)[:, None] * distance
+    return s
+
+
+@triton.jit
+def _token_scales(scale_ptr, strides, page, offset, mask_n, MASKED: tl.constexpr):
+    """A scale for each key of a tile, [BLOCK_N]."""
+    ptrs = scale_ptr + page * strides[0] + offset * strides[1]
+    if MASKED:
+        return tl.load(ptrs, mask=mask_n, other=0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def _attend(
+    m,
+    l,  # noqa: E741 (the name it has in the paper)
+    acc,
+    q,  # [BLOCK_M, BLOCK_H]
+    begin,
+    end,
+    kv_end,
+    k_ptr,  # the KV head's keys
+    v_ptr,
+    table_ptr,  # the sequence's
+    k_scale_ptr,
+    v_scale_ptr,
+    k_strides,  # of blocks and slots
+    v_strides,
+    k_scale_strides,
+    v_scale_strides,
+    position,  # of the rows, [BLOCK_M]
+    context,
+    prefix,
+    window,
+    tree_ptrs,  # [BLOCK_M, 1]
+    tree_width,
+    scale,
+    softcap,
+    slopes,  # [BLOCK_M]
+    HEAD_SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Add the keys from ``begin``, a multiple of BLOCK_N, to ``end`` to the rows' sums.
+
+    Where not MASKED every row sees all of them.
+    """
+    offs_h = tl.arange(0, BLOCK_H)
+    offs_v = tl.arange(0, BLOCK_V)
+    mask_h = (offs_h < HEAD_SIZE)[:, None]
+    mask_v = (offs_v < V_SIZE)[None, :]
+    for start in tl.range(begin, end, BLOCK_N):
+        offs_n = start + tl.arange(0, BLOCK_N)
+        mask_n = offs_n < kv_end
+        if PAGE_SIZE % BLOCK_N == 0:  # the tile lies within a page
+            page = tl.load(table_ptr + start // PAGE_SIZE).to(tl.int64)
+        elif MASKED:
+            page = tl.load(table_ptr + offs_n // PAGE_SIZE, mask=mask_n, other=0).to(tl.int64)
+        else:
+            page = tl.load(table_ptr + offs_n // PAGE_SIZE).to(tl.int64)
+        offset = offs_n % PAGE_SIZE
+
+        k_rows = page * k_strides[0] + offset * k_strides[1]  # [BLOCK_N]
+        k = _load(k_ptr + k_rows[None, :] + offs_h[:, None], mask_n[None, :], mask_h, MASKED, BLOCK_H != HEAD_SIZE)
+        s = _dot(q, _widen(k, q.dtype), PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
+        if K_SCALES == TOKEN_SCALES:
+            s *= _token_scales(k_scale_ptr, k_scale_strides, page, offset, mask_n, MASKED)[None, :]
+        s = _scores(s, scale, softcap, slopes, position, offs_n)
+        if MASKED:
+            seen = _seen(offs_n, kv_end, position, context, prefix, window, tree_ptrs, tree_width, CAUSAL)
+            s = tl.where(seen, s, float("-inf"))
+        m_next = tl.maximum(m, tl.max(s, 1))
+        top = m_next
+        if MASKED:
+            top = _finite(m_next)
+        p = tl.exp2(s - top[:, None])
+        correction = tl.exp2(m - top)
+        l = l * correction + tl.sum(p, 1)  # noqa: E741
+        m = m_next
+
+        v_rows = page * v_strides[0] + offset * v_strides[1]
+        v = _load(v_ptr + v_rows[:, None] + offs_v[None, :], mask_n[:, None], mask_v, MASKED, BLOCK_V != V_SIZE)
+        acc = acc * correction[:, None]
+        if V_SCALES == TOKEN_SCALES:
+            v_scales = _token_scales(v_scale_ptr, v_scale_strides, page, offset, mask_n, MASKED)
+            # As shares of the largest: small scales would leave fp16's range.
+            largest = tl.max(v_scales, 0)
+            p *= (v_scales / tl.where(largest == 0.0, 1.0, largest))[None, :]
+            acc += _dot(p.to(q.dtype), _widen(v, q.dtype), PRECISION, UPCAST) * largest
+        else:
+            acc += _dot(p.to(q.dtype), _widen(v, q.dtype), PRECISION, UPCAST)
+    return m, l, acc
+
+
+@triton.jit
+def _fold(m, l, acc, m_part, l_part, acc_part):  # noqa: E741
+    """(m, l, acc) of all keys so far and of the next part, [...], [...], [..., Hv]: the one order of operations."""
+    m_next = tl.maximum(m, m_part)
+    top = _finite(m_next)
+    old, new = tl.exp2(m - top), tl.exp2(m_part - top)
+    l = tl.fma(l, old, l_part * new)  # noqa: E741
+    old, new = tl.expand_dims(old, -1), tl.expand_dims(new, -1)
+    acc = tl.fma(acc, tl.broadcast_to(old, acc.shape), acc_part * new)
+    return m_next, l, acc
+
+
+@triton.jit
+def _finish(m, l, acc, sinks, v_scale):  # noqa: E741
+    """(out, lse) of whole sums; ``sinks`` are scores in base 2, or None."""
+    if sinks is not None:
+        m_next = tl.maximum(m, sinks)
+        correction = tl.exp2(m - m_next)
+        l = tl.fma(l, correction, tl.exp2(sinks - m_next))  # noqa: E741
+        acc = acc * tl.expand_dims(correction, -1)
+        m = m_next
+    total = tl.where(l == 0.0, 1.0, l)  # of a row that has seen nothing: out is 0, and m says -inf
+    return acc * tl.expand_dims(v_scale / total, -1), (m + tl.log2(total)) * _LN2
+
+
+@triton.jit
+def _one_scale(scale_ptr, SCALES: tl.constexpr):
+    if SCALES == ONE_SCALE:
+        return tl.load(scale_ptr).to(tl.float32)
+    else:
+        return 1.0
+
+
+# Strides of tables and masks change with every step's widest; specialising on them would compile the same code again.
+@triton.jit(do_not_specialize=["stride_table", "stride_tree", "tree_width", "window", "items_at", "header_at"])
 def _paged_attention_fwd_kernel(
     q_ptr,  # [T, N, H]
-    kv_ptr,  # [blocks, K, B, 2H]
+    k_ptr,  # [blocks, K, B, H]
+    v_ptr,  # [blocks, K, B, Hv]
     tables_ptr,  # [S, max_blocks]
-    seq_lens_ptr,  # [S]
-    query_start_loc_ptr,  # [S + 1]
-    out_ptr,  # [T, N, H]
-    num_tokens,
-    num_seqs,
-    scale_log2,  # scale * log2(e)
-    stride_qt,
-    stride_qn,
-    stride_kv_block,
-    stride_kv_head,
-    stride_kv_slot,
+    plan_ptr,
+    out_ptr,  # [T, N, Hv]
+    lse_ptr,  # [T, N]
+    part_ptr,  # [slots, K, BLOCK_M, Hv] fp32, or None where no sequence is split
+    part_ml_ptr,  # [slots, K, BLOCK_M, 2] fp32
+    sinks_ptr,  # [N], or None
+    slopes_ptr,  # [N], or None
+    prefix_lens_ptr,  # [S], or None
+    tree_ptr,  # [T, W], or None
+    k_scale_ptr,  # [] or [blocks, K, B], or None
+    v_scale_ptr,
+    header_at,
+    items_at,
+    scale,  # in base 2, unless there is a softcap
+    softcap,
+    window,
+    tree_width,
     stride_table,
-    stride_ot,
-    stride_on,
+    stride_tree,
+    q_strides,  # of tokens and heads
+    out_strides,
+    k_strides,  # of blocks, heads and slots
+    v_strides,
+    k_scale_strides,
+    v_scale_strides,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
+    V_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,  # HEAD_SIZE rounded up to a power of two
+    BLOCK_V: tl.constexpr,
+    QUANTUM: tl.constexpr,  # 0 in fast mode
+    CAUSAL: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    WIDE: tl.constexpr,  # products in fp32's format: q and the cache have no narrower one in common
+    PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    q_block = tl.program_id(0)
-    kv_head = tl.program_id(1)
-
-    seq = _find_sequence(query_start_loc_ptr, num_seqs, q_block, BLOCK_Q)
-    q_start = tl.load(query_start_loc_ptr + seq)
-    is_padding = seq == num_seqs
-    q_end = num_tokens
-    if not is_padding:
-        q_end = tl.load(query_start_loc_ptr + seq + 1)
-    q_len = q_end - q_start
-    first = (q_block - q_start // BLOCK_Q - seq) * BLOCK_Q
-    if first >= q_len:
+    """Grid: (max_items, K)."""
+    item_ptr = plan_ptr + items_at + tl.program_id(0) * 8
+    slot = tl.load(item_ptr + 7)
+    if (tl.program_id(0) >= tl.load(plan_ptr + header_at)) | (slot == -2):
         return
+    q_start = tl.load(item_ptr)
+    q_len = tl.load(item_ptr + 1)
+    seq_len = tl.load(item_ptr + 2)
+    seq = tl.load(item_ptr + 3).to(tl.int64)
+    first_row = tl.load(item_ptr + 4)
+    kv_begin = tl.load(item_ptr + 5)
+    kv_end = tl.load(item_ptr + 6)
+    kv_head = tl.program_id(1)
 
     offs_m = tl.arange(0, BLOCK_M)
     offs_h = tl.arange(0, BLOCK_H)
-    token = first + offs_m // GROUP  # within the sequence, [BLOCK_M]
-    # Rows beyond BLOCK_Q * GROUP (a group that is no power of two) belong to a token of the next q-block.
-    mask_m = (offs_m < BLOCK_Q * GROUP) & (token < q_len)
-    mask_h = offs_h < HEAD_SIZE
-    mask_q = mask_m[:, None] & mask_h[None, :]
-    row = (q_start + token).to(tl.int64)
-    head = kv_head * GROUP + offs_m % GROUP
-    out_ptrs = out_ptr + row[:, None] * stride_ot + head[:, None] * stride_on + offs_h[None, :]
-    if is_padding:
-        tl.store(out_ptrs, tl.zeros((BLOCK_M, BLOCK_H), out_ptr.dtype.element_ty), mask=mask_q)
-        return
+    offs_v = tl.arange(0, BLOCK_V)
+    row = first_row + offs_m
+    mask_m = row < q_len * GROUP
+    row = tl.minimum(row, q_len * GROUP - 1)  # so that rows behind the last ask for nothing that the last does not
+    token = row // GROUP
+    where = (q_start + token).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    DTYPE: tl.constexpr = tl.float32 if WIDE else q_ptr.dtype.element_ty
+    q_ptrs = q_ptr + (where * q_strides[0] + head * q_strides[1])[:, None] + offs_h[None, :]
+    q = tl.load(q_ptrs, mask=mask_m[:, None] & (offs_h < HEAD_SIZE)[None, :], other=0.0).to(DTYPE)
 
-    q_ptrs = q_ptr + row[:, None] * stride_qt + head[:, None] * stride_qn + offs_h[None, :]
-    q = tl.load(q_ptrs, mask=mask_q, other=0.0)  # [BLOCK_M, BLOCK_H]
-    context = tl.load(seq_lens_ptr + seq) - q_len
+    context = seq_len - q_len
     position = context + token
-    kv_end = context + tl.minimum(first + BLOCK_Q, q_len)  # one past the last key that any row sees
-    table_ptr = tables_ptr + seq.to(tl.int64) * stride_table
-    kv_ptr += kv_head.to(tl.int64) * stride_kv_head
+    prefix = None
+    if prefix_lens_ptr is not None:
+        prefix = tl.load(prefix_lens_ptr + seq, mask=seq_len > 0, other=0)  # the padding has no keys, and no prefix
+    slopes = None
+    if slopes_ptr is not None:
+        slopes = tl.load(slopes_ptr + head).to(tl.float32)
+    tree_ptrs = None
+    if tree_ptr is not None:
+        tree_ptrs = tree_ptr + (where * stride_tree)[:, None]
 
-    # Every row, masked ones too, sees key 0 in the first tile: m is finite from then on and l positive.
+    heads = kv_head.to(tl.int64)
+    k_ptr += heads * k_strides[1]
+    v_ptr += heads * v_strides[1]
+    table_ptr = tables_ptr + seq * stride_table
+    k_scales_ptr = k_scale_ptr
+    v_scales_ptr = v_scale_ptr
+    if K_SCALES == TOKEN_SCALES:
+        k_scales_ptr += heads * k_scale_strides[1]
+    if V_SCALES == TOKEN_SCALES:
+        v_scales_ptr += heads * v_scale_strides[1]
+    k_steps = (k_strides[0], k_strides[2])
+    v_steps = (v_strides[0], v_strides[2])
+    k_scale_steps = (k_scale_strides[0], k_scale_strides[2])
+    v_scale_steps = (v_scale_strides[0], v_scale_strides[2])
+    scale = scale * _one_scale(k_scale_ptr, K_SCALES)
+
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    l = tl.zeros((BLOCK_M,), tl.float32)  # noqa: E741 (the name it has in the paper)
-    acc = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
-    for start in tl.range(0, kv_end, BLOCK_N):
-        offs_n = start + tl.arange(0, BLOCK_N)
-        mask_n = offs_n < kv_end
-        page = _page_of(table_ptr, start, offs_n, mask_n, PAGE_SIZE, BLOCK_N)
-        slot = page * stride_kv_block + (offs_n % PAGE_SIZE) * stride_kv_slot  # [BLOCK_N]
-        # What lies behind kv_end may be NaN, and 0 * NaN is NaN: masked loads keep it out of both products.
-        k_ptrs = kv_ptr + slot[None, :] + offs_h[:, None]
-        k = tl.load(k_ptrs, mask=mask_h[:, None] & mask_n[None, :], other=0.0)  # [BLOCK_H, BLOCK_N]
-        scores = _dot(q, k, UPCAST) * scale_log2
-        scores = tl.where(offs_n[None, :] <= position[:, None], scores, float("-inf"))  # [BLOCK_M, BLOCK_N]
+    l = tl.zeros((BLOCK_M,), tl.float32)  # noqa: E741
+    acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+    if QUANTUM > 0:
+        nothing = m
+        for first in tl.range(kv_begin, kv_end, QUANTUM, num_stages=1):
+            m_part, l_part, acc_part = _attend(
+                nothing, tl.zeros_like(l), tl.zeros_like(acc), q, first, tl.minimum(first + QUANTUM, kv_end), kv_end,
+                k_ptr, v_ptr, table_ptr, k_scales_ptr, v_scales_ptr, k_steps, v_steps, k_scale_steps, v_scale_steps,
+                position, context, prefix, window, tree_ptrs, tree_width, scale, softcap, slopes,
+                HEAD_SIZE, V_SIZE, PAGE_SIZE, BLOCK_N, BLOCK_H, BLOCK_V, CAUSAL, K_SCALES, V_SCALES, PRECISION, UPCAST,
+                MASKED=True,
+            )  # fmt: skip
+            m, l, acc = _fold(m, l, acc, m_part, l_part, acc_part)  # noqa: E741
+    else:
+        # Keys that all rows see need no mask: behind the windows of the last row, before the first row's own key.
+        first_position = context + first_row // GROUP
+        free_end = kv_end
+        if tree_ptr is not None:
+            free_end = tl.minimum(kv_end, context)
+        elif CAUSAL:
+            free_end = first_position + 1
+            if prefix_lens_ptr is not None:
+                free_end = tl.maximum(free_end, prefix)
+            free_end = tl.minimum(kv_end, free_end)
+        elif window is not None:
+            free_end = tl.minimum(kv_end, first_position + window)
+        free_begin = kv_begin
+        if window is not None:
+            last_position = context + (tl.minimum(first_row + BLOCK_M, q_len * GROUP) - 1) // GROUP
+            free_begin = tl.maximum(kv_begin, tl.cdiv(last_position - window + 1, BLOCK_N) * BLOCK_N)
+            free_begin = tl.minimum(free_begin, tl.cdiv(kv_end, BLOCK_N) * BLOCK_N)
+        free_end = tl.maximum(free_begin, free_end // BLOCK_N * BLOCK_N)
+        for stretch in tl.static_range(0 if window is not None else 1, 3):
+            begin = kv_begin if stretch == 0 else free_begin if stretch == 1 else free_end
+            end = tl.minimum(free_begin, kv_end) if stretch == 0 else free_end if stretch == 1 else kv_end
+            m, l, acc = _attend(  # noqa: E741
+                m, l, acc, q, begin, end, kv_end,
+                k_ptr, v_ptr, table_ptr, k_scales_ptr, v_scales_ptr, k_steps, v_steps, k_scale_steps, v_scale_steps,
+                position, context, prefix, window, tree_ptrs, tree_width, scale, softcap, slopes,
+                HEAD_SIZE, V_SIZE, PAGE_SIZE, BLOCK_N, BLOCK_H, BLOCK_V, CAUSAL, K_SCALES, V_SCALES, PRECISION, UPCAST,
+                MASKED=stretch != 1,
+            )  # fmt: skip
 
-        m_next = tl.maximum(m, tl.max(scores, 1))
-        p = tl.exp2(scores - m_next[:, None])
-        correction = tl.exp2(m - m_next)
-        l = l * correction + tl.sum(p, 1)  # noqa: E741
-        m = m_next
+    mask = mask_m[:, None] & (offs_v < V_SIZE)[None, :]
+    if slot < 0:
+        sinks = None
+        if sinks_ptr is not None:
+            sinks = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
+        out, lse = _finish(m, l, acc, sinks, _one_scale(v_scale_ptr, V_SCALES))
+        out_ptrs = out_ptr + (where * out_strides[0] + head * out_strides[1])[:, None] + offs_v[None, :]
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(lse_ptr + where * (tl.num_programs(1) * GROUP) + head, lse, mask=mask_m)
+    elif part_ptr is not None:
+        part = (slot.to(tl.int64) * tl.num_programs(1) + kv_head) * BLOCK_M + offs_m
+        tl.store(part_ptr + part[:, None] * V_SIZE + offs_v[None, :], acc, mask=mask)
+        tl.store(part_ml_ptr + part * 2, m, mask=mask_m)
+        tl.store(part_ml_ptr + part * 2 + 1, l, mask=mask_m)
 
-        v_ptrs = kv_ptr + slot[:, None] + (HEAD_SIZE + offs_h)[None, :]
-        v = tl.load(v_ptrs, mask=mask_n[:, None] & mask_h[None, :], other=0.0)  # [BLOCK_N, BLOCK_H]
-        acc = acc * correction[:, None] + _dot(p.to(v.dtype), v, UPCAST)
 
-    tl.store(out_ptrs, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=mask_q)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _write_kv_kernel(
-    kv_ptr,  # [blocks, K, B, 2H]
-    k_ptr,  # [T, K, H]
-    v_ptr,  # [T, K, H]
-    slot_mapping_ptr,  # [T]
-    num_tokens,
-    stride_kv_block,
-    stride_kv_head,
-    stride_kv_slot,
-    stride_kt,
-    stride_kn,
-    stride_vt,
-    stride_vn,
-    HEAD_SIZE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+@triton.jit(do_not_specialize=["header_at", "merges_at"])
+def _merge_kernel(
+    plan_ptr,
+    part_ptr,  # [slots, K, BLOCK_M, Hv] fp32
+    part_ml_ptr,  # [slots, K, BLOCK_M, 2] fp32
+    out_ptr,  # [T, N, Hv]
+    lse_ptr,  # [T, N]
+    sinks_ptr,
+    v_scale_ptr,
+    header_at,
+    merges_at,
+    out_strides,
+    GROUP: tl.constexpr,
+    V_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_P: tl.constexpr,  # parts at a time; 1 in invariant mode
+    QUANTA: tl.constexpr,
+    V_SCALES: tl.constexpr,
 ):
-    """One program copies BLOCK_T tokens of one KV head."""
-    head = tl.program_id(1).to(tl.int64)
-    offs_t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    offs_h = tl.arange(0, BLOCK_H)
-    slot = tl.load(slot_mapping_ptr + offs_t, mask=offs_t < num_tokens, other=-1)  # int64
-    mask = (slot >= 0)[:, None] & (offs_h < HEAD_SIZE)[None, :]
-    k = tl.load(k_ptr + offs_t[:, None] * stride_kt + head * stride_kn + offs_h[None, :], mask=mask)
-    v = tl.load(v_ptr + offs_t[:, None] * stride_vt + head * stride_vn + offs_h[None, :], mask=mask)
-    target = (
-        kv_ptr + (slot // PAGE_SIZE) * stride_kv_block + head * stride_kv_head + (slot % PAGE_SIZE) * stride_kv_slot
-    )
-    tl.store(target[:, None] + offs_h[None, :], k, mask=mask)
-    tl.store(target[:, None] + HEAD_SIZE + offs_h[None, :], v, mask=mask)
+    """Grid: (max_merges, K, programs for a tile): each takes every so many of the tile's rows, one after another."""
+    if tl.program_id(0) >= tl.load(plan_ptr + header_at + 1):
+        return
+    merge_ptr = plan_ptr + merges_at + tl.program_id(0) * 8
+    q_start = tl.load(merge_ptr)
+    rows = tl.load(merge_ptr + 1) * GROUP
+    first_row = tl.load(merge_ptr + 2)
+    slot = tl.load(merge_ptr + 3).to(tl.int64)
+    parts = tl.load(merge_ptr + 4)
+    kv_head = tl.program_id(1)
+    kv_heads = tl.num_programs(1)
+    offs_p = tl.arange(0, BLOCK_P)
+    offs_v = tl.arange(0, BLOCK_V)
+    mask_v = offs_v < V_SIZE
+    for i in tl.range(tl.program_id(2), tl.minimum(BLOCK_M, rows - first_row), tl.num_programs(2)):
+        m = tl.full((), float("-inf"), tl.float32)
+        l = tl.full((), 0.0, tl.float32)  # noqa: E741
+        acc = tl.zeros((BLOCK_V,), tl.float32)
+        for first in tl.range(0, parts, BLOCK_P):
+            if QUANTA:
+                part = ((slot + first) * kv_heads + kv_head) * BLOCK_M + i
+                acc_part = tl.load(part_ptr + part * V_SIZE + offs_v, mask=mask_v, other=0.0)
+                m_part, l_part = tl.load(part_ml_ptr + part * 2), tl.load(part_ml_ptr + part * 2 + 1)
+                m, l, acc = _fold(m, l, acc, m_part, l_part, acc_part)  # noqa: E741
+            else:
+                part = ((slot + first + offs_p) * kv_heads + kv_head) * BLOCK_M + i
+                mask_p = first + offs_p < parts
+                m_part = tl.load(part_ml_ptr + part * 2, mask=mask_p, other=float("-inf"))
+                l_part = tl.load(part_ml_ptr + part * 2 + 1, mask=mask_p, other=0.0)
+                acc_ptrs = part_ptr + part[:, None] * V_SIZE + offs_v[None, :]
+                acc_part = tl.load(acc_ptrs, mask=mask_p[:, None] & mask_v[None, :], other=0.0)
+                m_next = tl.maximum(m, tl.max(m_part, 0))
+                top = _finite(m_next)
+                weight, correction = tl.exp2(m_part - top), tl.exp2(m - top)
+                l = l * correction + tl.sum(l_part * weight, 0)  # noqa: E741
+                acc = acc * correction + tl.sum(acc_part * weight[:, None], 0)
+                m = m_next
+        row = first_row + i
+        head = kv_head * GROUP + row % GROUP
+        where = (q_start + row // GROUP).to(tl.int64)
+        sinks = None
+        if sinks_ptr is not None:
+            sinks = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
+        out, lse = _finish(m, l, acc, sinks, _one_scale(v_scale_ptr, V_SCALES))
+        out_ptrs = out_ptr + where * out_strides[0] + head * out_strides[1] + offs_v
+        tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask_v)
+        tl.store(lse_ptr + where * (kv_heads * GROUP) + head, lse)

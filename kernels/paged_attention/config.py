@@ -1,0 +1,147 @@
+"""Which tiles attend to what: pure functions of chip, shapes and dtypes. Nothing is tuned while a model runs.
+
+A tile's rows are consecutive query heads of one KV head, token after token: row r of a sequence is head r % G of its
+token r // G, so that a tile is full whatever G is and each key is read once for all rows that share it.
+
+Letters: T tokens of this step, S sequences, K KV heads, G = N / K query heads per KV head, H head size of q and k, Hv
+of v.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+
+from .. import device
+
+QUANTUM = 1024  # keys that invariant mode sums up by themselves: what a sequence is cut at, wherever it is
+_SMALLEST_SPLIT = 256  # keys, in fast mode: less is over before its partial result is written
+_INTERPRETED = 32  # keys, for both: small tests cross borders
+
+
+class Problem(NamedTuple):
+    """What the host knows of a call. ``max_query_len`` is None where it knows no bound."""
+
+    arch: str
+    slots: int  # multiprocessors
+    tokens: int
+    seqs: int
+    max_keys: int  # of a sequence, that its table can hold
+    group: int
+    kv_heads: int
+    head_size: int
+    v_size: int
+    q_dtype: torch.dtype
+    kv_dtype: torch.dtype
+    causal: bool
+    window: int | None
+    prefix: bool
+    tree: bool
+    invariant: bool
+    max_query_len: int | None
+    max_seq_len: int | None
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """The tile of one launch: rows and keys per step of its loop; ``quantum`` keys are summed up apart, if not 0."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    quantum: int = 0
+    split_keys: int = _SMALLEST_SPLIT  # in fast mode, the fewest that are worth a program of their own
+    per_sm: int = 2  # programs that run on a multiprocessor at once
+
+    def __str__(self) -> str:
+        invariant = f"-quanta{self.quantum}" if self.quantum else ""
+        return f"{self.block_m}x{self.block_n}-w{self.num_warps}-s{self.num_stages}{invariant}"
+
+    @property
+    def unit(self) -> int:
+        """Keys that a sequence is cut at multiples of."""
+        return self.quantum or self.block_n
+
+    @property
+    def smallest_split(self) -> int:
+        """In units."""
+        return 1 if self.quantum else max(1, self.split_keys // self.block_n)
+
+
+class TileClass(NamedTuple):
+    """The sequences with ``above`` < rows <= ``upto`` (None: no limit), and the tile that they run in."""
+
+    config: AttentionConfig
+    above: int
+    upto: int | None
+
+
+def tile_classes(problem: Problem) -> tuple[TileClass, ...]:
+    """The launches of a call: one for sequences of few rows, one for the others, unless one tile does for both."""
+    if problem.invariant:
+        return (TileClass(_invariant(problem), 0, None),)
+    interpreted = problem.arch == device.INTERPRETER
+    if problem.q_dtype == torch.float32 and not interpreted:
+        return (TileClass(_fp32(problem), 0, None),)
+    least, most = (4, 16) if interpreted else (16, 64)
+    if problem.max_query_len is not None and problem.max_query_len * problem.group <= most:
+        rows = triton.next_power_of_2(problem.max_query_len * problem.group)
+        return (TileClass(_tile(problem, max(least, rows)), 0, None),)
+    short = max(least, min(triton.next_power_of_2(problem.group), most))
+    long = 16 if interpreted else 128
+    return TileClass(_tile(problem, short), 0, short), TileClass(_tile(problem, long), short, None)
+
+
+def _tile(problem: Problem, rows: int) -> AttentionConfig:
+    """A tile of up to ``rows``. Its other sizes are the largest whose builds (``builds.py``) do not spill."""
+    arch = problem.arch
+    if arch == device.INTERPRETER:
+        return AttentionConfig(rows, 16, 4, 1, split_keys=_INTERPRETED)
+    wide = _wide(problem)
+    # What takes more registers than the plain tile.
+    loaded = wide or problem.tree or problem.kv_dtype != problem.q_dtype
+    if arch.startswith("gfx"):  # 64 KiB of shared memory
+        if loaded and rows > 32:
+            return AttentionConfig(64, 32, 4, 2)
+        return AttentionConfig(rows, 32 if wide else 64, 8 if rows == 128 else 4, 2)
+    if rows <= 32:
+        # Five stages, because the look at the table is one: two tiles of keys and of values are under way.
+        if arch == "sm_80" and wide:
+            return AttentionConfig(rows, 64, 8, 5, per_sm=1)
+        return AttentionConfig(rows, 32 if wide else 64, 4, 5, per_sm=3)
+    if arch == "sm_80":
+        return AttentionConfig(64 if loaded else rows, 32, 8, 3)
+    if wide:
+        return AttentionConfig(64, 64, 8, 3, per_sm=1)
+    return AttentionConfig(rows, 32 if problem.tree else 64, rows // 16, 3, per_sm=128 // rows)
+
+
+def _fp32(problem: Problem) -> AttentionConfig:
+    """IEEE fp32 has no tensor cores: few rows, so that operands stay in registers."""
+    keys = 32 if problem.kv_dtype == torch.float32 else 16
+    if problem.arch.startswith("gfx"):
+        return AttentionConfig(16, 16 if _wide(problem) else keys, 4, 2)
+    return AttentionConfig(16, keys, 8, 3)
+
+
+def _invariant(problem: Problem) -> AttentionConfig:
+    """One tile for everything. In 16 bits 64 rows, the fewest that a warp group multiplies."""
+    arch = problem.arch
+    if arch == device.INTERPRETER:
+        return AttentionConfig(16, 16, 4, 1, _INTERPRETED)
+    if problem.q_dtype == torch.float32:
+        return dataclasses.replace(_fp32(problem), quantum=QUANTUM)
+    if arch.startswith("gfx"):
+        return AttentionConfig(64, 32, 4, 2, QUANTUM)
+    if _wide(problem):
+        return AttentionConfig(64 if arch == "sm_90" else 32, 32, 8, 3, QUANTUM)
+    return AttentionConfig(64, 32, 8 if arch == "sm_80" else 4, 3, QUANTUM)
+
+
+def _wide(problem: Problem) -> bool:
+    return max(problem.head_size, problem.v_size) > 128

@@ -1,0 +1,173 @@
+"""How a call's work is cut into programs: what the host decides, and the plan that the device makes of it.
+
+A plan is a list of *items* for each class of tiles (``config.py``). An item is one tile of rows and a range of keys;
+every item is a program for each KV head. Long sequences are cut into several items, as many as make all programs about
+equally long, and their partial results are merged. How many items there are follows from lengths that only the device
+knows, but no more than ``max_items``: the launch's grid is constant, and the programs behind the last item leave at once.
+
+In fast mode a sequence is cut into ranges of ``chunk`` blocks of keys. In invariant mode, where it may only be cut at
+multiples of the quantum, it is cut at all of them or not at all, and both give the same bits.
+
+``_plan_kernel`` (``plan_triton.py``) makes the plan; :func:`make_plan_on_host` is its twin in plain Python.
+
+Letters: T tokens of this step, S sequences, K KV heads, G query heads per KV head.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+
+from .config import AttentionConfig, Problem, TileClass, tile_classes
+
+HEADER = 8  # integers: how many items and merges there are
+ITEM = 8  # q_start, q_len, seq_len, seq, first_row, kv_begin, kv_end, slot
+MERGE = 8  # q_start, q_len, first_row, the first slot, how many slots
+WHOLE, IDLE = -1, -2  # in place of a slot: the only item of its rows; nothing to do
+_INVARIANT_SLOTS = 8  # partial results, for each program that runs at once
+
+
+@dataclass(frozen=True)
+class Section:
+    """One class of a plan: bounds, and where its parts begin in the plan's data (in integers)."""
+
+    tiles: TileClass
+    balance: int  # programs for each KV head that run at once
+    max_items: int
+    max_merges: int
+    max_slots: int
+    header_at: int
+    items_at: int
+    merges_at: int
+    end: int
+
+    @property
+    def config(self) -> AttentionConfig:
+        return self.tiles.config
+
+
+@functools.lru_cache(4096)
+def sections(problem: Problem) -> tuple[Section, ...]:
+    """The sections of a plan, one behind the other."""
+    found: list[Section] = []
+    at = 0
+    for tiles in tile_classes(problem):
+        config = tiles.config
+        balance = triton.cdiv(problem.slots * config.per_sm, problem.kv_heads)
+        if not _may_split(problem, config):
+            balance = 0
+        max_tiles = problem.seqs + 1  # the padding too
+        if tiles.upto is None or tiles.upto > config.block_m:
+            max_tiles += problem.tokens * problem.group // config.block_m
+        max_slots = balance * (_INVARIANT_SLOTS if config.quantum else 2)
+        max_items = max_tiles + (max_slots if config.quantum else balance)
+        items_at = at + HEADER
+        merges_at = items_at + max_items * ITEM
+        end = merges_at + balance * MERGE
+        found.append(Section(tiles, balance, max_items, balance, max_slots, at, items_at, merges_at, end))
+        at = end
+    return tuple(found)
+
+
+def _may_split(problem: Problem, config: AttentionConfig) -> bool:
+    most = problem.max_keys if problem.max_seq_len is None else min(problem.max_keys, problem.max_seq_len)
+    return most > config.smallest_split * config.unit
+
+
+class _Tile(NamedTuple):
+    begin: int  # in units
+    end: int
+    last_key: int
+
+
+def make_plan_on_host(
+    problem: Problem, seq_lens: list[int], query_start_loc: list[int], prefix_lens: list[int] | None
+) -> torch.Tensor:
+    """What ``_plan_kernel`` writes, [end of the last section] int32; entries that it leaves alone are 0."""
+    data = torch.zeros(sections(problem)[-1].end, dtype=torch.int32)
+    starts = [*query_start_loc, problem.tokens]
+    lens = [*(min(n, problem.max_keys) for n in seq_lens), 0]
+    prefixes = [*(prefix_lens or [0] * problem.seqs), 0]
+    for section in sections(problem):
+        _plan_section(data, problem, section, starts, lens, prefixes)
+    return data
+
+
+def _plan_section(
+    data: torch.Tensor, problem: Problem, section: Section, starts: list[int], lens: list[int], prefixes: list[int]
+) -> None:
+    config, group = section.config, problem.group
+    tiles, units = [], []
+    for s, keys in enumerate(lens):
+        rows = (starts[s + 1] - starts[s]) * group
+        mine = rows > section.tiles.above and (section.tiles.upto is None or rows <= section.tiles.upto)
+        tiles.append(triton.cdiv(rows, config.block_m) if mine else 0)
+        units.append(max_units(problem, config, keys))
+    work = sum(t * u for t, u in zip(tiles, units))
+    fair = max(config.smallest_split, triton.cdiv(work, section.balance)) if section.balance else 2**31 - 1
+    chunk = 1 if config.quantum else fair
+    items = merges = slots = 0
+    for s, keys in enumerate(lens):
+        splits = triton.cdiv(units[s], chunk) if units[s] > fair and tiles[s] else 1
+        needed = tiles[s] * splits if splits > 1 else 0
+        if slots + needed > section.max_slots:
+            splits = 1
+        q_start, q_len = starts[s], starts[s + 1] - starts[s]
+        for index in range(tiles[s] * splits):
+            t, j = tiles[s] - 1 - index // splits, index % splits  # those with the most keys first
+            tile = _keys_of(problem, config, t * config.block_m, q_len, keys, prefixes[s])
+            begin = tile.begin + j * chunk
+            kv_begin = begin * config.unit
+            kv_end = min((begin + chunk) * config.unit, tile.last_key) if splits > 1 else tile.last_key
+            slot = slots + t * splits + j if splits > 1 else WHOLE
+            if splits > 1 and j >= _parts(tile, chunk):
+                slot = IDLE
+            fields = [q_start, q_len, keys, s, t * config.block_m, kv_begin, kv_end, slot]
+            at = section.items_at + (items + index) * ITEM
+            data[at : at + ITEM] = torch.tensor(fields, dtype=torch.int32)
+        if splits > 1:
+            for t in range(tiles[s]):
+                tile = _keys_of(problem, config, t * config.block_m, q_len, keys, prefixes[s])
+                fields = [q_start, q_len, t * config.block_m, slots + t * splits, _parts(tile, chunk)]
+                at = section.merges_at + (merges + t) * MERGE
+                data[at : at + len(fields)] = torch.tensor(fields, dtype=torch.int32)
+            merges += tiles[s]
+        slots += needed
+        items += tiles[s] * splits
+    data[section.header_at] = items
+    data[section.header_at + 1] = merges
+
+
+def _parts(tile: _Tile, chunk: int) -> int:
+    return max(1, triton.cdiv(tile.end - tile.begin, chunk))
+
+
+def max_units(problem: Problem, config: AttentionConfig, keys: int) -> int:
+    """No tile of a sequence of ``keys`` keys sees more units than these."""
+    whole = triton.cdiv(keys, config.unit)
+    if problem.window is None or problem.prefix:
+        return whole
+    reach = problem.window * (1 if problem.causal else 2) + triton.cdiv(config.block_m, problem.group) + 1
+    return min(whole, triton.cdiv(reach, config.unit) + 1)
+
+
+def _keys_of(problem: Problem, config: AttentionConfig, first_row: int, q_len: int, keys: int, prefix: int) -> _Tile:
+    """The keys that the rows of a tile see between them."""
+    context = keys - q_len
+    first = first_row // problem.group
+    last = (min(first_row + config.block_m, q_len * problem.group) - 1) // problem.group
+    low, high = 0, keys
+    if problem.causal and not problem.tree:
+        high = context + last + 1
+        if problem.prefix:
+            high = max(high, prefix)
+    if problem.window is not None:
+        low = max(0, context + first - problem.window + 1)
+        if not problem.causal:
+            high = context + last + problem.window
+    high = max(0, min(high, keys))
+    return _Tile(low // config.unit, triton.cdiv(high, config.unit), high)
