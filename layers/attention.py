@@ -19,8 +19,21 @@ from .sdpa import attend, choose_path
 class AttentionCache(Protocol):
     """What attention asks of a cache when serving: store this step's keys and values, attend over all of them."""
 
-    def attend(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """q [T, N/R, H], k and v [T, K/R, H] -> [T, N/R, H]; k is already rotated."""
+    def attend(
+        self,
+        layer_index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float,
+        rope: Rope,
+        interleaved: bool,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """q [T, N/R, H], k and v [T, K/R, H] -> [T, N/R, H]; q and k are still to be rotated by ``rope``."""
         ...
 
 
@@ -179,18 +192,23 @@ class ParallelAttention(ShardedModule):
         cache: AttentionCache,
         rope: Rope | None,
     ) -> torch.Tensor:
-        if not (self.window is self.softcap is self.sinks is None):
-            raise ValueError(
-                "attention over a cache knows no window, soft-cap or sinks yet: this layer was built with one"
-            )
         shape = q.shape
         q, k, v = (self._heads(t) for t in (q, k, v))
         if rope is None:
             if positions is None:
                 raise ValueError("attention over a cache wants positions [T]: where each token stands in its sequence")
             rope = rope_tables(positions, self.rotary)
-        q, k = self._rotated(q, k, rope)
-        return cache.attend(self.layer_index, q, k, v, self.scale).reshape(shape)
+        (sinks,) = self.local("sinks")
+        out = cache.attend(
+            *(self.layer_index, q, k, v),
+            scale=self.scale,
+            rope=rope,
+            interleaved=self.rotary.interleaved,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=sinks,
+        )
+        return out.reshape(shape)
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         """[..., heads * H] -> [T, heads, H]."""

@@ -15,19 +15,22 @@ from typing import Any, Protocol
 
 import torch
 
-from ..layers.paged import PagedBatch, PagedKVCache, Span
+from ..kernels import dispatch
+from ..layers.paged import PagedBatch, PagedKVCache, Span, default_block_size
 from .allocator import BlockAllocator
 from .request import Finish, Request, SequenceState, TokenEvent
 from .sampling import sample
 from .scheduler import Chunk, Scheduler
 from .stats import EngineStats
 
+KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+
 
 class ServableModel(Protocol):
     """What the engine asks of a model; ``ParallelTransformer`` is one."""
 
     config: Any  # num_layers, num_kv_heads, head_dim, vocab_size, max_positions
-    group: Any  # size: the tensor-parallel ranks that the KV heads are split over
+    group: Any  # the tensor-parallel ranks that the KV heads are split over
 
     def __call__(self, tokens: torch.Tensor, *, positions: torch.Tensor, cache: PagedBatch) -> torch.Tensor:
         """tokens [T], positions [T] -> logits [T_selected, V/R] of the tokens ``cache.logit_indices``."""
@@ -41,16 +44,13 @@ class ServableModel(Protocol):
 
 
 def _check_servable(model: ServableModel) -> None:
-    """ValueError for a model that would draw, or whose attention a cache does not know."""
+    """ValueError for a model that would draw."""
     config = model.config
     rates = ("embedding_dropout", "residual_dropout", "attention_dropout")
     if getattr(model, "training", False) and any(getattr(config, name, 0) for name in rates):
         raise ValueError(
             "the model is in training mode and would drop activations: call model.eval() before serving it"
         )
-    for name in ("attention_window", "attention_softcap", "attention_sinks"):
-        if getattr(config, name, None):
-            raise ValueError(f"{name}={getattr(config, name)}: attention over a cache does not know it yet")
 
 
 class Engine:
@@ -63,10 +63,15 @@ class Engine:
 
     Args:
         model: see :class:`ServableModel`; call ``model.eval()`` first where it drops anything.
-        num_blocks, block_size: of the cache, in token slots per block; a power of two.
+        num_blocks: of the cache.
+        block_size: token slots of each; default 256 on a CPU and 16 on a GPU.
         max_slots: how many requests run at once.
         max_model_len: the longest prompt and answer together; default the model's ``max_positions``.
         max_step_tokens: tokens per step, over all requests; longer prompts are computed in several steps.
+        kv_dtype: of the cache, ``"fp8"`` (e4m3) or ``"int8"`` with a scale for each token and head; None: the model's.
+        invariant: whether a request's answer must not depend on what shares its steps, nor on how its prompt is cut. On
+            a GPU every matrix product and attention then computes a token the same way in any company, at a price; on
+            a CPU there is no such promise to give (see ``kernels.dispatch.row_invariance``).
         impl: of the paged attention and the cache write; see ``kernels/dispatch.py``.
 
     ``stats`` is an :class:`EngineStats`. Raises ValueError for sizes that cannot work.
@@ -77,10 +82,12 @@ class Engine:
         model: ServableModel,
         *,
         num_blocks: int,
-        block_size: int = 16,
+        block_size: int | None = None,
         max_slots: int = 8,
         max_model_len: int | None = None,
         max_step_tokens: int = 512,
+        kv_dtype: str | None = None,
+        invariant: bool = False,
         impl: str = "auto",
     ) -> None:
         config = model.config
@@ -93,18 +100,23 @@ class Engine:
         self.model = model
         self.max_model_len = limit
         self.stats = EngineStats()
+        if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+            raise ValueError(f"Engine: kv_dtype={kv_dtype!r}: expected None or one of {', '.join(KV_DTYPES)}")
         weight = next(iter(model.parameters()))
+        block_size = default_block_size(weight.device) if block_size is None else block_size
         self._allocator = BlockAllocator(num_blocks, block_size)
         self._scheduler = Scheduler(self._allocator, max_slots=max_slots, max_step_tokens=max_step_tokens)
         self._cache = PagedKVCache(
             config.num_layers,
             num_blocks,
-            block_size,
-            config.num_kv_heads // model.group.size,
-            config.head_dim,
-            dtype=weight.dtype,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+            dtype=weight.dtype if kv_dtype is None else KV_DTYPES[kv_dtype],
+            mesh=model.group,
             device=weight.device,
         )
+        self._invariant = invariant
         self._impl = impl
         self._clock = 0  # steps taken, idle ones too
         self._next_id = 0
@@ -239,7 +251,8 @@ class Engine:
         batch = PagedBatch.of(self._cache, spans, impl=self._impl)
         ids = [token for c in chunks for token in c.sequence.tokens[c.start : c.start + c.length]]
         tokens = torch.tensor(ids, dtype=torch.int64).to(batch.positions.device, non_blocking=True)
-        logits = self.model.gather_logits(self.model(tokens, positions=batch.positions, cache=batch))
+        with dispatch.row_invariance(self._invariant or dispatch.row_invariant()):
+            logits = self.model.gather_logits(self.model(tokens, positions=batch.positions, cache=batch))
         return sample(logits, [c.sequence for c in chunks if c.samples])
 
     def _advance(self, chunks: Sequence[Chunk], tokens: Sequence[int]) -> list[TokenEvent]:

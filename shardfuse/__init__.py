@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from .explanation import explain
     from .kernels.dispatch import row_invariance
     from .kernels.dropout import dropout, new_ticket
+    from .kernels.kv_cache import write_kv_
     from .kernels.linear import gated_linear, linear_act
     from .kernels.norm import layer_norm, rms_norm
-    from .kernels.paged_attention import paged_attention, write_kv_
+    from .kernels.paged_attention import paged_attention
     from .kernels.rope import apply_rope
     from .kernels.scaled_linear import fp8_linear, quantize, scaled_linear
     from .layers.attention import ParallelAttention
@@ -129,7 +130,7 @@ _HOMES = {
     "scaled_linear": "kernels.scaled_linear",
     "tp_group": "parallel.mesh",
     "vocab_parallel_cross_entropy": "layers.loss",
-    "write_kv_": "kernels.paged_attention",
+    "write_kv_": "kernels.kv_cache",
     "zero_main_grads": "parallel.main_grad",
 }
 

@@ -143,10 +143,8 @@ def test_attention_dropout_differs_between_ranks_and_leaves_them_alike(ranks: An
     assert after == other_after
 
 
-def test_what_a_cache_cannot_do_is_refused():
+def test_a_packed_batch_of_another_shape_is_refused():
     attention = _attention(window=4)
-    with pytest.raises(ValueError, match="attention over a cache knows no window, soft-cap or sinks"):
-        attention(torch.zeros(3, 32, dtype=torch.float64), cache=object(), positions=torch.arange(3))
     with pytest.raises(ValueError, match=r"a packed batch wants x \[T, D\]"):
         attention(torch.zeros(1, 15, 32, dtype=torch.float64), cu_seqlens=CU_SEQLENS)
 

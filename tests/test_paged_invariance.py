@@ -1,7 +1,7 @@
 """Invariant mode: a sequence's output is the same, bit for bit, whatever shares its batch and however it was chunked.
 
-On a GPU at a model's sizes, and interpreted at small ones: the interpreter's products of one shape keep their rows apart
-too. The plain-torch path on a CPU has no such promise; what it keeps is greedy tokens (tests/test_serving.py).
+On a GPU at a model's sizes, and interpreted at small ones: there, too, the rows of products of one shape do not touch.
+The plain-torch path on a CPU has no such promise; what it keeps is greedy tokens (tests/test_serving.py).
 """
 
 from __future__ import annotations

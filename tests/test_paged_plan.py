@@ -97,7 +97,7 @@ def _check(problem: Problem, context: list[int], queries: list[int], prefixes: l
                 covered[seq, row].append((begin, max(begin, end)))
             assert length == ([*lengths, 0])[seq]
         for _, _, _, first, parts, *_ in merges:
-            assert 1 <= parts
+            assert parts >= 1
             expected |= set(range(first, first + parts))
         assert taken == expected
         merged += len(merges)

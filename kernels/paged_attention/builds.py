@@ -21,7 +21,7 @@ _NAMES = {
 
 
 def collect(target: str, cases: Iterable[Case]) -> list[Build]:
-    """Every launch that the cases make on ``target``, each kernel once. Their lengths are no matter: no host knows them."""
+    """Every launch that the cases make on ``target``, each kernel once."""
     from . import launch
 
     found: dict[str, Build] = {}
@@ -30,7 +30,7 @@ def collect(target: str, cases: Iterable[Case]) -> list[Build]:
         with device.capture(target) as launches:
             tensors, mods = _call(case)
             launch.paged_attention_fwd(
-                tensors, mods, bool(options["invariant"]), options["max_query_len"], None, plan=None
+                tensors, mods, bool(options["invariant"]), options["max_query_len"], None, plan=None, plan_key=0
             )
         for item in launches:
             build = _build(item, target, case)

@@ -30,26 +30,35 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan on the device, and the calls that it is for."""
+    """A plan on the device, and the number in ``_planned`` of the calls that it is for."""
 
-    problem: Problem
+    key: int
     data: torch.Tensor
 
-    def check(
-        self, tensors: Tensors, mods: Mods, invariant: bool, max_query_len: int | None, max_seq_len: int | None
-    ) -> None:
-        """ValueError where it was made for another call."""
-        asked = _problem(tensors, mods, invariant, max_query_len, max_seq_len)
-        if asked != self.problem:
-            wrong = [
-                f"{name}={getattr(asked, name)} (plan: {getattr(self.problem, name)})"
-                for name in Problem._fields
-                if getattr(asked, name) != getattr(self.problem, name)
-            ]
-            raise ValueError(
-                f"paged_attention: plan was made for another call: {', '.join(wrong)}; pass plan_attention the same "
-                "arguments, or leave plan out"
-            )
+    @property
+    def problem(self) -> Problem:
+        return _planned[self.key]
+
+
+# Every problem that a plan was made for; an op takes its number, because it cannot take the problem itself.
+_planned: dict[int, Problem] = {}
+_numbers: dict[Problem, int] = {}
+
+
+def _check_plan(key: int, asked: Problem) -> None:
+    """ValueError where the plan ``key`` was made for another call."""
+    made = _planned[key]
+    if asked is made or asked == made:
+        return
+    wrong = [
+        f"{name}={getattr(asked, name)} (plan: {getattr(made, name)})"
+        for name in Problem._fields
+        if getattr(asked, name) != getattr(made, name)
+    ]
+    raise ValueError(
+        f"paged_attention: plan was made for another call: {', '.join(wrong)}; pass plan_attention the same arguments, "
+        "or leave plan out"
+    )
 
 
 def _problem(
@@ -84,7 +93,9 @@ def make_plan(
 ) -> Plan:
     """The plan of :func:`paged_attention_fwd` for checked input; what it points to is not read but for lengths."""
     problem = _problem(tensors, mods, invariant, max_query_len, max_seq_len)
-    return Plan(problem, _make_plan(problem, tensors[4], tensors[5], mods.prefix_lens))
+    key = _numbers.setdefault(problem, len(_numbers))
+    _planned[key] = problem
+    return Plan(key, _make_plan(problem, tensors[4], tensors[5], mods.prefix_lens))
 
 
 def _make_plan(
@@ -158,61 +169,86 @@ def paged_attention_fwd(
     max_query_len: int | None,
     max_seq_len: int | None,
     plan: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, N, Hv], lse [T, N]) of checked input; shapes as in ``op.paged_attention``."""
+    plan_key: int,
+) -> list[torch.Tensor]:
+    """[out [T, N, Hv], lse [T, N]] of checked input; shapes as in ``op.paged_attention``.
+
+    Raises ValueError for a plan that was made for another call.
+    """
     q, k_cache, v_cache, block_tables, seq_lens, query_start_loc = tensors
     problem = _problem(tensors, mods, invariant, max_query_len, max_seq_len)
-    out = alloc.empty((*q.shape[:2], v_cache.shape[-1]), q.dtype, q.device)
-    lse = alloc.empty(q.shape[:2], torch.float32, q.device)
-    if out.numel() == 0:
-        return out, lse.fill_(-math.inf)
+    out = alloc.empty((problem.tokens, q.shape[1], problem.v_size), q.dtype, q.device)
+    lse = alloc.empty((problem.tokens, q.shape[1]), torch.float32, q.device)
+    if not out.numel():
+        return [out, lse]
     if plan is None:
         plan = _make_plan(problem, seq_lens, query_start_loc, mods.prefix_lens)
+    else:
+        _check_plan(plan_key, problem)
     q, block_tables = _dense(q), _dense(block_tables)
-    k_stored, v_stored = (_stored(cache, problem.arch) for cache in (k_cache, v_cache))
+    k_cache, v_cache = (_stored(cache, problem.arch) for cache in (k_cache, v_cache))
     tree = None if mods.tree_mask is None else _dense(mods.tree_mask).view(torch.uint8)
     sinks, slopes, prefix_lens = (
         x if x is None else x.contiguous() for x in (mods.sinks, mods.alibi_slopes, mods.prefix_lens)
     )
     layout = _Layout(
         k_cache.shape[2],
-        q.stride()[:2],
-        k_stored.stride()[:3],
-        v_stored.stride()[:3],
+        q.stride(),
+        k_cache.stride(),
+        v_cache.stride(),
         block_tables.stride(0),
         None if tree is None else (tree.stride(0), tree.shape[1]),
         _scale_strides(mods.k_scale),
         _scale_strides(mods.v_scale),
         mods.scale,
         mods.softcap,
-        device.allow_tf32(),
+        q.dtype == torch.float32 and device.allow_tf32(),
     )
-    for index, section in enumerate(sections(problem)):
-        parts = parts_ml = None
-        if section.max_slots:
-            rows = (section.max_slots, problem.kv_heads, section.config.block_m)
-            parts = alloc.empty((*rows, problem.v_size), torch.float32, q.device)
-            parts_ml = alloc.empty((*rows, 2), torch.float32, q.device)
-        attended = (q, k_stored, v_stored, block_tables, plan, out, lse, parts, parts_ml, sinks, slopes, prefix_lens)
-        attended += (tree, mods.k_scale, mods.v_scale)
-        run, grid = _attending(problem, index, layout, _kinds(attended))
-        run.launch(grid, attended, on=q)
-        if section.max_slots:
-            merged = (plan, parts, parts_ml, out, lse, sinks, mods.v_scale)
-            run, grid = _merging(problem, index, layout, _kinds(merged))
-            run.launch(grid, merged, on=q)
-    return out, lse
+    # The largest alignment is all that tells the partial results from other tensors, and torch's allocator gives it.
+    given = (q, k_cache, v_cache, block_tables, plan, out, lse)
+    more = (sinks, slopes, prefix_lens, tree, mods.k_scale, mods.v_scale)
+    for launched in _launches(problem, layout, _kinds(given + more)):
+        parts = None
+        if launched.part_size:
+            parts = alloc.empty((launched.part_size,), torch.float32, q.device)
+        launched.attend.launch(launched.grid, (*given, parts, *more), on=q)
+        if launched.merge is not None:
+            launched.merge.launch(launched.merge_grid, (plan, parts, out, lse, sinks, mods.v_scale), on=q)
+    return [out, lse]
+
+
+class _Launches(NamedTuple):
+    """Those of one class of tiles."""
+
+    attend: device.Prepared
+    grid: tuple[int, int, int]
+    merge: device.Prepared | None  # where sequences may be split
+    merge_grid: tuple[int, int, int]
+    part_size: int  # of all partial results, in elements
 
 
 @functools.lru_cache(4096)
-def _attending(
-    problem: Problem, index: int, layout: _Layout, kinds: tuple[Any, ...]
-) -> tuple[device.Prepared, tuple[int, int, int]]:
-    """How one class of tiles is launched. ``kinds`` stand for what Triton looks at in tensors."""
-    section = sections(problem)[index]
+def _launches(problem: Problem, layout: _Layout, kinds: tuple[Any, ...]) -> tuple[_Launches, ...]:
+    """How a call is launched. ``kinds`` stand for what Triton looks at in tensors."""
+    return tuple([_launches_of(problem, section, layout) for section in sections(problem)])
+
+
+def _launches_of(problem: Problem, section: Section, layout: _Layout) -> _Launches:
+    rows = section.max_slots * problem.kv_heads * section.config.block_m
+    attend = _attending(problem, section, layout, rows)
+    grid = (section.max_items, problem.kv_heads, 1)
+    if not section.max_slots:
+        return _Launches(attend, grid, None, (0, 0, 0), 0)
+    merge_grid = (section.max_merges, problem.kv_heads, min(_MERGE_ROWS, section.config.block_m))
+    merge = _merging(problem, section, layout, rows)
+    return _Launches(attend, grid, merge, merge_grid, rows * (problem.v_size + 2))
+
+
+def _attending(problem: Problem, section: Section, layout: _Layout, part_rows: int) -> device.Prepared:
     config = section.config
     wide, precision = _product(problem, layout.tf32)
     rest = {
+        "part_rows": part_rows,
         "header_at": section.header_at,
         "items_at": section.items_at,
         "scale": layout.scale if layout.softcap is not None else layout.scale * _LOG2E,
@@ -221,10 +257,10 @@ def _attending(
         "tree_width": None if layout.tree is None else layout.tree[1],
         "stride_table": layout.table_stride,
         "stride_tree": None if layout.tree is None else layout.tree[0],
-        "q_strides": layout.q_strides,
+        "q_strides": layout.q_strides[:2],
         "out_strides": (problem.group * problem.kv_heads * problem.v_size, problem.v_size),
-        "k_strides": layout.k_strides,
-        "v_strides": layout.v_strides,
+        "k_strides": layout.k_strides[:3],
+        "v_strides": layout.v_strides[:3],
         "k_scale_strides": layout.k_scales or (0, 0, 0),
         "v_scale_strides": layout.v_scales or (0, 0, 0),
         "GROUP": problem.group,
@@ -243,22 +279,18 @@ def _attending(
         "PRECISION": precision,
         "UPCAST": problem.arch == device.INTERPRETER,
     }
-    run = device.Prepared(
+    return device.Prepared(
         kernels._paged_attention_fwd_kernel,
         rest,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         config=config,
     )
-    return run, (section.max_items, problem.kv_heads, 1)
 
 
-@functools.lru_cache(4096)
-def _merging(
-    problem: Problem, index: int, layout: _Layout, kinds: tuple[Any, ...]
-) -> tuple[device.Prepared, tuple[int, int, int]]:
-    section = sections(problem)[index]
+def _merging(problem: Problem, section: Section, layout: _Layout, part_rows: int) -> device.Prepared:
     rest = {
+        "part_rows": part_rows,
         "header_at": section.header_at,
         "merges_at": section.merges_at,
         "out_strides": (problem.group * problem.kv_heads * problem.v_size, problem.v_size),
@@ -270,10 +302,9 @@ def _merging(
         "QUANTA": problem.invariant,
         "V_SCALES": _scales(layout.v_scales),
     }
-    run = device.Prepared(
+    return device.Prepared(
         kernels._merge_kernel, rest, num_warps=_MERGE_WARPS, num_stages=2, config=f"merge-{section.config}"
     )
-    return run, (section.max_merges, problem.kv_heads, min(_MERGE_ROWS, section.config.block_m))
 
 
 def _product(problem: Problem, tf32: bool) -> tuple[bool, str]:

@@ -1,4 +1,4 @@
-"""``paged_attention``, ``plan_attention`` and ``merge_attention``: dispatch and schema. Inference only: no gradients."""
+"""``paged_attention``, ``plan_attention`` and ``merge_attention``: dispatch and schema. For inference: no gradients."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def paged_attention(
     Args:
         q: [T, N, H] in fp16, bf16 or fp32, all sequences' queries one after another. fp64 runs the reference.
         kv_cache: [num_blocks, K, block_size, H + Hv], keys and values side by side, or a pair (keys [..., H], values
-            [..., Hv]); N a multiple of K; any strides but the last, which is 1, so that other engines' layouts are views
-            of this one. fp16, bf16, fp32 (with q in fp32), float8_e4m3fn or int8. Slots that no sequence owns may hold
-            anything, NaN included.
+            [..., Hv]); N a multiple of K; any strides but the last, which is 1: other engines' layouts are views. fp16,
+            bf16, fp32 (with q in fp32), float8_e4m3fn or int8. Slots that no sequence owns may hold anything, NaN
+            included.
         block_tables: [S, max_blocks] int32, the blocks of each sequence in order; entries past its length are not read.
         seq_lens: [S] int32, cached tokens of each sequence, this step's included.
         query_start_loc: [S + 1] int32, where each sequence's queries start in q, and where the last one's end; a
@@ -97,11 +97,8 @@ def paged_attention(
     tensors = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
     checks.check(*tensors, mods, max_query_len=max_query_len, max_seq_len=max_seq_len)
     invariant = dispatch.row_invariant() if invariant is None else invariant
-    if plan is not None:
-        plan.check(tensors, mods, invariant, max_query_len, max_seq_len)
-    outs = _PAGED_ATTENTION(
-        *tensors, *mods, max_query_len, max_seq_len, None if plan is None else plan.data, invariant, check, impl
-    )
+    planned = (None, 0) if plan is None else (plan.data, plan.key)
+    outs = _PAGED_ATTENTION(*tensors, *mods, max_query_len, max_seq_len, *planned, invariant, check, impl)
     return (outs[0], outs[1]) if return_lse else outs[0]
 
 
@@ -139,9 +136,7 @@ def plan_attention(
     return launch.make_plan(tensors, mods, invariant, max_query_len, max_seq_len)
 
 
-def merge_attention(
-    outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_attention(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Results over disjoint sets of keys as one over all of them (arXiv:2402.05099, appendix A).
 
     Args:
@@ -165,7 +160,9 @@ def merge_attention(
     weights = (stacked - lse).nan_to_num(nan=0.0).exp()  # nothing seen in any part: -inf - -inf
     weights = torch.where(stacked == -torch.inf, 0.0, weights)
     wide = torch.promote_types(outs[0].dtype, lse.dtype)
-    out = sum((part.to(wide) * weight.unsqueeze(-1) for part, weight in zip(outs, weights)), torch.zeros((), dtype=wide))
+    out = sum(
+        (part.to(wide) * weight.unsqueeze(-1) for part, weight in zip(outs, weights)), torch.zeros((), dtype=wide)
+    )
     return out.to(outs[0].dtype), lse
 
 
@@ -214,6 +211,7 @@ def _paged_attention(
     max_query_len: int | None,
     max_seq_len: int | None,
     plan: torch.Tensor | None,
+    plan_key: int,
     invariant: bool,
     check: bool | None,
     impl: str,
@@ -229,13 +227,15 @@ def _paged_attention(
     if choice.triton:
         from . import launch
 
-        return list(launch.paged_attention_fwd(tensors, mods, invariant, max_query_len, max_seq_len, plan))
-    if q.is_cpu and impl != "reference" and q.dtype != torch.float64:
+        return launch.paged_attention_fwd(tensors, mods, invariant, max_query_len, max_seq_len, plan, plan_key)
+    if q.is_cpu and impl != "reference":
         return list(walk.paged_attention(*tensors, mods))
     return list(reference.paged_attention(*tensors, mods))
 
 
-def _paged_attention_fake(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *_: object) -> list[torch.Tensor]:
+def _paged_attention_fake(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *_: object
+) -> list[torch.Tensor]:
     lse = torch.float64 if q.dtype == torch.float64 else torch.float32
     return [q.new_empty((*q.shape[:2], v_cache.shape[-1])), q.new_empty(q.shape[:2], dtype=lse)]
 
@@ -245,7 +245,8 @@ _PAGED_ATTENTION = library.register(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, "
     "Tensor query_start_loc, float scale, bool causal, SymInt? window, float? softcap, Tensor? sinks, "
     "Tensor? alibi_slopes, Tensor? prefix_lens, Tensor? tree_mask, Tensor? k_scale, Tensor? v_scale, "
-    "SymInt? max_query_len, SymInt? max_seq_len, Tensor? plan, bool invariant, bool? check, str impl) -> Tensor[]",
+    "SymInt? max_query_len, SymInt? max_seq_len, Tensor? plan, SymInt plan_key, bool invariant, bool? check, "
+    "str impl) -> Tensor[]",
     _paged_attention,
     _paged_attention_fake,
 )

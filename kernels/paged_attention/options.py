@@ -10,8 +10,8 @@ QUANTISED = (torch.float8_e4m3fn, torch.int8)  # dtypes of a cache that stand fo
 
 # Every combination that is refused, by name, and why. All others work together.
 REFUSED = {
-    "tree with window": "a window counts positions, and a tree's nodes stand at their depth, which no argument gives",
-    "tree with alibi_slopes": "ALiBi counts positions, and a tree's nodes stand at their depth, which no argument gives",
+    "tree with window": "a window counts positions, and a tree's nodes stand at depths that no argument gives",
+    "tree with alibi_slopes": "ALiBi counts positions, and a tree's nodes stand at depths that no argument gives",
     "tree with prefix_lens": "a tree sees all of its context already: leave prefix_lens out",
     "tree with causal=False": "tree_mask alone says which of this step's tokens are seen: leave causal=True",
     "prefix_lens with causal=False": "without causality every key is seen already: leave prefix_lens out",

@@ -3,7 +3,7 @@
 A plan is a list of *items* for each class of tiles (``config.py``). An item is one tile of rows and a range of keys;
 every item is a program for each KV head. Long sequences are cut into several items, as many as make all programs about
 equally long, and their partial results are merged. How many items there are follows from lengths that only the device
-knows, but no more than ``max_items``: the launch's grid is constant, and the programs behind the last item leave at once.
+knows, but no more than ``max_items``: the launch's grid is constant, and programs behind the last item leave at once.
 
 In fast mode a sequence is cut into ranges of ``chunk`` blocks of keys. In invariant mode, where it may only be cut at
 multiples of the quantum, it is cut at all of them or not at all, and both give the same bits.

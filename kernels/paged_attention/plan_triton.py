@@ -56,9 +56,7 @@ def _plan_section(
 
     work = tl.zeros((BLOCK,), tl.int64)
     for first in tl.range(0, num_seqs + 1, BLOCK):
-        start, q_len, keys = _lengths(
-            query_start_loc_ptr, seq_lens_ptr, first + offs, num_seqs, num_tokens, max_keys
-        )
+        _, q_len, keys = _lengths(query_start_loc_ptr, seq_lens_ptr, first + offs, num_seqs, num_tokens, max_keys)
         tiles, units = _amounts(q_len, keys, above, upto, block_m, unit, reach, GROUP)
         work += tiles.to(tl.int64) * units
     fair = tl.cdiv(tl.sum(work, 0), tl.maximum(balance, 1).to(tl.int64))
@@ -77,7 +75,7 @@ def _plan_section(
     my_splits = tl.full((), 1, tl.int32)
     for first in tl.range(0, num_seqs + 1, BLOCK):
         seqs = first + offs
-        start, q_len, keys = _lengths(query_start_loc_ptr, seq_lens_ptr, seqs, num_seqs, num_tokens, max_keys)
+        _, q_len, keys = _lengths(query_start_loc_ptr, seq_lens_ptr, seqs, num_seqs, num_tokens, max_keys)
         tiles, units = _amounts(q_len, keys, above, upto, block_m, unit, reach, GROUP)
         splits = tl.where((units > fair) & (tiles > 0), tl.cdiv(units, chunk), 1)
         needed = tl.where(splits > 1, tiles * splits, 0)
@@ -167,17 +165,12 @@ def _plan_kernel(
     BLOCK: tl.constexpr,
 ):
     """Grid: (S + 1, sections)."""
-    if long is None:
+    if tl.program_id(1) == 0:
         _plan_section(
             plan_ptr, query_start_loc_ptr, seq_lens_ptr, prefix_lens_ptr, num_seqs, num_tokens, max_keys, window,
             short, GROUP, CAUSAL, TREE, QUANTA, BLOCK,
         )  # fmt: skip
-    elif tl.program_id(1) == 0:
-        _plan_section(
-            plan_ptr, query_start_loc_ptr, seq_lens_ptr, prefix_lens_ptr, num_seqs, num_tokens, max_keys, window,
-            short, GROUP, CAUSAL, TREE, QUANTA, BLOCK,
-        )  # fmt: skip
-    else:
+    elif long is not None:
         _plan_section(
             plan_ptr, query_start_loc_ptr, seq_lens_ptr, prefix_lens_ptr, num_seqs, num_tokens, max_keys, window,
             long, GROUP, CAUSAL, TREE, QUANTA, BLOCK,

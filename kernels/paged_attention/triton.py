@@ -249,7 +249,9 @@ def _one_scale(scale_ptr, SCALES: tl.constexpr):
 
 
 # Strides of tables and masks change with every step's widest; specialising on them would compile the same code again.
-@triton.jit(do_not_specialize=["stride_table", "stride_tree", "tree_width", "window", "items_at", "header_at"])
+@triton.jit(
+    do_not_specialize=["stride_table", "stride_tree", "tree_width", "window", "part_rows", "header_at", "items_at"]
+)
 def _paged_attention_fwd_kernel(
     q_ptr,  # [T, N, H]
     k_ptr,  # [blocks, K, B, H]
@@ -258,14 +260,14 @@ def _paged_attention_fwd_kernel(
     plan_ptr,
     out_ptr,  # [T, N, Hv]
     lse_ptr,  # [T, N]
-    part_ptr,  # [slots, K, BLOCK_M, Hv] fp32, or None where no sequence is split
-    part_ml_ptr,  # [slots, K, BLOCK_M, 2] fp32
+    part_ptr,  # [slots, K, BLOCK_M, Hv] and behind it [slots, K, BLOCK_M, 2] fp32, or None where nothing is split
     sinks_ptr,  # [N], or None
     slopes_ptr,  # [N], or None
     prefix_lens_ptr,  # [S], or None
     tree_ptr,  # [T, W], or None
     k_scale_ptr,  # [] or [blocks, K, B], or None
     v_scale_ptr,
+    part_rows,  # slots * K * BLOCK_M
     header_at,
     items_at,
     scale,  # in base 2, unless there is a softcap
@@ -407,19 +409,20 @@ def _paged_attention_fwd_kernel(
     elif part_ptr is not None:
         part = (slot.to(tl.int64) * tl.num_programs(1) + kv_head) * BLOCK_M + offs_m
         tl.store(part_ptr + part[:, None] * V_SIZE + offs_v[None, :], acc, mask=mask)
-        tl.store(part_ml_ptr + part * 2, m, mask=mask_m)
-        tl.store(part_ml_ptr + part * 2 + 1, l, mask=mask_m)
+        ml_ptrs = part_ptr + part_rows.to(tl.int64) * V_SIZE + part * 2
+        tl.store(ml_ptrs, m, mask=mask_m)
+        tl.store(ml_ptrs + 1, l, mask=mask_m)
 
 
-@triton.jit(do_not_specialize=["header_at", "merges_at"])
+@triton.jit(do_not_specialize=["part_rows", "header_at", "merges_at"])
 def _merge_kernel(
     plan_ptr,
-    part_ptr,  # [slots, K, BLOCK_M, Hv] fp32
-    part_ml_ptr,  # [slots, K, BLOCK_M, 2] fp32
+    part_ptr,  # as the attention kernel leaves it
     out_ptr,  # [T, N, Hv]
     lse_ptr,  # [T, N]
     sinks_ptr,
     v_scale_ptr,
+    part_rows,
     header_at,
     merges_at,
     out_strides,
@@ -442,6 +445,7 @@ def _merge_kernel(
     parts = tl.load(merge_ptr + 4)
     kv_head = tl.program_id(1)
     kv_heads = tl.num_programs(1)
+    ml_ptr = part_ptr + part_rows.to(tl.int64) * V_SIZE
     offs_p = tl.arange(0, BLOCK_P)
     offs_v = tl.arange(0, BLOCK_V)
     mask_v = offs_v < V_SIZE
@@ -453,13 +457,13 @@ def _merge_kernel(
             if QUANTA:
                 part = ((slot + first) * kv_heads + kv_head) * BLOCK_M + i
                 acc_part = tl.load(part_ptr + part * V_SIZE + offs_v, mask=mask_v, other=0.0)
-                m_part, l_part = tl.load(part_ml_ptr + part * 2), tl.load(part_ml_ptr + part * 2 + 1)
+                m_part, l_part = tl.load(ml_ptr + part * 2), tl.load(ml_ptr + part * 2 + 1)
                 m, l, acc = _fold(m, l, acc, m_part, l_part, acc_part)  # noqa: E741
             else:
                 part = ((slot + first + offs_p) * kv_heads + kv_head) * BLOCK_M + i
                 mask_p = first + offs_p < parts
-                m_part = tl.load(part_ml_ptr + part * 2, mask=mask_p, other=float("-inf"))
-                l_part = tl.load(part_ml_ptr + part * 2 + 1, mask=mask_p, other=0.0)
+                m_part = tl.load(ml_ptr + part * 2, mask=mask_p, other=float("-inf"))
+                l_part = tl.load(ml_ptr + part * 2 + 1, mask=mask_p, other=0.0)
                 acc_ptrs = part_ptr + part[:, None] * V_SIZE + offs_v[None, :]
                 acc_part = tl.load(acc_ptrs, mask=mask_p[:, None] & mask_v[None, :], other=0.0)
                 m_next = tl.maximum(m, tl.max(m_part, 0))
