@@ -97,16 +97,18 @@ lint: install types  ## ruff and mypy
 
 .PHONY: check
 check: lint  ## lint and the fast tests: what to run while working
-	@$(PYTEST) -q -m "not (codegen or interpret or ranks or demo or gpu or multigpu or packaging)"
+	@$(PYTEST) -q -m "not (codegen or interpret or ranks or demo or gpu or multigpu or packaging or nightly)"
 
-# Each test belongs to the first lane that claims it: demo (in rest), codegen, interpret, ranks, rest.
-MARKS_codegen := codegen and not demo
-MARKS_interpret := interpret and not (codegen or demo)
-MARKS_ranks := ranks and not (codegen or interpret or demo)
-MARKS_rest := demo or not (codegen or interpret or ranks)
+# Each test belongs to the first lane that claims it: nightly (in no lane), demo (in rest), codegen, interpret, ranks,
+# rest.
+MARKS_codegen := codegen and not (demo or nightly)
+MARKS_interpret := interpret and not (codegen or demo or nightly)
+MARKS_ranks := ranks and not (codegen or interpret or demo or nightly)
+MARKS_rest := (demo or not (codegen or interpret or ranks)) and not nightly
+MARKS_nightly := nightly
 
-.PHONY: $(LANES:%=test-%)
-$(LANES:%=test-%): test-%: install $(SIDE)/.installed
+.PHONY: $(LANES:%=test-%) test-nightly
+$(LANES:%=test-%) test-nightly: test-%: install $(SIDE)/.installed
 	@$(PYTEST) -q -m "$(MARKS_$*)" $(ARGS)
 
 # Each runs even if another fails, one after another: they all want the same cores.
@@ -119,7 +121,7 @@ test: install $(SIDE)/.installed  ## what CI runs: lint, then every lane, with t
 	done; echo "lanes:$$times"; exit $$failed
 
 .PHONY: test-all
-test-all: test codegen-all  ## test, and every kernel configuration on every target
+test-all: test test-nightly codegen-all  ## test, the matrices in full, every kernel configuration on every target
 
 .PHONY: codegen-all
 codegen-all: $(SIDE)/.installed  ## compile every kernel configuration for every target, under both Tritons; keep the record

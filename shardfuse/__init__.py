@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from .explanation import explain
     from .kernels.dispatch import row_invariance
     from .kernels.dropout import dropout, new_ticket
-    from .kernels.kv_cache import write_kv_
+    from .kernels.kv_cache import copy_blocks_, gather_kv, norm_rope_write_kv_, swap_blocks_, write_kv_
     from .kernels.linear import gated_linear, linear_act
     from .kernels.norm import layer_norm, rms_norm
-    from .kernels.paged_attention import paged_attention
+    from .kernels.paged_attention import merge_attention, paged_attention, plan_attention
     from .kernels.rope import apply_rope
     from .kernels.scaled_linear import fp8_linear, quantize, scaled_linear
     from .layers.attention import ParallelAttention
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .layers.loss import vocab_parallel_cross_entropy
     from .layers.mlp import ParallelMLP
     from .layers.norm import LayerNorm, RMSNorm
+    from .layers.paged import PagedAttention, PagedBatch, PagedKVCache, Span
     from .layers.transformer import ParallelTransformer
     from .parallel.checkpoint import full_state_dict, load_checkpoint, read_extra, save_checkpoint
     from .parallel.cross_entropy import linear_cross_entropy, linear_log_probs
@@ -43,6 +44,9 @@ __all__ = [
     "Engine",
     "Fp8Linear",
     "LayerNorm",
+    "PagedAttention",
+    "PagedBatch",
+    "PagedKVCache",
     "ParallelAttention",
     "ParallelBlock",
     "ParallelMLP",
@@ -50,18 +54,21 @@ __all__ = [
     "RMSNorm",
     "Request",
     "RowParallelLinear",
+    "Span",
     "TokenEvent",
     "TransformerConfig",
     "VocabParallelEmbedding",
     "__version__",
     "apply_rope",
     "attach_main_grads",
+    "copy_blocks_",
     "dropout",
     "explain",
     "export_hf",
     "fp8_linear",
     "full_state_dict",
     "gated_linear",
+    "gather_kv",
     "init_mesh",
     "layer_norm",
     "linear_act",
@@ -71,14 +78,18 @@ __all__ = [
     "load_hf",
     "main_grads_to_grads",
     "manual_seed",
+    "merge_attention",
     "new_ticket",
+    "norm_rope_write_kv_",
     "paged_attention",
+    "plan_attention",
     "quantize",
     "read_extra",
     "rms_norm",
     "row_invariance",
     "save_checkpoint",
     "scaled_linear",
+    "swap_blocks_",
     "tp_group",
     "vocab_parallel_cross_entropy",
     "write_kv_",
@@ -93,6 +104,9 @@ _HOMES = {
     "Engine": "serving.engine",
     "Fp8Linear": "layers.fp8",
     "LayerNorm": "layers.norm",
+    "PagedAttention": "layers.paged",
+    "PagedBatch": "layers.paged",
+    "PagedKVCache": "layers.paged",
     "ParallelAttention": "layers.attention",
     "ParallelBlock": "layers.block",
     "ParallelMLP": "layers.mlp",
@@ -100,17 +114,20 @@ _HOMES = {
     "RMSNorm": "layers.norm",
     "Request": "serving.request",
     "RowParallelLinear": "layers.linear",
+    "Span": "layers.paged",
     "TokenEvent": "serving.request",
     "TransformerConfig": "layers.config",
     "VocabParallelEmbedding": "layers.embedding",
     "apply_rope": "kernels.rope",
     "attach_main_grads": "parallel.main_grad",
+    "copy_blocks_": "kernels.kv_cache",
     "dropout": "kernels.dropout",
     "explain": "explanation",
     "export_hf": "layers.hf",
     "fp8_linear": "kernels.scaled_linear",
     "full_state_dict": "parallel.checkpoint",
     "gated_linear": "kernels.linear",
+    "gather_kv": "kernels.kv_cache",
     "init_mesh": "parallel.mesh",
     "layer_norm": "kernels.norm",
     "linear_act": "kernels.linear",
@@ -120,14 +137,18 @@ _HOMES = {
     "load_hf": "layers.hf",
     "main_grads_to_grads": "parallel.main_grad",
     "manual_seed": "parallel.random",
+    "merge_attention": "kernels.paged_attention",
     "new_ticket": "kernels.dropout",
+    "norm_rope_write_kv_": "kernels.kv_cache",
     "paged_attention": "kernels.paged_attention",
+    "plan_attention": "kernels.paged_attention",
     "quantize": "kernels.scaled_linear",
     "read_extra": "parallel.checkpoint",
     "rms_norm": "kernels.norm",
     "row_invariance": "kernels.dispatch",
     "save_checkpoint": "parallel.checkpoint",
     "scaled_linear": "kernels.scaled_linear",
+    "swap_blocks_": "kernels.kv_cache",
     "tp_group": "parallel.mesh",
     "vocab_parallel_cross_entropy": "layers.loss",
     "write_kv_": "kernels.kv_cache",
