@@ -26,11 +26,11 @@ def collect(target: str, cases: Iterable[Case]) -> list[Build]:
 
     found: dict[str, Build] = {}
     for case in cases:
-        options = {"invariant": None, "max_query_len": None, **case.options}
+        bound = max(case.options["queries"]) if case.options.get("host") else None
         with device.capture(target) as launches:
             tensors, mods = _call(case)
             launch.paged_attention_fwd(
-                tensors, mods, bool(options["invariant"]), options["max_query_len"], None, plan=None, plan_key=0
+                tensors, mods, bool(case.options.get("invariant")), bound, None, plan=None, plan_key=0
             )
         for item in launches:
             build = _build(item, target, case)

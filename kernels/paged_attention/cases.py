@@ -56,6 +56,13 @@ def _case(
     return Case(name, dtype, sizes, {"context": context, "queries": queries, **options}, frozenset(tags))
 
 
+def _built(
+    name: str, dtype: torch.dtype, heads: tuple[int, int, int], block_size: int, queries: int = 64, **options: Any
+) -> Case:
+    """A model's heads, for what is compiled of them: lengths are no matter where the host does not know them."""
+    return _case(name, dtype, heads, block_size, (1023,) * 8, (queries,) * 8, "codegen", **options)
+
+
 CASES = (
     # Small enough to interpret: every group size, head size, page size, dtype and kind of step appears. All features
     # with all others: features.py.
@@ -68,17 +75,49 @@ CASES = (
     _case("mixed-g3-h32-p4-fp32", _FP32, (3, 1, 32), 4, (9, 0, 30, 2), (1, 25, 1, 7), "test"),
     _case("mixed-g4-h64-p128-bf16", _BF16, (8, 2, 64), 128, (130, 17, 0), (1, 40, 80), "test", "short"),
     _case("mixed-g2-h128-p16-fp16", _FP16, (4, 2, 128), 16, (15, 0, 16, 50), (1, 0, 33, 1), "test"),
-    # What a GPU runs. Of these, the ones tagged codegen reach every tile of pick_config.
-    _case("decode-llama8b-bf16", _BF16, (32, 8, 128), 16, (1023,) * 32, (1,) * 32, "codegen", "bench", "short"),
-    _case("decode-llama70b-bf16", _BF16, (64, 8, 128), 16, (4095,) * 16, (1,) * 16, "codegen", "bench"),
-    _case("decode-h64-p256-bf16", _BF16, (32, 4, 64), 256, (2047,) * 32, (1,) * 32, "codegen", "bench"),
-    _case("decode-starcoder2-fp32", _FP32, (24, 2, 128), 16, (511,) * 8, (1,) * 8, "codegen", "bench"),
-    _case("speculate-llama8b-bf16", _BF16, (32, 8, 128), 16, (1019,) * 32, (5,) * 32, "codegen", "bench"),
-    _case("prefill-llama8b-bf16", _BF16, (32, 8, 128), 16, (0,), (4096,), "codegen", "bench", "short"),
-    _case("prefill-h80-g1-fp16", _FP16, (32, 32, 80), 16, (0,) * 4, (1024,) * 4, "codegen", "bench"),
-    _case("prefill-h64-p256-bf16", _BF16, (32, 4, 64), 256, (0,), (4096,), "codegen", "bench"),
-    _case("prefill-starcoder2-fp32", _FP32, (24, 2, 128), 16, (0,), (512,), "codegen"),
+    # What a GPU is tested with at sizes of models. (What it is timed with: bench/paged.py.)
+    _case("decode-llama8b-bf16", _BF16, (32, 8, 128), 16, (1023,) * 32, (1,) * 32, "bench", "short"),
+    _case("decode-llama70b-bf16", _BF16, (64, 8, 128), 16, (4095,) * 16, (1,) * 16, "bench"),
+    _case("decode-h64-p256-bf16", _BF16, (32, 4, 64), 256, (2047,) * 32, (1,) * 32, "bench"),
+    _case("decode-starcoder2-fp32", _FP32, (24, 2, 128), 16, (511,) * 8, (1,) * 8, "bench"),
+    _case("speculate-llama8b-bf16", _BF16, (32, 8, 128), 16, (1019,) * 32, (5,) * 32, "bench"),
+    _case("prefill-llama8b-bf16", _BF16, (32, 8, 128), 16, (0,), (4096,), "bench", "short"),
+    _case("prefill-h80-g1-fp16", _FP16, (32, 32, 80), 16, (0,) * 4, (1024,) * 4, "bench"),
+    _case("prefill-h64-p256-bf16", _BF16, (32, 4, 64), 256, (0,), (4096,), "bench"),
     _case("mixed-llama8b-bf16", _BF16, (32, 8, 128), 16, (1023,) * 31 + (0,), (1,) * 31 + (2048,), "bench", "short"),
+    # What is compiled: every tile of config.py, every feature.
+    _built("llama8b-bf16", _BF16, (32, 8, 128), 16),
+    _built("llama8b-decode-bf16", _BF16, (32, 8, 128), 16, 1, host="bounds"),
+    _built("llama8b-speculate8-bf16", _BF16, (32, 8, 128), 16, 8, host="bounds"),
+    _built("llama8b-speculate16-bf16", _BF16, (32, 8, 128), 16, 16, host="bounds"),
+    _built("llama8b-invariant-bf16", _BF16, (32, 8, 128), 16, invariant=True),
+    _built("llama8b-full-bf16", _BF16, (32, 8, 128), 16, causal=False),
+    _built("llama8b-prefix-bf16", _BF16, (32, 8, 128), 16, prefix=True),
+    _built("llama8b-tree-bf16", _BF16, (32, 8, 128), 16, tree=True),
+    _built("llama8b-fp8-bf16", _BF16, (32, 8, 128), 16, cache=_FP8, scales="tensor"),
+    _built("llama8b-fp8-rows-bf16", _BF16, (32, 8, 128), 16, cache=_FP8, scales="token"),
+    _built("llama8b-fp8-rows-fp16", _FP16, (32, 8, 128), 16, cache=_FP8, scales="token"),
+    _built("llama8b-fp8-invariant-bf16", _BF16, (32, 8, 128), 16, cache=_FP8, scales="tensor", invariant=True),
+    _built("llama8b-int8-bf16", _BF16, (32, 8, 128), 16, cache=torch.int8, scales="token"),
+    _built("llama8b-mixed-fp16", _FP16, (32, 8, 128), 16, cache=_BF16),
+    _built("llama8b-wide-fp32", _FP32, (32, 8, 128), 16, cache=_BF16),
+    _built("llama70b-p1-bf16", _BF16, (64, 8, 128), 1),
+    _built("h64-p256-bf16", _BF16, (32, 4, 64), 256),
+    _built("h64-p256-invariant-bf16", _BF16, (32, 4, 64), 256, invariant=True),
+    _built("gpt-oss-bf16", _BF16, (64, 8, 64), 16, window=128, sinks=True),
+    _built("gemma-bf16", _BF16, (16, 8, 256), 16, window=4096, softcap=50.0),
+    _built("gemma-full-bf16", _BF16, (16, 8, 256), 16),
+    _built("gemma-invariant-bf16", _BF16, (16, 8, 256), 16, window=4096, softcap=50.0, invariant=True),
+    _built("bloom-bf16", _BF16, (32, 32, 128), 16, alibi=True),
+    _built("falcon-bf16", _BF16, (71, 1, 64), 16),
+    _built("phi-h80-fp16", _FP16, (32, 32, 80), 16),
+    _built("phi3-h96-fp16", _FP16, (32, 32, 96), 16),
+    _built("h112-p100-bf16", _BF16, (64, 8, 112), 100),
+    _built("h160-fp16", _FP16, (32, 32, 160), 16),
+    _built("h192-v128-bf16", _BF16, (16, 16, 192), 64, v_size=128),
+    _built("starcoder2-fp32", _FP32, (24, 2, 128), 16),
+    _built("starcoder2-invariant-fp32", _FP32, (24, 2, 128), 16, invariant=True),
+    _built("gemma-fp32", _FP32, (16, 8, 256), 16),
     _case("decode-cpu-fp32", _FP32, (8, 2, 64), 16, (1023,) * 32, (1,) * 32, "bench-cpu"),
     _case("prefill-cpu-fp32", _FP32, (8, 2, 64), 16, (0,) * 4, (256,) * 4, "bench-cpu"),
 )
@@ -220,6 +259,7 @@ SPEC = OpSpec(
     builds=builds,
     sources=(
         *(f"paged_attention/{name}.py" for name in ("triton", "plan_triton", "plan", "config", "launch", "op")),
+        "fp8_bits.py",
         "device.py",
         "dispatch.py",
     ),

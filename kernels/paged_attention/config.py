@@ -92,8 +92,10 @@ def tile_classes(problem: Problem) -> tuple[TileClass, ...]:
     if problem.max_query_len is not None and problem.max_query_len * problem.group <= most:
         rows = triton.next_power_of_2(problem.max_query_len * problem.group)
         return (TileClass(_tile(problem, max(least, rows)), 0, None),)
-    short = max(least, min(triton.next_power_of_2(problem.group), most))
     long = 16 if interpreted else 128
+    short = max(least, triton.next_power_of_2(problem.group))
+    if short > most:  # no sequence has as few rows
+        return (TileClass(_tile(problem, long), 0, None),)
     return TileClass(_tile(problem, short), 0, short), TileClass(_tile(problem, long), short, None)
 
 
@@ -113,12 +115,15 @@ def _tile(problem: Problem, rows: int) -> AttentionConfig:
         # Five stages, because the look at the table is one: two tiles of keys and of values are under way.
         if arch == "sm_80" and wide:
             return AttentionConfig(rows, 64, 8, 5, per_sm=1)
-        return AttentionConfig(rows, 32 if wide else 64, 4, 5, per_sm=3)
+        return AttentionConfig(rows, 32 if wide else 64, 8 if arch == "sm_100" and not wide else 4, 5, per_sm=3)
     if arch == "sm_80":
         return AttentionConfig(64 if loaded else rows, 32, 8, 3)
     if wide:
         return AttentionConfig(64, 64, 8, 3, per_sm=1)
-    return AttentionConfig(rows, 32 if problem.tree else 64, rows // 16, 3, per_sm=128 // rows)
+    if problem.tree:
+        return AttentionConfig(64 if arch == "sm_100" else rows, 32, 8, 3, per_sm=1)
+    narrow = arch == "sm_100" and max(problem.head_size, problem.v_size) <= 64
+    return AttentionConfig(rows, 32 if narrow else 64, rows // 16, 3, per_sm=128 // rows)
 
 
 def _fp32(problem: Problem) -> AttentionConfig:

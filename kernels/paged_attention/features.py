@@ -29,8 +29,8 @@ _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 STEPS = {
     "decode": lambda page: ((page - 1, page, 31, 47), (1, 1, 1, 1)),
     "long outlier": lambda page: ((331, 2, 15), (1, 1, 1)),
-    "prefill": lambda page: ((0, 0), (33, 18)),
-    "chunk": lambda page: ((page, 29), (17, 6)),
+    "prefill": lambda page: ((0, 0), (33, 5)),
+    "chunk": lambda page: ((page, 29), (17, 2)),
     "mixed": lambda page: ((page - 1, 0, 16, 2), (1, 21, 1, 5)),
     "speculative": lambda page: ((max(page - 2, 0), 30, 0), (4, 3, 2)),
     "idle sequences": lambda page: ((9, 40, 0, page, 3), (0, 1, 0, 3, 0)),
@@ -179,7 +179,7 @@ def case_of(chosen: Choice, label: str) -> Case:
     """The case that does what ``chosen`` says; axes that it leaves out take their first value."""
     value = {axis: values[chosen.get(axis, next(iter(values)))] for axis, values in AXES.items()}
     page, h, group, q = value["page size"], value["head size"], value["heads per KV head"], value["q"]
-    kv_heads = 2 if group <= 4 else 1
+    kv_heads = 2 if group <= 3 else 1
     context, queries = value["step"](page)
     options = {
         "context": context,

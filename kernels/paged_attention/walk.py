@@ -75,7 +75,8 @@ def paged_attention(
     if mods.sinks is None:
         return out, lse
     whole = torch.logaddexp(lse, mods.sinks.to(wide))
-    return out.mul_((lse - whole).exp_().unsqueeze(-1).to(out.dtype)), whole
+    share = (lse - whole.masked_fill(whole == float("-inf"), 0.0)).exp_()
+    return out.mul_(share.unsqueeze(-1).to(out.dtype)), whole
 
 
 def _batches(

@@ -9,14 +9,12 @@ Letters as in ``reference.py``, and E pages, R rows that attend to each: the gro
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from . import reference
 from .options import QUANTISED, Mods
-
-flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 CPU = torch.device("cpu")  # whatever the default is
 _CONVERTED_BYTES = 2 << 20  # of pages in fp32 at a time: they stay in a core's cache
@@ -40,6 +38,13 @@ class Pages(NamedTuple):
     def at(self, *where: slice) -> Pages:
         """A view of what ``where`` selects of pages, heads and slots."""
         return self.map(lambda x: x[where])
+
+
+def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Partial:
+    """torch's FlashAttention, which takes the last dimension for contiguous without a look."""
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    found: Partial = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, **options)
+    return found
 
 
 def at(x: torch.Tensor | None, where: slice | torch.Tensor) -> torch.Tensor | None:
