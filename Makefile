@@ -107,9 +107,20 @@ MARKS_ranks := ranks and not (codegen or interpret or demo or nightly)
 MARKS_rest := (demo or not (codegen or interpret or ranks)) and not nightly
 MARKS_nightly := nightly
 
-.PHONY: $(LANES:%=test-%) test-nightly
-$(LANES:%=test-%) test-nightly: test-%: install $(SIDE)/.installed
+ALONE := $(filter-out interpret, $(LANES)) nightly
+.PHONY: $(ALONE:%=test-%)
+$(ALONE:%=test-%): test-%: install $(SIDE)/.installed
 	@$(PYTEST) -q -m "$(MARKS_$*)" $(ARGS)
+
+# The interpreter keeps one core busy. Each half is shown when it is complete.
+HALVES := 1 2
+.PHONY: test-interpret
+test-interpret: install $(SIDE)/.installed
+	@for half in $(HALVES); do \
+	  $(PYTEST) -q -m "$(MARKS_interpret)" --part $$half/$(words $(HALVES)) $(ARGS) > .interpret-$$half.log 2>&1 & pids+=" $$!"; \
+	done; failed=0; half=0; \
+	for pid in $$pids; do half=$$((half + 1)); code=0; wait $$pid || code=$$?; cat .interpret-$$half.log; \
+	  rm -f .interpret-$$half.log; [ $$code = 0 ] || [ $$code = 5 ] || failed=1; done; exit $$failed
 
 # Each runs even if another fails, one after another: they all want the same cores.
 .PHONY: test

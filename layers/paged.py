@@ -9,6 +9,7 @@ than ranks (Pope et al., arXiv:2211.05102, section 3.3).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -202,7 +203,8 @@ class PagedBatch:
     def of(cls, cache: PagedKVCache, spans: Sequence[Span], **options: Any) -> PagedBatch:
         """Lay ``spans`` out over ``cache``, in this order; ``options`` are the last fields, from ``prefix_lens`` on.
 
-        Raises ValueError for an empty span, one that its blocks do not cover, or blocks that the cache does not have.
+        Raises ValueError for an empty span, one that its blocks do not cover, blocks that the cache does not have, or
+        tokens that would be written to the same slot.
         """
         size, on = cache.block_size, cache.data.device
         for span in spans:
@@ -212,6 +214,7 @@ class PagedBatch:
         lens = [span.start + span.length for span in spans]
         positions = [range(span.start, span.start + span.length) for span in spans]
         slots = [span.blocks[p // size] * size + p % size for span, where in zip(spans, positions) for p in where]
+        _check_slots(slots, size)
 
         def tensor(values: list[int], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device="cpu").to(on, non_blocking=True)
@@ -318,6 +321,15 @@ def _check_span(span: Span, cache: PagedKVCache) -> None:
     if min(span.blocks) < 0 or max(span.blocks) >= cache.num_blocks:
         raise ValueError(
             f"a span has blocks {list(span.blocks)}: expected 0 to {cache.num_blocks - 1}, as the cache has"
+        )
+
+
+def _check_slots(slots: list[int], size: int) -> None:
+    if len(set(slots)) != len(slots):
+        twice = next(slot for slot, count in Counter(slots).items() if count > 1)
+        raise ValueError(
+            f"spans write slot {twice % size} of block {twice // size} twice: expected a slot of its own for each token; "
+            "blocks may be shared before a span only, so copy a block that is (copy_blocks)"
         )
 
 

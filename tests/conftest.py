@@ -10,6 +10,7 @@ import importlib.util
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,31 @@ def _load(name: str) -> Any:
     return module
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Whatever uses the worker processes belongs to their lane."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="I/N", help="of the chosen tests, the files that fall to process I of N")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Whatever uses the worker processes belongs to their lane; then, of what was chosen, a part."""
     for item in items:
         if "ranks" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
+    yield
+    part = config.getoption("--part")
+    if part:
+        mine = _files_of_part(items, *map(int, part.split("/")))
+        config.hook.pytest_deselected(items=[item for item in items if item.path not in mine])
+        items[:] = [item for item in items if item.path in mine]
+
+
+def _files_of_part(items: list[pytest.Item], part: int, parts: int) -> set[Path]:
+    """Files go, the one with the most tests first, to the part that has the fewest so far."""
+    sizes = Counter(item.path for item in items)
+    taken: list[list[Path]] = [[] for _ in range(parts)]
+    for path, _ in sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0])):
+        min(taken, key=lambda paths: sum(sizes[path] for path in paths)).append(path)
+    return set(taken[part - 1])
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ SIDE_TRITON = os.environ.get("SHARDFUSE_SIDE_TRITON")
 # Every n-th build of an op for a target: half of those of the one that is tuned first, a few of the others, fewer under
 # the side Triton.
 # `make codegen-all` compiles the rest, and test_the_record_is_whole looks for what it wrote.
-STEPS = {"sm_80": 32, "sm_90": 2, "sm_100": 24, "gfx942": 32}
+STEPS = {"sm_80": 32, "sm_90": 3, "sm_100": 24, "gfx942": 32}
 SIDE_STEPS = {"sm_80": 32, "sm_90": 6, "sm_100": 32, "gfx942": 32}
 MOST_BUILDS = 200  # compiled by the installed Triton here
 

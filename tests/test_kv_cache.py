@@ -671,6 +671,7 @@ def test_swap_and_gather_refuse():
         ("block_tables has shape", (CACHE, tables, lens[:1]), {}),
         ("13 tokens does not fit 3 pages of 4", (CACHE, tables, lens), {}),
         ("head_size=16", (CACHE, tables, lens - 1), {"head_size": 16}),
+        (r"v_scale has shape \(4, 3\)", (CACHE, tables, lens - 1), {"v_scale": CACHE[:, :, 0, 0]}),
     ):
         with pytest.raises(ValueError, match=f"^gather_kv: .*{message}"):
             gather_kv(*arguments, **options)
@@ -678,11 +679,12 @@ def test_swap_and_gather_refuse():
 
 def test_refuses_to_lose_a_gradient():
     k, cache = torch.randn(2, 3, 8, requires_grad=True), torch.zeros(2, 3, 4, 16)
-    slots = torch.arange(2)
+    slots, scale = torch.arange(2), torch.ones(1, requires_grad=True)
     for call in (
         lambda: write_kv_(cache, k, k, slots),
         lambda: norm_rope_write_kv_(k, k.detach(), k.detach(), cache, slots),
         lambda: norm_rope_write_kv_(*[k.detach()] * 3, cache, slots, q_norm=torch.ones(8, requires_grad=True)),
+        lambda: write_kv_(cache.to(INT8), k.detach(), k.detach(), slots, k_scale=scale, v_scale=scale),
         lambda: copy_blocks_(k, torch.tensor([[0, 1]])),
     ):
         with pytest.raises(RuntimeError, match="no gradient"):

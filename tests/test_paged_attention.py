@@ -364,6 +364,10 @@ def test_refuses_to_lose_a_gradient() -> None:
     sinks = torch.zeros(x["q"].shape[1], device=DEVICE, requires_grad=True)
     with pytest.raises(RuntimeError, match="no gradient: call it under"):
         paged_attention(**x, sinks=sinks)
+    scale = torch.ones(1, device=DEVICE, requires_grad=True)
+    fp8 = {**x, "kv_cache": x["kv_cache"].to(torch.float8_e4m3fn)}
+    with pytest.raises(RuntimeError, match="no gradient: call it under"):
+        paged_attention(**fp8, k_scale=scale, v_scale=scale)
     x["q"].requires_grad_()
     with pytest.raises(RuntimeError, match="no gradient: call it under"):
         paged_attention(**x)

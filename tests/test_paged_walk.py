@@ -133,6 +133,31 @@ def test_tables_and_lengths_that_change_in_place_are_read_again() -> None:
     assert _wrong(call) == []
 
 
+@pytest.mark.parametrize("queries", [1, 3, 20])
+@pytest.mark.parametrize("which", ["q", "keys", "values"])
+def test_a_strided_last_dimension_is_read_right(which: str, queries: int) -> None:
+    """FlashAttention does not look whether it is contiguous."""
+    tensors, mods = _decode([[5, 2, 4, 1, 0, 7]], [24], blocks=8, queries=queries)
+    strided = [
+        torch.stack((x, x), -1).flatten(-2)[..., ::2] if name == which else x
+        for name, x in zip(("q", "keys", "values"), tensors)
+    ]
+    found = walk.paged_attention(*strided, *tensors[3:], mods)
+    assert all(torch.equal(*pair) for pair in zip(found, walk.paged_attention(*tensors, mods)))
+
+
+def test_sinks_of_nothing_and_of_everything() -> None:
+    """Of rows that see keys and of padding, which sees none."""
+    (q, *rest), mods = _decode([[0, 1], [2, 3]], [8, 6], blocks=4, queries=2)
+    mods = mods._replace(sinks=torch.tensor([float("-inf"), float("inf"), 0.0] * 2))
+    call = (torch.cat((q, q[:1])), *rest), mods
+    assert _wrong(call) == []
+    out, lse = walk.paged_attention(*call[0], mods)
+    assert torch.equal(out[-1], torch.zeros_like(out[-1]))
+    assert torch.equal(lse[-1], mods.sinks)
+    assert out[:, 1::3].eq(0.0).all()
+
+
 def test_fp64() -> None:
     (q, k, v, *tables), mods = _decode([[5, 2, 4], [1, 3, 0]], [11, 12], blocks=8, queries=2)
     call = (q.double(), k.double(), v.double(), *tables), mods._replace(window=6, sinks=torch.zeros(6))

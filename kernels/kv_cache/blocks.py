@@ -126,7 +126,9 @@ def gather_kv(
             raise ValueError(f"{_GATHER}: head_size={H}: expected 1 to {width - 1}, as kv_cache's width is {width}")
         k_cache, v_cache = k_cache[..., :H], k_cache[..., H:]
     parts = []
-    for cache, scale in ((k_cache, k_scale), (v_cache, v_scale)):
+    for name, cache, scale in (("k_scale", k_cache, k_scale), ("v_scale", v_cache, v_scale)):
+        if scale is not None:
+            checks.check_read_scale(_GATHER, name, scale, cache)
         part = reference.gather(cache, block_tables, seq_lens, length)
         if scale is not None or dtype is not None:
             if scale is not None and scale.shape == cache.shape[:3]:

@@ -75,6 +75,7 @@ def scales_of(
     op: str, kv_cache: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
 ) -> tuple[Scale, Scale]:
     """What the scales of k and v are: given, or to be written."""
+    _no_grad(op, k_scale, v_scale)
     if kv_cache.dtype not in LARGEST:
         if k_scale is not None or v_scale is not None:
             raise ValueError(
@@ -165,6 +166,15 @@ def check_slots(op: str, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> 
 
 
 # ---------------------------------------------------------------------------------------------------- blocks
+
+
+def check_read_scale(op: str, name: str, scale: torch.Tensor, cache: torch.Tensor) -> None:
+    """A scale that dequantises ``cache``."""
+    if scale.numel() != 1 and scale.shape != cache.shape[:3]:
+        raise ValueError(
+            f"{op}: {name} has shape {tuple(scale.shape)}: expected one element, or {list(cache.shape[:3])}, one for "
+            "each block, head and slot"
+        )
 
 
 def check_blocks(op: str, name: str, caches: Sequence[torch.Tensor], block_dim: int) -> None:

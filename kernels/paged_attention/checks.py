@@ -59,7 +59,7 @@ def check(
     _check_kind("block_tables", block_tables, torch.int32, device)
     _check_kind("query_start_loc", query_start_loc, torch.int32, device)
     if torch.is_grad_enabled():
-        _check_no_grad(q, k_cache, v_cache, mods.sinks, mods.alibi_slopes)
+        _check_no_grad(q, k_cache, v_cache, mods.sinks, mods.alibi_slopes, mods.k_scale, mods.v_scale)
 
     refused = mods.refused(k_cache.dtype)
     if refused is not None:
