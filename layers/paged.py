@@ -328,8 +328,8 @@ def _check_slots(slots: list[int], size: int) -> None:
     if len(set(slots)) != len(slots):
         twice = next(slot for slot, count in Counter(slots).items() if count > 1)
         raise ValueError(
-            f"spans write slot {twice % size} of block {twice // size} twice: expected a slot of its own for each token; "
-            "blocks may be shared before a span only, so copy a block that is (copy_blocks)"
+            f"spans write slot {twice % size} of block {twice // size} twice: expected a slot of its own for each "
+            "token; blocks may be shared before a span only, so copy one that is not (copy_blocks)"
         )
 
 

@@ -246,11 +246,12 @@ def test_alibi_slopes(heads: int, slopes: list[float]) -> None:
 
 
 def test_a_plan_serves_all_layers_with_the_same_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers with a window alternate with layers without: two plans a step."""
+    """Layers with a window, without one, and without causality: three plans a step."""
     made, used = [], []
 
     def plan(*_: Any, **options: Any) -> str:
-        made.append((options["window"], options["max_query_len"], options["max_seq_len"], options["invariant"]))
+        assert (options["max_query_len"], options["invariant"]) == (3, True)
+        made.append((options["window"], options["causal"], options["max_seq_len"]))
         return f"plan {len(made)}"
 
     def paged_attention(q: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
@@ -260,14 +261,15 @@ def test_a_plan_serves_all_layers_with_the_same_mask(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(paged, "plan_attention", plan)
     monkeypatch.setattr(paged, "paged_attention", paged_attention)
     cache = PagedKVCache(4, 2, num_kv_heads=1, head_dim=H, block_size=4)
-    local, whole = PagedAttention(2, 1, H, window=3), PagedAttention(2, 1, H)
+    local, whole, both = (PagedAttention(2, 1, H, **mask) for mask in ({"window": 3}, {}, {"causal": False}))
     q, k = _draw(3, 2, H, dtype=torch.float32), _draw(3, 1, H, dtype=torch.float32)
     for start in (0, 3):
         batch = PagedBatch.of(cache, [Span([0, 1], start, 3)], invariant=True)
-        for index, layer in enumerate((local, whole, local, whole)):
+        for index, layer in enumerate((local, whole, local, both)):
             layer(q, k, k, batch, index)
-    assert made == [(3, 3, 3, True), (None, 3, 3, True), (3, 3, 6, True), (None, 3, 6, True)]
-    assert used == ["plan 1", "plan 2", "plan 1", "plan 2", "plan 3", "plan 4", "plan 3", "plan 4"]
+    masks = ((3, True), (None, True), (None, False))
+    assert made == [(*mask, length) for length in (3, 6) for mask in masks]
+    assert used == [f"plan {i}" for i in (1, 2, 1, 3, 4, 5, 4, 6)]
 
 
 def test_spans_are_checked_once_and_tables_not_again(monkeypatch: pytest.MonkeyPatch) -> None:

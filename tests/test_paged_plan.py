@@ -39,7 +39,7 @@ def _problem(context: list[int], queries: list[int], **changes: Any) -> Problem:
         prefix=False,
         tree=False,
         invariant=False,
-        max_query_len=None,
+        max_rows=None,
         max_seq_len=None,
     )
     return found._replace(**changes)
@@ -147,7 +147,7 @@ def test_every_key_is_attended_to_once(
         prefix=prefixes is not None,
         tree=mask == "tree",
         invariant=invariant,
-        max_query_len=None if bounds == "none" else max(*queries, 3),
+        max_rows=None if bounds == "none" else max(*queries, 3) * group,
         max_seq_len=max(c + q for c, q in steps) if bounds == "both" else None,
     )
     _check(problem, context, queries, prefixes)
@@ -184,10 +184,10 @@ def test_invariant_mode_cuts_all_or_nothing_within_its_slots() -> None:
 def test_bounds_leave_out_launches() -> None:
     context, queries = [50, 60], [1, 1]
     assert len(sections(_problem(context, queries))) == 2
-    few = sections(_problem(context, queries, max_query_len=1, max_seq_len=20))
+    few = sections(_problem(context, queries, max_rows=3, max_seq_len=20))
     assert len(few) == 1
     assert few[0].max_slots == 0
-    assert sections(_problem(context, queries, max_query_len=1))[0].max_slots > 0
+    assert sections(_problem(context, queries, max_rows=3))[0].max_slots > 0
 
 
 @pytest.mark.interpret

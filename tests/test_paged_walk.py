@@ -90,8 +90,8 @@ def test_neighbouring_pages_are_one_view_whoever_owns_them(monkeypatch: pytest.M
 def test_small_gaps_are_bridged_and_large_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     page_bytes = 4 * 2 * 32 * 4
     monkeypatch.setattr(walk, "_BRIDGED_BYTES", 2 * page_bytes)
-    call = _decode([[0, 3], [12, 14]], [8, 7], blocks=16)
-    call[0][1][13] = call[0][2][[1, 2]] = float("nan")  # what is read along may hold anything
+    call = _decode([[0, 3], [7, 9]], [8, 7], blocks=16)  # gaps of two pages, three and one
+    call[0][1][8] = call[0][2][[1, 2]] = float("nan")  # what is read along may hold anything
     views = _attended(monkeypatch)
     assert _wrong(call) == []
     assert views == [4, 3]
@@ -133,6 +133,12 @@ def test_tables_and_lengths_that_change_in_place_are_read_again() -> None:
     assert _wrong(call) == []
 
 
+def test_what_was_worked_out_for_old_steps_is_not_kept() -> None:
+    for length in range(1, 9):
+        assert _wrong(_decode([[0, 1]], [length], blocks=2)) == []
+    assert walk._visits.cache_info().currsize <= 4
+
+
 @pytest.mark.parametrize("queries", [1, 3, 20])
 @pytest.mark.parametrize("which", ["q", "keys", "values"])
 def test_a_strided_last_dimension_is_read_right(which: str, queries: int) -> None:
@@ -150,12 +156,14 @@ def test_sinks_of_nothing_and_of_everything() -> None:
     """Of rows that see keys and of padding, which sees none."""
     (q, *rest), mods = _decode([[0, 1], [2, 3]], [8, 6], blocks=4, queries=2)
     mods = mods._replace(sinks=torch.tensor([float("-inf"), float("inf"), 0.0] * 2))
-    call = (torch.cat((q, q[:1])), *rest), mods
-    assert _wrong(call) == []
-    out, lse = walk.paged_attention(*call[0], mods)
-    assert torch.equal(out[-1], torch.zeros_like(out[-1]))
-    assert torch.equal(lse[-1], mods.sinks)
-    assert out[:, 1::3].eq(0.0).all()
+    q = torch.cat((q, q[:1]))
+    found, expected = (x.paged_attention(q, *rest, mods) for x in (walk, reference))
+    oracle = reference.paged_attention(q.double(), *rest, mods)
+    assert judge("out", found[0], expected[0], oracle[0]).ok
+    assert torch.equal(found[1].isinf(), expected[1].isinf())
+    assert judge("lse", *(x.nan_to_num(posinf=0.0, neginf=0.0) for x in (found[1], expected[1], oracle[1]))).ok
+    assert torch.equal(found[0][-1], torch.zeros_like(q[-1]))
+    assert torch.equal(found[1][-1], mods.sinks)
 
 
 def test_fp64() -> None:

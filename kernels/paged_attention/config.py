@@ -24,7 +24,7 @@ _INTERPRETED = 32  # keys, for both: small tests cross borders
 
 
 class Problem(NamedTuple):
-    """What the host knows of a call. ``max_query_len`` is None where it knows no bound."""
+    """What the host knows of a call. Bounds, None where it knows none, are powers of two: few in a server's life."""
 
     arch: str
     slots: int  # multiprocessors
@@ -42,7 +42,7 @@ class Problem(NamedTuple):
     prefix: bool
     tree: bool
     invariant: bool
-    max_query_len: int | None
+    max_rows: int | None  # of a sequence: queries times ``group``
     max_seq_len: int | None
 
 
@@ -89,9 +89,8 @@ def tile_classes(problem: Problem) -> tuple[TileClass, ...]:
     if problem.q_dtype == torch.float32 and not interpreted:
         return (TileClass(_fp32(problem), 0, None),)
     least, most = (4, 16) if interpreted else (16, 64)
-    if problem.max_query_len is not None and problem.max_query_len * problem.group <= most:
-        rows = triton.next_power_of_2(problem.max_query_len * problem.group)
-        return (TileClass(_tile(problem, max(least, rows)), 0, None),)
+    if problem.max_rows is not None and problem.max_rows <= most:
+        return (TileClass(_tile(problem, max(least, problem.max_rows)), 0, None),)
     long = 16 if interpreted else 128
     short = max(least, triton.next_power_of_2(problem.group))
     if short > most:  # no sequence has as few rows

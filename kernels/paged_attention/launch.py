@@ -30,34 +30,35 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan on the device, and the number in ``_planned`` of the calls that it is for."""
+    """A plan on the device, and the calls that it is for."""
 
-    key: int
+    problem: Problem
     data: torch.Tensor
 
     @property
-    def problem(self) -> Problem:
-        return _planned[self.key]
+    def key(self) -> int:
+        """What stands for ``problem`` where an op is called, which cannot take the problem itself."""
+        return hash(self.problem) & _KEY_BITS
 
 
-# Every problem that a plan was made for; an op takes its number, because it cannot take the problem itself.
-_planned: dict[int, Problem] = {}
-_numbers: dict[Problem, int] = {}
+_KEY_BITS = 2**62 - 1
+_KEPT_PROBLEMS = 1024
+_recent: dict[int, Problem] = {}  # by key, for messages
 
 
 def _check_plan(key: int, asked: Problem) -> None:
     """ValueError where the plan ``key`` was made for another call."""
-    made = _planned[key]
-    if asked is made or asked == made:
+    if key == hash(asked) & _KEY_BITS:
         return
+    made = _recent.get(key, asked)
     wrong = [
         f"{name}={getattr(asked, name)} (plan: {getattr(made, name)})"
         for name in Problem._fields
         if getattr(asked, name) != getattr(made, name)
     ]
     raise ValueError(
-        f"paged_attention: plan was made for another call: {', '.join(wrong)}; pass plan_attention the same arguments, "
-        "or leave plan out"
+        f"paged_attention: plan was made for another call: {', '.join(wrong) or 'an earlier one'}; pass plan_attention "
+        "the same arguments, or leave plan out"
     )
 
 
@@ -66,13 +67,14 @@ def _problem(
 ) -> Problem:
     q, k_cache, v_cache, block_tables, seq_lens, _ = tensors
     kv_heads = k_cache.shape[1]
+    group = q.shape[1] // kv_heads
     return Problem(
         device.architecture(q.device),
         device.program_slots(q.device),
         q.shape[0],
         seq_lens.shape[0],
         block_tables.shape[1] * k_cache.shape[2],
-        q.shape[1] // kv_heads,
+        group,
         kv_heads,
         q.shape[2],
         v_cache.shape[3],
@@ -83,8 +85,8 @@ def _problem(
         mods.prefix_lens is not None,
         mods.tree_mask is not None,
         invariant,
-        max_query_len,
-        max_seq_len,
+        None if max_query_len is None else triton.next_power_of_2(max_query_len * group),
+        None if max_seq_len is None else triton.next_power_of_2(max_seq_len),
     )
 
 
@@ -93,9 +95,11 @@ def make_plan(
 ) -> Plan:
     """The plan of :func:`paged_attention_fwd` for checked input; what it points to is not read but for lengths."""
     problem = _problem(tensors, mods, invariant, max_query_len, max_seq_len)
-    key = _numbers.setdefault(problem, len(_numbers))
-    _planned[key] = problem
-    return Plan(key, _make_plan(problem, tensors[4], tensors[5], mods.prefix_lens))
+    plan = Plan(problem, _make_plan(problem, tensors[4], tensors[5], mods.prefix_lens))
+    if len(_recent) >= _KEPT_PROBLEMS:
+        _recent.clear()
+    _recent[plan.key] = problem
+    return plan
 
 
 def _make_plan(
