@@ -90,8 +90,7 @@ def plan(settings: Settings) -> list[Measurement]:
         names = PEER_NAMES[:1] if settings.short else PEER_NAMES
         those = [peers[name] for name in names if name in peers and peers[name].takes(step)]
         rows += [paged.row(settings, step, TIME, peer, PEERS) for peer in those]
-        modes = [paged.INVARIANT] if settings.short else paged.MODES
-        rows += [paged.row(settings, step, TIME, paged.own(settings, mode)) for mode in modes]
+        rows += [paged.row(settings, step, TIME, paged.own(settings, mode)) for mode in paged.MODES]
     if settings.cuda and not settings.dry:  # elsewhere there is no graph to compare with
         rows.append(paged.gap_row(settings, GAP, peers.get(paged_peers.VLLM, paged.own(settings, paged.UNPLANNED))))
     return rows

@@ -60,6 +60,52 @@ def test_agrees_with_the_reference(case: Case, impl: str) -> None:
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_blocks_that_all_windows_have_left_are_free(impl: str, invariant: bool, block_size: int) -> None:
+    """Their entries may name anything, and what they held may be somebody else's, or NaN."""
+    window = 9
+    steps = {"context": (70, 0, 39, 33), "queries": (1, 12, 6, 2)}
+    sizes = {**DECODE.sizes, "block_size": block_size}
+    x = _inputs(Case("windows", torch.float32, sizes, {**steps, "window": window}))
+    whole = paged_attention(**x, window=window, impl="reference")
+    tables = x["block_tables"]
+    for s, context in enumerate(steps["context"]):
+        left = max(0, context - window + 1) // block_size
+        x["kv_cache"][tables[s, :left].long()] = float("nan")
+        tables[s, :left] = (-1, 2**31 - 1)[s % 2]
+    found = paged_attention(**x, window=window, invariant=invariant, impl=impl)
+    oracle = paged_attention(**registry.to_double(x), window=window, impl="reference")
+    verdict = judge("out", found, whole, oracle)
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("sink", [-float("inf"), 0.0])
+def test_sinks_that_are_off_and_scores_that_are_small(impl: str, sink: float) -> None:
+    """A soft-cap far above the scores bends nothing: its tanh must keep their digits."""
+    x = _inputs(MIXED)
+    options: dict[str, Any] = {"softcap": 1000.0, "sinks": torch.full((x["q"].shape[1],), sink, device=DEVICE)}
+    found = paged_attention(**x, **options, impl=impl)
+    low = paged_attention(**x, **options, impl="reference")
+    oracle = paged_attention(**registry.to_double({**x, **options}), impl="reference")
+    verdict = judge("out", found, low, oracle)
+    assert verdict.ok, verdict
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_windows_beyond_all_keys_and_scales_of_any_shape(impl: str) -> None:
+    x = _inputs(MIXED)
+    full = paged_attention(**x, causal=False, impl=impl)
+    for window in (10**5, 2**31 - 1, 2**40):
+        assert torch.equal(paged_attention(**x, causal=False, window=window, impl=impl), full)  # type: ignore[arg-type]
+    codes = {**x, "kv_cache": x["kv_cache"].nan_to_num().mul(30).to(torch.int8)}
+    one, cube = (torch.full(shape, 0.02, device=DEVICE) for shape in ((1,), (1, 1, 1)))
+    flat = paged_attention(**codes, k_scale=one, v_scale=one, impl=impl)
+    assert torch.equal(paged_attention(**codes, k_scale=cube, v_scale=cube, impl=impl), flat)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("invariant", [False, True])
 def test_what_a_sequence_does_not_own_never_matters(impl: str, invariant: bool) -> None:
     """Free blocks, the slots behind a sequence's end, the tail of its table and padding rows may hold anything."""
     x = _inputs(MIXED)

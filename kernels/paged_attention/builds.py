@@ -102,7 +102,7 @@ def _features(args: dict[str, Any], case: Case) -> list[str]:
             found += [f"h{args['V_SIZE']}", _NAMES[case.dtype], f"scales{args['V_SCALES']}"]
             return found + (["sinks"] if args["sinks_ptr"] is not None else [])
         masks = {"window": args["window"] is not None, "prefix": args["prefix_lens_ptr"] is not None}
-        masks |= {"tree": args["TREE"], "two": args["long"] is not None, "quanta": args["QUANTA"]}
+        masks |= {"tree": args["TREE"], "quanta": args["QUANTA"]}
         return found + [name for name, asked in masks.items() if asked] + ([] if args["CAUSAL"] else ["full"])
     sizes = {args["HEAD_SIZE"], args["V_SIZE"]}
     found = [f"h{'x'.join(map(str, sorted(sizes, reverse=True)))}", f"g{args['GROUP']}", f"p{args['PAGE_SIZE']}"]

@@ -98,6 +98,7 @@ CASES = (
     _built("llama8b-fp8-rows-bf16", _BF16, (32, 8, 128), 16, cache=_FP8, scales="token"),
     _built("llama8b-fp8-rows-fp16", _FP16, (32, 8, 128), 16, cache=_FP8, scales="token"),
     _built("llama8b-fp8-invariant-bf16", _BF16, (32, 8, 128), 16, cache=_FP8, scales="tensor", invariant=True),
+    _built("llama8b-fp8-rows-invariant-bf16", _BF16, (32, 8, 128), 16, cache=_FP8, scales="token", invariant=True),
     _built("llama8b-int8-bf16", _BF16, (32, 8, 128), 16, cache=torch.int8, scales="token"),
     _built("llama8b-mixed-fp16", _FP16, (32, 8, 128), 16, cache=_BF16),
     _built("llama8b-wide-fp32", _FP32, (32, 8, 128), 16, cache=_BF16),

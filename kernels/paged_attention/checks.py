@@ -9,6 +9,7 @@ P table columns.
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import torch
@@ -64,7 +65,7 @@ def check(
     refused = mods.refused(k_cache.dtype)
     if refused is not None:
         raise ValueError(f"paged_attention refuses {refused}: {REFUSED[refused]}")
-    if not mods.scale > 0:
+    if not 0 < mods.scale < math.inf:
         raise ValueError(f"paged_attention: scale is {mods.scale}: expected a positive number, such as H ** -0.5")
     if mods.window is not None and mods.window < 1:
         raise ValueError(f"paged_attention: window is {mods.window}: expected at least 1 key, or None for no window")
@@ -129,7 +130,7 @@ def check_contents(
                 f"columns, not {mods.tree_mask.shape[1]}"
             )
     if busy:
-        _check_tables(block_tables, busy, num_blocks, block_size)
+        _check_tables(block_tables, busy, num_blocks, block_size, mods.window)
     if mods.prefix_lens is not None:
         for s, prefix in enumerate(mods.prefix_lens.tolist()):
             if prefix < 0:
@@ -241,9 +242,12 @@ def _check_bounded(s: int, what: str, given: int, name: str, bound: int | None) 
         raise ValueError(f"paged_attention: sequence {s} has {given} {what}: more than {name}, {bound}")
 
 
-def _check_tables(block_tables: torch.Tensor, busy: list[tuple[int, int, int]], blocks: int, block_size: int) -> None:
-    """``busy`` lists (sequence, its length, its queries)."""
+def _check_tables(
+    block_tables: torch.Tensor, busy: list[tuple[int, int, int]], blocks: int, block_size: int, window: int | None
+) -> None:
+    """``busy`` lists (sequence, its length, its queries). Pages that no query's window reaches may be anything."""
     columns = block_tables.shape[1]
+    reach = [0 if window is None else max(0, length - queries - window + 1) for _, length, queries in busy]
     pages = [-(-length // block_size) for _, length, _ in busy]
     for (s, length, _), needed in zip(busy, pages):
         if needed > columns:
@@ -252,11 +256,13 @@ def _check_tables(block_tables: torch.Tensor, busy: list[tuple[int, int, int]], 
                 f"with at least {needed} columns, not {columns}"
             )
     tables = block_tables[[s for s, _, _ in busy]]
-    used = torch.arange(columns, device=tables.device) < torch.tensor(pages, device=tables.device)[:, None]
+    column = torch.arange(columns, device=tables.device)
+    ends = torch.tensor([pages, [key // block_size for key in reach]], device=tables.device).unsqueeze(-1)
+    used = (column < ends[0]) & (column >= ends[1])
     wrong = (used & ((tables < 0) | (tables >= blocks))).nonzero()
     if len(wrong):
-        row, column = wrong[0].tolist()
+        row, page = wrong[0].tolist()
         raise ValueError(
-            f"paged_attention: block_tables[{busy[row][0]}, {column}] names block {int(tables[row, column])}: "
+            f"paged_attention: block_tables[{busy[row][0]}, {page}] names block {int(tables[row, page])}: "
             f"expected 0 to {blocks - 1}, the blocks of kv_cache"
         )

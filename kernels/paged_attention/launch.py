@@ -68,12 +68,16 @@ def _problem(
     q, k_cache, v_cache, block_tables, seq_lens, _ = tensors
     kv_heads = k_cache.shape[1]
     group = q.shape[1] // kv_heads
+    max_keys = block_tables.shape[1] * k_cache.shape[2]
+    window = mods.window
+    if window is not None and window >= max_keys + q.shape[0]:
+        window = None  # it holds every key, and sums with it stay within 32 bits
     return Problem(
         device.architecture(q.device),
         device.program_slots(q.device),
         q.shape[0],
         seq_lens.shape[0],
-        block_tables.shape[1] * k_cache.shape[2],
+        max_keys,
         group,
         kv_heads,
         q.shape[2],
@@ -81,7 +85,7 @@ def _problem(
         q.dtype,
         k_cache.dtype,
         mods.causal,
-        mods.window,
+        window,
         mods.prefix_lens is not None,
         mods.tree_mask is not None,
         invariant,
@@ -108,46 +112,42 @@ def _make_plan(
     lengths = [_dense(query_start_loc), _dense(seq_lens), None if prefix_lens is None else _dense(prefix_lens)]
     data = alloc.empty((sections(problem)[-1].end,), torch.int32, seq_lens.device)
     tensors = (data, *lengths)
-    run, grid = _planning(problem, _kinds(tensors))
-    run.launch(grid, tensors, on=data)
+    for run in _planning(problem, _kinds(tensors)):
+        run.launch((problem.seqs + 1, 1, 1), tensors, on=data)
     return data
 
 
 @functools.lru_cache(4096)
-def _planning(problem: Problem, kinds: tuple[Any, ...]) -> tuple[device.Prepared, tuple[int, int, int]]:
-    found = [_section_args(problem, section) for section in sections(problem)]
+def _planning(problem: Problem, kinds: tuple[Any, ...]) -> tuple[device.Prepared, ...]:
+    return tuple([_planning_of(problem, section) for section in sections(problem)])
+
+
+def _planning_of(problem: Problem, section: Section) -> device.Prepared:
+    config, tiles = section.config, section.tiles
     rest = {
         "num_seqs": problem.seqs,
         "num_tokens": problem.tokens,
         "max_keys": problem.max_keys,
         "window": problem.window,
-        "short": found[0],
-        "long": found[1] if len(found) > 1 else None,
+        "above": tiles.above,
+        "upto": 2**31 - 1 if tiles.upto is None else tiles.upto,
+        "block_m": config.block_m,
+        "unit": config.unit,
+        "reach": max_units(problem, config, 2**31 - config.unit),
+        "smallest": config.smallest_split,
+        "balance": section.balance,
+        "max_slots": section.max_slots,
+        "max_items": section.max_items,
+        "header_at": section.header_at,
+        "items_at": section.items_at,
+        "merges_at": section.merges_at,
         "GROUP": problem.group,
         "CAUSAL": problem.causal,
         "TREE": problem.tree,
         "QUANTA": problem.invariant,
         "BLOCK": _PLAN_BLOCK if problem.arch != device.INTERPRETER else 4,
     }
-    run = device.Prepared(plan_triton._plan_kernel, rest, num_warps=_PLAN_WARPS, num_stages=1, config="plan")
-    return run, (problem.seqs + 1, len(found), 1)
-
-
-def _section_args(problem: Problem, section: Section) -> tuple[int, ...]:
-    config, tiles = section.config, section.tiles
-    return (
-        tiles.above,
-        2**31 - 1 if tiles.upto is None else tiles.upto,
-        config.block_m,
-        config.unit,
-        max_units(problem, config, 2**31 - config.unit),
-        config.smallest_split,
-        section.balance,
-        section.max_slots,
-        section.header_at,
-        section.items_at,
-        section.merges_at,
-    )
+    return device.Prepared(plan_triton._plan_kernel, rest, num_warps=_PLAN_WARPS, num_stages=1, config="plan")
 
 
 class _Layout(NamedTuple):
@@ -238,12 +238,17 @@ def _launches(problem: Problem, layout: _Layout, kinds: tuple[Any, ...]) -> tupl
 
 
 def _launches_of(problem: Problem, section: Section, layout: _Layout) -> _Launches:
-    rows = section.max_slots * problem.kv_heads * section.config.block_m
+    rows = section.max_slots * problem.kv_heads * section.part_rows
+    if layout.page_size * max(layout.k_strides[2], layout.v_strides[2]) >= 2**31:
+        raise ValueError(
+            f"paged_attention: slots of kv_cache are {max(layout.k_strides[2], layout.v_strides[2])} elements apart, "
+            f"{layout.page_size} to a block: expected less than 2^31 elements within a block; put slots further in"
+        )
     attend = _attending(problem, section, layout, rows)
     grid = (section.max_items, problem.kv_heads, 1)
     if not section.max_slots:
         return _Launches(attend, grid, None, (0, 0, 0), 0)
-    merge_grid = (section.max_merges, problem.kv_heads, min(_MERGE_ROWS, section.config.block_m))
+    merge_grid = (section.max_merges, problem.kv_heads, min(_MERGE_ROWS, section.part_rows))
     merge = _merging(problem, section, layout, rows)
     return _Launches(attend, grid, merge, merge_grid, rows * (problem.v_size + 2))
 
@@ -275,6 +280,7 @@ def _attending(problem: Problem, section: Section, layout: _Layout, part_rows: i
         "BLOCK_N": config.block_n,
         "BLOCK_H": max(16, triton.next_power_of_2(problem.head_size)),
         "BLOCK_V": max(16, triton.next_power_of_2(problem.v_size)),
+        "PART_ROWS": section.part_rows,
         "QUANTUM": config.quantum,
         "CAUSAL": problem.causal,
         "K_SCALES": _scales(layout.k_scales),
@@ -300,7 +306,7 @@ def _merging(problem: Problem, section: Section, layout: _Layout, part_rows: int
         "out_strides": (problem.group * problem.kv_heads * problem.v_size, problem.v_size),
         "GROUP": problem.group,
         "V_SIZE": problem.v_size,
-        "BLOCK_M": section.config.block_m,
+        "PART_ROWS": section.part_rows,
         "BLOCK_V": max(16, triton.next_power_of_2(problem.v_size)),
         "BLOCK_P": 1 if problem.invariant else _MERGE_PARTS,
         "QUANTA": problem.invariant,
@@ -325,7 +331,7 @@ def _product(problem: Problem, tf32: bool) -> tuple[bool, str]:
 def _scale_strides(scale: torch.Tensor | None) -> tuple[int, ...] | None:
     if scale is None:
         return None
-    return () if scale.numel() == 1 and scale.dim() < 3 else scale.stride()
+    return () if scale.numel() == 1 else scale.stride()
 
 
 def _scales(strides: tuple[int, ...] | None) -> int:

@@ -56,7 +56,7 @@ def paged_attention(
         kv_cache: [num_blocks, K, block_size, H + Hv], keys and values side by side, or a pair (keys [..., H], values
             [..., Hv]); N a multiple of K; any strides but the last, which is 1: other engines' layouts are views. fp16,
             bf16, fp32 (with q in fp32), float8_e4m3fn or int8. Slots that no sequence owns may hold anything, NaN
-            included.
+            included; what a sequence owns is finite.
         block_tables: [S, max_blocks] int32, the blocks of each sequence in order; entries past its length are not read.
         seq_lens: [S] int32, cached tokens of each sequence, this step's included.
         query_start_loc: [S + 1] int32, where each sequence's queries start in q, and where the last one's end; a
@@ -89,7 +89,7 @@ def paged_attention(
 
     Raises ValueError for input that does not fit together, RuntimeError when a gradient would be needed.
     """
-    k_cache, v_cache = split_cache(kv_cache, q.shape[-1])
+    k_cache, v_cache = _split_checked(kv_cache, q)
     mods = Mods(
         q.shape[-1] ** -0.5 if scale is None else scale,
         *(causal, window, softcap, sinks, alibi_slopes, prefix_lens, tree_mask, k_scale, v_scale),
@@ -125,7 +125,7 @@ def plan_attention(
 
     Returns None where no kernel would run; ``plan=None`` is what such calls take.
     """
-    k_cache, v_cache = split_cache(kv_cache, q.shape[-1])
+    k_cache, v_cache = _split_checked(kv_cache, q)
     mods = Mods(1.0, causal, window, prefix_lens=prefix_lens, tree_mask=tree_mask)
     if not _choose(q, k_cache, v_cache, impl).triton:
         return None
@@ -172,6 +172,15 @@ def split_cache(kv_cache: Cache, head_size: int) -> tuple[torch.Tensor, torch.Te
         return kv_cache[..., :head_size], kv_cache[..., head_size:]
     k_cache, v_cache = kv_cache
     return k_cache, v_cache
+
+
+def _split_checked(kv_cache: Cache, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """ValueError where no head size can be read off q, and for a cache that is neither a tensor nor a pair."""
+    if q.dim() != 3 or not q.shape[-1]:
+        raise ValueError(f"paged_attention: q has shape {tuple(q.shape)}: expected [tokens, heads, head size], not 0")
+    if not isinstance(kv_cache, torch.Tensor) and len(kv_cache) != 2:
+        raise ValueError(f"paged_attention: kv_cache has {len(kv_cache)} parts: expected one tensor, or (keys, values)")
+    return split_cache(kv_cache, q.shape[-1])
 
 
 def _choose(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, impl: str) -> Choice:

@@ -5,8 +5,9 @@ every item is a program for each KV head. Long sequences are cut into several it
 equally long, and their partial results are merged. How many items there are follows from lengths that only the device
 knows, but no more than ``max_items``: the launch's grid is constant, and programs behind the last item leave at once.
 
-In fast mode a sequence is cut into ranges of ``chunk`` blocks of keys. In invariant mode, where it may only be cut at
-multiples of the quantum, it is cut at all of them or not at all, and both give the same bits.
+In fast mode a sequence that is longer than a fair share is cut into equal ranges of blocks of keys. In invariant mode,
+where it may only be cut at multiples of the quantum, it is cut at all of them or not at all, and both give the same
+bits. What was cut comes first, and a sequence's tiles with the most keys: short items at the end leave few idle.
 
 ``_plan_kernel`` (``plan_triton.py``) makes the plan; :func:`make_plan_on_host` is its twin in plain Python.
 
@@ -28,7 +29,8 @@ HEADER = 8  # integers: how many items and merges there are
 ITEM = 8  # q_start, q_len, seq_len, seq, first_row, kv_begin, kv_end, slot
 MERGE = 8  # q_start, q_len, first_row, the first slot, how many slots
 WHOLE, IDLE = -1, -2  # in place of a slot: the only item of its rows; nothing to do
-_INVARIANT_SLOTS = 8  # partial results, for each program that runs at once
+_WAVES = 3  # items for each program that runs at once, so that the last ones leave few idle
+_INVARIANT_SLOTS = 3  # partial results of whole tiles, for each item of a fair share
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,11 @@ class Section:
     """One class of a plan: bounds, and where its parts begin in the plan's data (in integers)."""
 
     tiles: TileClass
-    balance: int  # programs for each KV head that run at once
+    balance: int  # fair shares that the work of a KV head is cut into
     max_items: int
     max_merges: int
     max_slots: int
+    part_rows: int  # of a tile, that any sequence fills
     header_at: int
     items_at: int
     merges_at: int
@@ -57,18 +60,20 @@ def sections(problem: Problem) -> tuple[Section, ...]:
     at = 0
     for tiles in tile_classes(problem):
         config = tiles.config
-        balance = triton.cdiv(problem.slots * config.per_sm, problem.kv_heads)
+        part_rows = config.block_m if problem.max_rows is None else min(config.block_m, problem.max_rows)
+        balance = max(1, _WAVES * problem.slots * config.per_sm // problem.kv_heads)
         if not _may_split(problem, config):
             balance = 0
         max_tiles = problem.seqs + 1  # the padding too
         if tiles.upto is None or tiles.upto > config.block_m:
             max_tiles += problem.tokens * problem.group // config.block_m
-        max_slots = balance * (_INVARIANT_SLOTS if config.quantum else 2)
+        max_slots = balance * (_INVARIANT_SLOTS * config.block_m // part_rows if config.quantum else 2)
         max_items = max_tiles + (max_slots if config.quantum else balance)
         items_at = at + HEADER
         merges_at = items_at + max_items * ITEM
         end = merges_at + balance * MERGE
-        found.append(Section(tiles, balance, max_items, balance, max_slots, at, items_at, merges_at, end))
+        where = (at, items_at, merges_at, end)
+        found.append(Section(tiles, balance, max_items, balance, max_slots, part_rows, *where))
         at = end
     return tuple(found)
 
@@ -109,35 +114,36 @@ def _plan_section(
         units.append(max_units(problem, config, keys))
     work = sum(t * u for t, u in zip(tiles, units))
     fair = max(config.smallest_split, triton.cdiv(work, section.balance)) if section.balance else 2**31 - 1
-    chunk = 1 if config.quantum else fair
+    splits, slots = [], 0
+    for t, u in zip(tiles, units):
+        wanted = (u if config.quantum else triton.cdiv(u, fair)) if u > fair and t else 1
+        slots += t * wanted if wanted > 1 else 0
+        splits.append(wanted if slots <= section.max_slots else 1)
     items = merges = slots = 0
-    for s, keys in enumerate(lens):
-        splits = triton.cdiv(units[s], chunk) if units[s] > fair and tiles[s] else 1
-        needed = tiles[s] * splits if splits > 1 else 0
-        if slots + needed > section.max_slots:
-            splits = 1
+    for s in sorted(range(len(lens)), key=lambda s: splits[s] == 1):
+        chunk = triton.cdiv(units[s], splits[s])
         q_start, q_len = starts[s], starts[s + 1] - starts[s]
-        for index in range(tiles[s] * splits):
-            t, j = tiles[s] - 1 - index // splits, index % splits  # those with the most keys first
-            tile = _keys_of(problem, config, t * config.block_m, q_len, keys, prefixes[s])
-            begin = tile.begin + j * chunk
-            kv_begin = begin * config.unit
-            kv_end = min((begin + chunk) * config.unit, tile.last_key) if splits > 1 else tile.last_key
-            slot = slots + t * splits + j if splits > 1 else WHOLE
-            if splits > 1 and j >= _parts(tile, chunk):
-                slot = IDLE
-            fields = [q_start, q_len, keys, s, t * config.block_m, kv_begin, kv_end, slot]
+        for index in range(tiles[s] * splits[s]):
+            t, j = tiles[s] - 1 - index // splits[s], index % splits[s]
+            tile = _keys_of(problem, config, t * config.block_m, q_len, lens[s], prefixes[s])
+            kv_begin, kv_end, slot = tile.begin * config.unit, tile.last_key, WHOLE
+            if splits[s] > 1:
+                kv_begin = (tile.begin + j * chunk) * config.unit
+                kv_end = min(kv_begin + chunk * config.unit, tile.last_key)
+                slot = slots + t * splits[s] + j if j < _parts(tile, chunk) else IDLE
+            fields = [q_start, q_len, lens[s], s, t * config.block_m, kv_begin, kv_end, slot]
             at = section.items_at + (items + index) * ITEM
             data[at : at + ITEM] = torch.tensor(fields, dtype=torch.int32)
-        if splits > 1:
-            for t in range(tiles[s]):
-                tile = _keys_of(problem, config, t * config.block_m, q_len, keys, prefixes[s])
-                fields = [q_start, q_len, t * config.block_m, slots + t * splits, _parts(tile, chunk)]
-                at = section.merges_at + (merges + t) * MERGE
-                data[at : at + len(fields)] = torch.tensor(fields, dtype=torch.int32)
-            merges += tiles[s]
-        slots += needed
-        items += tiles[s] * splits
+        items += tiles[s] * splits[s]
+        if splits[s] == 1:
+            continue
+        for t in range(tiles[s]):
+            tile = _keys_of(problem, config, t * config.block_m, q_len, lens[s], prefixes[s])
+            fields = [q_start, q_len, t * config.block_m, slots + t * splits[s], _parts(tile, chunk)]
+            at = section.merges_at + (merges + t) * MERGE
+            data[at : at + len(fields)] = torch.tensor(fields, dtype=torch.int32)
+        merges += tiles[s]
+        slots += tiles[s] * splits[s]
     data[section.header_at] = items
     data[section.header_at + 1] = merges
 

@@ -13,9 +13,9 @@ the others each writes (acc, m, l) to its slot, and ``_merge_kernel`` puts them 
 
 Invariant mode (QUANTUM > 0). Keys are summed up in quanta at fixed positions, each from nothing, and the quanta folded
 into the row's result one after another, by the same instructions whether a program does several of them or the merge
-does. What a row does not see adds exact zeros. So a row's bits depend on its own keys only. Two things keep the
-compiler from telling the ways apart: every tile runs through the one masked loop, and ``_fold`` spells out which
-product and sum are fused.
+does. What a row does not see adds exact zeros, if it is finite. So a row's bits depend on its own keys only. Two things
+keep the compiler from telling the ways apart: every tile runs through the one masked loop, and ``_fold`` spells out
+which product and sum are fused.
 
 Letters: T tokens, S sequences, N query heads, K KV heads, G = N / K, H head size of q and k, Hv of v, B block size of
 the cache.
@@ -76,8 +76,11 @@ def _finite(m):
 
 @triton.jit
 def _softcap(s, cap):
-    """cap * tanh(s / cap)"""
-    return cap * (1.0 - 2.0 / (1.0 + tl.exp2(s * (2.0 * _LOG2E / cap))))
+    """cap * tanh(s / cap). Near 0, where the exponential form would lose all digits, by tanh's power series."""
+    x = s * (1.0 / cap)
+    y = x * x
+    near = s * (1.0 + y * (-1.0 / 3.0 + y * (2.0 / 15.0 - y * (17.0 / 315.0))))
+    return tl.where(y < 0.02, near, cap * (1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * _LOG2E)))))
 
 
 @triton.jit
@@ -132,6 +135,7 @@ def _attend(
     q,  # [BLOCK_M, BLOCK_H]
     begin,
     end,
+    kv_low,  # what lies before belongs to nobody any more; None without a window
     kv_end,
     k_ptr,  # the KV head's keys
     v_ptr,
@@ -175,6 +179,8 @@ def _attend(
     for start in tl.range(begin, end, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         mask_n = offs_n < kv_end
+        if kv_low is not None:
+            mask_n = mask_n & (offs_n >= kv_low)
         if PAGE_SIZE % BLOCK_N == 0:  # the tile lies within a page
             page = tl.load(table_ptr + start // PAGE_SIZE).to(tl.int64)
         elif MASKED:
@@ -205,11 +211,12 @@ def _attend(
         v = _load(v_ptr + v_rows[:, None] + offs_v[None, :], mask_n[:, None], mask_v, MASKED, BLOCK_V != V_SIZE)
         acc = acc * correction[:, None]
         if V_SCALES == TOKEN_SCALES:
-            v_scales = _token_scales(v_scale_ptr, v_scale_strides, page, offset, mask_n, MASKED)
-            # As shares of the largest: small scales would leave fp16's range.
-            largest = tl.max(v_scales, 0)
-            p *= (v_scales / tl.where(largest == 0.0, 1.0, largest))[None, :]
-            acc += _dot(p.to(q.dtype), _widen(v, q.dtype), PRECISION, UPCAST) * largest
+            p *= _token_scales(v_scale_ptr, v_scale_strides, page, offset, mask_n, MASKED)[None, :]
+        if V_SCALES == TOKEN_SCALES and q.dtype == tl.float16:
+            # As shares of the row's largest: small scales would leave fp16's range.
+            largest = tl.max(p, 1)
+            p *= (1.0 / tl.where(largest == 0.0, 1.0, largest))[:, None]
+            acc += _dot(p.to(q.dtype), _widen(v, q.dtype), PRECISION, UPCAST) * largest[:, None]
         else:
             acc += _dot(p.to(q.dtype), _widen(v, q.dtype), PRECISION, UPCAST)
     return m, l, acc
@@ -232,8 +239,9 @@ def _finish(m, l, acc, sinks, v_scale):  # noqa: E741
     """(out, lse) of whole sums; ``sinks`` are scores in base 2, or None."""
     if sinks is not None:
         m_next = tl.maximum(m, sinks)
-        correction = tl.exp2(m - m_next)
-        l = tl.fma(l, correction, tl.exp2(sinks - m_next))  # noqa: E741
+        top = _finite(m_next)
+        correction = tl.exp2(m - top)
+        l = tl.fma(l, correction, tl.exp2(sinks - top))  # noqa: E741
         acc = acc * tl.expand_dims(correction, -1)
         m = m_next
     total = tl.where(l == 0.0, 1.0, l)  # of a row that has seen nothing: out is 0, and m says -inf
@@ -260,14 +268,14 @@ def _paged_attention_fwd_kernel(
     plan_ptr,
     out_ptr,  # [T, N, Hv]
     lse_ptr,  # [T, N]
-    part_ptr,  # [slots, K, BLOCK_M, Hv] and behind it [slots, K, BLOCK_M, 2] fp32, or None where nothing is split
+    part_ptr,  # [slots, K, PART_ROWS, Hv] and behind it [slots, K, PART_ROWS, 2] fp32, or None: nothing is split
     sinks_ptr,  # [N], or None
     slopes_ptr,  # [N], or None
     prefix_lens_ptr,  # [S], or None
     tree_ptr,  # [T, W], or None
     k_scale_ptr,  # [] or [blocks, K, B], or None
     v_scale_ptr,
-    part_rows,  # slots * K * BLOCK_M
+    part_rows,  # slots * K * PART_ROWS
     header_at,
     items_at,
     scale,  # in base 2, unless there is a softcap
@@ -290,6 +298,7 @@ def _paged_attention_fwd_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr,  # HEAD_SIZE rounded up to a power of two
     BLOCK_V: tl.constexpr,
+    PART_ROWS: tl.constexpr,  # of a tile, that any sequence fills
     QUANTUM: tl.constexpr,  # 0 in fast mode
     CAUSAL: tl.constexpr,
     K_SCALES: tl.constexpr,
@@ -320,7 +329,7 @@ def _paged_attention_fwd_kernel(
     row = tl.minimum(row, q_len * GROUP - 1)  # so that rows behind the last ask for nothing that the last does not
     token = row // GROUP
     where = (q_start + token).to(tl.int64)
-    head = kv_head * GROUP + row % GROUP
+    head = (kv_head * GROUP + row % GROUP).to(tl.int64)
     DTYPE: tl.constexpr = tl.float32 if WIDE else q_ptr.dtype.element_ty
     q_ptrs = q_ptr + (where * q_strides[0] + head * q_strides[1])[:, None] + offs_h[None, :]
     q = tl.load(q_ptrs, mask=mask_m[:, None] & (offs_h < HEAD_SIZE)[None, :], other=0.0).to(DTYPE)
@@ -353,14 +362,19 @@ def _paged_attention_fwd_kernel(
     v_scale_steps = (v_scale_strides[0], v_scale_strides[2])
     scale = scale * _one_scale(k_scale_ptr, K_SCALES)
 
+    kv_low = None
+    if window is not None:
+        kv_low = context + first_row // GROUP - window + 1
+
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)  # noqa: E741
     acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
     if QUANTUM > 0:
         nothing = m
         for first in tl.range(kv_begin, kv_end, QUANTUM, num_stages=1):
+            end = tl.minimum(first + QUANTUM, kv_end)
             m_part, l_part, acc_part = _attend(
-                nothing, tl.zeros_like(l), tl.zeros_like(acc), q, first, tl.minimum(first + QUANTUM, kv_end), kv_end,
+                nothing, tl.zeros_like(l), tl.zeros_like(acc), q, first, end, kv_low, kv_end,
                 k_ptr, v_ptr, table_ptr, k_scales_ptr, v_scales_ptr, k_steps, v_steps, k_scale_steps, v_scale_steps,
                 position, context, prefix, window, tree_ptrs, tree_width, scale, softcap, slopes,
                 HEAD_SIZE, V_SIZE, PAGE_SIZE, BLOCK_N, BLOCK_H, BLOCK_V, CAUSAL, K_SCALES, V_SCALES, PRECISION, UPCAST,
@@ -390,7 +404,7 @@ def _paged_attention_fwd_kernel(
             begin = kv_begin if stretch == 0 else free_begin if stretch == 1 else free_end
             end = tl.minimum(free_begin, kv_end) if stretch == 0 else free_end if stretch == 1 else kv_end
             m, l, acc = _attend(  # noqa: E741
-                m, l, acc, q, begin, end, kv_end,
+                m, l, acc, q, begin, end, kv_low, kv_end,
                 k_ptr, v_ptr, table_ptr, k_scales_ptr, v_scales_ptr, k_steps, v_steps, k_scale_steps, v_scale_steps,
                 position, context, prefix, window, tree_ptrs, tree_width, scale, softcap, slopes,
                 HEAD_SIZE, V_SIZE, PAGE_SIZE, BLOCK_N, BLOCK_H, BLOCK_V, CAUSAL, K_SCALES, V_SCALES, PRECISION, UPCAST,
@@ -407,7 +421,7 @@ def _paged_attention_fwd_kernel(
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
         tl.store(lse_ptr + where * (tl.num_programs(1) * GROUP) + head, lse, mask=mask_m)
     elif part_ptr is not None:
-        part = (slot.to(tl.int64) * tl.num_programs(1) + kv_head) * BLOCK_M + offs_m
+        part = (slot.to(tl.int64) * tl.num_programs(1) + kv_head) * PART_ROWS + offs_m
         tl.store(part_ptr + part[:, None] * V_SIZE + offs_v[None, :], acc, mask=mask)
         ml_ptrs = part_ptr + part_rows.to(tl.int64) * V_SIZE + part * 2
         tl.store(ml_ptrs, m, mask=mask_m)
@@ -428,7 +442,7 @@ def _merge_kernel(
     out_strides,
     GROUP: tl.constexpr,
     V_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    PART_ROWS: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_P: tl.constexpr,  # parts at a time; 1 in invariant mode
     QUANTA: tl.constexpr,
@@ -449,18 +463,18 @@ def _merge_kernel(
     offs_p = tl.arange(0, BLOCK_P)
     offs_v = tl.arange(0, BLOCK_V)
     mask_v = offs_v < V_SIZE
-    for i in tl.range(tl.program_id(2), tl.minimum(BLOCK_M, rows - first_row), tl.num_programs(2)):
+    for i in tl.range(tl.program_id(2), tl.minimum(PART_ROWS, rows - first_row), tl.num_programs(2)):
         m = tl.full((), float("-inf"), tl.float32)
         l = tl.full((), 0.0, tl.float32)  # noqa: E741
         acc = tl.zeros((BLOCK_V,), tl.float32)
         for first in tl.range(0, parts, BLOCK_P):
             if QUANTA:
-                part = ((slot + first) * kv_heads + kv_head) * BLOCK_M + i
+                part = ((slot + first) * kv_heads + kv_head) * PART_ROWS + i
                 acc_part = tl.load(part_ptr + part * V_SIZE + offs_v, mask=mask_v, other=0.0)
                 m_part, l_part = tl.load(ml_ptr + part * 2), tl.load(ml_ptr + part * 2 + 1)
                 m, l, acc = _fold(m, l, acc, m_part, l_part, acc_part)  # noqa: E741
             else:
-                part = ((slot + first + offs_p) * kv_heads + kv_head) * BLOCK_M + i
+                part = ((slot + first + offs_p) * kv_heads + kv_head) * PART_ROWS + i
                 mask_p = first + offs_p < parts
                 m_part = tl.load(ml_ptr + part * 2, mask=mask_p, other=float("-inf"))
                 l_part = tl.load(ml_ptr + part * 2 + 1, mask=mask_p, other=0.0)
@@ -473,7 +487,7 @@ def _merge_kernel(
                 acc = acc * correction + tl.sum(acc_part * weight[:, None], 0)
                 m = m_next
         row = first_row + i
-        head = kv_head * GROUP + row % GROUP
+        head = (kv_head * GROUP + row % GROUP).to(tl.int64)
         where = (q_start + row // GROUP).to(tl.int64)
         sinks = None
         if sinks_ptr is not None:
