@@ -83,14 +83,14 @@ def plan(settings: Settings) -> list[Measurement]:
         return rows + [paged.row(settings, step, TIME, packed) for step in found]
     peers = paged_peers.peers(settings)
     rows = []
-    for step in found:
-        if settings.short and not step.short:
-            continue  # there for the launch gap
+    timed = [step for step in found if step.short or not settings.short]  # the rest is there for the launch gap
+    for step in timed:
         rows.append(paged.row(settings, step, TIME, paged.COPY, copy_target(step)))
         names = PEER_NAMES[:1] if settings.short else PEER_NAMES
         those = [peers[name] for name in names if name in peers and peers[name].takes(step)]
         rows += [paged.row(settings, step, TIME, peer, PEERS) for peer in those]
-        rows += [paged.row(settings, step, TIME, paged.own(settings, mode)) for mode in paged.MODES]
+        modes = [paged.INVARIANT] if settings.short and step is not timed[0] else paged.MODES
+        rows += [paged.row(settings, step, TIME, paged.own(settings, mode)) for mode in modes]
     if settings.cuda and not settings.dry:  # elsewhere there is no graph to compare with
         rows.append(paged.gap_row(settings, GAP, peers.get(paged_peers.VLLM, paged.own(settings, paged.UNPLANNED))))
     return rows

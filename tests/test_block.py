@@ -205,8 +205,8 @@ def test_configs_that_no_forward_could_take_are_refused(change: dict[str, Any], 
 def test_what_cannot_be_served_is_refused_at_once():
     with pytest.raises(ValueError, match=r"would drop activations: call model\.eval"):
         Engine(ParallelTransformer(dataclasses.replace(CONFIG, residual_dropout=0.1)), num_blocks=8)
-    with pytest.raises(ValueError, match="attention_window=4: attention over a cache"):
-        Engine(ParallelTransformer(dataclasses.replace(CONFIG, attention_window=4)).eval(), num_blocks=8)
+    with pytest.raises(ValueError, match="kv_dtype='fp4': expected None or one of fp8, int8"):
+        Engine(ParallelTransformer(CONFIG).eval(), num_blocks=8, kv_dtype="fp4")
 
 
 def test_gemmas_norms_start_where_their_weights_are_kept():

@@ -201,10 +201,10 @@ def _line_with(words: str, text: str) -> str:
 @pytest.mark.parametrize(
     ("question", "complaint"),
     [
-        ({"op": "nonesuch"}, "no op called 'nonesuch': known are dgrad_act"),
+        ({"op": "nonesuch"}, "no op called 'nonesuch': known are copy_blocks, dgrad_act"),
         ({"op": "linear_act", "target": "sm_91"}, "no target called 'sm_91': known are sm_80, sm_90"),
-        ({}, "name one op (dgrad_act"),
-        ({"op": "linear_act", "all_ops": True}, "name one op (dgrad_act"),
+        ({}, "name one op (copy_blocks"),
+        ({"op": "linear_act", "all_ops": True}, "name one op (copy_blocks"),
         ({"op": "linear_act", "jobs": 0}, "jobs=0: expected at least 1"),
     ],
 )

@@ -169,21 +169,22 @@ def test_attention_takes_positions_per_token_or_shared():
     assert (attention(x, positions=torch.arange(6) * 3) - default).abs().max() > 1e-4
 
 
-def test_attention_hands_rotated_heads_to_a_cache():
-    attention = ParallelAttention(16, 4, 2, layer_index=3)
+def test_attention_hands_its_heads_and_their_rotation_to_a_cache():
+    attention = ParallelAttention(16, 4, 2, layer_index=3, window=6, softcap=9.0, sinks=True)
     x, positions = torch.randn(5, 16), torch.tensor([4, 0, 1, 2, 7])
     seen = {}
 
     class Cache:
-        def attend(self, layer_index, q, k, v, scale):
-            seen.update(layer_index=layer_index, q=q, k=k, v=v, scale=scale)
+        def attend(self, layer_index, q, k, v, **options):
+            seen.update(layer_index=layer_index, q=q, k=k, v=v, **options)
             return q
 
     out = attention(x, positions=positions, cache=Cache())
-    rope = rope_tables(positions, Rotary(4))
-    q, k = apply_rope(attention.q_proj(x).view(5, 4, 4), attention.k_proj(x).view(5, 2, 4), *rope)
-    assert seen["layer_index"] == 3
-    assert seen["scale"] == 0.5
+    q, k = attention.q_proj(x).view(5, 4, 4), attention.k_proj(x).view(5, 2, 4)
+    assert (seen["layer_index"], seen["scale"], seen["interleaved"]) == (3, 0.5, False)
+    assert (seen["window"], seen["softcap"]) == (6, 9.0)
+    assert torch.equal(seen["sinks"], attention.sinks)
+    assert all(map(torch.equal, seen["rope"], rope_tables(positions, Rotary(4))))
     assert torch.equal(seen["q"], q)
     assert torch.equal(seen["k"], k)
     assert torch.equal(seen["v"], attention.v_proj(x).view(5, 2, 4))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from shardfuse.kernels import accuracy
+from shardfuse.kernels.rope import apply_rope
 from shardfuse.layers import ParallelTransformer, TransformerConfig
 from shardfuse.parallel import collectives
 from shardfuse.parallel.mesh import Group, init_mesh, tp_group
@@ -163,7 +164,10 @@ class SoloCache:
         self.kv: list[list[Any]] = [[] for _ in range(config.num_layers)]
         self.logit_indices = torch.tensor([])
 
-    def attend(self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(
+        self, layer_index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, rope: Any, **_: Any
+    ) -> torch.Tensor:
+        q, k = apply_rope(q, k, *rope)
         self.kv[layer_index].append((k, v))
         keys, values = (torch.cat(parts).transpose(0, 1) for parts in zip(*self.kv[layer_index]))
         length, new = keys.shape[1], len(q)

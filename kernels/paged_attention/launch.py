@@ -19,7 +19,7 @@ from .plan import Section, max_units, sections
 
 _LOG2E = math.log2(math.e)
 _PLAN_BLOCK = 128  # sequences, or items, that a program of the plan handles at once
-_PLAN_WARPS = 4
+_PLAN_WARPS = 2
 _MERGE_PARTS = 16  # at a time
 _MERGE_WARPS = 4
 _MERGE_ROWS = 16  # programs for a tile
