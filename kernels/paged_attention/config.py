@@ -109,18 +109,20 @@ def _tile(problem: Problem, rows: int) -> AttentionConfig:
     if arch.startswith("gfx"):  # 64 KiB of shared memory
         if loaded and rows > 32:
             return AttentionConfig(64, 32, 4, 2)
-        return AttentionConfig(rows, 32 if wide else 64, 8 if rows == 128 else 4, 2)
+        return AttentionConfig(rows, 32 if wide else 64, 8 if rows == 128 else 4, 1 if problem.tree else 2)
     if rows <= 32:
         # Five stages, because the look at the table is one: two tiles of keys and of values are under way.
         if arch == "sm_80" and wide:
             return AttentionConfig(rows, 64, 8, 5, per_sm=1)
-        return AttentionConfig(rows, 32 if wide else 64, 8 if arch == "sm_100" and not wide else 4, 5, per_sm=3)
+        if arch == "sm_100" and not wide:
+            return AttentionConfig(rows, 32, 4, 4, per_sm=3)
+        return AttentionConfig(rows, 32 if wide else 64, 4, 5, per_sm=3)
     if arch == "sm_80":
         return AttentionConfig(64 if loaded else rows, 32, 8, 3)
     if wide:
         return AttentionConfig(64, 64, 8, 3, per_sm=1)
-    if problem.tree:
-        return AttentionConfig(64 if arch == "sm_100" else rows, 32, 8, 3, per_sm=1)
+    if problem.tree or _quantised(problem):
+        return AttentionConfig(64, 64 if arch == "sm_100" and not problem.tree else 32, 8, 3, per_sm=1)
     narrow = arch == "sm_100" and max(problem.head_size, problem.v_size) <= 64
     return AttentionConfig(rows, 32 if narrow else 64, rows // 16, 3, per_sm=128 // rows)
 
@@ -142,9 +144,13 @@ def _invariant(problem: Problem) -> AttentionConfig:
         return dataclasses.replace(_fp32(problem), quantum=QUANTUM)
     if arch.startswith("gfx"):
         return AttentionConfig(64, 32, 4, 2, QUANTUM)
-    if _wide(problem):
+    if _wide(problem) or _quantised(problem):
         return AttentionConfig(64 if arch == "sm_90" else 32, 32, 8, 3, QUANTUM)
     return AttentionConfig(64, 32, 8 if arch == "sm_80" else 4, 3, QUANTUM)
+
+
+def _quantised(problem: Problem) -> bool:
+    return problem.kv_dtype.itemsize == 1
 
 
 def _wide(problem: Problem) -> bool:

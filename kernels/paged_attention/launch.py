@@ -20,7 +20,7 @@ from .plan import Section, max_units, sections
 _LOG2E = math.log2(math.e)
 _PLAN_BLOCK = 128  # sequences, or items, that a program of the plan handles at once
 _PLAN_WARPS = 2
-_MERGE_PARTS = 16  # at a time
+_MERGE_ELEMENTS = 2048  # of partial results, at a time
 _MERGE_WARPS = 4
 _MERGE_ROWS = 16  # programs for a tile
 
@@ -299,6 +299,7 @@ def _attending(problem: Problem, section: Section, layout: _Layout, part_rows: i
 
 
 def _merging(problem: Problem, section: Section, layout: _Layout, part_rows: int) -> device.Prepared:
+    block_v = max(16, triton.next_power_of_2(problem.v_size))
     rest = {
         "part_rows": part_rows,
         "header_at": section.header_at,
@@ -307,8 +308,8 @@ def _merging(problem: Problem, section: Section, layout: _Layout, part_rows: int
         "GROUP": problem.group,
         "V_SIZE": problem.v_size,
         "PART_ROWS": section.part_rows,
-        "BLOCK_V": max(16, triton.next_power_of_2(problem.v_size)),
-        "BLOCK_P": 1 if problem.invariant else _MERGE_PARTS,
+        "BLOCK_V": block_v,
+        "BLOCK_P": 1 if problem.invariant else _MERGE_ELEMENTS // block_v,
         "QUANTA": problem.invariant,
         "V_SCALES": _scales(layout.v_scales),
     }
