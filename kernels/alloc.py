@@ -12,13 +12,13 @@ import torch
 
 
 @functools.cache
-def _poisoned() -> bool:
+def poisoned() -> bool:
     return os.environ.get("SHARDFUSE_POISON", "0") == "1"
 
 
 def empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """``torch.empty``, poisoned with NaN (integers: the smallest value) when the process asks for it."""
     out = torch.empty(shape, dtype=dtype, device=device)
-    if _poisoned():
+    if poisoned():
         out.fill_(float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min)
     return out

@@ -22,7 +22,14 @@ from .builds import collect
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
 _NAMES = {_BF16: "bf16", _FP16: "fp16", _FP32: "fp32"}
 SOURCES = (
-    *("linear/triton.py", "linear/tiles.py", "linear/activations.py", "linear/launch.py", "linear/config.py"),
+    *(
+        "linear/triton.py",
+        "linear/tiles.py",
+        "linear/remote.py",
+        "linear/activations.py",
+        "linear/launch.py",
+        "linear/config.py",
+    ),
     *("linear/schemas.py", "linear/parts.py", "linear/op.py", "linear/reference.py", "autograd.py"),
     *("device.py", "dispatch.py", "library.py", "alloc.py", "tuning.py"),
 )

@@ -54,6 +54,7 @@ class Gemm:
     out_aligned: bool = True  # and so does what the epilogue reads and writes
     fp32_sums: bool = False  # fp8 products leave the tensor core's short accumulator every block of K
     row_invariant: bool = False  # a row's result may not depend on how many rows there are
+    remote: str = ""  # "gather": A's rows arrive while the kernel runs; "send": C's go to other ranks
 
     @property
     def tokens(self) -> int:
@@ -106,7 +107,7 @@ def forced_config() -> GemmConfig | None:
 def pick_config(arch: str, gemm: Gemm) -> GemmConfig:
     """The configuration for ``gemm`` on ``arch``."""
     config = _forced or _pick(arch, gemm)
-    assert config.split_k == 1 or gemm.combine != "chained", "chained pairs share one pass over their Ks"
+    assert config.split_k == 1 or _may_split(gemm), "chained pairs share one pass over their Ks; what is sent is whole"
     return config
 
 
@@ -117,7 +118,7 @@ def _pick(arch: str, gemm: Gemm) -> GemmConfig:
         config = GemmConfig(32, 32, 32, 4, 2, use_tma=gemm.aligned)
         if gemm.row_invariant or (gemm.layout != "tn" and gemm.M > 16):
             return config
-        split = gemm.K > 64 and gemm.combine != "chained"
+        split = gemm.K > 64 and _may_split(gemm)
         return dataclasses.replace(config, swap=gemm.layout != "tn", split_k=2 if split else 1)
     measured = tuning.lookup(arch, tuned.OP, tuned.bucket(gemm), GemmConfig)
     if measured is not None and tuned.fits(arch, gemm, measured):
@@ -197,9 +198,9 @@ def _through_pointers(arch: str, gemm: Gemm) -> GemmConfig:
         return dataclasses.replace(config, split_k=_splits(arch, config, gemm))
     # Two products in one tile, unaligned rows and two factors' gradients need the registers of half a tile.
     width = 64 if gemm.combine == "gated" or not gemm.aligned or gemm.reads == 2 else 128
-    if gemm.combine == "gated" and not gemm.aligned:
+    if gemm.combine == "gated" and (gemm.remote or not gemm.aligned):
         width = 32
-    halves = gemm.reads > 0 and "accumulate" not in gemm.epilogue
+    halves = gemm.remote == "send" or (gemm.reads > 0 and "accumulate" not in gemm.epilogue)
     config = GemmConfig(128, width, 64 if amd else 32, 8, 2 if amd else 4, use_tma=False, halves=halves)
     return dataclasses.replace(config, split_k=_splits(arch, config, gemm))
 
@@ -209,10 +210,15 @@ def _splits(arch: str, config: GemmConfig, gemm: Gemm) -> int:
 
     Each part costs its tile a trip through memory, so it must be long enough to be worth one.
     """
-    if gemm.row_invariant or gemm.combine == "chained":
+    if gemm.row_invariant or not _may_split(gemm):
         return 1
     longest = min(8, gemm.K // (8 * config.block_k))
     return max(1, min(longest, CHIPS[arch].sms // max(1, _tiles(config, gemm))))
+
+
+def _may_split(gemm: Gemm) -> bool:
+    """Chained pairs share one pass over their Ks, and a tile that is sent must be whole."""
+    return gemm.combine != "chained" and gemm.remote != "send"
 
 
 def _tiles(config: GemmConfig, gemm: Gemm) -> int:

@@ -11,6 +11,8 @@ import torch
 import triton
 
 from .. import alloc, device, dispatch, tuning
+from ..signals import Gathered, Remote, Scattered
+from ..signals_triton import clock_of
 from . import triton as kernels
 from .config import Gemm, GemmConfig, forced_config, pick_config
 
@@ -70,6 +72,8 @@ class _Call(NamedTuple):
     scales: str  # "", "tensor" or "row"
     tf32: bool
     row_invariant: bool
+    remote: str  # "", "gather" or "send"
+    parts: int  # as the kernel takes it
 
 
 @dataclass(frozen=True)
@@ -112,6 +116,7 @@ def _plan(call: _Call) -> _Plan:
         # Gradients (e5m2) are summed in fp32, as TransformerEngine does; activations and weights on the fast path.
         fp32_sums=torch.float8_e5m2 in (of_a, of_b),
         row_invariant=call.row_invariant,
+        remote=call.remote,
     )
     config = pick_config(call.arch, gemm)
     sizes_args = {
@@ -148,6 +153,8 @@ def _plan(call: _Call) -> _Plan:
             "HALVES": config.halves,
             # AMD's pipeliner gains nothing from it; several main loops in one tile cannot be flattened.
             "FLATTEN": not chained and not call.arch.startswith("gfx"),
+            "PARTS": call.parts,
+            "CLOCK": clock_of(call.arch) if call.remote else "",
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -192,10 +199,12 @@ def run_gemm(
     sources: tuple[Matrices, ...] | None = None,
     row_sums: Optional | None = None,
     scales: Matrices | None = None,
+    remote: Remote | None = None,
 ) -> None:
     """C = op(A) @ op(B) and its epilogue, with operands and modes as ``_gemm_kernel`` takes them.
 
     ``targets`` and ``sources`` hold one tuple of contiguous matrices [M, N] for each output. ``layout``: see ``Gemm``.
+    With ``remote`` A's rows come from other ranks, or C's go to them (``remote.py``).
     """
     outs = tuple(target[0] for target in targets)
     if not any(out.numel() for out in outs):
@@ -228,6 +237,7 @@ def run_gemm(
         "" if scales is None else "row" if any(scale.numel() > 1 for scale in scales) else "tensor",
         a[0].dtype is torch.float32 and device.allow_tf32(),
         row_invariant,
+        *_remoteness(remote),
     )
     plan = _plan(call) if forced_config() is None else _plan.__wrapped__(call)
     on = outs[0]
@@ -235,12 +245,33 @@ def run_gemm(
     if plan.config.use_tma:
         # The allocator is a context variable: autograd's threads do not inherit it, so every launch sets it.
         triton.set_allocator(_scratch)
+    ends = _ends(remote)
     if plan.split_sum is None:
-        plan.product.launch(grid, (a, b, *around), on=on)
+        plan.product.launch(grid, (a, b, *around, *ends), on=on)
         return
     parts, part_sums = _workspaces(plan.config.split_k, outs, combine, row_sums or nothing)
-    plan.product.launch(grid, (a, b, (None,) * len(a), None, nothing, parts, part_sums), on=on)
+    plan.product.launch(grid, (a, b, (None,) * len(a), None, nothing, parts, part_sums, *ends), on=on)
     plan.split_sum.launch((plan.split_sum_tiles, 1, 1), (parts, part_sums, *around), on=on)
+
+
+def _remoteness(remote: Remote | None) -> tuple[str, int]:
+    """Which end of the product lies on other ranks, and the kernel's PARTS."""
+    if remote is None:
+        return "", 0
+    if isinstance(remote, Gathered):
+        return "gather", remote.pieces
+    return "send", 1 << (len(remote.peers) - 1).bit_length()
+
+
+def _ends(remote: Remote | None) -> tuple[Any, Any, int]:
+    """wait_ptrs, send_ptrs and epoch, as the kernel takes them."""
+    if remote is None:
+        return None, None, 0
+    signals = remote.signals
+    assert signals.epoch is not None, "the host counts the exchanges of a GEMM"
+    if isinstance(remote, Gathered):
+        return (signals.pads[signals.rank], signals.state, signals.report), None, signals.epoch
+    return None, (signals.table, signals.state), signals.epoch
 
 
 def _tiles(m: int, n: int, block_m: int, block_n: int) -> int:
@@ -293,6 +324,7 @@ def linear_act_fwd(
     residual: torch.Tensor | None,
     activation: str,
     save_preact: bool,
+    remote: Gathered | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """y_i = act(z_i) + residual in one launch, and the z_i = x @ W_i^T + b_i if they are to be saved.
 
@@ -310,12 +342,18 @@ def linear_act_fwd(
         activation=activation,
         biases=biases,
         sources=None if residual is None else ((residual.contiguous(),),),
+        remote=remote,
     )
     return ys, zs
 
 
 def gated_linear_fwd(
-    x: torch.Tensor, weights: Matrices, biases: Optional, activation: str, save_preacts: bool
+    x: torch.Tensor,
+    weights: Matrices,
+    biases: Optional,
+    activation: str,
+    save_preacts: bool,
+    remote: Gathered | None = None,
 ) -> list[torch.Tensor]:
     """h = act(g) * u in one launch, and g = x @ W_g^T + b_g, u = x @ W_u^T + b_u if they are to be saved.
 
@@ -324,31 +362,62 @@ def gated_linear_fwd(
     _check_sizes(x, weights)
     outs = [alloc.empty((x.shape[0], weights[0].shape[0]), x.dtype, x.device) for _ in range(3 if save_preacts else 1)]
     run_gemm(
-        "nt", (x, x), weights, (tuple(outs),), combine="gated", epilogue="gated", activation=activation, biases=biases
+        *("nt", (x, x), weights, (tuple(outs),)),
+        combine="gated",
+        epilogue="gated",
+        activation=activation,
+        biases=biases,
+        remote=remote,
     )
     return outs
 
 
-def linear_dgrad(dzs: Matrices, weights: Matrices) -> torch.Tensor:
+def linear_dgrad(dzs: Matrices, weights: Matrices, remote: Gathered | None = None) -> torch.Tensor:
     """dx = sum_i dz_i @ W_i, added up in the accumulator. dz_i [T, F_i], W_i [F_i, D] -> dx [T, D]."""
     dx = alloc.empty((dzs[0].shape[0], weights[0].shape[1]), dzs[0].dtype, dzs[0].device)
-    run_gemm("nn", dzs, weights, ((dx,),), combine="chained" if len(dzs) > 1 else "grouped")
+    run_gemm("nn", dzs, weights, ((dx,),), combine="chained" if len(dzs) > 1 else "grouped", remote=remote)
     return dx
 
 
+def send_product(layout: str, a: Matrices, b: Matrices, remote: Scattered) -> None:
+    """Send the rows of x @ W^T (layout "nt"), or of sum_i dz_i @ W_i ("nn"), to the ranks that own them.
+
+    a [T, K_i], b as the layout has it; ``remote.peers`` [R, ceil(T/R), N] of a's dtype.
+    """
+    own = remote.peers[remote.signals.rank]
+    rows = own.view(-1, own.shape[-1])[: a[0].shape[0]]  # a matrix of C's shape; nothing is stored by its address
+    combine = "chained" if len(a) > 1 else "grouped"
+    run_gemm(layout, a, b, ((rows,),), combine=combine, epilogue="send", remote=remote)
+
+
 def linear_dgrad_act(
-    dy: torch.Tensor, weight: torch.Tensor, z: torch.Tensor, activation: str, rebuild: bool
+    dy: torch.Tensor,
+    weight: torch.Tensor,
+    z: torch.Tensor,
+    activation: str,
+    rebuild: bool,
+    remote: Gathered | None = None,
 ) -> list[torch.Tensor]:
     """dz = (dy @ W) * act'(z), and h = act(z) with ``rebuild``. dy [T, D], W [D, F], z [T, F] -> dz, h [T, F]."""
     outs = [alloc.empty(z.shape, z.dtype, z.device) for _ in range(2 if rebuild else 1)]
     run_gemm(
-        "nn", (dy,), (weight,), (tuple(outs),), epilogue="act_grad", activation=activation, sources=((z.contiguous(),),)
+        *("nn", (dy,), (weight,), (tuple(outs),)),
+        epilogue="act_grad",
+        activation=activation,
+        sources=((z.contiguous(),),),
+        remote=remote,
     )
     return outs
 
 
 def linear_dgrad_gated(
-    dy: torch.Tensor, weight: torch.Tensor, g: torch.Tensor, u: torch.Tensor, activation: str, rebuild: bool
+    dy: torch.Tensor,
+    weight: torch.Tensor,
+    g: torch.Tensor,
+    u: torch.Tensor,
+    activation: str,
+    rebuild: bool,
+    remote: Gathered | None = None,
 ) -> list[torch.Tensor]:
     """With dh = dy @ W: dg = dh * u * act'(g), du = dh * act(g), and h = act(g) * u with ``rebuild``.
 
@@ -363,6 +432,7 @@ def linear_dgrad_gated(
         epilogue="gated_grad",
         activation=activation,
         sources=((g.contiguous(), u.contiguous()),),
+        remote=remote,
     )
     return outs
 

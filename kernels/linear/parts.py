@@ -2,6 +2,9 @@
 
 Plain functions on rows, outside autograd: x [T, D], W_i [F_i, D], b_i [F_i] or None, z_i and dz_i [T, F_i]. ``choice``
 comes from :func:`linear_act_choice`, once for all steps of a call.
+
+With ``remote`` the rows of the first operand are still on their way from other ranks when the kernel starts
+(``remote.py``); the kernel is the only implementation that can wait for them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import torch.nn.functional as F
 from .. import autograd, dispatch, tuning
 from .. import device as target
 from ..dispatch import Choice
+from ..signals import Gathered, Scattered
 from . import reference, schemas, tuned
 from .config import Gemm
 from .reference import ACTIVATIONS
@@ -32,12 +36,15 @@ def linear_act_choice(
     *,
     op: str = "linear_act",
     stock_wins: str | None = None,
+    unsupported: str | None = None,
 ) -> Choice:
     """Which implementation ``linear_act`` (or ``op``) takes for operands of ``dtype`` on ``device``, and why.
 
-    ``stock_wins`` is what :func:`measured` says of the sizes, where they are known.
+    ``stock_wins`` is what :func:`measured` says of the sizes, where they are known; ``unsupported``, what else keeps
+    the kernel from this call.
     """
-    unsupported = None if dtype in _KERNEL_DTYPES else f"{dtype} has no kernel (bf16, fp16 and fp32 have)"
+    if dtype not in _KERNEL_DTYPES:
+        unsupported = f"{dtype} has no kernel (bf16, fp16 and fp32 have)"
     unsupported = autograd.transformed() or unsupported
     return dispatch.choose(op, device, impl, unsupported=unsupported, stock_wins=stock_wins)
 
@@ -282,6 +289,7 @@ def forward(
     *,
     residual: torch.Tensor | None = None,
     save: bool = True,
+    remote: Gathered | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """y_i = act(z_i) [+ residual], z_i = x @ W_i^T + b_i: (ys, zs).
 
@@ -289,6 +297,8 @@ def forward(
     """
     n = len(weights)
     save = save and activation != "identity"
+    if remote is not None:
+        return _launch().linear_act_fwd(x, tuple(weights), tuple(biases), residual, activation, save, remote)
     if choice.triton:
         out = schemas.linear_act_fwd(x, weights, biases, residual, activation, save)
         return list(out[:n]), list(out[n:])
@@ -307,9 +317,12 @@ def gated_forward(
     choice: Choice,
     *,
     save: bool = True,
+    remote: Gathered | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """h = act(g) * u of the gate and up weights: (h, g, u); g and u are None without ``save``."""
-    if choice.triton:
+    if remote is not None:
+        h, *saved = _launch().gated_linear_fwd(x, tuple(weights), tuple(biases), activation, save, remote)
+    elif choice.triton:
         h, *saved = schemas.gated_linear_fwd(x, weights, biases, activation, save)
     else:
         saved = list(reference_forward(x, weights, biases, "identity"))
@@ -334,8 +347,10 @@ def gated_activation_grad(
     return reference.gated_activation_grad(dh, g, u, activation)
 
 
-def input_grad(dzs: Tensors, weights: Tensors, choice: Choice) -> torch.Tensor:
-    """dx = sum_i dz_i @ W_i, [T, D]."""
+def input_grad(dzs: Tensors, weights: Tensors, choice: Choice, *, remote: Gathered | None = None) -> torch.Tensor:
+    """dx = sum_i dz_i @ W_i, [T, D]. With ``remote`` there is one dz, which arrives."""
+    if remote is not None:
+        return _launch().linear_dgrad(tuple(dzs), tuple(weights), remote)
     if choice.triton:
         return schemas.linear_dgrad(dzs, weights)
     dx = dzs[0] @ weights[0]
@@ -345,12 +360,22 @@ def input_grad(dzs: Tensors, weights: Tensors, choice: Choice) -> torch.Tensor:
 
 
 def input_grad_act(
-    dy: torch.Tensor, weight: torch.Tensor, z: torch.Tensor, activation: str, choice: Choice, *, rebuild: bool = False
+    dy: torch.Tensor,
+    weight: torch.Tensor,
+    z: torch.Tensor,
+    activation: str,
+    choice: Choice,
+    *,
+    rebuild: bool = False,
+    remote: Gathered | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Through a linear layer and the activation before it: dz = (dy @ W) * act'(z), and with ``rebuild`` h = act(z).
 
     dy [T, D], W [D, F] (as nn.Linear(F, D) stores it), z [T, F] -> dz, h [T, F].
     """
+    if remote is not None:
+        dz, *h = _launch().linear_dgrad_act(dy, weight, z, activation, rebuild, remote)
+        return dz, h[0] if rebuild else None
     if choice.triton:
         dz, *h = schemas.linear_dgrad_act(dy, weight, z, activation, rebuild)
         return dz, h[0] if rebuild else None
@@ -367,13 +392,33 @@ def input_grad_gated(
     choice: Choice,
     *,
     rebuild: bool = False,
+    remote: Gathered | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The same through h = act(g) * u: dg, du, and with ``rebuild`` h; all [T, F]."""
+    if remote is not None:
+        dg, du, *h = _launch().linear_dgrad_gated(dy, weight, g, u, activation, rebuild, remote)
+        return dg, du, h[0] if rebuild else None
     if choice.triton:
         dg, du, *h = schemas.linear_dgrad_gated(dy, weight, g, u, activation, rebuild)
         return dg, du, h[0] if rebuild else None
     dg, du = reference.gated_activation_grad(dy @ weight, g, u, activation)
     return dg, du, reference.apply_activation(g, activation) * u if rebuild else None
+
+
+def send_forward(x: torch.Tensor, weight: torch.Tensor, remote: Scattered) -> None:
+    """This rank's addend x @ W^T [T, F], to the owners of its rows."""
+    _launch().send_product("nt", (x,), (weight,), remote)
+
+
+def send_input_grad(dzs: Tensors, weights: Tensors, remote: Scattered) -> None:
+    """This rank's addend dx = sum_i dz_i @ W_i [T, D], likewise."""
+    _launch().send_product("nn", tuple(dzs), tuple(weights), remote)
+
+
+def _launch() -> Any:
+    from . import launch  # Triton, only when a kernel runs
+
+    return launch
 
 
 def param_grads(

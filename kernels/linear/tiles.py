@@ -64,11 +64,17 @@ def store_tile(
 
 
 @triton.jit
-def tile_position(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """(row, column) of a tile in an order that keeps GROUP_M rows of tiles together, for the L2 cache."""
+def tile_position(tile, first_row, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """(row, column) of a tile in an order that keeps GROUP_M rows of tiles together, for the L2 cache.
+
+    The order begins with the tiles that hold row ``first_row`` and wraps around.
+    """
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     first_m = tile // (GROUP_M * tiles_n) * GROUP_M
     rows = min(tiles_m - first_m, GROUP_M)
     within = tile % (GROUP_M * tiles_n)
-    return (first_m + within % rows) * BLOCK_M, within // rows * BLOCK_N
+    tile_m = first_m + within % rows
+    if first_row is not None:
+        tile_m = (tile_m + first_row // BLOCK_M) % tiles_m
+    return tile_m * BLOCK_M, within // rows * BLOCK_N

@@ -21,8 +21,10 @@ Where the tiles are too few to fill the chip, several programs share a tile: eac
 the fp32 product in a workspace (epilogue "partial"); ``_split_sum_kernel`` adds the parts in a fixed order and runs the
 epilogue that was meant. Nothing is ever added atomically, so every result is bitwise repeatable.
 
-Memory is in ``tiles.py``, the activations in ``activations.py``. Main loop and epilogue are separate functions, which a
-kernel with other needs (waiting for a peer, scattering to one) can put together differently.
+Two things may happen across ranks (``remote.py``): the rows of A arrive from their owners while the kernel runs, and a
+tile waits for those it touches; or C is an addend, and the epilogue "send" stores each tile where its owner adds up.
+
+Memory is in ``tiles.py``, the activations in ``activations.py``.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import triton
 import triton.language as tl
 
 from .activations import act, act_grad
+from .remote import announce, announce_empty, first_row_of, send_tile, wait_for_all, wait_for_rows
 from .tiles import load_tile, open_all, open_matrix, store_tile, tile_pointers, tile_position
 
 # ------------------------------------------------------------------------------------------------- main loop
@@ -254,7 +257,7 @@ def _store_row_sum(dst, row_sum, m, M, wanted, ACCUMULATE: tl.constexpr, BLOCK_M
 
 
 # T changes with every batch: specialising on it would only compile the same code again.
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["epoch", "T"])
 def _gemm_kernel(
     a_ptrs,  # of each pair
     b_ptrs,
@@ -263,6 +266,9 @@ def _gemm_kernel(
     source_ptrs,  # for each output the contiguous matrices [M, N] that its epilogue reads, or None
     target_ptrs,  # and those that it writes; "partial": workspaces [splits, M, N] in fp32, one per product
     row_sum_ptrs,  # where the row sums of each op(A) go (wgrad: the bias gradient), or None
+    wait_ptrs,  # this rank's flags, the channel's state, the report: A's rows arrive from peers; or None
+    send_ptrs,  # the peers' table, the channel's state: C goes to peers (epilogue "send"); or None
+    epoch,  # of the exchange, 0 without one
     T,  # tokens
     Ms,  # of each pair; None: T (forward, dgrad)
     Ns,
@@ -288,6 +294,8 @@ def _gemm_kernel(
     OUT_ALIGNED: tl.constexpr,  # what the epilogue reads and writes has the alignment that TMA asks for
     HALVES: tl.constexpr,  # run the epilogue on the left and the right half of a tile, in half the registers
     FLATTEN: tl.constexpr,  # let the next tile's loads run under this tile's epilogue
+    PARTS: tl.constexpr,  # gather: pieces in which a rank's rows arrive; send: ranks, rounded up to a power of two
+    CLOCK: tl.constexpr,  # what waits are timed with
 ):
     # A block of an operand as it is stored.
     A_ROWS: tl.constexpr = BLOCK_K if TRANS_A else BLOCK_M
@@ -314,6 +322,7 @@ def _gemm_kernel(
         b_srcs += (open_matrix(b_ptrs[p], b_rows, b_cols, b_strides[p][0], B_ROWS, B_COLS, USE_TMA),)
 
     programs = tl.num_programs(0)
+    first_row = first_row_of(T, wait_ptrs, send_ptrs)
     tiles_before = 0
     for i in tl.static_range(OUTPUTS):
         M, N, K = T if Ms is None else Ms[i], Ns[i], T if Ks is None else Ks[i]
@@ -332,7 +341,9 @@ def _gemm_kernel(
             else:
                 tile, split = item, 0
                 first_k, last_k = 0, K
-            m, n = tile_position(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+            m, n = tile_position(tile, first_row, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+            if wait_ptrs is not None:
+                m = wait_for_rows(m, min(m + BLOCK_M, M), M, wait_ptrs, epoch, PARTS, CLOCK, USE_TMA)
             acc = tl.zeros((ACC_ROWS, ACC_COLS), dtype=tl.float32)
             row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
             if COMBINE == "gated":
@@ -368,6 +379,15 @@ def _gemm_kernel(
                     _store_partial(target_ptrs[i][1], acc_up, split, m, n, M, N, BLOCK_M, BLOCK_N)
                 if row_sum_ptrs[i] is not None:
                     _store_row_sum(row_sum_ptrs[i] + split * M, row_sum, m, M, n == 0, False, BLOCK_M)
+            elif EPILOGUE == "send":
+                dtype: tl.constexpr = target_ptrs[i][0].dtype.element_ty
+                if HALVES:
+                    left, right = _halves(acc, BLOCK_M, BLOCK_N)
+                    send_tile(left.to(dtype), m, n, M, N, send_ptrs, BLOCK_M, OUT_N)
+                    send_tile(right.to(dtype), m, n + OUT_N, M, N, send_ptrs, BLOCK_M, OUT_N)
+                else:
+                    send_tile(acc.to(dtype), m, n, M, N, send_ptrs, BLOCK_M, BLOCK_N)
+                announce(m, M, N, send_ptrs, epoch, BLOCK_M, BLOCK_N, PARTS)
             else:
                 if HALVES:
                     left, right = _halves(acc, BLOCK_M, BLOCK_N)
@@ -387,6 +407,10 @@ def _gemm_kernel(
                 if row_sum_ptrs[i] is not None:
                     _store_row_sum(row_sum_ptrs[i], row_sum, m, M, n == 0, EPILOGUE == "accumulate", BLOCK_M)
         tiles_before += tiles * splits
+    if wait_ptrs is not None and tl.program_id(0) == 0:
+        wait_for_all(wait_ptrs, epoch, PARTS, CLOCK)
+    if EPILOGUE == "send" and tl.program_id(0) == 0:
+        announce_empty(T, send_ptrs, epoch, PARTS)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -413,7 +437,7 @@ def _split_sum_kernel(
     for i in tl.static_range(len(target_ptrs)):
         M, N = T if Ms is None else Ms[i], Ns[i]
         if tile < tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N):
-            m, n = tile_position(tile, M, N, BLOCK_M, BLOCK_N, 1)
+            m, n = tile_position(tile, None, M, N, BLOCK_M, BLOCK_N, 1)
             acc = _sum_parts(partial_ptrs[i][0], m, n, M, N, splits, BLOCK_M, BLOCK_N)
             acc_up = None
             if EPILOGUE == "gated":

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .config import Gemm, GemmConfig
 
 OP = "gemm"  # what entries are filed under: they are of one launch, whichever public op made it
-SOURCES = tuple(f"linear/{name}.py" for name in ("activations", "launch", "tiles", "triton"))
+SOURCES = tuple(f"linear/{name}.py" for name in ("activations", "launch", "remote", "tiles", "triton"))
 MAX_TOKENS = 16384  # more than this many tokens want what this many want
 
 _ASYNCHRONOUS = ("NVIDIA H100", "NVIDIA B200")
@@ -37,6 +37,7 @@ def bucket(gemm: Gemm) -> str | None:
     parts += ["tf32"] if gemm.precision == "tf32" else []
     parts += [] if gemm.aligned else ["odd"]
     parts += [] if gemm.out_aligned else ["odd_out"]
+    parts += ["send"] if gemm.remote == "send" else []  # what arrives late is multiplied like anything else
     return "-".join(parts)
 
 
@@ -45,7 +46,9 @@ def fits(arch: str, gemm: Gemm, config: GemmConfig) -> bool:
 
     What the compiler makes of it (spills above all) only the compiler knows. On a chip that nobody described, True.
     """
-    if (config.halves and gemm.combine == "gated") or (config.split_k > 1 and gemm.combine == "chained"):
+    if config.halves and gemm.combine == "gated":
+        return False
+    if config.split_k > 1 and (gemm.combine == "chained" or gemm.remote == "send"):
         return False
     if config.use_tma and not (gemm.aligned and arch not in ("sm_80", "gfx942")):
         return False

@@ -1,0 +1,261 @@
+"""``all_gather_linear``, ``linear_reduce_scatter``, ``linear_all_reduce``: one exchange each, without autograd.
+
+R ranks share T tokens: rank r owns rows [r * per, (r + 1) * per) of them, per = ceil(T / R), and the last ranks may own
+fewer or none. ``peers`` and ``signals`` are two halves of one exchange over symmetric memory, which
+``SymmetricArena.channel(...).begin(...)`` makes (``parallel/symmetric.py``); every rank calls the same op, in the same
+order. Layers differentiate through ``parallel/overlap.py``, which puts the same pieces into autograd functions.
+
+All-gather and product in one kernel: Jangda et al., "Breaking the computation and communication abstraction barrier"
+(CoCoNet, ASPLOS 2022); with tiles that wait for flags: Chang et al., "FLUX" (arXiv:2406.06858), section 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .. import dispatch
+from ..dispatch import Choice
+from ..linear import linear_act_choice, parts
+from ..signals import CHUNKS, ExchangeTimeout, Gathered, Scattered, Signals, describe, raise_flags, rows_of
+from . import reduce_reference, reference, transport
+from .reduce_config import WIDEST, Norm, gathered_slot_shape
+
+Peers = list[torch.Tensor]
+Optional = torch.Tensor | None
+
+
+def all_gather_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor | Sequence[torch.Tensor],
+    bias: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
+    *,
+    peers: Peers,
+    signals: Signals,
+    activation: str = "identity",
+    gated: bool = False,
+    pieces: int | None = None,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """act(X @ W_i^T + b_i) of all ranks' rows X [T, K], which arrive while the first of them are multiplied.
+
+    Args:
+        x: this rank's rows [T_r, K] in bf16, fp16 or fp32.
+        weight: [F, K], or up to three [F_i, K] that share the gather (q, k, v).
+        bias: [F] or None; with several weights a sequence of these, or None.
+        peers: [T, K] of each rank, in x's dtype. This rank's holds X afterwards, until the channel's next exchange.
+        signals: the exchange's flags.
+        activation: as in ``linear_act``.
+        gated: with two weights, gate and up, return act(g) * u alone.
+        pieces: in which a rank's rows are sent, each with a flag of its own; None chooses by their number.
+        impl: "auto", "triton" or "reference". The reference waits for nobody: only for ranks in one process, whose
+            rows :func:`transport.start_push` or ``reference.push_rows`` has put in place for all of them.
+
+    Returns:
+        [T, F], or a tuple of [T, F_i].
+
+    Raises:
+        ValueError: shapes, dtypes or names that do not fit.
+        RuntimeError: impl="triton" where Triton cannot run; x or a parameter wants a gradient.
+    """
+    op = "gated_linear" if gated else "linear_act"
+    weights = [weight] if isinstance(weight, torch.Tensor) else list(weight)
+    biases = [bias] * len(weights) if bias is None or isinstance(bias, torch.Tensor) else list(bias)
+    whole = peers[signals.rank]
+    parts.check(whole, weights, biases, activation, op=op)
+    first, last = rows_of(signals.rank, len(peers), whole.shape[0])
+    _check("all_gather_linear", x, (last - first, whole.shape[1]), peers, whole.shape, signals, weights, biases)
+    pieces = transport.pieces_for(-(-whole.shape[0] // len(peers))) if pieces is None else pieces
+    if not 1 <= pieces <= CHUNKS:
+        raise ValueError(f"all_gather_linear: pieces={pieces}: expected 1 to {CHUNKS}, the same on every rank")
+    choice = _choose("all_gather_linear", x, impl)
+    if not choice.triton:
+        reference.push_rows(x, peers, signals.rank)
+        ys = list(reference.all_gather_linear(peers, signals.rank, weights, biases, activation, gated))
+    else:
+        ys = _gather_in_kernel(x, weights, biases, peers, signals, activation, gated, pieces, choice)
+    return ys[0] if gated or isinstance(weight, torch.Tensor) else tuple(ys)
+
+
+def linear_reduce_scatter(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional = None,
+    *,
+    peers: Peers,
+    signals: Signals,
+    residual: Optional = None,
+    norm: Norm | None = None,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """This rank's rows of s = sum over ranks of x @ W^T, + bias + residual; with ``norm`` (norm(s), s).
+
+    The product's tiles go to the owners of their rows as they are finished, those of other ranks first. A second launch
+    waits for them and adds them up in fp32 in order of rank: bitwise the same each time.
+
+    Args:
+        x: [T, K], all rows, this rank's features, in bf16, fp16 or fp32.
+        weight: [N, K], this rank's columns of a row-parallel layer's.
+        bias: [N] or None, added once.
+        peers: each rank's slot, in x's dtype, of :func:`reduce_scatter_shape`.
+        signals: the exchange's flags.
+        residual: [T_r, N] or None: this rank's rows of what is added.
+        norm: what follows, or None.
+        impl: as in :func:`all_gather_linear`; the reference wants the addends of all ranks in place
+            (``reduce_reference.send_addend``).
+
+    Returns:
+        s [T_r, N] in x's dtype (promoted with the residual's), or (y, s).
+
+    Raises:
+        ValueError, RuntimeError: as in :func:`all_gather_linear`.
+        ExchangeTimeout: on a CPU, a peer did not come in time. On a GPU the channel says so later.
+    """
+    return _send_and_add("linear_reduce_scatter", x, weight, bias, peers, signals, residual, norm, impl)
+
+
+def linear_all_reduce(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional = None,
+    *,
+    peers: Peers,
+    signals: Signals,
+    residual: Optional = None,
+    norm: Norm | None = None,
+    impl: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """All rows of the same, [T, N], on every rank: the owners send their sums on before bias, residual and norm.
+
+    ``peers`` are slots of :func:`all_reduce_shape`, the residual is [T, N]. With impl="reference" the owners' sums have
+    to be in place as well (``reduce_reference.send_sums``).
+    """
+    return _send_and_add("linear_all_reduce", x, weight, bias, peers, signals, residual, norm, impl)
+
+
+def reduce_scatter_shape(tokens: int, width: int, ranks: int) -> tuple[int, int, int]:
+    """The shape of the slot that :func:`linear_reduce_scatter` to [T, N] wants from a channel: addends by source."""
+    return ranks, -(-tokens // ranks), width
+
+
+def all_reduce_shape(tokens: int, width: int, ranks: int) -> tuple[int, int]:
+    """The same for :func:`linear_all_reduce`: addends by source, then the sums."""
+    return gathered_slot_shape(tokens, width, ranks)
+
+
+def _gather_in_kernel(
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    biases: list[Optional],
+    peers: Peers,
+    signals: Signals,
+    activation: str,
+    gated: bool,
+    pieces: int,
+    choice: Choice,
+) -> list[torch.Tensor]:
+    whole = peers[signals.rank]
+    sent = transport.start_push(x.contiguous(), peers, signals, pieces)
+    remote = Gathered(peers, signals, pieces)
+    if gated:
+        h, _, _ = parts.gated_forward(whole, weights, biases, activation, choice, save=False, remote=remote)
+        ys = [h]
+    else:
+        ys, _ = parts.forward(whole, weights, biases, activation, choice, save=False, remote=remote)
+    if not any(y.numel() for y in ys):  # no product has waited, and all ranks have to hear of each other
+        transport.wait_for_rows(signals, pieces)
+    sent()
+    _raise_if_late("all_gather_linear", x, signals)
+    return ys
+
+
+def _send_and_add(
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: Optional,
+    peers: Peers,
+    signals: Signals,
+    residual: Optional,
+    norm: Norm | None,
+    impl: str,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    gather = op == "linear_all_reduce"
+    parts.check(x, [weight], [bias], "identity")
+    (tokens, _), width, ranks = x.shape, weight.shape[0], len(peers)
+    shape = all_reduce_shape(tokens, width, ranks) if gather else reduce_scatter_shape(tokens, width, ranks)
+    _check(op, x, x.shape, peers, shape, signals, [weight], [bias, residual])
+    first, last = (0, tokens) if gather else rows_of(signals.rank, ranks, tokens)
+    if residual is not None and residual.shape != (last - first, width):
+        raise ValueError(f"{op}: residual is {list(residual.shape)}: expected {[last - first, width]}, as the result")
+    choice = _choose(op, x, impl, width)
+    if not choice.triton:
+        found = _reference_sum(x, weight, peers, signals, gather)
+        outs = reduce_reference.finish(found, bias, residual, norm, x.dtype)
+    else:
+        from . import reduce  # Triton, only when a kernel runs
+
+        if tokens:
+            parts.send_forward(x, weight, Scattered(peers, signals))
+        else:  # no tile raises a flag, and all ranks have to hear of each other
+            raise_flags(signals, 0, 0, range(ranks))
+        outs = reduce.reduce_scattered(
+            *(peers, signals, tokens, width, x.dtype), bias=bias, residual=residual, norm=norm, gather=gather
+        )
+        _raise_if_late(op, x, signals)
+    return outs[0] if norm is None else (outs[0], outs[1])
+
+
+def _reference_sum(x: torch.Tensor, weight: torch.Tensor, peers: Peers, signals: Signals, gather: bool) -> torch.Tensor:
+    rank, tokens = signals.rank, x.shape[0]
+    reduce_reference.send_addend(x @ weight.t(), peers, rank, shots=2)
+    if not gather:
+        first, last = rows_of(rank, len(peers), tokens)
+        return reduce_reference.total(peers, rank, tokens, shots=2)[: last - first]
+    reduce_reference.send_sums(peers, rank, tokens)
+    return reduce_reference.sums(peers[rank], tokens)
+
+
+def _choose(op: str, x: torch.Tensor, impl: str, width: int = 0) -> Choice:
+    unsupported = f"rows of {width} columns have no kernel (up to {WIDEST} have)" if width > WIDEST else None
+    choice = linear_act_choice(x.dtype, x.device, impl, op=op, unsupported=unsupported)
+    dispatch.count(op, choice.impl)
+    return choice
+
+
+def _check(
+    op: str,
+    x: torch.Tensor,
+    x_shape: Sequence[int],
+    peers: Peers,
+    slot_shape: Sequence[int],
+    signals: Signals,
+    weights: Sequence[torch.Tensor],
+    others: Sequence[Optional],
+) -> None:
+    """ValueError for rows and slots that do not fit, RuntimeError where a gradient is wanted or the device counts."""
+    if list(x.shape) != list(x_shape) or x.dtype != peers[0].dtype:
+        raise ValueError(f"{op}: x is {x.dtype} {list(x.shape)}: expected {peers[0].dtype} {list(x_shape)}")
+    if len(peers) != len(signals.pads):
+        raise ValueError(f"{op}: {len(peers)} peers but flags of {len(signals.pads)} ranks: pass one exchange's")
+    for rank, peer in enumerate(peers):
+        if list(peer.shape) != list(slot_shape) or peer.dtype != x.dtype or not peer.is_contiguous():
+            raise ValueError(
+                f"{op}: peers[{rank}] is {peer.dtype} {list(peer.shape)}: expected contiguous {x.dtype} "
+                f"{list(slot_shape)}; begin the exchange with that shape"
+            )
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights, *others)):
+        raise RuntimeError(
+            f"{op} has no gradient, and an operand wants one: call it under torch.no_grad(), or use the layers, which "
+            "differentiate (overlap='kernel')"
+        )
+    if signals.epoch is None:
+        raise RuntimeError(f"{op}: the host counts its exchanges: begin one with channel.begin(shape, dtype)")
+
+
+def _raise_if_late(op: str, x: torch.Tensor, signals: Signals) -> None:
+    """On a CPU a launch is over when it returns."""
+    failure = describe(signals.report, signals.rank, f"{op} of {list(x.shape)}") if x.is_cpu else None
+    if failure is not None:
+        raise ExchangeTimeout(failure)

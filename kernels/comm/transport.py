@@ -1,0 +1,110 @@
+"""How a rank's rows get to its peers: copies that cost no multiprocessor, a flag after each piece.
+
+On a GPU the copy engines move them, on a stream of their own; on a CPU this thread does. Peers are served in the order
+rank + 1, rank + 2, ..., so that no two ranks push to the same one at a time, and a piece goes to all of them before the
+next, because each is waiting for the first.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import device
+from ..signals import Signals, raise_flags, rows_of
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What a test does to this rank's pushes (CPU only).
+
+    ``before`` is waited for, beside the product, before any rows go to others; pieces ``drop`` (peer, piece) never do.
+    """
+
+    before: Callable[[], object] | None = None
+    drop: frozenset[tuple[int, int]] = frozenset()
+
+
+faults: Faults | None = None
+
+
+def pieces_for(rows: int) -> int:
+    """In how many pieces to send a rank's ``rows``: each long enough to fill the tiles of a wide product."""
+    return max(1, min(8, rows // 256))
+
+
+def start_push(x: torch.Tensor, peers: list[torch.Tensor], signals: Signals, pieces: int) -> Callable[[], None]:
+    """Begin to push ``x``, this rank's rows of [T, D], into ``peers`` [T, D]; what is returned makes sure of ``x``.
+
+    Call it once the kernel that waits for the rows is launched: until then ``x`` must not be freed or written to.
+    """
+    if x.is_cuda:
+        return _push_by_engine(x, peers, signals, pieces)
+    if faults is None or faults.before is None:
+        _push(x, peers, signals, pieces)
+        return lambda: None
+    own, *others = _order(signals.rank, len(peers))
+    _push(x, peers, signals, pieces, to=[own])
+    late = threading.Thread(target=_push_late, args=(faults.before, x, peers, signals, pieces, others))
+    late.start()
+    return late.join
+
+
+def wait_for_rows(signals: Signals, pieces: int) -> None:
+    """Hold this rank's stream (on a CPU, this thread) until the rows of every rank are here."""
+    from ..signals_triton import clock_of  # Triton, only when a kernel runs
+    from .wait_triton import _wait_kernel
+
+    pad = signals.pads[signals.rank]
+    arguments = {
+        "wait_ptrs": (pad, signals.state, signals.report),
+        "epoch": signals.epoch,
+        "PARTS": pieces,
+        "CLOCK": clock_of(device.architecture(pad.device)),
+    }
+    device.launch(_wait_kernel, (1,), arguments, num_warps=1, num_stages=1, on=pad, config="wait")
+
+
+def _push_late(before: Callable[[], object], *push: Any) -> None:
+    before()
+    _push(*push)
+
+
+def _push_by_engine(x: torch.Tensor, peers: list[torch.Tensor], signals: Signals, pieces: int) -> Callable[[], None]:
+    here, beside = torch.cuda.current_stream(x.device), _copy_stream(x.device, signals.rank)
+    beside.wait_stream(here)
+    with torch.cuda.stream(beside):
+        _push(x, peers, signals, pieces)
+    return lambda: here.wait_stream(beside)
+
+
+def _push(
+    x: torch.Tensor, peers: list[torch.Tensor], signals: Signals, pieces: int, to: list[int] | None = None
+) -> None:
+    rank, size = signals.rank, len(peers)
+    first, last = rows_of(rank, size, peers[rank].shape[0])
+    per = -(-peers[rank].shape[0] // size)
+    piece = -(-per // pieces)
+    for number in range(pieces):
+        start, stop = (min(first + count * piece, last) for count in (number, number + 1))
+        for peer in _order(rank, size) if to is None else to:
+            if faults is not None and (peer, number) in faults.drop:
+                continue
+            if stop > start:
+                peers[peer][start:stop].copy_(x[start - first : stop - first], non_blocking=True)
+            raise_flags(signals, 0, number, [peer])
+
+
+def _order(rank: int, size: int) -> list[int]:
+    """This rank first, whose own tiles are the first to be computed, then its neighbours."""
+    return [(rank + step) % size for step in range(size)]
+
+
+@functools.cache
+def _copy_stream(device: torch.device, rank: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)

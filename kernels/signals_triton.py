@@ -1,0 +1,125 @@
+"""What kernels do with flags: raise a peer's, wait for their own. See ``signals.py``."""
+
+from __future__ import annotations
+
+import time
+
+import triton
+import triton.language as tl
+
+from .signals import CHUNKS, COUNTERS, DONE, EPOCH, GAVE_UP, LIMIT_MS, RANK, SIZE
+
+_CHUNKS = tl.constexpr(CHUNKS)
+_DONE = tl.constexpr(DONE)
+_EPOCH = tl.constexpr(EPOCH)
+_GAVE_UP = tl.constexpr(GAVE_UP)
+_LIMIT_MS = tl.constexpr(LIMIT_MS)
+_RANK = tl.constexpr(RANK)
+_SIZE = tl.constexpr(SIZE)
+_COUNTERS = tl.constexpr(COUNTERS)
+
+
+def clock_of(arch: str) -> str:
+    """Which clock a kernel on ``arch`` reads, as ``wait_flags`` takes it."""
+    return "hip" if arch.startswith("gfx") else "cuda" if arch.startswith("sm_") else "host"
+
+
+def _host_clock() -> int:
+    time.sleep(2e-5)  # interpreted ranks share their cores with the peers they wait for
+    return time.monotonic_ns()
+
+
+_host_clock.__triton_builtin__ = True  # type: ignore[attr-defined]  # only the interpreter calls it
+
+
+@triton.jit
+def _now(CLOCK: tl.constexpr):
+    """Ticks of a clock that runs everywhere on the chip at one rate: see ``_ticks``."""
+    if CLOCK == "cuda":
+        return tl.extra.cuda.globaltimer()
+    elif CLOCK == "hip":
+        return tl.extra.hip.memrealtime()
+    else:
+        return _host_clock()
+
+
+@triton.jit
+def _ticks(ms, CLOCK: tl.constexpr):
+    """AMD's clock has 100 MHz, the others count nanoseconds."""
+    if CLOCK == "hip":
+        return ms.to(tl.int64) * 100_000
+    else:
+        return ms.to(tl.int64) * 1_000_000
+
+
+@triton.jit
+def exchange_of(state_ptr):
+    """(this rank, how many there are)."""
+    return tl.load(state_ptr + _RANK), tl.load(state_ptr + _SIZE)
+
+
+@triton.jit
+def flag_index(phase, source, chunk, size):
+    """Where in a pad [PHASES, R, CHUNKS] a flag is."""
+    return (phase * size + source) * _CHUNKS + chunk
+
+
+@triton.jit
+def raise_flag(pad_ptr, index, epoch):
+    """Tell whoever reads this pad that what this program wrote, and what it has heard of, is there."""
+    tl.debug_barrier()  # the threads' own stores come before; what is released is one thread's
+    tl.atomic_xchg(pad_ptr + index, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_flags(pad_ptr, base, first, last, epoch, state_ptr, report_ptr, PIECES: tl.constexpr, CLOCK: tl.constexpr):
+    """Spin until flags ``first`` to ``last`` have reached ``epoch``; what their sources wrote before is then visible.
+
+    Each source has PIECES flags in a row, source 0's begin at word ``base`` of the pad: ``flag_index(phase, 0, chunk,
+    size)``. A wait longer than the channel's limit says in the report what it was for, and it and all later ones give
+    up.
+    """
+    limit = _ticks(tl.load(state_ptr + _LIMIT_MS), CLOCK)
+    started = _now(CLOCK)
+    flag = first
+    while flag <= last:
+        index = base + flag // PIECES * _CHUNKS + flag % PIECES
+        seen = tl.atomic_cas(pad_ptr + index, epoch, epoch, sem="acquire", scope="sys")
+        if seen - epoch >= 0:
+            flag += 1
+        else:
+            if tl.load(state_ptr + _GAVE_UP, volatile=True) != 0:
+                flag = last + 1
+            else:
+                if _now(CLOCK) - started > limit:
+                    _report(index, epoch, seen, state_ptr, report_ptr)
+                    flag = last + 1
+    tl.debug_barrier()
+
+
+@triton.jit
+def _report(index, epoch, seen, state_ptr, report_ptr):
+    """The first to give up says why."""
+    if tl.atomic_cas(state_ptr + _GAVE_UP, 0, 1) == 0:
+        size = tl.load(state_ptr + _SIZE)
+        source = index // _CHUNKS
+        tl.store(report_ptr + 1, source // size)
+        tl.store(report_ptr + 2, source % size)
+        tl.store(report_ptr + 3, index % _CHUNKS)
+        tl.store(report_ptr + 4, epoch)
+        tl.store(report_ptr + 5, seen)
+        tl.atomic_xchg(report_ptr, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def arrived_last(counter_ptr, expected):
+    """Count this program's arrival; true for the last of ``expected``, which has then heard of all the others' writes.
+
+    It leaves the counter at zero for the next exchange.
+    """
+    tl.debug_barrier()
+    before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+    last = before == expected - 1
+    if last:
+        tl.store(counter_ptr, 0)
+    return last
