@@ -44,6 +44,7 @@ class ParallelAttention(ShardedModule):
     [B*S/R, D]). q, k and v share one input collective; rank r holds query heads r*N/R and up and exactly the KV heads
     that these attend to. Parameters are called as in Llama and Starcoder2: ``q_proj``, ``k_proj``, ``v_proj``,
     ``o_proj``. ``fuse_wgrad_accumulation`` adds their gradients to their ``main_grad`` (see ``attach_main_grads``).
+    ``overlap`` and ``strict`` are as in :class:`~shardfuse.layers.linear.ColumnParallelLinear`.
 
     ``rotary`` says how heads are rotated, in place of plain rotary positions of base ``rope_theta``. ``window``,
     ``softcap`` and the learned ``sinks`` [N/R] change the scores as ``layers/sdpa.py`` writes down; ``dropout_p`` of
@@ -72,6 +73,8 @@ class ParallelAttention(ShardedModule):
         mesh: MeshLike = None,
         sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
+        overlap: str = "auto",
+        strict: bool = False,
         params: str = "dtensor",
         impl: str = "auto",
         init_std: float | None = None,
@@ -98,6 +101,8 @@ class ParallelAttention(ShardedModule):
             "mesh": self.group,
             "sequence_parallel": sequence_parallel,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "overlap": overlap,
+            "strict": strict,
             "params": params,
             "impl": impl,
             "site": "attention",
@@ -108,6 +113,8 @@ class ParallelAttention(ShardedModule):
         self.q_proj = ColumnParallelLinear(hidden_size, num_heads * self.head_dim, **common)
         self.k_proj = ColumnParallelLinear(hidden_size, num_kv_heads * self.head_dim, **common)
         self.v_proj = ColumnParallelLinear(hidden_size, num_kv_heads * self.head_dim, **common)
+        for layer in (self.q_proj, self.k_proj, self.v_proj):
+            layer.joint_features = (num_heads + 2 * num_kv_heads) * self.head_dim
         self.o_proj = RowParallelLinear(num_heads * self.head_dim, hidden_size, **common)
         self.add_parameter("sinks", (num_heads,) if sinks else None, 0, Init(constant=0.0))
         self.reset_parameters()

@@ -25,7 +25,8 @@ class ParallelBlock(nn.Module):
     training, ``config.residual_dropout`` of either branch is dropped before it joins x.
     ``recompute`` keeps only x for backward and runs the layer again there; ``mlp_recompute`` is ParallelMLP's
     ``recompute``, for the MLP alone. ``fuse_wgrad_accumulation`` adds the linear layers' gradients to their parameters'
-    ``main_grad`` (see ``attach_main_grads``).
+    ``main_grad`` (see ``attach_main_grads``). ``overlap`` and ``strict`` are as in
+    :class:`~shardfuse.layers.linear.ColumnParallelLinear`.
 
     Where nobody looks, the sums with x are formed inside: attention and MLP are then asked for more than their branch.
     A submodule with hooks, of another class or wrapped is called as its stock twin would be, for its branch alone.
@@ -41,6 +42,8 @@ class ParallelBlock(nn.Module):
         recompute: bool = False,
         mlp_recompute: int = 0,
         fuse_wgrad_accumulation: bool = False,
+        overlap: str = "auto",
+        strict: bool = False,
         params: str = "dtensor",
         impl: str = "auto",
         dtype: torch.dtype | None = None,
@@ -73,6 +76,8 @@ class ParallelBlock(nn.Module):
             bias=config.bias,
             layer_index=layer_index,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            overlap=overlap,
+            strict=strict,
             impl=impl,
             init_std=config.init_std,
             **place,
@@ -85,6 +90,8 @@ class ParallelBlock(nn.Module):
             bias=config.bias,
             recompute=mlp_recompute,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            overlap=overlap,
+            strict=strict,
             impl=impl,
             init_std=config.init_std,
             **place,

@@ -204,6 +204,8 @@ def load_hf(
     recompute: bool = False,
     mlp_recompute: int = 0,
     fuse_wgrad_accumulation: bool = False,
+    overlap: str = "auto",
+    strict: bool = False,
     params: str = "dtensor",
     impl: str = "auto",
     dtype: torch.dtype | None = None,
@@ -222,6 +224,8 @@ def load_hf(
         "recompute": recompute,
         "mlp_recompute": mlp_recompute,
         "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+        "overlap": overlap,
+        "strict": strict,
         "params": params,
         "impl": impl,
     }

@@ -12,22 +12,52 @@ from torch import nn
 from ..kernels.linear import ACTIVATIONS, linear_act, linear_act_choice
 from ..parallel import functional
 from ..parallel.linear import column_linear, row_linear
+from ..parallel.links import check_overlap, preview
 from ..parallel.mesh import MeshLike
-from .module import Init, Runs, ShardedModule, check_divides
+from .module import Crosses, Crossing, Init, Runs, ShardedModule, check_divides
 
 
-class ColumnParallelLinear(ShardedModule):
-    """``activation(nn.Linear(in_features, out_features)(x))`` with the output features split over the group.
-
-    ``gather_output`` returns all features on every rank. ``fuse_wgrad_accumulation`` adds the parameters' gradients to
-    their ``main_grad`` (see ``attach_main_grads``). ``site`` names the layer's collectives. Weights start as those of
-    nn.Linear do, or normal with ``init_std`` (and zero bias).
-
-    Raises ValueError where ``out_features`` does not divide by the group's size or the activation is unknown.
-    """
+class _ParallelLinear(ShardedModule):
+    """What both kinds have in common: a weight, and an overlap."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    overlap: str
+    strict: bool
+    impl: str
+
+    def _crossing(
+        self, when: str, op: str, device: torch.device, tokens: int | None, features_in: int, features_out: int
+    ) -> Crossing:
+        """What ``op`` will do with this layer's weight and ``tokens``."""
+        if tokens is None:
+            return Crossing(when, op, None)
+        shape = {"tokens": tokens, "features_in": features_in, "features_out": features_out}
+        path = preview(
+            op,
+            self.group,
+            **shape,
+            dtype=self.weight.dtype,
+            device=device,
+            overlap=self.overlap,
+            strict=self.strict,
+            impl=self.impl,
+        )
+        return Crossing(when, op, path)
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """``activation(nn.Linear(in_features, out_features)(x))`` with the output features split over the group.
+
+    ``gather_output`` returns all features on every rank. ``fuse_wgrad_accumulation`` adds the parameters' gradients to
+    their ``main_grad`` (see ``attach_main_grads``). ``overlap`` says how collectives travel under the products beside
+    them ("auto", "kernel", "chunked" or "none"; ``parallel/links.py``); with ``strict`` one that cannot be had raises
+    RuntimeError. ``site`` names the layer's collectives. Weights start as those of nn.Linear do, or normal with
+    ``init_std`` (and zero bias).
+
+    Raises ValueError where ``out_features`` does not divide by the group's size, for an unknown activation or overlap.
+    """
+
     op = "linear_act"  # that runs with its parameters; a module around it may know a better one
 
     def __init__(
@@ -41,6 +71,8 @@ class ColumnParallelLinear(ShardedModule):
         sequence_parallel: bool = False,
         gather_output: bool = False,
         fuse_wgrad_accumulation: bool = False,
+        overlap: str = "auto",
+        strict: bool = False,
         params: str = "dtensor",
         impl: str = "auto",
         site: str = "linear",
@@ -57,8 +89,11 @@ class ColumnParallelLinear(ShardedModule):
         self.activation = activation
         self.gather_output = gather_output
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.overlap = check_overlap(overlap)
+        self.strict = strict
         self.impl = impl
         self.site = site
+        self.joint_features = out_features  # with those of the layers that share x and its collective
         weight_init, bias_init = linear_init(in_features, init_std)
         self.add_parameter("weight", (out_features, in_features), 0, weight_init)
         self.add_parameter("bias", (out_features,) if bias else None, 0, bias_init)
@@ -82,6 +117,15 @@ class ColumnParallelLinear(ShardedModule):
     def runs(self, device: torch.device) -> Runs:
         return [(self.op, linear_act_choice(self.weight.dtype, device, self.impl, op=self.op))]
 
+    def crosses(self, device: torch.device, tokens: int | None) -> Crosses:
+        joint = self.joint_features // self.group.size
+        if not self.sequence_parallel:
+            return [self._crossing("backward", "linear_all_reduce", device, tokens, joint, self.in_features)]
+        return [
+            self._crossing("forward", "all_gather_linear", device, tokens, self.in_features, joint),
+            self._crossing("backward", "linear_reduce_scatter", device, tokens, joint, self.in_features),
+        ]
+
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, activation={self.activation}, {self.sharding_repr()}"
 
@@ -103,6 +147,8 @@ def project(x: torch.Tensor, *layers: ColumnParallelLinear) -> tuple[torch.Tenso
         sequence_parallel=first.sequence_parallel,
         fuse_wgrad_accumulation=first.fuse_wgrad_accumulation,
         impl=first.impl,
+        overlap=first.overlap,
+        strict=first.strict,
         site=f"{first.site}.in",
     )
 
@@ -113,16 +159,14 @@ def check_tokens(x: torch.Tensor) -> None:
         raise ValueError(f"with sequence parallelism x is [T/R, D], this rank's tokens, not {list(x.shape)}")
 
 
-class RowParallelLinear(ShardedModule):
+class RowParallelLinear(_ParallelLinear):
     """``nn.Linear(in_features, out_features)`` with the input features split over the group.
 
     x [..., D/R] holds this rank's features. The bias [F] is whole on every rank and added once, after the sum.
+    ``overlap`` and ``strict`` are as in :class:`ColumnParallelLinear`.
 
-    Raises ValueError where ``in_features`` does not divide by the group's size.
+    Raises ValueError where ``in_features`` does not divide by the group's size or the overlap is unknown.
     """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -133,6 +177,8 @@ class RowParallelLinear(ShardedModule):
         mesh: MeshLike = None,
         sequence_parallel: bool = False,
         fuse_wgrad_accumulation: bool = False,
+        overlap: str = "auto",
+        strict: bool = False,
         params: str = "dtensor",
         impl: str = "auto",
         site: str = "linear",
@@ -145,6 +191,8 @@ class RowParallelLinear(ShardedModule):
         self.in_features = in_features
         self.out_features = out_features
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.overlap = check_overlap(overlap)
+        self.strict = strict
         self.impl = impl
         self.site = site
         weight_init, bias_init = linear_init(in_features, init_std)
@@ -173,11 +221,22 @@ class RowParallelLinear(ShardedModule):
             sequence_parallel=self.sequence_parallel,
             fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
             impl=self.impl,
+            overlap=self.overlap,
+            strict=self.strict,
             site=f"{self.site}.out",
         )
 
     def runs(self, device: torch.device) -> Runs:
         return [("linear_act", linear_act_choice(self.weight.dtype, device, self.impl))]
+
+    def crosses(self, device: torch.device, tokens: int | None) -> Crosses:
+        local = self.in_features // self.group.size
+        if not self.sequence_parallel:
+            return [self._crossing("forward", "linear_all_reduce", device, tokens, local, self.out_features)]
+        return [
+            self._crossing("forward", "linear_reduce_scatter", device, tokens, local, self.out_features),
+            self._crossing("backward", "all_gather_linear", device, tokens, self.out_features, local),
+        ]
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.sharding_repr()}"

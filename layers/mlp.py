@@ -9,6 +9,7 @@ from torch import nn
 
 from ..kernels.dispatch import settled
 from ..kernels.linear import ACTIVATIONS, apply_activation, gated_linear, linear_act_choice
+from ..parallel.links import check_overlap
 from ..parallel.mesh import MeshLike, tp_group
 from ..parallel.mlp import RECOMPUTE, fused_mlp
 from .linear import ColumnParallelLinear, RowParallelLinear, check_tokens, project
@@ -28,7 +29,7 @@ class ParallelMLP(nn.Module):
     ``activation=None`` means tanh-GeLU, or SiLU where gated; ``bias=None`` means biases unless gated. ``recompute``
     says what is kept for backward: 0 the input, the pre-activation and the hidden activation, 1 the first two, 2 the
     input alone (the first product then runs twice). ``fuse_wgrad_accumulation`` adds the parameters' gradients to their
-    ``main_grad`` (see ``attach_main_grads``).
+    ``main_grad`` (see ``attach_main_grads``). ``overlap`` and ``strict`` are as in :class:`ColumnParallelLinear`.
 
     The two layers run as one autograd function (``parallel/mlp.py``). They run one after another, and keep what they
     keep by themselves, where one was replaced or has hooks (FSDP2 on a single layer, adapters), under torch.compile
@@ -50,6 +51,8 @@ class ParallelMLP(nn.Module):
         sequence_parallel: bool = False,
         recompute: int = 0,
         fuse_wgrad_accumulation: bool = False,
+        overlap: str = "auto",
+        strict: bool = False,
         params: str = "dtensor",
         impl: str = "auto",
         init_std: float | None = None,
@@ -72,11 +75,15 @@ class ParallelMLP(nn.Module):
         self.recompute = recompute
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.impl = impl
+        self.overlap = check_overlap(overlap)
+        self.strict = strict
         common: dict[str, Any] = {
             "bias": not gated if bias is None else bias,
             "mesh": self.group,
             "sequence_parallel": sequence_parallel,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "overlap": overlap,
+            "strict": strict,
             "params": params,
             "impl": impl,
             "site": SITE,
@@ -89,6 +96,7 @@ class ParallelMLP(nn.Module):
             self.up_proj = ColumnParallelLinear(hidden_size, ffn_size, **common)
             self.down_proj = RowParallelLinear(ffn_size, hidden_size, **common)
             self.gate_proj.op = self.up_proj.op = "gated_linear"
+            self.gate_proj.joint_features = self.up_proj.joint_features = 2 * ffn_size
         else:
             self.c_fc = ColumnParallelLinear(hidden_size, ffn_size, activation=self.activation, **common)
             self.c_proj = RowParallelLinear(ffn_size, hidden_size, **common)
@@ -115,6 +123,8 @@ class ParallelMLP(nn.Module):
             recompute=self.recompute,
             fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
             impl=self.impl,
+            overlap=self.overlap,
+            strict=self.strict,
             site=SITE,
             residual=residual,
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..kernels.dispatch import Choice
 from ..parallel import functional
+from ..parallel.links import Path
 from ..parallel.mesh import Group, MeshLike, tp_group
 from ..parallel.sharding import (
     PARAM_MODES,
@@ -23,10 +24,21 @@ from ..parallel.sharding import (
     tag,
 )
 
-__all__ = ["Init", "Runs", "ShardedModule", "check_divides", "untouched"]
+__all__ = ["Crosses", "Crossing", "Init", "Runs", "ShardedModule", "check_divides", "untouched"]
 
 # The ops a module runs, each with its choice of implementation.
 Runs = list[tuple[str, Choice]]
+
+
+class Crossing(NamedTuple):
+    """A collective of a module's, and how it will meet the product beside it."""
+
+    when: str  # "forward" or "backward"
+    op: str
+    path: Path | None  # None: it depends on how many tokens come
+
+
+Crosses = list[Crossing]
 
 
 @dataclass(frozen=True)
@@ -136,6 +148,13 @@ class ShardedModule(nn.Module):
 
     def runs(self, device: torch.device) -> Runs:
         """The ops that forward runs on ``device``, each with its choice of implementation."""
+        return []
+
+    def crosses(self, device: torch.device, tokens: int | None) -> Crosses:
+        """What crosses ranks for ``tokens`` on ``device`` under a choice of ways, in a group of several.
+
+        Asks nobody: one rank may call it alone. Raises what a call would.
+        """
         return []
 
     def sharding_repr(self) -> str:

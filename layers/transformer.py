@@ -60,9 +60,10 @@ class ParallelTransformer(nn.Module):
     ``sequence_parallel`` shards what lies between the parallel layers over tokens: less memory, the same results.
     ``recompute`` keeps only every block's input for backward; ``mlp_recompute`` is ParallelMLP's ``recompute``, for the
     MLPs alone. ``fuse_wgrad_accumulation`` adds the linear layers' gradients to their parameters' ``main_grad`` (see
-    ``attach_main_grads``). ``params`` is ``"dtensor"`` (FSDP2, distributed checkpoints) or ``"local"`` (plain tensors).
-    Fresh weights follow torch's global seed and are the same at every tensor-parallel degree; :meth:`init_weights`
-    draws them again from a seed of its own.
+    ``attach_main_grads``). ``overlap`` says how collectives travel under the products beside them, ``strict`` that one
+    which cannot be had raises (see ``ColumnParallelLinear``). ``params`` is ``"dtensor"`` (FSDP2, distributed
+    checkpoints) or ``"local"`` (plain tensors). Fresh weights follow torch's global seed and are the same at every
+    tensor-parallel degree; :meth:`init_weights` draws them again from a seed of its own.
 
     Raises ValueError where heads, KV heads, feed-forward width or vocabulary do not divide by the group's size.
     """
@@ -76,6 +77,8 @@ class ParallelTransformer(nn.Module):
         recompute: bool = False,
         mlp_recompute: int = 0,
         fuse_wgrad_accumulation: bool = False,
+        overlap: str = "auto",
+        strict: bool = False,
         params: str = "dtensor",
         impl: str = "auto",
         dtype: torch.dtype | None = None,
@@ -95,7 +98,12 @@ class ParallelTransformer(nn.Module):
             "dtype": dtype,
             "device": device,
         }
-        fused: dict[str, Any] = {"fuse_wgrad_accumulation": fuse_wgrad_accumulation, "impl": impl}
+        fused: dict[str, Any] = {
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "overlap": overlap,
+            "strict": strict,
+            "impl": impl,
+        }
         block = {"recompute": recompute, "mlp_recompute": mlp_recompute, **fused}
         self.model = Decoder(config, block=block, **place)
         if config.tie_embeddings:

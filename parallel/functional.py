@@ -137,7 +137,7 @@ class _SplitTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, site: str) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.site = group, dim, site
-        collectives.check_divides(x, dim, group, site)
+        collectives.check_divides(x.shape, dim, group, site)
         return collectives.local_slice(x, group, dim)
 
     @staticmethod

@@ -12,19 +12,27 @@ and one that follows it over the same graph repeats no product and no collective
     column   [F/R, D]   [T/R, D]           [T, F/R]           all-gather of x, reduce-scatter of dx
     row      [F, D/R]   [T, D/R]           [T/R, F]           reduce-scatter of y, all-gather of dy
 
-A collective in backward is counted at ``site + ".grad"``. Sources: see :mod:`functional`.
+``overlap`` says how a collective meets the product beside it: "none", one after the other; "chunked" or "kernel", the
+rows travelling while others are computed (:mod:`overlap`); or "auto", whichever :mod:`links` expects to be fastest.
+Where rows travel under the product, a column layer with sequence parallelism keeps the T/R rows it was given instead of
+the T that it gathered, and gathers again in backward, for the weights' gradients, under the product that forms dx's.
+
+A collective in backward is counted at ``site + ".grad"``, the second all-gather at ``site + ".again"``. Sources: see
+:mod:`functional`; to keep the shard and gather again is Korthikanti et al. (arXiv:2205.05198), section 4.2.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..kernels import autograd
+from ..kernels.dispatch import Choice
 from ..kernels.linear import linear_act, parts
-from . import collectives, functional
+from . import collectives, functional, overlap
+from .links import Path, choose
 from .mesh import Group
 from .operands import Params, autocast, close_grads, open_params
 from .sharding import local_tensors
@@ -40,18 +48,23 @@ def column_linear(
     sequence_parallel: bool = False,
     fuse_wgrad_accumulation: bool = False,
     impl: str = "auto",
+    overlap: str = "none",
+    strict: bool = False,
     site: str,
 ) -> tuple[torch.Tensor, ...]:
     """act(x @ W_i^T + b_i) for up to three weights [F_i/R, D], which share x's one collective.
 
-    ``fuse_wgrad_accumulation`` adds the parameters' gradients to their ``main_grad`` instead of returning them.
-    Raises ValueError for operands that do not fit.
+    ``fuse_wgrad_accumulation`` adds the parameters' gradients to their ``main_grad`` instead of returning them. With
+    ``strict`` an ``overlap`` that cannot be had raises RuntimeError instead of being replaced; torch.compile, which
+    orders the collectives itself, has none. Raises ValueError for operands that do not fit.
     """
     fused: dict[str, Any] = {"fuse_wgrad_accumulation": fuse_wgrad_accumulation, "impl": impl}
     if group.size == 1:
         return linear_act(x, weights, biases, activation=activation, **fused)
     if not torch.compiler.is_compiling():
-        return _Column.apply(_Call.now(group, activation, sequence_parallel, site=site, **fused), x, *weights, *biases)
+        call = _Call.now(group, activation, sequence_parallel, overlap=overlap, strict=strict, site=site, **fused)
+        return _Column.apply(call, x, *weights, *biases)
+    _check_compiled(overlap, strict)
     if sequence_parallel:
         x = functional.all_gather_from(x, group, dim=0, site=site)
     else:
@@ -68,17 +81,21 @@ def row_linear(
     sequence_parallel: bool = False,
     fuse_wgrad_accumulation: bool = False,
     impl: str = "auto",
+    overlap: str = "none",
+    strict: bool = False,
     site: str,
 ) -> torch.Tensor:
     """x @ W^T summed over the ranks, plus b: weight [F, D/R], bias [F], whole on every rank, or None.
 
-    ``fuse_wgrad_accumulation`` and what is raised are as in :func:`column_linear`.
+    The other options and what is raised are as in :func:`column_linear`.
     """
     fused: dict[str, Any] = {"fuse_wgrad_accumulation": fuse_wgrad_accumulation, "impl": impl}
     if group.size == 1:
         return linear_act(x, weight, bias, **fused)
     if not torch.compiler.is_compiling():
-        return _Row.apply(_Call.now(group, "identity", sequence_parallel, site=site, **fused), x, weight, bias)
+        call = _Call.now(group, "identity", sequence_parallel, overlap=overlap, strict=strict, site=site, **fused)
+        return _Row.apply(call, x, weight, bias)
+    _check_compiled(overlap, strict)
     weight, bias = local_tensors(weight, bias)
     y = linear_act(x, weight, **fused)
     if sequence_parallel:
@@ -89,6 +106,14 @@ def row_linear(
     return y if bias is None else y + bias.to(y.dtype)
 
 
+def _check_compiled(overlap: str, strict: bool) -> None:
+    if strict and overlap not in ("auto", "none"):
+        raise RuntimeError(
+            f"overlap={overlap!r} was asked for with strict=True under torch.compile, which orders collectives itself; "
+            "leave this layer out of torch.compile, or pass strict=False"
+        )
+
+
 class _Call(NamedTuple):
     """The options of one call."""
 
@@ -97,6 +122,8 @@ class _Call(NamedTuple):
     sequence_parallel: bool
     fuse_wgrad_accumulation: bool
     impl: str
+    overlap: str
+    strict: bool
     site: str
     grad: bool  # whether autograd is on: inside a function's forward it never is
 
@@ -112,37 +139,60 @@ class _Column(torch.autograd.Function):
         plain = open_params(ctx, x, params, call.fuse_wgrad_accumulation and call.grad)
         dtype, ctx.choice = parts.prepare(x, plain[:n], plain[n:], call.activation, call.impl)
         x, *operands = autocast((x, *plain), dtype)
+        rows, weights, biases = parts.as_rows(x), operands[:n], operands[n:]
+        ctx.paths = column_paths(call, x, weights, biases, call.activation)
+
+        def product(rows: torch.Tensor, part: slice, remote: Any) -> tuple[torch.Tensor, ...]:
+            ys, zs = parts.forward(rows, weights, biases, call.activation, ctx.choice, save=call.grad, remote=remote)
+            return *ys, *zs
+
+        lead: tuple[int, ...] = x.shape[:-1]
+        kept = rows
         if call.sequence_parallel:
-            x = collectives.all_gather(x, call.group, site=call.site)
-        rows, weights = parts.as_rows(x), operands[:n]
-        ys, zs = parts.forward(rows, weights, operands[n:], call.activation, ctx.choice, save=call.grad)
+            keep = not ctx.paths.gathers_again
+            outs, whole = overlap.gather(rows, call.group, product, ctx.paths.forward, site=call.site, keep=keep)
+            lead, kept = (x.shape[0] * call.group.size, *x.shape[1:-1]), rows if ctx.paths.gathers_again else whole
+        else:
+            outs = list(product(rows, overlap.ALL, None))
         ctx.call, ctx.n, ctx.x_shape = call, n, x.shape
-        ctx.save_for_backward(rows, *weights, *zs)
-        return tuple(parts.shaped(y, x) for y in ys)
+        ctx.save_for_backward(kept, *weights, *outs[n:])
+        return tuple(shaped(y, lead) for y in outs[:n])
 
     @staticmethod
     @autograd.first_order
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
-        call, n = ctx.call, ctx.n
+        call, n, paths = ctx.call, ctx.n, ctx.paths
         rows, *rest = ctx.saved_tensors
         weights, zs = rest[:n], rest[n:]
         want = autograd.wanted(ctx)
         _, want_x, *want_params = want
 
-        dzs = autograd.recall(ctx, dys)
+        dzs, gathered = autograd.recall(ctx, dys) or (None, None)
         if dzs is None:
             dzs = [parts.as_rows(dy) for dy in dys]
             if zs:
                 dzs = [parts.activation_grad(dz, z, call.activation, ctx.choice) for dz, z in zip(dzs, zs)]
+        gather_again = paths.gathers_again and gathered is None and any(want_params[:n])
+        if gather_again:
+            finish_gather = collectives.start_all_gather(rows, call.group, site=f"{call.site}.again")
         if want_x:
-            dx = parts.input_grad(dzs, weights, ctx.choice).view(ctx.x_shape)
-            finish = reduce_input_grad(dx, call.group, call.sequence_parallel, call.site)
+            finish = start_input_grad(dzs, weights, ctx.choice, call, paths.backward, call.site)
+        if gather_again:
+            gathered = finish_gather()
         into = autograd.destinations(ctx, ctx.buffers)
-        dws, dbs = parts.param_grads(
-            dzs, rows, want_params[:n], want_params[n:], ctx.choice, into=into[:n], bias_into=into[n:]
+        dws, dbs = overlap.product(
+            f"{call.site}.grad",
+            parts.param_grads,
+            dzs,
+            gathered if paths.gathers_again else rows,
+            want_params[:n],
+            want_params[n:],
+            ctx.choice,
+            into=into[:n],
+            bias_into=into[n:],
         )
-        autograd.remember(ctx, dys, dzs, want)
-        return None, *close_grads(ctx, finish() if want_x else None, [*dws, *dbs])
+        autograd.remember(ctx, dys, (dzs, gathered), want)
+        return None, *close_grads(ctx, finish().view(ctx.x_shape) if want_x else None, [*dws, *dbs])
 
 
 class _Row(torch.autograd.Function):
@@ -150,13 +200,16 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, x: torch.Tensor, *params: Any) -> torch.Tensor:
         plain = open_params(ctx, x, params, call.fuse_wgrad_accumulation and call.grad)
         dtype, ctx.choice = parts.prepare(x, plain[:1], plain[1:], "identity", call.impl)
-        ctx.call, ctx.x_shape = call, x.shape
         x, weight, bias = autocast((x, *plain), dtype)
         rows = parts.as_rows(x)
-        (y,), _ = parts.forward(rows, [weight], [None], "identity", ctx.choice)
-        y = reduce_output(parts.shaped(y, x), bias, call.group, call.sequence_parallel, call.site)
+        ctx.call, ctx.paths, ctx.x_shape = call, row_paths(call, x, weight, bias), x.shape
+        lead: tuple[int, ...] = x.shape[:-1]
+        if call.sequence_parallel:
+            collectives.check_divides((*lead, weight.shape[0]), 0, call.group, call.site)
+            lead = (lead[0] // call.group.size, *lead[1:])
+        y = sum_output(rows, weight, bias, ctx.choice, call, ctx.paths.forward, call.site)
         ctx.save_for_backward(rows, weight)
-        return y
+        return shaped(y, lead)
 
     @staticmethod
     @autograd.first_order
@@ -165,33 +218,142 @@ class _Row(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         want = autograd.wanted(ctx)
         _, want_x, want_weight, want_bias = want
+
+        def product(dys: torch.Tensor, part: slice, remote: Any) -> tuple[torch.Tensor, ...]:
+            return (parts.input_grad([dys], [weight], ctx.choice, remote=remote),) if want_x else ()
+
         whole = autograd.recall(ctx, [dy])
         if whole is None:
-            whole = gather_output_grad(dy, call.group, call.sequence_parallel, call.site)
-        dys = [parts.as_rows(whole)]
-        dx = parts.input_grad(dys, [weight], ctx.choice).view(ctx.x_shape) if want_x else None
+            outs, whole = gather_output_grad(parts.as_rows(dy), product, call, ctx.paths.backward, call.site)
+        else:
+            outs = product(whole, overlap.ALL, None)
         into, bias_into = autograd.destinations(ctx, ctx.buffers)
         dws, dbs = parts.param_grads(
-            dys, rows, [want_weight], [want_bias], ctx.choice, into=[into], bias_into=[bias_into]
+            [whole], rows, [want_weight], [want_bias], ctx.choice, into=[into], bias_into=[bias_into]
         )
         autograd.remember(ctx, [dy], whole, want)
-        return None, *close_grads(ctx, dx, [*dws, *dbs])
+        return None, *close_grads(ctx, outs[0].view(ctx.x_shape) if want_x else None, [*dws, *dbs])
 
 
-def reduce_output(
-    y: torch.Tensor, bias: torch.Tensor | None, group: Group, sequence_parallel: bool, site: str
+class Paths(NamedTuple):
+    """Which way a layer's rows go, forward and in backward."""
+
+    forward: Path
+    backward: Path
+    gathers_again: bool = False  # whether backward gathers a column layer's input again
+
+
+NO_OVERLAP = Paths(overlap.PLAIN, overlap.PLAIN)
+
+
+def column_paths(
+    call: Any, x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None], activation: str
+) -> Paths:
+    """For a layer act(x @ W_i^T + b_i). ``call`` has the options of :func:`column_linear`, and ``grad``."""
+    if call.overlap == "none" or call.group.size == 1:
+        return NO_OVERLAP
+    parts.check(x, weights, biases, activation)
+    rows, sizes = x.shape[:-1].numel(), (x.shape[-1], sum(w.shape[0] for w in weights))
+    if not call.sequence_parallel:
+        return Paths(overlap.PLAIN, _choose("linear_all_reduce", call, rows, *sizes[::-1], x, backward=True))
+    rows *= call.group.size
+    forward = _choose("all_gather_linear", call, rows, *sizes, x)
+    backward = _choose("linear_reduce_scatter", call, rows, *sizes[::-1], x, backward=True)
+    return Paths(forward, backward, gathers_again=forward.kind != "plain")
+
+
+def row_paths(call: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Paths:
+    """For a layer x @ W^T + b, likewise."""
+    if call.overlap == "none" or call.group.size == 1:
+        return NO_OVERLAP
+    parts.check(x, [weight], [bias], "identity")
+    rows, sizes = x.shape[:-1].numel(), (x.shape[-1], weight.shape[0])
+    if not call.sequence_parallel:
+        return Paths(_choose("linear_all_reduce", call, rows, *sizes, x), overlap.PLAIN)
+    return Paths(
+        _choose("linear_reduce_scatter", call, rows, *sizes, x),
+        _choose("all_gather_linear", call, rows, *sizes[::-1], x, backward=True),
+    )
+
+
+def _choose(
+    op: str, call: Any, tokens: int, features_in: int, features_out: int, like: torch.Tensor, *, backward: bool = False
+) -> Path:
+    """The path of a product [tokens, features_in] -> [tokens, features_out] and its collective.
+
+    Backward's is settled in forward, so that what ``strict`` refuses is refused before anything has run.
+    """
+    if backward and not call.grad:
+        return overlap.PLAIN
+    return choose(
+        op,
+        call.group,
+        tokens=tokens,
+        features_in=features_in,
+        features_out=features_out,
+        dtype=like.dtype,
+        device=like.device,
+        overlap=call.overlap,
+        strict=call.strict,
+        impl=call.impl,
+    )
+
+
+def shaped(rows: torch.Tensor, lead: Sequence[int]) -> torch.Tensor:
+    """``rows`` [T, F] as [*lead, F], for autograd no view (see ``parts.shaped``). The caller gives ``rows`` up."""
+    return rows if len(lead) == 1 else torch.ops.aten._unsafe_view.default(rows, (*lead, rows.shape[-1]))
+
+
+def sum_output(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    choice: Choice,
+    call: Any,
+    path: Path,
+    site: str,
 ) -> torch.Tensor:
-    """The end of a row-parallel product, in place: ``y``, this rank's addend, summed over the ranks, plus the bias."""
-    if sequence_parallel:
-        y = collectives.reduce_scatter(y, group, site=site)
-    else:
-        y = collectives.all_reduce(y, group, site=site, inplace=True)
-    return y if bias is None else y.add_(bias)
+    """A row-parallel layer: x @ W^T of ``rows`` [T, D/R], summed over the ranks, plus the bias: [T, F] or [T/R, F]."""
+
+    def addend(part: slice, remote: Any) -> Any:
+        if remote is not None:
+            return parts.send_forward(rows, weight, remote)
+        return parts.forward(overlap.cut(rows, part), [weight], [None], "identity", choice)[0][0]
+
+    options: dict[str, Any] = {"like": rows, "width": weight.shape[0], "bias": bias, "site": site}
+    if call.sequence_parallel:
+        return overlap.start_scatter(rows.shape[0], call.group, addend, path, **options)()
+    return overlap.reduce(rows.shape[0], call.group, addend, path, **options)
 
 
-def gather_output_grad(dy: torch.Tensor, group: Group, sequence_parallel: bool, site: str) -> torch.Tensor:
-    """Every token's output gradient: with it the bias needs no collective of its own."""
-    return collectives.all_gather(dy, group, site=f"{site}.grad") if sequence_parallel else dy
+def gather_output_grad(
+    dys: torch.Tensor, product: overlap.ComputeGathered, call: Any, path: Path, site: str
+) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+    """``product`` of every token's output gradient, and that: with it the bias needs no collective of its own."""
+    if call.sequence_parallel:
+        keep = autograd.keeps_graph()  # a later pass may ask for the rows again
+        return overlap.gather(dys, call.group, product, path, site=f"{site}.grad", keep=keep)
+    return product(dys, overlap.ALL, None), dys
+
+
+def start_input_grad(
+    dzs: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    choice: Choice,
+    call: Any,
+    path: Path,
+    site: str,
+) -> overlap.Finish:
+    """Begin a column-parallel layer's dx = sum_i dz_i @ W_i, summed over the ranks: its rows [T, D] or [T/R, D]."""
+
+    def addend(part: slice, remote: Any) -> Any:
+        if remote is not None:
+            return parts.send_input_grad(dzs, weights, remote)
+        return parts.input_grad([overlap.cut(dz, part) for dz in dzs], weights, choice)
+
+    start = overlap.start_scatter if call.sequence_parallel else overlap.start_reduce
+    width = weights[0].shape[1]
+    return start(dzs[0].shape[0], call.group, addend, path, like=dzs[0], width=width, site=f"{site}.grad")
 
 
 def reduce_input_grad(dx: torch.Tensor, group: Group, sequence_parallel: bool, site: str) -> Callable[[], torch.Tensor]:

@@ -9,13 +9,14 @@
 One function where two would do, because of what lies between the layers: the gradient of z leaves the product that
 would have formed that of h, which is never written, and h need not be kept, since the same product can rebuild it.
 Backward sums dx over the ranks while it forms the weights' gradients. What crosses the ranks, and where it is counted,
-is what the two layers of :mod:`linear` would send, at ``site + ".in"`` and ``site + ".out"``; level 2 gathers x once
-more, at ``site + ".in.again"``.
+is what the two layers of :mod:`linear` would send, at ``site + ".in"`` and ``site + ".out"``; level 2, and with
+sequence parallelism every level at which rows travel under the products (``overlap``), gathers x once more, at
+``site + ".in.again"``.
 
-    recompute   kept for backward      done again in backward
-    0           x, z, h                nothing
-    1           x, z                   h, in the epilogue of a product
-    2           x (T/R of it)          the first product, with sequence parallelism its all-gather
+    recompute   kept for backward                     done again in backward
+    0           x (with overlap T/R of it), z, h      with overlap, the all-gather of x
+    1           x (with overlap T/R of it), z         the same; h, in the epilogue of a product
+    2           x (T/R of it)                         the first product, with sequence parallelism its all-gather
 
 Level 1 is the selective recomputation of Korthikanti et al. (arXiv:2205.05198), section 5, applied to the activation.
 """
@@ -30,8 +31,16 @@ import torch
 from ..kernels import autograd
 from ..kernels.dispatch import Choice
 from ..kernels.linear import apply_activation, parts
-from . import collectives
-from .linear import gather_output_grad, reduce_input_grad, reduce_output
+from . import collectives, overlap
+from .linear import (
+    Paths,
+    column_paths,
+    gather_output_grad,
+    row_paths,
+    shaped,
+    start_input_grad,
+    sum_output,
+)
 from .mesh import Group
 from .operands import Params, autocast, close_grads, open_params
 
@@ -51,16 +60,18 @@ def fused_mlp(
     recompute: int = 0,
     fuse_wgrad_accumulation: bool = False,
     impl: str = "auto",
+    overlap: str = "none",
+    strict: bool = False,
     site: str,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The layer above; with two ``weights``, gate and up, it is gated. Parameters are DTensors or plain.
 
     ``residual``, of the result's shape and dtype, is added in the last product's epilogue: for a group of one only.
-    ``fuse_wgrad_accumulation`` adds the parameters' gradients to their ``main_grad`` instead of returning them.
+    ``fuse_wgrad_accumulation``, ``overlap`` and ``strict`` are as in :func:`linear.column_linear`.
     Under torch.compile for a group of one only. Raises ValueError for operands that do not fit.
     """
-    options = (activation, sequence_parallel, recompute, fuse_wgrad_accumulation, impl, site)
+    options = (activation, sequence_parallel, recompute, fuse_wgrad_accumulation, impl, overlap, strict, site)
     call = _Call(group, *options, n=len(weights), grad=torch.is_grad_enabled())
     if residual is not None and group.size > 1:
         raise ValueError("residual: what the ranks' products add up to has no epilogue; add it to the result")
@@ -81,6 +92,8 @@ class _Call(NamedTuple):
     recompute: int
     fuse_wgrad_accumulation: bool
     impl: str
+    overlap: str
+    strict: bool
     site: str
     n: int  # weights of the first layer
     grad: bool  # whether autograd is on: inside a function's forward it never is
@@ -111,81 +124,120 @@ class _MLP(torch.autograd.Function):
         again = call.recompute == 2 and (need_dz or need_h)
         keep_h = need_h and (call.recompute == 0 or call.bare) and not again
 
-        whole = _gather(x, call, ".in")
-        rows = parts.as_rows(whole)
-        h, zs = _hidden(rows, weights, biases, call, first, save=(need_dz or (need_h and not keep_h)) and not again)
+        alone = call.group.size == 1
+        first_paths = column_paths(call, x, weights, biases, call.activation)
+        rows = parts.as_rows(x)
+        save = (need_dz or (need_h and not keep_h)) and not again
+        h, zs, whole = _hidden(rows, weights, biases, call, first, first_paths, ".in", save=save)
         _, second = parts.prepare(h, [out_weight], [out_bias], "identity", call.impl)
-        alone = call.group.size == 1  # the bias then rides in the product
-        if residual is not None:
-            residual = parts.check_residual(residual, whole, out_weight, dtype)
-        (y,), _ = parts.forward(h, [out_weight], [out_bias if alone else None], "identity", second, residual=residual)
-        y = parts.shaped(y, whole)
-        if not alone:
-            y = reduce_output(y, out_bias, call.group, call.sequence_parallel, f"{call.site}.out")
+        second_paths = row_paths(call, h, out_weight, out_bias)
+        if alone:  # bias and residual ride in the product
+            if residual is not None:
+                residual = parts.check_residual(residual, x, out_weight, dtype)
+            (y,), _ = parts.forward(h, [out_weight], [out_bias], "identity", second, residual=residual)
+        else:
+            y = sum_output(h, out_weight, out_bias, second, call, second_paths.forward, f"{call.site}.out")
 
-        ctx.call, ctx.choices, ctx.x_shape = call, (first, second), whole.shape
+        ctx.call, ctx.choices, ctx.paths, ctx.x_shape = call, (first, second), (first_paths, second_paths), x.shape
+        ctx.shard = call.sequence_parallel and not alone and (again or first_paths.gathers_again)
         ctx.save_for_backward(
-            x if again else rows if need_rows else None,
+            None if not (need_rows or again) else rows if ctx.shard else whole,
             h if keep_h else None,
             out_weight if need_dz else None,
             *(weight if need_x or again else None for weight in weights),
             *(bias if again else None for bias in biases),
             *zs,
         )
-        return y
+        return shaped(y, x.shape[:-1])
 
     @staticmethod
     @autograd.first_order
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         call, n = ctx.call, ctx.call.n
         first, second = ctx.choices
-        x, h, out_weight, *rest = ctx.saved_tensors
+        first_paths, second_paths = ctx.paths
+        kept, h, out_weight, *rest = ctx.saved_tensors
         weights, biases, zs = rest[:n], rest[n : 2 * n], rest[2 * n :]
         want = autograd.wanted(ctx)
         _, want_residual, want_x, *want_params = want
         want_dz, want_h = want_x or any(want_params[: 2 * n]), want_params[2 * n]
 
+        x: Any = None if ctx.shard else kept
+        dys: Any = None
         dzs: Any = None
         left = autograd.recall(ctx, [dy])
         if left is not None:
             dys, x, h, zs, dzs = left
-        else:
-            dys = parts.as_rows(gather_output_grad(dy, call.group, call.sequence_parallel, f"{call.site}.out"))
         if call.recompute == 2 and h is None and (want_dz or want_h):
-            x = parts.as_rows(_gather(x, call, ".in.again"))
-            h, zs = _hidden(x, weights, biases, call, first, save=True)
-        if want_dz and dzs is None:
-            rebuild = h is None and ctx.needs_input_grad[3 + 2 * n]  # for this pass or a later one
-            dzs, rebuilt = _through_second(dys, out_weight, zs, call, second, rebuild=rebuild)
-            h = rebuilt if rebuild else h
-        elif want_h and h is None:
+            h, zs, x = _hidden(kept, weights, biases, call, first, first_paths, ".in.again", save=True, again=True)
+        form_dzs = want_dz and dzs is None
+        rebuild = form_dzs and h is None and ctx.needs_input_grad[3 + 2 * n]  # for this pass or a later one
+
+        def through_second(dys: torch.Tensor, part: slice, remote: Any) -> Sequence[torch.Tensor]:
+            if not form_dzs:
+                return ()
+            own = [overlap.cut(z, part) for z in zs]
+            return _through_second(dys, out_weight, own, call, second, rebuild=rebuild, remote=remote)
+
+        if dys is None:
+            rows, path = parts.as_rows(dy), second_paths.backward
+            found, dys = gather_output_grad(rows, through_second, call, path, f"{call.site}.out")
+        else:
+            found = through_second(dys, overlap.ALL, None)
+        if form_dzs:
+            dzs, h = found[:n], found[n] if rebuild else h
+        if want_h and h is None:
             h = _activated(zs, call)
 
+        gather_again = x is None and any(want_params[:n])
+        if gather_again:
+            finish_gather = collectives.start_all_gather(kept, call.group, site=f"{call.site}.in.again")
         if want_x:  # it travels while the weights get their gradients
-            dx = parts.input_grad(dzs, weights, first).view(ctx.x_shape)
-            finish = reduce_input_grad(dx, call.group, call.sequence_parallel, f"{call.site}.in")
+            finish = start_input_grad(dzs, weights, first, call, first_paths.backward, f"{call.site}.in")
         into = autograd.destinations(ctx, ctx.buffers)
-        out_grads = _param_grads([dys], h, want_params[2 * n :], into[2 * n :], second)
-        grads = _param_grads(dzs, x, want_params[: 2 * n], into[: 2 * n], first) if want_dz else [None] * (2 * n)
+        hides = f"{call.site}.in.grad"
+        out_grads = overlap.product(hides, _param_grads, [dys], h, want_params[2 * n :], into[2 * n :], second)
+        if gather_again:
+            x = finish_gather()
+        grads: list[Any] = [None] * (2 * n)
+        if want_dz:
+            grads = overlap.product(hides, _param_grads, dzs, x, want_params[: 2 * n], into[: 2 * n], first)
         autograd.remember(ctx, [dy], (dys, x, h, None if dzs else zs, dzs), want)
-        closed = close_grads(ctx, finish() if want_x else None, [*grads, *out_grads])
+        closed = close_grads(ctx, finish().view(ctx.x_shape) if want_x else None, [*grads, *out_grads])
         return None, dy if want_residual else None, *closed
 
 
-def _gather(x: torch.Tensor, call: _Call, suffix: str) -> torch.Tensor:
-    """Every token of x."""
-    return collectives.all_gather(x, call.group, site=call.site + suffix) if call.sequence_parallel else x
-
-
 def _hidden(
-    rows: torch.Tensor, weights: Params, biases: Params, call: _Call, choice: Choice, *, save: bool
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The first layer: h and, with ``save``, [z] or [g, u]; nothing for the latter where h is z."""
-    if not call.gated:
-        (h,), zs = parts.forward(rows, weights, biases, call.activation, choice, save=save)
-        return h, zs
-    h, g, u = parts.gated_forward(rows, weights, biases, call.activation, choice, save=save)
-    return h, [] if g is None or u is None else [g, u]
+    rows: torch.Tensor,
+    weights: Params,
+    biases: Params,
+    call: _Call,
+    choice: Choice,
+    paths: Paths,
+    suffix: str,
+    *,
+    save: bool,
+    again: bool = False,
+) -> tuple[torch.Tensor, Sequence[torch.Tensor], torch.Tensor]:
+    """The first layer: h; with ``save`` [z] or [g, u], nothing where h is z; every token's x, ``rows`` being ours.
+
+    ``again`` in backward, where x is wanted for the weights' gradients.
+    """
+
+    def product(rows: torch.Tensor, part: slice, remote: Any) -> Sequence[torch.Tensor]:
+        if not call.gated:
+            (h,), zs = parts.forward(rows, weights, biases, call.activation, choice, save=save, remote=remote)
+            return h, *zs
+        h, g, u = parts.gated_forward(rows, weights, biases, call.activation, choice, save=save, remote=remote)
+        return (h,) if g is None or u is None else (h, g, u)
+
+    if call.sequence_parallel:
+        keep = again or not paths.gathers_again
+        site = call.site + suffix
+        (h, *zs), whole = overlap.gather(rows, call.group, product, paths.forward, site=site, keep=keep)
+    else:
+        (h, *zs), whole = product(rows, overlap.ALL, None), rows
+    return h, zs, whole
 
 
 def _activated(zs: Sequence[torch.Tensor], call: _Call) -> torch.Tensor:
@@ -202,15 +254,18 @@ def _through_second(
     choice: Choice,
     *,
     rebuild: bool,
-) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    remote: Any,
+) -> Sequence[torch.Tensor]:
     """From dy to [dz] or [dg, du], in one product, and with ``rebuild`` h."""
     if call.bare:
-        return [parts.input_grad([dys], [out_weight], choice)], None
-    if not call.gated:
-        dz, h = parts.input_grad_act(dys, out_weight, zs[0], call.activation, choice, rebuild=rebuild)
-        return [dz], h
-    dg, du, h = parts.input_grad_gated(dys, out_weight, zs[0], zs[1], call.activation, choice, rebuild=rebuild)
-    return [dg, du], h
+        return [parts.input_grad([dys], [out_weight], choice, remote=remote)]
+    options: dict[str, Any] = {"rebuild": rebuild, "remote": remote}
+    found = (
+        parts.input_grad_gated(dys, out_weight, zs[0], zs[1], call.activation, choice, **options)
+        if call.gated
+        else parts.input_grad_act(dys, out_weight, zs[0], call.activation, choice, **options)
+    )
+    return [x for x in found if x is not None]
 
 
 def _param_grads(

@@ -195,6 +195,24 @@ def bench_tune(
     raise typer.Exit(tune(options))
 
 
+@bench_app.command("calibrate")
+def bench_calibrate(
+    ranks: Annotated[int, typer.Option(help="Processes to start; under torchrun its own take part.")] = 2,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The profile; an earlier call's is gone on with. Default: here, by chip.")
+    ] = None,
+    short: Annotated[bool, typer.Option("--short", help="Fewer shapes, less time for each.")] = False,
+    dry: Annotated[bool, typer.Option("--dry", help="Tiny shapes, single calls: the path, no measurement.")] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure this node's links and write the profile by which layers choose how to overlap (SHARDFUSE_LINKS)."""
+    from .bench.calibrate import Options, calibrate
+
+    raise typer.Exit(calibrate(Options(ranks, device, out, short, dry), json=json))
+
+
 @bench_app.command("owed")
 def bench_owed(json: Json = False, debug: Debug = False) -> None:
     """Print the GPU results that are missing or older than the code they measured."""

@@ -11,9 +11,13 @@ from typing import Any
 import torch
 from rich import box
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
+from .layers.linear import RowParallelLinear
+from .layers.module import Crossing, ShardedModule
+from .parallel.links import Path
 from .parallel.sharding import spec_of
 
 
@@ -29,6 +33,7 @@ class Row:
     layout: str  # "weight [1024/2, 256], bias [1024/2]"
     parameters: int  # on this rank, in one layer
     layers: int = 1
+    crosses: tuple[Crossing, ...] = ()  # what crosses ranks, and how it meets the product beside it
 
 
 @dataclass(frozen=True)
@@ -49,13 +54,23 @@ class Explanation:
         table.add_column("per rank", justify="right", no_wrap=True)
         for row in self.rows:
             count = f"{row.layers} x {row.parameters:,}" if row.layers > 1 else f"{row.parameters:,}"
-            # Brackets are markup to rich.
-            table.add_row(row.path, row.kind, row.op, row.runs, row.why, row.layout.replace("[", r"\["), count)
+            cells = (row.path, row.kind, row.op, row.runs, row.why, row.layout)
+            table.add_row(*map(escape, cells), count)
         head = (
             f"{self.device}, {self.ranks} tensor-parallel rank{'s' if self.ranks > 1 else ''}, "
             f"{self.parameters:,} parameters, {self.parameters_per_rank:,} per rank"
         )
-        return Group(head, table)
+        return Group(head, table, self._across()) if any(row.crosses for row in self.rows) else Group(head, table)
+
+    def _across(self) -> Table:
+        """What crosses ranks."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in ("module", "in", "across ranks", "path", "exposed us", "why"):
+            table.add_column(name, no_wrap=name in ("module", "path"), justify="right" if "us" in name else "left")
+        for row in self.rows:
+            for crossing in row.crosses:
+                table.add_row(escape(row.path), *map(escape, _told(crossing)))
+        return table
 
     def __str__(self) -> str:
         text = io.StringIO()
@@ -66,12 +81,13 @@ class Explanation:
 def explain(model: nn.Module, x: torch.Tensor | torch.device | str | None = None) -> Explanation:
     """Say per module of ``model`` which implementation runs and why, how it is sharded, and what a rank holds.
 
-    ``x`` is an input or a device; None asks for where the parameters are. Nothing is run. Modules that are not this
-    package's are listed where they own parameters.
+    ``x`` is an input or a device; None asks for where the parameters are. Nothing is run, and no other rank is asked.
+    How collectives meet the products beside them depends on the number of tokens: an input has it. Modules that are not
+    this package's are listed where they own parameters.
     """
     device = _device(model, x)
     rows: dict[Row, Row] = {}
-    for row in _rows(model, device):
+    for row in _rows(model, device, _tokens(model, x)):
         seen = rows.get(row)
         rows[row] = row if seen is None else replace(row, layers=seen.layers + 1)
     specs = [spec_of(param) for param in model.parameters()]  # tied parameters once
@@ -92,7 +108,20 @@ def _device(model: nn.Module, x: torch.Tensor | torch.device | str | None) -> to
     return next((param.device for param in model.parameters()), torch.device("cpu"))
 
 
-def _rows(model: nn.Module, device: torch.device) -> Iterator[Row]:
+def _tokens(model: nn.Module, x: Any) -> int | None:
+    """How many tokens ``x`` is of, those of all ranks together: ids [B, S] or [T], or activations [..., D]."""
+    if not isinstance(x, torch.Tensor):
+        return None
+    if not x.is_floating_point():
+        return x.numel()
+    tokens = x.shape[:-1].numel()
+    # All layers but the row-parallel one take this rank's share of a sequence that is split.
+    split = getattr(model, "sequence_parallel", False) and not isinstance(model, RowParallelLinear)
+    group: Any = getattr(model, "group", None)
+    return tokens * group.size if split else tokens
+
+
+def _rows(model: nn.Module, device: torch.device, tokens: int | None) -> Iterator[Row]:
     for path, module in model.named_modules():
         own = list(module.named_parameters(recurse=False))
         ops = _ops(module, device)
@@ -108,6 +137,7 @@ def _rows(model: nn.Module, device: torch.device) -> Iterator[Row]:
                 why=why,
                 layout=", ".join(_layout(name, param) for name, param in own) if first else "",
                 parameters=sum(spec_of(param).local_shape.numel() for _, param in own) if first else 0,
+                crosses=_crosses(module, device, tokens) if first else (),
             )
 
 
@@ -120,6 +150,24 @@ def _ops(module: nn.Module, device: torch.device) -> list[tuple[str, str, str]]:
         return [(op, choice.impl, choice.reason) for op, choice in runs(device)]
     except (RuntimeError, ValueError) as error:  # impl="triton" where it cannot run: forward will say the same
         return [("", "refused", str(error))]
+
+
+def _crosses(module: nn.Module, device: torch.device, tokens: int | None) -> tuple[Crossing, ...]:
+    if not isinstance(module, ShardedModule) or module.group.size == 1:
+        return ()
+    try:
+        return tuple(module.crosses(device, tokens))
+    except (RuntimeError, ValueError) as error:  # forward will say the same
+        return (Crossing("", "", Path("refused", reason=str(error))),)
+
+
+def _told(crossing: Crossing) -> tuple[str, ...]:
+    """When, what, how, the microseconds of it that nothing hides, and why so."""
+    if crossing.path is None:
+        return crossing.when, crossing.op, "per call", "", "it depends on the number of tokens: pass an input"
+    kind, pieces, reason, exposed_s = crossing.path
+    how = f"{kind} in {pieces}" if kind == "chunked" else kind
+    return crossing.when, crossing.op, how, "" if exposed_s is None else f"{exposed_s * 1e6:,.0f}", reason
 
 
 def _layout(name: str, param: torch.Tensor) -> str:

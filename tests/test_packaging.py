@@ -84,7 +84,8 @@ def test_wheel_holds_every_module_and_nothing_else(wheel):
 def test_wheel_holds_the_tables_of_measured_configurations(wheel):
     with zipfile.ZipFile(wheel) as archive:
         tables = {name for name in archive.namelist() if name.endswith(".json")}
-    shipped = {f"shardfuse/kernels/tuned/{file.name}" for file in (ROOT / "kernels" / "tuned").glob("*.json")}
+    folders = ("kernels/tuned", "parallel/profiles")
+    shipped = {f"shardfuse/{folder}/{file.name}" for folder in folders for file in (ROOT / folder).glob("*.json")}
     assert tables == shipped | {"shardfuse/kernels/tuned/planted.json"}
 
 

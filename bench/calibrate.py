@@ -1,0 +1,465 @@
+"""``shardfuse bench calibrate``: measures this node's links and writes the profile that ``parallel/links.py`` reads.
+
+    links     alpha and beta of all_gather, reduce_scatter and all_reduce, fitted to a few sizes
+    products  their rate, that of a copy in memory and to a peer, and how fast a product runs under a collective
+    rows      gather + product, product + reduce-scatter, product + all-reduce on the shapes of real layers: plain, in
+              chunks and, where it can run, by the kernel, each timed in turn with plain
+
+Every path's result must agree with fp64 before it is timed, by the rule that all gates share. Figures are rank 0's. The
+file is written whole after every row, so the same command goes on where it was stopped. Ranks start here, or come from
+torchrun (over several machines: the profile's "network" link). ``SHARDFUSE_LINKS`` then names the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json as jsonlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from ..kernels.accuracy import Verdict, judge
+from ..kernels.linear import linear_act_choice, parts, shapes
+from ..parallel import collectives, link_model, links, overlap
+from ..parallel import link_profile as profiles
+from ..parallel.link_profile import COLLECTIVES, OPS, Link, Profile, Row, bucket, dtype_name
+from ..parallel.mesh import Group, init_mesh, shutdown, tp_group
+from ..training.launch import Stopped, launch
+from . import provenance
+from .report import DRY_NOTE, console, write_json
+from .timing import Timing, compare_fixed, copy_bandwidth
+
+GATHER, SCATTER, REDUCE = OPS
+SITE = "calibrate"
+SECONDS, SHORT_SECONDS = 1.5, 0.5  # of timing for two paths in turn
+MIN_ROUNDS, MAX_ROUNDS = 20, 500
+SIZES = tuple(1 << power for power in (14, 17, 20, 23, 25))  # bytes of a collective
+DRY_SIZES = (1 << 10, 1 << 12)
+PIECES = 4  # of the small gather that tells what a piece costs the host
+MODELS, TOKENS = ("llama3-8b", "llama3-70b"), (16, 128, 1024, 4096, 16384)  # on GPUs
+CPU_WIDTHS, CPU_TOKENS = ((256, 1024), (1024, 4096)), (64, 512)  # (D, F) on a CPU
+SOURCES = ("parallel/collectives.py", "parallel/overlap.py", "kernels/linear", "kernels/comm")
+
+
+@dataclass(frozen=True)
+class Options:
+    """One call. ``device`` is "cpu", "cuda" or None for a GPU if there is one."""
+
+    ranks: int = 2
+    device: str | None = None
+    out: Path | None = None
+    short: bool = False
+    dry: bool = False
+
+    @property
+    def device_type(self) -> str:
+        return self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self.dry else SHORT_SECONDS if self.short else SECONDS
+
+
+def calibrate(options: Options, *, json: bool = False) -> int:
+    """Measure, write and print; the exit code. 1: some path's result is wrong, and nothing more was timed.
+
+    Raises ValueError for options that make no sense and for a file that must not be written to.
+    """
+    if options.device not in (None, "cpu", "cuda"):
+        raise ValueError(f"device={options.device!r}: expected cpu or cuda")
+    together = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    if not together and options.ranks < 2:
+        raise ValueError(f"ranks={options.ranks}: links join at least 2 ranks")
+    if together:
+        outcome = run(options)
+        if int(os.environ["RANK"]) != 0:
+            return outcome.code
+    else:
+        try:
+            outcome = launch(run, options, processes=options.ranks)[0]
+        except Stopped as stop:
+            console(stderr=True).print("stopped; rows that were measured are kept, and the same command goes on")
+            sys.exit(128 + stop.signum)
+    people = console(stderr=json)
+    for line in outcome.red:
+        people.print(line, style="red", markup=False, soft_wrap=True)
+    show(people, outcome, dry=options.dry)
+    if json:
+        print(jsonlib.dumps({"out": outcome.out, "gate": "red" if outcome.red else "green", **outcome.profile}))
+    return outcome.code
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to: the file, the profile as written, and the comparisons that failed."""
+
+    out: str
+    profile: dict[str, Any]
+    red: tuple[str, ...] = ()
+
+    @property
+    def code(self) -> int:
+        return 1 if self.red else 0
+
+
+def run(options: Options) -> Outcome:
+    """One rank's part of a calibration."""
+    mesh = init_mesh(device_type=options.device_type)
+    try:
+        return Run(options, tp_group(mesh)).run()
+    finally:
+        shutdown()
+
+
+class Run:
+    """A calibration in progress; all ranks go through it alike, and rank 0 writes and speaks."""
+
+    def __init__(self, options: Options, group: Group) -> None:
+        self.options, self.group = options, group
+        on_gpu = options.device_type == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self.dtype = torch.bfloat16 if on_gpu else torch.float32
+        self.link = links.link_of(collectives.gather_objects(links.machine(), group, site=SITE))
+        name, arch = profiles.device_names(self.device)
+        self.out = options.out or Path(f"shardfuse-links-{arch}.json")
+        self.people: Console = console(stderr=True)
+        fresh = Profile(name, arch, measured=True, dry=options.dry, origin=self._origin(), sources=(_SOURCE,))
+        self.profile = self._from_first(lambda: self._earlier(fresh))
+
+    def run(self) -> Outcome:
+        if self.link not in self.profile.links:
+            self._say(f"links: {len(self._sizes())} sizes of each collective")
+            self._keep(links=dict(self.profile.links) | {self.link: self._links()})
+        if dtype_name(self.dtype) not in self.profile.gemm_flops:
+            self._say("products, copies, and both at once")
+            self._keep(**self._rates())
+        left = [call for call in self._calls() if self._key(call) not in self.profile.table]
+        for index, call in enumerate(left):
+            where = bucket(call.T, call.K, call.N)
+            self._say(f"{index + 1} of {len(left)}  {call.op} {where} {dtype_name(call.dtype)}")
+            rig = Rig.of(call, self.group, self.device)
+            red = self._red(rig)
+            if red:
+                return Outcome(str(self.out), self.profile.record(), red)
+            self._keep(rows=(*self.profile.rows, self._row(rig)))
+        return Outcome(str(self.out), self.profile.record())
+
+    # --- the file -----------------------------------------------------------------------------------------------------
+
+    def _origin(self) -> dict[str, Any]:
+        said = provenance.describe(self.device)
+        names = ("date", "torch", "triton", "shardfuse", "python", "cuda", "device", "cpu", "cpus", "threads")
+        return {name: said[name] for name in names} | {"ranks": self.group.size, "source_hash": source_hash()}
+
+    def _earlier(self, fresh: Profile) -> Profile:
+        """What the file holds already, if that can be gone on with; ``fresh`` if there is none yet."""
+        if not self.out.is_file() or not self.out.read_text().strip():
+            return fresh
+        held = profiles.read(self.out)
+        if not held.measured or (held.arch, held.dry) != (fresh.arch, fresh.dry):
+            kind = "a dry run" if held.dry else "measurements" if held.measured else "published figures"
+            raise ValueError(f"{self.out} holds {kind} for {held.device}: choose another file with --out")
+        unknown = dict.fromkeys(provenance.MACHINE, "unknown")
+        provenance.check_machine(self.out, unknown | dict(held.origin), fresh.origin)
+        if held.origin.get("source_hash") != fresh.origin["source_hash"]:
+            self._say(f"{self.out} was measured with other sources: starting again")
+            return fresh
+        return replace(held, origin=fresh.origin)
+
+    def _from_first(self, work: Callable[[], Profile]) -> Profile:
+        """Rank 0's profile, or its error, on every rank."""
+        content: Any = None
+        if self.group.rank == 0:
+            try:
+                content = work().record()
+            except ValueError as error:
+                content = str(error)
+        content = collectives.gather_objects(content, self.group, site=SITE)[0]
+        if isinstance(content, str):
+            raise ValueError(content)
+        return profiles.parse(content, str(self.out))
+
+    def _keep(self, **changes: Any) -> None:
+        self.profile = replace(self.profile, **changes)
+        if self.group.rank == 0:
+            write_json(self.out, self.profile.record())
+        # All ranks decide by the same figures, whoever's clock they come from.
+        self.profile = self._from_first(lambda: self.profile)
+
+    def _say(self, line: str) -> None:
+        if self.group.rank == 0:
+            self.people.print(line, markup=False, soft_wrap=True)
+
+    # --- links and rates ----------------------------------------------------------------------------------------------
+
+    def _sizes(self) -> tuple[int, ...]:
+        return DRY_SIZES if self.options.dry else SIZES
+
+    def _links(self) -> dict[str, Link]:
+        return {name: self._link(name) for name in COLLECTIVES.values()}
+
+    def _link(self, name: str) -> Link:
+        R = self.group.size
+        rounds = 2 if name == "all_reduce" else 1
+        points = []
+        for size in self._sizes():
+            rows = size // (R * 4 * 64) or 1
+            x = torch.randn(rows if name == "all_gather" else rows * R, 64, device=self.device)
+            whole = rows * R * 64 * 4
+            call = partial(getattr(collectives, name), x, self.group, site=SITE)
+            points.append((rounds * (R - 1) / R * whole, self._alone(call)))
+        start, per_byte = fit(points)
+        return Link(0.0, start / (rounds * (R - 1)), 1 / per_byte)
+
+    def _rates(self) -> dict[str, Any]:
+        """Products and copies; ``hides`` on a GPU alone, as on a CPU what hides a collective is the product's cores."""
+        on_gpu, dry = self.device.type == "cuda", self.options.dry
+        size = 32 if dry else 4096 if on_gpu else 1024
+        a, b = (torch.randn(size, size, dtype=self.dtype, device=self.device) for _ in range(2))
+        product_s = self._alone(lambda: a @ b)
+        found: dict[str, Any] = {
+            "gemm_flops": dict(self.profile.gemm_flops) | {dtype_name(self.dtype): 2 * size**3 / product_s},
+            "piece_s": self._piece_seconds(),
+            "hides": self._hides(lambda: a @ b, product_s) if on_gpu else 0.0,
+        }
+        if not dry:
+            found["memory_bytes_per_s"] = copy_bandwidth(self.device, size=1 << (30 if on_gpu else 26))
+        if on_gpu and self.link == "node":
+            found["copy_bytes_per_s"] = self._peer_copy()
+        return found
+
+    def _piece_seconds(self) -> float:
+        """What a piece of a chunked operation costs: a gather of next to nothing, in many."""
+        call = link_model.Call(GATHER, self.group.size * PIECES, 16, 16, self.dtype, self.group.size)
+        rig = Rig.of(call, self.group, self.device)
+        return self._alone(partial(rig.result, links.Path("chunked", PIECES))) / ((self.group.size - 1) * PIECES + 1)
+
+    def _hides(self, product: Callable[[], Any], product_s: float) -> float:
+        """At which share of its speed products run while an all-reduce is under way."""
+        x = torch.randn(self._sizes()[-1] // 4, device=self.device)
+        collective_s = self._alone(lambda: collectives.all_reduce(x, self.group, site=SITE))
+        count = int(2 * collective_s / product_s) + 1
+        count = collectives.gather_objects(count, self.group, site=SITE)[0]
+
+        def both() -> None:
+            finish = collectives.start_all_reduce(x, self.group, site=SITE)
+            for _ in range(count):
+                product()
+            finish()
+
+        together_s = self._alone(both)
+        return max(0.0, min(1.0, (collective_s + count * product_s - together_s) / collective_s))
+
+    def _peer_copy(self) -> float | None:
+        """Bytes per second of a copy to another GPU; None where this process sees only its own."""
+        others = [index for index in range(torch.cuda.device_count()) if index != self.device.index]
+        if not others:
+            return None
+        source = torch.empty(self._sizes()[-1], dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source, device=torch.device("cuda", others[0]))
+        return source.nbytes / self._alone(lambda: target.copy_(source))
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def _calls(self) -> list[link_model.Call]:
+        """The shapes to measure, one for each bucket."""
+        found: dict[Any, link_model.Call] = {}
+        for op, T, K, N in shapes_of(self.options, self.device.type, self.group.size):
+            call = link_model.Call(op, T, K, N, self.dtype, self.group.size)
+            found.setdefault(self._key(call), call)
+        return list(found.values())
+
+    def _key(self, call: link_model.Call) -> tuple[str, str, int, str, str]:
+        return call.op, dtype_name(call.dtype), call.R, self.link, bucket(call.T, call.K, call.N)
+
+    def _paths(self, call: link_model.Call) -> list[links.Path]:
+        paths = [links.Path("chunked", pieces) for pieces in link_model.pieces_of(call)]
+        if self.link == "node" and links.kernel_unavailable(self.group, self.device) is None:
+            paths.append(links.Path("kernel"))
+        return paths
+
+    def _red(self, rig: Rig) -> tuple[str, ...]:
+        """The comparisons that fail on any rank."""
+        verdicts = [str(verdict) for path in self._paths(rig.call) for verdict in rig.verdicts(path) if not verdict.ok]
+        everyone = collectives.gather_objects(verdicts, self.group, site=SITE)
+        return tuple(f"rank {rank}: {line}" for rank, lines in enumerate(everyone) for line in lines)
+
+    def _row(self, rig: Rig) -> Row:
+        """Each path timed in turn with plain; all in terms of the first of plain's times.
+
+        The fastest is timed twice and counts by the slower of its two times: the best of several that are alike
+        would otherwise be the luckiest.
+        """
+        paths = self._paths(rig.call)
+        plain_s, noise = 0.0, 0.0
+        shares: dict[links.Path, float] = {}
+        for path in paths:
+            share, plain, spread = self._share(rig, path)
+            shares[path], noise, plain_s = share, max(noise, spread), plain_s or plain
+        # Another rank may see another one in front.
+        best = collectives.gather_objects(paths.index(min(shares, key=shares.__getitem__)), self.group, site=SITE)[0]
+        again, _, spread = self._share(rig, paths[best])
+        shares[paths[best]], noise = max(again, shares[paths[best]]), max(noise, spread)
+        chunked = {path.pieces: share * plain_s for path, share in shares.items() if path.kind == "chunked"}
+        kernel = next((share * plain_s for path, share in shares.items() if path.kind == "kernel"), None)
+        return Row(*self._key(rig.call), plain_s, chunked, kernel, noise)
+
+    def _share(self, rig: Rig, path: links.Path) -> tuple[float, float, float]:
+        """A path's share of plain's time, that time in seconds, and how far each was from itself."""
+        ours, plain = self._compare(partial(rig.result, path), partial(rig.result, overlap.PLAIN))
+        spread = max(side.noise or 0.0 for side in (ours, plain))
+        return ours.value / plain.value, plain.value * 1e-6, spread
+
+    # --- time ---------------------------------------------------------------------------------------------------------
+
+    def _alone(self, call: Callable[[], Any]) -> float:
+        """Seconds of one call."""
+        return self._compare(call, call)[0].value * 1e-6
+
+    def _compare(self, ours: Callable[[], Any], peer: Callable[[], Any]) -> tuple[Timing, Timing]:
+        """Both in turn, by the host's clock, over a number of rounds that all ranks agree on."""
+        sides = [partial(self._finished, side) for side in (ours, peer)]
+        if self.options.dry:
+            return compare_fixed(*sides, rounds=1, calls=1)
+        once = compare_fixed(*sides, rounds=3, calls=1)
+        wanted = self.options.seconds / (sum(side.value for side in once) * 1e-6)
+        rounds = collectives.gather_objects(int(wanted), self.group, site=SITE)[0]
+        return compare_fixed(*sides, rounds=max(MIN_ROUNDS, min(MAX_ROUNDS, rounds)), calls=1)
+
+    def _finished(self, call: Callable[[], Any]) -> None:
+        call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class Rig:
+    """One operation with its operands: x [T, K], but a gather's [T/R, K], this rank's rows; the weight is [N, K]."""
+
+    call: link_model.Call
+    group: Group
+    x: torch.Tensor
+    weight: torch.Tensor
+
+    @classmethod
+    def of(cls, call: link_model.Call, group: Group, device: torch.device) -> Rig:
+        generator = torch.Generator().manual_seed(group.rank)
+        rows = call.T // call.R if call.op == GATHER else call.T
+        x, weight = (torch.randn(n, call.K, generator=generator) for n in (rows, call.N))
+        return cls(call, group, x.to(device, call.dtype), (weight * call.K**-0.5).to(device, call.dtype))
+
+    def result(self, path: links.Path) -> torch.Tensor:
+        """The operation by one path: [T, N], or a reduce-scatter's [T/R, N]."""
+        if self.call.op == GATHER:
+            (y,), _ = overlap.gather(self.x, self.group, self._multiply, path, site=SITE)
+            return y
+        start = overlap.start_scatter if self.call.op == SCATTER else overlap.start_reduce
+        return start(self.call.T, self.group, self._addend, path, like=self.x, width=self.call.N, site=SITE)()
+
+    def _multiply(self, rows: torch.Tensor, part: slice, remote: Any) -> tuple[torch.Tensor, ...]:
+        choice = linear_act_choice(rows.dtype, rows.device)
+        extra = {} if remote is None else {"remote": remote}
+        return tuple(parts.forward(rows, [self.weight], [None], "identity", choice, save=False, **extra)[0])
+
+    def _addend(self, part: slice, remote: Any) -> Any:
+        rows = overlap.cut(self.x, part)
+        return self._multiply(rows, part, None)[0] if remote is None else parts.send_forward(rows, self.weight, remote)
+
+    def verdicts(self, path: links.Path) -> Iterator[Verdict]:
+        """The path against plain in fp64, allowed twice the error of plain in its own precision."""
+        exact = replace(self, x=self.x.double(), weight=self.weight.double()).result(overlap.PLAIN)
+        name = f"{self.call.op} {path.kind} in {path.pieces}"
+        yield judge(name, self.result(path), self.result(overlap.PLAIN), exact)
+
+
+_SOURCE = "measured by shardfuse bench calibrate"
+
+
+def shapes_of(options: Options, device_type: str, R: int) -> Iterator[tuple[str, int, int, int]]:
+    """(op, T, K, N) of layers that people run, tokens rounded up to a multiple of the ranks."""
+    pairs: Sequence[tuple[str, int, int]]
+    tokens: tuple[int, ...]
+    if options.dry:
+        pairs, tokens = [("up", 16, 32), ("down", 32, 16)], (8,)
+    elif device_type == "cpu":
+        widths = CPU_WIDTHS[: 1 if options.short else None]
+        pairs = [pair for D, F in widths for pair in (("up", D, F // R), ("down", F // R, D), ("o", D // R, D))]
+        tokens = CPU_TOKENS[: 1 if options.short else None]
+    else:
+        models = MODELS[: 1 if options.short else None]
+        made = [shapes.projection(model, kind, R, 1) for model in models for kind in shapes.KINDS]
+        pairs = [(found.kind, found.D, found.F) for found in made]
+        tokens = (4096,) if options.short else TOKENS
+    for kind, K, N in pairs:
+        for T in tokens:
+            for op in (GATHER,) if kind in ("up", "qkv") else (SCATTER, REDUCE):
+                yield op, -(-T // R) * R, K, N
+
+
+def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(start, per byte) of seconds = start + per byte * bytes, with the least relative error over (bytes, seconds).
+
+    Neither comes out below 0: where noise would have it so, the other takes all.
+    """
+    weights = [1 / seconds**2 for _, seconds in points]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, points)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, points)) / total
+    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points))
+    slope = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points)) / spread if spread else 0.0
+    largest_x, longest = max(points)
+    if slope <= 0:
+        return 0.0, longest / largest_x
+    start = mean_y - slope * mean_x
+    return (start, slope) if start >= 0 else (0.0, mean_y / mean_x)
+
+
+def source_hash() -> str:
+    """16 digits of a SHA-256 over what the figures depend on."""
+    digest = hashlib.sha256()
+    for name in SOURCES:
+        floor, _, rest = name.partition("/")
+        path = provenance.package_folder(floor) / rest
+        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def show(people: Console, outcome: Outcome, *, dry: bool) -> None:
+    """The links, then a row a bucket: each path's share of plain's time, and what will be chosen."""
+    profile = profiles.parse(outcome.profile, outcome.out)
+    table = Table(title=f"{profile.device}: links{DRY_NOTE if dry else ''}", title_justify="left")
+    for column in ("link", "collective", "alpha us", "GB/s"):
+        table.add_column(column, justify="right" if column in ("alpha us", "GB/s") else "left")
+    for name, collectives_ in profile.links.items():
+        for collective, link in collectives_.items():
+            table.add_row(name, collective, f"{link.alpha_s * 1e6:.1f}", f"{link.bytes_per_s / 1e9:.2f}")
+    people.print(table)
+    rows = Table(title="share of plain's time", title_justify="left", caption="< 1: faster than plain")
+    counts = sorted({pieces for row in profile.rows for pieces in row.chunked_s})
+    for column in ("op", "bucket", "dtype", "ranks", *(f"in {count}" for count in counts), "kernel", "noise", "taken"):
+        rows.add_column(
+            column, no_wrap=True, justify="left" if column in ("op", "bucket", "dtype", "taken") else "right"
+        )
+    for row in sorted(profile.rows, key=lambda row: row.key):
+        shares = [row.chunked_s[count] / row.plain_s if count in row.chunked_s else None for count in counts]
+        shares.append(None if row.kernel_s is None else row.kernel_s / row.plain_s)
+        told = ("" if share is None else f"{share:.2f}" for share in shares)
+        rows.add_row(row.op, row.bucket, row.dtype, str(row.ranks), *told, f"{row.noise:.1%}", _taken(profile, row))
+    people.print(rows)
+    people.print(f"written: {outcome.out}; {profiles.VARIABLE}={outcome.out} has every job use it", soft_wrap=True)
+
+
+def _taken(profile: Profile, row: Row) -> str:
+    path = links.fastest(row, unavailable=None)
+    if profile.dry:
+        return "plain"
+    return f"{path[0]} in {path[1]}" if path[0] == "chunked" else path[0]

@@ -1,0 +1,471 @@
+"""Which way a collective goes: the profile, the cost model, the choice, and that all ranks make the same one."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import timeit
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardfuse.parallel import collectives, link_model, link_profile, links
+from shardfuse.parallel.link_model import GATHER, REDUCE, SCATTER, Call
+from shardfuse.parallel.link_profile import OPS, Link, Profile, Row, bucket
+from shardfuse.parallel.mesh import SINGLE, Group, tp_group
+
+CPU = torch.device("cpu")
+SHAPE: dict[str, Any] = {"tokens": 64, "features_in": 32, "features_out": 16, "dtype": torch.float32, "device": CPU}
+WHERE = bucket(64, 32, 16)
+
+
+def _row(op: str = GATHER, plain: float = 10.0, chunked: dict[int, float] | None = None, **more: Any) -> Row:
+    return Row(op, "fp32", 2, "node", WHERE, plain, {1: 5.0} if chunked is None else chunked, **more)
+
+
+def _profile(*rows: Row, **more: Any) -> Profile:
+    return Profile("cpu", "cpu", measured=True, rows=rows, **more)
+
+
+def _call(op: str = GATHER, T: int = 64, K: int = 32, N: int = 16) -> Call:
+    return Call(op, T, K, N, torch.float32, 2)
+
+
+def _pure(profile: Profile | None, call: Call | None = None, **more: Any) -> links.Path:
+    options = {"unavailable": "no memory", "device_type": "cpu"} | more
+    return links.pure_choice(profile, "node", call or _call(), **options)
+
+
+# --- by measurement ---------------------------------------------------------------------------------------------------
+
+seconds = st.floats(1e-7, 1e3)
+rows = st.builds(
+    Row,
+    op=st.sampled_from(OPS),
+    dtype=st.just("fp32"),
+    ranks=st.just(2),
+    link=st.just("node"),
+    bucket=st.just(WHERE),
+    plain_s=seconds,
+    chunked_s=st.dictionaries(st.sampled_from([1, 2, 4, 8]), seconds),
+    kernel_s=st.none() | seconds,
+    noise=st.floats(0, 2),
+)
+
+
+@given(row=rows, unavailable=st.none() | st.just("no memory"), device_type=st.sampled_from(["cpu", "cuda"]))
+def test_a_path_that_measured_no_faster_than_plain_is_never_taken(row: Row, unavailable: str | None, device_type: str):
+    path = _pure(_profile(row), _call(row.op), unavailable=unavailable, device_type=device_type)
+    assert path == _pure(_profile(row), _call(row.op), unavailable=unavailable, device_type=device_type)
+    sides = {("chunked", pieces): each for pieces, each in row.chunked_s.items()}
+    if row.kernel_s is not None and unavailable is None:
+        sides["kernel", 1] = row.kernel_s
+    bar = row.plain_s * (1 - max(links.MARGIN, row.noise))
+    won = {side: each for side, each in sides.items() if each < bar}
+    if won:
+        assert sides[path.kind, path.pieces] == min(won.values())
+    else:
+        assert (path.kind, path.pieces) == ("plain", 1)
+    assert "measured" in path.reason
+
+
+def test_a_measurement_stands_for_its_bucket_ranks_and_dtype_alone():
+    assert _pure(_profile(_row())).kind == "chunked"
+    assert _pure(_profile(_row()), _call(T=60, K=40, N=15)).kind == "chunked"
+    for other in (_call(T=256), _call(K=128), _call(N=64), _call(SCATTER), _call()._replace(R=4)):
+        assert _pure(_profile(_row()), other).kind == "plain"
+    assert _pure(_profile(_row()), _call()._replace(dtype=torch.bfloat16)).kind == "plain"
+    assert links.pure_choice(_profile(_row()), "network", _call(), unavailable=None, device_type="cpu").kind == "plain"
+
+
+def test_pieces_that_have_no_rows_are_not_taken():
+    where = bucket(2, 32, 16)
+    row = Row(GATHER, "fp32", 2, "node", where, 10.0, {1: 5.0, 4: 1.0})
+    assert _pure(_profile(row), _call(T=2)).pieces == 1
+
+
+@pytest.mark.parametrize(
+    ("profile", "call", "reason"),
+    [
+        (None, _call(), "nothing is known"),
+        (_profile(_row()), _call(T=0), "nothing to send"),
+        (_profile(_row(), dry=True), _call(), "dry run"),
+        (_profile(), _call(), "gloo works on the cores"),
+    ],
+    ids=["no profile", "no tokens", "dry", "unmeasured"],
+)
+def test_plain_says_why(profile: Profile | None, call: Call, reason: str):
+    path = _pure(profile, call)
+    assert path.kind == "plain"
+    assert reason in path.reason
+
+
+# --- by the model -----------------------------------------------------------------------------------------------------
+
+LINK = Link(start_s=0.0, alpha_s=1.0, bytes_per_s=4.0)
+MODEL = _profile(links={"node": dict.fromkeys(link_profile.COLLECTIVES.values(), LINK)}, gemm_flops={"fp32": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (GATHER, 3 * 1.0 + 3 / 4 * (8 * 5 * 4) / 4.0),
+        (SCATTER, 3 * 1.0 + 3 / 4 * (8 * 7 * 4) / 4.0),
+        (REDUCE, 6 * 1.0 + 6 / 4 * (8 * 7 * 4) / 4.0),
+    ],
+)
+def test_collectives_cost_what_the_formulas_say(op: str, expected: float):
+    call = Call(op, 8, 5, 7, torch.float32, 4)
+    assert link_model.collective_seconds(LINK, call) == pytest.approx(expected)
+    plain = link_model.predict(MODEL, "node", call, "plain")
+    assert plain == pytest.approx((8 * 5 * 7 + expected, expected))  # 2 FLOP/s: one multiply-add a second
+
+
+def _timed(op: str, piece_s: float, transfer_s: float, hides: float, pieces: int = 1) -> link_model.Estimate:
+    """Two ranks, in numbers that one can follow: a shard's product takes ``pieces * piece_s``."""
+    call = Call(op, 4 * pieces, 1, 1, torch.float32, 2)
+    rows = call.T if op == REDUCE else call.T // 2  # in all pieces together
+    nbytes = rows // pieces * 4
+    link = Link(0.0, 0.0, nbytes / transfer_s)
+    profile = _profile(
+        links={"node": dict.fromkeys(link_profile.COLLECTIVES.values(), link)},
+        gemm_flops={"fp32": 2 * (rows // pieces) / piece_s},
+        hides=hides,
+    )
+    found = link_model.predict(profile, "node", call, "chunked", pieces)
+    assert found is not None
+    return found
+
+
+def test_chunks_hide_what_there_is_to_hide():
+    # Own shard 3 s; the other's arrives after 2 s, 3 s more: all is hidden.
+    assert _timed(GATHER, 3.0, 2.0, 1.0) == pytest.approx((6.0, 0.0))
+    # It arrives after 5 s: 2 s of waiting.
+    assert _timed(GATHER, 3.0, 5.0, 1.0) == pytest.approx((8.0, 2.0))
+    # Nothing runs while it travels: as plain.
+    assert _timed(GATHER, 3.0, 5.0, 0.0) == pytest.approx((11.0, 5.0))
+    # At half speed for 5 s: 2.5 s of the 3 are done when it arrives, and 3.5 are left.
+    assert _timed(GATHER, 3.0, 5.0, 0.5) == pytest.approx((8.5, 2.5))
+    # The other's addend is formed first and travels under the own one.
+    assert _timed(SCATTER, 3.0, 2.0, 1.0) == pytest.approx((6.0, 0.0))
+    assert _timed(SCATTER, 3.0, 5.0, 1.0) == pytest.approx((8.0, 2.0))
+    # Two pieces of an all-reduce, 3 s each: the second one's sum is hidden by nothing.
+    assert _timed(REDUCE, 3.0, 2.0, 1.0, pieces=2) == pytest.approx((8.0, 2.0))
+
+
+@given(
+    op=st.sampled_from(OPS),
+    T=st.integers(1, 4096),
+    R=st.sampled_from([2, 3, 8]),
+    hides=st.floats(0, 1),
+    pieces=st.sampled_from([1, 2, 4]),
+    rate=st.floats(1e6, 1e15),
+    bandwidth=st.floats(1e6, 1e12),
+)
+def test_estimates_lie_between_the_products_and_everything_in_turn(
+    op: str, T: int, R: int, hides: float, pieces: int, rate: float, bandwidth: float
+):
+    profile = _profile(
+        links={"node": dict.fromkeys(link_profile.COLLECTIVES.values(), Link(1e-6, 1e-6, bandwidth))},
+        gemm_flops={"fp32": rate},
+        copy_bytes_per_s=bandwidth,
+        hides=hides,
+    )
+    call = Call(op, T, 64, 32, torch.float32, R)
+    for kind in ("plain", "chunked", "kernel"):
+        found = link_model.predict(profile, "node", call, kind, pieces)
+        assert found is not None
+        assert 0 <= found.exposed_s <= found.total_s < math.inf
+        assert found.total_s >= link_model.gemm_seconds(profile, T, call) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_shipped_figures_are_called_projected_and_need_a_margin(arch: str):
+    profile = link_profile.shipped(arch)
+    assert profile is not None
+    assert not profile.measured
+    assert not profile.rows
+    kinds = set()
+    for T in (16, 1024, 16384):
+        for R in (2, 8):
+            call = Call(REDUCE, T, 8192 // R, 8192, torch.bfloat16, R)
+            path = _pure(profile, call, device_type="cuda")
+            assert path.reason.startswith("projected")
+            assert "shardfuse bench calibrate" in path.reason
+            kinds.add(path.kind)
+            if path.kind != "plain":
+                assert T >= links.MODEL_TOKENS
+                plain, best = (link_model.predict(profile, "node", call, *way) for way in (("plain", 1), path[:2]))
+                assert best.total_s < plain.total_s * (1 - links.MODEL_MARGIN)
+                assert path.exposed_s == best.exposed_s < plain.exposed_s
+    assert kinds == {"plain", "chunked"}
+    assert (
+        "between machines" in links.pure_choice(profile, "network", call, unavailable=None, device_type="cuda").reason
+    )
+
+
+def test_every_shipped_profile_is_read_and_names_its_sources():
+    files = sorted(link_profile.SHIPPED.glob("*.json"))
+    assert [file.stem for file in files] == ["cpu", "sm_100", "sm_80", "sm_90"]
+    for file in files:
+        profile = link_profile.read(file)
+        assert profile.arch == file.stem
+        assert profile.sources
+        assert profile == link_profile.parse(profile.record(), "again")
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _named(content: str, folder: Path) -> Iterator[Path]:
+    """SHARDFUSE_LINKS names a file with ``content``."""
+    path = folder / "links.json"
+    path.write_text(content)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(link_profile.VARIABLE, str(path))
+        yield path
+
+
+def _text(profile: Profile, **changes: Any) -> str:
+    return json.dumps(profile.record() | changes)
+
+
+GOOD = _profile(_row(noise=0.01), links=MODEL.links, gemm_flops={"fp32": 1e9}, origin={"torch": "2"})
+
+
+def test_a_profile_survives_the_disk(tmp_path: Path):
+    with _named(_text(GOOD), tmp_path):
+        assert link_profile.load(CPU) == GOOD
+
+
+ROW = GOOD.record()["rows"][0]
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [
+        (_text(GOOD)[:-20], "cut short"),
+        ("[]", "expected an object"),
+        (_text(GOOD, format=2), "format 2"),
+        (_text(GOOD, arch="sm_90", device="NVIDIA H100"), "measured on NVIDIA H100"),
+        (_text(GOOD, surprise=1), "unknown field 'surprise'"),
+        (_text(GOOD, hides=1.5), "hides is 1.5"),
+        (_text(GOOD, hides="much"), "hides is 'much'"),
+        (_text(GOOD, gemm_flops={"fp32": 0}), "gemm_flops.fp32"),
+        (_text(GOOD, links={"bus": {}}), "links.bus"),
+        (_text(GOOD, links={"node": {"all_gather": {"alpha_s": 1.0}}}), "field 'bytes_per_s' is missing"),
+        (_text(GOOD, rows=[ROW | {"op": "sum"}]), "op is 'sum'"),
+        (_text(GOOD, rows=[ROW | {"plain_s": -1.0}]), "plain_s is -1.0"),
+        (_text(GOOD, rows=[ROW | {"chunked_s": {"0": 1.0}}]), "numbers of pieces"),
+        (_text(GOOD, rows=[ROW | {"chunked_s": {"1": float("nan")}}]), "chunked_s.1"),
+        (_text(GOOD, rows=[ROW, ROW]), "two rows"),
+    ],
+    ids=lambda value: value if " " in value and len(value) < 40 else "",
+)
+def test_a_broken_file_is_refused_by_name(content: str, fault: str, tmp_path: Path):
+    with _named(content, tmp_path) as path, pytest.raises(ValueError) as caught:
+        link_profile.load(CPU)
+    assert str(path) in str(caught.value)
+    assert fault in str(caught.value)
+    assert "shardfuse bench calibrate" in str(caught.value)
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(link_profile.VARIABLE, str(tmp_path / "nowhere.json"))
+    with pytest.raises(ValueError, match=r"nowhere\.json cannot be read"):
+        link_profile.load(CPU)
+
+
+# --- what is asked for ------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_has_nothing_to_choose():
+    for overlap in links.OVERLAPS:
+        assert links.choose(GATHER, SINGLE, **SHAPE, overlap=overlap, strict=True).kind == "plain"
+
+
+def _asked(rank: int, world: int) -> dict[str, Any]:
+    group = tp_group(dist.group.WORLD)
+    found: dict[str, Any] = {
+        overlap: links.choose(GATHER, group, **SHAPE, overlap=overlap) for overlap in links.OVERLAPS
+    }
+    calls = {
+        "strict": lambda: links.choose(GATHER, group, **SHAPE, overlap="kernel", strict=True),
+        "op": lambda: links.choose("all_gather", group, **SHAPE),
+        "overlap": lambda: links.choose(GATHER, group, **SHAPE, overlap="yes"),
+    }
+    for name, call in calls.items():
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            call()
+        found[name] = f"{type(caught.value).__name__}: {caught.value}"
+    found["preview"] = links.preview(GATHER, group, **SHAPE)
+    found["once"] = links.choose(GATHER, group, **SHAPE) is links.choose(GATHER, group, **SHAPE)
+    found["counted"] = list(collectives.calls)
+    return found
+
+
+@pytest.mark.ranks
+def test_what_is_asked_for_is_honoured_or_refused(ranks: Any):
+    for found in ranks(2, _asked_after_reset):
+        assert found["none"].kind == found["auto"].kind == "plain"
+        assert "gloo works on the cores" in found["auto"].reason
+        assert found["preview"] == found["auto"]
+        assert (found["chunked"].kind, found["chunked"].pieces) == ("chunked", links.DEFAULT_PIECES)
+        assert found["kernel"].kind == "plain"
+        assert found["kernel"].reason in found["strict"]
+        assert found["strict"].startswith("RuntimeError: all_gather_linear: overlap='kernel' was asked for")
+        assert "pass overlap='auto'" in found["strict"]
+        assert found["op"].startswith("ValueError: op='all_gather'")
+        assert found["overlap"] == "ValueError: overlap='yes': expected one of auto, kernel, chunked, none"
+        assert found["once"]
+        assert found["counted"] == []  # what ranks agree on is no part of what they compute
+
+
+def _asked_after_reset(rank: int, world: int) -> dict[str, Any]:
+    collectives.reset_counts()
+    return _asked(rank, world)
+
+
+def test_a_kernel_that_can_run_is_taken_where_it_won(monkeypatch: pytest.MonkeyPatch):
+    group = Group(pg := _Pg(), 0, 2, None)
+    agreed = links._Agreed(_profile(_row(kernel_s=4.0)), "node")
+    monkeypatch.setattr(links, "_agreed", {(id(pg), CPU): agreed})
+    asked: list[Any] = []
+    monkeypatch.setattr(links, "kernel_unavailable", lambda *args: asked.append(args))
+    for _ in range(2):
+        assert links.choose(GATHER, group, **SHAPE).kind == "kernel"
+        assert links.choose(GATHER, group, **SHAPE, overlap="kernel", strict=True).kind == "kernel"
+    assert len(asked) == 1
+    monkeypatch.setattr(agreed, "link", "network")
+    agreed.paths.clear()
+    with pytest.raises(RuntimeError, match="the group spans machines"):
+        links.choose(GATHER, group, **SHAPE, overlap="kernel", strict=True)
+
+
+class _Pg:
+    """Stands for a process group that nobody talks over."""
+
+
+def test_an_unneeded_kernel_is_not_asked_for(monkeypatch: pytest.MonkeyPatch):
+    group = Group(pg := _Pg(), 0, 2, None)
+    monkeypatch.setattr(links, "_agreed", {(id(pg), CPU): links._Agreed(_profile(_row()), "node")})
+    monkeypatch.setattr(links, "kernel_unavailable", lambda *args: pytest.fail("asked"))
+    assert links.choose(GATHER, group, **SHAPE).kind == "chunked"
+    assert links.choose(GATHER, group, **SHAPE, overlap="none").kind == "plain"
+
+
+def test_under_torch_compile_strict_refuses(monkeypatch: pytest.MonkeyPatch):
+    group = Group(_Pg(), 0, 2, None)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert links.choose(GATHER, group, **SHAPE, overlap="chunked").kind == "plain"
+    with pytest.raises(RuntimeError, match=r"torch\.compile orders the collectives itself"):
+        links.choose(GATHER, group, **SHAPE, overlap="chunked", strict=True)
+
+
+def test_a_choice_made_before_is_a_look_up(monkeypatch: pytest.MonkeyPatch):
+    group = Group(pg := _Pg(), 0, 2, None)
+    monkeypatch.setattr(links, "_agreed", {(id(pg), CPU): links._Agreed(_profile(_row()), "node")})
+    links.choose(GATHER, group, **SHAPE)
+    monkeypatch.setattr(links, "_decide", lambda *args: pytest.fail("decided again"))
+    call = lambda: links.choose(GATHER, group, **SHAPE)
+    table = {(GATHER, 64, 32, 16): 1}
+    look_up = lambda: table[GATHER, 64, 32, 16]
+    ours, plain = (min(timeit.repeat(each, number=2000, repeat=7)) for each in (call, look_up))
+    assert ours < 60 * plain
+
+
+def test_choices_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch):
+    group = Group(pg := _Pg(), 0, 2, None)
+    agreed = links._Agreed(_profile(), "node")
+    monkeypatch.setattr(links, "_agreed", {(id(pg), CPU): agreed})
+    monkeypatch.setattr(links, "REMEMBERED", 3)
+    for tokens in range(1, 9):
+        links.choose(GATHER, group, **SHAPE | {"tokens": tokens})
+        assert len(agreed.paths) <= 3
+
+
+# --- agreement --------------------------------------------------------------------------------------------------------
+
+
+def _different_files(rank: int, world: int, folder: str, contents: list[str]) -> tuple[Any, Any, bool]:
+    """What a rank chooses, and what it would by its own file."""
+    with _named(contents[rank], Path(folder, str(rank))):
+        group = tp_group(dist.group.WORLD)
+        alone = links.preview(GATHER, group, **SHAPE)
+        together = links.choose(GATHER, group, **SHAPE)
+        return alone, together, links.preview(GATHER, group, **SHAPE) == together
+
+
+@pytest.mark.ranks
+def test_all_ranks_take_what_rank_0_has_on_disk(ranks: Any, tmp_path: Path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    contents = [_text(_profile(_row(chunked={1: 9.0, 4: 5.0}))), _text(_profile(_row(chunked={1: 20.0})))]
+    first, second = ranks(2, _different_files, str(tmp_path), contents)
+    assert (first[0].pieces, second[0].kind) == (4, "plain")  # they would have waited for each other for ever
+    assert first[1] == second[1] == first[0]
+    assert first[2]
+    assert second[2]
+
+
+def _broken_file(rank: int, world: int, folder: str) -> list[str]:
+    messages = []
+    with _named("{" if rank == 0 else _text(GOOD), Path(folder, str(rank))):
+        group = tp_group(dist.group.WORLD)
+        for _ in range(2):  # nothing is left over that would make the second one hang
+            with pytest.raises(ValueError) as caught:
+                links.choose(GATHER, group, **SHAPE)
+            messages.append(str(caught.value))
+    links.choose(GATHER, group, **SHAPE)
+    return messages
+
+
+@pytest.mark.ranks
+def test_a_file_that_rank_0_cannot_read_is_refused_on_every_rank(ranks: Any, tmp_path: Path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    first, second = ranks(2, _broken_file, str(tmp_path))
+    assert first == second
+    assert str(tmp_path / "0" / "links.json") in first[0]
+
+
+def _forgotten(rank: int, world: int, folder: str) -> tuple[str, str]:
+    group = tp_group(dist.group.WORLD)
+    before = links.choose(GATHER, group, **SHAPE).kind
+    with _named(_text(_profile(_row())), Path(folder, str(rank))):
+        links.forget(group)
+        return before, links.choose(GATHER, group, **SHAPE).kind
+
+
+@pytest.mark.ranks
+def test_ranks_agree_anew_when_they_are_told_to(ranks: Any, tmp_path: Path):
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    assert ranks(2, _forgotten, str(tmp_path)) == [("plain", "chunked")] * 2
+
+
+def _gone(rank: int, world: int) -> tuple[int, int]:
+    """What is remembered of a group while it is there, and after."""
+    pg = dist.new_group([0, 1])
+    key = id(pg)
+    links.choose(GATHER, tp_group(pg), **SHAPE)
+    links.choose(GATHER, tp_group(dist.group.WORLD), **SHAPE)
+    there = sum(known == key for known, _ in links._agreed)
+    dist.destroy_process_group(pg)
+    del pg
+    gc.collect()
+    return there, sum(known == key for known, _ in links._agreed)
+
+
+@pytest.mark.ranks
+def test_what_a_group_agreed_on_goes_with_it(ranks: Any):
+    assert ranks(2, _gone) == [(1, 0)] * 2

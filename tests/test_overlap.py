@@ -1,0 +1,781 @@
+"""Collectives in pieces under the products beside them: the same sums, the same counts, and really under way meanwhile.
+
+What is compared with the plain path is compared in fp64 to 1e-12, or in a low precision by the budgets of accuracy.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.utils.checkpoint import checkpoint
+
+from shardfuse.kernels import accuracy
+from shardfuse.kernels.linear import apply_activation, parts
+from shardfuse.parallel import collectives, overlap
+from shardfuse.parallel.linear import column_linear, row_linear
+from shardfuse.parallel.links import Path
+from shardfuse.parallel.mesh import Group, tp_group
+from shardfuse.parallel.mlp import fused_mlp
+
+pytestmark = pytest.mark.ranks
+
+T, D, FFN = 24, 16, 48
+CHUNKED = Path("chunked", 2)
+WORLDS = pytest.mark.parametrize("world", [2, 3])
+SP = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+KINDS = ("layers", "mlp", "gated")
+KIND = pytest.mark.parametrize("kind", KINDS)
+LEVELS = (0, 1, 2)
+
+
+def _group() -> Group:
+    return tp_group(dist.group.WORLD)
+
+
+def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return ours.shape == theirs.shape and accuracy.relative_error(ours, theirs) < 1e-12
+
+
+# --- operations -------------------------------------------------------------------------------------------------------
+
+
+def _operands(world: int, tokens: int, dtype: torch.dtype = torch.float64) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Rows [tokens, D] of each rank and a weight [D, FFN], the same on all ranks."""
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randn(tokens, D, generator=generator, dtype=torch.float64).to(dtype) for _ in range(world)]
+    return rows, torch.randn(D, FFN, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def _operations_body(rank: int, world: int, tokens: int) -> list[str]:
+    """What differs between the paths, or from the sums of what all ranks hold."""
+    group, wrong = _group(), []
+    rows, weight = _operands(world, tokens)
+    shards, own = tokens // world, slice(rank * tokens // world, (rank + 1) * tokens // world)
+    asked: list[slice] = []
+
+    def gathered(x: torch.Tensor, part: slice, remote: Any) -> tuple[torch.Tensor, ...]:
+        asked.append(part)
+        return x @ weight, x.sum(1)
+
+    def addend(part: slice, remote: Any) -> torch.Tensor:
+        asked.append(part)
+        return overlap.cut(rows[rank], part) @ weight
+
+    shard = rows[0][own]
+    total = torch.stack(rows).sum(0) @ weight
+    for path in (overlap.PLAIN, *(Path("chunked", pieces) for pieces in (1, 2, 5, tokens + 1))):
+        found: dict[str, Any] = {}
+        counts = []
+        for name, run in {
+            "gather": lambda path=path: overlap.gather(shard, group, gathered, path, site="s"),
+            "scatter": lambda path=path: overlap.start_scatter(tokens, group, addend, path, site="s")(),
+            "start_reduce": lambda path=path: overlap.start_reduce(tokens, group, addend, path, site="s")(),
+            "reduce": lambda path=path: overlap.reduce(tokens, group, addend, path, site="s"),
+        }.items():
+            asked.clear()
+            collectives.reset_counts()
+            found[name] = run()
+            counts += [*collectives.calls.items(), *collectives.payload.items()]
+            if path.kind == "chunked" and tokens:
+                if sorted(i for part in asked for i in range(part.start, part.stop)) != list(range(tokens)):
+                    wrong.append(f"{path} {name}: rows asked for: {asked}")
+                place = {"gather": 0, "scatter": -1}.get(name)
+                if place is not None and asked[place] != own:
+                    wrong.append(f"{path} {name}: the own rows are not where they cost nobody time: {asked}")
+                pieces = {"gather": world * path.pieces, "scatter": world * path.pieces}.get(name, path.pieces)
+                if len(asked) > pieces:
+                    wrong.append(f"{path} {name}: {len(asked)} products")
+        (y, sums), whole = found["gather"]
+        expected = [(y, rows[0] @ weight), (sums, rows[0].sum(1)), (whole, rows[0])]
+        expected += [(found["scatter"], total[own]), (found["reduce"], total), (found["start_reduce"], total)]
+        wrong += [f"{path} {i}" for i, (ours, theirs) in enumerate(expected) if not _close(ours, theirs)]
+        nbytes = 8 * tokens * FFN
+        if counts != [
+            (("all_gather", "s"), 1), (("all_gather", "s"), 8 * shards * D),
+            (("reduce_scatter", "s"), 1), (("reduce_scatter", "s"), nbytes),
+            *[(("all_reduce", "s"), 1), (("all_reduce", "s"), nbytes)] * 2,
+        ]:  # fmt: skip
+            wrong.append(f"{path}: counted {counts}")
+    return wrong
+
+
+@WORLDS
+@pytest.mark.parametrize("tokens", [0, 6, 24])
+def test_every_path_gives_the_same_and_counts_the_same(ranks: Any, world: int, tokens: int):
+    assert ranks(world, _operations_body, tokens) == [[]] * world
+
+
+def _few_rows_body(rank: int, world: int) -> list[str]:
+    """Sums of fewer rows than there are ranks or pieces, and of a number that nothing divides."""
+    wrong = []
+    for tokens in (1, 2, 7):
+        rows, weight = _operands(world, tokens)
+        addend = lambda part, remote, x=rows[rank], weight=weight: overlap.cut(x, part) @ weight
+        total = overlap.reduce(tokens, _group(), addend, Path("chunked", 4), site="s")
+        if not _close(total, torch.stack(rows).sum(0) @ weight):
+            wrong.append(f"{tokens} rows")
+        if tokens % world:
+            with pytest.raises(ValueError, match=rf"s: {tokens} rows do not divide by the group's {world} ranks"):
+                overlap.start_scatter(tokens, _group(), addend, CHUNKED, site="s")
+    return wrong
+
+
+@WORLDS
+def test_fewer_rows_than_ranks(ranks: Any, world: int):
+    assert ranks(world, _few_rows_body) == [[]] * world
+
+
+def _rounding_body(rank: int, world: int) -> list[float]:
+    x = torch.full((world, 1), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
+    finish = overlap.start_scatter(world, _group(), lambda part, remote: overlap.cut(x, part), CHUNKED, site="s")
+    return finish().flatten().tolist()
+
+
+def test_a_sum_in_pieces_rounds_once(ranks: Any):
+    # bf16 holds 256 and 258 but not 257: adding the ones singly would stay at 256.
+    assert ranks(3, _rounding_body) == [[258.0]] * 3
+
+
+def _in_flight_body(rank: int, world: int, members: list[list[int]]) -> list[str]:
+    """Many at once, of all kinds, each finished before, between and after others; in groups that talk at once."""
+    groups = [dist.new_group(ranks) for ranks in members]
+    (group,) = [tp_group(pg) for pg, ranks in zip(groups, members) if rank in ranks]
+    size, wrong, started = group.size, [], []
+    first = members[[rank in ranks for ranks in members].index(True)][0]  # tells the groups' data apart
+    rows = [torch.randn(4 * size, 3, generator=torch.Generator().manual_seed(10 * first + s)) for s in range(size)]
+    total, mine = torch.stack(rows).double().sum(0), rows[group.rank]
+    own = slice(4 * group.rank, 4 * group.rank + 4)
+    for i in range(6):
+        scaled = lambda part, remote, i=i: overlap.cut(mine, part) * (i + 1)
+        start = (overlap.start_scatter, overlap.start_reduce)[i % 2]
+        path = (CHUNKED, Path("chunked", 3), overlap.PLAIN)[i % 3]
+        started.append((i, start(4 * size, group, scaled, path, site=f"s{i}")))
+        (doubled,), whole = overlap.gather(rows[0][own] + i, group, lambda x, *_: (x * 2,), CHUNKED, site=f"g{i}")
+        small = collectives.all_reduce(torch.tensor([1.0]), group, site="small")  # by exchange between two ranks
+        if small.item() != size or not torch.equal(whole, rows[0] + i) or not torch.equal(doubled, whole * 2):
+            wrong.append(f"gather {i}")
+        if i == 3:
+            wrong += _finished(started[1:3], total, own)
+            del started[1:3]
+    return wrong + _finished(started[::-1], total, own)
+
+
+def _finished(started: list[Any], total: torch.Tensor, own: slice) -> list[str]:
+    wrong = []
+    for i, finish in started:
+        expected = total * (i + 1)
+        if accuracy.relative_error(finish(), expected if i % 2 else expected[own]) > 1e-6:
+            wrong.append(f"sum {i}")
+    return wrong
+
+
+@pytest.mark.parametrize("members", [[[0, 1]], [[0, 1, 2]], [[0, 2], [1, 3]]], ids=["2", "3", "pairs-of-4"])
+def test_several_in_flight_do_not_mix(ranks: Any, members: list[list[int]]):
+    world = sum(map(len, members))
+    assert ranks(world, _in_flight_body, members) == [[]] * world
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def _whole(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+    """An MLP's operands, logical ones; w3 and b3 are of the up layer."""
+    shapes = {"x": (T, D), "dy": (T, D), "w1": (FFN, D), "b1": (FFN,), "w3": (FFN, D), "b3": (FFN,)}
+    shapes |= {"w2": (D, FFN), "b2": (D,)}
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()
+    }
+
+
+def _leaves(
+    whole: dict[str, torch.Tensor], kind: str, rank: int, world: int, sequence_parallel: bool
+) -> dict[str, Any]:
+    """This rank's parts of what wants a gradient."""
+    cut = slice(rank * FFN // world, (rank + 1) * FFN // world)
+    tokens = slice(rank * T // world, (rank + 1) * T // world) if sequence_parallel else slice(None)
+    index: dict[str, Any] = {
+        "x": tokens,
+        "w1": cut,
+        "b1": cut,
+        "w3": cut,
+        "b3": cut,
+        "w2": (slice(None), cut),
+        "b2": ...,
+    }
+    if kind == "mlp":
+        del index["w3"], index["b3"]
+    return {name: whole[name][place].clone().requires_grad_() for name, place in index.items()}
+
+
+def _forward(leaves: dict[str, Any], kind: str, group: Group, **options: Any) -> torch.Tensor:
+    """ "layers": a column layer of two weights and a row layer; "mlp" and "gated": both as one function."""
+    first = [name for name in ("1", "3") if "w" + name in leaves]
+    weights, biases = [leaves["w" + name] for name in first], [leaves["b" + name] for name in first]
+    if kind != "layers":
+        options |= {"activation": "silu" if kind == "gated" else "gelu_tanh", "site": "mlp"}
+        return fused_mlp(leaves["x"], weights, biases, leaves["w2"], leaves["b2"], group, **options)
+    g, u = column_linear(leaves["x"], weights, biases, group, activation="gelu_tanh", site="in", **options)
+    return row_linear(g + u, leaves["w2"], leaves["b2"], group, site="out", **options)
+
+
+def _stock(leaves: dict[str, torch.Tensor], kind: str) -> torch.Tensor:
+    h = apply_activation(F.linear(leaves["x"], leaves["w1"], leaves["b1"]), "silu" if kind == "gated" else "gelu_tanh")
+    if kind != "mlp":
+        u = F.linear(leaves["x"], leaves["w3"], leaves["b3"])
+        h = h * u if kind == "gated" else h + apply_activation(u, "gelu_tanh")
+    return F.linear(h, leaves["w2"], leaves["b2"])
+
+
+def _grads(y: torch.Tensor, dy: torch.Tensor, leaves: dict[str, Any]) -> dict[str, torch.Tensor]:
+    for leaf in leaves.values():
+        leaf.grad = None
+    y.backward(dy.to(y.dtype))
+    return {"y": y.detach().clone()} | {name: leaf.grad for name, leaf in leaves.items()}
+
+
+def _reference(
+    whole: dict[str, torch.Tensor], kind: str, rank: int, world: int, sequence_parallel: bool
+) -> dict[str, torch.Tensor]:
+    """One process's output and gradients, cut down to this rank's parts."""
+    everything = _leaves(whole, kind, 0, 1, False)
+    found = _grads(_stock(everything, kind), whole["dy"], everything)
+    parts_of = _leaves(whole | found, kind, rank, world, sequence_parallel)
+    tokens = parts_of["x"].shape[0]
+    y = found["y"][rank * tokens : (rank + 1) * tokens] if sequence_parallel else found["y"]
+    return {"y": y} | {name: leaf.detach() for name, leaf in parts_of.items()}
+
+
+def _dy(whole: dict[str, torch.Tensor], leaves: dict[str, Any], rank: int, sequence_parallel: bool) -> torch.Tensor:
+    tokens = leaves["x"].shape[0]
+    return whole["dy"][rank * tokens : (rank + 1) * tokens] if sequence_parallel else whole["dy"]
+
+
+def _counted() -> dict[Any, tuple[int, int]]:
+    """(calls, bytes) of what carries data, by kind and site."""
+    return {
+        key: (calls, collectives.payload[key]) for key, calls in collectives.calls.items() if key[0] != "gather_objects"
+    }
+
+
+def _options(kind: str) -> list[dict[str, Any]]:
+    return [{}] if kind == "layers" else [{"recompute": level} for level in LEVELS]
+
+
+def _layers_body(rank: int, world: int, kind: str, sequence_parallel: bool) -> list[str]:
+    """What is wrong with chunked layers: against one process, and in what they count against plain ones."""
+    whole, group, wrong = _whole(), _group(), []
+    expected = _reference(whole, kind, rank, world, sequence_parallel)
+    again = [("all_gather", {"layers": "in.again"}.get(kind, "mlp.in.again"))] if sequence_parallel else []
+    for options in _options(kind):
+        counted = {}
+        for way in ("none", "chunked"):
+            leaves = _leaves(whole, kind, rank, world, sequence_parallel)
+            collectives.reset_counts()
+            y = _forward(leaves, kind, group, sequence_parallel=sequence_parallel, overlap=way, strict=True, **options)
+            found = _grads(y, _dy(whole, leaves, rank, sequence_parallel), leaves)
+            wrong += [f"{way} {options} {name}" for name, value in found.items() if not _close(value, expected[name])]
+            counted[way] = _counted()
+        plain = counted["none"] | dict.fromkeys(again, (1, T // world * D * 8))
+        if counted["chunked"] != plain:
+            wrong.append(f"{options}: counted {counted['chunked']}, not {plain}")
+    return wrong
+
+
+@WORLDS
+@KIND
+@SP
+def test_layers_in_pieces_give_what_one_process_does(ranks: Any, world: int, kind: str, sequence_parallel: bool):
+    assert ranks(world, _layers_body, kind, sequence_parallel) == [[]] * world
+
+
+def _precision_body(rank: int, world: int, autocast: bool) -> list[str]:
+    wrong = []
+    for kind in KINDS:
+        low = torch.float32 if autocast else torch.bfloat16
+        whole, oracle = _whole(low), _whole(low)
+        oracle = {name: x.double() for name, x in oracle.items()}
+        context: Callable[[], Any] = lambda: torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+        leaves = _leaves(whole, kind, rank, world, True)
+        with context():
+            y = _forward(leaves, kind, _group(), sequence_parallel=True, overlap="chunked")
+            budget = _reference(whole, kind, rank, world, True)
+        assert y.dtype == torch.bfloat16
+        found = _grads(y, _dy(whole, leaves, rank, True), leaves)
+        assert all(leaf.grad.dtype == low for leaf in leaves.values())
+        exact = _reference(oracle, kind, rank, world, True)
+        verdicts = [accuracy.judge(name, value, budget[name], exact[name]) for name, value in found.items()]
+        wrong += [f"{kind} {verdict}" for verdict in verdicts if not verdict.ok]
+    return wrong
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "autocast"])
+def test_layers_in_pieces_are_as_accurate_in_bf16(ranks: Any, autocast: bool):
+    assert ranks(2, _precision_body, autocast) == [[], []]
+
+
+def _shapes_body(rank: int, world: int) -> None:
+    """Tokens of several dimensions, one, none; frozen operands."""
+    whole, group = _whole(), _group()
+    for sequence_parallel, shapes in (
+        (False, ((2, 3, D), (D,), (0, D), (2, 0, D))),
+        (True, ((2, 3, D), (1, D), (0, D))),
+    ):
+        for shape, kind in ((shape, kind) for shape in shapes for kind in KINDS):
+            leaves = _leaves(whole, kind, rank, world, False)
+            found = {}
+            for way in ("none", "chunked"):
+                generator = torch.Generator().manual_seed(rank if sequence_parallel else 0)
+                leaves["x"] = torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+                y = _forward(leaves, kind, group, sequence_parallel=sequence_parallel, overlap=way)
+                assert y.shape == shape
+                y.add_(1.0)  # a result that is no view may be changed
+                found[way] = _grads(y, torch.ones_like(y), leaves)
+            for name, value in found["none"].items():
+                assert _close(found["chunked"][name], value), (shape, kind, name)
+    for kind in KINDS:
+        expected = _reference(whole, kind, rank, world, True)
+        for wanted in (name for name in expected if name != "y"):
+            leaves = _leaves(whole, kind, rank, world, True)
+            for name, leaf in leaves.items():
+                leaf.requires_grad_(name == wanted)
+            collectives.reset_counts()
+            y = _forward(leaves, kind, group, sequence_parallel=True, overlap="chunked")
+            y.backward(_dy(whole, leaves, rank, True))
+            gathered = sum(calls for (what, site), calls in collectives.calls.items() if site.endswith(".again"))
+            assert gathered == (wanted in ("w1", "w3")), (kind, wanted)  # nothing travels for nobody
+            assert _close(leaves[wanted].grad, expected[wanted]), (kind, wanted)
+
+
+def test_shapes_and_frozen_operands(ranks: Any):
+    ranks(2, _shapes_body)
+
+
+def _kept_body(rank: int, world: int) -> list[dict[str, int]]:
+    """Bytes kept for backward under the shapes of x: whole, and this rank's."""
+    found = []
+    for kind in KINDS:
+        kept = {}
+        for way in ("none", "chunked"):
+            leaves = _leaves(_whole(), kind, rank, world, True)
+            storages: dict[int, int] = {}
+
+            def keep(tensor: torch.Tensor, storages: dict[int, int] = storages) -> torch.Tensor:
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                y = _forward(leaves, kind, _group(), sequence_parallel=True, overlap=way)
+            kept[way] = sum(storages.values())
+            y.sum().backward()
+        found.append(kept)
+    return found
+
+
+def test_only_the_own_rows_of_the_input_are_kept(ranks: Any):
+    for found in ranks(2, _kept_body):
+        for kept in found:
+            assert kept["none"] - kept["chunked"] == 8 * T * D // 2
+
+
+def _omit_body(rank: int, world: int, kind: str, sequence_parallel: bool) -> list[str]:
+    """The sites at which a collective may be left out unnoticed."""
+    whole, group, unnoticed = _whole(), _group(), []
+
+    def run() -> dict[str, torch.Tensor]:
+        leaves = _leaves(whole, kind, rank, world, sequence_parallel)
+        y = _forward(leaves, kind, group, sequence_parallel=sequence_parallel, overlap="chunked")
+        return _grads(y, _dy(whole, leaves, rank, sequence_parallel), leaves)
+
+    collectives.reset_counts()
+    expected = run()
+    sites = {site for what, site in collectives.calls if what != "gather_objects"}
+    assert len(sites) == (5 if sequence_parallel else 2)
+    for site in sites:
+        collectives.reset_counts()
+        with collectives.omit(site):
+            found = run()
+        assert site not in collectives.sites_seen()
+        if all(torch.equal(found[name], value) for name, value in expected.items()):
+            unnoticed.append(site)
+    return unnoticed
+
+
+@pytest.mark.parametrize("kind", ["layers", "mlp"])
+@SP
+def test_a_collective_left_out_is_noticed(ranks: Any, kind: str, sequence_parallel: bool):
+    assert ranks(2, _omit_body, kind, sequence_parallel) == [[], []]
+
+
+# --- what backward may be asked for -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _products() -> Iterator[Counter[str]]:
+    """The rows that each product was formed of inside, in units of all tokens; weight gradients by their number."""
+    counts: Counter[str] = Counter()
+    names = ("forward", "gated_forward", "input_grad", "input_grad_act", "input_grad_gated", "activation_grad")
+    originals = {name: getattr(parts, name) for name in (*names, "param_grads")}
+
+    def noting(name: str) -> Any:
+        def note(first: Any, *args: Any, **kwargs: Any) -> Any:
+            if name == "param_grads":
+                counts["weights"] += sum(args[1])
+            else:
+                counts[name] += (first if isinstance(first, torch.Tensor) else first[0]).shape[0]
+            return originals[name](first, *args, **kwargs)
+
+        return note
+
+    for name in originals:
+        setattr(parts, name, noting(name))
+    try:
+        yield counts
+    finally:
+        for name, original in originals.items():
+            setattr(parts, name, original)
+        for name in names:
+            counts[name] //= T
+
+
+def _split_body(rank: int, world: int, kind: str, sequence_parallel: bool) -> None:
+    """The two passes of a pipeline's split backward: every product and every collective once over both."""
+    whole, group = _whole(), _group()
+    expected = _reference(whole, kind, rank, world, sequence_parallel)
+    for options in _options(kind):
+        leaves = _leaves(whole, kind, rank, world, sequence_parallel)
+        params = [leaf for name, leaf in leaves.items() if name != "x"]
+        dy = _dy(whole, leaves, rank, sequence_parallel)
+        y = _forward(leaves, kind, group, sequence_parallel=sequence_parallel, overlap="chunked", **options)
+        found, ran = {"y": y.detach().clone()}, []
+        collectives.reset_counts()
+        with _products() as counts:
+            _, groups = stage_backward_input([y], [dy], [leaves["x"]], iter(params))
+        ran.append((+counts, set(collectives.sites_seen())))
+        with _products() as counts:
+            stage_backward_weight(iter(params), groups)
+        ran.append((+counts, {site for _, site in collectives.calls} - ran[0][1]))
+        assert set(collectives.calls.values()) == {1}
+        _check_split(ran, kind, sequence_parallel, options.get("recompute", 0))
+        found |= {name: leaf.grad for name, leaf in leaves.items()}
+        assert all(_close(value, expected[name]) for name, value in found.items()), options
+
+
+def _check_split(ran: list[Any], kind: str, sequence_parallel: bool, level: int) -> None:
+    (inputs, sites), (weights, later) = ran
+    if kind == "layers":
+        assert inputs == Counter(input_grad=2, activation_grad=2)
+        assert sites == ({"out.grad", "in.grad"} if sequence_parallel else {"in.grad"})
+        assert later == ({"in.again"} if sequence_parallel else set())
+    else:
+        gated = kind == "gated"
+        assert inputs == Counter(input_grad=1) + Counter(["input_grad_gated" if gated else "input_grad_act"]) + (
+            Counter(["gated_forward" if gated else "forward"]) if level == 2 else Counter()
+        )
+        again = {"mlp.in.again"} if sequence_parallel else set()
+        assert sites == {"mlp.in.grad"} | ({"mlp.out.grad"} if sequence_parallel else set()) | (
+            again if level == 2 else set()
+        )
+        assert later == (set() if level == 2 else again)
+    assert weights == Counter(weights=2 if kind == "mlp" else 3)
+
+
+@KIND
+@SP
+def test_split_backward_runs_each_product_and_collective_once(ranks: Any, kind: str, sequence_parallel: bool):
+    ranks(2, _split_body, kind, sequence_parallel)
+
+
+def _one_by_one_body(rank: int, world: int, kind: str) -> None:
+    """Each gradient in a pass of its own, over one graph."""
+    whole = _whole()
+    expected = _reference(whole, kind, rank, world, True)
+    for options in _options(kind):
+        leaves = _leaves(whole, kind, rank, world, True)
+        y = _forward(leaves, kind, _group(), sequence_parallel=True, overlap="chunked", **options)
+        collectives.reset_counts()
+        dy = _dy(whole, leaves, rank, True)
+        for name in reversed(leaves):
+            (grad,) = torch.autograd.grad(y, leaves[name], dy, retain_graph=True)
+            assert _close(grad, expected[name]), (options, name)
+        again = "in.again" if kind == "layers" else "mlp.in.again"
+        assert collectives.calls["all_gather", again] == 1
+        if kind != "layers":  # a row layer's dx is a tensor of its own in each pass: the column layer's dy is another
+            assert set(collectives.calls.values()) == {1}
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gated"])
+def test_gradients_asked_for_one_by_one(ranks: Any, kind: str):
+    ranks(2, _one_by_one_body, kind)
+
+
+def _wrapped_body(rank: int, world: int, sequence_parallel: bool) -> None:
+    """Recomputed by activation checkpointing, and added up in main_grad."""
+    whole, group = _whole(), _group()
+    for kind in KINDS:
+        expected = _reference(whole, kind, rank, world, sequence_parallel)
+        options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "overlap": "chunked"}
+        leaves = _leaves(whole, kind, rank, world, sequence_parallel)
+        dy = _dy(whole, leaves, rank, sequence_parallel)
+        y = checkpoint(_forward, leaves, kind, group, use_reentrant=False, **options)
+        found = _grads(y, dy, leaves)
+        assert all(_close(value, expected[name]) for name, value in found.items()), kind
+
+        leaves = _leaves(whole, kind, rank, world, sequence_parallel)
+        for leaf in leaves.values():
+            leaf.main_grad = torch.zeros_like(leaf, requires_grad=False)
+        for _ in range(2):
+            _forward(leaves, kind, group, fuse_wgrad_accumulation=True, **options).backward(dy)
+        for name, leaf in leaves.items():
+            assert _close(leaf.grad if name == "x" else leaf.main_grad, 2 * expected[name]), (kind, name)
+
+
+@SP
+def test_checkpointing_and_main_grad(ranks: Any, sequence_parallel: bool):
+    ranks(2, _wrapped_body, sequence_parallel)
+
+
+class _Module(torch.nn.Module):
+    """A gated MLP over parameters that are this rank's parts."""
+
+    def __init__(self, leaves: dict[str, torch.Tensor], group: Group, way: str) -> None:
+        super().__init__()
+        self.group, self.way = group, way
+        for name, leaf in leaves.items():
+            if name != "x":
+                setattr(self, name, torch.nn.Parameter(leaf.detach().clone()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        leaves = {"x": x, **dict(self.named_parameters())}
+        return _forward(leaves, "gated", self.group, sequence_parallel=True, overlap=self.way)
+
+
+def _fsdp_body(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    group, whole, found = tp_group(mesh), _whole(), {}
+    for way in ("none", "chunked"):
+        module = _Module(_leaves(whole, "gated", group.rank, 2, True), group, way)
+        fully_shard(module, mesh=mesh["dp"])
+        x = (_leaves(whole, "gated", group.rank, 2, True)["x"].detach() + mesh.get_local_rank("dp")).requires_grad_()
+        module(x).sum().backward()
+        found[way] = {"x": x.grad} | {name: p.grad.to_local() for name, p in module.named_parameters()}
+    assert all(_close(found["chunked"][name], value) for name, value in found["none"].items())
+
+
+def test_under_fsdp(ranks: Any):
+    ranks(4, _fsdp_body)
+
+
+def _compiled_body(rank: int, world: int) -> None:
+    whole, group = _whole(), _group()
+    leaves = _leaves(whole, "layers", rank, world, True)
+    step = lambda leaves, **options: _forward(leaves, "layers", group, sequence_parallel=True, **options)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    found = _grads(compiled(leaves, overlap="chunked"), _dy(whole, leaves, rank, True), leaves)
+    expected = _reference(whole, "layers", rank, world, True)
+    assert all(_close(value, expected[name]) for name, value in found.items())
+    with pytest.raises(Exception, match=r"strict=True under torch\.compile"):
+        compiled(leaves, overlap="chunked", strict=True)
+    torch._dynamo.reset()
+
+
+def test_torch_compile_gets_the_plain_composition(ranks: Any):
+    ranks(2, _compiled_body)
+
+
+# --- overlap ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _recorded() -> Iterator[list[Any]]:
+    collectives.events = events = []
+    try:
+        yield events
+    finally:
+        collectives.events = None
+
+
+def _spans(events: list[Any], kind: str, site: str) -> list[tuple[float, float]]:
+    """When each piece of a collective, or each product beside it, began and ended."""
+    times = {what: [when for w, k, s, when in events if (w, k, s) == (what, kind, site)] for what in ("start", "end")}
+    assert len(times["start"]) == len(times["end"]), (kind, site, events)
+    return list(zip(times["start"], times["end"]))
+
+
+def _order_body(rank: int, world: int, kind: str, sequence_parallel: bool) -> dict[str, Any]:
+    """By site: the spans of pieces and of products, of one step."""
+    whole, group = _whole(), _group()
+    leaves = _leaves(whole, kind, rank, world, sequence_parallel)
+    with _recorded() as events:
+        y = _forward(leaves, kind, group, sequence_parallel=sequence_parallel, overlap="chunked")
+        y.backward(_dy(whole, leaves, rank, sequence_parallel))
+    keys = {(what, site) for _, what, site, _ in events if what not in ("product", "gather_objects")}
+    return {site: (what, _spans(events, what, site), _spans(events, "product", site)) for what, site in keys}
+
+
+def _under(piece: tuple[float, float], product: tuple[float, float]) -> bool:
+    return piece[0] <= product[0] and product[1] <= piece[1]
+
+
+@WORLDS
+@KIND
+@SP
+def test_pieces_travel_under_the_products(ranks: Any, world: int, kind: str, sequence_parallel: bool):
+    for spans in ranks(world, _order_body, kind, sequence_parallel):
+        again = {"in.again", "mlp.in.again"} & set(spans)
+        assert len(spans) - len(again) == (4 if sequence_parallel else 2)
+        for site, (what, pieces, products) in spans.items():
+            if site in again:  # it is there before the weights' gradients, and began before dx was formed
+                dx = spans[site.replace("again", "grad")][2]
+                assert _under(pieces[0], dx[0])
+            elif what == "all_gather":
+                assert len(pieces) == len(products) - 1
+                assert all(_under(piece, products[0]) for piece in pieces)  # the product of the own rows
+                assert all(piece[1] <= product[0] for piece, product in zip(pieces, products[1:]))
+            elif what == "reduce_scatter" or site.endswith(".grad"):
+                # The product of the own rows is the last of the sum's own; in backward the weights' gradients follow.
+                assert all(_under(piece, products[-1]) for piece in pieces)
+            else:
+                assert all(_under(piece, product) for piece, product in zip(pieces, products[1:]))
+
+
+DELAY, PRODUCT = 0.04, 0.05  # seconds: of the wire; and of each product, so that there is work to hide it under
+
+
+@contextmanager
+def _slow_wire(seconds: float) -> Iterator[None]:
+    collectives.delay_s = seconds
+    try:
+        yield
+    finally:
+        collectives.delay_s = 0.0
+
+
+@contextmanager
+def _steady_products(seconds: float) -> Iterator[None]:
+    """Every product takes so long by the clock, as on a device of its own: on a busy machine no longer than on an idle
+    one, and no other rank waits for the core.
+    """
+    names = ("forward", "input_grad", "param_grads")
+    originals = {name: getattr(parts, name) for name in names}
+
+    def steady(original: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            end = time.monotonic() + seconds
+            result = original(*args, **kwargs)
+            time.sleep(max(0.0, end - time.monotonic()))
+            return result
+
+        return run
+
+    for name, original in originals.items():
+        setattr(parts, name, steady(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(parts, name, original)
+
+
+def _delay_body(rank: int, world: int, sequence_parallel: bool) -> dict[str, float]:
+    """By how much a slow wire lengthens a step, in units of its delay; the best of several tries."""
+    whole, group = _whole(), _group()
+    leaves = _leaves(whole, "layers", rank, world, sequence_parallel)
+    w1, b1, w2, b2 = (leaves[name] for name in ("w1", "b1", "w2", "b2"))
+
+    def timed(**options: Any) -> float:
+        dist.barrier()
+        start = time.monotonic()
+        (y,) = column_linear(leaves["x"], [w1], [b1], group, site="in", **options)
+        if sequence_parallel:  # without, a row layer's last piece has nothing to hide under
+            y = row_linear(y, w2, b2, group, site="out", **options)
+        y.sum().backward()
+        return time.monotonic() - start
+
+    grown = {}
+    with _steady_products(PRODUCT):
+        for way in ("none", "chunked"):
+            options = {"overlap": way, "sequence_parallel": sequence_parallel}
+            timed(**options)  # whoever is first has more to do
+            best = {0.0: float("inf"), DELAY: float("inf")}
+            for _ in range(3):
+                for seconds in best:
+                    with _slow_wire(seconds):
+                        best[seconds] = min(best[seconds], timed(**options))
+            grown[way] = (best[DELAY] - best[0.0]) / DELAY
+    return grown
+
+
+@SP
+def test_a_slow_wire_is_hidden(ranks: Any, sequence_parallel: bool):
+    for grown in ranks(2, _delay_body, sequence_parallel):
+        assert grown["chunked"] < 0.3
+        if sequence_parallel:  # four collectives, of which the plain path hides dx's alone
+            assert grown["none"] > 2.5
+
+
+# --- when something goes wrong ----------------------------------------------------------------------------------------
+
+
+def _refused_body(rank: int, world: int) -> None:
+    """Operands that do not fit are refused before anything is sent: the group goes on working."""
+    whole, group = _whole(), _group()
+    for kind in KINDS:
+        leaves = _leaves(whole, kind, rank, world, True)
+        bad = leaves | {"x": leaves["x"][:, :-1]}
+        with pytest.raises(ValueError, match="weight 0 has shape"):
+            _forward(bad, kind, group, sequence_parallel=True, overlap="chunked")
+        y = _forward(leaves, kind, group, sequence_parallel=True, overlap="chunked")
+        assert _close(y.detach(), _reference(whole, kind, rank, world, True)["y"])
+
+
+def test_operands_that_do_not_fit_leave_nothing_behind(ranks: Any):
+    ranks(2, _refused_body)
+
+
+def _exchange(kind: str) -> None:
+    group = _group()
+    x = torch.ones(2 * group.size, 4)
+    addend = lambda part, remote: overlap.cut(x, part)
+    if kind == "gather":
+        overlap.gather(x, group, lambda rows, *_: (rows,), CHUNKED, site="mlp.in")
+    elif kind == "plain":
+        collectives.all_gather(x, group, site="mlp.in")
+    else:
+        start = overlap.start_scatter if kind == "scatter" else overlap.start_reduce
+        start(2 * group.size, group, addend, CHUNKED, site="mlp.in")()
+
+
+def _gone_body(rank: int, world: int, kind: str) -> str:
+    """What the ranks that stay say when the last one goes; they then go as well."""
+    _exchange(kind)
+    message = "goes first"
+    if rank < world - 1:
+        try:
+            _exchange(kind)
+        except RuntimeError as error:
+            message = str(error)
+    dist.destroy_process_group()
+    gc.collect()  # connections close with the last reference to the group
+    return message
+
+
+@WORLDS
+@pytest.mark.parametrize("kind", ["gather", "scatter", "reduce", "plain"])
+def test_who_loses_a_peer_says_where(ranks: Any, world: int, kind: str):
+    *messages, _ = ranks(world, _gone_body, kind)
+    what = {"gather": "all_gather", "scatter": "reduce_scatter", "reduce": "all_reduce", "plain": "all_gather"}[kind]
+    for message in messages:
+        assert f"mlp.in: {what} failed: has another rank of the group ended" in message
