@@ -130,12 +130,39 @@ def _gpu_architecture(device: torch.device) -> str:
     return f"sm_{properties.major}{properties.minor}"
 
 
+_most_programs: int | None = None  # inside slots()
+
+
+@contextlib.contextmanager
+def slots(most: int) -> Iterator[None]:
+    """Within the block a persistent kernel runs in ``most`` programs at most.
+
+    For ranks that share a GPU and wait for each other: all their programs have to fit on it at once. Not for several
+    threads at a time.
+    """
+    if most < 1:
+        raise ValueError(f"slots({most}): expected at least 1 program")
+    global _most_programs
+    outer, _most_programs = _most_programs, most
+    program_slots.cache_clear()
+    try:
+        yield
+    finally:
+        _most_programs = outer
+        program_slots.cache_clear()
+
+
+def capped(programs: int) -> int:
+    """``programs``, or as many of them as :func:`slots` allows."""
+    return programs if _most_programs is None else min(programs, _most_programs)
+
+
 @functools.cache
 def program_slots(device: torch.device) -> int:
-    """How many programs of a persistent kernel run at once: one per multiprocessor."""
+    """How many programs of a persistent kernel run at once: one per multiprocessor, or what :func:`slots` allows."""
     if device.type != "cuda":
-        return _INTERPRETER_PROGRAMS
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+        return capped(_INTERPRETER_PROGRAMS)
+    return capped(int(torch.cuda.get_device_properties(device).multi_processor_count))
 
 
 def allow_tf32() -> bool:

@@ -97,6 +97,75 @@ def wait_flags(pad_ptr, base, first, last, epoch, state_ptr, report_ptr, PIECES:
     tl.debug_barrier()
 
 
+# One thread's wait for one flag. A loop that the compiler sees, or its barrier, would keep it from pipelining the loop
+# around it: the tiles of a product that waits.
+_SPIN = tl.constexpr("""
+{
+    .reg .pred found;
+    .reg .b32 seen, ahead, given_up;
+    .reg .b64 started, now;
+    mov.u64 started, %globaltimer;
+LOOK_${:uid}:
+    ld.acquire.sys.global.b32 seen, [$1];
+    sub.s32 ahead, seen, $2;
+    setp.ge.s32 found, ahead, 0;
+    @found bra DONE_${:uid};
+    ld.volatile.global.b32 given_up, [$3];
+    setp.ne.b32 found, given_up, 0;
+    @found bra DONE_${:uid};
+    mov.u64 now, %globaltimer;
+    sub.u64 now, now, started;
+    setp.lt.u64 found, now, $4;
+    @found bra LOOK_${:uid};
+DONE_${:uid}:
+    mov.b32 $0, seen;
+}
+""")
+
+
+@triton.jit
+def spin_on_flags(pad_ptr, index, epoch, state_ptr, report_ptr):
+    """``wait_flags`` on NVIDIA, without a loop: each thread spins on a flag, those ``index`` [LANES] of the pad.
+
+    :func:`barrier` has to follow.
+    """
+    limit = _ticks(tl.load(state_ptr + _LIMIT_MS), "cuda")
+    gave_up_ptr = state_ptr + _GAVE_UP
+    addresses, gave_up = (pad_ptr + index).to(tl.int64, bitcast=True), gave_up_ptr.to(tl.int64, bitcast=True)
+    seen = tl.inline_asm_elementwise(
+        _SPIN, "=r,l,r,l,l", [addresses, epoch, gave_up, limit], dtype=tl.int32, is_pure=False, pack=1
+    )
+    late = seen - epoch < 0
+    nowhere = index * 0
+    first = late & (tl.atomic_xchg(gave_up_ptr + nowhere, nowhere + 1, mask=late) == 0)
+    _, size = exchange_of(state_ptr)
+    source = index // _CHUNKS
+    tl.store(report_ptr + 1 + nowhere, source // size, mask=first)
+    tl.store(report_ptr + 2 + nowhere, source % size, mask=first)
+    tl.store(report_ptr + 3 + nowhere, index % _CHUNKS, mask=first)
+    tl.store(report_ptr + 4 + nowhere, nowhere + epoch, mask=first)
+    tl.store(report_ptr + 5 + nowhere, seen, mask=first)
+    tl.atomic_xchg(report_ptr + nowhere, nowhere + 1, mask=first, sem="release", scope="sys")
+
+
+@triton.jit
+def barrier(m, CLOCK: tl.constexpr, FENCE: tl.constexpr):
+    """Have the program's threads wait for each other; returns ``m``, which what is to come after may be made of.
+
+    With FENCE, data that was written and flags that were read outside the proxy of the TMA are visible inside.
+    """
+    if CLOCK == "cuda":  # not as tl.debug_barrier: see _SPIN
+        if FENCE:
+            return tl.inline_asm_elementwise(
+                "bar.sync 0; fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [m], tl.int32, False, 1
+            )
+        else:
+            return tl.inline_asm_elementwise("bar.sync 0; mov.b32 $0, $1;", "=r,r", [m], tl.int32, False, 1)
+    else:
+        tl.debug_barrier()
+        return m
+
+
 @triton.jit
 def _report(index, epoch, seen, state_ptr, report_ptr):
     """The first to give up says why."""

@@ -33,6 +33,7 @@ from shardfuse.parallel.symmetric import SymmetricArena
 interpret = pytest.mark.interpret
 IMPLS = ["reference", pytest.param("triton", marks=interpret)]
 TEST_CASES = [(spec, case) for spec in cases.SPECS[:3] for case in spec.tagged("test")]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
 SLOT = 1 << 16  # bytes
 PATIENCE = 2.0  # seconds that a wait may take where it is in vain: more than ranks that share cores are apart
@@ -44,8 +45,8 @@ PATIENCE = 2.0  # seconds that a wait may take where it is in vain: more than ra
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(("spec", "case"), TEST_CASES, ids=lambda value: value.name)
 def test_ranks_that_take_turns(spec: registry.OpSpec, case: registry.Case, impl: str):
-    inputs = spec.make_inputs(case, CPU, 0)
-    oracle = spec.run(registry.to_double(inputs), case, "reference")
+    inputs = spec.make_inputs(case, DEVICE, 0)
+    oracle = spec.run(registry.to_double(inputs, DEVICE), case, "reference")
     low = spec.run(inputs, case, "reference")
     for name, out in spec.run(inputs, case, impl).items():
         verdict = accuracy.judge(name, out, low[name], oracle[name])

@@ -38,8 +38,8 @@ class _Call(NamedTuple):
 
 @functools.lru_cache(4096)
 def _plan(call: _Call) -> device.Prepared:
-    sent = call.kinds[0] is None
-    config = pick_config(call.arch, call.D, call.R, call.itemsize, sent)
+    scattered = not call.gather and call.kinds[0] is None
+    config = pick_config(call.arch, call.D, call.R, call.itemsize, scattered)
     rest = {
         "eps": call.eps,
         "weight_offset": call.weight_offset,
@@ -124,10 +124,10 @@ def _run(
     x, bias, residual, norm = adding
     own = peers[signals.rank]
     flagged = gather or x is not None
-    assert 1 <= programs and (programs <= CHUNKS or not flagged), "each program has a chunk of flags"
+    assert programs <= CHUNKS or not flagged, "each program has a chunk of flags"
     assert own.dtype is dtype, "addends travel in their own dtype"
     device_counted = signals.epoch is None
-    slot_stride = own.stride(0) if device_counted else 0
+    slot_stride = own.stride(0) if device_counted and own.numel() else 0
     assert not (own.data_ptr() | slot_stride * own.element_size()) & 15, "slots begin at multiples of 16 bytes"
     s_dtype = dtype if residual is None else torch.promote_types(dtype, residual.dtype)
     s = alloc.empty((rows, D), s_dtype, own.device)

@@ -14,7 +14,7 @@ import torch
 
 from .. import device
 from ..registry import Build, Case, OpSpec
-from ..signals import PHASES, CHUNKS, STATE, Signals, in_one_process
+from ..signals import CHUNKS, PHASES, STATE, Signals, in_one_process
 from . import reduce_op as op
 from . import reduce_reference as reference
 from .reduce_config import Norm, flagged_programs, slot_shape

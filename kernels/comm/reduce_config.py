@@ -16,7 +16,7 @@ from ..signals import CHUNKS
 
 WIDEST = 16384  # columns of a row that a program holds
 _INTERPRETED_PROGRAMS = 3  # so that small tests have several rows to a program, and programs without any
-# Bytes that a rank stores in the time that the second round of a two-shot exchange adds: 300 GB/s for 4 us, not measured.
+# Bytes that a rank stores in the time that another round takes: 300 GB/s for 4 us, not measured.
 _ROUND_BYTES = 1_200_000
 
 
@@ -43,14 +43,14 @@ class ReduceConfig:
 
 
 @functools.cache
-def pick_config(arch: str, width: int, ranks: int, itemsize: int, sent: bool) -> ReduceConfig:
-    """16 elements of a row for each thread, 8 of addends that were sent, and as many ranks' parts as 16 registers hold.
+def pick_config(arch: str, width: int, ranks: int, itemsize: int, scattered: bool) -> ReduceConfig:
+    """16 elements of a row for each thread, 8 if nothing is sent on, and as many ranks' parts as 16 registers hold.
 
-    With more of either the compiler spills, under one version of Triton or another.
+    With more ptxas spills addresses to fit one more program on a multiprocessor, under one Triton or another.
     """
     block_d = max(4, 1 << (width - 1).bit_length())
     lanes = 64 if arch.startswith("gfx") else 32
-    num_warps = min(1024 // lanes, max(4, block_d // ((8 if sent else 16) * lanes)))
+    num_warps = min(1024 // lanes, max(4, block_d // ((8 if scattered else 16) * lanes)))
     registers = max(1, block_d // (num_warps * lanes) * itemsize // 4)  # of a thread, for one rank's part
     most = max(1, min(8, 16 // registers))
     return ReduceConfig(block_d, num_warps, max(n for n in range(1, most + 1) if ranks % n == 0))
@@ -75,7 +75,8 @@ def pick_shots(tokens: int, width: int, itemsize: int, ranks: int) -> int:
 
 def rows_per_owner(tokens: int, ranks: int, programs: int) -> int:
     """Rows that an owner's part of a slot has room for where the owners of a program's rows take turns."""
-    return -(-(-(-tokens // programs)) // ranks) * programs
+    rows_each = -(-tokens // programs)  # of a program
+    return -(-rows_each // ranks) * programs
 
 
 def slot_shape(tokens: int, width: int, ranks: int, shots: int, programs: int) -> tuple[int, ...]:

@@ -40,8 +40,8 @@ def all_reduce_rmsnorm(
     Args:
         x: [T, D], this rank's addend, in bf16, fp16 or fp32, D up to 16384. T = 0 makes the exchange all the same.
         weight: [D], or None for y = s / sqrt(mean(s^2) + eps).
-        peers: each rank's slot for this exchange in x's dtype, of :func:`all_reduce_rmsnorm_shape`; where the device counts,
-            both slots, [2, ...].
+        peers: each rank's slot for this exchange in x's dtype, of :func:`all_reduce_rmsnorm_shape`; where the device
+            counts, both slots, [2, ...].
         signals: the exchange's flags. ``SymmetricArena.channel(...)`` makes both (``parallel/symmetric.py``).
         residual: [T, D] or None; the same on every rank, as are bias and weight.
         bias: [D] or None, added once: that of a row-parallel layer.
@@ -172,8 +172,8 @@ def _reference(
     ]
     if missing:
         raise RuntimeError(
-            f"{_OP}: impl='reference' waits for nobody, and nothing has come from rank {missing[0]} in exchange {epoch}: "
-            "ranks that are processes take impl='triton', or all_reduce and rms_norm"
+            f"{_OP}: impl='reference' waits for nobody, and nothing has come from rank {missing[0]} in exchange "
+            f"{epoch}: ranks that are processes take impl='triton', or all_reduce and rms_norm"
         )
     turns = programs if shots == 2 else None
     reference.send_addend(x, peers, rank, shots=shots, turns=turns)

@@ -6,8 +6,8 @@ Maths, by row of [T, D], in fp32, over ranks r = 0 .. R-1 in this order, so that
 
 How the addends come together:
 
-    one-shot    x is this rank's addend. Each program stores its rows of x with every peer, waits for its namesakes there,
-                and adds up its rows.
+    one-shot    x is this rank's addend. Each program stores its rows of x with every peer, waits for its namesakes
+                there, and adds up its rows.
     two-shot    a program's rows have owners by turns. It stores a row of x with its owner; the owner adds it up, rounds
                 t once, and stores it with every peer.
     sent        x is None: a GEMM has sent the addends to owners of T/R rows in a row. They add up, and either keep s
@@ -78,49 +78,37 @@ def _wait_everywhere(
 
 
 @triton.jit
-def _at(row, cols, D: tl.constexpr):
-    """Where a row's elements are, in 64 bits."""
-    return tl.cast(row, tl.int64) * D + cols
+def _send(
+    tile, row, table_ptr, like_ptr, offset, peer, cols, mask,
+    D: tl.constexpr, R: tl.constexpr, COUNT: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """A row to the same place in the slots of COUNT ranks from ``peer`` on, whose addresses come TOGETHER at a time.
 
-
-@triton.jit
-def _slot_of(table_ptr, rank, like_ptr, offset):
-    """A rank's slot of this exchange: slots begin at multiples of 16 bytes, so rows of a fitting D are vectors."""
-    first = tl.multiple_of(tl.load(table_ptr + rank).to(like_ptr.dtype), 16)
-    return tl.multiple_of(first + offset, 16)
-
-
-@triton.jit
-def _store_everywhere(
-    tile, row, table_ptr, like_ptr, offset, rank, cols, mask, D: tl.constexpr, R: tl.constexpr, TOGETHER: tl.constexpr
-):
-    """A row to the same place of every rank's slot, this one's last, so that not all push to the same at a time."""
-    for first in range(0, R, TOGETHER):
+    Slots begin at multiples of 16 bytes: rows of a fitting D are vectors.
+    """
+    here = tl.cast(row, tl.int64) * D + cols
+    for first in range(0, COUNT, TOGETHER):
         slots = ()
         for i in tl.static_range(TOGETHER):
-            slots += (_slot_of(table_ptr, (rank + 1 + first + i) % R, like_ptr, offset),)
+            slot = tl.multiple_of(tl.load(table_ptr + (peer + first + i) % R).to(like_ptr.dtype), 16)
+            slots += (tl.multiple_of(slot + offset, 16),)
         for i in tl.static_range(TOGETHER):
-            tl.store(slots[i] + _at(row, cols, D), tile, mask=mask)
+            tl.store(slots[i] + here, tile, mask=mask)
 
 
 @triton.jit
-def _read(ptr, row, cols, mask, D: tl.constexpr):
-    """A row that a peer has stored while this kernel runs.
+def _total(slot_ptr, row, pitch, cols, mask, D: tl.constexpr, COUNT: tl.constexpr, TOGETHER: tl.constexpr):
+    """The sum of COUNT rows of this rank's slot that are ``pitch`` rows apart, in their order, fp32.
 
-    The wait has acquired it, so no cache may serve an older one; volatile has it read where peers write anyway, past
-    L1, which has no use for what is read once.
+    The wait has acquired what is read here, so no cache may serve an older state; volatile has it read where peers
+    write anyway, past L1, which has no use for what is read once.
     """
-    return tl.load(ptr + _at(row, cols, D), mask=mask, other=0.0, volatile=True)
-
-
-@triton.jit
-def _total(slot_ptr, row, pitch, cols, mask, D: tl.constexpr, R: tl.constexpr, TOGETHER: tl.constexpr):
-    """A row's sum over the ranks in their order, fp32; the parts of TOGETHER ranks are on their way at once."""
     total = tl.zeros(cols.shape, tl.float32)
-    for first in range(0, R, TOGETHER):
+    for first in range(0, COUNT, TOGETHER):
         parts = ()
         for i in tl.static_range(TOGETHER):
-            parts += (_read(slot_ptr, (first + i) * pitch.to(tl.int64) + row, cols, mask, D),)
+            here = (tl.cast(pitch, tl.int64) * (first + i) + row) * D + cols
+            parts += (tl.load(slot_ptr + here, mask=mask, other=0.0, volatile=True),)
         for i in tl.static_range(TOGETHER):
             total += parts[i].to(tl.float32)
     return total
@@ -132,7 +120,7 @@ def _finish(
     D: tl.constexpr, BLOCK_D: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
     """s and, if there is a y, y of a row from its sum."""
-    here = _at(row, cols, D)
+    here = tl.cast(row, tl.int64) * D + cols
     if bias_ptr is not None:
         total += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
@@ -143,7 +131,7 @@ def _finish(
         s = rounded.to(tl.float32)  # what is normalised is what is returned
         nothing = tl.zeros((1,), tl.float32)
         mean, squares = _merge(nothing, nothing, s, mask, 0, D, BLOCK_D, CENTRED, True)
-        rstd = tl.rsqrt(squares / D + eps)
+        rstd = tl.div_rn(tl.full((1,), 1.0, tl.float32), tl.sqrt_rn(squares / D + eps))
         rows = tl.zeros((1,), tl.int64) + row
         _put_out(s, mean, rstd, y_ptr, weight_ptr, norm_bias_ptr, rows, tl.arange(0, BLOCK_D), mask, weight_offset, D)
 
@@ -191,17 +179,17 @@ def _reduce_kernel(
     cols = tl.arange(0, BLOCK_D)[None, :]
     mask = cols < D  # [1, BLOCK_D]
     source = rank.to(tl.int64) * per  # the first row of this rank's addend in a slot
-    sums = per.to(tl.int64) * R  # the first row of the slot's second part
 
     if x_ptr is not None:
         for row in range(b, T, PROGRAMS):
-            tile = tl.load(x_ptr + _at(row, cols, D), mask=mask, other=0.0)
+            tile = tl.load(x_ptr + tl.cast(row, tl.int64) * D + cols, mask=mask, other=0.0)
             if GATHER:
-                owner_ptr = _slot_of(table_ptr, (b + row // PROGRAMS) % R, slot_ptr, offset)
+                owner = b + row // PROGRAMS
                 at = source + row // (PROGRAMS * R) * PROGRAMS + b
-                tl.store(owner_ptr + _at(at, cols, D), tile, mask=mask)
-            else:
-                _store_everywhere(tile, source + row, table_ptr, slot_ptr, offset, rank, cols, mask, D, R, TOGETHER)
+                _send(tile, at, table_ptr, slot_ptr, offset, owner, cols, mask, D, R, 1, 1)
+            else:  # to this rank last: not all to the same at a time
+                at = source + row
+                _send(tile, at, table_ptr, slot_ptr, offset, rank + 1, cols, mask, D, R, R, TOGETHER)
         _raise_everywhere(table_ptr, state_ptr, flag_index(0, rank, b, R), now, R, LANES)
         _wait_everywhere(pad_ptr, flag_index(0, 0, b, R), now, state_ptr, report_ptr, R, LANES, CLOCK)
     else:
@@ -224,7 +212,7 @@ def _reduce_kernel(
         total = _total(own_ptr, at, per, cols, mask, D, R, TOGETHER)
         if GATHER:
             t = total.to(slot_ptr.dtype.element_ty)
-            _store_everywhere(t, sums + row, table_ptr, slot_ptr, offset, rank, cols, mask, D, R, TOGETHER)
+            _send(t, per.to(tl.int64) * R + row, table_ptr, slot_ptr, offset, rank + 1, cols, mask, D, R, R, TOGETHER)
         else:
             _finish(
                 total, at, residual_ptr, bias_ptr, weight_ptr, norm_bias_ptr, y_ptr, s_ptr, cols, mask,
@@ -235,16 +223,16 @@ def _reduce_kernel(
         rank, _ = exchange_of(state_ptr)  # once more, which is cheaper than to keep it
         _raise_everywhere(table_ptr, state_ptr, flag_index(1, rank, b, R), now, R, LANES)
         _wait_everywhere(pad_ptr, flag_index(1, 0, b, R), now, state_ptr, report_ptr, R, LANES, CLOCK)
-        # The rows that programs b have added up: this program's own, or with sent addends row b, b + P, ... of each owner.
+        # What programs b have added up: this program's own rows, or of sent addends rows b, b + P, ... of each owner.
         owners = 1 if x_ptr is not None else R
         rows_each = T if x_ptr is not None else per
         for owner in range(owners):
             for row in range(owner * rows_each + b, tl.minimum((owner + 1) * rows_each, T), PROGRAMS):
-                t = _read(own_ptr, sums + row, cols, mask, D).to(tl.float32)
+                t = _total(own_ptr, per.to(tl.int64) * R + row, 0, cols, mask, D, 1, 1)
                 _finish(
                     t, row, residual_ptr, bias_ptr, weight_ptr, norm_bias_ptr, y_ptr, s_ptr, cols, mask,
                     eps, weight_offset, D, BLOCK_D, CENTRED,
                 )  # fmt: skip
-    if epoch is None:
+    if epoch is None:  # noqa: SIM102  # a constant, which decides whether the rest is compiled
         if arrived_last(state_ptr + _DONE, PROGRAMS):
             tl.store(state_ptr + _EPOCH, tl.load(state_ptr + _EPOCH) + 1)

@@ -1,8 +1,8 @@
 """How a rank's rows get to its peers: copies that cost no multiprocessor, a flag after each piece.
 
-On a GPU the copy engines move them, on a stream of their own; on a CPU this thread does. Peers are served in the order
-rank + 1, rank + 2, ..., so that no two ranks push to the same one at a time, and a piece goes to all of them before the
-next, because each is waiting for the first.
+Between GPUs the copy engines move them, on a stream of their own; on a CPU this thread does. Peers are served in the
+order rank + 1, rank + 2, ..., so that no two ranks push to the same one at a time, and a piece goes to all of them
+before the next, because each is waiting for the first.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def pieces_for(rows: int) -> int:
 
 
 def start_push(x: torch.Tensor, peers: list[torch.Tensor], signals: Signals, pieces: int) -> Callable[[], None]:
-    """Begin to push ``x``, this rank's rows of [T, D], into ``peers`` [T, D]; what is returned makes sure of ``x``.
+    """Push ``x``, this rank's rows of [T, D], into ``peers`` [T, D]; what is returned finishes it.
 
-    Call it once the kernel that waits for the rows is launched: until then ``x`` must not be freed or written to.
+    Call it once the kernel that waits for the rows is launched: what comes after on its stream may then free ``x``.
     """
     if x.is_cuda:
         return _push_by_engine(x, peers, signals, pieces)
@@ -76,11 +76,20 @@ def _push_late(before: Callable[[], object], *push: Any) -> None:
 
 
 def _push_by_engine(x: torch.Tensor, peers: list[torch.Tensor], signals: Signals, pieces: int) -> Callable[[], None]:
+    """The own rows at once, on the product's stream: a copy within a GPU may want multiprocessors, and the product
+    takes them all. The others' when the product is launched, which has rows to begin with while the host asks for them.
+    """
     here, beside = torch.cuda.current_stream(x.device), _copy_stream(x.device, signals.rank)
     beside.wait_stream(here)
-    with torch.cuda.stream(beside):
-        _push(x, peers, signals, pieces)
-    return lambda: here.wait_stream(beside)
+    own, *others = _order(signals.rank, len(peers))
+    _push(x, peers, signals, pieces, to=[own])
+
+    def send() -> None:
+        with torch.cuda.stream(beside):
+            _push(x, peers, signals, pieces, to=others)
+        here.wait_stream(beside)
+
+    return send
 
 
 def _push(

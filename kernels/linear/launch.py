@@ -73,7 +73,8 @@ class _Call(NamedTuple):
     tf32: bool
     row_invariant: bool
     remote: str  # "", "gather" or "send"
-    parts: int  # as the kernel takes it
+    parts: int  # these two as the kernel takes them
+    lanes: int
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,7 @@ def _plan(call: _Call) -> _Plan:
             # AMD's pipeliner gains nothing from it; several main loops in one tile cannot be flattened.
             "FLATTEN": not chained and not call.arch.startswith("gfx"),
             "PARTS": call.parts,
+            "LANES": call.lanes,
             "CLOCK": clock_of(call.arch) if call.remote else "",
         },
         num_warps=config.num_warps,
@@ -254,13 +256,13 @@ def run_gemm(
     plan.split_sum.launch((plan.split_sum_tiles, 1, 1), (parts, part_sums, *around), on=on)
 
 
-def _remoteness(remote: Remote | None) -> tuple[str, int]:
-    """Which end of the product lies on other ranks, and the kernel's PARTS."""
+def _remoteness(remote: Remote | None) -> tuple[str, int, int]:
+    """Which end of the product lies on other ranks, and the kernel's PARTS and LANES."""
     if remote is None:
-        return "", 0
+        return "", 0, 0
     if isinstance(remote, Gathered):
-        return "gather", remote.pieces
-    return "send", 1 << (len(remote.peers) - 1).bit_length()
+        return "gather", remote.pieces, triton.next_power_of_2(remote.pieces * len(remote.peers))
+    return "send", 0, triton.next_power_of_2(len(remote.peers))
 
 
 def _ends(remote: Remote | None) -> tuple[Any, Any, int]:

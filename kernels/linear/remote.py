@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..signals_triton import _COUNTERS, _GAVE_UP, exchange_of, flag_index, wait_flags
+from ..signals_triton import _CHUNKS, _COUNTERS, _GAVE_UP, barrier, exchange_of, flag_index, spin_on_flags, wait_flags
 
 
 @triton.jit
@@ -32,7 +32,17 @@ def first_row_of(T, wait_ptrs, send_ptrs):
 
 
 @triton.jit
-def wait_for_rows(m, last_m, T, wait_ptrs, epoch, PIECES: tl.constexpr, CLOCK: tl.constexpr, FENCE: tl.constexpr):
+def wait_for_rows(
+    m,
+    last_m,
+    T,
+    wait_ptrs,
+    epoch,
+    PIECES: tl.constexpr,
+    FLAGS: tl.constexpr,
+    CLOCK: tl.constexpr,
+    FENCE: tl.constexpr,
+):
     """Wait until rows [m, last_m) of A are there; returns ``m``, so that what is loaded depends on the wait."""
     pad_ptr, state_ptr, report_ptr = wait_ptrs
     _, size = exchange_of(state_ptr)
@@ -40,13 +50,13 @@ def wait_for_rows(m, last_m, T, wait_ptrs, epoch, PIECES: tl.constexpr, CLOCK: t
     piece = tl.cdiv(per, PIECES)
     first = m // per * PIECES + m % per // piece
     last = (last_m - 1) // per * PIECES + (last_m - 1) % per // piece
-    wait_flags(pad_ptr, 0, first, last, epoch, state_ptr, report_ptr, PIECES, CLOCK)
-    if FENCE and CLOCK == "cuda":
-        # The flag was read, and perhaps the rows were written, outside the proxy that the TMA loads through.
-        m = tl.inline_asm_elementwise(
-            "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [m], dtype=tl.int32, is_pure=False, pack=1
-        )
-    return m
+    if CLOCK == "cuda":
+        flag = tl.minimum(first + tl.arange(0, FLAGS), last)
+        spin_on_flags(pad_ptr, flag // PIECES * _CHUNKS + flag % PIECES, epoch, state_ptr, report_ptr)
+        return barrier(m, CLOCK, FENCE)
+    else:
+        wait_flags(pad_ptr, 0, first, last, epoch, state_ptr, report_ptr, PIECES, CLOCK)
+        return m
 
 
 @triton.jit
@@ -74,13 +84,24 @@ def send_tile(tile, m, n, T, N, send_ptrs, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
 
 
 @triton.jit
-def announce(m, T, N, send_ptrs, epoch, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OWNERS: tl.constexpr):
+def announce(
+    m,
+    T,
+    N,
+    send_ptrs,
+    epoch,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OWNERS: tl.constexpr,
+    CLOCK: tl.constexpr,
+):
     """Count the tile in rows [m, m + BLOCK_M) for each owner of its rows; the last for an owner raises the flag there.
 
-    Whoever counts last has heard of the other programs' stores, and with its flag the owner does. No loop: one would
-    keep the tiles' own loop from being flattened.
+    Whoever counts last has heard of the other programs' stores, and with its flag the owner does. No loop over owners:
+    one would keep the tiles' own from being pipelined.
     """
     state_ptr = send_ptrs[1]
+    m = barrier(m, CLOCK, False)  # all threads' stores come before
     rank, size = exchange_of(state_ptr)
     per = tl.cdiv(T, size)
     owner = tl.arange(0, OWNERS)
@@ -88,7 +109,6 @@ def announce(m, T, N, send_ptrs, epoch, BLOCK_M: tl.constexpr, BLOCK_N: tl.const
     touched = (owner < size) & (first_row < min(m + BLOCK_M, T)) & (last_row >= m)
     expected = (last_row // BLOCK_M - first_row // BLOCK_M + 1) * tl.cdiv(N, BLOCK_N)
     counters = state_ptr + _COUNTERS + owner
-    tl.debug_barrier()  # all threads' stores come before
     before = tl.atomic_add(counters, 1, mask=touched, sem="acq_rel", scope="gpu")
     complete = touched & (before == expected - 1)
     tl.store(counters, 0, mask=complete)  # for the next exchange

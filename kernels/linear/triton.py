@@ -294,7 +294,8 @@ def _gemm_kernel(
     OUT_ALIGNED: tl.constexpr,  # what the epilogue reads and writes has the alignment that TMA asks for
     HALVES: tl.constexpr,  # run the epilogue on the left and the right half of a tile, in half the registers
     FLATTEN: tl.constexpr,  # let the next tile's loads run under this tile's epilogue
-    PARTS: tl.constexpr,  # gather: pieces in which a rank's rows arrive; send: ranks, rounded up to a power of two
+    PARTS: tl.constexpr,  # in which a rank's rows of A arrive
+    LANES: tl.constexpr,  # a power of two that is no less than the flags that are waited for, or raised
     CLOCK: tl.constexpr,  # what waits are timed with
 ):
     # A block of an operand as it is stored.
@@ -343,7 +344,7 @@ def _gemm_kernel(
                 first_k, last_k = 0, K
             m, n = tile_position(tile, first_row, M, N, BLOCK_M, BLOCK_N, GROUP_M)
             if wait_ptrs is not None:
-                m = wait_for_rows(m, min(m + BLOCK_M, M), M, wait_ptrs, epoch, PARTS, CLOCK, USE_TMA)
+                m = wait_for_rows(m, min(m + BLOCK_M, M), M, wait_ptrs, epoch, PARTS, LANES, CLOCK, USE_TMA)
             acc = tl.zeros((ACC_ROWS, ACC_COLS), dtype=tl.float32)
             row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
             if COMBINE == "gated":
@@ -387,7 +388,7 @@ def _gemm_kernel(
                     send_tile(right.to(dtype), m, n + OUT_N, M, N, send_ptrs, BLOCK_M, OUT_N)
                 else:
                     send_tile(acc.to(dtype), m, n, M, N, send_ptrs, BLOCK_M, BLOCK_N)
-                announce(m, M, N, send_ptrs, epoch, BLOCK_M, BLOCK_N, PARTS)
+                announce(m, M, N, send_ptrs, epoch, BLOCK_M, BLOCK_N, LANES, CLOCK)
             else:
                 if HALVES:
                     left, right = _halves(acc, BLOCK_M, BLOCK_N)
@@ -410,7 +411,7 @@ def _gemm_kernel(
     if wait_ptrs is not None and tl.program_id(0) == 0:
         wait_for_all(wait_ptrs, epoch, PARTS, CLOCK)
     if EPILOGUE == "send" and tl.program_id(0) == 0:
-        announce_empty(T, send_ptrs, epoch, PARTS)
+        announce_empty(T, send_ptrs, epoch, LANES)
 
 
 @triton.jit(do_not_specialize=["T"])
