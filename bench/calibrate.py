@@ -3,7 +3,8 @@
     links     alpha and beta of all_gather, reduce_scatter and all_reduce, fitted to a few sizes
     products  their rate, that of a copy in memory and to a peer, and how fast a product runs under a collective
     rows      gather + product, product + reduce-scatter, product + all-reduce on the shapes of real layers: plain, in
-              chunks and, where it can run, by the kernel, each timed in turn with plain
+              chunks and, where it can run, by the kernel, each timed in turn with plain; for the few tokens of
+              decoding also product + all-reduce + norm, whose sum the kernel forms in the norm's launch
 
 Every path's result must agree with fp64 before it is timed, by the rule that all gates share. Figures are rank 0's. The
 file is written whole after every row, so the same command goes on where it was stopped. Ranks start here, or come from
@@ -28,16 +29,18 @@ from rich.table import Table
 
 from ..kernels.accuracy import Verdict, judge
 from ..kernels.linear import linear_act_choice, parts, shapes
-from ..parallel import collectives, link_model, links, overlap
+from ..kernels.norm import rms_norm
+from ..parallel import collectives, late_sum, link_model, links, overlap
 from ..parallel import link_profile as profiles
 from ..parallel.link_profile import COLLECTIVES, OPS, Link, Profile, Row, bucket, dtype_name
 from ..parallel.mesh import Group, init_mesh, shutdown, tp_group
+from ..parallel.symmetric_sizes import DECODE_TOKENS
 from ..training.launch import Stopped, launch
 from . import provenance
 from .report import DRY_NOTE, console, write_json
 from .timing import Timing, compare_fixed, copy_bandwidth
 
-GATHER, SCATTER, REDUCE = OPS
+GATHER, SCATTER, REDUCE, NORM = OPS
 SITE = "calibrate"
 SECONDS, SHORT_SECONDS = 1.5, 0.5  # of timing for two paths in turn
 MIN_ROUNDS, MAX_ROUNDS = 20, 500
@@ -45,6 +48,7 @@ SIZES = tuple(1 << power for power in (14, 17, 20, 23, 25))  # bytes of a collec
 DRY_SIZES = (1 << 10, 1 << 12)
 PIECES = 4  # of the small gather that tells what a piece costs the host
 MODELS, TOKENS = ("llama3-8b", "llama3-70b"), (16, 128, 1024, 4096, 16384)  # on GPUs
+FEW = tuple(1 << power for power in range(DECODE_TOKENS.bit_length()))  # tokens of decoding: each a bucket
 CPU_WIDTHS, CPU_TOKENS = ((256, 1024), (1024, 4096)), (64, 512)  # (D, F) on a CPU
 SOURCES = ("parallel/collectives.py", "parallel/overlap.py", "kernels/linear", "kernels/comm")
 
@@ -204,7 +208,7 @@ class Run:
         return DRY_SIZES if self.options.dry else SIZES
 
     def _links(self) -> dict[str, Link]:
-        return {name: self._link(name) for name in COLLECTIVES.values()}
+        return {name: self._link(name) for name in dict.fromkeys(COLLECTIVES.values())}
 
     def _link(self, name: str) -> Link:
         R = self.group.size
@@ -274,7 +278,8 @@ class Run:
         found: dict[Any, link_model.Call] = {}
         for op, T, K, N in shapes_of(self.options, self.device.type, self.group.size):
             call = link_model.Call(op, T, K, N, self.dtype, self.group.size)
-            found.setdefault(self._key(call), call)
+            if self._paths(call):
+                found.setdefault(self._key(call), call)
         return list(found.values())
 
     def _key(self, call: link_model.Call) -> tuple[str, str, int, str, str]:
@@ -342,27 +347,45 @@ class Run:
 
 @dataclass(frozen=True)
 class Rig:
-    """One operation with its operands: x [T, K], but a gather's [T/R, K], this rank's rows; the weight is [N, K]."""
+    """One operation with its operands: x [T, K], but a gather's [T/R, K], this rank's rows; the weight is [N, K].
+
+    ``stream`` [T, N], the same on every rank, is for the norm's residual; row 0 serves as its weight, too.
+    """
 
     call: link_model.Call
     group: Group
     x: torch.Tensor
     weight: torch.Tensor
+    stream: torch.Tensor
 
     @classmethod
     def of(cls, call: link_model.Call, group: Group, device: torch.device) -> Rig:
         generator = torch.Generator().manual_seed(group.rank)
         rows = call.T // call.R if call.op == GATHER else call.T
         x, weight = (torch.randn(n, call.K, generator=generator) for n in (rows, call.N))
-        return cls(call, group, x.to(device, call.dtype), (weight * call.K**-0.5).to(device, call.dtype))
+        stream = torch.randn(call.T, call.N, generator=generator.manual_seed(0)) if call.op == NORM else torch.empty(0)
+        operands = (x, weight * call.K**-0.5, stream)
+        return cls(call, group, *[t.to(device, call.dtype) for t in operands])
 
     def result(self, path: links.Path) -> torch.Tensor:
         """The operation by one path: [T, N], or a reduce-scatter's [T/R, N]."""
         if self.call.op == GATHER:
             (y,), _ = overlap.gather(self.x, self.group, self._multiply, path, site=SITE)
             return y
+        if self.call.op == NORM:
+            return self._normed(path)
         start = overlap.start_scatter if self.call.op == SCATTER else overlap.start_reduce
         return start(self.call.T, self.group, self._addend, path, like=self.x, width=self.call.N, site=SITE)()
+
+    def _normed(self, path: links.Path) -> torch.Tensor:
+        if path.kind == "kernel":
+            addend = late_sum.Addend(self._addend(overlap.ALL, None), None, self.group, SITE)
+            y, _ = late_sum.all_reduce_norm(
+                addend, self.stream, self.stream[0], eps=1e-6, weight_offset=0.0, impl="triton"
+            )
+            return y
+        y = overlap.reduce(self.call.T, self.group, self._addend, path, site=SITE)
+        return rms_norm(y, self.stream[0], residual=self.stream)[0]
 
     def _multiply(self, rows: torch.Tensor, part: slice, remote: Any) -> tuple[torch.Tensor, ...]:
         choice = linear_act_choice(rows.dtype, rows.device)
@@ -375,7 +398,8 @@ class Rig:
 
     def verdicts(self, path: links.Path) -> Iterator[Verdict]:
         """The path against plain in fp64, allowed twice the error of plain in its own precision."""
-        exact = replace(self, x=self.x.double(), weight=self.weight.double()).result(overlap.PLAIN)
+        doubled = {name: getattr(self, name).double() for name in ("x", "weight", "stream")}
+        exact = replace(self, **doubled).result(overlap.PLAIN)
         name = f"{self.call.op} {path.kind} in {path.pieces}"
         yield judge(name, self.result(path), self.result(overlap.PLAIN), exact)
 
@@ -384,9 +408,10 @@ _SOURCE = "measured by shardfuse bench calibrate"
 
 
 def shapes_of(options: Options, device_type: str, R: int) -> Iterator[tuple[str, int, int, int]]:
-    """(op, T, K, N) of layers that people run, tokens rounded up to a multiple of the ranks."""
+    """(op, T, K, N) of layers that people run, tokens rounded up to a multiple of the ranks but for a norm's sum."""
     pairs: Sequence[tuple[str, int, int]]
     tokens: tuple[int, ...]
+    few = (8,) if options.dry else FEW[::4] if options.short else FEW
     if options.dry:
         pairs, tokens = [("up", 16, 32), ("down", 32, 16)], (8,)
     elif device_type == "cpu":
@@ -402,6 +427,8 @@ def shapes_of(options: Options, device_type: str, R: int) -> Iterator[tuple[str,
         for T in tokens:
             for op in (GATHER,) if kind in ("up", "qkv") else (SCATTER, REDUCE):
                 yield op, -(-T // R) * R, K, N
+        for T in few if kind not in ("up", "qkv") else ():
+            yield NORM, T, K, N
 
 
 def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -57,7 +57,9 @@ DRY_TESTS = ("tests/test_owed.py",)
 # Their tests marked interpret make tensors where the kernels run.
 OP_TESTS = (
     "test_autograd_gate.py",
+    "test_bench_comm.py",
     "test_block_launches.py",
+    "test_comm.py",
     "test_cross_entropy.py",
     "test_dropout.py",
     "test_kv_cache.py",

@@ -30,6 +30,7 @@ from .progress import Progress
 from .records import Outcome, RowKey, earlier, header, left, record
 from .report import DRY_NOTE, Row, console, last_line, show_red, show_rows, write_json
 from .timing import ceilings
+from .virtual_ranks import open_queues
 
 
 @functools.cache
@@ -168,6 +169,7 @@ def run_benchmark(
     holds.
     """
     errors = console(stderr=True)
+    open_queues()
     try:
         benchmark = find(name)
         settings = Settings(_device(device), short=short, dry=dry, seconds=seconds)
@@ -311,6 +313,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(options: argparse.Namespace) -> int:
+    open_queues()
     device = default_device()
     settings = Settings(device, short=options.short, dry=options.dry, seconds=options.seconds)
     names = options.names or [b.name for b in list_benchmarks() if device.type in b.devices]

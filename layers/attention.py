@@ -130,14 +130,16 @@ class ParallelAttention(ShardedModule):
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
         residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        partial: bool = False,
+    ) -> Any:
         """Attend over each sequence of the batch, or, with ``cache``, over what the cache holds of it.
 
         ``positions`` are [S], shared by all sequences, or [B*S]; default 0..S-1. With ``cu_seqlens`` x is [T, D], a
         packed batch (see :func:`shardfuse.layers.sdpa.attend`), and positions are [T], by default from 0 in each
         sequence. With a cache x is [T, D], tokens of any sequences, and positions are [T]. ``rope`` hands in ready
         tables (``rope_tables`` of the positions). ``residual``, of the result's shape and in a group of one only, is
-        added in the output projection's epilogue.
+        added in the output projection's epilogue. With ``partial``, and without gradients, the result is this rank's
+        :class:`~shardfuse.parallel.late_sum.Addend`.
         """
         if cu_seqlens is not None and not (batch_size is cache is None):
             raise ValueError("cu_seqlens says what the sequences are: leave out batch_size, and a cache knows its own")
@@ -152,6 +154,8 @@ class ParallelAttention(ShardedModule):
             out = self._attend_packed(q, k, v, positions, rope, cu_seqlens, max_seqlen)
         else:
             out = self._attend(q, k, v, batch_size, positions, rope)
+        if partial:
+            return self.o_proj.addend(out)
         return self.o_proj(out) if residual is None else self.o_proj(out, residual=residual)
 
     def _attend(

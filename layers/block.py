@@ -8,10 +8,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ..parallel.late_sum import Addend
 from ..parallel.mesh import MeshLike, tp_group
 from . import dropout as masks
 from .attention import AttentionCache, ParallelAttention
 from .config import TransformerConfig
+from .late_sum import last_layer, owing, waits
+from .linear import RowParallelLinear
 from .mlp import ParallelMLP
 from .module import untouched
 from .norm import LayerNorm, RMSNorm
@@ -30,6 +33,8 @@ class ParallelBlock(nn.Module):
 
     Where nobody looks, the sums with x are formed inside: attention and MLP are then asked for more than their branch.
     A submodule with hooks, of another class or wrapped is called as its stock twin would be, for its branch alone.
+    Over several ranks, without gradients and with few tokens, the sum over the ranks may be the norm's as well: they
+    are then asked for less (``parallel/late_sum.py``).
     """
 
     def __init__(
@@ -108,11 +113,13 @@ class ParallelBlock(nn.Module):
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
         join: bool = True,
+        then: nn.Module | None = None,
     ) -> Any:
         """See :meth:`ParallelAttention.forward` for what the arguments mean.
 
         With ``join=False`` the MLP's branch may come back beside the stream that it is to join, (stream, branch,
-        dropout), and x may be such a triple: the norm that comes next adds them up in its own kernel.
+        dropout), and x may be such a triple: the norm that comes next adds them up in its own kernel. Where that norm
+        is ``then``, the branch may even be an :class:`~shardfuse.parallel.late_sum.Addend`.
         """
         attention = {
             "batch_size": batch_size,
@@ -129,25 +136,40 @@ class ParallelBlock(nn.Module):
                 joined(x, impl=self.impl),  # one tensor to keep, not two
                 attention,
                 join,
+                None,
                 use_reentrant=False,
                 preserve_rng_state=random,  # otherwise nothing here draws
             )
-        return self._forward(x, attention, join)
+        return self._forward(x, attention, join, None if join else then)
 
-    def _forward(self, x: Stream, attention: dict[str, Any], join: bool) -> Stream:
+    def takers(self, then: nn.Module | None = None) -> list[tuple[nn.Module, RowParallelLinear]]:
+        """The norms that may take a sum over the ranks, each with the layer whose sum it is."""
+        pairs = (
+            (self.post_attention_layernorm, owing(self.self_attn, "o_proj", norm=self.post_attention_layernorm)),
+            (then, owing(self.mlp, "down_proj", "c_proj", norm=then)),
+        )
+        return [(norm, last) for norm, last in pairs if norm is not None and last is not None]
+
+    def _forward(self, x: Stream, attention: dict[str, Any], join: bool, then: nn.Module | None) -> Stream:
         y, stream = normed(self.input_layernorm, x, MLP, impl=self.impl)
         dropout = masks.draw(
             self.dropout_p, stream, self.group, sequence_parallel=self.sequence_parallel, training=self.training
         )
         # In one process both sums are in the epilogues of the products before them.
         alone = self.group.size == 1 and dropout is None
-        if alone and _adds_residual(self.self_attn, "o_proj"):
+        late = self.group.size > 1 and dropout is None and not torch.is_grad_enabled()
+        norm = self.post_attention_layernorm
+        if alone and last_layer(self.self_attn, "o_proj") is not None:
             after: Stream = self.self_attn(y, residual=stream, **attention)
+        elif late and waits(owing(self.self_attn, "o_proj", norm=norm), norm, y):
+            after = stream, self.self_attn(y, partial=True, **attention), None
         else:
             after = stream, self.self_attn(y, **attention), dropout
-        y, stream = normed(self.post_attention_layernorm, after, ATTENTION, impl=self.impl)
-        if alone and _adds_residual(self.mlp, "down_proj", "c_proj"):
+        y, stream = normed(norm, after, ATTENTION, impl=self.impl)
+        if alone and last_layer(self.mlp, "down_proj", "c_proj") is not None:
             return self.mlp(y, residual=stream)
+        if late and waits(owing(self.mlp, "down_proj", "c_proj", norm=then), then, y):
+            return stream, self.mlp(y, partial=True), None
         out = stream, self.mlp(y), dropout
         return joined(out, impl=self.impl) if join else out
 
@@ -155,8 +177,8 @@ class ParallelBlock(nn.Module):
 # Where a block's two masks come from.
 ATTENTION, MLP = 0, 1
 
-# What flows between blocks: x, or x and a branch that has yet to join it.
-Stream = torch.Tensor | tuple[torch.Tensor, torch.Tensor, masks.Dropout | None]
+# What flows between blocks: x, or x and a branch that has yet to join it, perhaps one that has yet to be summed.
+Stream = torch.Tensor | tuple[torch.Tensor, torch.Tensor | Addend, masks.Dropout | None]
 
 
 def normed(norm: nn.Module, x: Stream, stream: int, *, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,6 +189,8 @@ def normed(norm: nn.Module, x: Stream, stream: int, *, impl: str) -> tuple[torch
     if isinstance(x, torch.Tensor):
         return norm(x, carry=True)
     x, branch, dropout = x
+    if isinstance(branch, Addend):
+        return norm.after_sum(branch, x)  # type: ignore[operator]
     return norm(branch, residual=x, dropout=dropout, stream=stream)
 
 
@@ -175,13 +199,9 @@ def joined(x: Stream, stream: int = MLP, *, impl: str) -> torch.Tensor:
     if isinstance(x, torch.Tensor):
         return x
     x, branch, dropout = x
+    if isinstance(branch, Addend):
+        branch = branch.summed()
     return x + branch if dropout is None else dropout.apply(branch, stream, x, impl=impl)
-
-
-def _adds_residual(module: nn.Module, *names: str) -> bool:
-    """Whether ``module`` and the layer of its that comes last, called one of ``names``, take a residual."""
-    last = next((getattr(module, name) for name in names if hasattr(module, name)), None)
-    return untouched(module) and last is not None and untouched(last)
 
 
 def make_norm(config: TransformerConfig, **place: Any) -> LayerNorm | RMSNorm:

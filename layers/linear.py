@@ -11,9 +11,11 @@ from torch import nn
 
 from ..kernels.linear import ACTIVATIONS, linear_act, linear_act_choice
 from ..parallel import functional
-from ..parallel.linear import column_linear, row_linear
+from ..parallel.late_sum import Addend
+from ..parallel.linear import column_linear, partial_row_linear, row_linear
 from ..parallel.links import check_overlap, preview
 from ..parallel.mesh import MeshLike
+from ..parallel.symmetric_sizes import layer_slots
 from .module import Crosses, Crossing, Init, Runs, ShardedModule, check_divides
 
 
@@ -22,9 +24,20 @@ class _ParallelLinear(ShardedModule):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    in_features: int
+    out_features: int
     overlap: str
     strict: bool
     impl: str
+
+    def slots(self, tokens: int) -> dict[str, int]:
+        """By channel the bytes of a slot that this layer's exchanges of ``tokens`` take where the kernel makes them."""
+        if self.group.size == 1 or self.overlap not in ("auto", "kernel"):
+            return {}
+        late = isinstance(self, RowParallelLinear)
+        width = self.out_features if late else self.in_features
+        sequence = self.sequence_parallel
+        return layer_slots(width, tokens, self.weight.dtype, self.group.size, sequence_parallel=sequence, late=late)
 
     def _crossing(
         self, when: str, op: str, device: torch.device, tokens: int | None, features_in: int, features_out: int
@@ -225,6 +238,15 @@ class RowParallelLinear(_ParallelLinear):
             strict=self.strict,
             site=f"{self.site}.out",
         )
+
+    def addend(self, x: torch.Tensor) -> Addend:
+        """This rank's part of :meth:`forward`, for whom the sum waits; without gradients."""
+        return self.owed(partial_row_linear(x, self.weight, impl=self.impl))
+
+    def owed(self, rows: torch.Tensor) -> Addend:
+        """``rows`` [..., F], this rank's product, as what is still to be summed."""
+        (bias,) = self.local("bias")
+        return Addend(rows, bias, self.group, f"{self.site}.out")
 
     def runs(self, device: torch.device) -> Runs:
         return [("linear_act", linear_act_choice(self.weight.dtype, device, self.impl))]

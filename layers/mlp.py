@@ -101,17 +101,20 @@ class ParallelMLP(nn.Module):
             self.c_fc = ColumnParallelLinear(hidden_size, ffn_size, activation=self.activation, **common)
             self.c_proj = RowParallelLinear(ffn_size, hidden_size, **common)
 
-    def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """``residual``, of the result's shape and dtype and in a group of one only, is added in the last epilogue."""
+    def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, partial: bool = False) -> Any:
+        """``residual``, of the result's shape and dtype and in a group of one only, is added in the last epilogue.
+
+        With ``partial``, and without gradients, the result is this rank's :class:`~shardfuse.parallel.late_sum.Addend`.
+        """
         if self._composed(x):
-            return self._one_after_another(x, residual)
+            return self._one_after_another(x, residual, partial)
         layers = [self.gate_proj, self.up_proj, self.down_proj] if self.gated else [self.c_fc, self.c_proj]
         if not all(map(untouched, layers)):
-            return self._one_after_another(x, residual)
+            return self._one_after_another(x, residual, partial)
         *first, last = layers
         if self.sequence_parallel:
             check_tokens(x)
-        return fused_mlp(
+        y = fused_mlp(
             x,
             [layer.weight for layer in first],
             [layer.bias for layer in first],
@@ -127,7 +130,9 @@ class ParallelMLP(nn.Module):
             strict=self.strict,
             site=SITE,
             residual=residual,
+            partial=partial,
         )
+        return self._last().owed(y) if partial else y
 
     def _composed(self, x: torch.Tensor) -> bool:
         """Whether the layers run one after another although they could be one."""
@@ -137,10 +142,11 @@ class ParallelMLP(nn.Module):
             return False
         return settled(self.impl, x) or not linear_act_choice(x.dtype, x.device, self.impl).triton
 
-    def _one_after_another(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    def _one_after_another(self, x: torch.Tensor, residual: torch.Tensor | None, partial: bool) -> Any:
         added = {} if residual is None else {"residual": residual}
         if not self.gated:
-            return self.c_proj(self.c_fc(x), **added)
+            h = self.c_fc(x)
+            return self.c_proj.addend(h) if partial else self.c_proj(h, **added)
         gate, up, activation = self.gate_proj, self.up_proj, self.activation
         if not (untouched(gate) and untouched(up)):
             h = apply_activation(gate(x), activation) * up(x)
@@ -158,4 +164,7 @@ class ParallelMLP(nn.Module):
         else:
             g, u = project(x, gate, up)
             h = apply_activation(g, activation) * u
-        return self.down_proj(h, **added)
+        return self.down_proj.addend(h) if partial else self.down_proj(h, **added)
+
+    def _last(self) -> RowParallelLinear:
+        return self.down_proj if self.gated else self.c_proj

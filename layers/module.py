@@ -33,7 +33,7 @@ Runs = list[tuple[str, Choice]]
 class Crossing(NamedTuple):
     """A collective of a module's, and how it will meet the product beside it."""
 
-    when: str  # "forward" or "backward"
+    when: str  # "forward" or "backward", or "decoding": forward without gradients and with few tokens
     op: str
     path: Path | None  # None: it depends on how many tokens come
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..kernels.norm import layer_norm, norm_choice, rms_norm
+from ..parallel.late_sum import Addend, all_reduce_norm
 from ..parallel.mesh import MeshLike
 from .dropout import Dropout
 from .module import Init, Runs, ShardedModule
@@ -104,3 +105,8 @@ class RMSNorm(_Norm):
     def _norm(self, x: torch.Tensor, **options: Any) -> Any:
         (weight,) = self.local_repeated("weight", site="norm")
         return rms_norm(x, weight, eps=self.eps, weight_offset=self.weight_offset, impl=self.impl, **options)
+
+    def after_sum(self, addend: Addend, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(s), s) of s = residual + the sum over the ranks of ``addend``, in one launch."""
+        (weight,) = self.local("weight")
+        return all_reduce_norm(addend, residual, weight, eps=self.eps, weight_offset=self.weight_offset, impl=self.impl)

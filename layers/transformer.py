@@ -15,15 +15,16 @@ import torch
 from torch import nn
 
 from ..parallel import functional
+from ..parallel.late_sum import Addend
 from ..parallel.mesh import Group, MeshLike, tp_group
 from ..parallel.random import check_alike
 from ..parallel.sharding import named_seed, parameter_seed
 from . import dropout as masks
 from .attention import AttentionCache, packed_positions
-from .block import MLP, ParallelBlock, Stream, make_norm, normed
+from .block import MLP, ParallelBlock, Stream, joined, make_norm, normed
 from .config import TransformerConfig
 from .embedding import VocabParallelEmbedding
-from .linear import ColumnParallelLinear
+from .linear import ColumnParallelLinear, RowParallelLinear
 from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from .module import ShardedModule, untouched
 from .rope import Rotary, rope_tables
@@ -162,8 +163,8 @@ class ParallelTransformer(nn.Module):
                 raise ValueError(f"positions {list(positions.shape)}: expected {list(tokens.shape)}")
         rope = rope_tables(positions, self.rotary, length=length)
         x: Stream = self._dropped(self.model.embed_tokens(tokens.reshape(-1)))
-        for block in self.model.layers:
-            x = block(x, rope=rope, join=False, **how)
+        for block, late in zip(self.model.layers, self._followers()):
+            x = block(x, rope=rope, join=False, **late, **how)
         y, _ = normed(self.model.norm, x, MLP, impl=self.impl)
         if targets is None:
             logits = self.lm_head(y)
@@ -195,10 +196,34 @@ class ParallelTransformer(nn.Module):
                 f"positions {given}"
             )
         rope = rope_tables(positions, self.rotary)
-        x = self.model.embed_tokens(tokens)
-        for block in self.model.layers:
-            x = block(x, cache=cache, rope=rope)
-        return self.lm_head(self.model.norm(x[cache.logit_indices]))
+        x: Stream = self.model.embed_tokens(tokens)
+        for block, late in zip(self.model.layers, self._followers()):
+            x = block(x, cache=cache, rope=rope, join=not late, **late)
+        if isinstance(x, tuple) and isinstance(x[1], Addend):  # of all tokens, like every rank's
+            y, _ = normed(self.model.norm, x, MLP, impl=self.impl)
+            return self.lm_head(y[cache.logit_indices])
+        return self.lm_head(self.model.norm(joined(x, impl=self.impl)[cache.logit_indices]))
+
+    def _followers(self) -> list[dict[str, Any]]:
+        """For each block {"then": the norm that follows}, which may take its last sum over the ranks.
+
+        {} where none may: in one process, with gradients, where somebody looks in between.
+        """
+        if self.group.size == 1 or self.sequence_parallel or torch.is_grad_enabled():
+            return [{}] * len(self.model.layers)
+        return [{} if norm is None else {"then": norm} for norm in self._norms_between()]
+
+    def _norms_between(self) -> list[nn.Module | None]:
+        """The norm behind each block, None where somebody would see what flows to it."""
+        blocks = list(self.model.layers)
+        seen = [not (isinstance(block, ParallelBlock) and untouched(block)) for block in blocks] + [False]
+        norms: list[Any] = [getattr(block, "input_layernorm", None) for block in blocks] + [self.model.norm]
+        return [None if seen[i] or seen[i + 1] else norms[i + 1] for i in range(len(blocks))]
+
+    def takers(self) -> list[tuple[nn.Module, RowParallelLinear]]:
+        """The norms that may take a sum over the ranks, each with the layer whose sum it is."""
+        between = zip(self.model.layers, self._norms_between())
+        return [pair for block, norm in between if isinstance(block, ParallelBlock) for pair in block.takers(norm)]
 
     def _dropped(self, x: torch.Tensor) -> torch.Tensor:
         """The embeddings, in training without ``config.embedding_dropout`` of them."""

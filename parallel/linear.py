@@ -106,6 +106,16 @@ def row_linear(
     return y if bias is None else y + bias.to(y.dtype)
 
 
+def partial_row_linear(x: torch.Tensor, weight: Any, *, impl: str = "auto") -> torch.Tensor:
+    """This rank's addend to :func:`row_linear`'s sum, x @ W^T [..., F]: nothing is sent, and no bias added.
+
+    Without gradients: what follows has to form the sum (:mod:`late_sum`).
+    """
+    assert not torch.is_grad_enabled(), "a sum that waits has no gradient"
+    (weight,) = local_tensors(weight)
+    return linear_act(x, weight, impl=impl)
+
+
 def _check_compiled(overlap: str, strict: bool) -> None:
     if strict and overlap not in ("auto", "none"):
         raise RuntimeError(
@@ -304,6 +314,11 @@ def shaped(rows: torch.Tensor, lead: Sequence[int]) -> torch.Tensor:
     return rows if len(lead) == 1 else torch.ops.aten._unsafe_view.default(rows, (*lead, rows.shape[-1]))
 
 
+def row_addend(rows: torch.Tensor, weight: torch.Tensor, choice: Choice) -> torch.Tensor:
+    """This rank's addend to a row-parallel layer's sum: x @ W^T [T, F] of ``rows`` [T, D/R]."""
+    return parts.forward(rows, [weight], [None], "identity", choice)[0][0]
+
+
 def sum_output(
     rows: torch.Tensor,
     weight: torch.Tensor,
@@ -318,7 +333,7 @@ def sum_output(
     def addend(part: slice, remote: Any) -> Any:
         if remote is not None:
             return parts.send_forward(rows, weight, remote)
-        return parts.forward(overlap.cut(rows, part), [weight], [None], "identity", choice)[0][0]
+        return row_addend(overlap.cut(rows, part), weight, choice)
 
     options: dict[str, Any] = {"like": rows, "width": weight.shape[0], "bias": bias, "site": site}
     if call.sequence_parallel:

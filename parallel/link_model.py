@@ -19,7 +19,11 @@ idle pay for it, but no less than at the measured rate; elsewhere 2 T K N over t
               piece is multiplied when it has arrived, after the own shard; an addend is sent when it was formed, the
               own shard's last. A piece's transfer costs start + alpha + bytes / beta, and the host ``piece_s``, which
               is the limit of small pieces
-    kernel    the same with one launch of the product, in ``KERNEL_CHUNKS`` pieces a shard that a copy engine moves
+    kernel    the same with one launch of the product, in ``KERNEL_CHUNKS`` pieces a shard that a copy engine moves;
+              all_reduce_rmsnorm, which follows its product, hides under nothing, but has no call and no ring: in one
+              shot alpha + (R - 1) n / beta, every rank pushing to all at once, in two 2 (alpha + (R - 1) / R n / beta),
+              as Chan et al. count direct exchanges ("Collective communication: theory, practice, and experience",
+              CCPE 19(13), 2007), beta being the rate to a peer. The norm's own pass is left out on both sides
 
 While a transfer is under way a product runs at ``hides`` of its speed: NCCL's kernels take multiprocessors, gloo's
 threads take cores (all of them: 0), a copy engine takes neither (1). A sum of received addends passes through memory
@@ -36,10 +40,11 @@ import torch
 
 from ..kernels import cost
 from ..kernels.chips import CHIPS
+from ..kernels.comm.reduce_config import pick_shots
 from ..kernels.linear.config import Gemm, pick_config
 from .link_profile import COLLECTIVES, OPS, Link, Profile, dtype_name
 
-GATHER, SCATTER, REDUCE = OPS
+GATHER, SCATTER, REDUCE, NORM = OPS
 PIECES = (1, 2, 4)  # of a shard; of an all-reduce, of which nothing is local, twice as many
 KERNEL_CHUNKS = 4
 KERNEL_START_S = 1e-5  # flags, and the first tile's wait: an assumption
@@ -65,6 +70,8 @@ class Estimate(NamedTuple):
 
 def pieces_of(call: Call) -> tuple[int, ...]:
     """The numbers of pieces that are worth a thought: every piece has a row."""
+    if call.op == NORM:
+        return ()
     each, factor = (call.T, 2) if call.op == REDUCE else (call.T // call.R, 1)
     return tuple(factor * pieces for pieces in PIECES if factor * pieces <= max(each, factor))
 
@@ -81,13 +88,13 @@ def predict(profile: Profile, link: str, call: Call, kind: str, pieces: int = 1)
         exposed = collective_seconds(of, call)
         return Estimate(whole + exposed, exposed)
     if kind == "chunked":
-        return _chunked(profile, of, call, pieces)
-    return _kernel(profile, call, whole)
+        return None if call.op == NORM else _chunked(profile, of, call, pieces)
+    return _one_launch(profile, of, call, whole) if call.op == NORM else _kernel(profile, call, whole)
 
 
 def collective_seconds(link: Link, call: Call) -> float:
     """The call's collective by itself."""
-    rounds = 2 if call.op == REDUCE else 1
+    rounds = 2 if call.op in (REDUCE, NORM) else 1
     steps = rounds * (call.R - 1)
     return link.start_s + steps * link.alpha_s + rounds * _sent_bytes(call) / link.bytes_per_s
 
@@ -140,6 +147,16 @@ def _kernel(profile: Profile, call: Call, whole: float) -> Estimate | None:
     if call.op == REDUCE:  # the sums go back to everyone, and nothing hides that
         total += _sent_bytes(call) / profile.copy_bytes_per_s
     return Estimate(total, max(0.0, total - whole))
+
+
+def _one_launch(profile: Profile, link: Link, call: Call, whole: float) -> Estimate | None:
+    """``all_reduce_rmsnorm`` behind its product."""
+    if profile.copy_bytes_per_s is None:
+        return None
+    shots = pick_shots(call.T, call.N, call.dtype.itemsize, call.R)
+    sent = (call.R - 1) * _moved_bytes(call) if shots == 1 else 2 * _sent_bytes(call)
+    exposed = shots * link.alpha_s + sent / profile.copy_bytes_per_s
+    return Estimate(whole + exposed, exposed)
 
 
 def _moved_bytes(call: Call) -> int:

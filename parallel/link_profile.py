@@ -36,8 +36,8 @@ from ..kernels import device as chips
 SHIPPED = Path(__file__).parent / "profiles"
 VARIABLE = "SHARDFUSE_LINKS"
 FORMAT = 1
-OPS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce")
-COLLECTIVES = {OPS[0]: "all_gather", OPS[1]: "reduce_scatter", OPS[2]: "all_reduce"}
+OPS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "all_reduce_rmsnorm")
+COLLECTIVES = dict(zip(OPS, ("all_gather", "reduce_scatter", "all_reduce", "all_reduce")))
 LINKS = ("node", "network")
 AGAIN = "write one with `shardfuse bench calibrate`, or unset SHARDFUSE_LINKS"
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels import dispatch
+from ..kernels.comm.reduce_op import all_reduce_choice
 from ..kernels.linear import linear_act_choice
 from . import collectives, link_model
 from .link_model import Call
@@ -88,12 +89,15 @@ def choose(
     overlap: str = "auto",
     strict: bool = False,
     impl: str = "auto",
+    device_counted: bool = False,
 ) -> Path:
-    """The path of ``op``, "all_gather_linear", "linear_reduce_scatter" or "linear_all_reduce".
+    """The path of ``op``, "all_gather_linear", "linear_reduce_scatter", "linear_all_reduce" or "all_reduce_rmsnorm".
 
     ``tokens`` T are those of the whole product [T, K] @ [K, N] that this rank forms, ``features_in`` K and
     ``features_out`` N its own sizes (N of all weights together where several share x). The first call in a group is a
-    collective of all its ranks; each later one with the same arguments is a look-up. ``impl`` is the product's own.
+    collective of all its ranks; each later one with the same arguments is a look-up. ``impl`` is the product's own, of
+    "all_reduce_rmsnorm" the norm's. While a CUDA graph is captured the path is plain, but for an op whose exchanges are
+    ``device_counted`` once the ranks have agreed.
 
     Raises ValueError for an unknown ``op`` or ``overlap`` and, on all ranks, for a profile that rank 0 cannot use;
     RuntimeError with ``strict`` where ``overlap`` asks for what cannot run.
@@ -103,15 +107,16 @@ def choose(
     if torch.compiler.is_compiling():
         return _compiled(op, overlap, strict)
     agreed = _agreed.get((id(group.pg), device))
-    if (agreed is None or agreed.device_type == "cuda") and _capturing(device):
-        return _captured(op, overlap, strict)
+    settled = device_counted and agreed is not None and agreed.unavailable is not _Unasked
+    if not settled and (agreed is None or agreed.device_type == "cuda") and _capturing(device):
+        return _captured(op, overlap, strict, device_counted)
     if agreed is None:
         agreed = _agree(group, device)
     key = op, tokens, features_in, features_out, dtype, overlap, strict, impl
     path = agreed.paths.get(key)
     if path is None:
         call = _call(op, tokens, features_in, features_out, dtype, group, overlap)
-        without = _without_kernel(dtype, device, impl)
+        without = _without_kernel(call, device, impl)
         if agreed.unavailable is _Unasked and without is None and _kernel_matters(agreed, call, overlap):
             agreed.unavailable = kernel_unavailable(group, device)
         if len(agreed.paths) >= REMEMBERED:
@@ -144,8 +149,8 @@ def preview(
     agreed = _agreed.get((id(group.pg), device)) or _Agreed(load(device), "node", device.type)
     unsure = agreed.unavailable is _Unasked
     if unsure:
-        agreed = _Agreed(agreed.profile, agreed.link, device.type, _missing(device))
-    path = _decide(agreed, call, overlap, strict, _without_kernel(dtype, device, impl))
+        agreed = _Agreed(agreed.profile, agreed.link, device.type, lacking(device))
+    path = _decide(agreed, call, overlap, strict, _without_kernel(call, device, impl))
     if unsure and path.kind == "kernel":
         return path._replace(reason=f"{path.reason}, if the first call finds that the ranks reach each other's memory")
     return path
@@ -176,22 +181,25 @@ def kernel_unavailable(group: Group, device: torch.device) -> str | None:
 
     The answer is the same on every rank: what one of them lacks, or what the probe of their symmetric memory found.
     """
-    lacking = collectives.gather_objects(_missing(device), group, site="links")
-    for rank, reason in enumerate(lacking):
+    missing = collectives.gather_objects(lacking(device), group, site="links")
+    for rank, reason in enumerate(missing):
         if reason is not None:
-            return reason if len(set(lacking)) == 1 else f"on rank {rank} {reason}"
+            return reason if len(set(missing)) == 1 else f"on rank {rank} {reason}"
     from . import overlap_kernel
 
     return overlap_kernel.unavailable(group, device)
 
 
-def _without_kernel(dtype: torch.dtype, device: torch.device, impl: str) -> str | None:
-    """Why the product itself is no kernel, or None."""
-    choice = linear_act_choice(dtype, device, impl)
-    return None if choice.triton else f"the product runs the reference ({choice.reason})"
+def _without_kernel(call: Call, device: torch.device, impl: str) -> str | None:
+    """Why what would exchange rows, the product or the norm behind it, is no kernel; or None."""
+    if call.op == link_model.NORM:
+        what, choice = "norm", all_reduce_choice(device, call.N, impl, call.dtype)
+    else:
+        what, choice = "product", linear_act_choice(call.dtype, device, impl)
+    return None if choice.triton else f"the {what} runs the reference ({choice.reason})"
 
 
-def _missing(device: torch.device) -> str | None:
+def lacking(device: torch.device) -> str | None:
     """What this process knows to be missing, without asking the others."""
     if dispatch.triton_version() is None:
         return "Triton is not installed (pip install triton; Linux only)"
@@ -281,6 +289,10 @@ def _decide(agreed: _Agreed, call: Call, overlap: str, strict: bool, without_ker
         return pure_choice(profile, link, call, unavailable=unavailable, device_type=agreed.device_type)
     if overlap == "none":
         return Path("plain", 1, "overlap='none'", _exposed(profile, link, call, "plain"))
+    if overlap == "chunked" and call.op == link_model.NORM:
+        return Path(
+            "plain", 1, f"{call.op} is one launch: there is nothing to cut", _exposed(profile, link, call, "plain")
+        )
     if overlap == "chunked":
         pieces = _best_pieces(profile, link, call)
         return Path("chunked", pieces, "overlap='chunked'", _exposed(profile, link, call, "chunked", pieces))
@@ -305,9 +317,11 @@ def _compiled(op: str, overlap: str, strict: bool) -> Path:
     return Path(reason=why) if overlap in ("auto", "none") else _refused(op, overlap, strict, why)
 
 
-def _captured(op: str, overlap: str, strict: bool) -> Path:
+def _captured(op: str, overlap: str, strict: bool, device_counted: bool) -> Path:
     """In a graph that is being captured nobody can wait for a peer, agree on anything or count exchanges."""
     why = "a CUDA graph is being captured"
+    if device_counted:  # by a kernel: what is missing is the agreement
+        why += ", and the ranks have not agreed before: run the same step once outside of it"
     return Path(reason=why) if overlap in ("auto", "none") else _refused(op, overlap, strict, why)
 
 

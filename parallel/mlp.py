@@ -33,9 +33,11 @@ from ..kernels.dispatch import Choice
 from ..kernels.linear import apply_activation, parts
 from . import collectives, overlap
 from .linear import (
+    NO_OVERLAP,
     Paths,
     column_paths,
     gather_output_grad,
+    row_addend,
     row_paths,
     shaped,
     start_input_grad,
@@ -64,15 +66,18 @@ def fused_mlp(
     strict: bool = False,
     site: str,
     residual: torch.Tensor | None = None,
+    partial: bool = False,
 ) -> torch.Tensor:
     """The layer above; with two ``weights``, gate and up, it is gated. Parameters are DTensors or plain.
 
     ``residual``, of the result's shape and dtype, is added in the last product's epilogue: for a group of one only.
+    With ``partial``, and without gradients, the result is this rank's addend to y, without b2 (:mod:`late_sum`).
     ``fuse_wgrad_accumulation``, ``overlap`` and ``strict`` are as in :func:`linear.column_linear`.
     Under torch.compile for a group of one only. Raises ValueError for operands that do not fit.
     """
     options = (activation, sequence_parallel, recompute, fuse_wgrad_accumulation, impl, overlap, strict, site)
-    call = _Call(group, *options, n=len(weights), grad=torch.is_grad_enabled())
+    call = _Call(group, *options, n=len(weights), grad=torch.is_grad_enabled(), partial=partial)
+    assert not (partial and call.grad), "a sum that waits has no gradient"
     if residual is not None and group.size > 1:
         raise ValueError("residual: what the ranks' products add up to has no epilogue; add it to the result")
     if residual is not None and residual.dtype != (parts.autocast_dtype(x) or x.dtype):
@@ -97,6 +102,7 @@ class _Call(NamedTuple):
     site: str
     n: int  # weights of the first layer
     grad: bool  # whether autograd is on: inside a function's forward it never is
+    partial: bool  # whether the sum over the ranks is left to others
 
     @property
     def gated(self) -> bool:
@@ -130,11 +136,13 @@ class _MLP(torch.autograd.Function):
         save = (need_dz or (need_h and not keep_h)) and not again
         h, zs, whole = _hidden(rows, weights, biases, call, first, first_paths, ".in", save=save)
         _, second = parts.prepare(h, [out_weight], [out_bias], "identity", call.impl)
-        second_paths = row_paths(call, h, out_weight, out_bias)
+        second_paths = NO_OVERLAP if call.partial else row_paths(call, h, out_weight, out_bias)
         if alone:  # bias and residual ride in the product
             if residual is not None:
                 residual = parts.check_residual(residual, x, out_weight, dtype)
             (y,), _ = parts.forward(h, [out_weight], [out_bias], "identity", second, residual=residual)
+        elif call.partial:
+            y = row_addend(h, out_weight, second)
         else:
             y = sum_output(h, out_weight, out_bias, second, call, second_paths.forward, f"{call.site}.out")
 

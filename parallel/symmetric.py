@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from .symmetric_bodies import (
     wait_words,
 )
 from .symmetric_channel import Channel, capturing
-from .symmetric_sizes import BARRIER, PROBE, arena_bytes, layout, model_slots, own_slots, table, text
+from .symmetric_sizes import BARRIER, PROBE, arena_bytes, largest, layout, model_slots, own_slots, table, text
 
 __all__ = ["Channel", "SymmetricArena", "SymmetricBuffer", "arena_bytes", "model_slots"]
 
@@ -108,6 +108,12 @@ class SymmetricArena:
         arena._end = weakref.finalize(group.pg, arena.close)
         return arena
 
+    @staticmethod
+    def existing(group: Group) -> SymmetricArena | None:
+        """The arena of ``group`` if there is one; asks nobody."""
+        arena = _arenas.get(group.pg)
+        return None if arena is None or arena._closed else arena
+
     @classmethod
     def virtual(
         cls,
@@ -148,6 +154,11 @@ class SymmetricArena:
         known.slot_bytes = slot_bytes
         self._settled = False
         return known
+
+    def ready(self, name: str, slot_bytes: int) -> bool:
+        """Whether the channel ``name`` has memory for slots of ``slot_bytes``, so that its use moves nothing."""
+        channel = self._channels.get(name)
+        return self._settled and channel is not None and slot_bytes <= channel.slot_bytes
 
     def barrier(self, timeout_s: float | None = None) -> None:
         """Wait, on the host, until all ranks are here and what each launched on its current stream is done. Collective.
@@ -192,10 +203,10 @@ class SymmetricArena:
             self._probed.append(self._broken)
         return self._probed[0]
 
-    def budget(self) -> str:
-        """The bytes of each channel on each rank, as a table to print."""
+    def budget(self, wanted: Mapping[str, int] | None = None) -> str:
+        """The bytes of each channel on each rank, as a table to print; as if ``wanted`` slots had been asked for."""
         title = f"symmetric memory{self.whose}, on each of {self.size} ranks"
-        return table(self._slots(), self.size, self._limit, title)
+        return table(largest(self._slots(), wanted or {}), self.size, self._limit, title)
 
     def close(self) -> None:
         """Give the memory back; every later use raises. On a GPU its views are then invalid, on a CPU they hold it."""

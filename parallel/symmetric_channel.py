@@ -54,6 +54,7 @@ class Channel:
         self._tables: list[torch.Tensor] = []  # Signals.table for either slot
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
         self._counts: str | None = None  # who counts the exchanges, "host" or "device", once somebody does
+        self._captured = False  # whether a graph holds its addresses
         self._open: str | None = None  # what the exchange under way is
         self._doings: deque[tuple[int | None, str]] = deque(maxlen=_DOINGS)
         self._broken: str | None = None
@@ -110,13 +111,15 @@ class Channel:
     ) -> tuple[list[torch.Tensor], Signals]:
         """For kernels that count exchanges themselves, in ``signals.state``, so that a graph can hold them.
 
-        Returns (each rank's slots [2, *shape]; signals with the epoch None and slot 0's addresses). From then on the
-        channel is such kernels' and stays where it is. Each of them raises every flag it ever waits for in every
-        exchange: nothing rebases. Collective.
+        Returns (each rank's slots [2, *shape]; signals with the epoch None and slot 0's addresses), for one launch: the
+        next time they may lie elsewhere. From then on the channel is such kernels', and from the first capture on it
+        stays where it is. Each of them raises every flag it ever waits for in every exchange: nothing rebases.
+        Collective.
 
         Raises as :meth:`begin`; during a capture only where memory is still to be had.
         """
         self._prepare("device", shape, dtype)
+        self._captured |= capturing()
         self._doings.append((None, self._doing(op or "exchange counted by the device", shape, dtype)))
         return self._view(_BOTH, shape, dtype), self._signals(None, 0)
 
@@ -137,6 +140,8 @@ class Channel:
     def bind(self, buffer: SymmetricBuffer, offset: int, resets: Sequence[int]) -> None:
         """Take this place in the memory and set the flags of the ranks ``resets`` there to the present epoch."""
         start, stride = offset + pad_bytes(self.size), aligned(self.slot_bytes)
+        if self._counts == "device":  # the arena has waited for its kernels
+            self.epoch = int(self._state[EPOCH])
         shape = (PHASES, self.size, CHUNKS)
         self._place = (buffer, offset, self.slot_bytes)
         self._pads = [
@@ -164,7 +169,7 @@ class Channel:
         """RuntimeError where somebody relies on where the channel lies."""
         if self._open is not None:
             raise RuntimeError(f"symmetric memory cannot move while an exchange is under way: {self._open}")
-        if self._counts == "device" or (self._counts and self._arena.is_virtual):
+        if self._captured or (self._counts and self._arena.is_virtual):
             holder = "captured graphs may hold" if self._counts == "device" else "the other virtual ranks have"
             raise RuntimeError(
                 f"symmetric memory cannot move: channel {self.name!r} is in use, and {holder} its addresses; ask for "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 
@@ -12,6 +13,10 @@ from ..kernels.device import INTERPRETER
 from ..kernels.signals import CHUNKS, PHASES
 
 ALIGN = 256  # of whatever a kernel may read in wide pieces
+# Rows up to which a sum over the ranks may wait for the norm behind it (late_sum.py): a step of decoding. Of a model
+# 8192 wide they are 1 MiB, about what all_reduce_rmsnorm moves in one shot (pick_shots). Channel "decode" has room for
+# so many from its first use on.
+DECODE_TOKENS = 64
 
 # Every arena's first channels.
 BARRIER = "barrier"
@@ -47,8 +52,48 @@ def layout(slots: Mapping[str, int], ranks: int) -> tuple[dict[str, int], int]:
     return places, end
 
 
+def layer_slots(
+    width: int, tokens: int, dtype: torch.dtype, ranks: int, *, sequence_parallel: bool, late: bool
+) -> dict[str, int]:
+    """The channels of one layer and the bytes of a slot of each: it exchanges ``tokens`` rows of ``width``.
+
+    ``late`` is for a row-parallel layer, whose sum may wait for the norm behind it.
+    """
+    if sequence_parallel:
+        rows = {"gather": tokens, "reduce": ranks * -(-tokens // ranks)}
+        return {name: count * width * dtype.itemsize for name, count in rows.items()}
+    slots = {"reduce": math.prod(gathered_slot_shape(tokens, width, ranks)) * dtype.itemsize}
+    return slots | {"decode": decode_slot(width, dtype, ranks)} if late else slots
+
+
+@functools.cache
+def decode_slot(width: int, dtype: torch.dtype, ranks: int, tokens: int = DECODE_TOKENS) -> int:
+    """The bytes of a slot for ``all_reduce_rmsnorm`` of up to ``tokens`` rows, in one shot or two, on any device."""
+    shapes = [
+        slot_shape(tokens, width, ranks, shots, flagged_programs(arch))
+        for shots in (1, 2)
+        for arch in (INTERPRETER, "any GPU")
+    ]
+    return dtype.itemsize * max(map(math.prod, shapes))
+
+
+def largest(*slots: Mapping[str, int]) -> dict[str, int]:
+    """By channel the largest of its ``slots``, in the order in which they come."""
+    found: dict[str, int] = {}
+    for each in slots:
+        for name, nbytes in each.items():
+            found[name] = max(nbytes, found.get(name, 0))
+    return found
+
+
 def model_slots(
-    *, hidden: int, tokens: int, dtype: torch.dtype, ranks: int, ffn: int | None = None, decode_tokens: int = 64
+    *,
+    hidden: int,
+    tokens: int,
+    dtype: torch.dtype,
+    ranks: int,
+    ffn: int | None = None,
+    decode_tokens: int = DECODE_TOKENS,
 ) -> dict[str, int]:
     """The channels of a model and the bytes of a slot of each, for exchanges of up to ``tokens`` rows of ``hidden``.
 
@@ -58,20 +103,21 @@ def model_slots(
     row-parallel ones with ``ffn`` outputs, column-parallel ones with ``ffn`` inputs.
     """
     width = max(hidden, ffn or 0)
-    shapes: dict[str, list[tuple[int, ...]]] = {
-        "gather": [(tokens, width)],
-        "reduce": [gathered_slot_shape(tokens, width, ranks)],
-        "decode": [
-            slot_shape(decode_tokens, width, ranks, shots, flagged_programs(arch))
-            for shots in (1, 2)
-            for arch in (INTERPRETER, "any GPU")
-        ],
+    return {
+        "gather": tokens * width * dtype.itemsize,
+        "reduce": math.prod(gathered_slot_shape(tokens, width, ranks)) * dtype.itemsize,
+        "decode": decode_slot(width, dtype, ranks, decode_tokens),
     }
-    return {name: dtype.itemsize * max(map(math.prod, of)) for name, of in shapes.items()}
 
 
 def arena_bytes(
-    *, hidden: int, tokens: int, dtype: torch.dtype, ranks: int, ffn: int | None = None, decode_tokens: int = 64
+    *,
+    hidden: int,
+    tokens: int,
+    dtype: torch.dtype,
+    ranks: int,
+    ffn: int | None = None,
+    decode_tokens: int = DECODE_TOKENS,
 ) -> int:
     """What an arena with the channels of :func:`model_slots` takes on each rank."""
     slots = model_slots(hidden=hidden, tokens=tokens, dtype=dtype, ranks=ranks, ffn=ffn, decode_tokens=decode_tokens)

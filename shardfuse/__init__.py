@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .parallel.main_grad import attach_main_grads, main_grads_to_grads, zero_main_grads
     from .parallel.mesh import init_mesh, tp_group
     from .parallel.random import manual_seed
+    from .parallel.reserve import reserve_symmetric_memory
     from .serving.engine import Engine
     from .serving.request import Request, TokenEvent
 
@@ -85,6 +86,7 @@ __all__ = [
     "plan_attention",
     "quantize",
     "read_extra",
+    "reserve_symmetric_memory",
     "rms_norm",
     "row_invariance",
     "save_checkpoint",
@@ -144,6 +146,7 @@ _HOMES = {
     "plan_attention": "kernels.paged_attention",
     "quantize": "kernels.scaled_linear",
     "read_extra": "parallel.checkpoint",
+    "reserve_symmetric_memory": "parallel.reserve",
     "rms_norm": "kernels.norm",
     "row_invariance": "kernels.dispatch",
     "save_checkpoint": "parallel.checkpoint",

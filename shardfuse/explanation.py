@@ -15,8 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
+from .layers import late_sum
 from .layers.linear import RowParallelLinear
 from .layers.module import Crossing, ShardedModule
+from .parallel import reserve
 from .parallel.links import Path
 from .parallel.sharding import spec_of
 
@@ -45,6 +47,9 @@ class Explanation:
     parameters: int  # of the whole model
     parameters_per_rank: int
     rows: tuple[Row, ...]
+    memory: str = (
+        ""  # a table of what its exchanges take of symmetric memory, for an input and where ranks could use it
+    )
 
     def __rich__(self) -> Group:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -60,7 +65,8 @@ class Explanation:
             f"{self.device}, {self.ranks} tensor-parallel rank{'s' if self.ranks > 1 else ''}, "
             f"{self.parameters:,} parameters, {self.parameters_per_rank:,} per rank"
         )
-        return Group(head, table, self._across()) if any(row.crosses for row in self.rows) else Group(head, table)
+        across = [self._across()] if any(row.crosses for row in self.rows) else []
+        return Group(head, table, *across, *([escape(self.memory)] if self.memory else []))
 
     def _across(self) -> Table:
         """What crosses ranks."""
@@ -82,12 +88,12 @@ def explain(model: nn.Module, x: torch.Tensor | torch.device | str | None = None
     """Say per module of ``model`` which implementation runs and why, how it is sharded, and what a rank holds.
 
     ``x`` is an input or a device; None asks for where the parameters are. Nothing is run, and no other rank is asked.
-    How collectives meet the products beside them depends on the number of tokens: an input has it. Modules that are not
-    this package's are listed where they own parameters.
+    How collectives meet the products beside them depends on the number of tokens, as does the symmetric memory that
+    takes: an input has it. Modules that are not this package's are listed where they own parameters.
     """
-    device = _device(model, x)
+    device, tokens = _device(model, x), _tokens(model, x)
     rows: dict[Row, Row] = {}
-    for row in _rows(model, device, _tokens(model, x)):
+    for row in _rows(model, device, tokens):
         seen = rows.get(row)
         rows[row] = row if seen is None else replace(row, layers=seen.layers + 1)
     specs = [spec_of(param) for param in model.parameters()]  # tied parameters once
@@ -97,6 +103,7 @@ def explain(model: nn.Module, x: torch.Tensor | torch.device | str | None = None
         parameters=sum(spec.logical_shape.numel() for spec in specs),
         parameters_per_rank=sum(spec.local_shape.numel() for spec in specs),
         rows=tuple(rows.values()),
+        memory="\n".join(reserve.budgets(model, tokens, device)) if tokens else "",
     )
 
 
@@ -122,6 +129,7 @@ def _tokens(model: nn.Module, x: Any) -> int | None:
 
 
 def _rows(model: nn.Module, device: torch.device, tokens: int | None) -> Iterator[Row]:
+    taken = _taken(model)
     for path, module in model.named_modules():
         own = list(module.named_parameters(recurse=False))
         ops = _ops(module, device)
@@ -137,7 +145,7 @@ def _rows(model: nn.Module, device: torch.device, tokens: int | None) -> Iterato
                 why=why,
                 layout=", ".join(_layout(name, param) for name, param in own) if first else "",
                 parameters=sum(spec_of(param).local_shape.numel() for _, param in own) if first else 0,
-                crosses=_crosses(module, device, tokens) if first else (),
+                crosses=_crosses(module, device, tokens, taken.get(module)) if first else (),
             )
 
 
@@ -152,11 +160,24 @@ def _ops(module: nn.Module, device: torch.device) -> list[tuple[str, str, str]]:
         return [("", "refused", str(error))]
 
 
-def _crosses(module: nn.Module, device: torch.device, tokens: int | None) -> tuple[Crossing, ...]:
+def _taken(model: nn.Module) -> dict[nn.Module, RowParallelLinear]:
+    """By norm the layer whose sum over the ranks it may take."""
+    found: dict[nn.Module, RowParallelLinear] = {}
+    for module in model.modules():
+        takers: Any = getattr(module, "takers", None)
+        found.update(takers() if callable(takers) else {})
+    return found
+
+
+def _crosses(
+    module: nn.Module, device: torch.device, tokens: int | None, takes: RowParallelLinear | None
+) -> tuple[Crossing, ...]:
     if not isinstance(module, ShardedModule) or module.group.size == 1:
         return ()
     try:
-        return tuple(module.crosses(device, tokens))
+        path = None if takes is None else late_sum.told(takes, module, device, tokens)
+        late = [] if path is None else [Crossing("decoding", late_sum.OP, path)]
+        return (*module.crosses(device, tokens), *late)
     except (RuntimeError, ValueError) as error:  # forward will say the same
         return (Crossing("", "", Path("refused", reason=str(error))),)
 

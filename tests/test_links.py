@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import math
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfuse.parallel import collectives, link_model, link_profile, links
-from shardfuse.parallel.link_model import GATHER, REDUCE, SCATTER, Call
+from shardfuse.parallel.link_model import GATHER, NORM, REDUCE, SCATTER, Call
 from shardfuse.parallel.link_profile import OPS, Link, Profile, Row, bucket
 from shardfuse.parallel.mesh import SINGLE, Group, tp_group
 
@@ -180,7 +181,7 @@ def test_estimates_lie_between_the_products_and_everything_in_turn(
         hides=hides,
     )
     call = Call(op, T, 64, 32, torch.float32, R)
-    for kind in ("plain", "chunked", "kernel"):
+    for kind in ("plain", "kernel") if op == NORM else ("plain", "chunked", "kernel"):
         found = link_model.predict(profile, "node", call, kind, pieces)
         assert found is not None
         assert 0 <= found.exposed_s <= found.total_s < math.inf
@@ -339,6 +340,7 @@ def test_a_kernel_that_can_run_is_taken_where_it_won(monkeypatch: pytest.MonkeyP
     group = Group(pg := _Pg(), 0, 2, None)
     agreed = links._Agreed(_profile(_row(kernel_s=4.0)), "node")
     monkeypatch.setattr(links, "_agreed", {(id(pg), CPU): agreed})
+    monkeypatch.setattr(links, "_without_kernel", lambda *args: None)
     asked: list[Any] = []
     monkeypatch.setattr(links, "kernel_unavailable", lambda *args: asked.append(args))
     for _ in range(2):
@@ -381,6 +383,50 @@ def test_a_choice_made_before_is_a_look_up(monkeypatch: pytest.MonkeyPatch):
     look_up = lambda: table[GATHER, 64, 32, 16]
     ours, plain = (min(timeit.repeat(each, number=2000, repeat=7)) for each in (call, look_up))
     assert ours < 60 * plain
+
+
+def test_a_capture_takes_what_was_agreed_before(monkeypatch: pytest.MonkeyPatch):
+    """And only for exchanges that the device counts, since the host's cannot be replayed."""
+    group, asked = Group(pg := _Pg(), 0, 2, None), SHAPE | {"overlap": "kernel", "impl": "triton"}
+    agreed = links._Agreed(_profile(), "node", "cuda")
+    monkeypatch.setattr(links, "_agreed", known := {})
+    monkeypatch.setattr(links, "_capturing", lambda device: True)
+    monkeypatch.setattr(links, "kernel_unavailable", lambda *args: pytest.fail("asked in a capture"))
+    monkeypatch.setattr(links, "_without_kernel", lambda *args: None)
+    for _ in range(2):  # nothing agreed on; then a profile, but not yet whether memory works
+        path = links.choose(NORM, group, **asked, device_counted=True)
+        assert path.kind == "plain"
+        assert "the ranks have not agreed before: run the same step once outside of it" in path.reason
+        known[id(pg), CPU] = agreed
+    agreed.unavailable = None
+    assert links.choose(NORM, group, **asked, device_counted=True).kind == "kernel"
+    assert links.choose(NORM, group, **asked) == (links.Path(reason="a CUDA graph is being captured"))
+    with pytest.raises(RuntimeError, match="but a CUDA graph is being captured"):
+        links.choose(REDUCE, group, **asked, strict=True)
+
+
+def test_the_norms_sum_is_one_launch_or_plain(monkeypatch: pytest.MonkeyPatch):
+    group = Group(pg := _Pg(), 0, 2, None)
+    row = Row(NORM, "fp32", 2, "node", WHERE, 10.0, {}, 5.0)
+    agreed = links._Agreed(_profile(row), "node", unavailable=None)
+    monkeypatch.setattr(links, "_agreed", {(id(pg), CPU): agreed})
+    path = links.choose(NORM, group, **SHAPE, overlap="chunked")
+    assert (path.kind, path.reason) == ("plain", "all_reduce_rmsnorm is one launch: there is nothing to cut")
+    assert "the norm runs the reference" in links.choose(NORM, group, **SHAPE, overlap="kernel").reason
+    assert _pure(_profile(row), _call(NORM), unavailable=None).kind == "kernel"
+    assert _pure(_profile(), _call(NORM), unavailable=None).kind == "plain"
+
+
+@pytest.mark.parametrize(
+    ("T", "expected"), [(8, 1.0 + 3 * (8 * 7 * 4) / 8.0), (2**16, 2 * 1.0 + 6 / 4 * (2**16 * 28) / 8.0)]
+)
+def test_a_norms_sum_costs_one_shot_or_two(T: int, expected: float):
+    profile = dataclasses.replace(MODEL, copy_bytes_per_s=8.0)
+    call = Call(NORM, T, 5, 7, torch.float32, 4)
+    assert link_model.predict(profile, "node", call, "kernel") == pytest.approx((T * 5 * 7 + expected, expected))
+    plain = link_model.predict(profile, "node", call, "plain")
+    assert plain == link_model.predict(profile, "node", call._replace(op=REDUCE), "plain")
+    assert link_model.predict(MODEL, "node", call, "kernel") is None  # nobody knows the rate to a peer
 
 
 def test_choices_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch):

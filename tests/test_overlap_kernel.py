@@ -54,7 +54,7 @@ def _launches() -> Iterator[Counter[str]]:
     original = launch.run_gemm
 
     def run_gemm(layout: str, *args: Any, **options: Any) -> None:
-        kind, _ = launch._remoteness(options.get("remote"))
+        kind, *_ = launch._remoteness(options.get("remote"))
         counts[f"{kind or 'plain'} {layout}"] += 1
         original(layout, *args, **options)
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shardfuse.kernels import comm
-from shardfuse.kernels.comm.reduce_op import all_reduce_shape
+from shardfuse.kernels.comm.reduce_op import all_reduce_rmsnorm_shape
 from shardfuse.kernels.signals import CHUNKS, COUNTERS, EPOCH, PHASES, STATE, ExchangeTimeout, Signals, raise_flags
 from shardfuse.parallel import symmetric_bodies, symmetric_channel, symmetric_probe
 from shardfuse.parallel.mesh import SINGLE, Group, everyone
@@ -260,7 +260,9 @@ def test_a_models_channels_fill_its_arena_to_the_byte(ranks_: int, tokens: int):
         "gather": [(tokens, 24)],
         "reduce": [comm.reduce_scatter_shape(tokens, 24, ranks_), comm.all_reduce_shape(tokens, 24, ranks_)],
         "decode": [
-            all_reduce_shape(rows, 24, torch.bfloat16, ranks_, torch.device("cpu"), shots=shots, programs=programs)
+            all_reduce_rmsnorm_shape(
+                rows, 24, torch.bfloat16, ranks_, torch.device("cpu"), shots=shots, programs=programs
+            )
             for rows in range(65)
             for shots in (1, 2)
             for programs in (None, CHUNKS)  # on a CPU, on a GPU

@@ -2,12 +2,13 @@
 
 from .op import all_gather_linear, all_reduce_shape, linear_all_reduce, linear_reduce_scatter, reduce_scatter_shape
 from .reduce_config import Norm
-from .reduce_op import all_reduce_rmsnorm
+from .reduce_op import all_reduce_rmsnorm, all_reduce_rmsnorm_shape
 
 __all__ = [
     "Norm",
     "all_gather_linear",
     "all_reduce_rmsnorm",
+    "all_reduce_rmsnorm_shape",
     "all_reduce_shape",
     "linear_all_reduce",
     "linear_reduce_scatter",

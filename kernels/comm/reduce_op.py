@@ -84,9 +84,15 @@ def all_reduce_rmsnorm(
 
 
 def all_reduce_rmsnorm_shape(
-    tokens: int, width: int, dtype: torch.dtype, ranks: int, on: torch.device, *, shots: int | None = None,
+    tokens: int,
+    width: int,
+    dtype: torch.dtype,
+    ranks: int,
+    on: torch.device,
+    *,
+    shots: int | None = None,
     programs: int | None = None,
-) -> tuple[int, ...]:  # fmt: skip
+) -> tuple[int, ...]:
     """The shape of the slot that :func:`all_reduce_rmsnorm` of [T, D] wants from a channel."""
     shots = shots or pick_shots(tokens, width, dtype.itemsize, ranks)
     return slot_shape(tokens, width, ranks, shots, programs or flagged_programs(device.architecture(on)))
@@ -138,14 +144,17 @@ def _check(
     if shots not in (None, 1, 2):
         raise ValueError(f"{_OP}: shots={shots}: expected 1, 2 or None")
     programs = programs or flagged_programs(device.architecture(x.device))
-    shots = shots or pick_shots(*x.shape, x.element_size(), len(peers))
-    shape = slot_shape(*x.shape, len(peers), shots, programs)
-    shape = shape if signals.epoch is not None else (2, *shape)
+    tokens, width = x.shape
+    shots = shots or pick_shots(tokens, width, x.element_size(), len(peers))
+    slot: tuple[int, ...] = slot_shape(tokens, width, len(peers), shots, programs)
+    both = signals.epoch is None
+    slot = (2, *slot) if both else slot
     for rank, peer in enumerate(peers):
-        if tuple(peer.shape) != shape or peer.dtype is not x.dtype or not peer[0].is_contiguous():
+        fits = tuple(peer.shape) == slot and peer.dtype is x.dtype
+        if not fits or not (peer[0] if both else peer).is_contiguous():
             raise ValueError(
                 f"{_OP}: peers[{rank}] is {peer.dtype} {list(peer.shape)}: expected contiguous {x.dtype} "
-                f"{list(shape)} for {shots} shots; begin the exchange with all_reduce_rmsnorm_shape(...)"
+                f"{list(slot)} for {shots} shots; begin the exchange with all_reduce_rmsnorm_shape(...)"
             )
     if len(signals.pads) != len(peers):
         raise ValueError(f"{_OP}: {len(peers)} peers but flags of {len(signals.pads)} ranks: pass one exchange's")

@@ -179,6 +179,7 @@ def _reduce_kernel(
     cols = tl.arange(0, BLOCK_D)[None, :]
     mask = cols < D  # [1, BLOCK_D]
     source = rank.to(tl.int64) * per  # the first row of this rank's addend in a slot
+    sums = per.to(tl.int64) * R  # the first row of the slot's second part
 
     if x_ptr is not None:
         for row in range(b, T, PROGRAMS):
@@ -212,7 +213,7 @@ def _reduce_kernel(
         total = _total(own_ptr, at, per, cols, mask, D, R, TOGETHER)
         if GATHER:
             t = total.to(slot_ptr.dtype.element_ty)
-            _send(t, per.to(tl.int64) * R + row, table_ptr, slot_ptr, offset, rank + 1, cols, mask, D, R, R, TOGETHER)
+            _send(t, sums + row, table_ptr, slot_ptr, offset, rank + 1, cols, mask, D, R, R, TOGETHER)
         else:
             _finish(
                 total, at, residual_ptr, bias_ptr, weight_ptr, norm_bias_ptr, y_ptr, s_ptr, cols, mask,
@@ -228,7 +229,7 @@ def _reduce_kernel(
         rows_each = T if x_ptr is not None else per
         for owner in range(owners):
             for row in range(owner * rows_each + b, tl.minimum((owner + 1) * rows_each, T), PROGRAMS):
-                t = _total(own_ptr, per.to(tl.int64) * R + row, 0, cols, mask, D, 1, 1)
+                t = _total(own_ptr, sums + row, 0, cols, mask, D, 1, 1)
                 _finish(
                     t, row, residual_ptr, bias_ptr, weight_ptr, norm_bias_ptr, y_ptr, s_ptr, cols, mask,
                     eps, weight_offset, D, BLOCK_D, CENTRED,

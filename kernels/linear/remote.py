@@ -19,16 +19,17 @@ from ..signals_triton import _CHUNKS, _COUNTERS, _GAVE_UP, barrier, exchange_of,
 
 
 @triton.jit
-def first_row_of(T, wait_ptrs, send_ptrs):
-    """The row that the order of tiles begins with: the own rank's first, or the next rank's; None in one process."""
-    if wait_ptrs is not None:
-        rank, size = exchange_of(wait_ptrs[1])
-        return min(rank * tl.cdiv(T, size), T - 1)
-    elif send_ptrs is not None:
-        rank, size = exchange_of(send_ptrs[1])
-        return (rank + 1) % size * tl.cdiv(T, size) % T
-    else:
-        return None
+def first_own_row(T, state_ptr):
+    """The row with which the tiles begin where A arrives: the first of this rank's own."""
+    rank, size = exchange_of(state_ptr)
+    return min(rank * tl.cdiv(T, size), T - 1)
+
+
+@triton.jit
+def first_sent_row(T, state_ptr):
+    """The row with which they begin where C is sent: the next rank's first, so that the own ones come last."""
+    rank, size = exchange_of(state_ptr)
+    return (rank + 1) % size * tl.cdiv(T, size) % T
 
 
 @triton.jit

@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 
 from .activations import act, act_grad
-from .remote import announce, announce_empty, first_row_of, send_tile, wait_for_all, wait_for_rows
+from .remote import announce, announce_empty, first_own_row, first_sent_row, send_tile, wait_for_all, wait_for_rows
 from .tiles import load_tile, open_all, open_matrix, store_tile, tile_pointers, tile_position
 
 # ------------------------------------------------------------------------------------------------- main loop
@@ -323,7 +323,11 @@ def _gemm_kernel(
         b_srcs += (open_matrix(b_ptrs[p], b_rows, b_cols, b_strides[p][0], B_ROWS, B_COLS, USE_TMA),)
 
     programs = tl.num_programs(0)
-    first_row = first_row_of(T, wait_ptrs, send_ptrs)
+    first_row = None
+    if wait_ptrs is not None:
+        first_row = first_own_row(T, wait_ptrs[1])
+    if send_ptrs is not None:
+        first_row = first_sent_row(T, send_ptrs[1])
     tiles_before = 0
     for i in tl.static_range(OUTPUTS):
         M, N, K = T if Ms is None else Ms[i], Ns[i], T if Ks is None else Ks[i]
