@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 FLOORS := kernels parallel layers training serving bench
 # A second Triton, beside the one that torch pins, for the codegen lane and a few interpreter tests.
 SIDE := .side/triton-3.6.0
-LANES := codegen interpret ranks rest
+LANES := codegen interpret others demo
 PYTEST = SHARDFUSE_SIDE_TRITON=$(CURDIR)/$(SIDE) $(BIN)/python -m pytest
 # The GPU machine brings its own Python and torch, and has no .venv.
 GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
@@ -99,28 +99,30 @@ lint: install types  ## ruff and mypy
 check: lint  ## lint and the fast tests: what to run while working
 	@$(PYTEST) -q -m "not (codegen or interpret or ranks or demo or gpu or multigpu or packaging or nightly)"
 
-# Each test belongs to the first lane that claims it: nightly (in no lane), demo (in rest), codegen, interpret, ranks,
-# rest.
+# Each test belongs to the first of these that claims it: nightly (in no lane), demo, codegen, interpret, ranks, rest.
+MARKS_nightly := nightly
+MARKS_demo := demo and not nightly
 MARKS_codegen := codegen and not (demo or nightly)
 MARKS_interpret := interpret and not (codegen or demo or nightly)
 MARKS_ranks := ranks and not (codegen or interpret or demo or nightly)
-MARKS_rest := (demo or not (codegen or interpret or ranks)) and not nightly
-MARKS_nightly := nightly
+MARKS_rest := not (codegen or interpret or ranks or demo or nightly)
 
-ALONE := $(filter-out interpret, $(LANES)) nightly
+ALONE := codegen ranks rest demo nightly
 .PHONY: $(ALONE:%=test-%)
 $(ALONE:%=test-%): test-%: install $(SIDE)/.installed
 	@$(PYTEST) -q -m "$(MARKS_$*)" $(ARGS)
 
-# The interpreter keeps one core busy. Each half is shown when it is complete.
-HALVES := 1 2
-.PHONY: test-interpret
+# Side by side: "start NAME pytest's arguments" for each, then finish, which shows each one's output when it is complete.
+BESIDE = start() { name=$$1; shift; env $(PYTEST) -q "$$@" $(ARGS) > .$$name.log 2>&1 & pids+=("$$name:$$!"); }; \
+	finish() { failed=0; for each in "$${pids[@]}"; do code=0; wait $${each\#*:} || code=$$?; cat .$${each%:*}.log; \
+	  rm -f .$${each%:*}.log; [ $$code = 0 ] || [ $$code = 5 ] || failed=1; done; exit $$failed; }
+
+# The interpreter keeps one core busy; processes that wait for each other, and the rest, none for long.
+.PHONY: test-interpret test-others
 test-interpret: install $(SIDE)/.installed
-	@for half in $(HALVES); do \
-	  $(PYTEST) -q -m "$(MARKS_interpret)" --part $$half/$(words $(HALVES)) $(ARGS) > .interpret-$$half.log 2>&1 & pids+=" $$!"; \
-	done; failed=0; half=0; \
-	for pid in $$pids; do half=$$((half + 1)); code=0; wait $$pid || code=$$?; cat .interpret-$$half.log; \
-	  rm -f .interpret-$$half.log; [ $$code = 0 ] || [ $$code = 5 ] || failed=1; done; exit $$failed
+	@$(BESIDE); for half in 1 2; do start interpret-$$half -m "$(MARKS_interpret)" --part $$half/2; done; finish
+test-others: install $(SIDE)/.installed
+	@$(BESIDE); start ranks -m "$(MARKS_ranks)"; start rest -m "$(MARKS_rest)"; finish
 
 # Each runs even if another fails, one after another: they all want the same cores.
 .PHONY: test

@@ -50,7 +50,11 @@ PIECES = 4  # of the small gather that tells what a piece costs the host
 MODELS, TOKENS = ("llama3-8b", "llama3-70b"), (16, 128, 1024, 4096, 16384)  # on GPUs
 FEW = tuple(1 << power for power in range(DECODE_TOKENS.bit_length()))  # tokens of decoding: each a bucket
 CPU_WIDTHS, CPU_TOKENS = ((256, 1024), (1024, 4096)), (64, 512)  # (D, F) on a CPU
-SOURCES = ("parallel/collectives.py", "parallel/overlap.py", "kernels/linear", "kernels/comm")
+SOURCES = (
+    *(f"parallel/{name}.py" for name in ("collectives", "overlap", "overlap_kernel", "late_sum", "symmetric_channel")),
+    *(f"kernels/{name}" for name in ("linear", "comm", "norm", "signals.py", "signals_triton.py", "device.py")),
+    "bench/calibrate.py",
+)
 
 
 @dataclass(frozen=True)
@@ -482,7 +486,8 @@ def show(people: Console, outcome: Outcome, *, dry: bool) -> None:
         told = ("" if share is None else f"{share:.2f}" for share in shares)
         rows.add_row(row.op, row.bucket, row.dtype, str(row.ranks), *told, f"{row.noise:.1%}", _taken(profile, row))
     people.print(rows)
-    people.print(f"written: {outcome.out}; {profiles.VARIABLE}={outcome.out} has every job use it", soft_wrap=True)
+    use = "no job uses a dry run's" if dry else f"{profiles.VARIABLE}={outcome.out} has every job use it"
+    people.print(f"written: {outcome.out}; {use}", soft_wrap=True)
 
 
 def _taken(profile: Profile, row: Row) -> str:

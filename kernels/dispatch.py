@@ -89,6 +89,11 @@ def row_invariance(enabled: bool = True) -> Iterator[None]:
         _row_invariant = outer
 
 
+def default_impl() -> str:
+    """What ``impl="auto"`` means in this process: SHARDFUSE_IMPL."""
+    return _AUTO
+
+
 def triton_version() -> str | None:
     """The installed Triton's version, or None. Does not import Triton."""
     return _TRITON_VERSION

@@ -13,7 +13,7 @@ from ..kernels.linear import ACTIVATIONS, linear_act, linear_act_choice
 from ..parallel import functional
 from ..parallel.late_sum import Addend
 from ..parallel.linear import column_linear, partial_row_linear, row_linear
-from ..parallel.links import check_overlap, preview
+from ..parallel.links import Path, check_overlap, preview
 from ..parallel.mesh import MeshLike
 from ..parallel.symmetric_sizes import layer_slots
 from .module import Crosses, Crossing, Init, Runs, ShardedModule, check_divides
@@ -132,12 +132,15 @@ class ColumnParallelLinear(_ParallelLinear):
 
     def crosses(self, device: torch.device, tokens: int | None) -> Crosses:
         joint = self.joint_features // self.group.size
+        op = "linear_reduce_scatter" if self.sequence_parallel else "linear_all_reduce"
+        if self.overlap == "auto":  # parallel/linear.py says why
+            why = "dx's sum travels under the weights' gradients as it is"
+            backward = Crossing("backward", op, None if tokens is None else Path(reason=why))
+        else:
+            backward = self._crossing("backward", op, device, tokens, joint, self.in_features)
         if not self.sequence_parallel:
-            return [self._crossing("backward", "linear_all_reduce", device, tokens, joint, self.in_features)]
-        return [
-            self._crossing("forward", "all_gather_linear", device, tokens, self.in_features, joint),
-            self._crossing("backward", "linear_reduce_scatter", device, tokens, joint, self.in_features),
-        ]
+            return [backward]
+        return [self._crossing("forward", "all_gather_linear", device, tokens, self.in_features, joint), backward]
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, activation={self.activation}, {self.sharding_repr()}"

@@ -5,8 +5,9 @@
     the norm                s = sum over ranks of the addends + bias + stream,  y = RMSNorm(s): ``all_reduce_rmsnorm``
 
 With few tokens a product is over before its all-reduce could hide under it, and what is left to save is the calls. The
-kernel counts its exchanges itself, in channel "decode" of the group's arena, so a CUDA graph may capture it after one
-run outside. The channel has room for ``DECODE_TOKENS`` rows from its first use on: fewer tokens never move it.
+kernel counts its exchanges itself, in channels of their own of the group's arena, "decode" for one round and "decode2"
+for two, so a CUDA graph may capture it after one run outside. They have room for ``DECODE_TOKENS`` rows from their
+first use on: fewer tokens never move them.
 
 It is for forward without gradients. Counted are the same all-reduce and payload, at the row-parallel layer's site.
 """
@@ -19,6 +20,7 @@ import torch
 
 from ..kernels import dispatch
 from ..kernels.comm import all_reduce_rmsnorm
+from ..kernels.comm.reduce_config import pick_shots
 from ..kernels.comm.reduce_op import all_reduce_rmsnorm_shape
 from ..kernels.linear.parts import as_rows
 from . import collectives
@@ -26,10 +28,9 @@ from .links import Path, choose, preview
 from .mesh import Group
 from .symmetric import SymmetricArena
 from .symmetric_channel import capturing
-from .symmetric_sizes import DECODE_TOKENS, decode_slot
+from .symmetric_sizes import DECODE_TOKENS, decode_channel, decode_slots
 
 OP = "all_reduce_rmsnorm"
-CHANNEL = "decode"
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def may_wait(
         impl=impl,
         device_counted=True,
     )
-    return path.kind == "kernel" and _has_room(features_out, dtype, group, x.device)
+    return path.kind == "kernel" and _has_room(tokens, features_out, dtype, group, x.device)
 
 
 def told(
@@ -124,8 +125,10 @@ def all_reduce_norm(
     tokens, width = rows.shape
     collectives.count("all_reduce", rows.nbytes, site)
     arena = SymmetricArena.of(group, device=rows.device)
-    channel = arena.channel(CHANNEL, decode_slot(width, rows.dtype, group.size))
-    shape = all_reduce_rmsnorm_shape(tokens, width, rows.dtype, group.size, rows.device)
+    shots = pick_shots(tokens, width, rows.element_size(), group.size)
+    name = decode_channel(shots)
+    channel = arena.channel(name, decode_slots(width, rows.dtype, group.size)[name])
+    shape = all_reduce_rmsnorm_shape(tokens, width, rows.dtype, group.size, rows.device, shots=shots)
     peers, signals = channel.device_counted(shape, rows.dtype, op=site)
     collectives.note("start", "all_reduce", site)
     y, s = all_reduce_rmsnorm(
@@ -137,14 +140,16 @@ def all_reduce_norm(
         bias=addend.bias,
         eps=eps,
         weight_offset=weight_offset,
+        shots=shots,
         impl=impl,
     )
     collectives.note("end", "all_reduce", site)
     return y.view(residual.shape), s.view(residual.shape)
 
 
-def _has_room(width: int, dtype: torch.dtype, group: Group, device: torch.device) -> bool:
+def _has_room(tokens: int, width: int, dtype: torch.dtype, group: Group, device: torch.device) -> bool:
     """Whether the channel is there, or may be had now: not while a graph is captured."""
     if not capturing():
         return True
-    return SymmetricArena.of(group, device=device).ready(CHANNEL, decode_slot(width, dtype, group.size))
+    name = decode_channel(pick_shots(tokens, width, dtype.itemsize, group.size))
+    return SymmetricArena.of(group, device=device).ready(name, decode_slots(width, dtype, group.size)[name])

@@ -14,8 +14,10 @@ and one that follows it over the same graph repeats no product and no collective
 
 ``overlap`` says how a collective meets the product beside it: "none", one after the other; "chunked" or "kernel", the
 rows travelling while others are computed (:mod:`overlap`); or "auto", whichever :mod:`links` expects to be fastest.
-Where rows travel under the product, a column layer with sequence parallelism keeps the T/R rows it was given instead of
-the T that it gathered, and gathers again in backward, for the weights' gradients, under the product that forms dx's.
+Where rows travel under the product because that was asked for, a column layer with sequence parallelism keeps the T/R
+rows it was given instead of the T that it gathered, and gathers again in backward, for the weights' gradients, under
+the product that forms dx's. With "auto" it keeps them, and dx is summed under the weights' gradients as plainly as
+ever.
 
 A collective in backward is counted at ``site + ".grad"``, the second all-gather at ``site + ".again"``. Sources: see
 :mod:`functional`; to keep the shard and gather again is Korthikanti et al. (arXiv:2205.05198), section 4.2.2.
@@ -262,28 +264,35 @@ def column_paths(
     """For a layer act(x @ W_i^T + b_i). ``call`` has the options of :func:`column_linear`, and ``grad``."""
     if call.overlap == "none" or call.group.size == 1:
         return NO_OVERLAP
-    parts.check(x, weights, biases, activation)
     rows, sizes = x.shape[:-1].numel(), (x.shape[-1], sum(w.shape[0] for w in weights))
-    if not call.sequence_parallel:
-        return Paths(overlap.PLAIN, _choose("linear_all_reduce", call, rows, *sizes[::-1], x, backward=True))
-    rows *= call.group.size
-    forward = _choose("all_gather_linear", call, rows, *sizes, x)
-    backward = _choose("linear_reduce_scatter", call, rows, *sizes[::-1], x, backward=True)
-    return Paths(forward, backward, gathers_again=forward.kind != "plain")
+    asked = call.overlap != "auto"
+    if call.sequence_parallel:
+        rows *= call.group.size
+        forward = _choose("all_gather_linear", call, rows, *sizes, x)
+        op = "linear_reduce_scatter"
+    else:
+        forward, op = overlap.PLAIN, "linear_all_reduce"
+    # The plain sum of dx travels under the products of the weights' gradients as it is, and rows that are kept need no
+    # second gather: "auto" does neither, since neither was measured.
+    backward = _choose(op, call, rows, *sizes[::-1], x, backward=True) if asked else overlap.PLAIN
+    if forward.kind != "plain" or backward.kind != "plain":  # before anything is sent that a failure would strand
+        parts.check(x, weights, biases, activation)
+    return Paths(forward, backward, gathers_again=asked and forward.kind != "plain")
 
 
 def row_paths(call: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Paths:
     """For a layer x @ W^T + b, likewise."""
     if call.overlap == "none" or call.group.size == 1:
         return NO_OVERLAP
-    parts.check(x, [weight], [bias], "identity")
     rows, sizes = x.shape[:-1].numel(), (x.shape[-1], weight.shape[0])
-    if not call.sequence_parallel:
-        return Paths(_choose("linear_all_reduce", call, rows, *sizes, x), overlap.PLAIN)
-    return Paths(
-        _choose("linear_reduce_scatter", call, rows, *sizes, x),
-        _choose("all_gather_linear", call, rows, *sizes[::-1], x, backward=True),
-    )
+    if call.sequence_parallel:
+        forward = _choose("linear_reduce_scatter", call, rows, *sizes, x)
+        backward = _choose("all_gather_linear", call, rows, *sizes[::-1], x, backward=True)
+    else:
+        forward, backward = _choose("linear_all_reduce", call, rows, *sizes, x), overlap.PLAIN
+    if forward.kind != "plain" or backward.kind != "plain":
+        parts.check(x, [weight], [bias], "identity")
+    return Paths(forward, backward)
 
 
 def _choose(

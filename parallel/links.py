@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..kernels import dispatch
+from ..kernels.comm.reduce_config import WIDEST
 from ..kernels.comm.reduce_op import all_reduce_choice
 from ..kernels.linear import linear_act_choice
 from . import collectives, link_model
@@ -112,12 +113,13 @@ def choose(
         return _captured(op, overlap, strict, device_counted)
     if agreed is None:
         agreed = _agree(group, device)
-    key = op, tokens, features_in, features_out, dtype, overlap, strict, impl
+    invariant = dispatch.row_invariant()
+    key = op, tokens, features_in, features_out, dtype, overlap, strict, impl, invariant
     path = agreed.paths.get(key)
     if path is None:
         call = _call(op, tokens, features_in, features_out, dtype, group, overlap)
         without = _without_kernel(call, device, impl)
-        if agreed.unavailable is _Unasked and without is None and _kernel_matters(agreed, call, overlap):
+        if agreed.unavailable is _Unasked and _kernel_matters(agreed, call, overlap):
             agreed.unavailable = kernel_unavailable(group, device)
         if len(agreed.paths) >= REMEMBERED:
             agreed.paths.clear()
@@ -181,10 +183,14 @@ def kernel_unavailable(group: Group, device: torch.device) -> str | None:
 
     The answer is the same on every rank: what one of them lacks, or what the probe of their symmetric memory found.
     """
-    missing = collectives.gather_objects(lacking(device), group, site="links")
+    said = collectives.gather_objects((lacking(device), dispatch.default_impl()), group, site="links")
+    missing = [reason for reason, _ in said]
     for rank, reason in enumerate(missing):
         if reason is not None:
             return reason if len(set(missing)) == 1 else f"on rank {rank} {reason}"
+    defaults = [default for _, default in said]
+    if len(set(defaults)) > 1:
+        return f"SHARDFUSE_IMPL is not the same on all ranks ({', '.join(defaults)})"
     from . import overlap_kernel
 
     return overlap_kernel.unavailable(group, device)
@@ -195,6 +201,8 @@ def _without_kernel(call: Call, device: torch.device, impl: str) -> str | None:
     if call.op == link_model.NORM:
         what, choice = "norm", all_reduce_choice(device, call.N, impl, call.dtype)
     else:
+        if call.op != link_model.GATHER and call.N > WIDEST:
+            return f"rows of {call.N} columns are added up by no kernel (up to {WIDEST} are)"
         what, choice = "product", linear_act_choice(call.dtype, device, impl)
     return None if choice.triton else f"the {what} runs the reference ({choice.reason})"
 
@@ -285,6 +293,9 @@ def _decide(agreed: _Agreed, call: Call, overlap: str, strict: bool, without_ker
         unavailable = agreed.unavailable
     if link == "network":
         unavailable = "the group spans machines"
+    if overlap == "auto" and dispatch.row_invariant():
+        why = "row_invariance: paths add up differently, and which one is best depends on the number of tokens"
+        return Path("plain", 1, why, _exposed(profile, link, call, "plain"))
     if overlap == "auto":
         return pure_choice(profile, link, call, unavailable=unavailable, device_type=agreed.device_type)
     if overlap == "none":

@@ -83,6 +83,8 @@ def start_scatter(
     ``like``, and its ``width`` N. Raises ValueError unless ``tokens`` divide by the group's size.
     """
     if _in_kernel(path, tokens, site):
+        if tokens % group.size:
+            raise ValueError(f"{site}: {tokens} rows do not divide by the group's {group.size} ranks")
         return _start_sum("reduce_scatter", tokens, group, compute, like, width, bias, site)
     if path.kind == "chunked" and tokens:
         addend = lambda part: product(site, compute, part, None)

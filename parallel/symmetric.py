@@ -42,6 +42,7 @@ from .symmetric_sizes import BARRIER, PROBE, arena_bytes, largest, layout, model
 __all__ = ["Channel", "SymmetricArena", "SymmetricBuffer", "arena_bytes", "model_slots"]
 
 TIMEOUT_S = 120.0  # a peer may be compiling its kernels
+LONGEST_S = 2e6  # kernels count milliseconds in 32 bits
 REBASE_EVERY = 2**30  # exchanges: a flag that is left alone for 2^31 of them seems to be ahead
 
 
@@ -54,8 +55,7 @@ class SymmetricArena:
     def __init__(
         self, body: Body, limit: int | None, timeout_s: float, first_epoch: int, rebase_every: int, whose: str = ""
     ) -> None:
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s={timeout_s}: expected a number of seconds above 0")
+        _check_timeout(timeout_s)
         self.rank, self.size, self.device, self.is_virtual = body.rank, body.size, body.device, body.virtual
         self.timeout_s, self.whose = timeout_s, whose
         self._body, self._limit = body, limit
@@ -240,7 +240,11 @@ class SymmetricArena:
             self.settle()
         except MemoryUnavailable as error:
             return str(error)
-        found = self._body.agree(symmetric_probe.run(self._channels[PROBE], timeout_s))
+        try:
+            finding = symmetric_probe.run(self._channels[PROBE], timeout_s)
+        except Exception as error:  # the others are about to be asked what they found
+            finding = symmetric_probe.Finding(0, f"rank {self.rank} failed: {type(error).__name__}: {error}")
+        found = self._body.agree(finding)
         findings = [finding for finding in found if finding is not None]
         return f"probe{self.whose}: {min(findings).text}" if findings else None
 
@@ -250,7 +254,9 @@ class SymmetricArena:
             raise ValueError(
                 f"SymmetricArena.of: device={device}: the group's arena is on {self.device}; close() it first"
             )
-        if limit is not None and self._limit is not None and limit > self._limit:
+        if timeout_s is not None:
+            _check_timeout(timeout_s)
+        if limit is not None and limit > (self._limit or 0):
             self._plan(self._slots(), limit)
             self._limit, self._settled = limit, False
         if timeout_s is not None and timeout_s != self.timeout_s:
@@ -370,3 +376,8 @@ def _indexed(device: torch.device | str) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not 0 < timeout_s < LONGEST_S:  # False for NaN
+        raise ValueError(f"timeout_s={timeout_s}: expected a number of seconds above 0 and below {LONGEST_S:g}")

@@ -25,6 +25,7 @@ import torch
 from ..kernels.signals import fence, reached
 from . import collectives
 from .mesh import Group
+from .symmetric_sizes import aligned
 
 T = TypeVar("T")
 
@@ -196,7 +197,7 @@ class _VirtualBody(Body):
 
     @classmethod
     def team(cls, world: int, nbytes: int, device: torch.device) -> list[_VirtualBody]:
-        memory = torch.zeros(world, nbytes, dtype=torch.uint8, device=device)
+        memory = torch.zeros(world, aligned(nbytes), dtype=torch.uint8, device=device)[:, :nbytes]
         shared = memory, set[Hashable](), threading.Lock()
         return [cls(rank, *shared) for rank in range(world)]
 

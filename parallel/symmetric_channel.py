@@ -113,7 +113,8 @@ class Channel:
 
         Returns (each rank's slots [2, *shape]; signals with the epoch None and slot 0's addresses), for one launch: the
         next time they may lie elsewhere. From then on the channel is such kernels', and from the first capture on it
-        stays where it is. Each of them raises every flag it ever waits for in every exchange: nothing rebases.
+        stays where it is. Each of them raises every flag that any of them ever waits for in every exchange (so not one
+        and two rounds of ``all_reduce_rmsnorm`` in one channel): nothing rebases.
         Collective.
 
         Raises as :meth:`begin`; during a capture only where memory is still to be had.

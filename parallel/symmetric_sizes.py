@@ -63,18 +63,26 @@ def layer_slots(
         rows = {"gather": tokens, "reduce": ranks * -(-tokens // ranks)}
         return {name: count * width * dtype.itemsize for name, count in rows.items()}
     slots = {"reduce": math.prod(gathered_slot_shape(tokens, width, ranks)) * dtype.itemsize}
-    return slots | {"decode": decode_slot(width, dtype, ranks)} if late else slots
+    return slots | decode_slots(width, dtype, ranks) if late else slots
 
 
 @functools.cache
-def decode_slot(width: int, dtype: torch.dtype, ranks: int, tokens: int = DECODE_TOKENS) -> int:
-    """The bytes of a slot for ``all_reduce_rmsnorm`` of up to ``tokens`` rows, in one shot or two, on any device."""
-    shapes = [
-        slot_shape(tokens, width, ranks, shots, flagged_programs(arch))
+def decode_slots(width: int, dtype: torch.dtype, ranks: int, tokens: int = DECODE_TOKENS) -> dict[str, int]:
+    """The channels for ``all_reduce_rmsnorm`` of up to ``tokens`` rows, and the bytes of a slot of each on any device.
+
+    In one shot and in two other flags are raised, and a device-counted channel raises all of its own each time.
+    """
+    archs = (INTERPRETER, "any GPU")
+    return {
+        decode_channel(shots): dtype.itemsize
+        * max(math.prod(slot_shape(tokens, width, ranks, shots, flagged_programs(arch))) for arch in archs)
         for shots in (1, 2)
-        for arch in (INTERPRETER, "any GPU")
-    ]
-    return dtype.itemsize * max(map(math.prod, shapes))
+    }
+
+
+def decode_channel(shots: int) -> str:
+    """The channel for ``all_reduce_rmsnorm`` in so many rounds."""
+    return "decode" if shots == 1 else f"decode{shots}"
 
 
 def largest(*slots: Mapping[str, int]) -> dict[str, int]:
@@ -98,7 +106,8 @@ def model_slots(
     """The channels of a model and the bytes of a slot of each, for exchanges of up to ``tokens`` rows of ``hidden``.
 
     "gather" is for ``all_gather_linear``; "reduce" for ``linear_reduce_scatter`` and, as it needs more,
-    ``linear_all_reduce``; "decode" for ``all_reduce_rmsnorm`` of up to ``decode_tokens`` rows, in one shot or two.
+    ``linear_all_reduce``; "decode" and "decode2" for ``all_reduce_rmsnorm`` of up to ``decode_tokens`` rows, in one
+    shot and in two.
     Attention and MLPs exchange hidden rows only. Give ``ffn`` for layers that exchange rows of that width:
     row-parallel ones with ``ffn`` outputs, column-parallel ones with ``ffn`` inputs.
     """
@@ -106,7 +115,7 @@ def model_slots(
     return {
         "gather": tokens * width * dtype.itemsize,
         "reduce": math.prod(gathered_slot_shape(tokens, width, ranks)) * dtype.itemsize,
-        "decode": decode_slot(width, dtype, ranks, decode_tokens),
+        **decode_slots(width, dtype, ranks, decode_tokens),
     }
 
 

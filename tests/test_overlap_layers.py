@@ -209,18 +209,18 @@ def _explained(rank: int, world: int, path: str, sequence_parallel: bool) -> tup
 @pytest.mark.ranks
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 def test_explain_tells_way_reason_and_what_is_exposed(ranks: Any, tmp_path: Path, sequence_parallel: bool):
-    # One shape was measured: gate and up on one gather, or their dx on one all-reduce.
-    op, shape = (OPS[0], (T, D, FFN)) if sequence_parallel else (OPS[2], (T, FFN, D))
+    # One shape was measured: gate and up on one gather, or the down projection and its all-reduce.
+    op, shape = (OPS[0], (T, D, FFN)) if sequence_parallel else (OPS[2], (T, FFN // 2, D))
+    names = ("gate_proj", "up_proj") if sequence_parallel else ("down_proj",)
     row = Row(op, "fp32", 2, "node", bucket(*shape), 1.0, {2: 0.5})
     figures = {"node": dict.fromkeys(link_profile.COLLECTIVES.values(), LINK)}
     profile = Profile("cpu", "cpu", measured=True, links=figures, gemm_flops={"fp32": 1e9}, rows=(row,))
     path = tmp_path / "links.json"
     path.write_text(json.dumps(profile.record()))
     for crossings, text, without_input in ranks(2, _explained, str(path), sequence_parallel):
-        when = "forward" if sequence_parallel else "backward"
-        for name in ("gate_proj", "up_proj"):
+        for name in names:
             found = {crossing.op: crossing for crossing in crossings[f"model.layers.*.mlp.{name}"]}
-            assert found[op].when == when
+            assert found[op].when == "forward"
             assert found[op].path[:2] == ("chunked", 2)
             assert found[op].path.exposed_s > 0
         (forward, *rest) = crossings["model.layers.*.self_attn.o_proj"]
@@ -229,10 +229,20 @@ def test_explain_tells_way_reason_and_what_is_exposed(ranks: Any, tmp_path: Path
         assert [crossing.op for crossing in rest] == ([OPS[0]] if sequence_parallel else [])
         assert crossings["lm_head"]
         assert not crossings["model.norm"]
-        (line,) = [line for line in text.splitlines() if "mlp.up_proj" in line and "chunked in 2" in line]
+        (line,) = [line for line in text.splitlines() if f"mlp.{names[-1]}" in line and "chunked in 2" in line]
         exposed_us = found[op].path.exposed_s * 1e6
-        told = ["model.layers.*.mlp.up_proj", when, op, "chunked", "in", "2", f"{exposed_us:,.0f}", "measured"]
+        told = [
+            f"model.layers.*.mlp.{names[-1]}",
+            "forward",
+            op,
+            "chunked",
+            "in",
+            "2",
+            f"{exposed_us:,.0f}",
+            "measured",
+        ]
         assert line.split()[:8] == told
+        assert "dx's sum travels under the weights' gradients as it is" in text
         assert "gloo works on the cores that form the products" in text
         assert "it depends on the number of tokens: pass an input" in without_input
 

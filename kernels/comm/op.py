@@ -18,12 +18,14 @@ import torch
 from .. import dispatch
 from ..dispatch import Choice
 from ..linear import linear_act_choice, parts
-from ..signals import CHUNKS, ExchangeTimeout, Gathered, Scattered, Signals, describe, raise_flags, rows_of
+from ..signals import CHUNKS, ExchangeTimeout, Gathered, Scattered, Signals, describe, raise_flags, reached, rows_of
 from . import reduce_reference, reference, transport
 from .reduce_config import WIDEST, Norm, gathered_slot_shape
 
 Peers = list[torch.Tensor]
 Optional = torch.Tensor | None
+
+_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def all_gather_linear(
@@ -49,15 +51,15 @@ def all_gather_linear(
         activation: as in ``linear_act``.
         gated: with two weights, gate and up, return act(g) * u alone.
         pieces: in which a rank's rows are sent, each with a flag of its own; None chooses by their number.
-        impl: "auto", "triton" or "reference". The reference waits for nobody: only for ranks in one process, whose
-            rows :func:`transport.start_push` or ``reference.push_rows`` has put in place for all of them.
+        impl: "auto", "triton" or "reference". The reference waits for nobody: it is for ranks in one process, whose
+            rows are all in place (``reference.push_rows``) and whose flags are all up (``signals.raise_flags``).
 
     Returns:
         [T, F], or a tuple of [T, F_i].
 
     Raises:
         ValueError: shapes, dtypes or names that do not fit.
-        RuntimeError: impl="triton" where Triton cannot run; x or a parameter wants a gradient.
+        RuntimeError: impl="triton" where Triton cannot run; something wants a gradient; the reference without flags.
     """
     op = "gated_linear" if gated else "linear_act"
     weights = [weight] if isinstance(weight, torch.Tensor) else list(weight)
@@ -71,6 +73,7 @@ def all_gather_linear(
         raise ValueError(f"all_gather_linear: pieces={pieces}: expected 1 to {CHUNKS}, the same on every rank")
     choice = _choose("all_gather_linear", x, impl)
     if not choice.triton:
+        _check_arrived("all_gather_linear", signals, 1, pieces)
         reference.push_rows(x, peers, signals.rank)
         ys = list(reference.all_gather_linear(peers, signals.rank, weights, biases, activation, gated))
     else:
@@ -189,8 +192,10 @@ def _send_and_add(
     first, last = (0, tokens) if gather else rows_of(signals.rank, ranks, tokens)
     if residual is not None and residual.shape != (last - first, width):
         raise ValueError(f"{op}: residual is {list(residual.shape)}: expected {[last - first, width]}, as the result")
+    _check_after(op, x, width, residual, norm)
     choice = _choose(op, x, impl, width)
     if not choice.triton:
+        _check_arrived(op, signals, 2 if gather else 1, 1)
         found = _reference_sum(x, weight, peers, signals, gather)
         outs = reduce_reference.finish(found, bias, residual, norm, x.dtype)
     else:
@@ -245,6 +250,8 @@ def _check(
                 f"{op}: peers[{rank}] is {peer.dtype} {list(peer.shape)}: expected contiguous {x.dtype} "
                 f"{list(slot_shape)}; begin the exchange with that shape"
             )
+    if any(weight.dtype != x.dtype for weight in weights):
+        raise ValueError(f"{op}: x is {x.dtype} and the weights are not: cast them, autocast does not reach in here")
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights, *others)):
         raise RuntimeError(
             f"{op} has no gradient, and an operand wants one: call it under torch.no_grad(), or use the layers, which "
@@ -252,6 +259,32 @@ def _check(
         )
     if signals.epoch is None:
         raise RuntimeError(f"{op}: the host counts its exchanges: begin one with channel.begin(shape, dtype)")
+
+
+def _check_after(op: str, x: torch.Tensor, width: int, residual: Optional, norm: Norm | None) -> None:
+    """ValueError for what follows a sum and does not fit it; RuntimeError where the norm wants a gradient."""
+    given = {"residual": residual, "the norm's weight": norm and norm.weight, "the norm's bias": norm and norm.bias}
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        if tensor.dtype not in {x.dtype, *_KERNEL_DTYPES} or tensor.device != x.device or tensor.shape[-1] != width:
+            raise ValueError(
+                f"{op}: {name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}: expected bf16, fp16 or fp32, "
+                f"or x's {x.dtype}, {width} wide, on {x.device}"
+            )
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise RuntimeError(f"{op} has no gradient, and {name} wants one: call it under torch.no_grad()")
+
+
+def _check_arrived(op: str, signals: Signals, phases: int, flags: int) -> None:
+    """RuntimeError unless all flags of all ranks are up: the reference waits for nobody."""
+    assert signals.epoch is not None
+    for source, raised in enumerate(signals.pads[signals.rank][:phases, :, :flags].unbind(1)):
+        if not all(reached(flag, signals.epoch) for flag in raised.flatten().tolist()):
+            raise RuntimeError(
+                f"{op}: the reference runs here, which waits for nobody, and nothing has come from rank {source} in "
+                f"exchange {signals.epoch}: ranks that are processes take impl='triton', or a collective and a product"
+            )
 
 
 def _raise_if_late(op: str, x: torch.Tensor, signals: Signals) -> None:

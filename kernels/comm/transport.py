@@ -79,7 +79,7 @@ def _push_by_engine(x: torch.Tensor, peers: list[torch.Tensor], signals: Signals
     """The own rows at once, on the product's stream: a copy within a GPU may want multiprocessors, and the product
     takes them all. The others' when the product is launched, which has rows to begin with while the host asks for them.
     """
-    here, beside = torch.cuda.current_stream(x.device), _copy_stream(x.device, signals.rank)
+    here, beside = torch.cuda.current_stream(x.device), _copy_stream(x.device, signals.state.data_ptr())
     beside.wait_stream(here)
     own, *others = _order(signals.rank, len(peers))
     _push(x, peers, signals, pieces, to=[own])
@@ -115,5 +115,6 @@ def _order(rank: int, size: int) -> list[int]:
 
 
 @functools.cache
-def _copy_stream(device: torch.device, rank: int) -> torch.cuda.Stream:
+def _copy_stream(device: torch.device, channel: int) -> torch.cuda.Stream:
+    """One for each channel: a group's rows do not queue behind another's."""
     return torch.cuda.Stream(device, priority=-1)

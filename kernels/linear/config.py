@@ -107,7 +107,7 @@ def forced_config() -> GemmConfig | None:
 def pick_config(arch: str, gemm: Gemm) -> GemmConfig:
     """The configuration for ``gemm`` on ``arch``."""
     config = _forced or _pick(arch, gemm)
-    assert config.split_k == 1 or _may_split(gemm), "chained pairs share one pass over their Ks; what is sent is whole"
+    assert config.split_k == 1 or _may_split(gemm), "chained or remote products are not split"
     return config
 
 
@@ -146,7 +146,7 @@ def _described(arch: str) -> str:
 def _fp32(arch: str, gemm: Gemm) -> GemmConfig:
     crowded = gemm.combine == "gated" or gemm.reads > 0  # more than one tile of fp32 in registers
     if gemm.precision == "ieee":  # no tensor cores: plain FMAs
-        return GemmConfig(64, 32 if crowded else 64, 16, 8, 2, use_tma=False)
+        return GemmConfig(64, 32 if crowded or "preact" in gemm.epilogue else 64, 16, 8, 2, use_tma=False)
     if arch in ("sm_90", "sm_100"):
         width = 64 if crowded else 128
         return GemmConfig(128, width, 32, 8, 3 if arch == "sm_90" else 2, use_tma=gemm.aligned)
@@ -217,8 +217,10 @@ def _splits(arch: str, config: GemmConfig, gemm: Gemm) -> int:
 
 
 def _may_split(gemm: Gemm) -> bool:
-    """Chained pairs share one pass over their Ks, and a tile that is sent must be whole."""
-    return gemm.combine != "chained" and gemm.remote != "send"
+    """Chained pairs share one pass over their Ks; what is sent must be whole; and behind a product that waits for its
+    peers no second kernel may want to be loaded before these have been sent to.
+    """
+    return gemm.combine != "chained" and not gemm.remote
 
 
 def _tiles(config: GemmConfig, gemm: Gemm) -> int:

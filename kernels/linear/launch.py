@@ -212,7 +212,7 @@ def run_gemm(
     if not any(out.numel() for out in outs):
         return
     row_invariant = layout != "tn" and dispatch.row_invariant()
-    if row_invariant:
+    if row_invariant and not isinstance(remote, Gathered):  # rows that arrive lie as they must
         a = tuple(map(_own_rows, a))
     if biases is not None:
         biases = tuple([bias if bias is None else bias.contiguous() for bias in biases])

@@ -37,7 +37,7 @@ def bucket(gemm: Gemm) -> str | None:
     parts += ["tf32"] if gemm.precision == "tf32" else []
     parts += [] if gemm.aligned else ["odd"]
     parts += [] if gemm.out_aligned else ["odd_out"]
-    parts += ["send"] if gemm.remote == "send" else []  # what arrives late is multiplied like anything else
+    parts += [gemm.remote] if gemm.remote else []
     return "-".join(parts)
 
 
@@ -48,7 +48,7 @@ def fits(arch: str, gemm: Gemm, config: GemmConfig) -> bool:
     """
     if config.halves and gemm.combine == "gated":
         return False
-    if config.split_k > 1 and (gemm.combine == "chained" or gemm.remote == "send"):
+    if config.split_k > 1 and (gemm.combine == "chained" or gemm.remote):
         return False
     if config.use_tma and not (gemm.aligned and arch not in ("sm_80", "gfx942")):
         return False
