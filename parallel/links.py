@@ -6,9 +6,10 @@
        plain with the reason (RuntimeError with ``strict``)
     2. "auto", where the profile holds a measurement of the shape's bucket: the fastest path that can run, and another
        than plain only where it beat plain by more than MARGIN and the measurement's noise
-    3. "auto" elsewhere: the path that the cost model (:mod:`link_model`) puts first, and another than plain only from
-       MODEL_TOKENS on and where it predicts a gain of more than MODEL_MARGIN; on a CPU plain, since gloo's threads
-       share the products' cores
+    3. "auto" elsewhere, where the node's links were measured: the path that the cost model (:mod:`link_model`) puts
+       first, and another than plain only from MODEL_TOKENS on and where it predicts a gain of more than MODEL_MARGIN;
+       on a CPU plain, since gloo's threads share the products' cores
+    4. "auto" by shipped figures alone: plain, with what the model expects of another path as the reason to measure
 
 Ranks must go the same way or they wait for each other for ever. So the first choice in a group is a collective of its
 own: rank 0 reads its profile, everyone takes that one, and what SHARDFUSE_LINKS says elsewhere is not looked at.
@@ -391,6 +392,8 @@ def _by_model(profile: Profile, link: str, call: Call, unavailable: str | None) 
     if best is None or totals[best] >= plain.total_s * (1 - MODEL_MARGIN):
         return Path("plain", 1, f"{source}: no gain worth the risk; {advice}", plain.exposed_s)
     why = f"{source}: {totals[best] / plain.total_s:.2f} of plain's time, {advice}"
+    if not profile.measured:  # published figures say what to expect, not that nothing is lost
+        return Path("plain", 1, f"projected: {best[0]} might take {why.partition(': ')[2]}", plain.exposed_s)
     return Path(*best, why, _exposed(profile, link, call, *best))
 
 

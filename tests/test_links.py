@@ -189,7 +189,7 @@ def test_estimates_lie_between_the_products_and_everything_in_turn(
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_shipped_figures_are_called_projected_and_need_a_margin(arch: str):
+def test_shipped_figures_are_told_and_measured_links_need_a_margin(arch: str):
     profile = link_profile.shipped(arch)
     assert profile is not None
     assert not profile.measured
@@ -198,11 +198,15 @@ def test_shipped_figures_are_called_projected_and_need_a_margin(arch: str):
     for T in (16, 1024, 16384):
         for R in (2, 8):
             call = Call(REDUCE, T, 8192 // R, 8192, torch.bfloat16, R)
-            path = _pure(profile, call, device_type="cuda")
-            assert path.reason.startswith("projected")
-            assert "shardfuse bench calibrate" in path.reason
+            projected = _pure(profile, call, device_type="cuda")
+            assert projected.kind == "plain"
+            assert projected.reason.startswith("projected")
+            assert "shardfuse bench calibrate" in projected.reason
+            path = _pure(dataclasses.replace(profile, measured=True), call, device_type="cuda")
+            assert path.reason.startswith("modelled from this node's links")
             kinds.add(path.kind)
             if path.kind != "plain":
+                assert f"projected: {path.kind} might take 0." in projected.reason
                 assert T >= links.MODEL_TOKENS
                 plain, best = (link_model.predict(profile, "node", call, *way) for way in (("plain", 1), path[:2]))
                 assert best.total_s < plain.total_s * (1 - links.MODEL_MARGIN)
