@@ -195,8 +195,9 @@ class Channel:
         if self._open is not None:
             raise RuntimeError(
                 f"channel {self.name!r}: {self._open}, number {self.epoch}, has not ended: end() has to follow the "
-                "launch of its last reader; if that failed (a step that ran out of memory, say), its peers are left waiting: "
-                "SymmetricArena.existing(group).close() on every rank (parallel/symmetric.py), and the next step makes another"
+                "launch of its last reader; if that failed (a step that ran out of memory, say), its peers are left "
+                "waiting: SymmetricArena.existing(group).close() on every rank (parallel/symmetric.py), and the next "
+                "step makes another"
             )
         if self._counts not in (None, counts):
             raise RuntimeError(
