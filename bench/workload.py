@@ -103,8 +103,12 @@ class Call:
 
 
 def ops() -> list[str]:
-    """The registry's ops that launch GEMMs of ``kernels/linear``."""
-    return [name for name, spec in registry.ops().items() if set(SOURCES) & set(spec.sources)]
+    """The registry's ops that launch GEMMs of ``kernels/linear``, but those whose GEMMs wait for, or send to, others."""
+    return [
+        name
+        for name, spec in registry.ops().items()
+        if set(SOURCES) & set(spec.sources) and "comm/op.py" not in spec.sources
+    ]
 
 
 def calls(spec: OpSpec, case: Case, on: torch.device, arch: str) -> list[Call]:
