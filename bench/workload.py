@@ -103,7 +103,7 @@ class Call:
 
 
 def ops() -> list[str]:
-    """The registry's ops that launch GEMMs of ``kernels/linear``, but those whose GEMMs wait for, or send to, others."""
+    """The registry's ops that launch GEMMs of ``kernels/linear``, but those whose GEMMs exchange rows with others."""
     return [
         name
         for name, spec in registry.ops().items()

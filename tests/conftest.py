@@ -51,6 +51,9 @@ def _load(name: str) -> Any:
     return module
 
 
+SEVERAL = 6
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="I/N", help="of the chosen tests, the files that fall to process I of N")
 
@@ -70,8 +73,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _files_of_part(items: list[pytest.Item], part: int, parts: int) -> set[Path]:
-    """Files go, the one with the most tests first, to the part that has the fewest so far."""
-    sizes = Counter(item.path for item in items)
+    """Files go, the one with the most tests first, to the part that has the fewest so far.
+
+    A test of several processes counts as ``SEVERAL``: they share the cores, and interpret what the others wait for.
+    """
+    sizes: Counter[Path] = Counter()
+    for item in items:
+        sizes[item.path] += SEVERAL if item.get_closest_marker("ranks") else 1
     taken: list[list[Path]] = [[] for _ in range(parts)]
     for path, _ in sorted(sizes.items(), key=lambda entry: (-entry[1], entry[0])):
         min(taken, key=lambda paths: sum(sizes[path] for path in paths)).append(path)

@@ -179,7 +179,8 @@ def _reduce_run(inputs: dict[str, Any], case: Case, impl: str, *, gather: bool) 
                 raise_flags(signals, phase, chunk, range(R))
     run = op.linear_all_reduce if gather else op.linear_reduce_scatter
     found: list[Any] = []
-    for _ in range(3):  # by the third time, the products of all ranks are the op's own, and so are the sums
+    # The second time the products of all ranks are the op's own, the third time the sums that they send are, too.
+    for _ in range(3 if gather else 2):
         found = [
             run(
                 x[signals.rank], weight[signals.rank], inputs["bias"], peers=peers, signals=signals,
