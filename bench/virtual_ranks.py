@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ def share_of(device: torch.device, size: int) -> int:
     return max(1, (chips.program_slots(device) - spare) // size)
 
 
-class VirtualRanks:
+class VirtualRanks(ABC):
     """``size`` ranks on ``device``, each of which may run ``share`` programs at a time."""
 
     def __init__(self, size: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
@@ -72,29 +73,29 @@ class VirtualRanks:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @abstractmethod
     def run(self, body: Body) -> list[Any]:
         """``body(rank)`` of every rank, beside each other where the device can; the current stream waits for all."""
-        raise NotImplementedError
 
+    @abstractmethod
     def alone(self, body: Body) -> None:
         """``body(rank)`` of one rank after the other, waiting for nobody: kernels are loaded and memory is had."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begin(self, rank: int) -> tuple[list[torch.Tensor], Signals]:
         """The rank's next exchange, counted by the host: (each rank's slot, its signals)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, rank: int) -> None:
         """The last reader of the rank's exchange has been launched."""
-        raise NotImplementedError
 
+    @abstractmethod
     def counted(self, rank: int) -> tuple[list[torch.Tensor], Signals]:
         """The rank's exchanges as the device counts them: (each rank's two slots, its signals)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def captured(self, body: Body) -> Body:
         """``body`` of each rank as a CUDA graph of its own, which the result replays; on a CPU ``body`` itself."""
-        raise NotImplementedError
 
     def settled(self, body: Body, rounds: int = ROUNDS) -> list[Any]:
         """What the ranks return from the last of ``rounds`` calls; raises as :meth:`check`."""
@@ -104,13 +105,13 @@ class VirtualRanks:
         self.check()
         return found
 
+    @abstractmethod
     def check(self) -> None:
         """Raise ExchangeTimeout if a wait was in vain: whatever was timed meanwhile is no result."""
-        raise NotImplementedError
 
+    @abstractmethod
     def close(self) -> None:
         """Give the memory back."""
-        raise NotImplementedError
 
 
 class OnStreams(VirtualRanks):
