@@ -51,7 +51,7 @@ def _load(name: str) -> Any:
     return module
 
 
-SEVERAL, REHEARSAL = 6, 120
+SEVERAL, REHEARSAL = 6, 40
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -76,7 +76,7 @@ def _files_of_part(items: list[pytest.Item], part: int, parts: int) -> set[Path]
     """Files go, the one with the most tests first, to the part that has the fewest so far.
 
     A test of several processes counts as ``SEVERAL``: they share the cores, and interpret what the others wait for. The
-    rehearsal of a whole GPU run is one test and takes as long as ``REHEARSAL`` others.
+    rehearsal of a GPU run is one test and takes as long as ``REHEARSAL`` others.
     """
     sizes: Counter[Path] = Counter()
     for item in items:

@@ -7,45 +7,47 @@ from __future__ import annotations
 
 import gc
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path as File
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.utils.checkpoint import checkpoint
 
 from shardfuse.kernels import accuracy
-from shardfuse.kernels.linear import apply_activation, parts
+from shardfuse.kernels.linear import parts
 from shardfuse.parallel import collectives, linear, overlap
 from shardfuse.parallel.linear import column_linear, row_linear
 from shardfuse.parallel.links import Path
 from shardfuse.parallel.mesh import Group, tp_group
-from shardfuse.parallel.mlp import fused_mlp
+
+with pytest.MonkeyPatch.context() as patched:
+    patched.syspath_prepend(File(__file__).parent)
+    from overlap_case import (
+        FFN,
+        KIND,
+        KINDS,
+        SP,
+        D,
+        T,
+        close,
+        counted_calls,
+        local_dy,
+        local_leaves,
+        recompute_options,
+        reference,
+        run_backward,
+        run_forward,
+        whole_operands,
+        world_group,
+    )
 
 pytestmark = pytest.mark.ranks
 
-T, D, FFN = 24, 16, 48
 CHUNKED = Path("chunked", 2)
 WORLDS = pytest.mark.parametrize("world", [2, 3])
-SP = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
-KINDS = ("layers", "mlp", "gated")
-KIND = pytest.mark.parametrize("kind", KINDS)
-LEVELS = (0, 1, 2)
-
-
-def _group() -> Group:
-    return tp_group(dist.group.WORLD)
-
-
-def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return ours.shape == theirs.shape and accuracy.relative_error(ours, theirs) < 1e-12
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
@@ -60,7 +62,7 @@ def _operands(world: int, tokens: int, dtype: torch.dtype = torch.float64) -> tu
 
 def _operations_body(rank: int, world: int, tokens: int) -> list[str]:
     """What differs between the paths, or from the sums of what all ranks hold."""
-    group, wrong = _group(), []
+    group, wrong = world_group(), []
     rows, weight = _operands(world, tokens)
     shards, own = tokens // world, slice(rank * tokens // world, (rank + 1) * tokens // world)
     asked: list[slice] = []
@@ -100,7 +102,7 @@ def _operations_body(rank: int, world: int, tokens: int) -> list[str]:
         (y, sums), whole = found["gather"]
         expected = [(y, rows[0] @ weight), (sums, rows[0].sum(1)), (whole, rows[0])]
         expected += [(found["scatter"], total[own]), (found["reduce"], total), (found["start_reduce"], total)]
-        wrong += [f"{path} {i}" for i, (ours, theirs) in enumerate(expected) if not _close(ours, theirs)]
+        wrong += [f"{path} {i}" for i, (ours, theirs) in enumerate(expected) if not close(ours, theirs)]
         nbytes = 8 * tokens * FFN
         if counts != [
             (("all_gather", "s"), 1), (("all_gather", "s"), 8 * shards * D),
@@ -123,12 +125,12 @@ def _few_rows_body(rank: int, world: int) -> list[str]:
     for tokens in (1, 2, 7):
         rows, weight = _operands(world, tokens)
         addend = lambda part, remote, x=rows[rank], weight=weight: overlap.cut(x, part) @ weight
-        total = overlap.reduce(tokens, _group(), addend, Path("chunked", 4), site="s")
-        if not _close(total, torch.stack(rows).sum(0) @ weight):
+        total = overlap.reduce(tokens, world_group(), addend, Path("chunked", 4), site="s")
+        if not close(total, torch.stack(rows).sum(0) @ weight):
             wrong.append(f"{tokens} rows")
         if tokens % world:
             with pytest.raises(ValueError, match=rf"s: {tokens} rows do not divide by the group's {world} ranks"):
-                overlap.start_scatter(tokens, _group(), addend, CHUNKED, site="s")
+                overlap.start_scatter(tokens, world_group(), addend, CHUNKED, site="s")
     return wrong
 
 
@@ -139,7 +141,7 @@ def test_fewer_rows_than_ranks(ranks: Any, world: int):
 
 def _rounding_body(rank: int, world: int) -> list[float]:
     x = torch.full((world, 1), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
-    finish = overlap.start_scatter(world, _group(), lambda part, remote: overlap.cut(x, part), CHUNKED, site="s")
+    finish = overlap.start_scatter(world, world_group(), lambda part, remote: overlap.cut(x, part), CHUNKED, site="s")
     return finish().flatten().tolist()
 
 
@@ -196,104 +198,22 @@ def test_several_in_flight_do_not_mix(ranks: Any, members: list[list[int]]):
 # --- layers -----------------------------------------------------------------------------------------------------------
 
 
-def _whole(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """An MLP's operands, logical ones; w3 and b3 are of the up layer."""
-    shapes = {"x": (T, D), "dy": (T, D), "w1": (FFN, D), "b1": (FFN,), "w3": (FFN, D), "b3": (FFN,)}
-    shapes |= {"w2": (D, FFN), "b2": (D,)}
-    generator = torch.Generator().manual_seed(1)
-    return {
-        name: torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for name, shape in shapes.items()
-    }
-
-
-def _leaves(
-    whole: dict[str, torch.Tensor], kind: str, rank: int, world: int, sequence_parallel: bool
-) -> dict[str, Any]:
-    """This rank's parts of what wants a gradient."""
-    cut = slice(rank * FFN // world, (rank + 1) * FFN // world)
-    tokens = slice(rank * T // world, (rank + 1) * T // world) if sequence_parallel else slice(None)
-    index: dict[str, Any] = {
-        "x": tokens,
-        "w1": cut,
-        "b1": cut,
-        "w3": cut,
-        "b3": cut,
-        "w2": (slice(None), cut),
-        "b2": ...,
-    }
-    if kind == "mlp":
-        del index["w3"], index["b3"]
-    return {name: whole[name][place].clone().requires_grad_() for name, place in index.items()}
-
-
-def _forward(leaves: dict[str, Any], kind: str, group: Group, **options: Any) -> torch.Tensor:
-    """ "layers": a column layer of two weights and a row layer; "mlp" and "gated": both as one function."""
-    first = [name for name in ("1", "3") if "w" + name in leaves]
-    weights, biases = [leaves["w" + name] for name in first], [leaves["b" + name] for name in first]
-    if kind != "layers":
-        options |= {"activation": "silu" if kind == "gated" else "gelu_tanh", "site": "mlp"}
-        return fused_mlp(leaves["x"], weights, biases, leaves["w2"], leaves["b2"], group, **options)
-    g, u = column_linear(leaves["x"], weights, biases, group, activation="gelu_tanh", site="in", **options)
-    return row_linear(g + u, leaves["w2"], leaves["b2"], group, site="out", **options)
-
-
-def _stock(leaves: dict[str, torch.Tensor], kind: str) -> torch.Tensor:
-    h = apply_activation(F.linear(leaves["x"], leaves["w1"], leaves["b1"]), "silu" if kind == "gated" else "gelu_tanh")
-    if kind != "mlp":
-        u = F.linear(leaves["x"], leaves["w3"], leaves["b3"])
-        h = h * u if kind == "gated" else h + apply_activation(u, "gelu_tanh")
-    return F.linear(h, leaves["w2"], leaves["b2"])
-
-
-def _grads(y: torch.Tensor, dy: torch.Tensor, leaves: dict[str, Any]) -> dict[str, torch.Tensor]:
-    for leaf in leaves.values():
-        leaf.grad = None
-    y.backward(dy.to(y.dtype))
-    return {"y": y.detach().clone()} | {name: leaf.grad for name, leaf in leaves.items()}
-
-
-def _reference(
-    whole: dict[str, torch.Tensor], kind: str, rank: int, world: int, sequence_parallel: bool
-) -> dict[str, torch.Tensor]:
-    """One process's output and gradients, cut down to this rank's parts."""
-    everything = _leaves(whole, kind, 0, 1, False)
-    found = _grads(_stock(everything, kind), whole["dy"], everything)
-    parts_of = _leaves(whole | found, kind, rank, world, sequence_parallel)
-    tokens = parts_of["x"].shape[0]
-    y = found["y"][rank * tokens : (rank + 1) * tokens] if sequence_parallel else found["y"]
-    return {"y": y} | {name: leaf.detach() for name, leaf in parts_of.items()}
-
-
-def _dy(whole: dict[str, torch.Tensor], leaves: dict[str, Any], rank: int, sequence_parallel: bool) -> torch.Tensor:
-    tokens = leaves["x"].shape[0]
-    return whole["dy"][rank * tokens : (rank + 1) * tokens] if sequence_parallel else whole["dy"]
-
-
-def _counted() -> dict[Any, tuple[int, int]]:
-    """(calls, bytes) of what carries data, by kind and site."""
-    return {
-        key: (calls, collectives.payload[key]) for key, calls in collectives.calls.items() if key[0] != "gather_objects"
-    }
-
-
-def _options(kind: str) -> list[dict[str, Any]]:
-    return [{}] if kind == "layers" else [{"recompute": level} for level in LEVELS]
-
-
 def _layers_body(rank: int, world: int, kind: str, sequence_parallel: bool) -> list[str]:
     """What is wrong with chunked layers: against one process, and in what they count against plain ones."""
-    whole, group, wrong = _whole(), _group(), []
-    expected = _reference(whole, kind, rank, world, sequence_parallel)
+    whole, group, wrong = whole_operands(), world_group(), []
+    expected = reference(whole, kind, rank, world, sequence_parallel)
     again = [("all_gather", {"layers": "in.again"}.get(kind, "mlp.in.again"))] if sequence_parallel else []
-    for options in _options(kind):
+    for options in recompute_options(kind):
         counted = {}
         for way in ("none", "chunked"):
-            leaves = _leaves(whole, kind, rank, world, sequence_parallel)
+            leaves = local_leaves(whole, kind, rank, world, sequence_parallel)
             collectives.reset_counts()
-            y = _forward(leaves, kind, group, sequence_parallel=sequence_parallel, overlap=way, strict=True, **options)
-            found = _grads(y, _dy(whole, leaves, rank, sequence_parallel), leaves)
-            wrong += [f"{way} {options} {name}" for name, value in found.items() if not _close(value, expected[name])]
-            counted[way] = _counted()
+            y = run_forward(
+                leaves, kind, group, sequence_parallel=sequence_parallel, overlap=way, strict=True, **options
+            )
+            found = run_backward(y, local_dy(whole, leaves, rank, sequence_parallel), leaves)
+            wrong += [f"{way} {options} {name}" for name, value in found.items() if not close(value, expected[name])]
+            counted[way] = counted_calls()
         plain = counted["none"] | dict.fromkeys(again, (1, T // world * D * 8))
         if counted["chunked"] != plain:
             wrong.append(f"{options}: counted {counted['chunked']}, not {plain}")
@@ -311,17 +231,17 @@ def _precision_body(rank: int, world: int, autocast: bool) -> list[str]:
     wrong = []
     for kind in KINDS:
         low = torch.float32 if autocast else torch.bfloat16
-        whole, oracle = _whole(low), _whole(low)
+        whole, oracle = whole_operands(low), whole_operands(low)
         oracle = {name: x.double() for name, x in oracle.items()}
         context: Callable[[], Any] = lambda: torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
-        leaves = _leaves(whole, kind, rank, world, True)
+        leaves = local_leaves(whole, kind, rank, world, True)
         with context():
-            y = _forward(leaves, kind, _group(), sequence_parallel=True, overlap="chunked")
-            budget = _reference(whole, kind, rank, world, True)
+            y = run_forward(leaves, kind, world_group(), sequence_parallel=True, overlap="chunked")
+            budget = reference(whole, kind, rank, world, True)
         assert y.dtype == torch.bfloat16
-        found = _grads(y, _dy(whole, leaves, rank, True), leaves)
+        found = run_backward(y, local_dy(whole, leaves, rank, True), leaves)
         assert all(leaf.grad.dtype == low for leaf in leaves.values())
-        exact = _reference(oracle, kind, rank, world, True)
+        exact = reference(oracle, kind, rank, world, True)
         verdicts = [accuracy.judge(name, value, budget[name], exact[name]) for name, value in found.items()]
         wrong += [f"{kind} {verdict}" for verdict in verdicts if not verdict.ok]
     return wrong
@@ -334,288 +254,39 @@ def test_layers_in_pieces_are_as_accurate_in_bf16(ranks: Any, autocast: bool):
 
 def _shapes_body(rank: int, world: int) -> None:
     """Tokens of several dimensions, one, none; frozen operands."""
-    whole, group = _whole(), _group()
+    whole, group = whole_operands(), world_group()
     for sequence_parallel, shapes in (
         (False, ((2, 3, D), (D,), (0, D), (2, 0, D))),
         (True, ((2, 3, D), (1, D), (0, D))),
     ):
         for shape, kind in ((shape, kind) for shape in shapes for kind in KINDS):
-            leaves = _leaves(whole, kind, rank, world, False)
+            leaves = local_leaves(whole, kind, rank, world, False)
             found = {}
             for way in ("none", "chunked"):
                 generator = torch.Generator().manual_seed(rank if sequence_parallel else 0)
                 leaves["x"] = torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
-                y = _forward(leaves, kind, group, sequence_parallel=sequence_parallel, overlap=way)
+                y = run_forward(leaves, kind, group, sequence_parallel=sequence_parallel, overlap=way)
                 assert y.shape == shape
                 y.add_(1.0)  # a result that is no view may be changed
-                found[way] = _grads(y, torch.ones_like(y), leaves)
+                found[way] = run_backward(y, torch.ones_like(y), leaves)
             for name, value in found["none"].items():
-                assert _close(found["chunked"][name], value), (shape, kind, name)
+                assert close(found["chunked"][name], value), (shape, kind, name)
     for kind in KINDS:
-        expected = _reference(whole, kind, rank, world, True)
+        expected = reference(whole, kind, rank, world, True)
         for wanted in (name for name in expected if name != "y"):
-            leaves = _leaves(whole, kind, rank, world, True)
+            leaves = local_leaves(whole, kind, rank, world, True)
             for name, leaf in leaves.items():
                 leaf.requires_grad_(name == wanted)
             collectives.reset_counts()
-            y = _forward(leaves, kind, group, sequence_parallel=True, overlap="chunked")
-            y.backward(_dy(whole, leaves, rank, True))
+            y = run_forward(leaves, kind, group, sequence_parallel=True, overlap="chunked")
+            y.backward(local_dy(whole, leaves, rank, True))
             gathered = sum(calls for (what, site), calls in collectives.calls.items() if site.endswith(".again"))
             assert gathered == (wanted in ("w1", "w3")), (kind, wanted)  # nothing travels for nobody
-            assert _close(leaves[wanted].grad, expected[wanted]), (kind, wanted)
+            assert close(leaves[wanted].grad, expected[wanted]), (kind, wanted)
 
 
 def test_shapes_and_frozen_operands(ranks: Any):
     ranks(2, _shapes_body)
-
-
-def _kept_body(rank: int, world: int) -> list[dict[str, int]]:
-    """Bytes kept for backward under the shapes of x: whole, and this rank's."""
-    found = []
-    for kind in KINDS:
-        kept = {}
-        for way in ("none", "chunked"):
-            leaves = _leaves(_whole(), kind, rank, world, True)
-            storages: dict[int, int] = {}
-
-            def keep(tensor: torch.Tensor, storages: dict[int, int] = storages) -> torch.Tensor:
-                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-                return tensor
-
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-                y = _forward(leaves, kind, _group(), sequence_parallel=True, overlap=way)
-            kept[way] = sum(storages.values())
-            y.sum().backward()
-        found.append(kept)
-    return found
-
-
-def test_only_the_own_rows_of_the_input_are_kept(ranks: Any):
-    for found in ranks(2, _kept_body):
-        for kept in found:
-            assert kept["none"] - kept["chunked"] == 8 * T * D // 2
-
-
-def _omit_body(rank: int, world: int, kind: str, sequence_parallel: bool) -> list[str]:
-    """The sites at which a collective may be left out unnoticed."""
-    whole, group, unnoticed = _whole(), _group(), []
-
-    def run() -> dict[str, torch.Tensor]:
-        leaves = _leaves(whole, kind, rank, world, sequence_parallel)
-        y = _forward(leaves, kind, group, sequence_parallel=sequence_parallel, overlap="chunked")
-        return _grads(y, _dy(whole, leaves, rank, sequence_parallel), leaves)
-
-    collectives.reset_counts()
-    expected = run()
-    sites = sorted({site for what, site in collectives.calls if what != "gather_objects"})
-    assert len(sites) == (5 if sequence_parallel else 2)
-    for site in sites:
-        collectives.reset_counts()
-        with collectives.omit(site):
-            found = run()
-        assert site not in collectives.sites_seen()
-        if all(torch.equal(found[name], value) for name, value in expected.items()):
-            unnoticed.append(site)
-    return unnoticed
-
-
-@pytest.mark.parametrize("kind", ["layers", "mlp"])
-@SP
-def test_a_collective_left_out_is_noticed(ranks: Any, kind: str, sequence_parallel: bool):
-    assert ranks(2, _omit_body, kind, sequence_parallel) == [[], []]
-
-
-# --- what backward may be asked for -----------------------------------------------------------------------------------
-
-
-@contextmanager
-def _products() -> Iterator[Counter[str]]:
-    """The rows that each product was formed of inside, in units of all tokens; weight gradients by their number."""
-    counts: Counter[str] = Counter()
-    names = ("forward", "gated_forward", "input_grad", "input_grad_act", "input_grad_gated", "activation_grad")
-    originals = {name: getattr(parts, name) for name in (*names, "param_grads")}
-
-    def noting(name: str) -> Any:
-        def note(first: Any, *args: Any, **kwargs: Any) -> Any:
-            if name == "param_grads":
-                counts["weights"] += sum(args[1])
-            else:
-                counts[name] += (first if isinstance(first, torch.Tensor) else first[0]).shape[0]
-            return originals[name](first, *args, **kwargs)
-
-        return note
-
-    for name in originals:
-        setattr(parts, name, noting(name))
-    try:
-        yield counts
-    finally:
-        for name, original in originals.items():
-            setattr(parts, name, original)
-        for name in names:
-            counts[name] //= T
-
-
-def _split_body(rank: int, world: int, kind: str, sequence_parallel: bool) -> None:
-    """The two passes of a pipeline's split backward: every product and every collective once over both."""
-    whole, group = _whole(), _group()
-    expected = _reference(whole, kind, rank, world, sequence_parallel)
-    for options in _options(kind):
-        leaves = _leaves(whole, kind, rank, world, sequence_parallel)
-        params = [leaf for name, leaf in leaves.items() if name != "x"]
-        dy = _dy(whole, leaves, rank, sequence_parallel)
-        y = _forward(leaves, kind, group, sequence_parallel=sequence_parallel, overlap="chunked", **options)
-        found, ran = {"y": y.detach().clone()}, []
-        collectives.reset_counts()
-        with _products() as counts:
-            _, groups = stage_backward_input([y], [dy], [leaves["x"]], iter(params))
-        ran.append((+counts, set(collectives.sites_seen())))
-        with _products() as counts:
-            stage_backward_weight(iter(params), groups)
-        ran.append((+counts, {site for _, site in collectives.calls} - ran[0][1]))
-        assert set(collectives.calls.values()) == {1}
-        _check_split(ran, kind, sequence_parallel, options.get("recompute", 0))
-        found |= {name: leaf.grad for name, leaf in leaves.items()}
-        assert all(_close(value, expected[name]) for name, value in found.items()), options
-
-
-def _check_split(ran: list[Any], kind: str, sequence_parallel: bool, level: int) -> None:
-    (inputs, sites), (weights, later) = ran
-    if kind == "layers":
-        assert inputs == Counter(input_grad=2, activation_grad=2)
-        assert sites == ({"out.grad", "in.grad"} if sequence_parallel else {"in.grad"})
-        assert later == ({"in.again"} if sequence_parallel else set())
-    else:
-        gated = kind == "gated"
-        assert inputs == Counter(input_grad=1) + Counter(["input_grad_gated" if gated else "input_grad_act"]) + (
-            Counter(["gated_forward" if gated else "forward"]) if level == 2 else Counter()
-        )
-        again = {"mlp.in.again"} if sequence_parallel else set()
-        assert sites == {"mlp.in.grad"} | ({"mlp.out.grad"} if sequence_parallel else set()) | (
-            again if level == 2 else set()
-        )
-        assert later == (set() if level == 2 else again)
-    assert weights == Counter(weights=2 if kind == "mlp" else 3)
-
-
-@KIND
-@SP
-def test_split_backward_runs_each_product_and_collective_once(ranks: Any, kind: str, sequence_parallel: bool):
-    ranks(2, _split_body, kind, sequence_parallel)
-
-
-def _one_by_one_body(rank: int, world: int, kind: str) -> None:
-    """Each gradient in a pass of its own, over one graph."""
-    whole = _whole()
-    expected = _reference(whole, kind, rank, world, True)
-    for options in _options(kind):
-        leaves = _leaves(whole, kind, rank, world, True)
-        y = _forward(leaves, kind, _group(), sequence_parallel=True, overlap="chunked", **options)
-        collectives.reset_counts()
-        dy = _dy(whole, leaves, rank, True)
-        for name in reversed(leaves):
-            (grad,) = torch.autograd.grad(y, leaves[name], dy, retain_graph=True)
-            assert _close(grad, expected[name]), (options, name)
-        assert collectives.sites_seen() == ["mlp.in.again", "mlp.in.grad", "mlp.out.grad"]
-        assert set(collectives.calls.values()) == {1}
-
-
-@pytest.mark.parametrize("kind", ["mlp", "gated"])
-def test_gradients_asked_for_one_by_one(ranks: Any, kind: str):
-    ranks(2, _one_by_one_body, kind)
-
-
-def _one_by_one_column_body(rank: int, world: int) -> None:
-    leaves = _leaves(_whole(), "layers", rank, world, True)
-    del leaves["w2"], leaves["b2"]
-    options: dict[str, Any] = {"sequence_parallel": True, "site": "in", "activation": "silu"}
-    found = {}
-    for way in ("none", "chunked"):
-        weights, biases = [leaves["w1"], leaves["w3"]], [leaves["b1"], leaves["b3"]]
-        ys = column_linear(leaves["x"], weights, biases, _group(), overlap=way, **options)
-        dys = [torch.full_like(y, i + 1.0) for i, y in enumerate(ys)]
-        collectives.reset_counts()
-        found[way] = [torch.autograd.grad(ys, leaf, dys, retain_graph=True)[0] for leaf in leaves.values()]
-    assert collectives.calls == {("all_gather", "in.again"): 1, ("reduce_scatter", "in.grad"): 1}
-    assert all(_close(ours, theirs) for ours, theirs in zip(found["chunked"], found["none"]))
-
-
-def test_a_column_layers_gradients_asked_for_one_by_one(ranks: Any):
-    ranks(2, _one_by_one_column_body)
-
-
-def _wrapped_body(rank: int, world: int, sequence_parallel: bool) -> None:
-    """Recomputed by activation checkpointing, and added up in main_grad."""
-    whole, group = _whole(), _group()
-    for kind in KINDS:
-        expected = _reference(whole, kind, rank, world, sequence_parallel)
-        options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "overlap": "chunked"}
-        leaves = _leaves(whole, kind, rank, world, sequence_parallel)
-        dy = _dy(whole, leaves, rank, sequence_parallel)
-        y = checkpoint(_forward, leaves, kind, group, use_reentrant=False, **options)
-        found = _grads(y, dy, leaves)
-        assert all(_close(value, expected[name]) for name, value in found.items()), kind
-
-        leaves = _leaves(whole, kind, rank, world, sequence_parallel)
-        for leaf in leaves.values():
-            leaf.main_grad = torch.zeros_like(leaf, requires_grad=False)
-        for _ in range(2):
-            _forward(leaves, kind, group, fuse_wgrad_accumulation=True, **options).backward(dy)
-        for name, leaf in leaves.items():
-            assert _close(leaf.grad if name == "x" else leaf.main_grad, 2 * expected[name]), (kind, name)
-
-
-@SP
-def test_checkpointing_and_main_grad(ranks: Any, sequence_parallel: bool):
-    ranks(2, _wrapped_body, sequence_parallel)
-
-
-class _Module(torch.nn.Module):
-    """A gated MLP over parameters that are this rank's parts."""
-
-    def __init__(self, leaves: dict[str, torch.Tensor], group: Group, way: str) -> None:
-        super().__init__()
-        self.group, self.way = group, way
-        for name, leaf in leaves.items():
-            if name != "x":
-                setattr(self, name, torch.nn.Parameter(leaf.detach().clone()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        leaves = {"x": x, **dict(self.named_parameters())}
-        return _forward(leaves, "gated", self.group, sequence_parallel=True, overlap=self.way)
-
-
-def _fsdp_body(rank: int, world: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    group, whole, found = tp_group(mesh), _whole(), {}
-    for way in ("none", "chunked"):
-        module = _Module(_leaves(whole, "gated", group.rank, 2, True), group, way)
-        fully_shard(module, mesh=mesh["dp"])
-        x = (_leaves(whole, "gated", group.rank, 2, True)["x"].detach() + mesh.get_local_rank("dp")).requires_grad_()
-        module(x).sum().backward()
-        found[way] = {"x": x.grad} | {name: p.grad.to_local() for name, p in module.named_parameters()}
-    assert all(_close(found["chunked"][name], value) for name, value in found["none"].items())
-
-
-def test_under_fsdp(ranks: Any):
-    ranks(4, _fsdp_body)
-
-
-def _compiled_body(rank: int, world: int) -> None:
-    whole, group = _whole(), _group()
-    leaves = _leaves(whole, "layers", rank, world, True)
-    step = lambda leaves, **options: _forward(leaves, "layers", group, sequence_parallel=True, **options)
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    found = _grads(compiled(leaves, overlap="chunked"), _dy(whole, leaves, rank, True), leaves)
-    expected = _reference(whole, "layers", rank, world, True)
-    assert all(_close(value, expected[name]) for name, value in found.items())
-    with pytest.raises(Exception, match=r"strict=True under torch\.compile"):
-        compiled(leaves, overlap="chunked", strict=True)
-    torch._dynamo.reset()
-
-
-def test_torch_compile_gets_the_plain_composition(ranks: Any):
-    ranks(2, _compiled_body)
 
 
 # --- overlap ----------------------------------------------------------------------------------------------------------
@@ -639,11 +310,11 @@ def _spans(events: list[Any], kind: str, site: str) -> list[tuple[float, float]]
 
 def _order_body(rank: int, world: int, kind: str, sequence_parallel: bool) -> dict[str, Any]:
     """By site: the spans of pieces and of products, of one step."""
-    whole, group = _whole(), _group()
-    leaves = _leaves(whole, kind, rank, world, sequence_parallel)
+    whole, group = whole_operands(), world_group()
+    leaves = local_leaves(whole, kind, rank, world, sequence_parallel)
     with _recorded() as events:
-        y = _forward(leaves, kind, group, sequence_parallel=sequence_parallel, overlap="chunked")
-        y.backward(_dy(whole, leaves, rank, sequence_parallel))
+        y = run_forward(leaves, kind, group, sequence_parallel=sequence_parallel, overlap="chunked")
+        y.backward(local_dy(whole, leaves, rank, sequence_parallel))
     keys = {(what, site) for _, what, site, _ in events if what not in ("product", "gather_objects")}
     return {site: (what, _spans(events, what, site), _spans(events, "product", site)) for what, site in keys}
 
@@ -715,8 +386,8 @@ def _steady_products(seconds: float) -> Iterator[None]:
 
 def _delay_body(rank: int, world: int, sequence_parallel: bool) -> dict[str, float]:
     """By how much a slow wire lengthens a step, in units of its delay; the best of several tries."""
-    whole, group = _whole(), _group()
-    leaves = _leaves(whole, "layers", rank, world, sequence_parallel)
+    whole, group = whole_operands(), world_group()
+    leaves = local_leaves(whole, "layers", rank, world, sequence_parallel)
     w1, b1, w2, b2 = (leaves[name] for name in ("w1", "b1", "w2", "b2"))
 
     def timed(**options: Any) -> float:
@@ -755,14 +426,14 @@ def test_a_slow_wire_is_hidden(ranks: Any, sequence_parallel: bool):
 
 def _refused_body(rank: int, world: int) -> None:
     """Operands that do not fit are refused before anything is sent: the group goes on working."""
-    whole, group = _whole(), _group()
+    whole, group = whole_operands(), world_group()
     for kind in KINDS:
-        leaves = _leaves(whole, kind, rank, world, True)
+        leaves = local_leaves(whole, kind, rank, world, True)
         bad = leaves | {"x": leaves["x"][:, :-1]}
         with pytest.raises(ValueError, match="weight 0 has shape"):
-            _forward(bad, kind, group, sequence_parallel=True, overlap="chunked")
-        y = _forward(leaves, kind, group, sequence_parallel=True, overlap="chunked")
-        assert _close(y.detach(), _reference(whole, kind, rank, world, True)["y"])
+            run_forward(bad, kind, group, sequence_parallel=True, overlap="chunked")
+        y = run_forward(leaves, kind, group, sequence_parallel=True, overlap="chunked")
+        assert close(y.detach(), reference(whole, kind, rank, world, True)["y"])
 
 
 def test_operands_that_do_not_fit_leave_nothing_behind(ranks: Any):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import subprocess
@@ -36,16 +37,77 @@ def test_the_drop_in_example_gives_the_same_loss_over_two_processes(tmp_path):
     assert together == pytest.approx([alone, alone], abs=1e-4)  # the last digit that it prints
 
 
-def _losses(command: list[str], folder: Path) -> list[float]:
-    """What each process printed last as its loss."""
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+SLOW = """
+import os
+def stands_here():
+    while "stands_here" not in open(f"standing-{os.getpid()}").read():
+        pass
+stands_here()
+print("loss 1.5000", end="loss 1.5000")
+"""
+
+
+def test_a_program_that_does_not_end_is_told_with_where_it_stands(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    assert _losses([sys.executable, "slow.py"], tmp_path, stuck_s=0.1) == [1.5, 1.5]
+    stack = re.compile(r'^---- \S+ slow\.py\n(.|\n)*slow\.py", line [45] in stands_here$', re.MULTILINE)
+    assert stack.search(_standing(tmp_path))
+    waiting = [sys.executable, "-c", "import threading; threading.Event().wait()"]
+    with pytest.raises(pytest.fail.Exception, match="did not end within 1 s") as caught:
+        _losses(waiting, tmp_path, limit_s=1.0)
+    assert stack.search(str(caught.value))
+
+
+LIMIT_S = 240.0  # for a process to import torch and train five steps, on a machine that is busy with other things
+STUCK_S = 180.0  # a process that has not ended by then writes down where it stands
+GRACE_S = 40.0  # for torchrun to end its workers: it gives them 30
+# Python runs this in every process before anything else: torchrun's own and its workers' too.
+WATCH = """
+import faulthandler, os, sys
+_file = open(os.path.join({folder!r}, f"standing-{{os.getpid()}}"), "w")
+print("----", *sys.orig_argv, file=_file, flush=True)
+faulthandler.dump_traceback_later({seconds}, file=_file)
+"""
+
+
+def _losses(command: list[str], folder: Path, *, limit_s: float = LIMIT_S, stuck_s: float = STUCK_S) -> list[float]:
+    """What each process printed last as its loss. Fails with each one's stack where they do not come to an end."""
+    (folder / "sitecustomize.py").write_text(WATCH.format(folder=str(folder), seconds=stuck_s))
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
         try:
-            out, errors = process.communicate(timeout=120)
+            out, errors = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            errors = _ended(process)
+            pytest.fail(f"{command} did not end within {limit_s:.0f} s\n{_standing(folder)}\nits errors:\n{errors}")
         except BaseException:
-            process.terminate()  # not kill: torchrun ends its workers when it is asked to stop
+            process.terminate()
             raise
     assert process.returncode == 0, errors
-    return [float(loss) for loss in re.findall(r"^loss (\S+)$", out, re.MULTILINE)]
+    # torchrun's workers do not buffer: a text and its newline are two writes, and another's text may come between.
+    return [float(loss) for loss in re.findall(r"loss (\d+\.\d{4})", out)]
+
+
+def _ended(process: subprocess.Popen[str]) -> str:
+    """End ``process`` and what it started; what it wrote to its standard error."""
+    process.terminate()  # not kill: torchrun ends its workers when it is asked to stop
+    try:
+        return process.communicate(timeout=GRACE_S)[1]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return "(it did not stop when it was asked to, or somebody else holds its pipes)"
+
+
+def _standing(folder: Path) -> str:
+    """The stacks that ``WATCH`` had processes write. One of which only the command is there was not stuck in Python."""
+    return "\n".join(file.read_text() for file in sorted(folder.glob("standing-*")))
 
 
 def test_the_drop_in_example_is_short():
