@@ -6,9 +6,13 @@
               chunks and, where it can run, by the kernel, each timed in turn with plain; for the few tokens of
               decoding also product + all-reduce + norm, whose sum the kernel forms in the norm's launch
 
+A row stands for a bucket of shapes, so what beats plain on the listed shape is timed on the bucket's smallest and its
+largest shape as well, and counts by the worst of the three.
+
 Every path's result must agree with fp64 before it is timed, by the rule that all gates share. Figures are rank 0's. The
-file is written whole after every row, so the same command goes on where it was stopped. Ranks start here, or come from
-torchrun (over several machines: the profile's "network" link). ``SHARDFUSE_LINKS`` then names the file.
+file is written whole after every row, so the same command goes on where it was stopped; a second one for the same file
+is refused while the first runs. Ranks start here, or come from torchrun (over several machines: the profile's "network"
+link). ``SHARDFUSE_LINKS`` then names the file.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import json as jsonlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,21 +32,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..kernels.accuracy import Verdict, judge
-from ..kernels.linear import linear_act_choice, parts, shapes
-from ..kernels.norm import rms_norm
-from ..parallel import collectives, late_sum, link_model, links, overlap
+from ..kernels.linear import shapes
+from ..parallel import collectives, link_model, links, overlap
 from ..parallel import link_profile as profiles
 from ..parallel.link_profile import COLLECTIVES, OPS, Link, Profile, Row, bucket, dtype_name
 from ..parallel.mesh import Group, init_mesh, shutdown, tp_group
 from ..parallel.symmetric_sizes import DECODE_TOKENS
 from ..training.launch import Stopped, launch
 from . import provenance
+from .calibrate_rig import SITE, Rig, Shares, ends_of
+from .one_writer import only_writer
 from .report import DRY_NOTE, console, write_json
 from .timing import Timing, compare_fixed, copy_bandwidth
 
 GATHER, SCATTER, REDUCE, NORM = OPS
-SITE = "calibrate"
 SECONDS, SHORT_SECONDS = 1.5, 0.5  # of timing for two paths in turn
 MIN_ROUNDS, MAX_ROUNDS = 20, 500
 SIZES = tuple(1 << power for power in (14, 17, 20, 23, 25))  # bytes of a collective
@@ -54,6 +58,8 @@ SOURCES = (
     *(f"parallel/{name}.py" for name in ("collectives", "overlap", "overlap_kernel", "late_sum", "symmetric_channel")),
     *(f"kernels/{name}" for name in ("linear", "comm", "norm", "signals.py", "signals_triton.py", "device.py")),
     "bench/calibrate.py",
+    "bench/calibrate_rig.py",
+    *provenance.TUNED,
 )
 
 
@@ -127,6 +133,14 @@ def run(options: Options) -> Outcome:
         shutdown()
 
 
+class _WrongResult(Exception):
+    """Comparisons that failed, a line each, on some rank."""
+
+    def __init__(self, lines: tuple[str, ...]) -> None:
+        super().__init__(*lines)
+        self.lines = lines
+
+
 class Run:
     """A calibration in progress; all ranks go through it alike, and rank 0 writes and speaks."""
 
@@ -139,26 +153,33 @@ class Run:
         name, arch = profiles.device_names(self.device)
         self.out = options.out or Path(f"shardfuse-links-{arch}.json")
         self.people: Console = console(stderr=True)
-        fresh = Profile(name, arch, measured=True, dry=options.dry, origin=self._origin(), sources=(_SOURCE,))
-        self.profile = self._from_first(lambda: self._earlier(fresh))
+        self.profile = Profile(name, arch, measured=True, dry=options.dry, origin=self._origin(), sources=(_SOURCE,))
 
     def run(self) -> Outcome:
+        with ExitStack() as held:
+            self.profile = self._from_first(lambda: self._earlier(held))
+            red: tuple[str, ...] = ()
+            try:
+                self._measure()
+            except _WrongResult as wrong:
+                red = wrong.lines
+            return Outcome(str(self.out), self.profile.record(), red)
+
+    def _measure(self) -> None:
+        """Whatever the profile lacks."""
         if self.link not in self.profile.links:
             self._say(f"links: {len(self._sizes())} sizes of each collective")
             self._keep(links=dict(self.profile.links) | {self.link: self._links()})
         if dtype_name(self.dtype) not in self.profile.gemm_flops:
             self._say("products, copies, and both at once")
             self._keep(**self._rates())
+        if self.link == "node" and self.profile.copy_bytes_per_s is None:  # also where the rates are a network run's
+            self._keep(copy_bytes_per_s=self._peer_copy())
         left = [call for call in self._calls() if self._key(call) not in self.profile.table]
         for index, call in enumerate(left):
             where = bucket(call.T, call.K, call.N)
             self._say(f"{index + 1} of {len(left)}  {call.op} {where} {dtype_name(call.dtype)}")
-            rig = Rig.of(call, self.group, self.device)
-            red = self._red(rig)
-            if red:
-                return Outcome(str(self.out), self.profile.record(), red)
-            self._keep(rows=(*self.profile.rows, self._row(rig)))
-        return Outcome(str(self.out), self.profile.record())
+            self._keep(rows=(*self.profile.rows, self._row(call)))
 
     # --- the file -----------------------------------------------------------------------------------------------------
 
@@ -167,8 +188,12 @@ class Run:
         names = ("date", "torch", "triton", "shardfuse", "python", "cuda", "device", "cpu", "cpus", "threads")
         return {name: said[name] for name in names} | {"ranks": self.group.size, "source_hash": source_hash()}
 
-    def _earlier(self, fresh: Profile) -> Profile:
-        """What the file holds already, if that can be gone on with; ``fresh`` if there is none yet."""
+    def _earlier(self, held_open: ExitStack) -> Profile:
+        """What the file holds already, if that can be gone on with; else the empty profile. Nobody else writes to the
+        file until ``held_open`` closes.
+        """
+        held_open.enter_context(only_writer(self.out))
+        fresh = self.profile
         if not self.out.is_file() or not self.out.read_text().strip():
             return fresh
         held = profiles.read(self.out)
@@ -240,8 +265,6 @@ class Run:
         }
         if not dry:
             found["memory_bytes_per_s"] = copy_bandwidth(self.device, size=1 << (30 if on_gpu else 26))
-        if on_gpu and self.link == "node":
-            found["copy_bytes_per_s"] = self._peer_copy()
         return found
 
     def _piece_seconds(self) -> float:
@@ -267,9 +290,10 @@ class Run:
         return max(0.0, min(1.0, (collective_s + count * product_s - together_s) / collective_s))
 
     def _peer_copy(self) -> float | None:
-        """Bytes per second of a copy to another GPU; None where this process sees only its own."""
-        others = [index for index in range(torch.cuda.device_count()) if index != self.device.index]
-        if not others:
+        """Bytes per second of a copy to another GPU; None on a CPU, and where some rank sees no GPU but its own."""
+        count = torch.cuda.device_count() if self.device.type == "cuda" else 0
+        others = [index for index in range(count) if index != self.device.index]
+        if not all(collectives.gather_objects(bool(others), self.group, site=SITE)):
             return None
         source = torch.empty(self._sizes()[-1], dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source, device=torch.device("cuda", others[0]))
@@ -295,31 +319,41 @@ class Run:
             paths.append(links.Path("kernel"))
         return paths
 
-    def _red(self, rig: Rig) -> tuple[str, ...]:
-        """The comparisons that fail on any rank."""
-        verdicts = [str(verdict) for path in self._paths(rig.call) for verdict in rig.verdicts(path) if not verdict.ok]
+    def _checked(self, call: link_model.Call, paths: Sequence[links.Path]) -> Rig:
+        """A rig on which ``paths`` may be timed. Raises _WrongResult on every rank where a result is wrong on one."""
+        rig = Rig.of(call, self.group, self.device)
+        verdicts = [str(verdict) for path in paths for verdict in rig.verdicts(path) if not verdict.ok]
         everyone = collectives.gather_objects(verdicts, self.group, site=SITE)
-        return tuple(f"rank {rank}: {line}" for rank, lines in enumerate(everyone) for line in lines)
+        red = tuple(f"rank {rank}: {line}" for rank, lines in enumerate(everyone) for line in lines)
+        if red:
+            raise _WrongResult(red)
+        return rig
 
-    def _row(self, rig: Rig) -> Row:
-        """Each path timed in turn with plain; all in terms of the first of plain's times.
+    def _row(self, call: link_model.Call) -> Row:
+        """Each path timed in turn with plain on ``call``; all in terms of the first of plain's times.
 
         The fastest is timed twice and counts by the slower of its two times: the best of several that are alike
-        would otherwise be the luckiest.
+        would otherwise be the luckiest. Whatever then beats plain has to do so at both ends of the bucket.
         """
-        paths = self._paths(rig.call)
-        plain_s, noise = 0.0, 0.0
-        shares: dict[links.Path, float] = {}
+        shares, paths = Shares(), self._paths(call)
+        rig = self._checked(call, paths)
+        self._time(rig, paths, shares)
+        self._time(rig, self._first([shares.fastest()]), shares)
+        winners = self._first(shares.winners())
+        for end in ends_of(call):
+            possible = link_model.pieces_of(end)
+            these = [path for path in winners if path.kind == "kernel" or path.pieces in possible]
+            if these:
+                self._time(self._checked(end, these), these, shares)
+        return shares.row(self._key(call))
+
+    def _first(self, paths: list[links.Path]) -> list[links.Path]:
+        """Rank 0's: another rank may see other paths in front."""
+        return collectives.gather_objects(paths, self.group, site=SITE)[0]
+
+    def _time(self, rig: Rig, paths: Sequence[links.Path], shares: Shares) -> None:
         for path in paths:
-            share, plain, spread = self._share(rig, path)
-            shares[path], noise, plain_s = share, max(noise, spread), plain_s or plain
-        # Another rank may see another one in front.
-        best = collectives.gather_objects(paths.index(min(shares, key=shares.__getitem__)), self.group, site=SITE)[0]
-        again, _, spread = self._share(rig, paths[best])
-        shares[paths[best]], noise = max(again, shares[paths[best]]), max(noise, spread)
-        chunked = {path.pieces: share * plain_s for path, share in shares.items() if path.kind == "chunked"}
-        kernel = next((share * plain_s for path, share in shares.items() if path.kind == "kernel"), None)
-        return Row(*self._key(rig.call), plain_s, chunked, kernel, noise)
+            shares.add(path, *self._share(rig, path))
 
     def _share(self, rig: Rig, path: links.Path) -> tuple[float, float, float]:
         """A path's share of plain's time, that time in seconds, and how far each was from itself."""
@@ -347,65 +381,6 @@ class Run:
         call()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-
-
-@dataclass(frozen=True)
-class Rig:
-    """One operation with its operands: x [T, K], but a gather's [T/R, K], this rank's rows; the weight is [N, K].
-
-    ``stream`` [T, N], the same on every rank, is for the norm's residual; row 0 serves as its weight, too.
-    """
-
-    call: link_model.Call
-    group: Group
-    x: torch.Tensor
-    weight: torch.Tensor
-    stream: torch.Tensor
-
-    @classmethod
-    def of(cls, call: link_model.Call, group: Group, device: torch.device) -> Rig:
-        generator = torch.Generator().manual_seed(group.rank)
-        rows = call.T // call.R if call.op == GATHER else call.T
-        x, weight = (torch.randn(n, call.K, generator=generator) for n in (rows, call.N))
-        stream = torch.randn(call.T, call.N, generator=generator.manual_seed(0)) if call.op == NORM else torch.empty(0)
-        operands = (x, weight * call.K**-0.5, stream)
-        return cls(call, group, *[t.to(device, call.dtype) for t in operands])
-
-    def result(self, path: links.Path) -> torch.Tensor:
-        """The operation by one path: [T, N], or a reduce-scatter's [T/R, N]."""
-        if self.call.op == GATHER:
-            (y,), _ = overlap.gather(self.x, self.group, self._multiply, path, site=SITE)
-            return y
-        if self.call.op == NORM:
-            return self._normed(path)
-        start = overlap.start_scatter if self.call.op == SCATTER else overlap.start_reduce
-        return start(self.call.T, self.group, self._addend, path, like=self.x, width=self.call.N, site=SITE)()
-
-    def _normed(self, path: links.Path) -> torch.Tensor:
-        if path.kind == "kernel":
-            addend = late_sum.Addend(self._addend(overlap.ALL, None), None, self.group, SITE)
-            y, _ = late_sum.all_reduce_norm(
-                addend, self.stream, self.stream[0], eps=1e-6, weight_offset=0.0, impl="triton"
-            )
-            return y
-        y = overlap.reduce(self.call.T, self.group, self._addend, path, site=SITE)
-        return rms_norm(y, self.stream[0], residual=self.stream)[0]
-
-    def _multiply(self, rows: torch.Tensor, part: slice, remote: Any) -> tuple[torch.Tensor, ...]:
-        choice = linear_act_choice(rows.dtype, rows.device)
-        extra = {} if remote is None else {"remote": remote}
-        return tuple(parts.forward(rows, [self.weight], [None], "identity", choice, save=False, **extra)[0])
-
-    def _addend(self, part: slice, remote: Any) -> Any:
-        rows = overlap.cut(self.x, part)
-        return self._multiply(rows, part, None)[0] if remote is None else parts.send_forward(rows, self.weight, remote)
-
-    def verdicts(self, path: links.Path) -> Iterator[Verdict]:
-        """The path against plain in fp64, allowed twice the error of plain in its own precision."""
-        doubled = {name: getattr(self, name).double() for name in ("x", "weight", "stream")}
-        exact = replace(self, **doubled).result(overlap.PLAIN)
-        name = f"{self.call.op} {path.kind} in {path.pieces}"
-        yield judge(name, self.result(path), self.result(overlap.PLAIN), exact)
 
 
 _SOURCE = "measured by shardfuse bench calibrate"
@@ -459,7 +434,7 @@ def source_hash() -> str:
     for name in SOURCES:
         floor, _, rest = name.partition("/")
         path = provenance.package_folder(floor) / rest
-        for file in sorted(path.glob("*.py")) if path.is_dir() else [path]:
+        for file in sorted((*path.glob("*.py"), *path.glob("*.json"))) if path.is_dir() else [path]:
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
 

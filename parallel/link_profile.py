@@ -14,7 +14,7 @@ so in every reason that it gives. A profile, in JSON (seconds, bytes, FLOP/s)::
                "plain_s": 4e-4, "chunked_s": {"1": 3.7e-4, "2": 3.9e-4}, "kernel_s": 3.3e-4, "noise": 0.01}]}
 
 ``links`` has "node" for ranks of one machine and "network" for ranks of several; :mod:`link_model` says what the
-figures mean. ``rows`` are measurements of whole operations; ``kernel_s`` may be missing.
+figures mean. ``rows`` are measurements of whole operations, each of a bucket of shapes; ``kernel_s`` may be missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -56,7 +56,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Row:
-    """One operation measured on one shape, which stands for its bucket: seconds of each path."""
+    """One operation measured on shapes that stand for their bucket: seconds of each path.
+
+    ``plain_s`` is plain's time on the first shape. What another path took is told as that times its share of plain's on
+    the same shape, of several shapes the worst.
+    """
 
     op: str
     dtype: str
@@ -132,6 +136,20 @@ def bucket(tokens: int, features_in: int, features_out: int) -> str:
 
 def _nearest(size: int) -> int:
     return 0 if size < 1 else 1 << round(math.log2(size))
+
+
+class Ends(NamedTuple):
+    """The sizes that a bucket takes together: from ``low`` to ``high``, under the name of ``middle``."""
+
+    low: int
+    middle: int
+    high: int
+
+
+def bucket_ends(size: int) -> Ends:
+    """The bucket of one ``size`` from 1 on."""
+    middle = _nearest(size)
+    return Ends(math.ceil(middle * 0.5**0.5), middle, math.floor(middle * 2**0.5))
 
 
 def device_names(device: torch.device) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -14,13 +15,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
-from shardfuse.bench import calibrate
+from shardfuse.bench import calibrate, one_writer
 from shardfuse.bench.calibrate import Options
+from shardfuse.bench.calibrate_rig import ends_of
+from shardfuse.bench.one_writer import only_writer
 from shardfuse.bench.timing import Timing
 from shardfuse.kernels.accuracy import Verdict
+from shardfuse.kernels.dispatch import Choice
+from shardfuse.kernels.linear import parts
 from shardfuse.parallel import link_profile, links
-from shardfuse.parallel.link_model import GATHER, NORM, REDUCE, SCATTER
+from shardfuse.parallel.link_model import GATHER, NORM, REDUCE, SCATTER, Call
 from shardfuse.parallel.mesh import tp_group
 
 DRY = Options(dry=True, device="cpu")
@@ -76,11 +83,11 @@ def _stopped(rank: int, world: int, out: str) -> tuple[int, int, list[str]]:
     def stop_at_second(run: calibrate.Run) -> None:
         row = run._row
 
-        def stopping(rig: calibrate.Rig) -> Any:
+        def stopping(call: Call) -> Any:
             if timed:
                 raise KeyboardInterrupt
-            timed.append(rig.call.op)
-            return row(rig)
+            timed.append(call.op)
+            return row(call)
 
         run._row = stopping  # type: ignore[method-assign]
 
@@ -91,7 +98,7 @@ def _stopped(rank: int, world: int, out: str) -> tuple[int, int, list[str]]:
 
     def note(run: calibrate.Run) -> None:
         row = run._row
-        run._row = lambda rig: timed.append(rig.call.op) or row(rig)  # type: ignore[method-assign, func-returns-value]
+        run._row = lambda call: timed.append(call.op) or row(call)  # type: ignore[method-assign, func-returns-value]
         run._links = lambda: pytest.fail("measured again")  # type: ignore[method-assign]
         run._rates = lambda: pytest.fail("measured again")  # type: ignore[method-assign]
 
@@ -157,27 +164,164 @@ def test_a_wrong_result_is_not_timed(ranks: Any, tmp_path: Path):
         assert rows == 0
 
 
-def _lucky(rank: int, world: int, out: str) -> list[float]:
-    """Chunked shares of plain's time where the fastest path was only lucky the first time."""
-    seen: list[links.Path] = []
+# Shares of plain's time by path: on the listed shape (each time that it is timed there), at the low end of its bucket
+# and at the high end. At the low end a rank's 3 rows do not make 4 pieces.
+ONE, TWO, FOUR = (links.Path("chunked", pieces) for pieces in (1, 2, 4))
+KERNEL = links.Path("kernel")
+SHARES: dict[links.Path, tuple[list[float], ...]] = {
+    ONE: ([0.6, 0.65], [0.7], [0.68]),
+    TWO: ([0.7], [0.75], [1.1]),
+    FOUR: ([0.8], [], [0.9]),
+    KERNEL: ([0.98], [], []),
+}
+LISTED, LOW, HIGH = (8, 16, 32), (6, 12, 23), (10, 22, 45)
+
+
+def _worst(rank: int, world: int, out: str) -> tuple[list[float], float, list[Any]]:
+    """The shares and the noise that are written, and what was timed; rank 1 sees other shares."""
+    left = {
+        (shape, path): list(shares) for path, of in SHARES.items() for shape, shares in zip((LISTED, LOW, HIGH), of)
+    }
+    timed: list[Any] = []
 
     def share(rig: calibrate.Rig, path: links.Path) -> tuple[float, float, float]:
-        again = path in seen
-        seen.append(path)
-        return (1.2 if again else 0.5 + 0.1 * path.pieces), 1e-3, 0.0
+        shape = (rig.call.T, rig.call.K, rig.call.N)
+        timed.append((shape, path))
+        found = left[shape, path].pop(0)
+        return (found if rank == 0 else 1.0 / found), 1e-3 * len(timed), 0.01 * len(timed)
 
     def fix(run: calibrate.Run) -> None:
         run._share = share  # type: ignore[method-assign]
-        run._calls = lambda calls=run._calls: calls()[:1]  # type: ignore[method-assign, misc]
+        run._paths = lambda call: list(SHARES)  # type: ignore[method-assign]
+        run._checked = lambda call, paths: calibrate.Rig.of(call, run.group, run.device)  # type: ignore[method-assign]
+        run._calls = lambda: [Call(GATHER, *LISTED, run.dtype, world)]  # type: ignore[method-assign]
 
     (row,) = link_profile.parse(_run(out, fix).profile, out).rows
-    return [row.chunked_s[pieces] / row.plain_s for pieces in (1, 2, 4)]
+    assert row.plain_s == 1e-3  # on the first shape
+    assert row.kernel_s is not None
+    return [seconds / row.plain_s for seconds in (*row.chunked_s.values(), row.kernel_s)], row.noise, timed
 
 
 @pytest.mark.ranks
-def test_the_fastest_path_is_timed_twice(ranks: Any, tmp_path: Path):
-    for shares in ranks(2, _lucky, str(tmp_path / "links.json")):
-        assert shares == pytest.approx([1.2, 0.7, 0.9])
+def test_a_path_counts_by_its_worst_share_in_the_bucket(ranks: Any, tmp_path: Path):
+    for shares, noise, timed in ranks(2, _worst, str(tmp_path / "links.json")):
+        assert shares == pytest.approx([0.7, 1.1, 0.9, 0.98])
+        assert noise == pytest.approx(0.01 * len(timed))
+        # All on the listed shape, the fastest twice; at the ends what beat plain by more than the margin.
+        assert timed[:5] == [(LISTED, path) for path in (ONE, TWO, FOUR, KERNEL, ONE)]
+        assert timed[5:] == [*[(LOW, path) for path in (ONE, TWO)], *[(HIGH, path) for path in (ONE, TWO, FOUR)]]
+
+
+@given(st.integers(1, 1 << 20))
+def test_a_bucket_is_what_lies_between_its_ends(size: int):
+    low, middle, high = link_profile.bucket_ends(size)
+    names = [link_profile.bucket(tokens, 1, 1) for tokens in (low, size, middle, high)]
+    assert len(set(names)) == 1
+    assert link_profile.bucket(low - 1, 1, 1) not in names
+    assert link_profile.bucket(high + 1, 1, 1) not in names
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+@pytest.mark.parametrize("ranks_", [2, 3, 8])
+def test_the_ends_of_a_bucket_are_shapes_of_it(device_type: str, ranks_: int):
+    for op, *sizes in calibrate.shapes_of(Options(), device_type, ranks_):
+        call = Call(op, *sizes, torch.bfloat16, ranks_)
+        ends = ends_of(call)
+        assert call not in ends
+        assert {link_profile.bucket(*end[1:4]) for end in ends} <= {link_profile.bucket(*sizes)}
+        assert op == NORM or all(end.T % ranks_ == 0 for end in ends)
+        for side in range(1, 4) if len(ends) == 2 else ():
+            low, _, high = link_profile.bucket_ends(call[side])
+            step = 1 if op == NORM and side == 1 else ranks_ if side == 1 else max(1, high // 32)
+            assert ends[0][side] - step < low <= ends[0][side]
+            assert ends[1][side] <= high < ends[1][side] + step
+
+
+def _from_network(rank: int, world: int, out: str) -> tuple[list[str], float | None, float | None]:
+    """A run over several machines, and then one on this node, into one file: links, and the copy rate after each."""
+
+    def between(run: calibrate.Run) -> None:
+        run.link = "network"
+
+    def on_node(run: calibrate.Run) -> None:
+        run._peer_copy = lambda: 5e9 + rank  # type: ignore[method-assign]
+        run._rates = lambda: pytest.fail("measured again")  # type: ignore[method-assign]
+
+    before = _run(out, between).profile
+    after = _run(out, on_node).profile
+    assert {row["link"] for row in after["rows"]} == {"node", "network"}
+    return sorted(after["links"]), before.get("copy_bytes_per_s"), after.get("copy_bytes_per_s")
+
+
+@pytest.mark.ranks
+def test_a_node_adds_its_copy_rate_to_what_a_network_measured(ranks: Any, tmp_path: Path):
+    for found in ranks(2, _from_network, str(tmp_path / "links.json")):
+        assert found == (["network", "node"], None, 5e9)
+
+
+@pytest.mark.parametrize("wins", [None, "stock took 1 us"])
+@pytest.mark.parametrize("op", [GATHER, REDUCE])
+def test_plain_runs_what_a_layer_would_run(op: str, wins: str | None, monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU: the kernel, but stock torch where a table says that it is faster for the rows that a rank has."""
+    asked, ran = [], []
+
+    def measured(x: torch.Tensor, *_: Any) -> str | None:
+        asked.append(tuple(x.shape))
+        return wins
+
+    def forward(x: torch.Tensor, weights: Any, biases: Any, activation: str, choice: Choice, **_: Any) -> Any:
+        ran.append(choice.impl)
+        return [x @ weights[0].t()], []
+
+    choice = lambda *_, stock_wins=None, **__: Choice("reference" if stock_wins else "triton", "")
+    for name, value in {"measured": measured, "forward": forward, "linear_act_choice": choice}.items():
+        monkeypatch.setattr(parts, name, value)
+    rig = calibrate.Rig.of(Call(op, 8, 16, 32, torch.float32, 2), tp_group(None), torch.device("cpu"))
+    rig.result(links.Path())
+    assert asked == [(4 if op == GATHER else 8, 16)]
+    assert ran == ["reference" if wins else "triton"]
+
+
+# --- one writer -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+def test_a_second_run_for_one_file_is_refused_while_the_first_goes_on(ranks: Any, tmp_path: Path):
+    path = tmp_path / "links.json"
+    with only_writer(path):
+        for message in ranks(2, _foreign, str(path)):
+            assert f"{path} is being written by another run" in message
+    assert os.listdir(tmp_path) == []
+    (tmp_path / ".links.json.lock").touch()  # of a run that was killed
+    with only_writer(path):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_lock_on_a_file_that_was_removed_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The holder removes its lock file between our opening and our locking of it."""
+    path, flock, locked = tmp_path / "links.json", one_writer.fcntl.flock, []
+
+    def removed_first(fd: int, how: int) -> None:
+        if not locked:
+            (tmp_path / ".links.json.lock").unlink()
+        locked.append(fd)
+        flock(fd, how)
+
+    monkeypatch.setattr(one_writer.fcntl, "flock", removed_first)
+    with only_writer(path), pytest.raises(ValueError, match=r"links\.json is being written"), only_writer(path):
+        pass
+    assert len(locked) == 3
+
+
+def test_a_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(one_writer.fcntl, "flock", refuse)
+    told = r"links.json.lock cannot be locked \(No locks available\): choose a file"
+    with pytest.raises(ValueError, match=told), only_writer(tmp_path / "links.json"):
+        pass
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -241,7 +385,7 @@ def test_times_are_compared_with_a_sync_and_rounds_that_ranks_share(monkeypatch:
 
 
 def test_a_verdict_compares_with_plain_in_fp64():
-    call = calibrate.link_model.Call(REDUCE, 4, 8, 8, torch.float32, 1)
+    call = Call(REDUCE, 4, 8, 8, torch.float32, 1)
     rig = calibrate.Rig.of(call, tp_group(None), torch.device("cpu"))
     (verdict,) = rig.verdicts(links.Path())
     assert isinstance(verdict, Verdict)

@@ -1,0 +1,133 @@
+"""What ``calibrate`` times: an operation on operands of a shape, the shapes at a bucket's ends, and what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..kernels.accuracy import Verdict, judge
+from ..kernels.dispatch import Choice
+from ..kernels.linear import parts
+from ..kernels.norm import rms_norm
+from ..parallel import late_sum, links, overlap
+from ..parallel.link_model import GATHER, NORM, SCATTER, Call
+from ..parallel.link_profile import Row, bucket_ends
+from ..parallel.mesh import Group
+
+SITE = "calibrate"
+STEPS = 32  # of which the features at a bucket's ends are multiples, for each power of two
+
+
+@dataclass(frozen=True)
+class Rig:
+    """One operation with its operands: x [T, K], but a gather's [T/R, K], this rank's rows; the weight is [N, K].
+
+    ``stream`` [T, N], the same on every rank, is for the norm's residual; row 0 serves as its weight, too.
+    """
+
+    call: Call
+    group: Group
+    x: torch.Tensor
+    weight: torch.Tensor
+    stream: torch.Tensor
+
+    @classmethod
+    def of(cls, call: Call, group: Group, device: torch.device) -> Rig:
+        generator = torch.Generator().manual_seed(group.rank)
+        rows = call.T // call.R if call.op == GATHER else call.T
+        x, weight = (torch.randn(n, call.K, generator=generator) for n in (rows, call.N))
+        stream = torch.randn(call.T, call.N, generator=generator.manual_seed(0)) if call.op == NORM else torch.empty(0)
+        operands = (x, weight * call.K**-0.5, stream)
+        return cls(call, group, *[t.to(device, call.dtype) for t in operands])
+
+    def result(self, path: links.Path) -> torch.Tensor:
+        """The operation by one path: [T, N], or a reduce-scatter's [T/R, N].
+
+        The product outside of the kernel path is the one that a layer would run, stock torch where a table of
+        measurements says that it is faster: asked as layers ask, once, with the rows that this rank has.
+        """
+        _, choice = parts.prepare(self.x, [self.weight], [None], "identity", "auto")
+        if self.call.op == GATHER:
+            (y,), _ = overlap.gather(self.x, self.group, partial(self._multiply, choice), path, site=SITE)
+            return y
+        addend = partial(self._addend, choice)
+        if self.call.op == NORM:
+            return self._normed(addend, path)
+        start = overlap.start_scatter if self.call.op == SCATTER else overlap.start_reduce
+        return start(self.call.T, self.group, addend, path, like=self.x, width=self.call.N, site=SITE)()
+
+    def _normed(self, addend: overlap.ComputeAddend, path: links.Path) -> torch.Tensor:
+        if path.kind == "kernel":
+            unsummed = late_sum.Addend(addend(overlap.ALL, None), None, self.group, SITE)
+            y, _ = late_sum.all_reduce_norm(
+                unsummed, self.stream, self.stream[0], eps=1e-6, weight_offset=0.0, impl="triton"
+            )
+            return y
+        y = overlap.reduce(self.call.T, self.group, addend, path, site=SITE)
+        return rms_norm(y, self.stream[0], residual=self.stream)[0]
+
+    def _multiply(self, choice: Choice, rows: torch.Tensor, part: slice, remote: Any) -> tuple[torch.Tensor, ...]:
+        extra = {} if remote is None else {"remote": remote}
+        return tuple(parts.forward(rows, [self.weight], [None], "identity", choice, save=False, **extra)[0])
+
+    def _addend(self, choice: Choice, part: slice, remote: Any) -> Any:
+        if remote is not None:
+            return parts.send_forward(self.x, self.weight, remote)
+        return self._multiply(choice, overlap.cut(self.x, part), part, None)[0]
+
+    def verdicts(self, path: links.Path) -> Iterator[Verdict]:
+        """The path against plain in fp64, allowed twice the error of plain in its own precision."""
+        doubled = {name: getattr(self, name).double() for name in ("x", "weight", "stream")}
+        exact = replace(self, **doubled).result(overlap.PLAIN)
+        name = f"{self.call.op} {path.kind} in {path.pieces}"
+        yield judge(name, self.result(path), self.result(overlap.PLAIN), exact)
+
+
+def ends_of(call: Call) -> list[Call]:
+    """The smallest and the largest shape of the call's bucket: all three sizes at their lower ends, and at their upper.
+
+    What another path gains over plain depends on how long collective and product take beside each other, for which N
+    (of a gather) and K (of a sum) decide, and on the calls' fixed costs beside both: of either these shapes are the
+    extremes. Tokens are a multiple of the ranks but for a norm's sum, features one of their power of two's 32nd part.
+    """
+    each = 1 if call.op == NORM else call.R
+    features = [_ends(size, max(1, bucket_ends(size).middle // STEPS)) for size in (call.K, call.N)]
+    shapes = zip(_ends(call.T, each), *features)
+    return [end for T, K, N in shapes if (end := call._replace(T=T, K=K, N=N)) != call]
+
+
+def _ends(size: int, step: int) -> tuple[int, int]:
+    """The first and the last multiple of ``step`` in the bucket of ``size``."""
+    low, _, high = bucket_ends(size)
+    return -(-low // step) * step, high // step * step
+
+
+@dataclass
+class Shares:
+    """What was timed so far of one bucket: plain's time on the first shape, each path's worst share of plain's."""
+
+    plain_s: float = 0.0
+    noise: float = 0.0  # the largest
+    worst: dict[links.Path, float] = field(default_factory=dict)
+
+    def add(self, path: links.Path, share: float, plain_s: float, noise: float) -> None:
+        self.plain_s = self.plain_s or plain_s
+        self.noise = max(self.noise, noise)
+        self.worst[path] = max(self.worst.get(path, 0.0), share)
+
+    def fastest(self) -> links.Path:
+        return min(self.worst, key=self.worst.__getitem__)
+
+    def winners(self) -> list[links.Path]:
+        """What plain may yet lose to: nothing else can be chosen, whatever it does on other shapes."""
+        return [path for path, share in self.worst.items() if share < 1 - links.MARGIN]
+
+    def row(self, key: tuple[str, str, int, str, str]) -> Row:
+        seconds = {path: share * self.plain_s for path, share in self.worst.items()}
+        chunked = {path.pieces: of for path, of in seconds.items() if path.kind == "chunked"}
+        kernel = next((of for path, of in seconds.items() if path.kind == "kernel"), None)
+        return Row(*key, self.plain_s, chunked, kernel, self.noise)
