@@ -1,0 +1,254 @@
+"""Our layers in a plain model, by torch's own ``parallelize_module``.
+
+    plan = {
+        "layers.*.mlp": FusedMLP(gate="w1", up="w3", down="w2", activation="silu"),
+        "layers.*.attention.wq": ColumnParallel(),
+        "layers.*.attention.wo": RowParallel(),
+        "tok_embeddings": VocabParallel(),
+    }
+    parallelize_module(model, mesh["tp"], plan)
+
+A style changes a module in place, as torch's styles do: afterwards it is one of ours, with the parameters that it had,
+under the names that they had, split over the mesh. As with torch's styles, rank 0's values are what every rank gets a
+part of (``src_data_rank``), and layers between a column and a row style see this rank's features only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from ..kernels.accuracy import judge
+from ..kernels.linear import ACTIVATIONS, apply_activation
+from ..parallel.mesh import tp_group
+from ..parallel.sharding import make_parameter
+from .embedding import VocabParallelEmbedding
+from .linear import ColumnParallelLinear, RowParallelLinear
+from .mlp import ParallelMLP
+from .module import ShardedModule
+from .norm import LayerNorm, RMSNorm
+
+__all__ = ["ColumnParallel", "FusedMLP", "RowParallel", "SequenceParallelNorm", "VocabParallel"]
+
+
+class _Style(ParallelStyle):
+    """Remembers the options of the layer that a module becomes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{type(self).__name__}({said})"
+
+    def _place(self, mesh: DeviceMesh, like: torch.Tensor) -> dict[str, Any]:
+        return {"mesh": mesh, "dtype": like.dtype, "device": "meta", **self.options}
+
+
+class ColumnParallel(_Style):
+    """Makes an ``nn.Linear`` a :class:`ColumnParallelLinear`; ``options`` are its, activation included.
+
+    x is whole on every rank (with ``sequence_parallel`` this rank's tokens [T/R, D]), y this rank's features.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        linear = _expect(module, (nn.Linear,), self)
+        place = self._place(device_mesh, linear.weight)
+        ours = ColumnParallelLinear(linear.in_features, linear.out_features, linear.bias is not None, **place)
+        return _become(linear, ours, device_mesh, self.src_data_rank)
+
+
+class RowParallel(_Style):
+    """Makes an ``nn.Linear`` a :class:`RowParallelLinear`; ``options`` are its.
+
+    x holds this rank's features, y is whole on every rank (with ``sequence_parallel`` this rank's tokens).
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        linear = _expect(module, (nn.Linear,), self)
+        place = self._place(device_mesh, linear.weight)
+        ours = RowParallelLinear(linear.in_features, linear.out_features, linear.bias is not None, **place)
+        return _become(linear, ours, device_mesh, self.src_data_rank)
+
+
+class VocabParallel(_Style):
+    """Makes an ``nn.Embedding`` a :class:`VocabParallelEmbedding`; ``options`` are its."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        table = _expect(module, (nn.Embedding,), self)
+        odd = [name for name in ("padding_idx", "max_norm") if getattr(table, name) is not None]
+        odd += [name for name in ("scale_grad_by_freq", "sparse") if getattr(table, name)]
+        if odd:
+            raise ValueError(
+                f"{self}: the embedding has {', '.join(odd)}, which a split one does not know: leave it out"
+            )
+        place = self._place(device_mesh, table.weight)
+        ours = VocabParallelEmbedding(table.num_embeddings, table.embedding_dim, **place)
+        return _become(table, ours, device_mesh, self.src_data_rank)
+
+
+class SequenceParallelNorm(_Style):
+    """Makes an ``nn.LayerNorm`` or ``nn.RMSNorm`` over the last dimension ours, for this rank's tokens [T/R, D].
+
+    Its parameters' gradients are summed over the ranks. ``options`` are those of :class:`LayerNorm`.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        norm = _expect(module, (nn.LayerNorm, nn.RMSNorm), self)
+        if len(norm.normalized_shape) != 1 or norm.weight is None:
+            raise ValueError(f"{self}: expected a norm over the last dimension with a weight, not {norm}")
+        options: dict[str, Any] = {"sequence_parallel": True, **self._place(device_mesh, norm.weight)}
+        (width,) = norm.normalized_shape
+        if isinstance(norm, nn.LayerNorm):
+            ours: ShardedModule = LayerNorm(width, norm.eps, norm.bias is not None, **options)
+        else:
+            eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps  # as torch does
+            ours = RMSNorm(width, eps, **options)
+        return _become(norm, ours, device_mesh, self.src_data_rank)
+
+
+class FusedMLP(_Style):
+    """Makes a feed-forward module a :class:`ParallelMLP`: ``down(activation(up(x)))``, or with ``gate``
+    ``down(activation(gate(x)) * up(x))``.
+
+    ``gate``, ``up`` and ``down`` are the names of its ``nn.Linear`` children, which they keep. ``options`` are
+    ParallelMLP's. Before anything changes, the module's result for a few random tokens is compared with what
+    it is about to become; it raises ValueError where they differ (another activation, gate and up exchanged, dropout).
+    ``check=False`` leaves that out, for a module whose forward has side effects; parameters on the meta device are not
+    checked.
+    """
+
+    def __init__(
+        self, *, up: str, down: str, activation: str, gate: str | None = None, check: bool = True, **options: Any
+    ) -> None:
+        super().__init__(activation=activation, **options)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"FusedMLP: activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+        self.names = {"gate_proj": gate, "up_proj": up, "down_proj": down} if gate else {"c_fc": up, "c_proj": down}
+        self.check = check
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        layers = {ours: _child(module, name, self) for ours, name in self.names.items() if name is not None}
+        if self.check:
+            self._compare(module, list(layers.values()))
+        *first, last = layers.values()
+        ours = _NamedMLP(
+            first[0].in_features,
+            first[0].out_features,
+            gated=len(first) == 2,
+            bias=True,
+            **self._place(device_mesh, last.weight),
+        )
+        for name, linear in layers.items():
+            sizes, expected = ((m.in_features, m.out_features) for m in (linear, getattr(ours, name)))
+            if sizes != expected:
+                raise ValueError(f"{self}: {self.names[name]} is nn.Linear{sizes}, expected nn.Linear{expected}")
+        for name, linear in layers.items():
+            layer = getattr(ours, name)
+            if linear.bias is None:
+                del layer._declared["bias"]
+                layer.register_parameter("bias", None)
+            _become(linear, layer, device_mesh, self.src_data_rank)
+        return ours.take(module, {name: str(theirs) for name, theirs in self.names.items()})
+
+    @torch.no_grad()
+    def _compare(self, module: nn.Module, layers: Sequence[nn.Linear]) -> None:
+        *first, last = layers
+        weight = last.weight
+        if weight.is_meta:
+            return
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(4, first[0].in_features, generator=generator).to(weight.device, weight.dtype)
+        expected = self._plain(x.double(), [_in_fp64(layer) for layer in layers])
+        verdict = judge("the module", module(x), self._plain(x, layers), expected)
+        if not verdict.ok:
+            raise ValueError(
+                f"{self}: {type(module).__name__} computes something else ({verdict}); is it another activation, are "
+                "gate and up exchanged, or does it drop out (call module.eval() first, and apply dropout outside)?"
+            )
+
+    def _plain(self, x: torch.Tensor, layers: Sequence[nn.Linear]) -> torch.Tensor:
+        *first, last = layers
+        h = apply_activation(first[0](x), self.options["activation"])
+        return last(h * first[1](x) if len(first) == 2 else h)
+
+    def __repr__(self) -> str:
+        return f"FusedMLP({', '.join(str(name) for name in self.names.values())}, {self.options['activation']})"
+
+
+class _NamedMLP(ParallelMLP):
+    """A ParallelMLP whose layers are registered under other names."""
+
+    names: dict[str, str]
+
+    def take(self, module: nn.Module, names: dict[str, str]) -> nn.Module:
+        """Take ``module``'s place: from now on it is this MLP, its layers under their ``names`` there."""
+        layers = {name: child for name, child in module._modules.items() if name in names.values()}
+        self._modules.clear()
+        self._modules.update(layers)
+        self.names = names
+        return _take_place(module, self)
+
+    def __getattr__(self, name: str) -> Any:
+        names = self.__dict__.get("names", {})
+        return super().__getattr__(names.get(name, name))
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _expect(module: nn.Module, kinds: tuple[type[nn.Module], ...], style: ParallelStyle) -> Any:
+    """``module``, if it is exactly one of ``kinds`` and nobody has hooked into it; else ValueError."""
+    expected = " or ".join(f"nn.{kind.__name__}" for kind in kinds)
+    if type(module) not in kinds:
+        raise ValueError(f"{style}: expected {expected}, not {type(module).__name__}; name another module in the plan")
+    hooked = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    if hooked:
+        raise ValueError(
+            f"{style}: the {expected} has hooks, which would be lost; apply the style before registering any"
+        )
+    return module
+
+
+def _child(module: nn.Module, name: str, style: ParallelStyle) -> nn.Linear:
+    children = dict(module.named_children())
+    if name not in children:
+        raise ValueError(
+            f"{style}: {type(module).__name__} has no child {name!r}; it has {', '.join(children) or 'none'}"
+        )
+    return _expect(children[name], (nn.Linear,), style)
+
+
+def _in_fp64(layer: nn.Linear) -> nn.Linear:
+    twin = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    state = {name: value.double() for name, value in layer.state_dict().items()}
+    twin.load_state_dict(state, assign=True)
+    return twin
+
+
+def _become(module: nn.Module, ours: ShardedModule, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Module:
+    """Give ``ours`` this rank's part of ``module``'s parameters, and have ``module`` be it."""
+    for name, (spec, _) in ours._declared.items():
+        theirs = getattr(module, name)
+        tp_mesh = tp_group(mesh).mesh
+        part = distribute_tensor(theirs.detach(), tp_mesh, spec.placements, src_data_rank=src_data_rank).to_local()
+        param = make_parameter(part.contiguous(), spec, ours._params)
+        param.requires_grad_(theirs.requires_grad)
+        ours.register_parameter(name, param)
+    return _take_place(module, ours)
+
+
+def _take_place(module: nn.Module, ours: nn.Module) -> nn.Module:
+    """Have ``module`` be ``ours`` for everybody who holds it, as FSDP2 changes the class of what it wraps."""
+    ours.train(module.training)
+    module.__class__ = type(ours)
+    module.__dict__.clear()
+    module.__dict__.update(ours.__dict__)
+    return module
