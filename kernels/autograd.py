@@ -18,8 +18,9 @@ Used like this, under :func:`first_order`, for gradients ``dys`` and saved inter
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -97,15 +98,55 @@ def destinations(ctx: Any, buffers: Sequence[torch.Tensor | None]) -> list[torch
 
 
 def recall(ctx: Any, dys: Sequence[torch.Tensor | None]) -> Any:
-    """What an earlier pass left for this one, if it was given the very same ``dys``; else None."""
+    """What an earlier pass left for this one, if it was given the very same ``dys``; else None.
+
+    Raises RuntimeError where what would be read in its place was given up, against the promise of ``split_backward``.
+    """
     left = _left(ctx, dys)
+    if left is None and getattr(ctx, "spent", False):
+        raise RuntimeError(
+            "within split_backward() a graph was walked a second time from other gradients, or once more after all of "
+            "them were formed: its intermediates are gone; leave split_backward() out"
+        )
     return None if left is None else left[1]
 
 
-def remember(ctx: Any, dys: Sequence[torch.Tensor | None], value: Any, want: Sequence[bool]) -> None:
+@contextlib.contextmanager
+def split_backward(enabled: bool = True) -> Iterator[None]:
+    """Within the block a graph that a pass keeps is walked again from the gradients of that pass, and no others.
+
+    So a pipeline splits backward. Memory that only other gradients could want is then given back at once. The promise
+    is the caller's, for all graphs made and walked within. Not for threads.
+    """
+    global _splitting
+    outer, _splitting = _splitting, enabled
+    try:
+        yield
+    finally:
+        _splitting = outer
+
+
+def splitting() -> bool:
+    """Whether this is within :func:`split_backward`."""
+    return _splitting
+
+
+_splitting = False
+
+
+def remember(
+    ctx: Any,
+    dys: Sequence[torch.Tensor | None],
+    value: Any,
+    want: Sequence[bool],
+    *,
+    spent: Sequence[torch.Tensor | None] = (),
+) -> None:
     """At the end of a pass that served ``want``: leave ``value`` for the next one, or drop what is there.
 
-    It is kept only while the graph is, and while there is a gradient that no pass over ``dys`` has formed.
+    It is kept only while the graph is, and while there is a gradient that no pass over ``dys`` has formed. ``spent``
+    are saved tensors of the function's own making that no pass will read which recalls ``value``: within
+    :func:`split_backward` they lose their memory.
     """
     if torch.compiler.is_compiling():
         return
@@ -115,6 +156,10 @@ def remember(ctx: Any, dys: Sequence[torch.Tensor | None], value: Any, want: Seq
     unfinished = any(need and not done for need, done in zip(ctx.needs_input_grad, want))
     if unfinished and _keeps_graph is not None and _keeps_graph():
         ctx.left = [(dy, None if dy is None else dy._version) for dy in dys], value, want
+        for tensor in spent if _splitting else ():
+            if tensor is not None:
+                tensor.untyped_storage().resize_(0)
+                ctx.spent = True
     else:
         ctx.left = None
 

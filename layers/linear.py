@@ -16,7 +16,7 @@ from ..parallel.linear import column_linear, partial_row_linear, row_linear
 from ..parallel.links import Path, check_overlap, preview
 from ..parallel.mesh import MeshLike
 from ..parallel.symmetric_sizes import layer_slots
-from .module import Crosses, Crossing, Init, Runs, ShardedModule, check_divides
+from .module import Crosses, Crossing, Init, Joint, Runs, ShardedModule, check_divides
 
 
 class _ParallelLinear(ShardedModule):
@@ -50,13 +50,20 @@ class _ParallelLinear(ShardedModule):
             op,
             self.group,
             **shape,
-            dtype=self.weight.dtype,
+            dtype=self._computes_in(device),
             device=device,
             overlap=self.overlap,
             strict=self.strict,
             impl=self.impl,
         )
         return Crossing(when, op, path)
+
+    def _computes_in(self, device: torch.device) -> torch.dtype:
+        """The dtype of operands on ``device``: that to which autocast, where it is on, takes the weight's."""
+        dtype = self.weight.dtype
+        if device.type == "meta" or dtype == torch.float64 or not torch.is_autocast_enabled(device.type):
+            return dtype
+        return torch.get_autocast_dtype(device.type)
 
 
 class ColumnParallelLinear(_ParallelLinear):
@@ -106,7 +113,6 @@ class ColumnParallelLinear(_ParallelLinear):
         self.strict = strict
         self.impl = impl
         self.site = site
-        self.joint_features = out_features  # with those of the layers that share x and its collective
         weight_init, bias_init = linear_init(in_features, init_std)
         self.add_parameter("weight", (out_features, in_features), 0, weight_init)
         self.add_parameter("bias", (out_features,) if bias else None, 0, bias_init)
@@ -130,17 +136,28 @@ class ColumnParallelLinear(_ParallelLinear):
     def runs(self, device: torch.device) -> Runs:
         return [(self.op, linear_act_choice(self.weight.dtype, device, self.impl, op=self.op))]
 
-    def crosses(self, device: torch.device, tokens: int | None) -> Crosses:
-        joint = self.joint_features // self.group.size
+    def crosses(self, device: torch.device, tokens: int | None, joint: Joint | None = None) -> Crosses:
+        joint = Joint((self,)) if joint is None else joint
+        local = sum(layer.out_features for layer in joint.layers) // self.group.size
         op = "linear_reduce_scatter" if self.sequence_parallel else "linear_all_reduce"
         if self.overlap == "auto":  # parallel/linear.py says why
             why = "dx's sum travels under the weights' gradients as it is"
             backward = Crossing("backward", op, None if tokens is None else Path(reason=why))
         else:
-            backward = self._crossing("backward", op, device, tokens, joint, self.in_features)
+            backward = self._crossing("backward", op, device, tokens, local, self.in_features)
         if not self.sequence_parallel:
             return [backward]
-        return [self._crossing("forward", "all_gather_linear", device, tokens, self.in_features, joint), backward]
+        forward = self._crossing("forward", "all_gather_linear", device, tokens, self.in_features, local)
+        return [forward, *self._gathered_again(forward.path, joint), backward]
+
+    def _gathered_again(self, forward: Path | None, joint: Joint) -> Crosses:
+        """The gather of x in backward, where forward kept this rank's tokens only."""
+        if joint.runs_again:
+            return [Crossing("backward", "all_gather_linear", forward)]
+        if self.overlap in ("auto", "none") or (forward is not None and forward.kind == "plain"):
+            return []
+        why = "this rank's tokens alone are kept; the others' travel again under the product that forms dx"
+        return [Crossing("backward", "all_gather", None if forward is None else Path(reason=why))]
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, activation={self.activation}, {self.sharding_repr()}"
@@ -254,7 +271,7 @@ class RowParallelLinear(_ParallelLinear):
     def runs(self, device: torch.device) -> Runs:
         return [("linear_act", linear_act_choice(self.weight.dtype, device, self.impl))]
 
-    def crosses(self, device: torch.device, tokens: int | None) -> Crosses:
+    def crosses(self, device: torch.device, tokens: int | None, joint: Joint | None = None) -> Crosses:
         local = self.in_features // self.group.size
         if not self.sequence_parallel:
             return [self._crossing("forward", "linear_all_reduce", device, tokens, local, self.out_features)]

@@ -13,7 +13,7 @@ from ..parallel.links import check_overlap
 from ..parallel.mesh import MeshLike, tp_group
 from ..parallel.mlp import RECOMPUTE, fused_mlp
 from .linear import ColumnParallelLinear, RowParallelLinear, check_tokens, project
-from .module import check_divides, untouched
+from .module import Joint, check_divides, untouched
 
 SITE = "mlp"
 
@@ -96,7 +96,6 @@ class ParallelMLP(nn.Module):
             self.up_proj = ColumnParallelLinear(hidden_size, ffn_size, **common)
             self.down_proj = RowParallelLinear(ffn_size, hidden_size, **common)
             self.gate_proj.op = self.up_proj.op = "gated_linear"
-            self.gate_proj.joint_features = self.up_proj.joint_features = 2 * ffn_size
         else:
             self.c_fc = ColumnParallelLinear(hidden_size, ffn_size, activation=self.activation, **common)
             self.c_proj = RowParallelLinear(ffn_size, hidden_size, **common)
@@ -108,10 +107,9 @@ class ParallelMLP(nn.Module):
         """
         if self._composed(x):
             return self._one_after_another(x, residual, partial)
-        layers = [self.gate_proj, self.up_proj, self.down_proj] if self.gated else [self.c_fc, self.c_proj]
+        *first, last = layers = self._layers()
         if not all(map(untouched, layers)):
             return self._one_after_another(x, residual, partial)
-        *first, last = layers
         if self.sequence_parallel:
             check_tokens(x)
         y = fused_mlp(
@@ -132,7 +130,7 @@ class ParallelMLP(nn.Module):
             residual=residual,
             partial=partial,
         )
-        return self._last().owed(y) if partial else y
+        return last.owed(y) if partial else y
 
     def _composed(self, x: torch.Tensor) -> bool:
         """Whether the layers run one after another although they could be one."""
@@ -166,5 +164,12 @@ class ParallelMLP(nn.Module):
             h = apply_activation(g, activation) * u
         return self.down_proj.addend(h) if partial else self.down_proj(h, **added)
 
-    def _last(self) -> RowParallelLinear:
-        return self.down_proj if self.gated else self.c_proj
+    def joints(self) -> list[Joint]:
+        """The layers that share a product and its collectives."""
+        *first, last = self._layers()
+        if all(map(untouched, [*first, last])):
+            return [Joint(tuple(first), runs_again=self.recompute == 2)]
+        return [Joint(tuple(first))] if all(map(untouched, first)) else []
+
+    def _layers(self) -> list[Any]:
+        return [self.gate_proj, self.up_proj, self.down_proj] if self.gated else [self.c_fc, self.c_proj]

@@ -12,7 +12,8 @@ rounded R - 1 times. :func:`reduce_scatter` on CPUs rounds once, and so does the
 
 Three collectives also go in pieces of rows, for callers that compute while they travel (:mod:`overlap`). In pieces or
 whole, a collective is counted once, with the same payload. Whatever fails on the way, a peer that died or a wait past
-the process group's timeout, is raised as a RuntimeError that names the site.
+the process group's timeout, is raised as a RuntimeError that names the site. What fails in the caller's products is
+raised as it is, once the pieces that were posted by then have arrived: none of them is left for the next collective.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,8 @@ payload: Counter[tuple[str, str]] = Counter()
 # collective, of each piece of one, and of the products that they hide under. Pieces of a site end in the order in which
 # they started.
 events: list[tuple[str, str, str, float]] | None = None
+# While one is being posted, its (kind, site): who watches torch's own calls (audit.py) knows by it whose they are.
+posting: tuple[str, str] | None = None
 # For tests: a slow wire. What is posted arrives no earlier than so many seconds later, and nobody computes meanwhile.
 delay_s = 0.0
 
@@ -69,10 +72,15 @@ class _Flight:
     __slots__ = ("due", "kind", "site", "work")
 
     def __init__(self, kind: str, site: str, post: Callable[[], Any]) -> None:
+        global posting
         self.kind, self.site = kind, site
         note("start", kind, site)
         self.due = time.monotonic() + delay_s if delay_s else 0.0
-        self.work = self._named(post)
+        posting = kind, site
+        try:
+            self.work = self._named(post)
+        finally:
+            posting = None
 
     def wait(self) -> None:
         if self.work is not None:  # else it was done when it was posted
@@ -82,8 +90,9 @@ class _Flight:
         note("end", self.kind, self.site)
 
     def settle(self) -> None:
-        """For a :class:`_Swap`: wait until what it sends may be written to."""
-        self._named(self.work.settle)
+        """Wait until what a :class:`_Swap` sends may be written to."""
+        if isinstance(self.work, _Swap):
+            self._named(self.work.settle)
 
     def _named(self, step: Callable[[], Any]) -> Any:
         try:
@@ -331,18 +340,19 @@ def start_scatter_pieces(
     n = tokens // size
     flights: list[_Flight] = []
     addends: torch.Tensor | None = None  # of all ranks, to the own rows
-    for owner in [(rank + step) % size for step in range(1, size + 1)]:
-        source = (2 * rank - owner) % size
-        for rows in cuts(n, 1 if owner == rank else pieces):
-            y = addend(slice(owner * n + rows.start, owner * n + rows.stop)).contiguous()
-            if addends is None:
-                goes = _begin("reduce_scatter", y[:1], site, times=tokens)
-                addends = alloc.empty((size, n, *y.shape[1:]), y.dtype, y.device)
-            if owner == rank:
-                addends[rank] = y
-            elif goes:
-                post = partial(_Swap, y, owner, addends[source, rows], source, group, SCATTER_TAG)
-                flights.append(_Flight("reduce_scatter", site, post))
+    with _landing(flights):
+        for owner in [(rank + step) % size for step in range(1, size + 1)]:
+            source = (2 * rank - owner) % size
+            for rows in cuts(n, 1 if owner == rank else pieces):
+                y = addend(slice(owner * n + rows.start, owner * n + rows.stop)).contiguous()
+                if addends is None:
+                    goes = _begin("reduce_scatter", y[:1], site, times=tokens)
+                    addends = alloc.empty((size, n, *y.shape[1:]), y.dtype, y.device)
+                if owner == rank:
+                    addends[rank] = y
+                elif goes:
+                    post = partial(_Swap, y, owner, addends[source, rows], source, group, SCATTER_TAG)
+                    flights.append(_Flight("reduce_scatter", site, post))
 
     def finish() -> torch.Tensor:
         assert addends is not None
@@ -365,15 +375,16 @@ def start_all_reduce_pieces(
     """
     flights: list[_Flight] = []
     out: torch.Tensor | None = None
-    for part in cuts(tokens, pieces):
-        y = addend(part)
-        if out is None:
-            goes = _begin("all_reduce", y[:1], site, times=tokens)
-            out = alloc.empty((tokens, *y.shape[1:]), y.dtype, y.device)
-        out[part] = y
-        if goes:
-            post = partial(_all_reduce, out[part], group, "sum", async_op=True)
-            flights.append(_Flight("all_reduce", site, post))
+    with _landing(flights):
+        for part in cuts(tokens, pieces):
+            y = addend(part)
+            if out is None:
+                goes = _begin("all_reduce", y[:1], site, times=tokens)
+                out = alloc.empty((tokens, *y.shape[1:]), y.dtype, y.device)
+            out[part] = y
+            if goes:
+                post = partial(_all_reduce, out[part], group, "sum", async_op=True)
+                flights.append(_Flight("all_reduce", site, post))
 
     def finish() -> torch.Tensor:
         assert out is not None
@@ -382,6 +393,18 @@ def start_all_reduce_pieces(
         return out
 
     return finish
+
+
+@contextmanager
+def _landing(flights: list[_Flight]) -> Iterator[None]:
+    """Where what is inside fails, wait for the ``flights`` that it posted; the failure then goes on."""
+    try:
+        yield
+    except Exception:
+        for step in [*(flight.wait for flight in flights), *(flight.settle for flight in flights)]:
+            with suppress(Exception):  # of interest is what failed first
+                step()
+        raise
 
 
 def cuts(n: int, pieces: int) -> list[slice]:

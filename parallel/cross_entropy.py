@@ -34,7 +34,7 @@ from ..kernels.cross_entropy import chunks, op, reference, schemas
 from ..kernels.cross_entropy.reference import STATISTICS, Loss
 from ..kernels.dispatch import Choice
 from ..kernels.linear import parts
-from . import collectives, functional
+from . import collectives, functional, overlap
 from .linear import reduce_input_grad
 from .mesh import SINGLE, Group
 from .operands import close_grads, open_params
@@ -218,8 +218,9 @@ class _Total(torch.autograd.Function):
         if call.group.size == 1:
             losses, *grads = schemas.once(*operands, *call.loss, call.chunk, want, call.choice.triton)
         else:
-            exchange = call.exchange
-            losses, *grads = chunks.once(*operands, call.loss, call.choice, want, call.chunk, exchange)
+            with overlap.InFlight() as flights:
+                exchange = lambda stats: flights.add(call.exchange(stats))
+                losses, *grads = chunks.once(*operands, call.loss, call.choice, want, call.chunk, exchange)
         loss = losses.sum()
         inverse = None
         if call.reduction == "mean":
@@ -237,20 +238,23 @@ class _Total(torch.autograd.Function):
         _, _, want_hidden, *want_params = autograd.wanted(ctx)
         scale = (dloss if inverse is None else dloss * inverse).view(1, 1)
         reuse = not autograd.keeps_graph()
-        finish = None
-        if want_hidden:
-            finish = _reduce(ctx, _scaled(drows, scale, drows.dtype, reuse))
-        into = autograd.destinations(ctx, ctx.buffers)
-        for i, (grad, want, buffer) in enumerate(zip(dparams, want_params, into)):
-            factor = scale if i == 0 else scale[0]
-            if not want:
-                dparams[i] = None
-            elif buffer is not None:
-                buffer.addcmul_(grad, factor)
-                dparams[i] = None
-            else:
-                dparams[i] = _scaled(grad, factor, ctx.dtypes[1 + i], reuse)
-        return None, None, *close_grads(ctx, None if finish is None else finish(), dparams)
+        dhidden = None
+        with overlap.InFlight() as flights:
+            if want_hidden:
+                finish = flights.add(_reduce(ctx, _scaled(drows, scale, drows.dtype, reuse)))
+            into = autograd.destinations(ctx, ctx.buffers)
+            for i, (grad, want, buffer) in enumerate(zip(dparams, want_params, into)):
+                factor = scale if i == 0 else scale[0]
+                if not want:
+                    dparams[i] = None
+                elif buffer is not None:
+                    buffer.addcmul_(grad, factor)
+                    dparams[i] = None
+                else:
+                    dparams[i] = _scaled(grad, factor, ctx.dtypes[1 + i], reuse)
+            if want_hidden:
+                dhidden = finish()
+        return None, None, *close_grads(ctx, dhidden, dparams)
 
 
 class _PerToken(torch.autograd.Function):

@@ -66,9 +66,7 @@ def may_wait(
     autocast has a say in dtypes, or a token's result must not depend on how many there are, a sum does not wait.
     """
     tokens = x.shape[:-1].numel()
-    if torch.is_grad_enabled() or overlap not in ("auto", "kernel") or not 0 < tokens <= DECODE_TOKENS:
-        return False
-    if collectives.left_out(site) or dispatch.row_invariant() or torch.is_autocast_enabled(x.device.type):
+    if torch.is_grad_enabled() or collectives.left_out(site) or not _eligible(tokens, overlap, x.device):
         return False
     path = choose(
         OP,
@@ -97,7 +95,7 @@ def told(
     impl: str,
 ) -> Path | None:
     """The path that :func:`may_wait` would go by, without asking anybody; None where no sum of ``tokens`` waits."""
-    if tokens is None or overlap not in ("auto", "kernel") or not 0 < tokens <= DECODE_TOKENS:
+    if tokens is None or not _eligible(tokens, overlap, device):
         return None
     path = preview(
         OP,
@@ -111,6 +109,12 @@ def told(
         impl=impl,
     )
     return path if path.kind == "kernel" else None
+
+
+def _eligible(tokens: int, overlap: str, device: torch.device) -> bool:
+    if overlap not in ("auto", "kernel") or not 0 < tokens <= DECODE_TOKENS:
+        return False
+    return not (dispatch.row_invariant() or torch.is_autocast_enabled(device.type))
 
 
 def all_reduce_norm(

@@ -34,7 +34,7 @@ from ..kernels import autograd
 from ..kernels.dispatch import Choice
 from ..kernels.linear import linear_act, parts
 from . import collectives, functional, overlap
-from .links import Path, choose
+from .links import Path, check_compiled, choose
 from .mesh import Group
 from .operands import Params, autocast, close_grads, open_params
 from .sharding import local_tensors
@@ -66,7 +66,7 @@ def column_linear(
     if not torch.compiler.is_compiling():
         call = _Call.now(group, activation, sequence_parallel, overlap=overlap, strict=strict, site=site, **fused)
         return _Column.apply(call, x, *weights, *biases)
-    _check_compiled(overlap, strict)
+    check_compiled(overlap, strict)
     if sequence_parallel:
         x = functional.all_gather_from(x, group, dim=0, site=site)
     else:
@@ -97,7 +97,7 @@ def row_linear(
     if not torch.compiler.is_compiling():
         call = _Call.now(group, "identity", sequence_parallel, overlap=overlap, strict=strict, site=site, **fused)
         return _Row.apply(call, x, weight, bias)
-    _check_compiled(overlap, strict)
+    check_compiled(overlap, strict)
     weight, bias = local_tensors(weight, bias)
     y = linear_act(x, weight, **fused)
     if sequence_parallel:
@@ -116,14 +116,6 @@ def partial_row_linear(x: torch.Tensor, weight: Any, *, impl: str = "auto") -> t
     assert not torch.is_grad_enabled(), "a sum that waits has no gradient"
     (weight,) = local_tensors(weight)
     return linear_act(x, weight, impl=impl)
-
-
-def _check_compiled(overlap: str, strict: bool) -> None:
-    if strict and overlap not in ("auto", "none"):
-        raise RuntimeError(
-            f"overlap={overlap!r} was asked for with strict=True under torch.compile, which orders collectives itself; "
-            "leave this layer out of torch.compile, or pass strict=False"
-        )
 
 
 class _Call(NamedTuple):
@@ -185,26 +177,29 @@ class _Column(torch.autograd.Function):
             if zs:
                 dzs = [parts.activation_grad(dz, z, call.activation, ctx.choice) for dz, z in zip(dzs, zs)]
         gather_again = paths.gathers_again and gathered is None and any(want_params[:n])
-        if gather_again:
-            finish_gather = collectives.start_all_gather(rows, call.group, site=f"{call.site}.again")
-        if want_x:
-            finish = start_input_grad(dzs, weights, ctx.choice, call, paths.backward, call.site)
-        if gather_again:
-            gathered = finish_gather()
-        into = autograd.destinations(ctx, ctx.buffers)
-        dws, dbs = overlap.product(
-            f"{call.site}.grad",
-            parts.param_grads,
-            dzs,
-            gathered if paths.gathers_again else rows,
-            want_params[:n],
-            want_params[n:],
-            ctx.choice,
-            into=into[:n],
-            bias_into=into[n:],
-        )
-        autograd.remember(ctx, dys, (dzs, gathered), want)
-        return None, *close_grads(ctx, finish().view(ctx.x_shape) if want_x else None, [*dws, *dbs])
+        with overlap.InFlight() as flights:
+            if gather_again:
+                again = collectives.start_all_gather(rows, call.group, site=f"{call.site}.again")
+                finish_gather = flights.add(again)
+            if want_x:
+                finish = flights.add(start_input_grad(dzs, weights, ctx.choice, call, paths.backward, call.site))
+            if gather_again:
+                gathered = finish_gather()
+            into = autograd.destinations(ctx, ctx.buffers)
+            dws, dbs = overlap.product(
+                f"{call.site}.grad",
+                parts.param_grads,
+                dzs,
+                gathered if paths.gathers_again else rows,
+                want_params[:n],
+                want_params[n:],
+                ctx.choice,
+                into=into[:n],
+                bias_into=into[n:],
+            )
+            dx = finish().view(ctx.x_shape) if want_x else None
+        autograd.remember(ctx, dys, (dzs, gathered), want, spent=zs)
+        return None, *close_grads(ctx, dx, [*dws, *dbs])
 
 
 class _Row(torch.autograd.Function):

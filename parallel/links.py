@@ -3,7 +3,7 @@
 ``choose`` is a pure function of a profile (:mod:`link_profile`), an operation and its shape. In this order:
 
     1. what ``overlap`` asks for: "none" is plain, "chunked" is chunked, "kernel" is the kernel or, where it cannot run,
-       plain with the reason (RuntimeError with ``strict``)
+       plain with the reason (RuntimeError with ``strict``); a product without features is always plain
     2. "auto", where the profile holds a measurement of the shape's bucket: the fastest path that can run, and another
        than plain only where it beat plain by more than MARGIN and the measurement's noise
     3. "auto" elsewhere, where the node's links were measured: the path that the cost model (:mod:`link_model`) puts
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels import dispatch
+from ..kernels import autograd, dispatch
 from ..kernels.comm.reduce_config import WIDEST
 from ..kernels.comm.reduce_op import all_reduce_choice
 from ..kernels.linear import linear_act_choice
@@ -42,6 +42,7 @@ MODEL_TOKENS = 1024  # fewer are all latency, of which the model knows least: pl
 DEFAULT_PIECES = 2  # of a shard, where nothing is known
 REMEMBERED = 4096  # choices of a group: serving has as many shapes as it has numbers of tokens
 CALIBRATE = "shardfuse bench calibrate"
+NOTHING = "nothing to send or to multiply"
 
 
 class Path(NamedTuple):
@@ -107,7 +108,8 @@ def choose(
     if group.size == 1:
         return Path(reason="one rank")
     if torch.compiler.is_compiling():
-        return _compiled(op, overlap, strict)
+        check_compiled(overlap, strict)
+        return Path(reason="under torch.compile only the plain composition runs")
     agreed = _agreed.get((id(group.pg), device))
     settled = device_counted and agreed is not None and agreed.unavailable is not _Unasked
     if not settled and (agreed is None or agreed.device_type == "cuda") and _capturing(device):
@@ -115,7 +117,8 @@ def choose(
     if agreed is None:
         agreed = _agree(group, device)
     invariant = dispatch.row_invariant()
-    key = op, tokens, features_in, features_out, dtype, overlap, strict, impl, invariant
+    # Whether the kernel may take a call depends on what surrounds it, too: torch.func, forward-mode differentiation.
+    key = op, tokens, features_in, features_out, dtype, overlap, strict, impl, invariant, autograd.transformed()
     path = agreed.paths.get(key)
     if path is None:
         call = _call(op, tokens, features_in, features_out, dtype, group, overlap)
@@ -162,7 +165,7 @@ def preview(
 def pure_choice(profile: Profile | None, link: str, call: Call, *, unavailable: str | None, device_type: str) -> Path:
     """The choice under ``overlap="auto"``; ``unavailable`` is why the kernel cannot run, or None."""
     if call.T < 1 or min(call.K, call.N) < 1:
-        return Path(reason="nothing to send or to multiply")
+        return Path(reason=NOTHING)
     if profile is None:
         return Path(reason=f"nothing is known of this node's links: {CALIBRATE}")
     if profile.dry:
@@ -301,6 +304,8 @@ def _decide(agreed: _Agreed, call: Call, overlap: str, strict: bool, without_ker
         return pure_choice(profile, link, call, unavailable=unavailable, device_type=agreed.device_type)
     if overlap == "none":
         return Path("plain", 1, "overlap='none'", _exposed(profile, link, call, "plain"))
+    if min(call.K, call.N) < 1:
+        return Path(reason=NOTHING)
     if overlap == "chunked" and call.op == link_model.NORM:
         return Path(
             "plain", 1, f"{call.op} is one launch: there is nothing to cut", _exposed(profile, link, call, "plain")
@@ -323,10 +328,25 @@ def _refused(op: str, overlap: str, strict: bool, why: str, exposed_s: float | N
     return Path("plain", 1, why, exposed_s)
 
 
-def _compiled(op: str, overlap: str, strict: bool) -> Path:
-    """Under torch.compile the compiler sees functional collectives, and orders them itself."""
-    why = "torch.compile orders the collectives itself"
-    return Path(reason=why) if overlap in ("auto", "none") else _refused(op, overlap, strict, why)
+def check_compiled(overlap: str, strict: bool) -> None:
+    """Under torch.compile: RuntimeError where ``strict`` would have an ``overlap`` that only eager layers have.
+
+    The compiler sees functional collectives and orders them itself.
+    """
+    if strict and overlap not in ("auto", "none"):
+        _refuse_compiled(overlap)
+
+
+def _refuse_compiled(overlap: str) -> None:
+    raise RuntimeError(
+        f"overlap={overlap!r} was asked for with strict=True, but under torch.compile only the plain composition runs: "
+        "leave this layer out of torch.compile (torch.compiler.disable), or pass overlap='auto' or strict=False"
+    )
+
+
+# As torch.compiler.assume_constant_result does, without importing the compiler: it calls the function while it traces.
+# An error in a function that it traces would, without fullgraph=True, only send the layer back to Python.
+_refuse_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _captured(op: str, overlap: str, strict: bool, device_counted: bool) -> Path:

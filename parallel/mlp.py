@@ -198,21 +198,24 @@ class _MLP(torch.autograd.Function):
             h = _activated(zs, call)
 
         gather_again = x is None and any(want_params[:n])
-        if gather_again:
-            finish_gather = collectives.start_all_gather(kept, call.group, site=f"{call.site}.in.again")
-        if want_x:  # it travels while the weights get their gradients
-            finish = start_input_grad(dzs, weights, first, call, first_paths.backward, f"{call.site}.in")
-        into = autograd.destinations(ctx, ctx.buffers)
-        hides = f"{call.site}.in.grad"
-        out_grads = overlap.product(hides, _param_grads, [dys], h, want_params[2 * n :], into[2 * n :], second)
-        if gather_again:
-            x = finish_gather()
-        grads: list[Any] = [None] * (2 * n)
-        if want_dz:
-            grads = overlap.product(hides, _param_grads, dzs, x, want_params[: 2 * n], into[: 2 * n], first)
-        autograd.remember(ctx, [dy], (dys, x, h, None if dzs else zs, dzs), want)
-        closed = close_grads(ctx, finish().view(ctx.x_shape) if want_x else None, [*grads, *out_grads])
-        return None, dy if want_residual else None, *closed
+        site = f"{call.site}.in"
+        with overlap.InFlight() as flights:
+            if gather_again:
+                finish_gather = flights.add(collectives.start_all_gather(kept, call.group, site=f"{site}.again"))
+            if want_x:  # it travels while the weights get their gradients
+                finish = flights.add(start_input_grad(dzs, weights, first, call, first_paths.backward, site))
+            into = autograd.destinations(ctx, ctx.buffers)
+            hides = f"{site}.grad"
+            out_grads = overlap.product(hides, _param_grads, [dys], h, want_params[2 * n :], into[2 * n :], second)
+            if gather_again:
+                x = finish_gather()
+            grads: list[Any] = [None] * (2 * n)
+            if want_dz:
+                grads = overlap.product(hides, _param_grads, dzs, x, want_params[: 2 * n], into[: 2 * n], first)
+            dx = finish().view(ctx.x_shape) if want_x else None
+        spent = zs if dzs else ()
+        autograd.remember(ctx, [dy], (dys, x, h, () if dzs else zs, dzs), want, spent=spent)
+        return None, dy if want_residual else None, *close_grads(ctx, dx, [*grads, *out_grads])
 
 
 def _hidden(

@@ -18,19 +18,26 @@ The caller's ``compute`` makes the product of some rows. It gets ``part``, the s
 one, with the same payload at the same site, and every row goes through its product once. On all ranks T, the path and
 the order of calls are the same; a call may begin before others have finished.
 
+Where a product fails (memory runs out, say), what travels at the time is waited for, and the error then goes on
+(:class:`InFlight`). If all ranks fail alike, the next call finds everything in order. If some do, the others wait for
+them in vain, for as long as the process group's or the arena's timeout lets them, and the step is void on every rank.
+
 Cutting the transfer so that the product starts before its end is the decomposition of Wang et al., "Overlap
 Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from ..kernels import alloc
+from ..kernels.signals import ExchangeTimeout
 from . import collectives, overlap_kernel
 from .links import Path
 from .mesh import Group
@@ -46,6 +53,40 @@ Finish = Callable[[], torch.Tensor]
 Result = TypeVar("Result")
 
 
+class InFlight:
+    """What was started in a ``with`` block and is still to be finished there.
+
+    An error that leaves the block finishes it first, so that it neither holds memory nor meets the next collective, and
+    goes on. Not after an ExchangeTimeout: a peer that did not come would only be waited for again.
+    """
+
+    __slots__ = ("_pending",)
+
+    def __init__(self) -> None:
+        self._pending: list[Callable[[], Any]] = []
+
+    def add(self, finish: Callable[[], Result]) -> Callable[[], Result]:
+        """``finish``, to be called once in the block."""
+        if torch.compiler.is_compiling():  # which cannot follow what comes, and of what it captures nothing travels yet
+            return finish
+        self._pending.append(finish)
+
+        def once() -> Result:
+            self._pending.remove(finish)
+            return finish()
+
+        return once
+
+    def __enter__(self) -> InFlight:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, ExchangeTimeout):
+            for finish in self._pending:
+                with suppress(Exception):  # of interest is what failed first
+                    finish()
+
+
 def gather(
     x: torch.Tensor, group: Group, compute: ComputeGathered, path: Path, *, site: str, keep: bool = True
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -59,8 +100,10 @@ def gather(
     if path.kind == "chunked" and x.shape[0]:
         whole, parts = collectives.start_gather_pieces(x, group, path.pieces, site=site)
         outs: list[torch.Tensor] = []
-        for part in parts:
-            _place(outs, product(site, compute, whole[part], part, None), part, whole.shape[0])
+        with InFlight() as flights:
+            flights.add(partial(deque, parts, maxlen=0))  # what is left of them
+            for part in parts:
+                _place(outs, product(site, compute, whole[part], part, None), part, whole.shape[0])
         return outs, whole
     whole = collectives.all_gather(x, group, site=site)
     return list(product(site, compute, whole, ALL, None)), whole

@@ -7,6 +7,10 @@ exchange of either begins when the one before it has been read, in the order of 
     start_scatter   the product's tiles go to the owners of their rows; finishing waits for them and adds up
     start_reduce    the same, and the owners' sums go to everyone
 
+An exchange ends whatever fails meanwhile. Rows that are gathered have been pushed before their product is formed, so
+one that fails leaves them to be waited for. Addends that were not formed nobody can wait for: their exchange is
+abandoned, and ranks meet before the next one (``Channel.abandon``).
+
 ``kernels/comm`` has these as ops by themselves. Here the product is whatever ``compute`` makes it, in forward or in
 backward, and what is gathered serves the weights' gradients as well.
 """
@@ -14,6 +18,7 @@ backward, and what is gathered serves the weights' gradients as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,21 +36,26 @@ def gather(
     x: torch.Tensor, group: Group, compute: Callable[..., Sequence[torch.Tensor]], *, site: str, keep: bool
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """As :func:`overlap.gather`. Without ``keep`` the rows are those in the slot, until the next exchange begins."""
-    tokens = x.shape[0] * group.size
+    tokens, x = x.shape[0] * group.size, x.contiguous()  # which takes memory, so not in the middle of an exchange
     channel, peers, signals = _begin(GATHER, (tokens, x.shape[1]), x, group, site)
     pieces = transport.pieces_for(x.shape[0])
     collectives.note("start", "all_gather", site)
-    pushed = transport.start_push(x.contiguous(), peers, signals, pieces)
+    pushed = transport.start_push(x, peers, signals, pieces)
+    arrived = partial(transport.wait_for_rows, signals, pieces)
     whole = peers[group.rank]
-    outs = list(compute(whole, slice(None), Gathered(peers, signals, pieces)))
-    if not any(y.numel() for y in outs):  # nothing was computed that would have waited
-        transport.wait_for_rows(signals, pieces)
+    try:
+        outs = list(compute(whole, slice(None), Gathered(peers, signals, pieces)))
+        if not any(y.numel() for y in outs):  # nothing was computed that would have waited
+            arrived()
+    except Exception:
+        _end_after_error(channel, pushed, arrived)
+        raise
     pushed()
     collectives.note("end", "all_gather", site)
-    if keep:
-        whole = whole.clone()
-    channel.end()
-    return outs, whole
+    try:
+        return outs, whole.clone() if keep else whole
+    finally:
+        channel.end()
 
 
 def start_sum(
@@ -66,15 +76,33 @@ def start_sum(
     channel, peers, signals = _begin(REDUCE, shape, like, group, site)
     kind = "all_reduce" if everywhere else "reduce_scatter"
     collectives.note("start", kind, site)
-    compute(slice(None), Scattered(peers, signals))
+    try:
+        compute(slice(None), Scattered(peers, signals))
+    except Exception:
+        channel.abandon()
+        raise
 
     def finish() -> torch.Tensor:
-        (y,) = reduce.reduce_scattered(peers, signals, tokens, width, like.dtype, bias=bias, gather=everywhere)
+        try:
+            (y,) = reduce.reduce_scattered(peers, signals, tokens, width, like.dtype, bias=bias, gather=everywhere)
+        except Exception:
+            channel.abandon()
+            raise
         collectives.note("end", kind, site)
         channel.end()
         return y
 
     return finish
+
+
+def _end_after_error(channel: Channel, *steps: Callable[[], None]) -> None:
+    """End an exchange whose product failed, by what was still to be done; an error of that is of no interest."""
+    try:
+        for step in steps:
+            step()
+        channel.end()
+    except Exception:
+        channel.abandon()
 
 
 def unavailable(group: Group, device: torch.device) -> str | None:

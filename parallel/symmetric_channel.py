@@ -36,8 +36,8 @@ _BOTH = 2  # in place of a slot: the two of them
 class Channel:
     """``slot_bytes`` twice, on each of ``size`` ranks; ``epoch`` is the number of the last exchange, int32.
 
-    :meth:`begin` and :meth:`end` enclose what a rank launches for an exchange. Exchanges of one channel do not overlap
-    on a rank; those of different channels may.
+    :meth:`begin` and :meth:`end` enclose what a rank launches for an exchange, or :meth:`abandon` where that fails.
+    Exchanges of one channel do not overlap on a rank; those of different channels may.
     """
 
     def __init__(self, arena: SymmetricArena, name: str, slot_bytes: int, epoch: int, rebase_every: int) -> None:
@@ -105,6 +105,20 @@ class Channel:
             self._stream = torch.cuda.current_stream(self.device)
         else:
             self.check()
+
+    def abandon(self) -> None:
+        """Give up the exchange under way, which failed on this rank before it was over; nothing if there is none.
+
+        Its peers may lack this rank's rows and flags, so nobody can be asked to wait for it. The next :meth:`begin` is
+        a meeting of all ranks, as for a rebase. Where all have given up the same exchange, it clears the field;
+        otherwise the peers wait in vain for this exchange and this rank for the meeting, until they run out of time.
+        """
+        if self._open is None:
+            return
+        self._open = None
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self.device)
+        self._since_rebase = self._rebase_every
 
     def device_counted(
         self, shape: Sequence[int], dtype: torch.dtype, *, op: str = ""

@@ -17,7 +17,7 @@ from torch import nn
 
 from .layers import late_sum
 from .layers.linear import RowParallelLinear
-from .layers.module import Crossing, ShardedModule
+from .layers.module import Crossing, Joint, ShardedModule
 from .parallel import reserve
 from .parallel.links import Path
 from .parallel.sharding import spec_of
@@ -36,6 +36,7 @@ class Row:
     parameters: int  # on this rank, in one layer
     layers: int = 1
     crosses: tuple[Crossing, ...] = ()  # what crosses ranks, and how it meets the product beside it
+    shared_by: tuple[str, ...] = ()  # the layers beside this one that share that: "k_proj", "v_proj"
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,9 @@ class Explanation:
         for name in ("module", "in", "across ranks", "path", "exposed us", "why"):
             table.add_column(name, no_wrap=name in ("module", "path"), justify="right" if "us" in name else "left")
         for row in self.rows:
-            for crossing in row.crosses:
-                table.add_row(escape(row.path), *map(escape, _told(crossing)))
+            for position, crossing in enumerate(row.crosses):
+                others = f"\n  with {', '.join(row.shared_by)}" if row.shared_by and position == 0 else ""
+                table.add_row(escape(row.path + others), *map(escape, _told(crossing)))
         return table
 
     def __str__(self) -> str:
@@ -89,7 +91,8 @@ def explain(model: nn.Module, x: torch.Tensor | torch.device | str | None = None
 
     ``x`` is an input or a device; None asks for where the parameters are. Nothing is run, and no other rank is asked.
     How collectives meet the products beside them depends on the number of tokens, as does the symmetric memory that
-    takes: an input has it. Modules that are not this package's are listed where they own parameters.
+    takes: an input has it. Under autocast ask under autocast: it decides on the dtype. A collective that several layers
+    share is listed at the first. Modules that are not this package's are listed where they own parameters.
     """
     device, tokens = _device(model, x), _tokens(model, x)
     rows: dict[Row, Row] = {}
@@ -129,14 +132,17 @@ def _tokens(model: nn.Module, x: Any) -> int | None:
 
 
 def _rows(model: nn.Module, device: torch.device, tokens: int | None) -> Iterator[Row]:
-    taken = _taken(model)
+    taken, joints = _taken(model), _joints(model)
+    names = {module: path.rpartition(".")[2] for path, module in model.named_modules()}
     for path, module in model.named_modules():
         own = list(module.named_parameters(recurse=False))
         ops = _ops(module, device)
         if not own and not ops:
             continue
+        joint = joints.get(module)
         for position, (op, runs, why) in enumerate(ops or [("", "torch", "not a layer of this package")]):
             first = position == 0  # parameters are told once, beside the first op
+            crosses = _crosses(module, device, tokens, taken.get(module), joint) if first else ()
             yield Row(
                 path=re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) or "(model)",
                 kind=type(module).__name__,
@@ -145,7 +151,8 @@ def _rows(model: nn.Module, device: torch.device, tokens: int | None) -> Iterato
                 why=why,
                 layout=", ".join(_layout(name, param) for name, param in own) if first else "",
                 parameters=sum(spec_of(param).local_shape.numel() for _, param in own) if first else 0,
-                crosses=_crosses(module, device, tokens, taken.get(module)) if first else (),
+                crosses=crosses,
+                shared_by=tuple(names[layer] for layer in joint.layers[1:]) if joint and crosses else (),
             )
 
 
@@ -169,15 +176,26 @@ def _taken(model: nn.Module) -> dict[nn.Module, RowParallelLinear]:
     return found
 
 
+def _joints(model: nn.Module) -> dict[nn.Module, Joint]:
+    """By layer the layers that run as one with it."""
+    found: dict[nn.Module, Joint] = {}
+    for module in model.modules():
+        joints: Any = getattr(module, "joints", None)
+        found.update((layer, joint) for joint in (joints() if callable(joints) else []) for layer in joint.layers)
+    return found
+
+
 def _crosses(
-    module: nn.Module, device: torch.device, tokens: int | None, takes: RowParallelLinear | None
+    module: nn.Module, device: torch.device, tokens: int | None, takes: RowParallelLinear | None, joint: Joint | None
 ) -> tuple[Crossing, ...]:
     if not isinstance(module, ShardedModule) or module.group.size == 1:
+        return ()
+    if joint is not None and module is not joint.layers[0]:  # the first one tells
         return ()
     try:
         path = None if takes is None else late_sum.told(takes, module, device, tokens)
         late = [] if path is None else [Crossing("decoding", late_sum.OP, path)]
-        return (*module.crosses(device, tokens), *late)
+        return (*module.crosses(device, tokens, joint), *late)
     except (RuntimeError, ValueError) as error:  # forward will say the same
         return (Crossing("", "", Path("refused", reason=str(error))),)
 

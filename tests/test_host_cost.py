@@ -6,15 +6,21 @@ budget in microseconds would measure the machine.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from shardfuse import ParallelMLP, rms_norm
 from shardfuse.bench.stock import StockMLP, training_step
 from shardfuse.bench.timing import compare
 from shardfuse.kernels.linear import linear_act
 from shardfuse.layers.sdpa import attend
+from shardfuse.parallel import links
+from shardfuse.parallel.mesh import Group, tp_group
 
 T, D, FFN = 4, 16, 32
 CPU = torch.device("cpu")
@@ -59,6 +65,8 @@ CALLS = {
     "mlp": (_mlp, 3.0),
     "mlp, forward + backward": (_mlp_step, 2.0),
 }
+# How many times the host time of overlap="none" a step with "auto" may take: for each product it looks up a choice.
+AUTO = 1.25
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -69,3 +77,26 @@ def test_host_cost(benchmark, name):
     benchmark.extra_info["times the stock call"] = round(ours_time.value / stock_time.value, 2)
     benchmark.pedantic(ours, rounds=50, iterations=10, warmup_rounds=2)
     assert ours_time.value <= most * stock_time.value
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[Group]:
+    """This process as one of two, of which the other is made up: it answers at once, and what it sends is nonsense."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield tp_group(dist.group.WORLD)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
+def test_what_auto_costs_over_ranks(benchmark, monkeypatch, two_ranks, sequence_parallel):
+    x, grad = torch.randn(T, D, requires_grad=True), torch.randn(T, D)
+    common = {"mesh": two_ranks, "sequence_parallel": sequence_parallel}
+    auto, none = (ParallelMLP(D, FFN, overlap=overlap, **common) for overlap in ("auto", "none"))
+    calls = [lambda module=module: training_step(module, x, grad) for module in (auto, none)]
+    calls[0]()
+    for name in ("_agree", "_decide"):  # from now on a choice is a look-up
+        monkeypatch.setattr(links, name, lambda *args, name=name: pytest.fail(f"{name} again"))
+    auto_time, none_time = compare(calls[:1], calls[1:], CPU, seconds=0.5)
+    benchmark.extra_info["times overlap='none'"] = round(auto_time.value / none_time.value, 2)
+    benchmark.pedantic(calls[0], rounds=50, iterations=10, warmup_rounds=2)
+    assert auto_time.value <= AUTO * none_time.value

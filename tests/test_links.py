@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
+from shardfuse.kernels import autograd
 from shardfuse.parallel import collectives, link_model, link_profile, links
 from shardfuse.parallel.link_model import GATHER, NORM, REDUCE, SCATTER, Call
 from shardfuse.parallel.link_profile import OPS, Link, Profile, Row, bucket
@@ -373,7 +375,7 @@ def test_under_torch_compile_strict_refuses(monkeypatch: pytest.MonkeyPatch):
     group = Group(_Pg(), 0, 2, None)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     assert links.choose(GATHER, group, **SHAPE, overlap="chunked").kind == "plain"
-    with pytest.raises(RuntimeError, match=r"torch\.compile orders the collectives itself"):
+    with pytest.raises(RuntimeError, match=r"under torch\.compile only the plain composition runs: leave"):
         links.choose(GATHER, group, **SHAPE, overlap="chunked", strict=True)
 
 
@@ -387,6 +389,25 @@ def test_a_choice_made_before_is_a_look_up(monkeypatch: pytest.MonkeyPatch):
     look_up = lambda: table[GATHER, 64, 32, 16]
     ours, plain = (min(timeit.repeat(each, number=2000, repeat=7)) for each in (call, look_up))
     assert ours < 60 * plain
+
+
+def test_a_choice_under_a_transform_is_not_taken_outside(monkeypatch: pytest.MonkeyPatch):
+    """No kernel takes a call inside, so a sum or a product that asked there first would go plainly ever after."""
+    group = Group(pg := _Pg(), 0, 2, None)
+    monkeypatch.setattr(links, "_agreed", {(id(pg), CPU): links._Agreed(_profile(), "node", unavailable=None)})
+    monkeypatch.setattr(links, "_without_kernel", lambda *args: autograd.transformed())
+    chosen: list[links.Path] = []
+
+    def choose(x: torch.Tensor) -> torch.Tensor:
+        chosen.append(links.choose(GATHER, group, **SHAPE, overlap="kernel"))
+        return x
+
+    with forward_ad.dual_level():
+        choose(torch.ones(1))
+    torch.func.vmap(choose)(torch.ones(1))
+    choose(torch.ones(1))
+    torch.func.vmap(choose)(torch.ones(1))
+    assert [path.kind for path in chosen] == ["plain", "plain", "kernel", "plain"]
 
 
 def test_a_capture_takes_what_was_agreed_before(monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,6 @@
 """Layers whose rows travel inside the kernels (overlap="kernel"), interpreted, on symmetric memory between processes.
 
-The same operands, references and counts as in test_overlap.py, which has the other paths.
+The same operands, references and counts (overlap_case.py) as in test_overlap.py, which has the other paths.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from shardfuse import ParallelMLP, explain
 from shardfuse.kernels import accuracy, dispatch
 from shardfuse.kernels.linear import launch
 from shardfuse.parallel import collectives, links
+from shardfuse.parallel.linear import column_linear, row_linear
 from shardfuse.parallel.symmetric import SymmetricArena
 
 with pytest.MonkeyPatch.context() as patched:
     patched.syspath_prepend(File(__file__).parent)
-    from test_overlap import (
+    from overlap_case import (
         KIND,
         SP,
         D,
         T,
-        _counted,
-        _dy,
-        _forward,
-        _grads,
-        _group,
-        _leaves,
-        _options,
-        _reference,
-        _whole,
+        counted_calls,
+        local_dy,
+        local_leaves,
+        recompute_options,
+        reference,
+        run_backward,
+        run_forward,
+        whole_operands,
+        world_group,
     )
 
 pytestmark = [pytest.mark.ranks, pytest.mark.interpret]
@@ -72,19 +73,20 @@ def _miss(name: str, ours: torch.Tensor, low: torch.Tensor, oracle: torch.Tensor
 
 def _layers_body(rank: int, world: int, kind: str, sequence_parallel: bool) -> list[str]:
     """What is wrong: against one process in fp64, by the plain path's error; in what is counted; in what ran."""
-    group, wrong = _group(), []
-    oracle = _reference(_whole(), kind, rank, world, sequence_parallel)
-    whole = _whole(torch.float32)
+    group, wrong = world_group(), []
+    oracle = reference(whole_operands(), kind, rank, world, sequence_parallel)
+    whole = whole_operands(torch.float32)
     again = [("all_gather", {"layers": "in.again"}.get(kind, "mlp.in.again"))] if sequence_parallel else []
-    for options in _options(kind)[:: 2 if world == 2 else 3]:  # levels 0 and 2; level 1's launches are level 0's
+    levels = recompute_options(kind)[:: 2 if world == 2 else 3]  # 0 and 2; level 1's launches are level 0's
+    for options in levels:
         found, counted = {}, {}
         for way in (PLAIN, IN_KERNEL):
-            leaves = _leaves(whole, kind, rank, world, sequence_parallel)
+            leaves = local_leaves(whole, kind, rank, world, sequence_parallel)
             collectives.reset_counts()
             with _launches() as launches:
-                y = _forward(leaves, kind, group, sequence_parallel=sequence_parallel, **way, **options)
-                found[way["overlap"]] = _grads(y, _dy(whole, leaves, rank, sequence_parallel), leaves)
-            counted[way["overlap"]] = _counted()
+                y = run_forward(leaves, kind, group, sequence_parallel=sequence_parallel, **way, **options)
+                found[way["overlap"]] = run_backward(y, local_dy(whole, leaves, rank, sequence_parallel), leaves)
+            counted[way["overlap"]] = counted_calls()
         for name, value in found["kernel"].items():
             wrong += _miss(f"{options} {name}", value, found["none"][name], oracle[name])
         plain = counted["none"] | dict.fromkeys(again, (1, T // world * D * 4))
@@ -107,21 +109,21 @@ def test_layers_in_kernels_give_what_one_process_does(ranks: Any, world: int, ki
 
 def _split_body(rank: int, world: int, kind: str) -> None:
     """A pipeline's split backward, with another layer's whole step in between, which reuses the slots."""
-    group = _group()
-    oracle, whole = _reference(_whole(), kind, rank, world, True), _whole(torch.float32)
-    for options in _options(kind)[::2]:
+    group = world_group()
+    oracle, whole = reference(whole_operands(), kind, rank, world, True), whole_operands(torch.float32)
+    for options in recompute_options(kind)[::2]:
         made = []
-        leaves = _leaves(whole, kind, rank, world, True)
-        y = _forward(leaves, kind, group, sequence_parallel=True, **PLAIN, **options)
-        low = _grads(y, _dy(whole, leaves, rank, True), leaves)
+        leaves = local_leaves(whole, kind, rank, world, True)
+        y = run_forward(leaves, kind, group, sequence_parallel=True, **PLAIN, **options)
+        low = run_backward(y, local_dy(whole, leaves, rank, True), leaves)
         for _ in range(2):
-            leaves = _leaves(whole, kind, rank, world, True)
-            made.append((leaves, _forward(leaves, kind, group, sequence_parallel=True, **IN_KERNEL, **options)))
+            leaves = local_leaves(whole, kind, rank, world, True)
+            made.append((leaves, run_forward(leaves, kind, group, sequence_parallel=True, **IN_KERNEL, **options)))
         (leaves, y), (others, z) = made
         params = [leaf for name, leaf in leaves.items() if name != "x"]
         with _launches() as first:
-            _, groups = stage_backward_input([y], [_dy(whole, leaves, rank, True)], [leaves["x"]], iter(params))
-        between = _grads(z, _dy(whole, others, rank, True), others)
+            _, groups = stage_backward_input([y], [local_dy(whole, leaves, rank, True)], [leaves["x"]], iter(params))
+        between = run_backward(z, local_dy(whole, others, rank, True), others)
         with _launches() as second:
             stage_backward_weight(iter(params), groups)
         assert not [key for key in first if key.endswith("tn")]
@@ -140,7 +142,7 @@ def test_split_backward_runs_each_product_once_and_keeps_what_it_needs(ranks: An
 def _wrapped_body(rank: int, world: int) -> None:
     """Checkpointing, several calls in one graph, and FSDP2 around it."""
     torch.manual_seed(0)
-    group = _group()
+    group = world_group()
     make = lambda **more: ParallelMLP(D, 48, mesh=group, sequence_parallel=True, **more)
     mlp, plain = make(**IN_KERNEL), make(overlap="none")
     plain.load_state_dict(mlp.state_dict())
@@ -168,7 +170,7 @@ def test_checkpointing_two_layers_in_a_graph_and_fsdp(ranks: Any):
 
 def _choice_body(rank: int, world: int) -> list[str]:
     """What is told of the choice, by the layer and by strict."""
-    group, said = _group(), []
+    group, said = world_group(), []
     mlp = ParallelMLP(D, 48, mesh=group, overlap="kernel", impl="triton")
     mlp(torch.zeros(4, D))
     said.append(str(explain(mlp, torch.zeros(4, D))))
@@ -194,7 +196,7 @@ def _probe_body(rank: int, world: int) -> tuple[str, str]:
     original = SymmetricArena.probe
     SymmetricArena.probe = lambda self, timeout_s=None: "probe: rank 1 does not reach rank 0"  # type: ignore[method-assign]
     try:
-        group = _group()
+        group = world_group()
         x, weight = torch.ones(4, D), torch.ones(D, D)
         before = dispatch.counts.copy()
         path = links.choose(
@@ -210,3 +212,27 @@ def _probe_body(rank: int, world: int) -> tuple[str, str]:
 
 def test_memory_that_fails_its_probe_is_not_used(ranks: Any):
     assert ranks(2, _probe_body) == [("plain", "probe: rank 1 does not reach rank 0")] * 2
+
+
+def _featureless_body(rank: int, world: int) -> list[str]:
+    """What is wrong with layers that have no features on one side: their product is empty, or nothing but zeros."""
+    group, wrong = world_group(), []
+    for out_features, in_features in ((0, D), (D, 0)):
+        for sequence_parallel in (False, True):
+            options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "site": "s", **IN_KERNEL}
+            for column in (True, False):
+                x = torch.ones(4, in_features, requires_grad=True)
+                weight = torch.ones(out_features, in_features, requires_grad=True)
+                if column:
+                    (y,) = column_linear(x, [weight], [None], group, **options)
+                else:
+                    y = row_linear(x, weight, None, group, **options)
+                y.sum().backward()
+                rows = (8 if column else 2) if sequence_parallel else 4
+                if y.shape != (rows, out_features) or y.any() or x.grad.any() or weight.grad.shape != weight.shape:
+                    wrong.append(f"{y.shape} of {list(weight.shape)}, column {column}, sequence {sequence_parallel}")
+    return wrong
+
+
+def test_layers_without_features_go_plainly(ranks: Any):
+    assert ranks(2, _featureless_body) == [[], []]

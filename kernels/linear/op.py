@@ -227,7 +227,7 @@ class _LinearAct(torch.autograd.Function):
             dx = parts.shaped(dx, next(dy for dy in dys if dy is not None))
         if any(want_params):
             grads = _param_grads(ctx, dzs, x, want_params)
-        autograd.remember(ctx, dys, dzs, want)
+        autograd.remember(ctx, dys, dzs, want, spent=zs)
         return None, dx, dys[0] if want_residual else None, *grads
 
 
@@ -255,7 +255,7 @@ class _GatedLinear(torch.autograd.Function):
             dzs = parts.gated_activation_grad(parts.as_rows(dh), g, u, ctx.call.activation, ctx.call.choice)
         dx = parts.shaped(parts.input_grad(dzs, weights, ctx.call.choice), dh) if want_x else None
         grads = _param_grads(ctx, dzs, x, want_params)
-        autograd.remember(ctx, [dh], dzs, want)
+        autograd.remember(ctx, [dh], dzs, want, spent=(g, u))
         return None, dx, *grads
 
 
