@@ -24,7 +24,7 @@ from ..parallel.sharding import (
     tag,
 )
 
-__all__ = ["Crosses", "Crossing", "Init", "Runs", "ShardedModule", "check_divides", "untouched"]
+__all__ = ["Absent", "Crosses", "Crossing", "Init", "Joint", "Runs", "ShardedModule", "check_divides", "untouched"]
 
 # The ops a module runs, each with its choice of implementation.
 Runs = list[tuple[str, Choice]]
@@ -39,6 +39,13 @@ class Crossing(NamedTuple):
 
 
 Crosses = list[Crossing]
+
+
+class Joint(NamedTuple):
+    """Column-parallel layers that the module around them runs as one: one product, and one collective each way."""
+
+    layers: tuple[Any, ...]
+    runs_again: bool = False  # whether backward forms the product once more
 
 
 @dataclass(frozen=True)
@@ -150,10 +157,10 @@ class ShardedModule(nn.Module):
         """The ops that forward runs on ``device``, each with its choice of implementation."""
         return []
 
-    def crosses(self, device: torch.device, tokens: int | None) -> Crosses:
+    def crosses(self, device: torch.device, tokens: int | None, joint: Joint | None = None) -> Crosses:
         """What crosses ranks for ``tokens`` on ``device`` under a choice of ways, in a group of several.
 
-        Asks nobody: one rank may call it alone. Raises what a call would.
+        ``joint`` is what the layer is the first of. Asks nobody: one rank may call it alone. Raises what a call would.
         """
         return []
 
@@ -166,6 +173,16 @@ class ShardedModule(nn.Module):
         self._tag()
         return self
 
+    def _replicate_for_data_parallel(self) -> ShardedModule:
+        """nn.DataParallel's copies run side by side in threads; their collectives would come in any order."""
+        if self.group.size > 1:
+            raise ValueError(
+                f"nn.DataParallel around a {type(self).__name__} that is split over {self.group.size} ranks: its "
+                "threads would run one rank's collectives in no order that the other ranks share; start one process "
+                "per GPU (torchrun) and train with parallelize(model, mesh, zero=0), or use one tensor-parallel rank"
+            )
+        return super()._replicate_for_data_parallel()
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._tag()
@@ -175,6 +192,15 @@ class ShardedModule(nn.Module):
         if self._params == "local" or self.group.size == 1:
             for name, (spec, _) in self._declared.items():
                 tag(getattr(self, name), spec)
+
+
+class Absent(nn.Module):
+    """In place of a part of a model that is on another pipeline stage: the names of the parts behind it stay."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            "this part of the model is on another pipeline stage: call the pipeline's step() or evaluate() in its place"
+        )
 
 
 def check_divides(name: str, value: int, group: Group) -> None:

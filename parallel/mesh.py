@@ -1,13 +1,15 @@
-"""Which processes work together, and on what: the device mesh and its tensor-parallel groups.
+"""Which processes work together, and on what: the device mesh and its groups.
 
-A mesh has the dimensions ``("dp", "pp", "tp")``: data-parallel replicas, pipeline stages, tensor-parallel ranks.
-Tensor-parallel ranks are neighbours, because they talk most. A process that is alone needs no mesh and no process
-group; everything then takes ``None``.
+A mesh has the dimensions ``("dp", "pp", "tp")``: data-parallel ranks, pipeline stages, tensor-parallel ranks. Hybrid
+sharding puts ``"rep"`` in front: parameters are then split over dp, and rep counts the replicas of these shards, one
+per node, say. Tensor-parallel ranks are neighbours, because they talk most. A process that is alone needs no mesh and
+no process group; everything then takes ``None``.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +20,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 MESH_DIMS = ("dp", "pp", "tp")
+HYBRID_DIMS = ("rep", *MESH_DIMS)
+DATA_DIMS = ("rep", "dp")  # over which batches differ
 
 
 @dataclass(frozen=True)
@@ -47,24 +51,26 @@ MeshLike = DeviceMesh | dist.ProcessGroup | Group | None
 
 def init_mesh(
     *,
+    rep: int = 1,
     dp: int = 1,
     pp: int = 1,
     tp: int | None = None,
     device_type: str | None = None,
     timeout: timedelta | None = None,
 ) -> DeviceMesh | None:
-    """The mesh ``("dp", "pp", "tp")`` over all processes, or None when this process is alone.
+    """The mesh ``("dp", "pp", "tp")`` over all processes, with ``rep`` > 1 ``("rep", "dp", "pp", "tp")``; None when
+    this process is alone.
 
     Reads what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and initialises torch.distributed
     if nobody has: gloo on a CPU, NCCL with ``device_type="cuda"``, which also selects this process's GPU.
-    ``tp=None`` takes what ``dp`` and ``pp`` leave of the world. ``device_type=None`` is "cuda" where there is a GPU.
+    ``tp=None`` takes what the other degrees leave of the world. ``device_type=None`` is "cuda" where there is a GPU.
     ``timeout`` bounds every collective; None is torch's default.
 
-    Raises ValueError where ``dp * pp * tp`` is not the world size, or a machine has fewer GPUs than processes;
+    Raises ValueError where ``rep * dp * pp * tp`` is not the world size, or a machine has fewer GPUs than processes;
     RuntimeError where the processes cannot meet.
     """
     world = _world_size()
-    shape = _mesh_shape(dp, pp, tp, world)
+    shape = _mesh_shape(rep, dp, pp, tp, world)
     if world == 1 and not dist.is_initialized():
         return None
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -82,7 +88,9 @@ def init_mesh(
             ) from error
         if device_type == "cpu":
             atexit.register(shutdown)  # gloo's threads, still running when the process ends, may abort it
-    return init_device_mesh(device_type, shape, mesh_dim_names=MESH_DIMS)
+    if rep == 1:
+        return init_device_mesh(device_type, shape[1:], mesh_dim_names=MESH_DIMS)
+    return init_device_mesh(device_type, shape, mesh_dim_names=HYBRID_DIMS)
 
 
 def _world_size() -> int:
@@ -91,24 +99,26 @@ def _world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _mesh_shape(dp: int, pp: int, tp: int | None, world: int) -> tuple[int, int, int]:
-    for name, degree in (("dp", dp), ("pp", pp), ("tp", tp)):
+def _mesh_shape(rep: int, dp: int, pp: int, tp: int | None, world: int) -> tuple[int, int, int, int]:
+    for name, degree in (("rep", rep), ("dp", dp), ("pp", pp), ("tp", tp)):
         if degree is not None and degree < 1:
             raise ValueError(f"init_mesh: {name}={degree}: expected at least 1")
+    others = f"rep={rep} * dp={dp} * pp={pp}" if rep > 1 else f"dp={dp} * pp={pp}"
+    rest = rep * dp * pp
     if tp is None:
-        if world % (dp * pp):
+        if world % rest:
             raise ValueError(
-                f"init_mesh: dp={dp} * pp={pp} does not divide the {world} processes that were started; "
-                f"change the degrees, or start a multiple of {dp * pp} processes"
+                f"init_mesh: {others} does not divide the {world} processes that were started; "
+                f"change the degrees, or start a multiple of {rest} processes"
             )
-        tp = world // (dp * pp)
-    if dp * pp * tp != world:
+        tp = world // rest
+    if rest * tp != world:
         raise ValueError(
-            f"init_mesh: dp={dp} * pp={pp} * tp={tp} = {dp * pp * tp}, but {world} "
+            f"init_mesh: {others} * tp={tp} = {rest * tp}, but {world} "
             f"{'process was' if world == 1 else 'processes were'} started; change the degrees, or start "
-            f"{dp * pp * tp} processes (torchrun --nproc-per-node {dp * pp * tp} ...)"
+            f"{rest * tp} processes (torchrun --nproc-per-node {rest * tp} ...)"
         )
-    return dp, pp, tp
+    return rep, dp, pp, tp
 
 
 def _select_gpu() -> None:
@@ -162,10 +172,42 @@ def everyone() -> Group:
     return Group(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), None)
 
 
+def degree(mesh: DeviceMesh | None, dim: str) -> int:
+    """How many ranks ``mesh`` has along ``dim``: 1 where it has no such dimension."""
+    if mesh is None or dim not in (mesh.mesh_dim_names or ()):
+        return 1
+    return mesh[dim].size()
+
+
 def data_coordinate(mesh: DeviceMesh | None) -> tuple[int, int]:
     """(which share of the data this process reads, of how many): ranks with the same share see the same batch."""
-    if mesh is None:
-        return 0, 1
-    if "dp" not in (mesh.mesh_dim_names or ()):
-        return 0, 1
-    return mesh.get_local_rank("dp"), mesh["dp"].size()
+    share, shares = 0, 1
+    for dim in DATA_DIMS:
+        if mesh is not None and degree(mesh, dim) > 1:
+            share = share * degree(mesh, dim) + mesh.get_local_rank(dim)
+            shares *= degree(mesh, dim)
+    return share, shares
+
+
+def data_group(mesh: DeviceMesh | None) -> Group:
+    """The ranks that differ from this one in their share of the data alone, in order of their shares.
+
+    The first call makes a process group where ``mesh`` has both data dimensions: every rank calls it.
+    """
+    dims = tuple(dim for dim in DATA_DIMS if degree(mesh, dim) > 1)
+    if mesh is None or not dims:
+        return SINGLE
+    return tp_group(mesh[dims]._flatten() if len(dims) > 1 else mesh[dims[0]])
+
+
+def whole_group(mesh: MeshLike) -> Group:
+    """All ranks of ``mesh``, whatever its dimensions.
+
+    The first call makes a process group where ``mesh`` has several dimensions and does not hold every process; each of
+    its ranks then calls it.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim == 1:
+        return tp_group(mesh)
+    if math.prod(mesh.shape) == dist.get_world_size():
+        return everyone()
+    return tp_group(mesh._flatten())

@@ -198,6 +198,15 @@ def _process_group(rank: int, world: int, port: int, call: int, stores: dict[int
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """DTensor remembers what operations come to, on meshes whose groups are gone; the next call's look the same."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 _modules: dict[str, Any] = {}

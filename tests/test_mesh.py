@@ -15,7 +15,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardfuse.parallel import mesh as meshes
-from shardfuse.parallel.mesh import SINGLE, Group, data_coordinate, everyone, init_mesh, shutdown, tp_group
+from shardfuse.parallel.mesh import (
+    SINGLE,
+    Group,
+    data_coordinate,
+    data_group,
+    degree,
+    everyone,
+    init_mesh,
+    shutdown,
+    tp_group,
+    whole_group,
+)
 
 
 def test_a_process_alone_needs_nothing() -> None:
@@ -26,6 +37,8 @@ def test_a_process_alone_needs_nothing() -> None:
     assert tp_group(SINGLE) is SINGLE
     assert everyone() is SINGLE
     assert data_coordinate(None) == (0, 1)
+    assert data_group(None) is whole_group(None) is SINGLE
+    assert degree(None, "dp") == 1
     shutdown()
 
 
@@ -35,6 +48,8 @@ def test_a_process_alone_needs_nothing() -> None:
         ({"tp": 2}, r"dp=1 \* pp=1 \* tp=2 = 2, but 1 process was started; change the degrees, or start 2 processes"),
         ({"dp": 2}, r"dp=2 \* pp=1 does not divide the 1 processes that were started"),
         ({"pp": 0}, r"pp=0: expected at least 1"),
+        ({"rep": 0}, r"rep=0: expected at least 1"),
+        ({"rep": 2, "tp": 1}, r"rep=2 \* dp=1 \* pp=1 \* tp=1 = 2, but 1 process was started"),
     ],
 )
 def test_degrees_that_do_not_fit_one_process(degrees: dict[str, int], message: str) -> None:
@@ -45,17 +60,19 @@ def test_degrees_that_do_not_fit_one_process(degrees: dict[str, int], message: s
 @pytest.mark.parametrize(
     ("degrees", "shape"),
     [
-        ({}, (1, 1, 8)),
-        ({"dp": 2}, (2, 1, 4)),
-        ({"dp": 2, "pp": 2}, (2, 2, 2)),
-        ({"dp": 8, "tp": 1}, (8, 1, 1)),
+        ({}, (1, 1, 1, 8)),
+        ({"dp": 2}, (1, 2, 1, 4)),
+        ({"dp": 2, "pp": 2}, (1, 2, 2, 2)),
+        ({"dp": 8, "tp": 1}, (1, 8, 1, 1)),
+        ({"rep": 2, "dp": 2}, (2, 2, 1, 2)),
+        ({"rep": 3}, None),
         ({"dp": 3}, None),
         ({"tp": 3}, None),
         ({"dp": 2, "tp": 2}, None),
     ],
 )
 def test_what_is_left_of_the_world_is_tensor_parallel(degrees: dict[str, int], shape: tuple[int, ...] | None) -> None:
-    arguments = {"dp": 1, "pp": 1, "tp": None, **degrees}
+    arguments = {"rep": 1, "dp": 1, "pp": 1, "tp": None, **degrees}
     if shape is None:
         with pytest.raises(ValueError, match="8 processes"):
             meshes._mesh_shape(**arguments, world=8)
@@ -81,6 +98,28 @@ def test_tensor_parallel_ranks_are_neighbours_and_see_the_same_batch(ranks: Any)
         (0, 2, [2, 3], 1, (1, 2)),
         (1, 2, [2, 3], 1, (1, 2)),
     ]
+
+
+def _hybrid(rank: int, world: int) -> tuple[Any, ...]:
+    mesh = init_mesh(rep=2, dp=2, tp=1)
+    assert mesh is not None
+    assert mesh.mesh_dim_names == ("rep", "dp", "pp", "tp")
+    assert [degree(mesh, dim) for dim in ("rep", "dp", "pp", "tp", "cp")] == [2, 2, 1, 1, 1]
+    data, whole = data_group(mesh), whole_group(mesh)
+    assert (data.rank, data.size) == data_coordinate(mesh)
+    assert whole == everyone()
+    assert whole_group(data) is data
+    plain = init_mesh(dp=2, tp=2)
+    assert plain is not None
+    groups = tp_group(mesh), data, whole_group(mesh["dp", "tp"]), data_group(plain)
+    return data_coordinate(mesh), *(dist.get_process_group_ranks(group.pg) for group in groups)
+
+
+@pytest.mark.ranks
+def test_hybrid_meshes_read_different_data_along_two_dimensions(ranks: Any) -> None:
+    for rank, found in enumerate(ranks(4, _hybrid)):
+        node = rank // 2 * 2
+        assert found == ((rank, 4), [rank], [0, 1, 2, 3], [node, node + 1], [rank % 2, rank % 2 + 2])
 
 
 def _process_groups(rank: int, world: int) -> None:

@@ -16,11 +16,11 @@ import torch
 
 from shardfuse import TransformerConfig
 from shardfuse.parallel.checkpoint import full_state_dict
+from shardfuse.parallel.clip import GradientClipper
 from shardfuse.parallel.mesh import init_mesh
 from shardfuse.parallel.sharding import local_tensor
 from shardfuse.training import data, loop
 from shardfuse.training.agreement import Agreement, compare_with_unsharded
-from shardfuse.training.clip import GradientClipper
 from shardfuse.training.config import TrainConfig
 from shardfuse.training.data import Corpus, DataError, load_corpus
 from shardfuse.training.output import OutputError, output_folder, write_report

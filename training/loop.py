@@ -18,11 +18,12 @@ import torch
 
 from ..layers.transformer import ParallelTransformer
 from ..parallel import collectives
+from ..parallel.clip import GradientClipper
 from ..parallel.mesh import Group, MeshLike
 from ..parallel.random import manual_seed
-from .clip import GradientClipper
 from .config import TrainConfig
 from .data import Corpus
+from .optimizer import adamw
 from .precision import Precision
 
 CLOCK_EVERY = 5  # steps between two looks at rank 0's clock
@@ -70,18 +71,8 @@ def build_model(
 
 
 def build_optimizer(model: ParallelTransformer, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices, not on biases and norms.
-
-    ``fused`` because the other forms take a DTensor's detour at every one of their small steps.
-    """
-    matrices = [param for param in model.parameters() if param.dim() > 1]
-    vectors = [param for param in model.parameters() if param.dim() <= 1]
-    return torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        fused=True,
-    )
+    """The run's AdamW."""
+    return adamw(model, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay)
 
 
 def learning_rate(config: TrainConfig, step: int, done: float) -> float:
