@@ -6,198 +6,35 @@ gated style a Llama.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from ..parallel.checkpoint import full_state_dict
-from ..parallel.mesh import MeshLike, tp_group
-from ..parallel.sharding import local_tensor, spec_of
-from ..parallel.storage import agree
-from .config import TransformerConfig, rope_type
+from ..parallel.checkpoint import named_entries
+from ..parallel.mesh import MeshLike, everyone, tp_group, whole_group
+from ..parallel.sharding import local_tensor, logical, shard_slice
+from ..parallel.storage import agree, together
+from .config import TransformerConfig
+from .hf_config import CONFIG, INDEX, WEIGHTS, config_from_hf, config_to_hf
+from .hf_export import export_hf
 from .transformer import ParallelTransformer
 
-CONFIG = "config.json"
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
+__all__ = ["WEIGHTS", "config_from_hf", "config_to_hf", "export_hf", "load_hf", "load_hf_weights", "read_hf_config"]
 
-# Style -> what config.json calls it.
-_MODEL_TYPES = {"gelu": "starcoder2", "gated": "llama"}
-_ARCHITECTURES = {"gelu": "Starcoder2ForCausalLM", "gated": "LlamaForCausalLM"}
-_ACTIVATIONS = {"gelu": "gelu_pytorch_tanh", "gated": "silu"}
-_NORM_EPS = {"gelu": "norm_epsilon", "gated": "rms_norm_eps"}
-_BIASES = {"gelu": ("use_bias",), "gated": ("attention_bias", "mlp_bias")}
-# Our name -> config.json's.
-_FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "max_positions": "max_position_embeddings",
-    "init_std": "initializer_range",
-    "tie_embeddings": "tie_word_embeddings",
-}
-_OPTIONAL = ("num_key_value_heads", "head_dim")
-# What transformers assumes where a config.json leaves a key out.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gelu": {
-        "max_position_embeddings": 4096,
-        "initializer_range": 0.018042,
-        "tie_word_embeddings": True,
-        "norm_epsilon": 1e-5,
-        "hidden_act": "gelu_pytorch_tanh",
-        "use_bias": True,
-    },
-    "gated": {
-        "max_position_embeddings": 2048,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": False,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-    },
-}
-
-
-def export_hf(model: ParallelTransformer, directory: str | os.PathLike[str]) -> None:
-    """Write ``model`` so that ``AutoModelForCausalLM.from_pretrained(directory)`` gives equal logits.
-
-    Every rank of the model's group calls it; its first rank writes, in the model's own dtype. Both files are complete
-    beside their final names before either takes its place, and other files of the folder stay.
-
-    Raises RuntimeError, on every rank, when the folder cannot be written.
-    """
-    state = full_state_dict(model, first_rank_only=True)
-    agree(model.group, lambda: _write(model, state, Path(directory)) if state else None)
-
-
-def _write(model: ParallelTransformer, state: dict[str, torch.Tensor], directory: Path) -> None:
-    if model.config.tie_embeddings:
-        state = {name: tensor for name, tensor in state.items() if name != "lm_head.weight"}
-    dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
-    text = json.dumps(config_to_hf(model.config, dtype), indent=2) + "\n"
-    mark = uuid.uuid4().hex[:8]
-    weights, config = (directory / f".{name}.{mark}.tmp" for name in (WEIGHTS, CONFIG))
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, weights, metadata={"format": "pt"})
-        config.write_text(text, encoding="utf-8")
-        for path in (weights, config):
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        weights.replace(directory / WEIGHTS)
-        config.replace(directory / CONFIG)
-    except (OSError, SafetensorError) as error:
-        raise RuntimeError(f"could not export to {directory}: {error}") from error
-    finally:
-        for path in (weights, config):
-            with suppress(OSError):
-                path.unlink()
-
-
-def config_to_hf(config: TransformerConfig, dtype: str = "float32") -> dict[str, Any]:
-    """The ``config.json`` of ``config``, as transformers 5 writes it; ValueError where it has no such model."""
-    style = config.style
-    gated_only = ("attention_window", "residual_dropout", "embedding_dropout") if config.gated else ()
-    for name in ("attention_softcap", "attention_sinks", "norm_offset", *gated_only):
-        if getattr(config, name):
-            raise ValueError(
-                f"{name}={getattr(config, name)}: transformers' {_MODEL_TYPES[style]} has no such thing; a model that "
-                "differs cannot be exported as one"
-            )
-    out: dict[str, Any] = {"architectures": [_ARCHITECTURES[style]], "model_type": _MODEL_TYPES[style], "dtype": dtype}
-    out |= {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
-    out |= dict.fromkeys(_BIASES[style], config.bias)
-    out[_NORM_EPS[style]] = config.norm_eps
-    out["hidden_act"] = _ACTIVATIONS[style]
-    out["rope_parameters"] = _rope_parameters(config)
-    out["rope_theta"] = config.rope_theta  # where transformers 4 looks
-    out |= {
-        "attention_dropout": config.attention_dropout,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "use_cache": True,
-    }
-    if style == "gelu":
-        out |= {"embedding_dropout": config.embedding_dropout, "residual_dropout": config.residual_dropout}
-        out["sliding_window"] = config.attention_window
-    return out
-
-
-def config_from_hf(raw: dict[str, Any]) -> TransformerConfig:
-    """Our config of a ``config.json``; ValueError where it asks for something that the layers do not do."""
-    styles = {model_type: style for style, model_type in _MODEL_TYPES.items()}
-    if raw.get("model_type") not in styles:
-        raise ValueError(f"model_type={raw.get('model_type')!r}: expected one of {', '.join(styles)}")
-    style = styles[raw["model_type"]]
-    raw = _DEFAULTS[style] | {key: value for key, value in raw.items() if value is not None}
-
-    if raw["hidden_act"] not in (_ACTIVATIONS[style], "swish" if style == "gated" else None):
-        raise ValueError(f"hidden_act={raw['hidden_act']!r}: {raw['model_type']} here means {_ACTIVATIONS[style]}")
-    biases = {raw[key] for key in _BIASES[style]}
-    if len(biases) > 1:
-        raise ValueError(f"{' and '.join(_BIASES[style])} differ: here all linear layers have a bias or none has")
-    fields = {ours: raw[theirs] for ours, theirs in _FIELDS.items() if theirs in raw or theirs not in _OPTIONAL}
-    fields |= _rope_fields(raw)
-    fields |= {name: raw[name] for name in ("attention_dropout", *_OF_GELU) if raw.get(name) and _has(style, name)}
-    window = raw.get("sliding_window")
-    if window is not None and window < raw["max_position_embeddings"]:
-        if style == "gated":
-            raise ValueError(f"sliding_window={window}: transformers' {raw['model_type']} has none; which is meant?")
-        fields["attention_window"] = window
-    try:
-        return TransformerConfig(style=style, norm_eps=raw[_NORM_EPS[style]], bias=biases.pop(), **fields)
-    except TypeError as error:
-        raise ValueError(f"a value has the wrong type: {error}") from error
-
-
-_OF_GELU = ("embedding_dropout", "residual_dropout")
-
-
-def _has(style: str, name: str) -> bool:
-    return style == "gelu" or name not in _OF_GELU
-
-
-def _rope_parameters(config: TransformerConfig) -> dict[str, Any]:
-    if config.partial_rotary_factor != 1.0 or config.rope_interleaved:
-        raise ValueError(
-            f"partial_rotary_factor={config.partial_rotary_factor}, rope_interleaved={config.rope_interleaved}: "
-            f"transformers' {_MODEL_TYPES[config.style]} rotates whole heads, element i with i + head_dim / 2; a model "
-            "that differs cannot be exported as one"
-        )
-    scaling = {name: value for name, value in (config.rope_scaling or {}).items() if name != "type"}
-    return {**scaling, "rope_type": rope_type(config.rope_scaling), "rope_theta": config.rope_theta}
-
-
-def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling``; transformers 4 kept the first beside the second."""
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
-    partial = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
-    kind = rope_type(rope)
-    if partial != 1.0:
-        raise ValueError(
-            f"partial_rotary_factor={partial}: transformers' {raw['model_type']} rotates whole heads all the same, and "
-            "others do not; which is meant cannot be told"
-        )
-    rope.pop("type", None)
-    return {"rope_theta": float(theta), "rope_scaling": None if kind == "default" else rope | {"rope_type": kind}}
+StrPath = str | os.PathLike[str]
+# Of a config, what a trained model's weights say nothing about.
+_FREE = ("max_positions", "init_std", "embedding_dropout", "residual_dropout", "attention_dropout")
 
 
 def load_hf(
-    directory: str | os.PathLike[str],
+    directory: StrPath,
     *,
     mesh: MeshLike = None,
     sequence_parallel: bool = False,
@@ -236,30 +73,78 @@ def load_hf(
 def _load(
     directory: Path, dtype: torch.dtype | None, device: torch.device | str | None, **options: Any
 ) -> ParallelTransformer:
+    config, kept = _read_config(directory)
+    files = _weight_files(directory)
+    model = ParallelTransformer(config, dtype=dtype or kept, device="meta", **options)
+    _check_names(directory, config, {name for name, _ in model.named_parameters()}, files)
+    model.to_empty(device=device or torch.get_default_device())
+    _fill(named_entries(model), files)
+    return model.eval()
+
+
+def load_hf_weights(directory: StrPath, model: ParallelTransformer, *, group: MeshLike = None) -> None:
+    """Fill ``model``, however it is spread over ranks, with the weights in ``directory``.
+
+    All ranks of ``group`` (default: every process) call it: after ``fully_shard``, say, or with a pipeline's parts.
+    Each reads its own slices only. Weights take the model's dtype.
+
+    Raises FileNotFoundError for a missing folder or file, ValueError for one that is cut short, corrupt, or of another
+    model, or a model on the meta device. Every rank raises; the model may then be filled in part.
+    """
+    ranks = everyone() if group is None else whole_group(group)
+    folder = Path(directory)
+    config, _ = agree(ranks, lambda: _read_config(folder))
+    wanted = agree(ranks, lambda: named_entries(model))
+    names = set().union(*together(ranks, lambda: set(wanted)))
+
+    def fill() -> None:
+        _check_config(folder, config, model.config)
+        files = _weight_files(folder)
+        _check_names(folder, config, names, files)
+        _fill(wanted, files)
+
+    agree(ranks, fill)
+
+
+def read_hf_config(directory: StrPath) -> TransformerConfig:
+    """The config of the model in ``directory``, to build it with before :func:`load_hf_weights`.
+
+    Raises FileNotFoundError, or ValueError for something that the layers do not do.
+    """
+    return _read_config(Path(directory))[0]
+
+
+def _read_config(directory: Path) -> tuple[TransformerConfig, torch.dtype]:
     raw = _read_json(directory / CONFIG)
     with _explained(directory / CONFIG):
-        config, dtype = config_from_hf(raw), dtype or _dtype(raw)
-    files = _weight_files(directory)
-    model = ParallelTransformer(config, dtype=dtype, device="meta", **options)
-    with _explained(directory):
-        _check_names(model, {name for names in files.values() for name in names})
-    model.to_empty(device=device or torch.get_default_device())
-    wanted = dict(model.named_parameters())
+        return config_from_hf(raw), _dtype(raw)
+
+
+def _check_config(directory: Path, found: TransformerConfig, ours: TransformerConfig) -> None:
+    """ValueError where the same weights would mean another model."""
+    for name in (field.name for field in dataclasses.fields(found) if field.name not in _FREE):
+        if getattr(found, name) != getattr(ours, name):
+            raise ValueError(
+                f"{directory / CONFIG}: {name} is {getattr(found, name)!r}, and {getattr(ours, name)!r} in the model; "
+                "build the model from read_hf_config(directory)"
+            )
+
+
+def _fill(wanted: dict[str, torch.Tensor], files: dict[Path, list[str]]) -> None:
     for path, names in files.items():
         with _explained(path), safe_open(path, framework="pt") as file:
             for name in names:
                 if name in wanted:
                     _read_shard(file.get_slice(name), name, wanted[name])
-    return model.eval()
 
 
 @torch.no_grad()
 def _read_shard(source: Any, name: str, param: torch.Tensor) -> None:
     """Copy this rank's slice of ``source``, a tensor in a file, into ``param``."""
-    spec = spec_of(param)
-    if tuple(source.get_shape()) != tuple(spec.logical_shape):
-        raise ValueError(f"{name} is {list(source.get_shape())}, expected {list(spec.logical_shape)}")
-    local_tensor(param).copy_(source[spec.index])
+    shape = logical(param).shape
+    if tuple(source.get_shape()) != tuple(shape):
+        raise ValueError(f"{name} is {list(source.get_shape())}, expected {list(shape)}")
+    local_tensor(param).copy_(source[shard_slice(param)])
 
 
 def _weight_files(directory: Path) -> dict[Path, list[str]]:
@@ -275,21 +160,27 @@ def _weight_files(directory: Path) -> dict[Path, list[str]]:
         names = index["weight_map"]
     files: dict[Path, list[str]] = {}
     for name, file_name in names.items():
+        if os.path.basename(file_name) != file_name:
+            raise ValueError(f"{directory / INDEX}: it points to {file_name!r}, outside the folder")
         files.setdefault(directory / file_name, []).append(name)
     return files
 
 
-def _check_names(model: ParallelTransformer, found: set[str]) -> None:
-    wanted = {name for name, _ in model.named_parameters()}
+def _check_names(directory: Path, config: TransformerConfig, wanted: set[str], files: dict[Path, list[str]]) -> None:
+    found = {name for names in files.values() for name in names}
     # Old Llama folders hold the rotary frequencies; a tied head may be written beside the embedding that it equals.
     spare = {name for name in found if name.endswith("rotary_emb.inv_freq")}
-    if model.config.tie_embeddings:
+    if config.tie_embeddings:
         spare.add("lm_head.weight")
     missing, foreign = sorted(wanted - found), sorted(found - wanted - spare)
     if missing:
-        raise ValueError(f"{CONFIG} asks for {missing[0]} ({len(missing)} such in all), which no weights file holds")
+        raise ValueError(
+            f"{directory}: {CONFIG} asks for {missing[0]} ({len(missing)} such in all), which no weights file holds"
+        )
     if foreign:
-        raise ValueError(f"{foreign[0]} ({len(foreign)} such in all) has no place in the model of {CONFIG}")
+        raise ValueError(
+            f"{directory}: {foreign[0]} ({len(foreign)} such in all) has no place in the model of {CONFIG}"
+        )
 
 
 def _dtype(raw: dict[str, Any]) -> torch.dtype:

@@ -17,13 +17,17 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from .mesh import SINGLE, Group, tp_group
+from .mesh import DATA_DIMS, SINGLE, Group, tp_group
 
 PARAM_MODES = ("dtensor", "local")
 
 # Rows that one generator draws. Part of what a seed means: changing it changes every initialisation.
 BLOCK_ROWS = 16
+
+# What the dimensions are called over which FSDP2 shards and repeats; the last is both, made one.
+_FSDP_DIMS = {*DATA_DIMS, "_".join(DATA_DIMS)}
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ def spec_of(param: torch.Tensor) -> ShardSpec:
     if not isinstance(param, DTensor):
         spec = getattr(param, "shard_spec", None)
         return ShardSpec("", param.shape) if spec is None else spec
+    if set(param.device_mesh.mesh_dim_names or ("tp",)) <= _FSDP_DIMS:
+        return ShardSpec("", param.shape)
     group = tp_group(param.device_mesh)
     placement = param.placements[-1]  # tensor-parallel ranks are the innermost dimension of a mesh
     shard_dim = placement.dim if isinstance(placement, Shard) else None
@@ -165,15 +171,15 @@ def wrap_grads(grads: Sequence[torch.Tensor | None], specs: Sequence[Any]) -> tu
     )
 
 
-def logical(tensor: torch.Tensor, spec: ShardSpec | None = None) -> torch.Tensor:
+def logical(tensor: torch.Tensor, param: torch.Tensor | None = None) -> torch.Tensor:
     """The logical tensor of which a parameter, or its optimizer state, is this rank's part: a DTensor that shares its
     memory. Plain tensors that nobody sharded stay as they are.
 
-    ``spec`` is the parameter's, for optimizer state, which carries none.
+    ``param`` is whose optimizer state ``tensor`` is, which does not say itself what it is a part of.
     """
     if isinstance(tensor, DTensor):
         return tensor.detach()
-    spec = spec or spec_of(tensor)
+    spec = spec_of(tensor if param is None else param)
     return tensor.detach() if spec.group.size == 1 else as_dtensor(tensor.detach(), spec)
 
 
@@ -189,8 +195,30 @@ def gather(param: torch.Tensor) -> torch.Tensor:
 
 
 def shard_slice(param: torch.Tensor) -> tuple[slice, ...]:
-    """This rank's part of a parameter, as an index into the logical tensor."""
-    return spec_of(param).index
+    """This rank's part of a parameter, as an index into the logical tensor, whatever else it is sharded over."""
+    if not isinstance(param, DTensor):
+        return spec_of(param).index
+    lengths, starts = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    return tuple(slice(start, start + length) for start, length in zip(starts, lengths))
+
+
+def on_first_rank(param: torch.Tensor) -> bool:
+    """Whether this is the first of the ranks that hold parts or copies of a parameter."""
+    if isinstance(param, DTensor):
+        return not any(param.device_mesh.get_coordinate() or ())
+    return spec_of(param).group.rank == 0
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of ``tensor`` copied to host memory, laid out as it was.
+
+    From a GPU the copy is under way when this returns, into pinned memory: synchronize before it is read.
+    """
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    from_gpu = local.device.type == "cuda"
+    copy = torch.empty_like(local, device="cpu", pin_memory=from_gpu, requires_grad=False)
+    copy.copy_(local.detach(), non_blocking=from_gpu)
+    return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
 
 
 def parameter_seed() -> int:

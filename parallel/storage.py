@@ -6,6 +6,7 @@ NAME/                     one checkpoint
     __0_0.distcp, ...     the tensors
 .NAME.writing-XXXX/       being written; its writer holds a lock on it, so a leftover of a dead one shows
 .NAME.replaced/           the previous NAME, while the new one takes its place
+.NAME.removed/            a NAME that is being deleted
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ MANIFEST = "checkpoint.json"
 INDEX = ".metadata"
 DATA_SUFFIX = ".distcp"
 FORMAT = "shardfuse checkpoint 1"
+_REPLACED = ".replaced"
 
 
 def agree(group: Group, work: Callable[[], T]) -> T:
@@ -107,12 +109,18 @@ def _refuse_foreign(target: Path) -> None:
         return
     if not target.is_dir():
         raise ValueError(f"{target}: a file is in the way; choose another path for the checkpoint")
-    foreign = [name for name in os.listdir(target) if name not in (MANIFEST, INDEX) and not name.endswith(DATA_SUFFIX)]
-    if foreign:
+    if foreign := _foreign(target):
         raise ValueError(
-            f"{target}: this folder holds {sorted(foreign)[0]!r}, which no checkpoint does, and writing would delete "
+            f"{target}: this folder holds {foreign[0]!r}, which no checkpoint does, and writing would delete "
             "it; choose another path for the checkpoint"
         )
+
+
+def _foreign(target: Path) -> list[str]:
+    """What is in a checkpoint's folder and does not belong to it."""
+    return sorted(
+        name for name in os.listdir(target) if name not in (MANIFEST, INDEX) and not name.endswith(DATA_SUFFIX)
+    )
 
 
 def beside(target: Path) -> tuple[Path, int]:
@@ -132,7 +140,31 @@ def tidy(target: Path) -> None:
             shutil.rmtree(replaced, ignore_errors=True)
         else:
             replaced.rename(target)
-    for leftover in target.parent.glob(f".{glob.escape(target.name)}.writing-*"):
+    _remove_dead(target.parent, glob.escape(target.name))
+
+
+def remove(target: Path) -> None:
+    """Delete a checkpoint, at no moment half of it under its name. One with other people's files stays."""
+    if _foreign(target):
+        return
+    removed = target.with_name(f".{target.name}.removed")
+    shutil.rmtree(removed, ignore_errors=True)
+    target.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def sweep(folder: Path, pattern: str) -> None:
+    """:func:`tidy` for all names in ``folder`` that fit the glob ``pattern``; ends removals that were cut short too."""
+    for name in names(folder, pattern):
+        tidy(folder / name)
+    _remove_dead(folder, pattern)
+    for leftover in folder.glob(f".{pattern}.removed"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _remove_dead(folder: Path, pattern: str) -> None:
+    """Remove what dead writers of checkpoints whose names fit ``pattern`` left in ``folder``."""
+    for leftover in folder.glob(f".{pattern}.writing-*"):
         with contextlib.suppress(OSError):  # its writer lives, or somebody else removes it
             fd = os.open(leftover, os.O_RDONLY)
             try:
@@ -206,7 +238,7 @@ def _sync(folder: Path) -> None:
 
 
 def _replaced(target: Path) -> Path:
-    return target.with_name(f".{target.name}.replaced")
+    return target.with_name(f".{target.name}{_REPLACED}")
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -216,6 +248,12 @@ def open_checkpoint(target: Path) -> tuple[Path, dict[str, Any]]:
     """The folder and manifest of the checkpoint at ``target``."""
     folder = locate(target)
     return folder, read_manifest(folder)
+
+
+def names(folder: Path, pattern: str) -> list[str]:
+    """The names that fit the glob ``pattern`` and stand for a checkpoint, in place or moved aside, in ``folder``."""
+    aside = {path.name[1:].removesuffix(_REPLACED) for path in folder.glob(f".{pattern}{_REPLACED}")}
+    return sorted(aside | {path.name for path in folder.glob(pattern) if path.is_dir()})
 
 
 def locate(target: Path) -> Path:

@@ -1,0 +1,175 @@
+"""Which samples a process reads, and where it goes on after a stop in the middle of an epoch.
+
+Data is split over the data-parallel ranks alone: tensor-parallel ranks and the stages of a pipeline see the same batch.
+The order is that of torch's DistributedSampler over all shares together, so a position in it says what has been read
+whatever the number of shares: a run that stops with four data-parallel ranks goes on with two and reads every sample of
+the epoch once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
+
+from .mesh import data_coordinate
+
+__all__ = ["DataSampler", "ResumableLoader", "data_loader", "data_sampler"]
+
+# What two runs must have in common for a position in the order to mean the same.
+_ORDER = ("samples", "shuffle", "seed")
+
+
+def data_sampler(
+    dataset: Sized, mesh: DeviceMesh | None = None, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+) -> DataSampler:
+    """The sampler of this process's share of ``dataset``; without a mesh that is all of it.
+
+    Options are DistributedSampler's: ``drop_last`` leaves out what does not divide by the number of shares, which
+    otherwise is made up with samples of the epoch's start. Raises ValueError where a share would be empty.
+    """
+    share, shares = data_coordinate(mesh)
+    return DataSampler(dataset, share, shares, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+
+def data_loader(
+    dataset: Dataset[Any],
+    mesh: DeviceMesh | None = None,
+    *,
+    batch_size: int,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    **options: Any,
+) -> ResumableLoader:
+    """A DataLoader of this process's share, ``batch_size`` samples at a time; ``options`` are DataLoader's.
+
+    ``loader.sampler`` is what to save: it counts the batches that were handed out, not those that workers of the
+    loader have read ahead. ``drop_last`` also leaves out a last batch that is not full.
+    """
+    sampler = data_sampler(dataset, mesh, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
+    return ResumableLoader(dataset, sampler, batch_size=batch_size, drop_last=drop_last, **options)
+
+
+class DataSampler(DistributedSampler[int]):
+    """torch's DistributedSampler, with a memory of how far it got.
+
+    ``consumed`` counts samples of the epoch, over all shares. Iterating yields what is left of the epoch and counts
+    nothing, because whoever iterates may read ahead: :meth:`advance` does (:class:`ResumableLoader` calls it). The
+    epoch that is used up ends by itself; the next one starts from its beginning, in an order of its own.
+
+    A saved position loads at another number of shares.
+    """
+
+    def __init__(
+        self, dataset: Sized, share: int, shares: int, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> None:
+        samples = len(dataset)
+        if samples < (shares if drop_last else 1):
+            raise ValueError(
+                f"dataset: it has {samples} samples for {shares} data-parallel ranks"
+                f"{' and drop_last=True' if drop_last else ''}, which leaves ranks without any; give more data"
+            )
+        super().__init__(
+            dataset,  # type: ignore[arg-type]
+            num_replicas=shares,
+            rank=share,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+        self.samples = samples
+        self.consumed = 0
+
+    def __iter__(self) -> Iterator[int]:
+        order = self._order()
+        left = order[self.consumed :]
+        wanted = len(self) * self.num_replicas
+        left = left[:wanted]
+        while len(left) < wanted:
+            left += order[: wanted - len(left)]
+        return iter(left[self.rank :: self.num_replicas])
+
+    def __len__(self) -> int:
+        """This share's samples that are left of the epoch."""
+        left = self.samples - self.consumed
+        return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
+
+    def _order(self) -> list[int]:
+        """The epoch's order over all shares, by torch's own sampler."""
+        whole: DistributedSampler[int] = DistributedSampler(
+            self.dataset, num_replicas=1, rank=0, shuffle=self.shuffle, seed=self.seed
+        )
+        whole.set_epoch(self.epoch)
+        return list(whole)
+
+    def advance(self, samples: int) -> None:
+        """Note that every share has used ``samples`` more; at the end of the epoch the next one begins."""
+        self.consumed += samples * self.num_replicas
+        if len(self) <= 0:
+            self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to ``epoch``: to its beginning, unless it is the one under way."""
+        if epoch != self.epoch:
+            self.epoch, self.consumed = epoch, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, the same on every rank, and what it is a position in."""
+        return {"epoch": self.epoch, "consumed": self.consumed, **self._fingerprint()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved position, at whatever number of shares it was saved.
+
+        Raises ValueError for a position in another dataset or order.
+        """
+        ours = self._fingerprint()
+        for name in _ORDER:
+            if state.get(name) != ours[name]:
+                raise ValueError(
+                    f"the sampler's position was saved with {name}={state.get(name)}, and here {name}={ours[name]}: "
+                    "the same position would be other data; use the same dataset, shuffle and seed, or start afresh"
+                )
+        self.epoch, self.consumed = state["epoch"], state["consumed"]
+        if len(self) <= 0:  # what was left does not make a sample for every share
+            self.set_epoch(self.epoch + 1)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _ORDER}
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A DataLoader whose sampler counts what was handed out.
+
+    Iterating goes through what is left of the epoch. A state saved after a batch's step holds that batch. The loader
+    draws its workers' seeds from a generator of its own, so that starting it again in the middle of an epoch does not
+    move torch's.
+    """
+
+    sampler: DataSampler
+
+    def __init__(self, dataset: Dataset[Any], sampler: DataSampler, *, batch_size: int, **options: Any) -> None:
+        if options.get("drop_last") and sampler.num_samples < batch_size:
+            raise ValueError(
+                f"batch_size={batch_size}: a data-parallel rank has {sampler.num_samples} samples in an epoch, so with "
+                "drop_last=True there is no batch; give more data, or use a smaller batch or drop_last=False"
+            )
+        options.setdefault("generator", torch.Generator().manual_seed(sampler.seed))
+        super().__init__(dataset, batch_size=batch_size, sampler=sampler, **options)
+        self._size = batch_size
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._skip_scraps()  # where the position was saved with smaller batches
+        for batch in super().__iter__():
+            self.sampler.advance(min(self._size, len(self.sampler)))
+            self._skip_scraps()
+            yield batch
+
+    def _skip_scraps(self) -> None:
+        """End an epoch of which no whole batch is left, where only whole ones are wanted."""
+        if self.drop_last and len(self.sampler) < self._size:
+            self.sampler.set_epoch(self.sampler.epoch + 1)
