@@ -1,0 +1,96 @@
+"""What a pipeline stage's passes cost, for :mod:`timeline`: modelled for a chip, or measured on this machine.
+
+Modelled are a decoder block's products (``kernels/cost.py``, in the configurations that would run) and its causal
+attention, 2 T S N H FLOPs at the chip's dense peak: half of the full 4. Attention's backward takes 2.5 times its
+forward, having five products where that has two (Dao, "FlashAttention-2", arXiv:2307.08691), and none of it is for
+weights: the gradient of the input costs more than those of the weights, which is what keeps zero-bubble schedules from
+being free of bubbles. Norms, what crosses ranks and what products hide are left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from ..kernels import cost
+from ..kernels.chips import CHIPS
+from ..kernels.linear import shapes
+from ..kernels.linear.config import Gemm, pick_config
+from .timeline import Costs
+
+ATTENTION_BACKWARD = 2.5
+
+
+def modelled(model: str, tokens: int, *, length: int, tp: int = 1, arch: str = "sm_90") -> Costs:
+    """Microseconds of one block of ``model`` for a micro-batch of ``tokens`` in sequences of ``length``, in bf16.
+
+    ``model`` is one of ``kernels/linear/shapes.py``, over ``tp`` ranks; ``arch`` a chip of ``kernels/chips.py``.
+    Raises ValueError for a model or chip that is not there, and sizes that do not divide.
+    """
+    if model not in shapes.MODELS:
+        raise ValueError(f"model={model!r}: expected one of {', '.join(shapes.MODELS)}")
+    if arch not in CHIPS:
+        raise ValueError(f"target={arch!r}: expected one of {', '.join(CHIPS)}")
+    if tokens < 1 or length < 1 or tokens % length:
+        raise ValueError(f"tokens={tokens} are no whole number of sequences of length={length}")
+    sizes = shapes.MODELS[model]
+    if tp < 1 or sizes.N % tp or sizes.K % tp or sizes.F % tp:
+        raise ValueError(f"tp={tp}: {model} has {sizes.N} heads and {sizes.K} KV heads, which do not divide by it")
+    kinds = ("qkv", "o", shapes.GATE_UP if sizes.gated else "up", "down")
+    products = [shapes.projection(model, kind, tp, tokens) for kind in kinds]
+
+    def total(layout: str) -> float:
+        return sum(_product_us(arch, layout, tokens, each.F, each.D) for each in products)
+
+    flops = 2 * tokens * length * (sizes.N // tp) * sizes.H
+    attention = flops / CHIPS[arch].flops["bf16"] * 1e6
+    return Costs(total("nt") + attention, total("nn") + ATTENTION_BACKWARD * attention, total("tn"))
+
+
+def _product_us(arch: str, layout: str, T: int, F: int, D: int) -> float:
+    """Forward x @ W^T ("nt"), dz @ W ("nn") or dz^T @ x ("tn") of x [T, D] and W [F, D]."""
+    M, N, K = {"nt": (T, F, D), "nn": (T, D, F), "tn": (F, D, T)}[layout]
+    gemm = Gemm(layout, M, N, K, torch.bfloat16, torch.bfloat16)
+    return cost.predict(CHIPS[arch], gemm, pick_config(arch, gemm)).time_us
+
+
+def measured(stage: nn.Module, x: torch.Tensor, *, rounds: int = 5) -> Costs:
+    """Seconds of ``stage``'s passes over ``x``, split as torch's pipelines split them: medians of ``rounds``.
+
+    ``stage`` maps a floating-point tensor to one; gradients that its parameters have are lost. Where parameters are
+    sharded over ranks, all of them call this together.
+    """
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds}: expected at least 1")
+    times = [_passes(stage, x) for _ in range(rounds + 1)][1:]  # the first one finds its kernels
+    stage.zero_grad(set_to_none=True)
+    return Costs(*(median(each) for each in zip(*times)))
+
+
+def _passes(stage: nn.Module, x: torch.Tensor) -> Sequence[float]:
+    x = x.detach().requires_grad_()
+    forward, y = _seconds(x, lambda: stage(x))
+    dy = torch.ones_like(y)
+    backward, (_, groups) = _seconds(x, lambda: stage_backward_input([y], [dy], [x], stage.parameters()))
+    weight, _ = _seconds(x, lambda: stage_backward_weight(stage.parameters(), groups))
+    return forward, backward, weight
+
+
+def _seconds(x: torch.Tensor, work: Callable[[], Any]) -> tuple[float, Any]:
+    """How long ``work`` takes on x's device, and what it returns."""
+    _finish(x.device)
+    start = time.perf_counter()
+    result = work()
+    _finish(x.device)
+    return time.perf_counter() - start, result
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

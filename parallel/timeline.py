@@ -1,0 +1,257 @@
+"""What a pipeline schedule does when: every pass of every rank, in the order in which torch runs them.
+
+A pass is F, a micro-batch's forward through one stage; B, its backward; or, in the schedules that split it, I, the
+gradient of the stage's input, and later W, those of its weights. The order is torch's own (``pipeline_order`` of the
+schedule's class). A pass starts when its rank is free and what it needs is there: F what the stage before sends, B and
+I what the stage behind sends. Sending takes no time. Two passes that torch runs as one (DualPipeV) send when both are
+done.
+
+Idle is a rank's time without a pass between the step's first pass and its last, wherever they are: what a step costs
+that ends with an optimizer step for all ranks. It is a share of that time. :func:`closed_form` has it on paper, with P
+ranks, v stages on each, M micro-batches, and F, I, W the seconds of one pass of a rank's whole part (v stages), B = I +
+W. The share is b / (b + M (F + B)) where b, the bubble, is
+
+    naive                 M (P - 1) (F + B)             one rank works at a time
+    gpipe, 1f1b           (P - 1) (F + B)               Narayanan et al. (arXiv:2104.04473), section 2.2
+    interleaved_1f1b      (P - 1) (F + B) / v           the same
+    interleaved_zb        (P - 1) (F + I - W) / v       Qi et al. (arXiv:2401.10241), table 1 (ZB-H1), over v stages
+    zbv                   (P - 1) max(F, I, 2 (I - W), 2 (F - I)) / v
+    dualpipev             (P - 1) (F + 2 I - W) / v     DeepSeek's DualPipe, its table of bubbles, in these letters
+
+Qi et al. call ZBV free of bubbles where F = I = W: they count each rank from its own first pass to its own last. Up to
+the last rank's first pass a micro-batch goes through P - 1 stages, which is the F in the formula; the rest of it is
+what is left open where the passes differ. Formulas hold for as many micro-batches as keep the pipeline full: M a
+multiple of P, for zbv and dualpipev at least 2 P.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
+
+from .schedules import check_microbatches, find
+
+KINDS = ("F", "B", "I", "W")
+
+
+class Pass(NamedTuple):
+    """One pass of one micro-batch through one stage. Times are in the costs' unit, from the step's start."""
+
+    start: float
+    end: float
+    kind: str  # one of KINDS
+    stage: int
+    microbatch: int
+
+
+class Todo(NamedTuple):
+    """A pass that has no time yet."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a micro-batch costs in one stage: seconds, or any other unit.
+
+    ``backward`` is the gradient of the stage's input, ``weight`` those of its weights; a backward that is not split
+    takes both. ``held`` is what stays in memory from I to W, as a share of what forward kept.
+    Raises ValueError unless all are numbers from 0 on, and one pass at least takes time.
+    """
+
+    forward: float = 1.0
+    backward: float = 1.0
+    weight: float = 1.0
+    held: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("forward", "backward", "weight", "held"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a cost from 0 on")
+        if not self.step:
+            raise ValueError("forward, backward and weight all cost 0: one of them has to take time")
+
+    @property
+    def step(self) -> float:
+        """All passes of a micro-batch."""
+        return self.forward + self.backward + self.weight
+
+    def of(self, kind: str) -> float:
+        """What a pass of ``kind`` takes."""
+        if kind == "F":
+            return self.forward
+        if kind == "W":
+            return self.weight
+        return self.backward + (self.weight if kind == "B" else 0.0)
+
+    def recomputed(self) -> Costs:
+        """The same where backward runs forward again first: GPipe's re-materialisation (arXiv:1811.06965)."""
+        return replace(self, backward=self.backward + self.forward)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step of one schedule; made by :func:`simulate`."""
+
+    schedule: str
+    microbatches: int
+    stages_per_rank: int
+    passes: tuple[tuple[Pass, ...], ...]  # of each rank, in order
+    peak_activations: tuple[float, ...]  # of each rank, the most that it keeps for backward at a time: see simulate
+
+    @property
+    def end(self) -> float:
+        """When the last pass of the step is done."""
+        return max(passes[-1].end for passes in self.passes)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Each rank's idle share of the step, from 0 to 1."""
+        return tuple(1 - sum(one.end - one.start for one in passes) / self.end for passes in self.passes)
+
+    @property
+    def idle_share(self) -> float:
+        """That of all ranks together."""
+        return sum(self.idle) / len(self.idle)
+
+
+def simulate(name: str, ranks: int, microbatches: int, costs: Costs | Sequence[Costs] = Costs()) -> Timeline:
+    """One step of the schedule ``name`` over ``ranks`` pipeline ranks.
+
+    ``costs`` are those of every stage, or one for each in order: ``ranks`` times the schedule's stages per rank. Peaks
+    of activations are in what one micro-batch leaves for backward in all stages of a rank.
+    Raises ValueError for a schedule that there is not, and for numbers that it cannot work with.
+    """
+    per_rank = find(name).stages_per_rank
+    stages = ranks * per_rank
+    each = [costs] * stages if isinstance(costs, Costs) else list(costs)
+    if len(each) != stages:
+        raise ValueError(
+            f"costs: {len(each)} were given, and {name} over {ranks} ranks has {stages} stages: pass one for each"
+        )
+    passes = _timed(order(name, ranks, microbatches), each)
+    peaks = tuple(_peak(mine, each) / per_rank for mine in passes)
+    return Timeline(name, microbatches, per_rank, tuple(map(tuple, passes)), peaks)
+
+
+@functools.lru_cache(64)
+def order(name: str, ranks: int, microbatches: int) -> list[list[tuple[Todo, ...]]]:
+    """For each rank its passes in the order in which torch runs them; what is run as one, in one tuple.
+
+    Raises ValueError for numbers that the schedule cannot work with.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks}: expected at least 1")
+    check_microbatches(name, microbatches, ranks)
+    schedule = find(name)
+    if not issubclass(schedule.kind, PipelineScheduleMulti):
+        return [[(todo,) for todo in _single_stage(name, rank, ranks, microbatches)] for rank in range(ranks)]
+    actions = get_schedule_ops(schedule.kind, ranks, microbatches, schedule.stages_per_rank)
+    return [[todos for action in mine if (todos := _todos(action))] for mine in actions]
+
+
+def _single_stage(name: str, rank: int, ranks: int, microbatches: int) -> list[Todo]:
+    """The order of a schedule with one stage per rank.
+
+    torch runs these from code of their own, not from an order, and the order that it gives for 1F1B numbers the last
+    rank's forwards from 1.
+    """
+    ahead = {"naive": 1, "1f1b": ranks - rank}.get(name, microbatches)  # forwards before the first backward
+    forwards = [Todo("F", rank, index) for index in range(microbatches)]
+    todos = forwards[:ahead]
+    for index in range(microbatches):
+        todos.append(Todo("B", rank, index))
+        todos += forwards[ahead + index : ahead + index + 1]
+    return todos
+
+
+def _todos(action: Any) -> tuple[Todo, ...]:
+    """The passes in one action of torch's; none in a gap, and in what moves data or gradients."""
+    if action is None:
+        return ()
+    parts = action.sub_actions or (action,)
+    named = [(part.computation_type.value, part.stage_index, part.microbatch_index) for part in parts]
+    return tuple(Todo(*one) for one in named if one[0] in KINDS)
+
+
+def _timed(orders: list[list[tuple[Todo, ...]]], costs: list[Costs]) -> list[list[Pass]]:
+    """Every pass as early as its rank and its input allow."""
+    there: dict[Todo, float] = {}  # when what a pass leaves can be used
+    passes: list[list[Pass]] = [[] for _ in orders]
+    left = [list(reversed(mine)) for mine in orders]
+    while any(left):
+        before = sum(map(len, left))
+        for rank, mine in enumerate(left):
+            while mine and (done := _begun(mine[-1], passes[rank], there, costs)):
+                mine.pop()
+                passes[rank] += done
+                there |= {_product(Todo(*one[2:])): done[-1].end for one in done}
+        assert sum(map(len, left)) < before, "the schedule waits for itself"
+    return passes
+
+
+def _begun(
+    todos: tuple[Todo, ...], mine: list[Pass], there: dict[Todo, float], costs: list[Costs]
+) -> list[Pass] | None:
+    """The passes of ``todos``, one after another behind ``mine``; None while something that they need is missing."""
+    now = mine[-1].end if mine else 0.0
+    done = []
+    for todo in todos:
+        needs = _needs(todo, len(costs))
+        if any(need not in there for need in needs):
+            return None
+        start = max([now, *(there[need] for need in needs)])
+        now = start + costs[todo.stage].of(todo.kind)
+        done.append(Pass(start, now, *todo))
+    return done
+
+
+def _needs(todo: Todo, stages: int) -> list[Todo]:
+    kind, stage, microbatch = todo
+    if kind == "F":
+        return [Todo("F", stage - 1, microbatch)] if stage else []
+    if kind == "W":
+        return [Todo("I", stage, microbatch)]
+    behind = [Todo("I", stage + 1, microbatch)] if stage < stages - 1 else []
+    return [Todo("F", stage, microbatch), *behind]
+
+
+def _product(todo: Todo) -> Todo:
+    """What others wait for: a whole backward is as good as its first half."""
+    return todo._replace(kind="I") if todo.kind == "B" else todo
+
+
+def _peak(passes: Sequence[Pass], costs: list[Costs]) -> float:
+    """The most that is kept at a time, in what one micro-batch leaves in one stage."""
+    kept = peak = 0.0
+    for one in passes:
+        held = costs[one.stage].held
+        kept += {"F": 1.0, "B": -1.0, "I": held - 1.0, "W": -held}[one.kind]
+        peak = max(peak, kept)
+    return peak
+
+
+def closed_form(name: str, ranks: int, microbatches: int, costs: Costs = Costs()) -> float:
+    """The idle share of the schedule on paper, from 0 to 1, where every stage costs the same: see the module."""
+    v = find(name).stages_per_rank
+    F, I, W = costs.forward, costs.backward, costs.weight  # noqa: E741 (of one stage: the formulas' F / v)
+    bubbles = {
+        "naive": microbatches * costs.step,
+        "gpipe": costs.step,
+        "1f1b": costs.step,
+        "interleaved_1f1b": costs.step,
+        "interleaved_zb": F + I - W,
+        "zbv": max(F, I, 2 * (I - W), 2 * (F - I)),
+        "dualpipev": F + 2 * I - W,
+    }
+    if name not in bubbles:
+        raise ValueError(f"{name}: no closed form is known of its idle share")
+    bubble = (ranks - 1) * max(0.0, bubbles[name])
+    return bubble / (bubble + microbatches * v * costs.step)
