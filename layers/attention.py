@@ -11,7 +11,7 @@ from ..parallel.mesh import MeshLike
 from ..parallel.random import sharded_draws
 from .config import check_heads, default_head_dim
 from .linear import ColumnParallelLinear, RowParallelLinear, project
-from .module import Init, Runs, ShardedModule, check_divides
+from .module import Init, Joint, Runs, ShardedModule, check_divides
 from .rope import Rope, Rotary, rope_tables
 from .sdpa import attend, choose_path
 
@@ -113,8 +113,6 @@ class ParallelAttention(ShardedModule):
         self.q_proj = ColumnParallelLinear(hidden_size, num_heads * self.head_dim, **common)
         self.k_proj = ColumnParallelLinear(hidden_size, num_kv_heads * self.head_dim, **common)
         self.v_proj = ColumnParallelLinear(hidden_size, num_kv_heads * self.head_dim, **common)
-        for layer in (self.q_proj, self.k_proj, self.v_proj):
-            layer.joint_features = (num_heads + 2 * num_kv_heads) * self.head_dim
         self.o_proj = RowParallelLinear(num_heads * self.head_dim, hidden_size, **common)
         self.add_parameter("sinks", (num_heads,) if sinks else None, 0, Init(constant=0.0))
         self.reset_parameters()
@@ -236,6 +234,10 @@ class ParallelAttention(ShardedModule):
             return attend(q, k, v, **options)
         with sharded_draws(self.group, q.device):
             return attend(q, k, v, dropout_p=self.dropout_p, **options)
+
+    def joints(self) -> list[Joint]:
+        """The layers that share a product and its collectives."""
+        return [Joint((self.q_proj, self.k_proj, self.v_proj))]
 
     def runs(self, device: torch.device) -> Runs:
         path = choose_path(

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ..parallel.late_sum import Addend
 from ..parallel.mesh import MeshLike, tp_group
+from ..parallel.recompute import recomputed
 from . import dropout as masks
 from .attention import AttentionCache, ParallelAttention
 from .config import TransformerConfig
@@ -114,8 +114,10 @@ class ParallelBlock(nn.Module):
         max_seqlen: int | None = None,
         join: bool = True,
         then: nn.Module | None = None,
+        place: masks.Place | None = None,
     ) -> Any:
-        """See :meth:`ParallelAttention.forward` for what the arguments mean.
+        """See :meth:`ParallelAttention.forward` for what the arguments mean. ``place`` decides on the masks of dropout
+        where x is a piece of the batch; None draws some.
 
         With ``join=False`` the MLP's branch may come back beside the stream that it is to join, (stream, branch,
         dropout), and x may be such a triple: the norm that comes next adds them up in its own kernel. Where that norm
@@ -131,16 +133,9 @@ class ParallelBlock(nn.Module):
         }
         if self.recompute and torch.is_grad_enabled():
             random = self.training and (self.dropout_p > 0 or getattr(self.self_attn, "dropout_p", 0) > 0)
-            return checkpoint(
-                self._forward,
-                joined(x, impl=self.impl),  # one tensor to keep, not two
-                attention,
-                join,
-                None,
-                use_reentrant=False,
-                preserve_rng_state=random,  # otherwise nothing here draws
-            )
-        return self._forward(x, attention, join, None if join else then)
+            one = joined(x, impl=self.impl)  # one tensor to keep, not two
+            return recomputed(self._forward, one, attention, join, None, place, random=random)
+        return self._forward(x, attention, join, None if join else then, place)
 
     def takers(self, then: nn.Module | None = None) -> list[tuple[nn.Module, RowParallelLinear]]:
         """The norms that may take a sum over the ranks, each with the layer whose sum it is."""
@@ -150,10 +145,22 @@ class ParallelBlock(nn.Module):
         )
         return [(norm, last) for norm, last in pairs if norm is not None and last is not None]
 
-    def _forward(self, x: Stream, attention: dict[str, Any], join: bool, then: nn.Module | None) -> Stream:
+    def _forward(
+        self,
+        x: Stream,
+        attention: dict[str, Any],
+        join: bool,
+        then: nn.Module | None,
+        place: masks.Place | None = None,
+    ) -> Stream:
         y, stream = normed(self.input_layernorm, x, MLP, impl=self.impl)
         dropout = masks.draw(
-            self.dropout_p, stream, self.group, sequence_parallel=self.sequence_parallel, training=self.training
+            self.dropout_p,
+            stream,
+            self.group,
+            sequence_parallel=self.sequence_parallel,
+            training=self.training,
+            place=place,
         )
         # In one process both sums are in the epilogues of the products before them.
         alone = self.group.size == 1 and dropout is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -27,9 +28,45 @@ class Dropout(NamedTuple):
         return dropout(x, self.p, self.ticket, residual=residual, stream=stream, row_start=self.row_start, impl=impl)
 
 
-def draw(p: float, x: torch.Tensor, group: Group, *, sequence_parallel: bool, training: bool) -> Dropout | None:
+class Place(NamedTuple):
+    """Where a layer's masks come from where the batch reaches it in pieces: its ticket, and the piece's first row."""
+
+    ticket: torch.Tensor
+    first_row: int
+
+
+class Draws:
+    """What decides on the masks of a step in which micro-batches go through a model that lies on several ranks.
+
+    The tickets are those that the model draws in one forward of the whole batch, one for each part, None for parts
+    that drop nothing, and rows are counted over the whole batch: the masks are the same. Ranks that were seeded alike
+    draw the same tickets.
+    """
+
+    def __init__(self, rates: list[float], device: torch.device) -> None:
+        self._tickets = [new_ticket(device) if rate else None for rate in rates]
+        if not any(rates):  # something else drops, by torch's own draws, and is to drop something else in every step
+            new_ticket(device)
+        self._rows: Counter[int] = Counter()
+
+    def pass_by(self, stage: int, rows: int) -> int:
+        """The first row of a stage's next micro-batch, of so many; micro-batches come in their order."""
+        first = self._rows[stage]
+        self._rows[stage] += rows
+        return first
+
+    def place(self, part: int, first_row: int) -> Place | None:
+        ticket = self._tickets[part]
+        return None if ticket is None else Place(ticket, first_row)
+
+
+def draw(
+    p: float, x: torch.Tensor, group: Group, *, sequence_parallel: bool, training: bool, place: Place | None = None
+) -> Dropout | None:
     """Masks for ``x`` [..., D], whose tokens are this rank's part with ``sequence_parallel``; None for none."""
     if not training or p == 0:
         return None
     row_start = group.rank * x.shape[:-1].numel() if sequence_parallel else 0
-    return Dropout(p, new_ticket(x.device), row_start)
+    if place is None:
+        return Dropout(p, new_ticket(x.device), row_start)
+    return Dropout(p, place.ticket, place.first_row + row_start)

@@ -67,17 +67,22 @@ class VocabParallelEmbedding(ShardedModule):
             raise
 
     def _check(self, tokens: torch.Tensor) -> None:
-        if tokens.device.type != "cpu" or torch.compiler.is_compiling() or tokens.numel() == 0:
-            return
-        low, high = (int(bound) for bound in torch.aminmax(tokens))
-        if low < 0 or high >= self.vocab_size:
-            raise ValueError(
-                f"token {low if low < 0 else high} is outside the vocabulary of {self.vocab_size} (0 to "
-                f"{self.vocab_size - 1}): does the tokenizer belong to this model?"
-            )
+        check_tokens(tokens, self.vocab_size)
 
     def runs(self, device: torch.device) -> Runs:
         return [("embedding", Choice("reference", "torch's own embedding"))]
 
     def extra_repr(self) -> str:
         return f"{self.vocab_size}, {self.hidden_size}, {self.sharding_repr()}"
+
+
+def check_tokens(tokens: torch.Tensor, vocab_size: int) -> None:
+    """ValueError for a token outside the vocabulary, on a CPU."""
+    if tokens.device.type != "cpu" or torch.compiler.is_compiling() or tokens.numel() == 0:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(tokens))
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"token {low if low < 0 else high} is outside the vocabulary of {vocab_size} (0 to {vocab_size - 1}): does "
+            "the tokenizer belong to this model?"
+        )

@@ -9,24 +9,27 @@ LlamaForCausalLM (``style="gated"``).
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
 
 from ..parallel import functional
 from ..parallel.late_sum import Addend
+from ..parallel.links import check_overlap
 from ..parallel.mesh import Group, MeshLike, tp_group
+from ..parallel.partition import Part
 from ..parallel.random import check_alike
 from ..parallel.sharding import named_seed, parameter_seed
 from . import dropout as masks
 from .attention import AttentionCache, packed_positions
 from .block import MLP, ParallelBlock, Stream, joined, make_norm, normed
 from .config import TransformerConfig
-from .embedding import VocabParallelEmbedding
+from .embedding import VocabParallelEmbedding, check_tokens
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
-from .module import ShardedModule, untouched
+from .module import Absent, ShardedModule, untouched
 from .rope import Rotary, rope_tables
 
 
@@ -91,6 +94,7 @@ class ParallelTransformer(nn.Module):
         self.sequence_parallel = sequence_parallel and self.group.size > 1
         self.impl = impl
         self.rotary = Rotary.of(config)
+        self.kept = set(range(config.num_layers + 2))  # parts, see pipeline_parts
         self._drew = False  # whether the ranks were found to draw alike
         place: dict[str, Any] = {
             "mesh": self.group,
@@ -171,16 +175,17 @@ class ParallelTransformer(nn.Module):
             return logits.view(*tokens.shape, logits.shape[-1])
         return self._loss(y, targets.reshape(-1))
 
-    def _loss(self, y: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _loss(self, y: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
         head = self.lm_head
         if targets.numel() * head.weight.shape[0] // self.group.size * 4 <= FUSED_LOSS_BYTES or not untouched(head):
-            return vocab_parallel_cross_entropy(head(y), targets.long(), self.group)
+            return vocab_parallel_cross_entropy(head(y), targets.long(), self.group, reduction=reduction)
         return linear_cross_entropy(
             y,
             head.weight,
             targets,
             group=self.group,
             sequence_parallel=self.sequence_parallel,
+            reduction=reduction,
             fuse_wgrad_accumulation=head.fuse_wgrad_accumulation,
             impl=head.impl,
             site="head",
@@ -225,17 +230,27 @@ class ParallelTransformer(nn.Module):
         between = zip(self.model.layers, self._norms_between())
         return [pair for block, norm in between if isinstance(block, ParallelBlock) for pair in block.takers(norm)]
 
-    def _dropped(self, x: torch.Tensor) -> torch.Tensor:
+    def _dropped(self, x: torch.Tensor, place: masks.Place | None = None) -> torch.Tensor:
         """The embeddings, in training without ``config.embedding_dropout`` of them."""
+        self._check_draws(x.device)
+        dropout = masks.draw(
+            self.config.embedding_dropout,
+            x,
+            self.group,
+            sequence_parallel=self.sequence_parallel,
+            training=self.training,
+            place=place,
+        )
+        return x if dropout is None else dropout.apply(x, 0, impl=self.impl)
+
+    def _check_draws(self, device: torch.device) -> bool:
+        """Whether anything is dropped now; the first time, the ranks make sure that they draw alike."""
         config = self.config
         drops = max(config.residual_dropout, config.embedding_dropout, config.attention_dropout) > 0
         if drops and self.training and not self._drew and not torch.compiler.is_compiling():
             self._drew = True
-            check_alike(self.group, x.device)
-        dropout = masks.draw(
-            config.embedding_dropout, x, self.group, sequence_parallel=self.sequence_parallel, training=self.training
-        )
-        return x if dropout is None else dropout.apply(x, 0, impl=self.impl)
+            check_alike(self.group, device)
+        return drops and self.training
 
     def _check_batch(self, tokens: torch.Tensor, targets: torch.Tensor | None) -> tuple[int, int]:
         if tokens.dim() != 2 or (targets is not None and targets.shape != tokens.shape):
@@ -297,9 +312,79 @@ class ParallelTransformer(nn.Module):
             if isinstance(module, ShardedModule) and not (module is self.lm_head and self.config.tie_embeddings):
                 module.reset_parameters(named_seed(seed, name))
 
+    def configure(self, *, recompute: bool | None = None, overlap: str | None = None) -> None:
+        """Change what the model was built with: None leaves a setting as it is. ValueError for an unknown overlap."""
+        for module in self.modules():
+            if recompute is not None and isinstance(module, ParallelBlock):
+                module.recompute = recompute
+            if overlap is not None and hasattr(module, "overlap"):
+                setattr(module, "overlap", check_overlap(overlap))
+
+    # ------------------------------------------------------------------------------------------------ in a pipeline
+    # The protocol Divisible of parallel/pipeline.py. Part 0 is the embedding, part i block i - 1, the last one norm and
+    # head. Block i is model.layers.i on every stage.
+
+    def pipeline_parts(self, length: int | None = None) -> list[Part]:
+        """The parts that stages are made of, with their FLOPs for a token in a sequence of ``length``, forward."""
+        from .stage import part_costs
+
+        return part_costs(self.config, self.config.max_positions if length is None else length)
+
+    def keep(self, parts: Iterable[int]) -> None:
+        """Drop all parts but these. A tied head that is kept keeps the embedding's weight, under its name."""
+        kept, model, this = set(parts), cast(Any, self.model), cast(Any, self)
+        head = len(model.layers) + 1
+        self.kept = kept
+        if 0 not in kept and not (self.config.tie_embeddings and head in kept):
+            model.embed_tokens = Absent()
+        for index in range(len(model.layers)):
+            if index + 1 not in kept:
+                model.layers[index] = Absent()
+        if head not in kept:
+            model.norm = this.lm_head = Absent()
+
+    def stage(self, parts: range) -> nn.Module:
+        """The consecutive ``parts`` as a module of their own, with the same submodules under the same names."""
+        from .stage import TransformerStage
+
+        return TransformerStage(self, parts)
+
+    def tied_parameters(self) -> list[str]:
+        """The parameters that the first and the last part share."""
+        return ["model.embed_tokens.weight"] if self.config.tie_embeddings else []
+
+    def check_batch(self, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+        """ValueError for what no stage could take. Ranks that were given the same agree."""
+        self._check_batch(tokens, targets)
+        check_tokens(tokens, self.config.vocab_size)
+
+    def boundary(self, batch: int, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """What one stage hands to the next for a micro-batch [batch, length]: [T, D] or [T/R, D], on meta.
+
+        ``dtype`` is that of the activations, by default the parameters'.
+        """
+        rows, ranks = batch * length, self.group.size if self.sequence_parallel else 1
+        if rows % ranks:
+            raise ValueError(
+                f"sequence parallelism wants the {batch} x {length} tokens of a micro-batch to divide by {ranks} "
+                "ranks: change batch size, length or microbatches, or pass sequence_parallel=False"
+            )
+        dtype = next(self.parameters()).dtype if dtype is None else dtype
+        return torch.empty(rows // ranks, self.config.hidden_size, dtype=dtype, device="meta")
+
+    def draws(self, device: torch.device) -> masks.Draws | None:
+        """What decides on the masks of the step that begins, for all its micro-batches and stages; None: nothing is
+        dropped. Collective the first time."""
+        if not self._check_draws(device):
+            return None
+        config = self.config
+        blocks = [config.residual_dropout] * config.num_layers
+        return masks.Draws([config.embedding_dropout, *blocks, 0.0], device)
+
     def _tie(self) -> None:
-        if self.config.tie_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+        embedding, head = self.model.embed_tokens, self.lm_head
+        if self.config.tie_embeddings and not isinstance(embedding, Absent) and not isinstance(head, Absent):
+            head.weight = embedding.weight
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelTransformer:
         super()._apply(fn, recurse)

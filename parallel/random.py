@@ -5,8 +5,8 @@ that draw the same tickets therefore draw the same mask where a tensor is replic
 where it is sharded: a run gives the same numbers at every degree of tensor parallelism. (Dropped attention weights are
 the exception: torch's own kernels draw them; see :func:`sharded_draws`.) Tickets come from torch's own generators,
 which ``torch.utils.checkpoint`` winds back for a recomputed forward and CUDA graphs advance, so all that is asked of a
-program is to seed them: alike within a tensor-parallel group, differently between data-parallel replicas and pipeline
-stages, whose tokens and layers are different ones.
+program is to seed them: alike within a tensor-parallel group and over the stages of a pipeline, which draw the tickets
+of all layers, differently between data-parallel replicas, whose tokens are different ones.
 """
 
 from __future__ import annotations
@@ -22,18 +22,22 @@ from .mesh import Group
 from .sharding import named_seed
 
 
-def manual_seed(seed: int, mesh: DeviceMesh | None = None, *, step: int = 0, tp_dim: str = "tp") -> int:
+def manual_seed(
+    seed: int, mesh: DeviceMesh | None = None, *, step: int = 0, tp_dim: str = "tp", pp_dim: str = "pp"
+) -> int:
     """Seed torch's generators for this rank, and return the seed that they got.
 
     It depends on ``seed``, ``step`` and the rank's place in every dimension of ``mesh`` (of ``init_mesh``, say) but
-    ``tp_dim``. Called with the step's number at the start of every step, it makes a run that goes on from a checkpoint
-    draw what the uninterrupted one would have drawn. It moves the generator that parameters are drawn from too: build
-    the model before, or seed its weights by themselves (``init_weights``).
+    ``tp_dim`` and ``pp_dim``. Called with the step's number at the start of every step, it makes a run that goes on
+    from a checkpoint draw what the uninterrupted one would have drawn. It moves the generator that parameters are drawn
+    from too: build the model before, or seed its weights by themselves (``init_weights``).
     """
     places = []
     if mesh is not None:
-        names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-        places = [f"{name}={mesh.get_local_rank(name)}" for name in names if name != tp_dim and mesh[name].size() > 1]
+        names, alike = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim))), (tp_dim, pp_dim)
+        places = [
+            f"{name}={mesh.get_local_rank(name)}" for name in names if name not in alike and mesh[name].size() > 1
+        ]
     found = named_seed(seed, f"random/step={step}/{'/'.join(places)}")
     torch.manual_seed(found)
     return found
@@ -64,6 +68,22 @@ def sharded_draws(group: Group, device: torch.device) -> Iterator[None]:
     finally:
         generator.set_state(before)
         torch.empty(1, dtype=torch.int64, device=device).random_()
+
+
+@contextlib.contextmanager
+def own_draws(place: str, device: torch.device) -> Iterator[None]:
+    """Within the block torch's generator of ``device`` gives what follows from where it stands and from ``place``.
+
+    For layers that draw by themselves on pipeline stages, which would otherwise draw alike. Afterwards the generator
+    stands where it stood.
+    """
+    generator = _generator(device)
+    before = generator.get_state()
+    generator.manual_seed(named_seed(_fingerprint(device), place))
+    try:
+        yield
+    finally:
+        generator.set_state(before)
 
 
 def check_alike(group: Group, device: torch.device) -> None:

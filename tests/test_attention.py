@@ -13,8 +13,8 @@ from shardfuse.layers import transformer
 from shardfuse.layers.attention import packed_positions
 from shardfuse.layers.rope import Rotary
 from shardfuse.parallel.checkpoint import full_state_dict
+from shardfuse.parallel.clip import GradientClipper
 from shardfuse.parallel.random import sharded_draws
-from shardfuse.training.clip import GradientClipper
 
 LENGTHS = (5, 1, 0, 9)
 CU_SEQLENS = torch.tensor([0, 5, 6, 6, 15], dtype=torch.int32)

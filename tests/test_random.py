@@ -19,8 +19,8 @@ from shardfuse import (
     tp_group,
 )
 from shardfuse.kernels.dropout import new_ticket
+from shardfuse.parallel.clip import GradientClipper
 from shardfuse.parallel.random import check_alike
-from shardfuse.training.clip import GradientClipper
 
 CPU = torch.device("cpu")
 

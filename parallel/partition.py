@@ -1,0 +1,132 @@
+"""Which consecutive parts of a model make a pipeline stage, so that no rank works longer than it has to.
+
+A model is a list of parts (embedding, each block, norm and head), a stage some consecutive ones, and a rank has one
+stage or several. Where every rank has one, the partition is the best there is, found by dynamic programming; where it
+has several, the best that moving one part at a time from any stage to any other leads to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+LAYOUTS = ("loop", "v")
+
+
+class Part(NamedTuple):
+    """A piece of a model that no stage boundary cuts, and what it costs beside the others, in any unit."""
+
+    name: str
+    cost: float
+
+
+def owners(stages: int, ranks: int, layout: str = "loop") -> list[int]:
+    """The rank of each stage. ``"loop"`` goes around the ranks, ``"v"`` turns back at the last and the first one.
+
+    Raises ValueError for another layout, or stages that do not divide by the ranks.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}")
+    if ranks < 1 or stages < 1 or stages % ranks:
+        raise ValueError(f"{stages} stages over {ranks} pipeline ranks: every rank has the same number, at least one")
+    found = []
+    for stage in range(stages):
+        turn, place = divmod(stage, ranks)
+        found.append(ranks - 1 - place if layout == "v" and turn % 2 else place)
+    return found
+
+
+def balanced(costs: Sequence[float], stages: int, *, layout: str = "loop", ranks: int | None = None) -> list[range]:
+    """The parts of each of ``stages`` stages, such that the costs of the slowest rank are as low as possible.
+
+    ``costs`` are those of the model's parts in order; every stage gets one at least. ``ranks`` defaults to one for each
+    stage. Among equally good partitions the one with the evenest ranks is taken.
+
+    Raises ValueError for fewer parts than stages, or costs that are negative or not finite.
+    """
+    ranks = stages if ranks is None else ranks
+    owner = owners(stages, ranks, layout)
+    if len(costs) < stages:
+        raise ValueError(
+            f"a model of {len(costs)} parts makes no {stages} pipeline stages: use fewer ranks, a schedule with fewer "
+            "stages on each, or a deeper model"
+        )
+    if not all(0 <= cost < float("inf") for cost in costs):
+        raise ValueError(f"costs={list(costs)}: expected numbers of at least 0, all in one unit")
+    sums = [0.0, *accumulate(costs)]
+    borders = _one_stage_each(sums, stages)
+    if stages > ranks:
+        borders = _descended(borders, sums, owner)
+    return [range(start, stop) for start, stop in pairwise(borders)]
+
+
+def loads(
+    costs: Sequence[float], ranges: Sequence[range], layout: str = "loop", ranks: int | None = None
+) -> list[float]:
+    """What each rank's stages cost together."""
+    owner = owners(len(ranges), len(ranges) if ranks is None else ranks, layout)
+    found = [0.0] * (max(owner) + 1)
+    for rank, parts in zip(owner, ranges):
+        found[rank] += sum(costs[part] for part in parts)
+    return found
+
+
+def _one_stage_each(sums: list[float], stages: int) -> list[int]:
+    """The borders with the lowest maximum over the stages, and of these the ones with the lowest sum of squares."""
+    limit, _ = _best(sums, stages, max)
+    limit *= 1 + 1e-12  # sums in another order
+    _, borders = _best(sums, stages, lambda rest, load: rest + load * load if load <= limit else float("inf"))
+    return borders
+
+
+def _best(sums: list[float], stages: int, combine: Callable[[float, float], float]) -> tuple[float, list[int]]:
+    """The lowest value of ``combine`` folded over the stages' loads, and the borders that reach it."""
+    n = len(sums) - 1
+    # best[i]: the first i parts in as many stages as rows of `last` were filled, whose row says where the last begins.
+    best: list[float] = [0.0] + [float("inf")] * n
+    last: list[list[int]] = []
+    for stage in range(1, stages + 1):
+        fresh, starts = [float("inf")] * (n + 1), [stage - 1] * (n + 1)
+        for stop in range(stage, n - (stages - stage) + 1):
+            for start in range(stage - 1, stop):
+                value = combine(best[start], sums[stop] - sums[start])
+                if value < fresh[stop]:
+                    fresh[stop], starts[stop] = value, start
+        best = fresh
+        last.append(starts)
+    borders = [n]
+    for starts in reversed(last):
+        borders.append(starts[borders[-1]])
+    return best[n], borders[::-1]
+
+
+def _descended(borders: list[int], sums: list[float], owner: list[int]) -> list[int]:
+    """From ``borders`` by steps that hand one part from a stage to another, as long as one makes it better."""
+    while True:
+        better = min(_neighbours(borders), key=lambda other: _badness(other, sums, owner), default=borders)
+        if _badness(better, sums, owner) >= _badness(borders, sums, owner):
+            return borders
+        borders = better
+
+
+def _neighbours(borders: list[int]) -> list[list[int]]:
+    """Every run of inner borders moved by one part, to either side: the stages at its ends swap one part's worth."""
+    inner = len(borders) - 2
+    found = []
+    for first in range(1, inner + 1):
+        for last in range(first, inner + 1):
+            for step in (-1, 1):
+                moved = [*borders[:first], *(b + step for b in borders[first : last + 1]), *borders[last + 1 :]]
+                if all(start < stop for start, stop in pairwise(moved)):
+                    found.append(moved)
+    return found
+
+
+def _badness(borders: list[int], sums: list[float], owner: list[int]) -> tuple[float, ...]:
+    stages = [sums[stop] - sums[start] for start, stop in pairwise(borders)]
+    ranks = [0.0] * (max(owner) + 1)
+    for rank, load in zip(owner, stages):
+        ranks[rank] += load
+    # Rounded: what differs by the order of additions must not look like progress for ever.
+    return tuple(float(f"{x:.12g}") for x in (max(ranks), sum(x * x for x in ranks), sum(x * x for x in stages)))

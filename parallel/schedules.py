@@ -1,0 +1,148 @@
+"""The pipeline schedules by name: torch's own (torch.distributed.pipelining), and the naive one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FULL_BACKWARD,
+    RECV_B,
+    REDUCE_GRAD,
+    SEND_B,
+    PipelineScheduleSingle,
+    _sorted_batch_p2p,
+    _wait_batch_p2p,
+)
+
+from .partition import owners
+
+
+class ScheduleNaive(PipelineScheduleSingle):
+    """One micro-batch after another: each goes forward through all stages and back before the next one starts.
+
+    The least memory, and one rank at work at a time.
+    """
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        self._initialize_stage(arg_mbs[0], kwarg_mbs[0])
+        stage, last = self._stage, self._n_microbatches - 1
+        for i in range(self._n_microbatches):
+            _exchange(stage.get_fwd_recv_ops(i))
+            output = stage.forward_one_chunk(i, arg_mbs[i], kwarg_mbs[i], save_forward_output=return_outputs)
+            _exchange(stage.get_fwd_send_ops(i))
+            self._maybe_compute_loss(stage, output, target_mbs, i)
+            _exchange(stage.get_bwd_recv_ops(i))
+            stage.backward_one_chunk(i, loss=self._maybe_get_loss(stage, i), last_backward=i == last)
+            _exchange(stage.get_bwd_send_ops(i))
+        self._update_losses(stage, losses)
+        stage.perform_reduce_grad(self._n_microbatches if self.scale_grads else 1)
+
+
+def _exchange(ops: list[Any]) -> None:
+    for work in _sorted_batch_p2p(ops).values():
+        _wait_batch_p2p(work)
+
+
+_BACKWARD = {FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_B, RECV_B, REDUCE_GRAD}
+
+
+@contextlib.contextmanager
+def forward_only(schedule: Any) -> Iterator[None]:
+    """Within the block one of torch's schedules has no backward in its list of actions, if it goes by one.
+
+    Torch (2.13) leaves the actions there in an evaluation and has each of them do nothing, but for those that hand a
+    gradient to another stage of the same rank, which raise.
+    """
+    orders = getattr(schedule, "pipeline_order_with_comms", None)
+    if orders is None:
+        yield
+        return
+    flat = {
+        rank: [leaf for action in order for leaf in action.sub_actions or [action]] for rank, order in orders.items()
+    }
+    schedule.pipeline_order_with_comms = {
+        rank: [action for action in order if action.computation_type not in _BACKWARD] for rank, order in flat.items()
+    }
+    try:
+        yield
+    finally:
+        schedule.pipeline_order_with_comms = orders
+
+
+class Schedule(NamedTuple):
+    """A way through a pipeline."""
+
+    kind: type[Any]  # of torch's schedules
+    stages_per_rank: int
+    splits_backward: bool  # in a pass for the inputs' gradients and one for the weights'
+    layout: str  # which rank has which stages, see partition.owners
+
+
+# Huang et al., "GPipe" (arXiv:1811.06965); Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training"
+# (arXiv:2006.09503) and "Efficient Large-Scale Language Model Training" (arXiv:2104.04473); Qi et al., "Zero Bubble
+# Pipeline Parallelism" (arXiv:2401.10241); DeepSeek-AI, "DeepSeek-V3" (arXiv:2412.19437). GPipe with
+# re-materialisation is "gpipe" and a model that recomputes.
+SCHEDULES = {
+    "naive": Schedule(ScheduleNaive, 1, False, "loop"),
+    "gpipe": Schedule(ScheduleGPipe, 1, False, "loop"),
+    "1f1b": Schedule(Schedule1F1B, 1, False, "loop"),
+    "interleaved_1f1b": Schedule(ScheduleInterleaved1F1B, 2, False, "loop"),
+    "interleaved_zb": Schedule(ScheduleInterleavedZeroBubble, 2, True, "loop"),
+    "zbv": Schedule(ScheduleZBVZeroBubble, 2, True, "v"),
+    "dualpipev": Schedule(ScheduleDualPipeV, 2, True, "v"),
+}
+
+
+def find(name: str) -> Schedule:
+    """The schedule ``name``; ValueError where there is none."""
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule={name!r}: expected one of {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def stages_of(name: str, rank: int, ranks: int) -> list[int]:
+    """The stages that a pipeline rank has under a schedule."""
+    schedule = find(name)
+    owner = owners(ranks * schedule.stages_per_rank, ranks, schedule.layout)
+    return [stage for stage, at in enumerate(owner) if at == rank]
+
+
+def check_microbatches(name: str, microbatches: int, ranks: int) -> None:
+    """ValueError where the schedule cannot run with so many micro-batches."""
+    schedule = find(name)
+    if microbatches < 1:
+        raise ValueError(f"microbatches={microbatches}: expected at least 1")
+    least = {"1f1b": ranks, "dualpipev": ranks * schedule.stages_per_rank}.get(name, 1)
+    if microbatches < least:
+        raise ValueError(
+            f"schedule={name!r} over {ranks} pipeline ranks wants at least {least} micro-batches, not {microbatches}: "
+            "raise microbatches, or take schedule='gpipe', which runs with any number"
+        )
+    rounds = max(1, microbatches // ranks)
+    if name.startswith("interleaved") and microbatches % rounds:
+        raise ValueError(
+            f"schedule={name!r} over {ranks} pipeline ranks goes in {rounds} rounds, and {microbatches} micro-batches "
+            f"do not divide by that: take {microbatches - microbatches % ranks} or "
+            f"{microbatches - microbatches % ranks + ranks}"
+        )
