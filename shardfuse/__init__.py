@@ -30,20 +30,29 @@ if TYPE_CHECKING:
     from .layers.mlp import ParallelMLP
     from .layers.norm import LayerNorm, RMSNorm
     from .layers.paged import PagedAttention, PagedBatch, PagedKVCache, Span
+    from .layers.style import ColumnParallel, FusedMLP, RowParallel, SequenceParallelNorm, VocabParallel
     from .layers.transformer import ParallelTransformer
+    from .parallel.audit import Audit
     from .parallel.checkpoint import full_state_dict, load_checkpoint, read_extra, save_checkpoint
+    from .parallel.checkpointer import Checkpointer
     from .parallel.cross_entropy import linear_cross_entropy, linear_log_probs
+    from .parallel.data import data_loader, data_sampler
     from .parallel.main_grad import attach_main_grads, main_grads_to_grads, zero_main_grads
     from .parallel.mesh import init_mesh, tp_group
+    from .parallel.parallelize import ParallelModel, parallelize
     from .parallel.random import manual_seed
     from .parallel.reserve import reserve_symmetric_memory
     from .serving.engine import Engine
     from .serving.request import Request, TokenEvent
 
 __all__ = [
+    "Audit",
+    "Checkpointer",
+    "ColumnParallel",
     "ColumnParallelLinear",
     "Engine",
     "Fp8Linear",
+    "FusedMLP",
     "LayerNorm",
     "PagedAttention",
     "PagedBatch",
@@ -51,18 +60,24 @@ __all__ = [
     "ParallelAttention",
     "ParallelBlock",
     "ParallelMLP",
+    "ParallelModel",
     "ParallelTransformer",
     "RMSNorm",
     "Request",
+    "RowParallel",
     "RowParallelLinear",
+    "SequenceParallelNorm",
     "Span",
     "TokenEvent",
     "TransformerConfig",
+    "VocabParallel",
     "VocabParallelEmbedding",
     "__version__",
     "apply_rope",
     "attach_main_grads",
     "copy_blocks_",
+    "data_loader",
+    "data_sampler",
     "dropout",
     "explain",
     "export_hf",
@@ -83,6 +98,7 @@ __all__ = [
     "new_ticket",
     "norm_rope_write_kv_",
     "paged_attention",
+    "parallelize",
     "plan_attention",
     "quantize",
     "read_extra",
@@ -102,9 +118,13 @@ __version__: str
 
 # Where each public name lives. tests/test_import.py holds this, __all__ and the imports above together.
 _HOMES = {
+    "Audit": "parallel.audit",
+    "Checkpointer": "parallel.checkpointer",
+    "ColumnParallel": "layers.style",
     "ColumnParallelLinear": "layers.linear",
     "Engine": "serving.engine",
     "Fp8Linear": "layers.fp8",
+    "FusedMLP": "layers.style",
     "LayerNorm": "layers.norm",
     "PagedAttention": "layers.paged",
     "PagedBatch": "layers.paged",
@@ -112,17 +132,23 @@ _HOMES = {
     "ParallelAttention": "layers.attention",
     "ParallelBlock": "layers.block",
     "ParallelMLP": "layers.mlp",
+    "ParallelModel": "parallel.parallelize",
     "ParallelTransformer": "layers.transformer",
     "RMSNorm": "layers.norm",
     "Request": "serving.request",
+    "RowParallel": "layers.style",
     "RowParallelLinear": "layers.linear",
+    "SequenceParallelNorm": "layers.style",
     "Span": "layers.paged",
     "TokenEvent": "serving.request",
     "TransformerConfig": "layers.config",
+    "VocabParallel": "layers.style",
     "VocabParallelEmbedding": "layers.embedding",
     "apply_rope": "kernels.rope",
     "attach_main_grads": "parallel.main_grad",
     "copy_blocks_": "kernels.kv_cache",
+    "data_loader": "parallel.data",
+    "data_sampler": "parallel.data",
     "dropout": "kernels.dropout",
     "explain": "explanation",
     "export_hf": "layers.hf",
@@ -143,6 +169,7 @@ _HOMES = {
     "new_ticket": "kernels.dropout",
     "norm_rope_write_kv_": "kernels.kv_cache",
     "paged_attention": "kernels.paged_attention",
+    "parallelize": "parallel.parallelize",
     "plan_attention": "kernels.paged_attention",
     "quantize": "kernels.scaled_linear",
     "read_extra": "parallel.checkpoint",
