@@ -8,7 +8,7 @@ parallelism is the layers' own: a model is built with the same mesh.
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,14 @@ from . import zero as zeros
 from .clip import GradientClipper
 from .loss_scale import LossScale
 from .mesh import Group, MeshLike, data_coordinate, data_group, degree, tp_group, whole_group
-from .pipeline import PADDING, Pipeline, find, split
 from .zero import PRECISIONS
 
+if TYPE_CHECKING:
+    from .pipeline import Pipeline
+
 __all__ = ["ParallelModel", "parallelize"]
+
+PADDING = -100  # the target of what counts for nothing
 
 
 def parallelize(
@@ -38,6 +42,7 @@ def parallelize(
     recompute: bool | None = None,
     overlap: str | None = None,
     seed: int | None = None,
+    device: torch.device | str | None = None,
 ) -> ParallelModel:
     """Spread ``model`` over ``mesh`` (``init_mesh``; None: one process, or the model's tensor-parallel group alone).
 
@@ -57,15 +62,21 @@ def parallelize(
             scaled, and a step whose gradients overflow leaves none.
         recompute: keep only each block's input for backward; None leaves it as the model was built, as does
         overlap: "auto", "kernel", "chunked" or "none" (``ParallelTransformer``).
+        device: where parameters on meta are materialised; None: where the mesh is, and without one the GPU if there is
+            one.
 
     Raises ValueError for combinations that train wrongly (``compose.py`` says which, and what to use instead), and for
     arguments that do not fit the mesh or the model. Every rank comes to the same answer by itself.
     """
     stages = degree(mesh, "pp")
-    if schedule is not None:
-        find(schedule)
     if stages > 1 and schedule is None:
         raise ValueError(f"the mesh has pp={stages} pipeline stages and schedule=None: pass one, schedule='1f1b' say")
+    splits_backward = False
+    if schedule is not None:
+        from .pipeline import Pipeline, find, split  # torch's take seconds to import
+
+        found = find(schedule)
+        splits_backward = stages > 1 and found.splits_backward
     if microbatches is not None and microbatches < 1:
         raise ValueError(f"microbatches={microbatches}: expected at least 1")
     if precision is not None and precision not in PRECISIONS:
@@ -73,7 +84,6 @@ def parallelize(
     _check_built_for(model, mesh)
     if stages == 1:
         schedule = None
-    splits_backward = schedule is not None and find(schedule).splits_backward
     engines: dict[str, Any] = {"zero": zero, "schedule": schedule, "splits_backward": splits_backward}
     sharding: dict[str, Any] = {"offload": offload, "precision": precision if mesh is not None else None}
     compose.check(model, mesh, **engines, **sharding)
@@ -89,7 +99,7 @@ def parallelize(
         assert mesh is not None
         cut = split(model, mesh, schedule)  # type: ignore[arg-type]
     host = offload or (zero > 0 and data_coordinate(mesh)[1] > 1)  # where sharding takes it from, block by block
-    _materialise(model, torch.device("cpu") if host else _device(mesh), seed)
+    _materialise(model, torch.device("cpu") if host else _device(mesh, device), seed)
     if schedule is not None:
         modules = [(stage.index, model.stage(stage.parts)) for stage in cut]  # type: ignore[operator]
     elif divisible:
@@ -101,7 +111,7 @@ def parallelize(
 
     count = microbatches
     if count is None:
-        count = 1 if schedule is None else 2 * stages * find(schedule).stages_per_rank
+        count = 1 if schedule is None else 2 * stages * found.stages_per_rank
     pipeline = None
     if schedule is not None:
         assert mesh is not None
@@ -290,7 +300,9 @@ def _valid(targets: torch.Tensor) -> torch.Tensor:
     return (targets != PADDING).sum(dtype=torch.float64)
 
 
-def _device(mesh: DeviceMesh | None) -> torch.device:
+def _device(mesh: DeviceMesh | None, wanted: torch.device | str | None) -> torch.device:
+    if wanted is not None:
+        return torch.device(wanted)
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if mesh is None else mesh.device_type
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 

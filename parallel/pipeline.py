@@ -175,6 +175,12 @@ class Pipeline:
                 f"stages: {[index for index, _ in stages]}, but schedule={schedule!r} gives pipeline rank "
                 f"{self.group.rank} of {self.group.size} the stages {expected}: split() with the same schedule"
             )
+        modules = [each for _, stage in stages for each in stage.modules()]
+        if self.schedule.splits_backward and any(each._compiled_call_impl is not None for each in modules):
+            raise ValueError(
+                f"schedule={schedule!r} splits backward, and a module of a stage is compiled: torch.compile makes one "
+                "function of its backward, which cannot be walked twice; leave compile() out, or take schedule='1f1b'"
+            )
         self.model, self.stages, self.dtype = model, list(stages), dtype
         self.count = self.group.size * self.schedule.stages_per_rank
         self._owner = owners(self.count, self.group.size, self.schedule.layout)

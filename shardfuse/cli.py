@@ -1,4 +1,4 @@
-"""The command line: ``shardfuse demo | env | inspect | bench``.
+"""The command line: ``shardfuse demo | train | audit | schedule | env | inspect | bench``.
 
 Only parsing and reporting of errors; each command's work lives near its floor and is imported when the command runs,
 so that ``shardfuse --help`` answers at once.
@@ -110,6 +110,124 @@ def demo(
     }
     options = DemoOptions(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     raise typer.Exit(run_demo(options))
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    file: Annotated[Path | None, typer.Argument(help="TOML file of settings; see docs/training.md.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of the run.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights, order of the data and dropout.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder of the run. Default: run.")] = None,
+    start: Annotated[str | None, typer.Option(help="Hugging Face folder to start from.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")] = None,
+    data: Annotated[str | None, typer.Option(help="Text, or a .npy file of token numbers.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences of a step, over all processes.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate after the warm-up.")] = None,
+    rep: Annotated[int | None, typer.Option(help="Replicas of the data-parallel shards (hybrid sharding).")] = None,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel degree. Default: what the others leave.")] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline stages.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
+    zero: Annotated[int | None, typer.Option(help="ZeRO stage, 0 to 3.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="Pipeline schedule, such as 1f1b or zbv.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Parts that a batch goes through the model in.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, or bf16 or fp16 products over fp32 parameters.")] = None,
+    recompute: Annotated[
+        bool | None, typer.Option("--recompute/--no-recompute", help="Keep only each block's input for backward.")
+    ] = None,
+    offload: Annotated[
+        bool | None, typer.Option("--offload/--no-offload", help="Parameters and optimizer state in host memory.")
+    ] = None,
+    overlap: Annotated[str | None, typer.Option(help="How collectives travel under products; see README.")] = None,
+    sequence_parallel: Annotated[
+        bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel", help="Shard what lies between layers.")
+    ] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SETTING=VALUE", help="Any other setting; may be repeated.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Processes to start. Default: what the degrees make up.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port where the processes meet. Default: any free one.")] = None,
+    restarts: Annotated[int, typer.Option(help="Times to start again after a process was killed.")] = 3,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in the folder, if there is one.")
+    ] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train a transformer, spread over processes in any way; flags win over the file."""
+    from .train import FLAGS, TrainOptions, run_train
+
+    flags = {name: context.params[name] for name in FLAGS if context.params[name] is not None}
+    options = TrainOptions(
+        file, flags, tuple(assignments or ()), processes, port, restarts=restarts, resume=resume, json=json
+    )
+    raise typer.Exit(run_train(options))
+
+
+@app.command()
+def audit(
+    dp: Annotated[int, typer.Option(help="Data-parallel degree.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel degree.")] = 1,
+    rep: Annotated[int, typer.Option(help="Replicas of the data-parallel shards (hybrid sharding).")] = 1,
+    zero: Annotated[int, typer.Option(help="ZeRO stage, 0 to 3.")] = 0,
+    schedule: Annotated[str | None, typer.Option(help="Pipeline schedule, such as 1f1b or zbv.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help="Parts that a batch goes through the model in. Default: what the schedule likes.")
+    ] = None,
+    style: Annotated[str, typer.Option(help="gelu or gated.")] = "gated",
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Shard what lies between layers.")
+    ] = False,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Keep only each block's input for backward.")] = False,
+    precision: Annotated[str | None, typer.Option(help="bf16 or fp16 over fp32 parameters. Default: fp32.")] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Count what a small model's training step sends and hold it against the closed form. Exit code 1: it differs."""
+    from .audit import Options
+    from .audit import audit as run_audit
+
+    options = Options(dp, pp, tp, rep, zero, schedule, microbatches, style, sequence_parallel, recompute, precision)
+    raise typer.Exit(run_audit(options, json=json))
+
+
+@app.command()
+def schedule(
+    name: Annotated[str, typer.Argument(help="A schedule, such as 1f1b, interleaved_zb or zbv.")],
+    stages: Annotated[int, typer.Option(help="Pipeline ranks; some schedules put two stages on each.")] = 4,
+    microbatches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 8,
+    forward_cost: Annotated[
+        float | None, typer.Option(help="Of a micro-batch in one stage, in any unit. Default of each: 1.")
+    ] = None,
+    backward_cost: Annotated[float | None, typer.Option(help="Of the gradient of a stage's input.")] = None,
+    weight_cost: Annotated[float | None, typer.Option(help="Of the gradients of a stage's weights.")] = None,
+    held: Annotated[
+        float | None, typer.Option(help="What stays between the two, as a share of what forward keeps. Default: 1.")
+    ] = None,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Backward runs forward again first.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Costs modelled for a block of a model, such as llama3-8b, in us.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="With --model: tokens of a micro-batch.")] = 8192,
+    length: Annotated[int, typer.Option(help="With --model: tokens of a sequence.")] = 8192,
+    tp: Annotated[int, typer.Option(help="With --model: tensor-parallel degree.")] = 1,
+    target: Annotated[str, typer.Option(help="With --model: a GPU architecture.")] = "sm_90",
+    draw: Annotated[Path | None, typer.Option(help="Write the timeline to this picture (.png, .svg, .pdf).")] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a pipeline schedule does when, its idle share and its peak of activations."""
+    from .schedule import costs_of
+    from .schedule import schedule as show_schedule
+
+    given = {"forward": forward_cost, "backward": backward_cost, "weight": weight_cost, "held": held}
+    shape = {"tokens": tokens, "length": length, "tp": tp, "arch": target}
+    costs = costs_of({name: cost for name, cost in given.items() if cost is not None}, model, shape, recompute)
+    raise typer.Exit(show_schedule(name, stages, microbatches, costs, draw=draw, json=json))
 
 
 @app.command()

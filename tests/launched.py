@@ -33,6 +33,36 @@ def die_on(rank: int, signum: int) -> None:
     time.sleep(600)
 
 
+def count_and_raise(path: str, kind: type[Exception]) -> None:
+    """Add a line to the file at ``path``, then fail."""
+    with open(path, "a") as file:
+        file.write("once\n")
+    raise kind("no luck")
+
+
+def count_and_die_once(path: str) -> int:
+    """How many lines the file at ``path`` has, this call's included; a process that writes the first is killed."""
+    with open(path, "a+") as file:
+        file.write("once\n")
+        file.seek(0)
+        count = len(file.readlines())
+    if count == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return count
+
+
+def wait_for(waiting: str, path: str) -> str:
+    """Say that this rank is there by making the file ``waiting``, then read ``path`` when it is there."""
+    Path(waiting).touch()
+    return await_file(path).read_text()
+
+
+def await_file(path: str | Path) -> Path:
+    while not os.path.exists(path):
+        time.sleep(0.01)
+    return Path(path)
+
+
 def sleep_ignoring(*signals: int) -> None:
     """Say that this rank is there, then sleep, deaf to ``signals``."""
     for signum in signals:

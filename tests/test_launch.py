@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,50 @@ def test_error_of_a_worker_is_one_line(launched: Any, rank: int):
 def test_killed_worker_is_named(launched: Any):
     with pytest.raises(WorkerError, match=r"^rank 1 was killed by SIGKILL \(out of memory\?\)$"):
         launch(launched.die_on, 1, signal.SIGKILL, processes=2)
+
+
+@pytest.mark.parametrize(("kind", "starts"), [(RuntimeError, 3), (ValueError, 1)])
+def test_what_may_go_better_is_tried_again(launched: Any, tmp_path: Path, kind: type[Exception], starts: int):
+    with pytest.raises(WorkerError, match=rf"^rank 0: {kind.__name__}: no luck$"):
+        launch(launched.count_and_raise, str(tmp_path / "starts"), kind, processes=1, max_restarts=2)
+    assert (tmp_path / "starts").read_text() == "once\n" * starts
+
+
+def test_killed_worker_is_started_again(launched: Any, tmp_path: Path):
+    assert launch(launched.count_and_die_once, str(tmp_path / "starts"), processes=1, max_restarts=1) == [2]
+
+
+def _stops(launched: Any, folder: Path, count: int) -> list[str]:
+    """Signals to this process while a worker waits for a file, which the first of them writes if it is the only one."""
+    asked: list[int] = []
+    waiting, path = folder / "waiting", folder / "stop"
+
+    def ask(signum: int) -> None:
+        asked.append(signum)
+        if count == 1:
+            (folder / "writing").write_text(signal.Signals(signum).name)
+            (folder / "writing").rename(path)
+        else:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def interrupt() -> None:
+        launched.await_file(waiting)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    try:
+        return launch(launched.wait_for, str(waiting), str(path), processes=1, on_stop=ask)
+    finally:
+        assert asked == [signal.SIGINT]
+
+
+def test_first_signal_asks(launched: Any, tmp_path: Path):
+    assert _stops(launched, tmp_path, 1) == ["SIGINT"]
+
+
+def test_second_signal_ends(launched: Any, tmp_path: Path):
+    with pytest.raises(launching.Stopped, match="SIGTERM"):
+        _stops(launched, tmp_path, 2)
 
 
 def test_files_in_between_are_removed(launched: Any, tmp_path: Path):

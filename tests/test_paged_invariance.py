@@ -20,6 +20,8 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 pytestmark = [pytest.mark.gpu if ON_GPU else pytest.mark.interpret]
 
+# Interpreted they take seconds each: there the others run with make test-all.
+SLOW = () if ON_GPU else (pytest.mark.nightly,)
 FEATURES: dict[str, dict[str, Any]] = {
     "causal": {},
     "window": {"window": 37},
@@ -129,7 +131,21 @@ def _features() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("feature", "dtype"),
-    [*((feature, torch.bfloat16) for feature in FEATURES), ("int8", torch.float16), ("window", torch.float32)],
+    [
+        ("causal", torch.bfloat16),
+        ("alibi", torch.bfloat16),
+        ("int8", torch.bfloat16),
+        ("window", torch.float32),
+        *(
+            pytest.param(*rest, marks=SLOW)
+            for rest in [
+                ("window", torch.bfloat16),
+                ("softcap", torch.bfloat16),
+                ("sinks", torch.bfloat16),
+                ("int8", torch.float16),
+            ]
+        ),
+    ],
 )
 def test_the_same_bits_however_a_sequence_is_computed(feature: str, dtype: torch.dtype) -> None:
     q, kv = _sequence(dtype)

@@ -205,6 +205,8 @@ def _errors_body(rank: int, world: int) -> list[str]:
     tokens, targets = batch()
     model, pipeline = build(case, mesh)
     stages = [(index, nn.Identity()) for index in stages_of("1f1b", rank, world)]
+    compiled = [(index, nn.Linear(1, 1)) for index in stages_of("zbv", rank, world)]
+    compiled[1][1].compile(backend="eager")
     wrong = tokens.clone()
     wrong[0, 0] = 40
     calls = [
@@ -215,6 +217,7 @@ def _errors_body(rank: int, world: int) -> list[str]:
         lambda: Pipeline(model, stages, mesh, "dualpipev", 3),
         lambda: Pipeline(model, stages, mesh, "gpipe", 0),
         lambda: Pipeline(model, stages, mesh, "zbv", 4),
+        lambda: Pipeline(model, compiled, mesh, "zbv", 4),
         lambda: build(Case("1f1b", config=TIED, model={"fuse_wgrad_accumulation": True}), mesh),
         lambda: pipeline.step(wrong, targets),
         lambda: pipeline.step(tokens, targets[:, :4]),
@@ -240,6 +243,7 @@ def test_what_cannot_run_is_refused_on_every_rank(ranks: Any):
         "wants at least 4 micro-batches, not 3",
         "microbatches=0: expected at least 1",
         "but schedule='zbv' gives pipeline rank",
+        "schedule='zbv' splits backward, and a module of a stage is compiled",
         "fuse_wgrad_accumulation=True with model.embed_tokens.weight at both ends of a pipeline",
         "token 40 is outside the vocabulary of 40",
         "expected tokens [B, S] and targets of the same shape",
@@ -248,6 +252,27 @@ def test_what_cannot_run_is_refused_on_every_rank(ranks: Any):
     for messages in ranks(2, _errors_body):
         for message, part in zip(messages, expected, strict=True):
             assert part in message
+
+
+def _compiled_body(rank: int, world: int) -> list[bool]:
+    """Whether a pipeline of compiled blocks finds the gradients of one that is not compiled."""
+    mesh, found = init_mesh(pp=world), []
+    for compiles in (False, True):
+        model, pipeline = build(Case("1f1b"), mesh)
+        if compiles:
+            for block in model.model.layers:
+                block.compile(backend="aot_eager")
+        pipeline.step(*batch())
+        found.append({name: param.grad for name, param in model.named_parameters()})
+    eager, compiled = found
+    return [torch.allclose(eager[name], compiled[name], rtol=1e-4, atol=1e-6) for name in eager]
+
+
+@pytest.mark.nightly
+def test_blocks_may_be_compiled_where_backward_is_whole(ranks: Any):
+    for equal in ranks(2, _compiled_body):
+        assert len(equal) > 8
+        assert all(equal)
 
 
 DYING = """

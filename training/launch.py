@@ -70,6 +70,8 @@ def launch(
     port: int | None = None,
     folder: Path | None = None,
     threads: int | None = None,
+    max_restarts: int = 0,
+    on_stop: Callable[[int], None] | None = None,
 ) -> list[Any]:
     """``entry(*args)`` in ``processes`` new processes; what each rank returned, in order of rank.
 
@@ -77,6 +79,12 @@ def launch(
     initialises torch.distributed itself. Arguments and results are pickled. ``port`` is where ranks meet on the
     loopback interface (None: the system chooses). ``folder`` takes the files that go between (None: a temporary one).
     ``threads`` is torch's thread count per process; None shares out the cores.
+
+    Where a process fails, all are ended and started again, ``max_restarts`` times at most: after a process that was
+    killed or a RuntimeError, such as a collective's whose peer is gone. Other errors would only come again.
+
+    A stop signal ends all processes at once. With ``on_stop``, the first one is passed to that instead, which asks the
+    processes to come to an end by themselves; the second one ends them.
 
     Raises PortError for a port that is taken, WorkerError for the first rank that failed, Stopped after a signal.
     Call it from the main thread: a worker dies with the thread that started it.
@@ -88,9 +96,9 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="shardfuse-", dir=folder) as created:
         job = Path(created)
         (job / "job.pickle").write_bytes(pickle.dumps((entry.__module__, name, args)))
-        with _quiet_elastic(), _signals_end_the_agent() as received:
+        with _quiet_elastic(), _signals_end_the_agent(on_stop) as received:
             try:
-                result = _run_agent(job, processes, listener, threads or threads_per_process(processes))
+                result = _run_agent(job, processes, listener, threads or threads_per_process(processes), max_restarts)
             except SignalException as stop:
                 raise Stopped(received[0] if received else stop.sigval) from None
         if result.is_failed():
@@ -113,19 +121,26 @@ def stop_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _handling(action: Callable[[int], None]) -> Iterator[None]:
-    """Call ``action`` at the first stop signal. Signals that are ignored already (nohup) stay so."""
+def _handling(action: Callable[[int], None], *, ask: Callable[[int], None] | None = None) -> Iterator[None]:
+    """Call ``action`` at the first stop signal, with ``ask`` that one at the first and ``action`` at the second.
+
+    Signals that are ignored already (nohup) stay so.
+    """
+    asking = [ask] if ask else []
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     before = {signum: handler for signum, handler in before.items() if handler is not signal.SIG_IGN}
 
-    def first(signum: int, frame: FrameType | None) -> None:
+    def receive(signum: int, frame: FrameType | None) -> None:
+        if asking:
+            asking.pop()(signum)
+            return
         for other in before:
             signal.signal(other, signal.SIG_IGN)
         action(signum)
 
     try:
         for signum in before:
-            signal.signal(signum, first)
+            signal.signal(signum, receive)
         yield
     finally:
         for signum, handler in before.items():
@@ -173,19 +188,15 @@ def _listen(port: int | None) -> socket.socket:
 
 
 class _Loopback(RendezvousHandler):
-    """torchrun's rendezvous reduced to one agent: a TCPStore on a socket that already listens."""
+    """torchrun's rendezvous reduced to one agent: a TCPStore on a socket that already listens.
+
+    Workers that are started again get a store of their own, on another port: in the old one they would find the
+    addresses of the dead.
+    """
 
     def __init__(self, listener: socket.socket) -> None:
         self._run_id = uuid.uuid4().hex
-        self._port = listener.getsockname()[1]
-        self._store = dist.TCPStore(
-            HOST,
-            self._port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(minutes=5),
-            master_listen_fd=listener.detach(),
-        )
+        self._listener: socket.socket | None = listener
 
     @property
     def use_agent_store(self) -> bool:
@@ -198,8 +209,17 @@ class _Loopback(RendezvousHandler):
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        store = dist.PrefixStore(self._run_id, self._store)
-        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(HOST, self._port))
+        listener, self._listener = self._listener or _listen(None), None
+        port = listener.getsockname()[1]
+        store = dist.TCPStore(
+            HOST,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(minutes=5),
+            master_listen_fd=listener.detach(),
+        )
+        return RendezvousInfo(dist.PrefixStore(self._run_id, store), 0, 1, RendezvousStoreInfo(HOST, port))
 
     def is_closed(self) -> bool:
         return False
@@ -214,7 +234,7 @@ class _Loopback(RendezvousHandler):
         return True
 
 
-def _run_agent(job: Path, processes: int, listener: socket.socket, threads: int) -> RunResult:
+def _run_agent(job: Path, processes: int, listener: socket.socket, threads: int, max_restarts: int) -> RunResult:
     logs = job / "logs"
     logs.mkdir()
     spec = WorkerSpec(
@@ -223,7 +243,7 @@ def _run_agent(job: Path, processes: int, listener: socket.socket, threads: int)
         entrypoint=sys.executable,
         args=(str(Path(worker.__file__).resolve()), str(os.getpid()), str(job), str(threads)),
         rdzv_handler=_Loopback(listener),
-        max_restarts=0,
+        max_restarts=max_restarts,
         monitor_interval=0.05,
         local_addr=HOST,
     )
@@ -231,10 +251,11 @@ def _run_agent(job: Path, processes: int, listener: socket.socket, threads: int)
 
 
 @contextmanager
-def _signals_end_the_agent() -> Iterator[list[int]]:
+def _signals_end_the_agent(on_stop: Callable[[int], None] | None = None) -> Iterator[list[int]]:
     """Every stop signal ends the agent in the way SIGTERM does, and with it the workers, whatever they are doing.
 
-    Yields the list of the signals that came, but for SIGTERM, whose handler the agent replaces by its own.
+    Yields the list of the signals that came, but for SIGTERM, whose handler the agent replaces by its own. Where
+    ``on_stop`` takes the first signal, the agent replaces none.
 
     Left alone the agent passes each signal on. SIGINT would then reach Python's handler, which waits until a
     collective returns and prints a traceback; a worker's SIGTERM handler is the kernel's.
@@ -244,13 +265,14 @@ def _signals_end_the_agent() -> Iterator[list[int]]:
 
     def end_agent(signum: int) -> None:
         received.append(signum)
-        raise SignalException(f"signal {signum}", signal.SIGTERM)
+        # Processes that were asked before may take SIGTERM for the same again.
+        raise SignalException(f"signal {signum}", signal.SIGKILL if on_stop else signal.SIGTERM)
 
     variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
     before_variable = os.environ.get(variable)
-    os.environ[variable] = "SIGTERM"  # the others are ours
+    os.environ[variable] = "" if on_stop else "SIGTERM"  # the others are ours
     try:
-        with _handling(end_agent):
+        with _handling(end_agent, ask=on_stop):
             yield received
     finally:
         if before_variable is None:

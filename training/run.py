@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -12,12 +15,18 @@ from rich.console import Console
 from ..layers.hf import export_hf
 from ..layers.transformer import ParallelTransformer
 from ..parallel import mesh as meshes
+from ..parallel import storage
 from ..parallel.checkpoint import load_checkpoint, read_extra, save_checkpoint
 from ..parallel.mesh import MeshLike
 from .config import TrainConfig
 from .data import load_corpus
 from .loop import TrainResult, build_model, build_optimizer, evaluate, train
 from .progress import ProgressDisplay
+from .run_folder import RunFolder
+from .settings import RunSettings
+from .stopping import Stop, StopFile
+from .trainer import RunResult, Trainer
+from .trainer import train as run_trainer
 
 CHECKPOINT = "checkpoint"
 EXPORT = "model"
@@ -59,3 +68,40 @@ def evaluate_saved(folder: Path) -> float:
     held_out = evaluate(model, load_corpus(config.data, seq=config.seq), config)
     meshes.shutdown()
     return held_out
+
+
+def train_run(settings: RunSettings, resume: bool, stop_file: StopFile | None = None) -> RunResult:
+    """The run of resolved ``settings``, over all processes that were started together.
+
+    Whoever started them with a ``stop_file`` holds the run's folder; otherwise the first rank does. Processes that
+    torchrun's agent starts again after a failure go on from the newest checkpoint, whatever ``resume`` says.
+    """
+    parallel = settings.parallel
+    assert parallel.dp is not None  # resolve() filled it in
+    mesh = meshes.init_mesh(
+        rep=parallel.rep,
+        dp=parallel.dp,
+        pp=parallel.pp,
+        tp=parallel.tp,
+        device_type=settings.device,
+        timeout=None if settings.timeout is None else timedelta(seconds=settings.timeout),
+    )
+    ranks = meshes.everyone()
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    resume = resume or restarts > 0
+    with Stop(ranks, stop_file) as stop, contextlib.ExitStack() as held:
+        if stop_file is None:
+            folder = RunFolder(Path(settings.out), resume=resume)
+            storage.on_first(ranks, lambda: held.enter_context(folder) and None)
+        trainer = Trainer(settings, mesh)
+        console = Console(highlight=False)
+        if resume and trainer.resume() and ranks.rank == 0:
+            again = f"started again ({restarts}): " if restarts else ""
+            console.print(f"  {again}going on from step {trainer.step} of {settings.steps}")
+        if ranks.rank == 0:
+            with ProgressDisplay(console, settings.steps) as display:
+                result = run_trainer(trainer, stop, on_step=display)
+        else:
+            result = run_trainer(trainer, stop)
+    meshes.shutdown()
+    return result

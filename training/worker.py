@@ -3,7 +3,8 @@
     python worker.py PARENT_PID FOLDER THREADS
 
 ``FOLDER/job.pickle`` names the function and holds its arguments. This rank leaves ``result-RANK.pickle`` there, or
-``error-RANK.json``. torchrun's agent sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+``error-RANK.json``. torchrun's agent sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Started again after a failure,
+it tries once more only if that may help.
 """
 
 from __future__ import annotations
@@ -44,21 +45,36 @@ def main(folder: Path, threads: str) -> int:
     os.environ["OMP_NUM_THREADS"] = threads
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     rank = os.environ["RANK"]
+    if any(json.loads(path.read_text())["final"] for path in folder.glob("error-*.json")):
+        return 1
+    (folder / f"error-{rank}.json").unlink(missing_ok=True)  # an earlier attempt's
     try:
         module, name, args = pickle.loads((folder / "job.pickle").read_bytes())
         value = getattr(importlib.import_module(module), name)(*args)
-        result = folder / f"result-{rank}.pickle"
-        result.with_suffix(".writing").write_bytes(pickle.dumps(value))
-        result.with_suffix(".writing").rename(result)
+        _write(folder / f"result-{rank}.pickle", pickle.dumps(value))
     except Exception as error:
         trace = traceback.format_exc()
-        report = {"kind": type(error).__name__, "message": str(error), "trace": trace, "time": time.monotonic_ns()}
+        report = {
+            "kind": type(error).__name__,
+            "message": str(error),
+            "trace": trace,
+            "time": time.monotonic_ns(),
+            # A peer that is gone, memory or a disk that is full: these may be otherwise the next time.
+            "final": not isinstance(error, (RuntimeError, OSError, MemoryError)),
+        }
         try:
-            (folder / f"error-{rank}.json").write_text(json.dumps(report))
+            _write(folder / f"error-{rank}.json", json.dumps(report).encode())
         except OSError:  # the disk may be what is wrong
             print(trace, file=sys.stderr)
         return 1
     return 0
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whoever finds ``path`` finds all of it."""
+    beside = path.with_suffix(".writing")
+    beside.write_bytes(content)
+    beside.rename(path)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,100 @@
+"""A training run that is over in a moment, for tests that start processes and for those that do not."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardfuse.training.metrics import FILE, read_lines
+from shardfuse.training.run import train_run
+from shardfuse.training.settings import RunSettings, parse, resolve
+from shardfuse.training.stopping import StopFile
+from shardfuse.training.trainer import RunResult
+
+STEPS = 8
+VALUES: dict[str, Any] = {
+    "steps": STEPS,
+    "device": "cpu",
+    "timeout": 60,
+    "model": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_layers": 4,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "max_positions": 16,
+        "init_std": 0.05,
+    },
+    "data": {"seq": 16, "batch": 4},
+    "optimizer": {"warmup": 2},
+    "checkpoint": {"every": 4},
+    "log": {"eval_batches": 1, "eval_every": 4, "tensorboard": False},
+}
+
+
+def values(out: Path | str, **sections: Any) -> dict[str, Any]:
+    """VALUES with ``sections`` changed: ``parallel={"tp": 2}``; values of the top are replaced."""
+    changed = {**VALUES, "out": str(out)}
+    for name, value in sections.items():
+        changed[name] = {**changed.get(name, {}), **value} if isinstance(value, dict) else value
+    return changed
+
+
+def settings(out: Path | str, processes: int, **sections: Any) -> RunSettings:
+    return resolve(parse(values(out, **sections)), processes)
+
+
+class StopAfter(StopFile):
+    """Asks for an end after so many steps; there is one look before the first."""
+
+    def __init__(self, steps: int) -> None:
+        self._looks = steps + 1
+
+    def read(self) -> int:
+        self._looks -= 1
+        return 0 if self._looks > 0 else signal.SIGTERM
+
+
+class DieAfter(StopAfter):
+    """Kills this process instead."""
+
+    def read(self) -> int:
+        if super().read():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+
+def run_body(rank: int, world: int, text: str, resume: bool = False, stop_after: int = 1 << 30) -> RunResult:
+    """The run of settings ``text``; the last rank asks to stop."""
+    stop = StopAfter(stop_after if rank == world - 1 else 1 << 30)
+    return train_run(RunSettings.from_json(text), resume, stop)
+
+
+def exact_body(rank: int, world: int, text: str) -> RunResult:
+    """The same in fp64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        return run_body(rank, world, text)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def run_and_die(text: str, victim: int, step: int) -> RunResult:
+    """For ``launch``: a run whose rank ``victim`` is killed after ``step`` steps, the first time that it is started."""
+    rank, attempt = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
+    dies = rank == victim and attempt == 0
+    return train_run(RunSettings.from_json(text), False, DieAfter(step) if dies else StopAfter(1 << 30))
+
+
+def lines(out: Path | str) -> list[tuple[Any, ...]]:
+    """What repeats of every step: its number, loss, gradient's norm, rate and held-out loss."""
+    names = ("step", "loss", "grad_norm", "lr", "held_out")
+    return [tuple(line.get(name) for name in names) for line in read_lines(Path(out) / FILE)]
+
+
+def losses(out: Path | str) -> tuple[float, ...]:
+    return tuple(line["loss"] for line in read_lines(Path(out) / FILE))

@@ -1,0 +1,75 @@
+"""The folder of a training run, and that no two runs write into one.
+
+NAME/
+    settings.json         what the run was told, every default included
+    metrics.jsonl         a line per logged step
+    tensorboard/          the same for TensorBoard, where it is installed
+    checkpoints/          what the run can go on from
+    model/                the trained model as transformers loads it, once the run is complete
+    .lock                 held while a run is under way
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from . import metrics
+
+SETTINGS = "settings.json"
+CHECKPOINTS = "checkpoints"
+EXPORT = "model"
+_LOCK = ".lock"
+_TRACES = (SETTINGS, metrics.FILE, metrics.FOLDER, CHECKPOINTS, EXPORT)
+
+
+class RunFolderError(ValueError):
+    """A folder that a run cannot use; the message is one line that says why and what to do."""
+
+
+class RunFolder:
+    """``path`` for one run, as a context: until it ends, another run that wants the folder is refused.
+
+    Without ``resume`` a folder that holds an earlier run is refused too; with it, one that holds none is taken as well.
+    Raises RunFolderError on entry.
+    """
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        self.path = path
+        self._resume = resume
+        self._lock: int | None = None
+
+    def __enter__(self) -> RunFolder:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise RunFolderError(
+                f"--out {self.path}: cannot be written to ({error.strerror or error}); choose another folder"
+            ) from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._refuse_earlier_run()
+        except BlockingIOError:
+            self.__exit__()
+            raise RunFolderError(
+                f"--out {self.path}: another run is writing there now; choose another folder, or stop that run"
+            ) from None
+        except RunFolderError:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _refuse_earlier_run(self) -> None:
+        found = [name for name in _TRACES if (self.path / name).exists()]
+        if found and not self._resume:
+            raise RunFolderError(
+                f"--out {self.path}: it holds an earlier run ({found[0]}); pass --resume to go on with that one, or "
+                "choose another folder"
+            )

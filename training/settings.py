@@ -1,0 +1,339 @@
+"""A run of ``shardfuse train`` as one value: a TOML file, changed by the command line.
+
+Each section of the file is a dataclass here, and each key a field of it. Settings that no section has stand at the top.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from ..layers.config import TransformerConfig
+from ..layers.hf import read_hf_config
+from .precision import PRECISIONS
+from .schedule import SHAPES
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+T = TypeVar("T")
+
+ZERO_STAGES = (0, 1, 2, 3)
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """``path``: text (a file, or a folder of them; None: the standard library's sources), a byte being a token, or a
+    ``.npy`` file of token numbers in one dimension. ``seq`` tokens a sequence, ``batch`` sequences a step over all
+    ranks, in an order that ``shuffle`` draws anew each epoch.
+    """
+
+    path: str | None = None
+    seq: int = 128
+    batch: int = 8
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least(self, "data", 1, "seq", "batch")
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """How the run spreads over processes: the options of ``parallelize``, and of the model.
+
+    ``rep`` copies of ``dp`` shards of ``pp`` stages of ``tp`` ranks; ``dp`` None is what the others leave of the
+    processes. ``microbatches`` parts of a rank's batch go through the model one after another, with a pipeline or
+    without. None leaves a choice to ``parallelize``.
+    """
+
+    rep: int = 1
+    dp: int | None = None
+    pp: int = 1
+    tp: int = 1
+    zero: int = 0
+    schedule: str | None = None
+    microbatches: int | None = None
+    offload: bool = False
+    precision: str = "fp32"
+    recompute: bool | None = None
+    sequence_parallel: bool = False
+    overlap: str | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(
+            self,
+            "parallel",
+            1,
+            *(name for name in ("rep", "dp", "pp", "tp", "microbatches") if getattr(self, name) is not None),
+        )
+        _one_of(self, "parallel", "zero", ZERO_STAGES)
+        _one_of(self, "parallel", "precision", PRECISIONS)
+        if self.pp > 1 and self.schedule is None:
+            raise ValueError(f"parallel.pp = {self.pp}: a pipeline wants a schedule too, such as schedule = '1f1b'")
+
+    def over(self, processes: int) -> ParallelSettings:
+        """The same with ``dp`` filled in. ValueError where the degrees do not make up ``processes``."""
+        others = self.rep * self.pp * self.tp
+        dp = processes // others if self.dp is None else self.dp
+        if not dp or dp * others != processes:
+            shown = "" if self.dp is None else f"dp={self.dp} * "
+            wanted = f"a multiple of {others}" if self.dp is None else str(self.dp * others)
+            raise ValueError(
+                f"{shown}rep={self.rep} * pp={self.pp} * tp={self.tp} does not make up the {processes} "
+                f"process{'es' if processes > 1 else ''} of this run; change the degrees, or start {wanted}"
+            )
+        return dataclasses.replace(self, dp=dp)
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """AdamW. The rate ``lr`` is reached after ``warmup`` steps and then follows ``schedule`` down to ``min_lr`` at the
+    last step. ``clip`` bounds the gradient's norm over all parameters, None leaves it. ``weight_decay`` is of matrices.
+    """
+
+    lr: float = 1e-3
+    schedule: str = "cosine"
+    warmup: int = 0
+    min_lr: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        _above_0(self, "optimizer", "lr", "eps", *(() if self.clip is None else ("clip",)))
+        _at_least(self, "optimizer", 0, "warmup", "weight_decay", "min_lr")
+        _one_of(self, "optimizer", "schedule", SHAPES)
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name} = {getattr(self, name)}: expected at least 0 and less than 1")
+        if self.min_lr > self.lr:
+            raise ValueError(f"optimizer.min_lr = {self.min_lr}: expected at most lr = {self.lr}")
+
+
+@dataclass(frozen=True)
+class CheckpointSettings:
+    """A checkpoint ``every`` so many steps, and at the end; None: at the end only. The newest ``keep`` stay.
+
+    ``asynchronous`` ones are written while training goes on. ``export`` writes the folder that transformers loads, once
+    the run is complete.
+    """
+
+    every: int | None = 100
+    keep: int = 2
+    asynchronous: bool = True
+    export: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least(self, "checkpoint", 1, "keep", *(() if self.every is None else ("every",)))
+
+
+@dataclass(frozen=True)
+class LogSettings:
+    """A line in ``metrics.jsonl`` ``every`` so many steps (and TensorBoard's events, where it is installed and
+    ``tensorboard`` is not false); the loss of held-out text every ``eval_every`` steps, over ``eval_batches`` batches,
+    and at the end. ``eval_batches`` 0 leaves that out.
+    """
+
+    every: int = 1
+    tensorboard: bool = True
+    eval_every: int | None = None
+    eval_batches: int = 8
+
+    def __post_init__(self) -> None:
+        _at_least(self, "log", 1, "every", *(() if self.eval_every is None else ("eval_every",)))
+        _at_least(self, "log", 0, "eval_batches")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Everything that decides on a run.
+
+    ``out`` is its folder, ``steps`` its length, ``seed`` that of first weights, order of the data and dropout.
+    ``start`` is a Hugging Face folder that config and first weights come from, in the place of ``[model]``. ``device``
+    is "cpu" or "cuda"; None: a GPU if there is one. ``timeout`` in seconds bounds every exchange between ranks, so it
+    is how long a run takes to notice that one hangs.
+
+    Raises ValueError for values that cannot make a run.
+    """
+
+    steps: int = 200
+    seed: int = 0
+    out: str = "run"
+    start: str | None = None
+    device: str | None = None
+    timeout: float | None = None
+    model: TransformerConfig = field(default_factory=TransformerConfig)
+    data: DataSettings = field(default_factory=DataSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    log: LogSettings = field(default_factory=LogSettings)
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps = {self.steps}: expected at least 1")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed = {self.seed}: expected 0 to {2**63 - 1}")
+        if self.device not in (None, "cpu", "cuda"):
+            raise ValueError(f"device = {self.device!r}: expected 'cpu' or 'cuda'")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(f"timeout = {self.timeout}: expected seconds above 0")
+        if self.start is None:
+            self.check_length()
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.data.batch * self.data.seq
+
+    def check_length(self) -> None:
+        """ValueError where sequences are longer than the model's positions reach."""
+        if self.data.seq > self.model.max_positions:
+            raise ValueError(
+                f"data.seq = {self.data.seq}: the model was made for at most {self.model.max_positions} positions "
+                "(model.max_positions)"
+            )
+
+    def share(self, shares: int) -> int:
+        """Sequences of a step for each of ``shares`` readers of the data. ValueError where they do not divide."""
+        if self.data.batch % shares:
+            raise ValueError(
+                f"data.batch = {self.data.batch}: it does not divide over rep * dp = {shares} readers of the data; use "
+                f"a multiple of {shares}"
+            )
+        return self.data.batch // shares
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> RunSettings:
+        """The inverse of :meth:`to_json`."""
+        return parse(json.loads(text))
+
+
+def read_settings(path: Path | None, changes: Mapping[str, Any]) -> RunSettings:
+    """The settings in the TOML file ``path`` (None: the defaults) with ``changes``: {"optimizer.lr": 1e-3, ...}.
+
+    Raises FileNotFoundError for a file that is not there, ValueError for one that is not TOML, for settings that do
+    not exist and for values that cannot make a run; the message is one line.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            values = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{path}: there is no such file; give a TOML file of settings") from None
+        except ValueError as error:  # TOML's and Unicode's errors
+            raise ValueError(f"{path}: not TOML ({' '.join(str(error).split())})") from None
+    for name, value in changes.items():
+        section, dot, key = name.rpartition(".")
+        place = values.setdefault(section, {}) if dot else values
+        if not isinstance(place, dict):
+            raise ValueError(f"{path}: {section} is a section, [{section}], not a value")
+        place[key] = value
+    try:
+        return parse(values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}" if path is not None and not changes else str(error)) from None
+
+
+def resolve(settings: RunSettings, processes: int) -> RunSettings:
+    """``settings`` with what follows from the machine, ``processes`` and the folder to start from filled in.
+
+    Raises ValueError where they do not fit, and as ``read_hf_config`` does.
+    """
+    if settings.start is not None:
+        settings = dataclasses.replace(settings, model=read_hf_config(settings.start))
+        settings.check_length()
+    available = torch.cuda.is_available()
+    if settings.device == "cuda" and not available:
+        raise ValueError("device = 'cuda': this machine has no GPU that torch can use; choose --device cpu")
+    device = settings.device or ("cuda" if available else "cpu")
+    parallel = settings.parallel.over(processes)
+    assert parallel.dp is not None
+    settings.share(parallel.rep * parallel.dp)
+    return dataclasses.replace(settings, device=device, parallel=parallel)
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """``"optimizer.lr=1e-3"`` -> ("optimizer.lr", 0.001): TOML, where what is no TOML value is taken for a string."""
+    name, equals, value = text.partition("=")
+    name, value = name.strip(), value.strip()
+    if not equals or not name:
+        raise ValueError(f"--set {text}: expected SETTING=VALUE, such as optimizer.lr=1e-3")
+    try:
+        return name, tomllib.loads(f"value = {value}")["value"]
+    except ValueError:
+        return name, value
+
+
+def parse(values: Mapping[str, Any]) -> RunSettings:
+    """RunSettings of nested dictionaries. ValueError for names that do not exist and values of another type."""
+    return _build(RunSettings, values, "")
+
+
+def _build(kind: type[T], values: Mapping[str, Any], prefix: str) -> T:
+    hints = get_type_hints(kind)
+    unknown = sorted(values.keys() - hints.keys())
+    if unknown:
+        where = f"[{prefix[:-1]}]" if prefix else "the top"
+        raise ValueError(
+            f"{prefix}{unknown[0]}: there is no such setting; at {where} there are {', '.join(sorted(hints))}"
+        )
+    fields: dict[str, Any] = {}
+    for name, value in values.items():
+        hint = hints[name]
+        if dataclasses.is_dataclass(hint):
+            if not isinstance(value, Mapping):
+                raise ValueError(f"{prefix}{name} = {value!r}: expected a section, [{prefix}{name}]")
+            fields[name] = _build(hint, value, f"{prefix}{name}.")  # type: ignore[arg-type]
+        else:
+            fields[name] = _typed(value, hint, f"{prefix}{name}")
+    return kind(**fields)
+
+
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+
+
+def _typed(value: Any, hint: Any, name: str) -> Any:
+    """``value`` as ``hint`` wants it, an int for a float included."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if value is None and type(None) in kinds:
+        return None
+    for kind in kinds:
+        if kind is float and type(value) is int:
+            return float(value)
+        if type(value) is kind or (kind not in _WORDS and kind is not type(None) and isinstance(value, Mapping)):
+            return value
+    words = [_WORDS.get(kind, "a table") for kind in kinds if kind is not type(None)]
+    raise ValueError(f"{name} = {value!r}: expected {' or '.join(words)}")
+
+
+def _at_least(settings: Any, section: str, low: int, *names: str) -> None:
+    for name in names:
+        if not getattr(settings, name) >= low:
+            raise ValueError(f"{section}.{name} = {getattr(settings, name)}: expected at least {low}")
+
+
+def _above_0(settings: Any, section: str, *names: str) -> None:
+    for name in names:
+        if not getattr(settings, name) > 0:
+            raise ValueError(f"{section}.{name} = {getattr(settings, name)}: expected a number above 0")
+
+
+def _one_of(settings: Any, section: str, name: str, choices: Any) -> None:
+    if getattr(settings, name) not in choices:
+        listed = ", ".join(str(choice) for choice in choices)
+        raise ValueError(f"{section}.{name} = {getattr(settings, name)!r}: expected one of {listed}")

@@ -1,0 +1,337 @@
+"""A training run: model, data, optimizer and checkpoints of one RunSettings, and the loop over its steps.
+
+Every rank runs the same steps. Which sequences it reads follows from its place in the mesh; how the model spreads is
+``parallelize``'s to say. The first rank reports.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import default_collate
+
+from ..layers.hf import export_hf, load_hf_weights
+from ..layers.transformer import ParallelTransformer
+from ..parallel.checkpointer import Checkpointer
+from ..parallel.data import data_loader
+from ..parallel.mesh import data_coordinate, everyone
+from ..parallel.parallelize import ParallelModel, parallelize
+from ..parallel.random import manual_seed
+from .loop import Progress, peak_bytes
+from .metrics import Recorder, span
+from .optimizer import adamw
+from .run_folder import CHECKPOINTS, EXPORT, SETTINGS
+from .schedule import make_scheduler
+from .settings import RunSettings
+from .stopping import Stop
+from .throughput import chip_of, flops_per_token, peak_flops
+from .tokens import load_tokens
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run did, and where it stands."""
+
+    steps: int  # finished, those before a restart included
+    resumed_at: int  # the step that this process went on from, 0 for a fresh run
+    stopped_by: int  # the signal that ended it early, 0 for none
+    loss: float  # of the last logged step; NaN if there was none
+    held_out: float | None  # nats per token of held-out text, after the last step
+    tokens_per_second: float  # of all ranks, since the start of this process
+    peak_bytes: int  # of this process
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: scalars on the device, equal on all ranks, and the learning rate that it was taken with."""
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor  # before clipping
+    rate: float
+
+
+class Trainer:
+    """Everything of a run that changes from step to step. ``settings`` are resolved (``settings.resolve``)."""
+
+    def __init__(self, settings: RunSettings, mesh: DeviceMesh | None) -> None:
+        self.settings = settings
+        self.mesh = mesh
+        self.device = _device(settings)
+        self.step = 0
+        data = settings.data
+        self._rank, self._readers = data_coordinate(mesh)
+        self._share = settings.share(self._readers)
+        self.tokens = load_tokens(data.path, seq=data.seq, vocab_size=settings.model.vocab_size)
+        if len(self.tokens.train) < data.batch:
+            raise ValueError(
+                f"data.batch = {data.batch}: {self.tokens.source} gives {len(self.tokens.train)} sequences of "
+                f"{data.seq} tokens; use a smaller batch, shorter sequences (data.seq) or more data"
+            )
+        self._loader = data_loader(
+            self.tokens.train,
+            mesh,
+            batch_size=self._share,
+            shuffle=data.shuffle,
+            seed=settings.seed,
+            drop_last=True,
+            pin_memory=self.device.type == "cuda",
+        )
+        self._batches = self._read()
+        self.model = build_model(settings, mesh)
+        optimizer = settings.optimizer
+        self.optimizer = adamw(
+            self.model,
+            lr=optimizer.lr,
+            betas=(optimizer.beta1, optimizer.beta2),
+            weight_decay=optimizer.weight_decay,
+            eps=optimizer.eps,
+        )
+        self.checkpointer = Checkpointer(Path(settings.out) / CHECKPOINTS, keep=settings.checkpoint.keep, mesh=mesh)
+        self._scheduler = self._make_scheduler()
+
+    def resume(self) -> bool:
+        """Go on from the newest checkpoint, if there is one."""
+        resumed = self.checkpointer.load(self.model.module, self.optimizer, states=self._states())
+        if resumed is None:
+            return False
+        self.step = resumed.step
+        self._batches = self._read()
+        self._scheduler = self._make_scheduler()
+        return True
+
+    def save(self, *, asynchronous: bool = False) -> None:
+        """A checkpoint of where the run stands, torch's random states included."""
+        extra = {"settings": json.loads(self.settings.to_json())}
+        with span("save", self.device):
+            self.checkpointer.save(
+                self.step,
+                self.model.module,
+                self.optimizer,
+                extra,
+                states=self._states(),
+                asynchronous=asynchronous,
+            )
+
+    def _states(self) -> dict[str, Any]:
+        """What goes into a checkpoint beside model and optimizer. The learning rate follows from the step."""
+        states: dict[str, Any] = {"sampler": self._loader.sampler}
+        if self.model.loss_scale is not None:
+            states["loss_scale"] = self.model.loss_scale
+        return states
+
+    def train_step(self) -> Step:
+        """One step on the next batch."""
+        with span("data", self.device):
+            tokens, targets = (part.to(self.device, non_blocking=True) for part in next(self._batches))
+        manual_seed(self.settings.seed, self.mesh, step=self.step)  # dropout: a resumed run draws what it would have
+        with span("forward and backward", self.device):
+            loss = self.model.step(tokens, targets)
+        with span("optimizer", self.device):
+            clip = self.settings.optimizer.clip
+            norm = self.model.clip_grad_norm_(math.inf if clip is None else clip)
+            rate = float(self._scheduler.get_last_lr()[0])
+            self.optimizer.step()
+            self._scheduler.step()
+            self.optimizer.zero_grad()
+        self.step += 1
+        return Step(loss, norm, rate)
+
+    @torch.no_grad()
+    def evaluate(self) -> float | None:
+        """The mean loss of held-out text, the same windows at every call; None where settings ask for none."""
+        held_out, size = self.tokens.held_out, self.settings.data.batch
+        batches = min(self.settings.log.eval_batches, max(1, len(held_out) // size))
+        if not batches:
+            return None
+        spread = [i * len(held_out) // (batches * size) for i in range(batches * size)]
+        total = 0.0
+        self.model.eval()
+        with span("evaluate", self.device):
+            for first in range(0, len(spread), size):
+                mine = spread[first + self._rank * self._share : first + (self._rank + 1) * self._share]
+                tokens, targets = default_collate([held_out[i] for i in mine])
+                total += float(self.model.evaluate(tokens.to(self.device), targets.to(self.device)))
+        self.model.train()
+        return total / batches
+
+    def close(self) -> None:
+        """Wait for what is still being saved."""
+        self.checkpointer.close()
+
+    def _make_scheduler(self) -> torch.optim.lr_scheduler.LRScheduler:
+        """From today's settings, at the step where the run stands: no state to save, and none to get in their way."""
+        optimizer = self.settings.optimizer
+        for group, decay in zip(self.optimizer.param_groups, (optimizer.weight_decay, 0.0)):
+            group.update(
+                lr=optimizer.lr,
+                initial_lr=optimizer.lr,
+                betas=(optimizer.beta1, optimizer.beta2),
+                eps=optimizer.eps,
+                weight_decay=decay,
+            )
+        return make_scheduler(
+            self.optimizer,
+            steps=self.settings.steps,
+            shape=optimizer.schedule,
+            warmup=optimizer.warmup,
+            floor=optimizer.min_lr / optimizer.lr,
+            done=self.step,
+        )
+
+    def _read(self) -> Iterator[list[torch.Tensor]]:
+        """This rank's shares of one step after another, epoch after epoch."""
+        while True:
+            yield from self._loader
+
+
+def build_model(settings: RunSettings, mesh: DeviceMesh | None) -> ParallelModel:
+    """The run's model, spread over ``mesh``, with its first weights: of ``settings.seed``, or of a folder."""
+    parallel = settings.parallel
+    model = ParallelTransformer(settings.model, mesh=mesh, sequence_parallel=parallel.sequence_parallel, device="meta")
+    spread = parallelize(
+        model,
+        mesh,
+        zero=parallel.zero,
+        schedule=parallel.schedule,
+        microbatches=parallel.microbatches,
+        offload=parallel.offload,
+        precision=None if parallel.precision == "fp32" else parallel.precision,
+        recompute=parallel.recompute,
+        overlap=parallel.overlap,
+        seed=settings.seed,
+        device=_device(settings) if mesh is None else None,
+    )
+    if settings.start is not None:
+        load_hf_weights(settings.start, model)
+    return spread
+
+
+def train(trainer: Trainer, stop: Stop, *, on_step: Callable[[Progress], None] | None = None) -> RunResult:
+    """Run ``trainer`` to its last step, or until ``stop``; what was reached is saved either way.
+
+    ``on_step`` is called on the first rank, after each step that is logged.
+    """
+    settings = trainer.settings
+    folder = Path(settings.out)
+    report = Report(trainer, folder, on_step) if everyone().rank == 0 else None
+    began, signum = trainer.step, stop.agreed()
+    while trainer.step < settings.steps and not signum:
+        step = trainer.train_step()
+        signum = stop.agreed()
+        last = trainer.step == settings.steps
+        due = _Due.at(trainer.step, settings, last=last, stopped=bool(signum))
+        if report is not None and due.log:
+            report.measure(step)
+        held_out = trainer.evaluate() if due.evaluate else None
+        if report is not None and due.log:
+            report.write(held_out)
+        if due.save:
+            trainer.save(asynchronous=settings.checkpoint.asynchronous and not (last or signum))
+    trainer.close()
+    if settings.checkpoint.export and trainer.step == settings.steps:
+        export_hf(cast(ParallelTransformer, trainer.model.module), folder / EXPORT)
+    if report is not None:
+        report.close()
+    return RunResult(
+        steps=trainer.step,
+        resumed_at=began,
+        stopped_by=signum,
+        loss=math.nan if report is None else report.loss,
+        held_out=None if report is None else report.held_out,
+        tokens_per_second=0.0 if report is None else report.tokens_per_second,
+        peak_bytes=peak_bytes(trainer.device.type),
+    )
+
+
+@dataclass(frozen=True)
+class _Due:
+    """What follows a step."""
+
+    log: bool
+    evaluate: bool
+    save: bool
+
+    @classmethod
+    def at(cls, step: int, settings: RunSettings, *, last: bool, stopped: bool) -> _Due:
+        log, save = settings.log, settings.checkpoint.every
+        evaluate = not stopped and (last or (log.eval_every is not None and step % log.eval_every == 0))
+        return cls(
+            log=last or stopped or evaluate or step % log.every == 0,
+            evaluate=evaluate and log.eval_batches > 0,
+            save=last or stopped or (save is not None and step % save == 0),
+        )
+
+
+class Report:
+    """What the first rank says of a run: metrics to files, progress to whoever watches."""
+
+    def __init__(self, trainer: Trainer, folder: Path, on_step: Callable[[Progress], None] | None) -> None:
+        settings = trainer.settings
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / SETTINGS).write_text(settings.to_json() + "\n", encoding="utf-8")
+        self._recorder = Recorder(folder, done=trainer.step, tensorboard=settings.log.tensorboard)
+        self._trainer = trainer
+        self._on_step = on_step
+        self._flops = flops_per_token(settings.model, settings.data.seq)
+        chip = chip_of(trainer.device)
+        self._peak = None if chip is None else everyone().size * peak_flops(chip, settings.parallel.precision)
+        self._values: dict[str, Any] = {}
+        self._began_at = self._measured_at = trainer.step
+        self._seconds = 0.0  # in steps, without evaluations
+        self._last = time.monotonic()
+        self.loss = math.nan
+        self.held_out: float | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks, since the start."""
+        steps = self._measured_at - self._began_at
+        return steps * self._trainer.settings.tokens_per_step / self._seconds if steps else 0.0
+
+    def measure(self, step: Step) -> None:
+        """Take the figures of the step that just ended; the time since the last call is that of the steps between."""
+        settings, done = self._trainer.settings, self._trainer.step
+        self.loss = float(step.loss)  # on a GPU this waits for the step
+        seconds = max(time.monotonic() - self._last, 1e-9)
+        speed = (done - self._measured_at) * settings.tokens_per_step / seconds
+        self._measured_at, self._seconds = done, self._seconds + seconds
+        self._values = {
+            "loss": self.loss,
+            "grad_norm": float(step.grad_norm),
+            "lr": step.rate,
+            "tokens": done * settings.tokens_per_step,
+            "tokens_per_second": speed,
+            "peak_bytes": peak_bytes(self._trainer.device.type),
+        }
+        if self._peak is not None:
+            self._values["mfu"] = speed * self._flops / self._peak
+
+    def write(self, held_out: float | None) -> None:
+        """Pass the figures on, with the held-out loss if there is a new one."""
+        if held_out is not None:
+            self._values["held_out"] = self.held_out = held_out
+        step, settings = self._trainer.step, self._trainer.settings
+        self._recorder.write(step, **self._values)
+        if self._on_step is not None:
+            left = (settings.steps - step) * settings.tokens_per_step / max(self.tokens_per_second, 1e-9)
+            speed = self._values["tokens_per_second"]
+            self._on_step(Progress(step, self.loss, step / settings.steps, speed, left))
+        self._last = time.monotonic()
+
+    def close(self) -> None:
+        self._recorder.close()
+
+
+def _device(settings: RunSettings) -> torch.device:
+    assert settings.device is not None  # resolve() chose one
+    if settings.device == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(settings.device)
