@@ -318,7 +318,7 @@ class ParallelTransformer(nn.Module):
             if recompute is not None and isinstance(module, ParallelBlock):
                 module.recompute = recompute
             if overlap is not None and hasattr(module, "overlap"):
-                setattr(module, "overlap", check_overlap(overlap))
+                module.overlap = check_overlap(overlap)
 
     # ------------------------------------------------------------------------------------------------ in a pipeline
     # The protocol Divisible of parallel/pipeline.py. Part 0 is the embedding, part i block i - 1, the last one norm and
