@@ -317,8 +317,8 @@ class ParallelTransformer(nn.Module):
         for module in self.modules():
             if recompute is not None and isinstance(module, ParallelBlock):
                 module.recompute = recompute
-            if overlap is not None and hasattr(module, "overlap"):
-                module.overlap = check_overlap(overlap)
+            if overlap is not None and "overlap" in vars(module):
+                vars(module)["overlap"] = check_overlap(overlap)
 
     # ------------------------------------------------------------------------------------------------ in a pipeline
     # The protocol Divisible of parallel/pipeline.py. Part 0 is the embedding, part i block i - 1, the last one norm and
