@@ -20,6 +20,7 @@ from . import zero as zeros
 from .clip import GradientClipper
 from .loss_scale import LossScale
 from .mesh import Group, MeshLike, data_coordinate, data_group, degree, tp_group, whole_group
+from .sharding import local_tensors, parameter_seed
 from .zero import PRECISIONS
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def parallelize(
             scaled, and a step whose gradients overflow leaves none.
         recompute: keep only each block's input for backward; None leaves it as the model was built, as does
         overlap: "auto", "kernel", "chunked" or "none" (``ParallelTransformer``).
+        seed: of the first weights of a model on meta; None: rank 0 draws one from torch's global generator. A model
+            that has its weights starts everywhere from those of the first data-parallel rank.
         device: where parameters on meta are materialised; None: where the mesh is, and without one the GPU if there is
             one.
 
@@ -73,14 +76,22 @@ def parallelize(
         raise ValueError(f"the mesh has pp={stages} pipeline stages and schedule=None: pass one, schedule='1f1b' say")
     splits_backward = False
     if schedule is not None:
-        from .pipeline import Pipeline, find, split  # torch's take seconds to import
+        from .pipeline import Pipeline, check_microbatches, find, split  # torch's take seconds to import
 
         found = find(schedule)
         splits_backward = stages > 1 and found.splits_backward
     if microbatches is not None and microbatches < 1:
         raise ValueError(f"microbatches={microbatches}: expected at least 1")
+    if schedule is not None and stages > 1:
+        microbatches = microbatches or 2 * stages * found.stages_per_rank
+        check_microbatches(schedule, microbatches, stages)
     if precision is not None and precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r}: expected None or one of {', '.join(PRECISIONS)}")
+    if precision == "fp16" and any(getattr(each, "fuse_wgrad_accumulation", False) for each in model.modules()):
+        raise ValueError(
+            "precision='fp16' with fuse_wgrad_accumulation=True: main_grad would keep the factor that the loss is scaled "
+            "by; build the model without it, or use precision='bf16'"
+        )
     _check_built_for(model, mesh)
     if stages == 1:
         schedule = None
@@ -99,7 +110,7 @@ def parallelize(
         assert mesh is not None
         cut = split(model, mesh, schedule)  # type: ignore[arg-type]
     host = offload or (zero > 0 and data_coordinate(mesh)[1] > 1)  # where sharding takes it from, block by block
-    _materialise(model, torch.device("cpu") if host else _device(mesh, device), seed)
+    _place(model, mesh, torch.device("cpu") if host else _device(mesh, device), seed)
     if schedule is not None:
         modules = [(stage.index, model.stage(stage.parts)) for stage in cut]  # type: ignore[operator]
     elif divisible:
@@ -109,9 +120,7 @@ def parallelize(
     for _, module in modules:
         zeros.shard(module, mesh, splits_backward=splits_backward, zero=zero, schedule=schedule, **sharding)
 
-    count = microbatches
-    if count is None:
-        count = 1 if schedule is None else 2 * stages * found.stages_per_rank
+    count = microbatches or 1
     pipeline = None
     if schedule is not None:
         assert mesh is not None
@@ -145,9 +154,11 @@ class ParallelModel(nn.Module):
         self._divisible = hasattr(module, "pipeline_parts")
         self._readers = data_coordinate(mesh)[1]
         self._data: Group = data_group(mesh)
-        everyone: MeshLike = getattr(module, "group", None) if mesh is None else mesh
+        group = getattr(module, "group", None)
+        everyone: MeshLike = mesh if mesh is not None else group if isinstance(group, Group) else None
         self._group = whole_group(everyone)
-        self._clippers: dict[float, GradientClipper] = {}
+        self._parameters_here = tuple(module.parameters())  # as the optimizer has them
+        self._clipper: tuple[float, GradientClipper] | None = None
         self.loss_scale = LossScale(self._group) if precision == "fp16" else None
 
     # ------------------------------------------------------------------------------------------------------ training
@@ -160,31 +171,43 @@ class ParallelModel(nn.Module):
         for fp64), the same on every rank. Adds to ``.grad`` the gradients of that mean, summed over the ranks, however
         the batch was divided among ranks and micro-batches. A collective.
 
-        A batch with fewer sequences than micro-batches is filled up with some that count for nothing.
+        A batch with fewer sequences than micro-batches is filled up with some that count for nothing. A step that fails
+        midway leaves nothing behind for the next one, but perhaps a part of its gradients: call ``zero_grad``.
 
-        Raises ValueError, on every rank, where no target is valid, and where a module that cannot leave sequences out
-        of its mean is given fewer of them than micro-batches.
+        Raises ValueError, on every rank that reads data, where one of them was given a batch that the model cannot
+        take, where no target is valid, and where a module that cannot leave sequences out of its mean is given fewer of
+        them than micro-batches.
         """
         *inputs, targets = batch
-        scale = self._scale(targets)
+        scale = self._scale(inputs, targets)
         factor = 1.0 if self.loss_scale is None else self.loss_scale.factor
-        if self.pipeline is not None:
-            (tokens,) = inputs
-            loss = self.pipeline.step(tokens, targets, scale=scale * factor)
-        else:
-            loss = self._accumulate(inputs, targets, scale * factor)
+        earlier = {} if self.loss_scale is None else self._set_aside()
+        try:
+            if self.pipeline is not None:
+                (tokens,) = inputs
+                loss = self.pipeline.step(tokens, targets, scale=scale * factor)
+            else:
+                loss = self._accumulate(inputs, targets, scale * factor)
+        except BaseException:
+            for stage in self._stages:
+                zeros.abandon(stage)
+            raise
         loss = self._mean(loss) / factor
         if self.loss_scale is not None:
-            self.loss_scale.unscale(self.parameters())
+            self.loss_scale.unscale(self._parameters_here)
+            for param, grad in earlier.items():
+                param.grad = grad if param.grad is None else grad.add_(param.grad)
         return loss
 
     @torch.no_grad()
     def evaluate(self, *batch: torch.Tensor) -> torch.Tensor:
         """The loss that :meth:`step` returns, without gradients and dropout. A collective."""
         *inputs, targets = batch
-        scale = self._scale(targets)
-        training = self.training
-        self.eval()
+        scale = self._scale(inputs, targets)
+        modules = {module for top in (self, *self._stages) for module in top.modules()}
+        training = [module for module in modules if module.training]
+        for module in training:
+            module.training = False
         try:
             if self.pipeline is not None:
                 (tokens,) = inputs
@@ -193,7 +216,10 @@ class ParallelModel(nn.Module):
                 parts = self._parts(inputs, targets)
                 loss = torch.stack([self._loss(given, wanted, scale) for given, wanted in parts]).sum()
         finally:
-            self.train(training)
+            for module in training:
+                module.training = True
+            for stage in self._stages:
+                zeros.settle(stage)
         return self._mean(loss)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -202,12 +228,11 @@ class ParallelModel(nn.Module):
 
         Raises ValueError for a ``max_norm`` of 0 or less.
         """
-        if max_norm not in self._clippers:
+        if self._clipper is None or self._clipper[0] != max_norm:
             copies = {} if self.pipeline is None else self.pipeline.copies()
-            self._clippers[max_norm] = GradientClipper(
-                self.parameters(), max_norm, self._group if self.mesh is None else self.mesh, copies=copies
-            )
-        return self._clippers[max_norm].clip()
+            ranks = self._group if self.mesh is None else self.mesh
+            self._clipper = max_norm, GradientClipper(self._parameters_here, max_norm, ranks, copies=copies)
+        return self._clipper[1].clip()
 
     def forward(self, *batch: torch.Tensor) -> torch.Tensor:
         """The model's own forward, in the precision of :meth:`step`. Without a pipeline only: RuntimeError with one."""
@@ -216,13 +241,17 @@ class ParallelModel(nn.Module):
                 "a pipeline has no forward of its own, since no rank has the whole model: step() trains, evaluate() "
                 "gives the loss"
             )
-        with self._autocast():
-            (stage,) = self._stages
-            if not self._divisible:
-                return stage(*batch)
-            tokens, *targets = batch
-            out = stage(tokens, *targets)
-            return out.view(*tokens.shape, -1) if not targets else (out / _valid(*targets)).squeeze(0)
+        (stage,) = self._stages
+        try:
+            with self._autocast():
+                out = stage(*batch)
+        finally:
+            if not torch.is_grad_enabled():
+                zeros.settle(stage)
+        if not self._divisible:
+            return out
+        tokens, *targets = batch
+        return out.view(*tokens.shape, -1) if not targets else (out / _valid(*targets).to(out.dtype)).squeeze(0)
 
     def train(self, mode: bool = True) -> ParallelModel:
         super().train(mode)
@@ -232,19 +261,45 @@ class ParallelModel(nn.Module):
 
     # --------------------------------------------------------------------------------------------------------- parts
 
-    def _scale(self, targets: torch.Tensor) -> float:
+    def _scale(self, inputs: list[torch.Tensor], targets: torch.Tensor) -> float:
         """What turns sums over this rank's targets into its addend of the mean that engines form over readers."""
-        short = not self._divisible and targets.shape[0] < self.microbatches
-        said = torch.stack([_valid(targets), torch.full((), float(short), dtype=torch.float64, device=targets.device)])
-        valid, too_short = collectives.all_reduce(said, self._data, site="step.targets").tolist()
-        if too_short:
-            raise ValueError(
-                f"microbatches={self.microbatches}, and {too_short:.0f} of {self._readers} ranks that read data were "
-                f"given fewer sequences (this one {targets.shape[0]}): pass larger batches, or fewer micro-batches"
-            )
+        problem = self._problem(inputs, targets)
+        said = torch.stack([_valid(targets), torch.tensor(float(problem is not None), device=targets.device).double()])
+        valid, refused = collectives.all_reduce(said, self._data, site="step.targets").tolist()
+        if problem is not None:
+            raise problem
+        if refused:
+            raise ValueError(f"{refused:.0f} of {self._readers} ranks that read data refused their batch, and say why")
         if not valid:
             raise ValueError("no target of this step is valid: all of them are -100")
         return self._readers / valid
+
+    def _problem(self, inputs: list[torch.Tensor], targets: torch.Tensor) -> ValueError | None:
+        """Why this rank's batch cannot be taken: said by all readers before any of them begins."""
+        count, rows = self.microbatches, targets.shape[0]
+        if not self._divisible:
+            if rows >= count:
+                return None
+            return ValueError(
+                f"a batch of {rows} for microbatches={count}: pass more at a time, or fewer micro-batches"
+            )
+        try:
+            (tokens,) = inputs
+            if rows:
+                self.module.check_batch(tokens, targets)  # type: ignore[operator]
+            smallest = max(1, rows // count)
+            for part in {smallest, max(1, -(-rows // count))} if self.pipeline is None else {max(1, -(-rows // count))}:
+                self.module.boundary(part, tokens.shape[1])  # type: ignore[operator]
+        except ValueError as error:
+            return error
+        return None
+
+    def _set_aside(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Gradients of earlier steps, which this one's factor has no part in."""
+        earlier = {param: param.grad for param in self._parameters_here if param.grad is not None}
+        for param in earlier:
+            param.grad = None
+        return earlier
 
     def _mean(self, loss: torch.Tensor) -> torch.Tensor:
         whole = collectives.all_reduce(loss.detach().sum(), self._data, site="step.loss")
@@ -266,7 +321,10 @@ class ParallelModel(nn.Module):
         (stage,) = self._stages
         with self._autocast():
             if not self._divisible:
-                return stage(*inputs, targets) * (_valid(targets) * scale)
+                valid = _valid(targets)
+                # A mean over nothing is no number: a target that weighs nothing takes the place of none.
+                loss = stage(*inputs, targets.masked_fill((targets == PADDING) & (valid == 0), 0))
+                return loss * (valid * scale).to(loss.dtype)
             return stage(*inputs, targets, scale=scale, draws=draws).sum()
 
     def _parts(
@@ -331,14 +389,34 @@ def _configure(model: nn.Module, **options: Any) -> None:
     model.configure(**given)  # type: ignore[operator]
 
 
-def _materialise(model: nn.Module, device: torch.device, seed: int | None) -> None:
-    """Give parameters on meta memory on ``device`` and their first values."""
-    if not any(param.is_meta for param in model.parameters()):
+def _place(model: nn.Module, mesh: DeviceMesh | None, device: torch.device, seed: int | None) -> None:
+    """Have ``model`` on ``device``, with the same values on all ranks that hold the same."""
+    params = dict(model.named_parameters())
+    empty = [name for name, param in params.items() if param.is_meta]
+    if not empty:
+        if mesh is not None and any(param.device.type != device.type for param in params.values()):
+            model.to(device)
+        data = data_group(mesh)
+        with torch.no_grad():
+            for tensor in (*local_tensors(*params.values()), *model.buffers()):
+                tensor.copy_(collectives.broadcast(tensor, data, site="parallelize.values"))
         return
+    if len(empty) < len(params):
+        there = next(name for name in params if name not in empty)
+        raise ValueError(
+            f"{empty[0]} is on the meta device and {there} is not: materialising the one would draw the other anew; "
+            "build all of the model on meta, or none of it"
+        )
     if not hasattr(model, "init_weights"):
         raise ValueError(
             f"{type(model).__name__} has parameters on the meta device and no init_weights(seed) to draw them: "
             "materialise it first (to_empty), or build it on a device"
         )
     model.to_empty(device=device)
-    model.init_weights(seed)  # type: ignore[operator]
+    model.init_weights(_agreed_seed(mesh) if seed is None else seed)  # type: ignore[operator]
+
+
+def _agreed_seed(mesh: DeviceMesh | None) -> int:
+    """Rank 0's, whatever the others' generators would give: replicas have other random numbers, not other weights."""
+    seed = torch.tensor(parameter_seed(), dtype=torch.int64, device=_device(mesh, None) if mesh is not None else "cpu")
+    return int(collectives.broadcast(seed, whole_group(mesh), site="parallelize.seed"))

@@ -140,3 +140,30 @@ def accumulate(module: nn.Module, last: bool) -> None:
                 each.set_reshard_after_backward(last, recurse=False)
         elif isinstance(each, DistributedDataParallel):
             each.require_backward_grad_sync = last
+
+
+def settle(module: nn.Module) -> None:
+    """After a forward without backward: give up whole parameters, which FSDP2 keeps for a backward at stages 0 to 2.
+
+    Until then ``module.parameters()`` are the gathered ones, which no optimizer and no norm should see.
+    """
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()
+
+
+def abandon(module: nn.Module) -> None:
+    """After a step that failed: drop the gradients of its first micro-batches, which FSDP2 keeps where no
+    ``zero_grad`` comes by.
+    """
+    for each in module.modules():
+        if not isinstance(each, FSDPModule):
+            continue
+        for group in each._get_fsdp_state()._fsdp_param_groups:
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                whole = getattr(param, "_unsharded_param", None)
+                if whole is not None:
+                    whole.grad = None
+        each.reshard()
+    accumulate(module, last=True)

@@ -224,6 +224,107 @@ def _table(seen: set[Combination]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def _out_of_order(rank: int, world: int, zero: int) -> list[str]:
+    """Evaluations, failures and uneven shares between the steps of a model over ``world`` readers."""
+    case = Combination(dp=world, zero=zero)
+    expected, _, _ = _alone(case)
+    mesh = init_mesh(dp=world, tp=1)
+    torch.manual_seed(rank)  # replicas differ in their random numbers, not in their weights
+    drawn = parallelize(ParallelTransformer(_config(case), mesh=mesh, device="meta"), mesh, zero=zero)
+    same = [float(drawn.evaluate(*_batches()[0]))]
+    given = ParallelTransformer(_config(case), mesh=mesh, dtype=torch.float64)
+    given.init_weights(3 + rank)  # the first reader's count
+    spread = parallelize(given, mesh, zero=zero, microbatches=2)
+    found = []
+    spread.evaluate(*_batches()[0])
+    with torch.no_grad():
+        spread(*_batches()[0])
+    optimizer = torch.optim.SGD(spread.parameters(), lr=0.1, momentum=0.9)
+    shares = [(5, 0), (2, 3)]  # the second reader has nothing in the first step
+    losses = []
+    for (tokens, targets), (mine, others) in zip(_batches(), shares):
+        part = slice(None, mine) if rank == 0 else slice(mine, mine + others)
+        bad = tokens[part].clone()
+        if rank == 0:
+            bad[-1, -1] = 10**6
+        try:
+            spread.step(bad, targets[part])
+        except ValueError as error:
+            said = "is outside the vocabulary" if rank == 0 else "1 of 2 ranks that read data refused their batch"
+            found += [] if said in str(error) else [str(error)]
+        else:
+            found.append("a token outside the vocabulary was taken")
+        with pytest.MonkeyPatch.context() as patch:  # fails in the second micro-batch, on every rank
+            patch.setattr(spread, "_loss", _failing_second(spread._loss))
+            try:
+                spread.step(tokens[part], targets[part])
+            except ArithmeticError:
+                pass
+            else:
+                found.append("nothing failed")
+        optimizer.zero_grad()
+        losses.append(float(spread.step(tokens[part], targets[part])))
+        spread.evaluate(tokens[part], targets[part])
+        spread.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    losses.append(float(spread.evaluate(*(part.tensor_split(world)[rank] for part in _batches()[0]))))
+    if max(abs(a - b) / b for a, b in zip(losses, expected, strict=True)) > BUDGET:
+        found.append(f"losses {losses} instead of {expected}")
+    everyones: list[Any] = [None] * world
+    dist.all_gather_object(everyones, same)
+    return found + ([] if everyones[0] == everyones[-1] else [f"other weights: {everyones}"])
+
+
+def _failing_second(loss: Any) -> Any:
+    calls = itertools.count(1)
+
+    def failing(*args: Any) -> torch.Tensor:
+        if next(calls) == 2:
+            raise ArithmeticError
+        return loss(*args)
+
+    return failing
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_what_comes_between_steps_leaves_nothing_behind(ranks, zero):
+    assert ranks(2, _out_of_order, zero) == [[], []]
+
+
+def _low(rank: int, world: int, case: tuple[Any, ...], options: dict[str, Any]) -> list[float]:
+    """Losses and a norm in low precision, twice accumulated, and those of one process in fp32."""
+    combination = Combination(*case)
+    mesh = init_mesh(dp=combination.dp, pp=combination.pp)
+    model = ParallelTransformer(_config(combination), mesh=mesh, device="meta")
+    low = parallelize(model, mesh, zero=combination.zero, schedule=combination.schedule, seed=3, **options)
+    share, readers = data_coordinate(mesh)
+    batch = [part.tensor_split(readers)[share] for part in _batches()[0]]
+    losses = [float(low.step(*batch)) for _ in range(2)]  # gradients add up
+    alone = ParallelTransformer(_config(combination))
+    alone.init_weights(3)
+    exact = alone(*_batches()[0])
+    (2 * exact).backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(alone.parameters(), float("inf")))
+    return [abs(loss - float(exact.detach())) for loss in losses] + [abs(float(low.clip_grad_norm_(9.0)) / norm - 1)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (C(dp=2, zero=2), {"precision": "fp16"}),
+        (C(dp=2, zero=3), {"precision": "bf16", "offload": True, "microbatches": 2}),
+        (C(dp=2, pp=2, zero=2, schedule="zbv", tied=True), {"precision": "fp16", "recompute": True}),
+    ],
+    ids=str,
+)
+def test_low_precision_and_offloading(ranks, case, options):
+    for errors in ranks(case.world, _low, tuple(case), options):
+        assert max(errors) < 0.02, errors
+
+
 def test_misuse_is_one_clear_error():
     model = ParallelTransformer(TransformerConfig(**CONFIG), dtype=torch.float64)
     plain = torch.nn.Linear(4, 4)
@@ -243,10 +344,17 @@ def test_misuse_is_one_clear_error():
     with pytest.raises(ValueError, match=r"Linear has parameters on the meta device and no init_weights"):
         parallelize(empty)
     tokens = torch.zeros(2, LENGTH, dtype=torch.int64)
+    model.model.norm.to("meta")
+    with pytest.raises(ValueError, match=r"model.norm.weight is on the meta device and model.embed_tokens"):
+        parallelize(model)
+    model = ParallelTransformer(TransformerConfig(**CONFIG), dtype=torch.float64, fuse_wgrad_accumulation=True)
+    with pytest.raises(ValueError, match="precision='fp16' with fuse_wgrad_accumulation=True"):
+        parallelize(model, precision="fp16")
+    model = ParallelTransformer(TransformerConfig(**CONFIG), dtype=torch.float64)
     with pytest.raises(ValueError, match="no target of this step is valid"):
         parallelize(model).step(tokens, tokens - 100)
     spread = parallelize(_Mean(), microbatches=3)
-    with pytest.raises(ValueError, match=r"microbatches=3, and 1 of 1 ranks that read data were given fewer"):
+    with pytest.raises(ValueError, match=r"a batch of 2 for microbatches=3: pass more at a time"):
         spread.step(torch.ones(2, 4), torch.ones(2, dtype=torch.int64))
 
 
@@ -272,6 +380,12 @@ def test_any_module_that_returns_its_mean_loss():
     torch.testing.assert_close(model.head.weight.grad, grad)
     torch.testing.assert_close(spread.evaluate(x, targets), expected.detach())
     torch.testing.assert_close(spread(x, targets), expected)
+    assert parallelize(_Mean().float()).step(x.float(), targets).dtype == torch.float32
+    halves = parallelize(_Mean(), microbatches=2)
+    halves.module.load_state_dict(model.state_dict())
+    valid = torch.tensor([-100, -100, -100, 1, 0])  # none in the first micro-batch
+    torch.testing.assert_close(halves.step(x, valid), model(x, valid).detach())
+    assert halves.module.head.weight.grad.isfinite().all()
 
 
 def test_a_process_alone_is_cast_and_keeps_its_forward():
