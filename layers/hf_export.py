@@ -29,15 +29,20 @@ def export_hf(model: ParallelTransformer, directory: str | os.PathLike[str], *, 
     stage's into one beside an index. The files are complete beside their final names before any takes its place; then
     the weights of an older export go, and other files of the folder stay.
 
-    Raises ValueError for a model that transformers has none like, RuntimeError when the folder cannot be written.
+    Raises ValueError for a model that transformers has none like and a ``group`` that holds none of it, RuntimeError when the folder cannot be written.
     Every rank raises.
     """
     ranks = everyone() if group is None else whole_group(group)
-    config = config_to_hf(model.config, str(next(model.parameters()).dtype).removeprefix("torch."))
     state = full_state_dict(model, first_rank_only=True)
     if model.config.tie_embeddings:
         state.pop("lm_head.weight", None)
-    owned = _first_holders(together(ranks, lambda: list(state)))
+    dtypes = together(ranks, lambda: {name: tensor.dtype for name, tensor in state.items()})
+    owned = _first_holders([list(held) for held in dtypes])
+    if not any(dtypes):
+        raise ValueError("group: the model's tensors are written by a rank that is not in it; give all that share them")
+    # What is written has it: a parameter may be a copy in another dtype that the model computes with.
+    dtype = next(dtype for held in dtypes for dtype in held.values())
+    config = config_to_hf(model.config, str(dtype).removeprefix("torch."))
     target = Path(directory)
     writing = on_first(ranks, lambda: _Export(target, uuid.uuid4().hex[:8], owned))
     mine = {name: state[name].contiguous() for name in owned[ranks.rank]}

@@ -11,12 +11,16 @@
 A style changes a module in place, as torch's styles do: afterwards it is one of ours, with the parameters that it had,
 under the names that they had, split over the mesh. As with torch's styles, rank 0's values are what every rank gets a
 part of (``src_data_rank``), and layers between a column and a row style see this rank's features only.
+
+Modules that share a parameter (an embedding and its head) share one afterwards if the plan names each of them, in
+styles that split it alike: ``VocabParallel`` and ``ColumnParallel``, say. Styles that split it otherwise raise
+ValueError. A module that the plan does not name keeps the plain parameter, apart from the others' from then on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,8 +30,8 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ..kernels.accuracy import judge
 from ..kernels.linear import ACTIVATIONS, apply_activation
-from ..parallel.mesh import tp_group
-from ..parallel.sharding import make_parameter
+from ..parallel.mesh import Group, tp_group
+from ..parallel.sharding import ShardSpec, make_parameter
 from .embedding import VocabParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import ParallelMLP
@@ -136,6 +140,7 @@ class FusedMLP(_Style):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         layers = {ours: _child(module, name, self) for ours, name in self.names.items() if name is not None}
+        _check_hooks(module, self)
         if self.check:
             self._compare(module, list(layers.values()))
         *first, last = layers.values()
@@ -147,14 +152,16 @@ class FusedMLP(_Style):
             **self._place(device_mesh, last.weight),
         )
         for name, linear in layers.items():
-            sizes, expected = ((m.in_features, m.out_features) for m in (linear, getattr(ours, name)))
+            layer = getattr(ours, name)
+            sizes, expected = ((m.in_features, m.out_features) for m in (linear, layer))
             if sizes != expected:
                 raise ValueError(f"{self}: {self.names[name]} is nn.Linear{sizes}, expected nn.Linear{expected}")
-        for name, linear in layers.items():
-            layer = getattr(ours, name)
             if linear.bias is None:
                 del layer._declared["bias"]
                 layer.register_parameter("bias", None)
+            _shared(linear, layer)  # what it would refuse below, when other layers have changed already
+        for name, linear in layers.items():
+            layer = getattr(ours, name)
             _become(linear, layer, device_mesh, self.src_data_rank)
         return ours.take(module, {name: str(theirs) for name, theirs in self.names.items()})
 
@@ -209,12 +216,17 @@ def _expect(module: nn.Module, kinds: tuple[type[nn.Module], ...], style: Parall
     expected = " or ".join(f"nn.{kind.__name__}" for kind in kinds)
     if type(module) not in kinds:
         raise ValueError(f"{style}: expected {expected}, not {type(module).__name__}; name another module in the plan")
+    _check_hooks(module, style)
+    return module
+
+
+def _check_hooks(module: nn.Module, style: ParallelStyle) -> None:
     hooked = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
     if hooked:
         raise ValueError(
-            f"{style}: the {expected} has hooks, which would be lost; apply the style before registering any"
+            f"{style}: the {type(module).__name__} has hooks, which would be lost; apply the style before registering "
+            "any"
         )
-    return module
 
 
 def _child(module: nn.Module, name: str, style: ParallelStyle) -> nn.Linear:
@@ -235,14 +247,56 @@ def _in_fp64(layer: nn.Linear) -> nn.Linear:
 
 def _become(module: nn.Module, ours: ShardedModule, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Module:
     """Give ``ours`` this rank's part of ``module``'s parameters, and have ``module`` be it."""
+    shared = _shared(module, ours)
     for name, (spec, _) in ours._declared.items():
-        theirs = getattr(module, name)
-        tp_mesh = tp_group(mesh).mesh
-        part = distribute_tensor(theirs.detach(), tp_mesh, spec.placements, src_data_rank=src_data_rank).to_local()
-        param = make_parameter(part.contiguous(), spec, ours._params)
-        param.requires_grad_(theirs.requires_grad)
+        param = shared.get(name)
+        if param is None:
+            theirs = getattr(module, name)
+            tp_mesh = tp_group(mesh).mesh
+            part = distribute_tensor(theirs.detach(), tp_mesh, spec.placements, src_data_rank=src_data_rank).to_local()
+            param = make_parameter(part.contiguous(), spec, ours._params)
+            param.requires_grad_(theirs.requires_grad)
+            theirs._styled = _Styled(_placing(spec, ours), param)
         ours.register_parameter(name, param)
     return _take_place(module, ours)
+
+
+class _Styled(NamedTuple):
+    """What a plain parameter remembers, for other modules that hold it: how it was placed, and the result."""
+
+    placing: tuple[Any, ...]
+    param: nn.Parameter
+
+
+def _placing(spec: ShardSpec, ours: ShardedModule) -> tuple[Any, ...]:
+    """What has to be the same in modules that share a parameter."""
+    return spec.logical_shape, spec.shard_dim, spec.group, ours._params
+
+
+def _shared(module: nn.Module, ours: ShardedModule) -> dict[str, nn.Parameter]:
+    """By name, what took the place of those of ``module``'s parameters that a styled module held as well.
+
+    Raises ValueError where ``ours`` would place one otherwise.
+    """
+    found = {}
+    for name, (spec, _) in ours._declared.items():
+        styled = getattr(getattr(module, name), "_styled", None)
+        if styled is None:
+            continue
+        if styled.placing != _placing(spec, ours):
+            raise ValueError(
+                f"{type(module).__name__}.{name} {list(spec.logical_shape)} is shared with a module that a style has "
+                f"changed already, and there it is {_said(*styled.placing)}, where {type(ours).__name__} expects it "
+                f"{_said(*_placing(spec, ours))}: choose styles that split it alike, or give the module its own copy "
+                "first"
+            )
+        found[name] = styled.param
+    return found
+
+
+def _said(_: torch.Size, shard_dim: int | None, group: Group, params: str) -> str:
+    split = "whole on each" if shard_dim is None else f"split along dimension {shard_dim}"
+    return f"{split} of {group.size} ranks (params={params!r})"
 
 
 def _take_place(module: nn.Module, ours: nn.Module) -> nn.Module:

@@ -9,14 +9,15 @@
 torch's own calls (FSDP2, pipelining, DTensor) are seen as they go through torch's dispatcher. Those of this package's
 layers are seen there as well, but counted as :mod:`collectives` counts them: once for each, under their site, whatever
 they are made of (gloo's reduce-scatter is an all-to-all, a small all-reduce of two ranks is a send and a receive). What
-torch.compile has captured is not seen.
+torch.compile has captured is not seen. An operator that sends in a way that this module does not know ends the step with
+an error, because a count without it would look whole.
 
 The payload of a collective is the size of the whole tensor that it is about, the same on all ranks: what an all-reduce
 sums, what an all-gather has made, what a reduce-scatter is given. In rings over R ranks each rank sends
 
     all-reduce                                 2 (R - 1) / R  of the payload
     all-gather, reduce-scatter, all-to-all     (R - 1) / R
-    broadcast, send                            1
+    broadcast, reduce, send                    1
 
 so an all-reduce is a reduce-scatter and an all-gather of the same payload (Thakur et al., IJHPCA 19(1), 2005).
 :func:`one_way` counts in these halves. :mod:`audit_forms` has the closed forms that counts are held against.
@@ -52,6 +53,7 @@ _C10D = {
     "alltoall_": ("all_to_all", 1),
     "alltoall_base_": ("all_to_all", 1),
     "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
     "send": ("send", 0),
 }
 # Functional collectives are all about their first argument, of which an all-gather is given the shard.
@@ -70,6 +72,11 @@ _FUNCTIONAL = {
     "broadcast": "broadcast",
     "broadcast_": "broadcast",
     "isend": "send",
+}
+# By library: what sends no tensor, or not from this rank; a sender counts what it sends.
+_SILENT = {
+    "c10d": {"barrier", "monitored_barrier_", "check_for_nan", "recv_", "recv_any_source_"},
+    "_c10d_functional": {"irecv", "wait_tensor", "_wrap_tensor_autograd"},
 }
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
 TORCH = "torch"  # the site of what torch's engines send
@@ -149,6 +156,11 @@ class Audit(TorchDispatchMode):
         elif library == "_c10d_functional" and name in _FUNCTIONAL:
             kind, group = _FUNCTIONAL[name], _process_group(args)
             self._note(kind, _nbytes(args[0]) * (group.size() if kind == "all_gather" else 1), group)
+        elif name not in _SILENT.get(library, {name}):
+            raise RuntimeError(
+                f"{library}::{name}: a step sends with it, and the audit does not know how much; leave it out of what is "
+                "audited, or use a collective that the audit counts"
+            )
         return func(*args, **kwargs or {})
 
     def next_step(self) -> None:

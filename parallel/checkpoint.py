@@ -47,6 +47,9 @@ Slots = dict[str, torch.Tensor]  # an optimizer's state of one parameter: exp_av
 
 _SITE = "checkpoint"
 
+# Settings that say how an optimizer computes, which is the run's choice: they are not restored.
+_HOW = frozenset({"capturable", "differentiable", "foreach", "fused"})
+
 
 def save_checkpoint(
     path: StrPath,
@@ -65,8 +68,8 @@ def save_checkpoint(
     complete on disk; if writing fails, it stays as it was.
 
     Raises ValueError for ``extra`` that is not JSON, states that are more than plain data, optimizer state other than
-    numbers and tensors shaped like their parameter, or a ``path`` with other files in it; RuntimeError when writing
-    fails. Every rank raises.
+    numbers and tensors shaped like their parameter, parameter groups that are not the same on all ranks but for their
+    parameters, or a ``path`` with other files in it; RuntimeError when writing fails. Every rank raises.
     """
     ranks = everyone() if group is None else whole_group(group)
     write_snapshot(path, take_snapshot(model, optimizer, states=states, extra=extra, ranks=ranks), ranks)
@@ -122,7 +125,8 @@ def load_checkpoint(
     """Load folder ``path`` into the model, the optimizer and ``states``, whatever ranks wrote it; returns ``extra``.
 
     All ranks of ``group`` (default: every process) call it. Values take the model's dtype and device; optimizer state
-    keeps the dtype that it was saved in. What is not asked for, such as the optimizer's state or one of the states, is
+    keeps the dtype that it was saved in, and how the optimizer computes (``fused``, ``foreach``, ``capturable``,
+    ``differentiable``) stays as it was built. What is not asked for, such as the optimizer's state or one of the states, is
     left alone. Everything is read and checked before anything is changed, at the price of a second copy of it
     meanwhile; only the states check for themselves, as they load, before model and optimizer do.
 
@@ -138,7 +142,7 @@ def load_checkpoint(
     with storage.explained(target, "reading"), torch.no_grad():
         folder, manifest = storage.agree(ranks, lambda: storage.open_checkpoint(target))
         storage.check_files(folder, manifest, ranks)
-        reader = storage.Reader(folder)
+        reader = storage.Reader(folder, manifest)
         # The reader lets nothing but tensors through.
         index = cast(Index, storage.agree(ranks, reader.read_metadata).state_dict_metadata)
         entries = storage.agree(ranks, lambda: named_entries(model))
@@ -249,7 +253,7 @@ def _collect(
     """The tensors to save, and the fields of the manifest."""
     tensors = {_model_key(name): logical(entry) for name, entry in named_entries(model).items()}
     tensors |= {_other_key(name): states.pack(name, other.state_dict()) for name, other in others.items()}
-    fields: dict[str, Any] = {"extra": _check_json(extra or {}, "extra")}
+    fields: dict[str, Any] = {"extra": _as_json(extra or {}, "extra")}
     if optimizer is None:
         return tensors, fields
     optimizer = _state_holder(optimizer)
@@ -260,7 +264,7 @@ def _collect(
             for key, value in group.items()
             if key != "params"
         }
-        _check_json(settings, "the optimizer's settings")
+        settings = _as_json(settings, "the optimizer's settings")
         fields["param_groups"].append({"params": [name for name, _ in params], "settings": settings})
         for name, param in params:
             for slot, value in optimizer.state.get(param, {}).items():
@@ -282,17 +286,28 @@ def _logical_state(name: str, slot: str, value: Any, param: torch.Tensor) -> tor
     )
 
 
-def _check_json(value: dict[str, Any], what: str) -> dict[str, Any]:
+def _as_json(value: dict[str, Any], what: str) -> dict[str, Any]:
+    """A copy of ``value``, as it will be read: the caller may change its own while a thread writes."""
     try:
-        json.dumps(value)
+        return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{what} must be JSON (numbers, strings, lists, dictionaries): {error}") from error
-    return value
 
 
 def _merge(per_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One list of parameter groups from every rank's, which differ where pipeline stages do."""
+    """One list of parameter groups from every rank's, whose parameters differ where pipeline stages do.
+
+    Raises ValueError where their number or settings differ, which no optimizer could load.
+    """
     merged = per_rank[0]
+    settings = [[json.dumps(group["settings"], sort_keys=True) for group in groups] for groups in per_rank]
+    for rank, (groups, theirs) in enumerate(zip(per_rank, settings)):
+        if theirs != settings[0]:
+            raise ValueError(
+                f"the optimizer has {len(merged)} parameter group(s) on rank 0 and {len(groups)} on rank {rank}, or "
+                "their settings differ; give every rank the same groups in the same order, and keep those that are "
+                "empty there"
+            )
     for groups in per_rank[1:]:
         for ours, theirs in zip(merged, groups):
             ours["params"] = list(dict.fromkeys(ours["params"] + theirs["params"]))
@@ -390,6 +405,8 @@ def _restore(model: nn.Module, optimizer: Optimizer, state: dict[str, Slots], gr
     # ZeroRedundancyOptimizer's own settings are those that count: each step takes them over.
     for group, saved in zip(optimizer.param_groups, groups):
         for key, value in saved["settings"].items():
+            if key in _HOW:
+                continue
             current = group.get(key)
             if isinstance(current, torch.Tensor):
                 current.fill_(value)

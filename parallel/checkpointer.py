@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 
 from . import storage
 from .checkpoint import Snapshot, StrPath, load_checkpoint, take_snapshot, write_snapshot
-from .mesh import Group, everyone
+from .mesh import Group, everyone, share_timeout
 from .states import RandomStates, gather_random, restore_random
 
 __all__ = ["Checkpointer", "Resumed"]
@@ -91,7 +92,8 @@ class Checkpointer:
         together = {**(states or {}), _RANDOM: random}
         snapshot = take_snapshot(model, optimizer, states=together, extra=extra, ranks=self._ranks)
         if asynchronous:
-            self._under_way = self._thread.submit(self._write, step, snapshot.on_host())
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            self._under_way = self._thread.submit(self._write_aside, device, step, snapshot.on_host())
         else:
             self._write(step, snapshot)
 
@@ -118,12 +120,12 @@ class Checkpointer:
     def latest(self) -> int | None:
         """The step of the checkpoint that was written last, None without any.
 
-        Not of the highest step: who goes back to an earlier one goes on from there. Raises ValueError for a folder
-        that looks like a checkpoint and is none.
+        Not of the highest step: who goes back to an earlier one goes on from there. A folder that looks like a
+        checkpoint and cannot be read is passed over where the last one is of a higher step; otherwise it may be the
+        latest itself, and its error is raised: ValueError, or OSError where the system refuses.
         """
         self.wait()
-        steps = storage.on_first(self._ranks, self._steps)
-        return steps[-1] if steps else None
+        return storage.on_first(self._ranks, self._latest)
 
     def path(self, step: int) -> Path:
         """The folder of ``step``'s checkpoint."""
@@ -152,27 +154,44 @@ class Checkpointer:
     ) -> None:
         self.close()
 
+    def _write_aside(self, device: int | None, step: int, snapshot: Snapshot) -> None:
+        """:meth:`_write` in the thread, whose CUDA device would be the first one, whichever this rank's is."""
+        if device is not None:
+            torch.cuda.set_device(device)
+        self._write(step, snapshot)
+
     def _write(self, step: int, snapshot: Snapshot) -> None:
         serial = storage.on_first(self._ranks, self._next_serial)
         write_snapshot(self.path(step), Snapshot(snapshot.tensors, {**snapshot.fields, "serial": serial}), self._ranks)
         storage.on_first(self._ranks, self._remove_old)
 
     def _next_serial(self) -> int:
-        return 1 + max(self._serials().values(), default=0)
+        return 1 + max(self._serials()[0].values(), default=0)
 
     def _steps(self) -> list[int]:
-        """The steps that there are checkpoints of, in the order in which they were written."""
-        serials = self._serials()
+        """The steps that there are readable checkpoints of, in the order in which they were written."""
+        serials, _ = self._serials()
         return sorted(serials, key=lambda step: serials[step])
 
-    def _serials(self) -> dict[int, int]:
-        """Step -> the number of its save, which grows with each."""
-        found = {}
+    def _latest(self) -> int | None:
+        serials, unreadable = self._serials()
+        latest = max(serials, key=lambda step: (serials[step], step), default=None)
+        for step in sorted(unreadable, reverse=True):
+            if latest is None or step > latest:
+                raise unreadable[step]
+        return latest
+
+    def _serials(self) -> tuple[dict[int, int], dict[int, Exception]]:
+        """Step -> the number of its save, which grows with each; step -> why the checkpoint cannot be read."""
+        found, unreadable = {}, {}
         for name in storage.names(self.folder, _PATTERN):
             if match := re.fullmatch(r"step-(\d{8,})", name):
-                _, manifest = storage.open_checkpoint(self.folder / name)
-                found[int(match[1])] = manifest.get("serial", 0)
-        return found
+                step = int(match[1])
+                try:
+                    found[step] = storage.open_checkpoint(self.folder / name)[1].get("serial", 0)
+                except (OSError, ValueError) as error:
+                    unreadable[step] = error
+        return found, unreadable
 
     def _remove_old(self) -> None:
         storage.sweep(self.folder, _PATTERN)
@@ -204,4 +223,6 @@ def _own_group() -> Group:
     world = everyone()
     if world.size == 1:
         return world
-    return Group(dist.new_group(backend="gloo"), world.rank, world.size, None)
+    pg = dist.new_group(backend="gloo")
+    share_timeout(pg)
+    return Group(pg, world.rank, world.size, None)

@@ -8,6 +8,7 @@ the epoch once.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -138,6 +139,11 @@ class DataSampler(DistributedSampler[int]):
         if len(self) <= 0:  # what was left does not make a sample for every share
             self.set_epoch(self.epoch + 1)
 
+    def workers_seed(self) -> int:
+        """A seed for what reads this share from here on: another one for every share, epoch and position."""
+        place = (self.seed, self.rank, self.epoch, self.consumed)
+        return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=7).digest(), "little")
+
     def _fingerprint(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in _ORDER}
 
@@ -147,7 +153,8 @@ class ResumableLoader(DataLoader[Any]):
 
     Iterating goes through what is left of the epoch. A state saved after a batch's step holds that batch. The loader
     draws its workers' seeds from a generator of its own, so that starting it again in the middle of an epoch does not
-    move torch's.
+    move torch's; workers draw other numbers on every share of the data and wherever they start, unless ``generator``
+    says otherwise.
     """
 
     sampler: DataSampler
@@ -158,12 +165,15 @@ class ResumableLoader(DataLoader[Any]):
                 f"batch_size={batch_size}: a data-parallel rank has {sampler.num_samples} samples in an epoch, so with "
                 "drop_last=True there is no batch; give more data, or use a smaller batch or drop_last=False"
             )
-        options.setdefault("generator", torch.Generator().manual_seed(sampler.seed))
+        self._own_generator = None if "generator" in options else torch.Generator()
+        options.setdefault("generator", self._own_generator)
         super().__init__(dataset, batch_size=batch_size, sampler=sampler, **options)
         self._size = batch_size
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._skip_scraps()  # where the position was saved with smaller batches
+        if self._own_generator is not None:
+            self._own_generator.manual_seed(self.sampler.workers_seed())
         for batch in super().__iter__():
             self.sampler.advance(min(self._size, len(self.sampler)))
             self._skip_scraps()

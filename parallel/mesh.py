@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 MESH_DIMS = ("dp", "pp", "tp")
 HYBRID_DIMS = ("rep", *MESH_DIMS)
@@ -64,7 +65,8 @@ def init_mesh(
     Reads what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and initialises torch.distributed
     if nobody has: gloo on a CPU, NCCL with ``device_type="cuda"``, which also selects this process's GPU.
     ``tp=None`` takes what the other degrees leave of the world. ``device_type=None`` is "cuda" where there is a GPU.
-    ``timeout`` bounds every collective; None is torch's default.
+    ``timeout`` bounds every collective of the processes and of the mesh's groups, those that are made of it later
+    included; None is what the default process group has, which is torch's default where this starts it.
 
     Raises ValueError where ``rep * dp * pp * tp`` is not the world size, or a machine has fewer GPUs than processes;
     RuntimeError where the processes cannot meet.
@@ -88,9 +90,23 @@ def init_mesh(
             ) from error
         if device_type == "cpu":
             atexit.register(shutdown)  # gloo's threads, still running when the process ends, may abort it
-    if rep == 1:
-        return init_device_mesh(device_type, shape[1:], mesh_dim_names=MESH_DIMS)
-    return init_device_mesh(device_type, shape, mesh_dim_names=HYBRID_DIMS)
+    elif timeout is not None:
+        _set_pg_timeout(timeout)
+    names = MESH_DIMS if rep == 1 else HYBRID_DIMS
+    mesh = init_device_mesh(device_type, shape[-len(names) :], mesh_dim_names=names)
+    for pg in mesh.get_all_groups():
+        share_timeout(pg)
+    return mesh
+
+
+def share_timeout(pg: dist.ProcessGroup) -> None:
+    """Let collectives in ``pg`` wait for as long as the default group's, not torch's default, which new groups get."""
+    world = dist.group.WORLD
+    assert world is not None
+    for device in set(pg._device_types) & set(world._device_types):
+        options = getattr(world._get_backend(device), "options", None)  # a fake backend has none, and never waits
+        if options is not None:
+            pg._get_backend(device)._set_default_timeout(options._timeout)
 
 
 def _world_size() -> int:
@@ -197,7 +213,7 @@ def data_group(mesh: DeviceMesh | None) -> Group:
     dims = tuple(dim for dim in DATA_DIMS if degree(mesh, dim) > 1)
     if mesh is None or not dims:
         return SINGLE
-    return tp_group(mesh[dims]._flatten() if len(dims) > 1 else mesh[dims[0]])
+    return _flattened(mesh[dims]) if len(dims) > 1 else tp_group(mesh[dims[0]])
 
 
 def whole_group(mesh: MeshLike) -> Group:
@@ -210,4 +226,10 @@ def whole_group(mesh: MeshLike) -> Group:
         return tp_group(mesh)
     if math.prod(mesh.shape) == dist.get_world_size():
         return everyone()
-    return tp_group(mesh._flatten())
+    return _flattened(mesh)
+
+
+def _flattened(mesh: DeviceMesh) -> Group:
+    group = tp_group(mesh._flatten())
+    share_timeout(group.pg)
+    return group

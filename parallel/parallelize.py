@@ -89,8 +89,8 @@ def parallelize(
         raise ValueError(f"precision={precision!r}: expected None or one of {', '.join(PRECISIONS)}")
     if precision == "fp16" and any(getattr(each, "fuse_wgrad_accumulation", False) for each in model.modules()):
         raise ValueError(
-            "precision='fp16' with fuse_wgrad_accumulation=True: main_grad would keep the factor that the loss is scaled "
-            "by; build the model without it, or use precision='bf16'"
+            "precision='fp16' with fuse_wgrad_accumulation=True: main_grad would keep the factor that the loss is "
+            "scaled by; build the model without it, or use precision='bf16'"
         )
     _check_built_for(model, mesh)
     if stages == 1:
@@ -394,7 +394,8 @@ def _place(model: nn.Module, mesh: DeviceMesh | None, device: torch.device, seed
     params = dict(model.named_parameters())
     empty = [name for name, param in params.items() if param.is_meta]
     if not empty:
-        if mesh is not None and any(param.device.type != device.type for param in params.values()):
+        moves = mesh is not None and device.type != "cpu"  # sharding takes it from wherever it is
+        if moves and any(param.device.type != device.type for param in params.values()):
             model.to(device)
         data = data_group(mesh)
         with torch.no_grad():

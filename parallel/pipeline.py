@@ -24,7 +24,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from ..kernels import autograd
 from . import collectives
-from .mesh import Group, everyone, tp_group
+from .mesh import Group, everyone, share_timeout, tp_group
 from .partition import Part, balanced, owners
 from .random import own_draws
 from .schedules import SCHEDULES, Schedule, check_microbatches, find, forward_only, stages_of
@@ -83,7 +83,8 @@ def split(
     ``costs`` of the parts (of :func:`measured`, say) replace what the model knows of them; all ranks pass the same.
     Nothing is sent, and a model on meta will do.
 
-    Raises ValueError for an unknown schedule, and for fewer parts than stages.
+    Raises ValueError for an unknown schedule, for fewer parts than stages, and for tied parameters whose gradients the
+    layers accumulate themselves.
     """
     found, group = find(schedule), tp_group(mesh, pp_dim)
     parts = model.pipeline_parts()
@@ -91,10 +92,23 @@ def split(
     if len(costs) != len(parts):
         raise ValueError(f"costs: {len(costs)} for a model of {len(parts)} parts: expected one for each")
     stages = group.size * found.stages_per_rank
+    if stages > 1:
+        _check_tied(model)
     ranges = balanced(costs, stages, layout=found.layout, ranks=group.size)
     mine = [StageParts(index, ranges[index]) for index in stages_of(schedule, group.rank, group.size)]
     model.keep(chain.from_iterable(stage.parts for stage in mine))
     return mine
+
+
+def _check_tied(model: Divisible) -> None:
+    """ValueError where gradients of tied parameters would not be found; for a whole model, so that all ranks agree."""
+    names = model.tied_parameters()
+    if names and any(getattr(each, "fuse_wgrad_accumulation", False) for each in cast(nn.Module, model).modules()):
+        raise ValueError(
+            f"fuse_wgrad_accumulation=True with {', '.join(names)} at both ends of a pipeline: what is summed over the "
+            "ends is param.grad, and the head would add to param.main_grad; build the model with "
+            "fuse_wgrad_accumulation=False"
+        )
 
 
 def measured(model: Divisible, tokens: torch.Tensor, targets: torch.Tensor, *, repeats: int = 5) -> list[float]:
@@ -243,8 +257,8 @@ class Pipeline:
         return batch
 
     def _padded(self, x: torch.Tensor, value: int) -> torch.Tensor:
-        """``x`` [B, S] with as many rows of ``value`` as B lacks to divide by the micro-batches."""
-        missing = -x.shape[0] % self.microbatches
+        """``x`` [B, S] with as many rows of ``value`` as the micro-batches lack to be equal and not empty."""
+        missing = max(self.microbatches - x.shape[0], -x.shape[0] % self.microbatches)
         return F.pad(x, (0, 0, 0, missing), value=value) if missing else x
 
     def _run(self, training: bool, batch: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
@@ -315,13 +329,6 @@ class Pipeline:
     def _tie(self) -> tuple[Group | None, frozenset[str]]:
         """The two ranks that share parameters, None where one has both ends; which of mine the other one owns."""
         names = self.model.tied_parameters()
-        modules = chain.from_iterable(stage.modules() for _, stage in self.stages)
-        if names and self.count > 1 and any(getattr(each, "fuse_wgrad_accumulation", False) for each in modules):
-            raise ValueError(
-                f"fuse_wgrad_accumulation=True with {', '.join(names)} at both ends of a pipeline: what is summed over "
-                "the ends is param.grad, and the head would add to param.main_grad; build the model with "
-                "fuse_wgrad_accumulation=False"
-            )
         first, last = self._owner[0], self._owner[-1]
         if not names or first == last or self.group.rank not in (first, last):
             return None, frozenset()
@@ -330,6 +337,7 @@ class Pipeline:
         else:
             ranks = [dist.get_global_rank(self.group.pg, rank) for rank in (first, last)]
             pg = dist.new_group(ranks, use_local_synchronization=True)
+            share_timeout(pg)
             pair = Group(pg, int(self.group.rank == last), 2, None)
         return pair, frozenset(names if self.group.rank == last else ())
 
@@ -362,7 +370,7 @@ class Pipeline:
 
     @torch.no_grad()
     def _add_tied(self, before: list[torch.Tensor | None]) -> None:
-        """The gradient of a parameter at both ends is the sum of both."""
+        """The gradient of a parameter at both ends is the sum of both; a frozen one is frozen at both and has none."""
         for params in self._tied_here():
             if len(params) == 2:
                 _add_grad(params[0], params[1].grad)
@@ -370,6 +378,8 @@ class Pipeline:
         if self._ends is None:
             return
         for (param, *_), earlier in zip(self._tied_here(), before):
+            if not param.requires_grad:
+                continue
             assert param.grad is not None
             collectives.all_reduce(local_tensor(param.grad), self._ends, site="pipeline.tied", inplace=True)
             _add_grad(param, earlier)

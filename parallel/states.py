@@ -56,10 +56,10 @@ def gather_random(mesh: DeviceMesh | None, ranks: Group) -> RandomStates:
     """The states of torch's generators on every place of ``mesh``. A collective of ``ranks``.
 
     A place is where random numbers differ, a share of the data: tensor-parallel peers and the stages of a pipeline draw
-    alike (``random.py``). Without a mesh every rank has its own.
+    alike (``random.py``). Without a mesh every rank has its own. A GPU that this process does not use is left alone.
     """
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return dict(collectives.gather_objects((_place(mesh, ranks), states), ranks, site="checkpoint.random"))
 

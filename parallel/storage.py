@@ -19,9 +19,10 @@ import json
 import os
 import pickle
 import shutil
+import stat
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,7 +48,8 @@ _REPLACED = ".replaced"
 def agree(group: Group, work: Callable[[], T]) -> T:
     """Run ``work`` on every rank and return this rank's result; where any rank raises, all raise the first's error.
 
-    Without it, a rank that fails alone leaves the others waiting in the next collective.
+    Without it, a rank that fails alone leaves the others waiting in the next collective. Where an error cannot be sent,
+    the other ranks raise a RuntimeError with its name and text.
     """
     result: Any = None
     error: Exception | None = None
@@ -55,10 +57,20 @@ def agree(group: Group, work: Callable[[], T]) -> T:
         result = work()
     except Exception as raised:
         error = raised
-    for failure in collectives.gather_objects(error, group, site="checkpoint.agree"):
+    sent = None if error is None else _sendable(error)
+    for rank, failure in enumerate(collectives.gather_objects(sent, group, site="checkpoint.agree")):
         if failure is not None:
-            raise failure
+            raise error if error is not None and rank == group.rank else failure
     return result
+
+
+def _sendable(error: Exception) -> Exception:
+    """``error``, or a RuntimeError that says the same where pickling loses it: one of a local class, or whose
+    constructor wants other arguments than it keeps."""
+    with contextlib.suppress(Exception):
+        if isinstance(pickle.loads(pickle.dumps(error)), Exception):
+            return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def together(group: Group, work: Callable[[], T]) -> list[T]:
@@ -271,13 +283,50 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{folder}: not a checkpoint (it has no {MANIFEST}); give the folder that save_checkpoint wrote"
         )
+    _check_regular(path)
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: cut short or corrupt ({error}); load another checkpoint") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{path}: not written by this version of shardfuse (expected format {FORMAT!r})")
+    if problem := _problem(manifest):
+        raise ValueError(f"{path}: corrupt ({problem}); load another checkpoint")
     return manifest
+
+
+def _problem(manifest: dict[str, Any]) -> str | None:
+    """What is missing from a manifest or not of its kind, None where nothing is."""
+    files, groups = manifest.get("files"), manifest.get("param_groups", [])
+    if not isinstance(manifest.get("extra"), dict):
+        return "it has no dictionary 'extra'"
+    if not isinstance(manifest.get("serial", 0), int):
+        return "its 'serial' is not a number"
+    if not isinstance(groups, list) or not all(map(_is_group, groups)):
+        return "its 'param_groups' are not lists of names with settings"
+    if not isinstance(files, dict) or not all(map(_is_checksum, files.values())):
+        return "it has no dictionary 'files' of sizes and CRC-32s"
+    for name in files:
+        if os.path.basename(name) != name:  # the path of a file elsewhere, or of a device
+            return f"it lists {name!r}, which is outside the checkpoint"
+    return None if INDEX in files else f"it does not list {INDEX}"
+
+
+def _is_group(group: Any) -> bool:
+    if not isinstance(group, dict) or not isinstance(group.get("settings"), dict):
+        return False
+    params = group.get("params")
+    return isinstance(params, list) and all(isinstance(name, str) for name in params)
+
+
+def _is_checksum(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(number, int) for number in value)
+
+
+def _check_regular(path: Path) -> None:
+    """ValueError for a link, which may lead outside the checkpoint, and for what can be read without end."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise ValueError(f"{path}: a link, or no file; put the file itself there or load another checkpoint")
 
 
 def check_files(folder: Path, manifest: dict[str, Any], group: Group) -> None:
@@ -287,8 +336,9 @@ def check_files(folder: Path, manifest: dict[str, Any], group: Group) -> None:
         files = sorted(manifest["files"].items())
         for name, written in files[group.rank :: group.size]:
             path = folder / name
-            if not path.exists():
+            if not os.path.lexists(path):
                 raise ValueError(f"{path}: missing from the checkpoint; copy it again or load another checkpoint")
+            _check_regular(path)
             found = _checksum(path)
             if found != written:
                 how = "cut short" if found[0] < written[0] else "corrupt"
@@ -304,20 +354,22 @@ class Reader(FileSystemReader):
     """torch's reader, for files that nobody vouches for: a checkpoint cannot run code when it is loaded.
 
     torch unpickles the index, which may call anything. Here only the classes that an index consists of are let
-    through, and only entries that are tensors, which torch loads with ``weights_only=True``.
+    through, and only entries that are tensors, which torch loads with ``weights_only=True``, from files that
+    ``manifest`` lists: :func:`check_files` has seen those.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
         super().__init__(folder)
+        self._files = manifest["files"]
         self._index: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._index is None:
-            self._index = _read_index(Path(self.path) / INDEX)
+            self._index = _read_index(Path(self.path) / INDEX, self._files)
         return self._index
 
 
-def _read_index(path: Path) -> Metadata:
+def _read_index(path: Path, files: Collection[str]) -> Metadata:
     try:
         with open(path, "rb") as file:
             index = _IndexUnpickler(file).load()
@@ -329,8 +381,9 @@ def _read_index(path: Path) -> Metadata:
         if not isinstance(entry, TensorStorageMetadata):
             raise ValueError(f"{path}: {name} is not a tensor, and nothing else is read from a checkpoint")
     for where in index.storage_data.values():
-        if os.path.basename(where.relative_path) != where.relative_path:
-            raise ValueError(f"{path}: it points to {where.relative_path!r}, outside the checkpoint")
+        file = getattr(where, "relative_path", None)
+        if not isinstance(file, str) or file not in files:
+            raise ValueError(f"{path}: it points to {file!r}, which is no file of the checkpoint ({MANIFEST})")
     return index
 
 

@@ -15,13 +15,19 @@ W. The share is b / (b + M (F + B)) where b, the bubble, is
     gpipe, 1f1b           (P - 1) (F + B)               Narayanan et al. (arXiv:2104.04473), section 2.2
     interleaved_1f1b      (P - 1) (F + B) / v           the same
     interleaved_zb        (P - 1) (F + I - W) / v       Qi et al. (arXiv:2401.10241), table 1 (ZB-H1), over v stages
-    zbv                   (P - 1) max(F, I, 2 (I - W), 2 (F - I)) / v
+    zbv                   (P - 1) max(I, 2 (I - W)) / v
     dualpipev             (P - 1) (F + 2 I - W) / v     DeepSeek's DualPipe, its table of bubbles, in these letters
 
-Qi et al. call ZBV free of bubbles where F = I = W: they count each rank from its own first pass to its own last. Up to
-the last rank's first pass a micro-batch goes through P - 1 stages, which is the F in the formula; the rest of it is
-what is left open where the passes differ. Formulas hold for as many micro-batches as keep the pipeline full: M a
-multiple of P, for zbv and dualpipev at least 2 P.
+Qi et al. call ZBV free of bubbles where F = I = W: they count each rank from its own first pass to its own last. Counted
+from the step's first pass to its last, the last rank waits until a micro-batch has gone through P - 1 stages. For passes
+that differ no source is known: zbv's formula is fitted to the simulation, and says no more than that does.
+
+Formulas hold where the pipeline is full and nothing but its two ends is idle, and there is none elsewhere:
+
+    interleaved_1f1b      M a multiple of P
+    interleaved_zb        M a multiple of P, W <= F and W <= I
+    zbv                   M >= 2 P, F <= I and W <= I
+    dualpipev             M >= 2 P, W <= F <= I
 """
 
 from __future__ import annotations
@@ -238,8 +244,11 @@ def _peak(passes: Sequence[Pass], costs: list[Costs]) -> float:
     return peak
 
 
-def closed_form(name: str, ranks: int, microbatches: int, costs: Costs = Costs()) -> float:
-    """The idle share of the schedule on paper, from 0 to 1, where every stage costs the same: see the module."""
+def closed_form(name: str, ranks: int, microbatches: int, costs: Costs = Costs()) -> float | None:
+    """The idle share of the schedule on paper, from 0 to 1, where every stage costs the same: see the module.
+
+    None where the schedule's formula does not hold.
+    """
     v = find(name).stages_per_rank
     F, I, W = costs.forward, costs.backward, costs.weight  # noqa: E741 (of one stage: the formulas' F / v)
     bubbles = {
@@ -248,10 +257,18 @@ def closed_form(name: str, ranks: int, microbatches: int, costs: Costs = Costs()
         "1f1b": costs.step,
         "interleaved_1f1b": costs.step,
         "interleaved_zb": F + I - W,
-        "zbv": max(F, I, 2 * (I - W), 2 * (F - I)),
+        "zbv": max(I, 2 * (I - W)),
         "dualpipev": F + 2 * I - W,
     }
     if name not in bubbles:
         raise ValueError(f"{name}: no closed form is known of its idle share")
-    bubble = (ranks - 1) * max(0.0, bubbles[name])
+    holds = {
+        "interleaved_1f1b": microbatches % ranks == 0,
+        "interleaved_zb": microbatches % ranks == 0 and W <= min(F, I),
+        "zbv": microbatches >= 2 * ranks and max(F, W) <= I,
+        "dualpipev": microbatches >= 2 * ranks and W <= F <= I,
+    }
+    if not holds.get(name, True):
+        return None
+    bubble = (ranks - 1) * bubbles[name]
     return bubble / (bubble + microbatches * v * costs.step)

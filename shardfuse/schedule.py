@@ -64,7 +64,7 @@ def costs_of(given: Mapping[str, float], model: str | None, shape: Mapping[str, 
     return costs.recomputed() if recompute else costs
 
 
-def show(people: Console, step: Timeline, form: float) -> None:
+def show(people: Console, step: Timeline, form: float | None) -> None:
     """The timeline as text, a line for each rank, and the table."""
     ranks = len(step.passes)
     people.print(
@@ -87,7 +87,7 @@ def show(people: Console, step: Timeline, form: float) -> None:
     table.add_row("all", f"{step.idle_share:.1%}", f"{max(step.peak_activations):g}")
     people.print(table)
     people.print(
-        f"closed form: {form:.1%} idle. Peaks are in what one micro-batch leaves for backward in all of a rank's "
+        f"closed form: {'none for these numbers' if form is None else f'{form:.1%} idle'}. Peaks are in what one micro-batch leaves for backward in all of a rank's "
         "stages.",
         soft_wrap=True,
     )
@@ -104,8 +104,8 @@ def line(passes: tuple[Pass, ...], end: float, width: int) -> Text:
     return text
 
 
-def record(step: Timeline, form: float) -> dict[str, Any]:
-    """The same as JSON; times in the costs' unit."""
+def record(step: Timeline, form: float | None) -> dict[str, Any]:
+    """The same as JSON; times in the costs' unit, the closed form null where there is none."""
     return {
         "schedule": step.schedule,
         "ranks": len(step.passes),

@@ -92,7 +92,7 @@ def _hop(rank: int, world: int, style: str, layout: dict[str, Any], folder: Path
 
 def _contents(folder: Path, step: int) -> dict[str, torch.Tensor]:
     """The logical tensors of model and optimizer in a checkpoint, whole."""
-    reader = storage.Reader(folder / f"step-{step:08d}")
+    reader = storage.Reader(*storage.open_checkpoint(folder / f"step-{step:08d}"))
     index = reader.read_metadata().state_dict_metadata
     wanted = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from shardfuse.parallel.checkpoint import load_checkpoint, save_checkpoint
 from shardfuse.parallel.checkpointer import Checkpointer, Resumed
 from shardfuse.parallel.data import data_loader
 from shardfuse.parallel.mesh import init_mesh
-from shardfuse.parallel.states import pack, unpack
+from shardfuse.parallel.states import gather_random, pack, unpack
 
 
 def _model(seed: int = 0) -> nn.Module:
@@ -100,15 +101,35 @@ def test_a_save_holds_what_was_there_when_it_was_called(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(storage.Writer, "write_data", late)
     model, before = _model(), _model()
+    extra = {"losses": [1.0]}
     with Checkpointer(tmp_path) as run:
-        run.save(1, model)
+        run.save(1, model, extra=extra)
+        extra["losses"].append(2.0)
         with torch.no_grad():
             for param in model.parameters():
                 param.fill_(7)
         assert not run.path(1).exists()
         changed.set()
-        run.load(model)
+        assert run.load(model) == Resumed(1, {"losses": [1.0]})
     assert _equal(model, before)
+
+
+def test_the_thread_works_on_this_ranks_gpu(tmp_path: Path, monkeypatch: Any) -> None:
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread())))
+    with Checkpointer(tmp_path) as run:
+        run.save(1, _model())
+    assert [device for device, _ in chosen] == [3]
+    assert chosen[0][1] is not threading.current_thread()
+
+
+def test_a_save_starts_no_gpu_that_is_not_in_use(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert gather_random(None, checkpoint.everyone())["0/1"].keys() == {"cpu"}
 
 
 def test_what_is_not_asked_for_is_left_alone(tmp_path: Path) -> None:
@@ -318,6 +339,30 @@ def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
         assert run.load(_model(), step=1) == Resumed(1, {})
         with pytest.raises(FileNotFoundError, match="step-00000007: no such checkpoint"):
             run.load(_model(), step=7)
+
+
+def test_an_unreadable_checkpoint_counts_unless_a_later_one_is_good(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, keep=2) as run:
+        run.save(1, _model(), asynchronous=False)
+        (run.path(1) / storage.MANIFEST).write_text("{")
+        with pytest.raises(ValueError, match=r"step-00000001/checkpoint.json: cut short or corrupt"):
+            run.latest()
+        for step in (2, 3, 4):
+            run.save(step, _model())
+        assert run.latest() == 4
+        assert run.load(_model()) == Resumed(4, {})
+    assert _names(tmp_path) == ["step-00000001", "step-00000003", "step-00000004"]
+
+
+def _timeout(rank: int, world: int, folder: Path) -> float:
+    init_mesh(dp=world, device_type="cpu", timeout=timedelta(seconds=77))
+    with Checkpointer(folder) as run:
+        return run._ranks.pg._get_backend(torch.device("cpu")).options._timeout.total_seconds()  # type: ignore[union-attr]
+
+
+@pytest.mark.ranks
+def test_writing_waits_as_long_as_the_run_does(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2, _timeout, tmp_path) == [77.0, 77.0]
 
 
 def test_bad_arguments(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler
 
 from shardfuse.parallel.data import DataSampler, ResumableLoader, data_loader, data_sampler
 from shardfuse.parallel.mesh import init_mesh
@@ -67,6 +67,36 @@ def test_batches_after_a_stop_are_those_of_an_uninterrupted_run(workers: int) ->
     assert len(second) == 8
     got += [batch.tolist() for _ in range(2) for batch in second]
     assert got == want
+
+
+class _Noise(Dataset[torch.Tensor]):
+    """Samples that are drawn, as an augmentation would."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.rand(())
+
+
+def test_workers_draw_other_numbers_on_every_share_and_after_every_start() -> None:
+    def first_batch(share: int, consumed: int, epoch: int = 0) -> tuple[float, ...]:
+        sampler = DataSampler(SAMPLES[:8], share, 2)
+        sampler.load_state_dict(sampler.state_dict() | {"epoch": epoch, "consumed": consumed})
+        return tuple(next(iter(ResumableLoader(_Noise(), sampler, batch_size=2, num_workers=1))).tolist())
+
+    drawn = [first_batch(0, 0), first_batch(1, 0), first_batch(0, 4), first_batch(0, 0, epoch=1)]
+    assert len(set(drawn)) == 4
+    assert first_batch(0, 4) == drawn[2]  # but the same ones again at the same place
+
+
+def test_a_generator_of_the_callers_is_left_to_the_caller() -> None:
+    generator = torch.Generator().manual_seed(5)
+    loader = data_loader(torch.arange(8), batch_size=4, generator=generator)  # type: ignore[arg-type]
+    next(iter(loader))
+    drawn_once = torch.Generator().manual_seed(5)
+    torch.empty((), dtype=torch.int64).random_(generator=drawn_once)  # torch's seed for the workers
+    assert torch.equal(generator.get_state(), drawn_once.get_state())
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 4])

@@ -147,6 +147,17 @@ def test_a_folder_gives_the_same_bits_back(tmp_path: Path, dtype: torch.dtype):
     assert load_hf(tmp_path / "a" / "b", dtype=torch.float64).lm_head.weight.dtype == torch.float64
 
 
+def test_the_config_names_the_dtype_of_what_is_written(tmp_path: Path):
+    """Not of the parameters, where the model computes with a copy in another one and its hooks give what is exact."""
+    model = _model("gelu", dtype=torch.bfloat16)
+    model._register_state_dict_hook(
+        lambda module, state, prefix, metadata: {name: value.detach().float() for name, value in state.items()}
+    )
+    export_hf(model, tmp_path)
+    assert load_file(tmp_path / "model.safetensors")["lm_head.weight"].dtype == torch.float32
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+
+
 def test_an_export_replaces_an_older_one_and_leaves_other_files(tmp_path: Path):
     export_hf(_model("gated"), tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

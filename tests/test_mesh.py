@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -120,6 +121,22 @@ def test_hybrid_meshes_read_different_data_along_two_dimensions(ranks: Any) -> N
     for rank, found in enumerate(ranks(4, _hybrid)):
         node = rank // 2 * 2
         assert found == ((rank, 4), [rank], [0, 1, 2, 3], [node, node + 1], [rank % 2, rank % 2 + 2])
+
+
+def _timeouts(rank: int, world: int) -> list[float]:
+    """Seconds that collectives of every group wait, in a world that was there before."""
+    mesh = init_mesh(rep=2, dp=2, tp=1, timeout=timedelta(seconds=77))
+    assert mesh is not None
+    later = init_mesh(pp=2)  # says nothing: as long as the others
+    assert later is not None
+    groups = everyone(), data_group(mesh), whole_group(mesh["dp", "tp"])
+    pgs = [group.pg for group in groups] + mesh.get_all_groups() + later.get_all_groups()
+    return [pg._get_backend(torch.device("cpu")).options._timeout.total_seconds() for pg in pgs]
+
+
+@pytest.mark.ranks
+def test_a_timeout_bounds_every_group(ranks: Any) -> None:
+    assert ranks(4, _timeouts) == [[77.0] * (3 + 4 + 3)] * 4
 
 
 def _process_groups(rank: int, world: int) -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,8 @@ def _check(found: list[dict[str, Any]], case: Case) -> None:
         assert not result["wrong"], f"rank {rank}: {result['wrong']}"
         assert len(result["names"]) > 8
     assert set().union(*(result["names"] for result in found)) == set(found[0]["expected"])
-    last = {0, *range(len(found))}.difference() if not case.config.get("tie_embeddings") else set()
-    assert last or any(result["borrowed"] for result in found) == (SCHEDULES[case.schedule].layout == "loop")
+    apart = case.config.get("tie_embeddings", False) and SCHEDULES[case.schedule].layout == "loop"
+    assert any(result["borrowed"] for result in found) == apart
 
 
 def _once(ranks: Any, found: list[dict[str, Any]], case: Case) -> None:
@@ -143,6 +144,7 @@ def _shapes_body(rank: int, world: int) -> list[Any]:
         pipeline.step(tokens[:rows, :length], targets[:rows, :length])
     shifted = torch.arange(8) + 3
     found.append(pipeline.evaluate(tokens, targets, positions=shifted).item())
+    found.append(pipeline.step(tokens[:0], targets[:0], positions=shifted).item())
     model = case.build(None, torch.float32).eval()
     model.init_weights(3)
     expected = []
@@ -150,6 +152,7 @@ def _shapes_body(rank: int, world: int) -> list[Any]:
         part = targets[:rows, :length]
         expected.append(model(tokens[:rows, :length], part).item() * int((part != -100).sum()))
     expected.append(model(tokens, targets, positions=shifted).item() * int((targets != -100).sum()))
+    expected.append(0.0)
     return [found, expected, all(stage.training for _, stage in pipeline.stages)]
 
 
@@ -158,6 +161,22 @@ def test_batches_may_change_their_shape_and_evaluations_come_between(ranks: Any)
         assert found == pytest.approx(expected, rel=1e-5)
         assert found[0] == found[3]  # nothing drops
         assert trains
+
+
+def _frozen_body(rank: int, world: int) -> tuple[float, float, set[str], set[str]]:
+    """Loss of a step and of an evaluation; the names of all parameters, and of those without a gradient."""
+    model, pipeline = build(Case("1f1b", config=TIED), init_mesh(pp=world))
+    model.model.embed_tokens.weight.requires_grad_(False)
+    losses = pipeline.step(*batch()).item(), pipeline.evaluate(*batch()).item()
+    params = dict(model.named_parameters())
+    return *losses, set(params), {name for name, param in params.items() if param.grad is None}
+
+
+def test_tied_embeddings_may_be_frozen(ranks: Any):
+    for loss, evaluation, names, without in ranks(2, _frozen_body):
+        assert loss == pytest.approx(evaluation, rel=1e-5)
+        assert len(names) > 8
+        assert without == {"model.embed_tokens.weight"}
 
 
 def _measured_body(rank: int, world: int) -> tuple[list[float], list[int], bool]:
@@ -252,6 +271,25 @@ def test_what_cannot_run_is_refused_on_every_rank(ranks: Any):
     for messages in ranks(2, _errors_body):
         for message, part in zip(messages, expected, strict=True):
             assert part in message
+
+
+def _tied_body(rank: int, world: int) -> tuple[str, float | None]:
+    """What is said on this rank, and how many seconds the group of both ends waits."""
+    mesh = init_mesh(pp=world, timeout=timedelta(seconds=77))
+    case = Case("1f1b", config=TIED | {"num_layers": 2})  # a part for each: the first stage has no linear layer
+    with pytest.raises(ValueError) as caught:
+        split(case.build(None, torch.float32, "meta", fuse_wgrad_accumulation=True), mesh, "1f1b")
+    model = case.build(None, torch.float32, "meta")
+    stages = [(index, model.stage(parts)) for index, parts in split(model, mesh, "1f1b")]
+    ends = Pipeline(model, stages, mesh, "1f1b", 4)._ends
+    waits = None if ends is None else ends.pg._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return str(caught.value), waits
+
+
+def test_all_ranks_agree_on_tied_embeddings(ranks: Any):
+    for rank, (message, waits) in enumerate(ranks(4, _tied_body)):
+        assert "fuse_wgrad_accumulation=True with model.embed_tokens.weight at both ends" in message
+        assert waits == (77.0 if rank in (0, 3) else None)
 
 
 def _compiled_body(rank: int, world: int) -> list[bool]:

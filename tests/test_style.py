@@ -173,6 +173,42 @@ def test_modes_and_flags_are_kept(ranks):
     assert ranks(2, _local_and_meta) == [[], []]
 
 
+class Tied(nn.Module):
+    """An embedding and its head, with a square weight: it can be split along either dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(tokens))
+
+
+def _tied(rank: int, world: int) -> list[str]:
+    mesh = init_mesh(tp=world)
+    assert mesh is not None
+    torch.manual_seed(0)
+    plain = Tied().double()
+    ours, refused = copy.deepcopy(plain), copy.deepcopy(plain)
+    parallelize_module(ours, mesh["tp"], {"table": VocabParallel(), "head": ColumnParallel(gather_output=True)})
+    found = [] if ours.head.weight is ours.table.weight else ["untied"]
+    found += _same("y", _step(ours), _step(plain)) + _same(
+        "grad", gather(ours.table.weight.grad), plain.table.weight.grad
+    )
+    with pytest.raises(
+        ValueError, match=r"split along dimension 0 of 2 ranks .* expects it split along dimension 1 of 2"
+    ):
+        parallelize_module(refused, mesh["tp"], {"table": VocabParallel(), "head": RowParallel()})
+    return found if type(refused.head) is nn.Linear else [*found, "changed"]
+
+
+@pytest.mark.ranks
+def test_tied_parameters_stay_tied_or_are_refused(ranks):
+    assert ranks(2, _tied) == [[], []]
+
+
 @pytest.fixture
 def alone():
     """A mesh of one process."""
@@ -195,11 +231,14 @@ def test_one_process_has_the_stock_results(alone):
 def _refusals() -> dict[str, tuple[Callable[[], nn.Module], Any, str]]:
     hooked = nn.Linear(4, 4)
     hooked.register_forward_hook(lambda *_: None)
+    heard = Gated(False)
+    heard.register_forward_hook(lambda *_: None)
     gated = {"gate": "w1", "up": "w3", "down": "w2"}
     return {
         "kind": (nn.ReLU, ColumnParallel(), r"expected nn.Linear, not ReLU; name another module"),
         "subclass": (lambda: nn.Bilinear(2, 2, 2), RowParallel(), "not Bilinear"),
         "hooks": (lambda: hooked, RowParallel(), "has hooks, which would be lost"),
+        "hooks of an MLP": (lambda: heard, FusedMLP(**gated, activation="silu"), "the Gated has hooks"),
         "padding": (lambda: nn.Embedding(4, 4, padding_idx=0), VocabParallel(), "the embedding has padding_idx"),
         "norm": (lambda: nn.LayerNorm((2, 4)), SequenceParallelNorm(), "expected a norm over the last dimension"),
         "child": (lambda: Gated(False), FusedMLP(up="up", down="w2", activation="silu"), "no child 'up'; it has w1"),

@@ -22,13 +22,14 @@ from shardfuse.parallel.timeline import Costs, closed_form, simulate
 from shardfuse.schedule import costs_of
 
 POINTS = 0.05  # TARGETS: idle share in simulation and on paper
-COSTS = [Costs(), Costs(1, 1.2, 0.8), Costs(1, 1.6, 0.4), Costs(2, 2, 1), Costs(1, 0.8, 1.2)]
+COSTS = [Costs(), Costs(1, 1.2, 0.8), Costs(1, 1.6, 0.4), Costs(2, 2, 1), Costs(1, 1.8, 1)]
 SINGLE = [name for name in SCHEDULES if find(name).stages_per_rank == 1]
 
 
 def _agrees(name: str, ranks: int, microbatches: int, costs: Costs) -> None:
     step = simulate(name, ranks, microbatches, costs)
     form = closed_form(name, ranks, microbatches, costs)
+    assert form is not None
     assert abs(step.idle_share - form) < POINTS, (name, ranks, microbatches, costs)
     assert max(step.idle) < 1
 
@@ -48,6 +49,31 @@ def test_idle_share_is_the_closed_forms_for_many_ranks(name: str, ranks: int):
     for microbatches in (2 * ranks, 3 * ranks):
         for costs in COSTS:
             _agrees(name, ranks, microbatches, costs)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "costs"),
+    [
+        ("interleaved_1f1b", 4, 3, Costs()),
+        ("interleaved_zb", 4, 3, Costs()),
+        ("interleaved_zb", 4, 8, Costs(1, 0.5, 1)),
+        ("interleaved_zb", 4, 8, Costs(1, 2, 2)),
+        ("zbv", 4, 2, Costs()),
+        ("zbv", 4, 4, Costs()),
+        ("zbv", 4, 8, Costs(2, 1, 1)),
+        ("zbv", 4, 8, Costs(1, 1, 3)),
+        ("dualpipev", 4, 8, Costs(1, 0.5, 0.5)),
+        ("dualpipev", 4, 8, Costs(1, 1, 3)),
+    ],
+)
+def test_formulas_are_not_stretched(name: str, ranks: int, microbatches: int, costs: Costs):
+    assert closed_form(name, ranks, microbatches, costs) is None
+
+
+@pytest.mark.parametrize("costs", [Costs(1, 0.5, 2), Costs(3, 1, 0)])
+def test_formulas_of_whole_backwards_hold_for_all_costs(costs: Costs):
+    for name in ("naive", "gpipe", "1f1b", "interleaved_1f1b"):
+        _agrees(name, 4, 8, costs)
 
 
 def test_schedules_rank_as_they_are_meant_to():
@@ -244,6 +270,12 @@ def test_the_command_prints_json(tmp_path: Path):
     assert report["idle_share"] == step.idle_share
     assert report["closed_form"] == closed_form("zbv", 2, 4, Costs(weight=0.5))
     assert report["passes"][1][0] == step.passes[1][0]._asdict()
+
+
+def test_the_command_prints_no_closed_form_where_there_is_none():
+    result = _run("zbv", "--stages", "4", "--microbatches", "4", "--json")
+    assert json.loads(result.stdout.splitlines()[-1])["closed_form"] is None
+    assert "closed form: none for these numbers." in result.output
 
 
 def test_the_command_takes_modelled_costs():

@@ -127,6 +127,7 @@ def test_formats_and_offload_repeat_after_a_stop(
     assert case.lines(tmp_path / "parts") == case.lines(tmp_path / "whole")
 
 
+@pytest.mark.nightly
 def test_run_starts_from_a_folder_of_transformers(ranks: Any, case: Any, tmp_path: Path):
     first = case.settings(tmp_path / "first", 1)
     (trained,) = ranks(1, case.run_body, first.to_json())
@@ -195,7 +196,8 @@ def _wait_for_lines(process: subprocess.Popen[str], out: Path, count: int) -> No
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("processes", [1, _nightly(2)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("processes", [1, 2])
 def test_two_trainings_side_by_side_one_of_them_interrupted(ranks: Any, case: Any, tmp_path: Path, processes: int):
     """One under torchrun, which completes, and one that starts its own processes and would never end."""
     leftovers = importlib.import_module("launched").Leftovers()

@@ -217,6 +217,20 @@ def test_earlier_run_is_gone_on_with_or_left_alone(tmp_path: Path, trace: str):
         pass
 
 
+def test_run_of_the_same_job_is_gone_on_with_until_it_is_complete(tmp_path: Path):
+    with RunFolder(tmp_path, resume=False, job="a") as folder:
+        (tmp_path / "settings.json").touch()
+        assert not folder.resume
+    for job in ("b", None):
+        with pytest.raises(RunFolderError, match="holds an earlier run"), RunFolder(tmp_path, resume=False, job=job):
+            pytest.fail("another job's run")
+    with RunFolder(tmp_path, resume=False, job="a") as folder:
+        assert folder.resume
+        folder.complete()
+    with pytest.raises(RunFolderError, match="holds an earlier run"), RunFolder(tmp_path, resume=False, job="a"):
+        pytest.fail("a complete run")
+
+
 def test_folder_that_cannot_be_made(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(RunFolderError, match=r"cannot be written to \(.*\); choose another folder"):

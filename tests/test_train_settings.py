@@ -56,6 +56,12 @@ def test_changes_win_over_the_file(run_toml: Path):
     assert (settings.data.seq, settings.optimizer.clip) == (64, None)
 
 
+def test_false_is_none_where_a_setting_can_do_without(run_toml: Path):
+    run_toml.write_text("[checkpoint]\nevery = false\n[parallel]\nrecompute = false\n")
+    settings = read_settings(run_toml, dict([parse_assignment("optimizer.clip=false")]))
+    assert (settings.checkpoint.every, settings.optimizer.clip, settings.parallel.recompute) == (None, None, False)
+
+
 def test_without_a_file_there_are_defaults():
     assert read_settings(None, {}) == RunSettings()
 
@@ -88,6 +94,8 @@ def test_assignments_need_a_name_and_a_value(text: str):
         ({"steps": "many"}, "^steps = 'many': expected a whole number$"),
         ({"steps": 2.5}, "^steps = 2.5: expected a whole number$"),
         ({"steps": True}, "^steps = True: expected a whole number$"),
+        ({"steps": False}, "^steps = False: expected a whole number$"),
+        ({"checkpoint.every": True}, "^checkpoint.every = True: expected a whole number or false for none$"),
         ({"steps": 0}, "^steps = 0: expected at least 1$"),
         ({"seed": -1}, "^seed = -1: expected 0 to "),
         ({"device": "tpu"}, "^device = 'tpu': expected 'cpu' or 'cuda'$"),

@@ -300,7 +300,10 @@ _HINTS = {
 
 
 def _first_error(job: Path, result: RunResult) -> WorkerError:
-    """The failure that came first: a killed process, else the earliest exception (others follow from it)."""
+    """The failure that came first: a killed process, else the earliest exception (others follow from it).
+
+    Only the newest attempt that left reports counts: what failed before it was tried again.
+    """
     for rank, failure in sorted(result.failures.items()):
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # SIGTERM is how the agent ends the rest
             name = signal.Signals(-failure.exitcode).name
@@ -309,9 +312,10 @@ def _first_error(job: Path, result: RunResult) -> WorkerError:
     reports = []
     for path in job.glob("error-*.json"):
         report = json.loads(path.read_text())
-        reports.append((report["time"], int(path.stem.split("-")[1]), report))
+        attempt, rank = map(int, path.stem.split("-")[1:])
+        reports.append((-attempt, report["time"], rank, report))
     if reports:
-        _, rank, report = min(reports, key=lambda item: item[0])
+        _, _, rank, report = min(reports, key=lambda item: item[:2])
         line = " ".join(str(report["message"]).split())
         return WorkerError(rank, report["kind"], f"rank {rank}: {report['kind']}: {line}", report["trace"])
     rank, failure = min(result.failures.items())

@@ -14,10 +14,10 @@ from rich.console import Console
 
 from ..layers.hf import export_hf
 from ..layers.transformer import ParallelTransformer
+from ..parallel import collectives, storage
 from ..parallel import mesh as meshes
-from ..parallel import storage
 from ..parallel.checkpoint import load_checkpoint, read_extra, save_checkpoint
-from ..parallel.mesh import MeshLike
+from ..parallel.mesh import Group, MeshLike
 from .config import TrainConfig
 from .data import load_corpus
 from .loop import TrainResult, build_model, build_optimizer, evaluate, train
@@ -74,7 +74,8 @@ def train_run(settings: RunSettings, resume: bool, stop_file: StopFile | None = 
     """The run of resolved ``settings``, over all processes that were started together.
 
     Whoever started them with a ``stop_file`` holds the run's folder; otherwise the first rank does. Processes that
-    torchrun's agent starts again after a failure go on from the newest checkpoint, whatever ``resume`` says.
+    torchrun's agents start again, after a failure or because machines came or went, go on from the newest checkpoint,
+    whatever ``resume`` says.
     """
     parallel = settings.parallel
     assert parallel.dp is not None  # resolve() filled it in
@@ -87,12 +88,12 @@ def train_run(settings: RunSettings, resume: bool, stop_file: StopFile | None = 
         timeout=None if settings.timeout is None else timedelta(seconds=settings.timeout),
     )
     ranks = meshes.everyone()
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    restarts = _restarts(ranks)
     resume = resume or restarts > 0
     with Stop(ranks, stop_file) as stop, contextlib.ExitStack() as held:
         if stop_file is None:
-            folder = RunFolder(Path(settings.out), resume=resume)
-            storage.on_first(ranks, lambda: held.enter_context(folder) and None)
+            folder = RunFolder(Path(settings.out), resume=resume, job=_job())
+            resume = storage.on_first(ranks, lambda: held.enter_context(folder).resume)
         trainer = Trainer(settings, mesh)
         console = Console(highlight=False)
         if resume and trainer.resume() and ranks.rank == 0:
@@ -103,5 +104,22 @@ def train_run(settings: RunSettings, resume: bool, stop_file: StopFile | None = 
                 result = run_trainer(trainer, stop, on_step=display)
         else:
             result = run_trainer(trainer, stop)
+        if stop_file is None and ranks.rank == 0 and result.steps == settings.steps:
+            folder.complete()
     meshes.shutdown()
     return result
+
+
+def _restarts(ranks: Group) -> int:
+    """How often these processes were started again after a failure: the most that any of them was told.
+
+    Each machine's agent counts for itself, and one that joined later began later.
+    """
+    mine = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return int(collectives.all_reduce(torch.tensor(mine), ranks, site="train.restarts", op="max"))
+
+
+def _job() -> str | None:
+    """What torchrun calls this job, None where it was given no name."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return name if name not in ("", "none") else None  # "none" is torchrun's own default

@@ -7,6 +7,7 @@ NAME/
     checkpoints/          what the run can go on from
     model/                the trained model as transformers loads it, once the run is complete
     .lock                 held while a run is under way
+    .job                  which job's run this is, until it is complete
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ SETTINGS = "settings.json"
 CHECKPOINTS = "checkpoints"
 EXPORT = "model"
 _LOCK = ".lock"
+_JOB = ".job"
 _TRACES = (SETTINGS, metrics.FILE, metrics.FOLDER, CHECKPOINTS, EXPORT)
 
 
@@ -32,12 +34,15 @@ class RunFolder:
     """``path`` for one run, as a context: until it ends, another run that wants the folder is refused.
 
     Without ``resume`` a folder that holds an earlier run is refused too; with it, one that holds none is taken as well.
+    ``job`` names the job that starts the run: its own run is gone on with whether ``resume`` or not, because a launcher
+    whose machines come and go starts processes again without telling them. Once inside, ``resume`` says which it is.
     Raises RunFolderError on entry.
     """
 
-    def __init__(self, path: Path, *, resume: bool) -> None:
+    def __init__(self, path: Path, *, resume: bool, job: str | None = None) -> None:
         self.path = path
-        self._resume = resume
+        self.resume = resume
+        self._job = job
         self._lock: int | None = None
 
     def __enter__(self) -> RunFolder:
@@ -50,7 +55,9 @@ class RunFolder:
             ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.resume = self.resume or self._is_of_this_job()
             self._refuse_earlier_run()
+            self._leave_mark()
         except BlockingIOError:
             self.__exit__()
             raise RunFolderError(
@@ -66,9 +73,23 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
+    def complete(self) -> None:
+        """The run has come to its end: what the same job starts next is another one."""
+        (self.path / _JOB).unlink(missing_ok=True)
+
+    def _is_of_this_job(self) -> bool:
+        mark = self.path / _JOB
+        return self._job is not None and mark.exists() and mark.read_text(encoding="utf-8") == self._job
+
+    def _leave_mark(self) -> None:
+        if self._job is None:
+            (self.path / _JOB).unlink(missing_ok=True)
+        else:
+            (self.path / _JOB).write_text(self._job, encoding="utf-8")
+
     def _refuse_earlier_run(self) -> None:
         found = [name for name in _TRACES if (self.path / name).exists()]
-        if found and not self._resume:
+        if found and not self.resume:
             raise RunFolderError(
                 f"--out {self.path}: it holds an earlier run ({found[0]}); pass --resume to go on with that one, or "
                 "choose another folder"

@@ -1,6 +1,7 @@
 """A run of ``shardfuse train`` as one value: a TOML file, changed by the command line.
 
 Each section of the file is a dataclass here, and each key a field of it. Settings that no section has stand at the top.
+TOML has no word for None: ``false`` stands for it.
 """
 
 from __future__ import annotations
@@ -308,9 +309,10 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def _typed(value: Any, hint: Any, name: str) -> Any:
-    """``value`` as ``hint`` wants it, an int for a float included."""
+    """``value`` as ``hint`` wants it: an int for a float included, and false for None where it means nothing else."""
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if value is None and type(None) in kinds:
+    optional = type(None) in kinds
+    if optional and (value is None or (value is False and bool not in kinds)):
         return None
     for kind in kinds:
         if kind is float and type(value) is int:
@@ -318,6 +320,7 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
         if type(value) is kind or (kind not in _WORDS and kind is not type(None) and isinstance(value, Mapping)):
             return value
     words = [_WORDS.get(kind, "a table") for kind in kinds if kind is not type(None)]
+    words += ["false for none"] if optional and bool not in kinds else []
     raise ValueError(f"{name} = {value!r}: expected {' or '.join(words)}")
 
 

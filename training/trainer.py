@@ -20,6 +20,8 @@ from torch.utils.data import default_collate
 
 from ..layers.hf import export_hf, load_hf_weights
 from ..layers.transformer import ParallelTransformer
+from ..parallel import storage
+from ..parallel.checkpoint import read_extra
 from ..parallel.checkpointer import Checkpointer
 from ..parallel.data import data_loader
 from ..parallel.mesh import data_coordinate, everyone
@@ -99,9 +101,14 @@ class Trainer:
 
     def resume(self) -> bool:
         """Go on from the newest checkpoint, if there is one."""
-        resumed = self.checkpointer.load(self.model.module, self.optimizer, states=self._states())
-        if resumed is None:
+        latest = self.checkpointer.latest()
+        if latest is None:
             return False
+        states = self._states()
+        if self._precision_of(latest) != self.settings.parallel.precision:
+            states.pop("loss_scale", None)  # of another format there is none, or it says nothing about this one
+        resumed = self.checkpointer.load(self.model.module, self.optimizer, step=latest, states=states)
+        assert resumed is not None
         self.step = resumed.step
         self._batches = self._read()
         self._scheduler = self._make_scheduler()
@@ -119,6 +126,11 @@ class Trainer:
                 states=self._states(),
                 asynchronous=asynchronous,
             )
+
+    def _precision_of(self, step: int) -> str:
+        """What the run that saved ``step`` computed in."""
+        extra = storage.on_first(everyone(), lambda: read_extra(self.checkpointer.path(step)))
+        return str(extra["settings"]["parallel"]["precision"])
 
     def _states(self) -> dict[str, Any]:
         """What goes into a checkpoint beside model and optimizer. The learning rate follows from the step."""

@@ -3,8 +3,9 @@
     python worker.py PARENT_PID FOLDER THREADS
 
 ``FOLDER/job.pickle`` names the function and holds its arguments. This rank leaves ``result-RANK.pickle`` there, or
-``error-RANK.json``. torchrun's agent sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Started again after a failure,
-it tries once more only if that may help.
+``error-ATTEMPT-RANK.json``, which stays: ranks that are started again read each other's while others already write.
+torchrun's agent sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and TORCHELASTIC_RESTART_COUNT. Started again after a
+failure, it tries once more only if that may help.
 """
 
 from __future__ import annotations
@@ -44,10 +45,9 @@ def main(folder: Path, threads: str) -> int:
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback()
     os.environ["OMP_NUM_THREADS"] = threads
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    rank = os.environ["RANK"]
+    rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
     if any(json.loads(path.read_text())["final"] for path in folder.glob("error-*.json")):
         return 1
-    (folder / f"error-{rank}.json").unlink(missing_ok=True)  # an earlier attempt's
     try:
         module, name, args = pickle.loads((folder / "job.pickle").read_bytes())
         value = getattr(importlib.import_module(module), name)(*args)
@@ -63,7 +63,7 @@ def main(folder: Path, threads: str) -> int:
             "final": not isinstance(error, (RuntimeError, OSError, MemoryError)),
         }
         try:
-            _write(folder / f"error-{rank}.json", json.dumps(report).encode())
+            _write(folder / f"error-{attempt}-{rank}.json", json.dumps(report).encode())
         except OSError:  # the disk may be what is wrong
             print(trace, file=sys.stderr)
         return 1
