@@ -29,7 +29,8 @@ def export_hf(model: ParallelTransformer, directory: str | os.PathLike[str], *, 
     stage's into one beside an index. The files are complete beside their final names before any takes its place; then
     the weights of an older export go, and other files of the folder stay.
 
-    Raises ValueError for a model that transformers has none like and a ``group`` that holds none of it, RuntimeError when the folder cannot be written.
+    Raises ValueError for a model that transformers has none like and a ``group`` that writes none of it, RuntimeError
+    when the folder cannot be written.
     Every rank raises.
     """
     ranks = everyone() if group is None else whole_group(group)

@@ -9,8 +9,8 @@
 torch's own calls (FSDP2, pipelining, DTensor) are seen as they go through torch's dispatcher. Those of this package's
 layers are seen there as well, but counted as :mod:`collectives` counts them: once for each, under their site, whatever
 they are made of (gloo's reduce-scatter is an all-to-all, a small all-reduce of two ranks is a send and a receive). What
-torch.compile has captured is not seen. An operator that sends in a way that this module does not know ends the step with
-an error, because a count without it would look whole.
+torch.compile has captured is not seen. An operator that sends in a way that this module does not know is an error,
+because a count without it would look whole.
 
 The payload of a collective is the size of the whole tensor that it is about, the same on all ranks: what an all-reduce
 sums, what an all-gather has made, what a reduce-scatter is given. In rings over R ranks each rank sends
@@ -158,8 +158,8 @@ class Audit(TorchDispatchMode):
             self._note(kind, _nbytes(args[0]) * (group.size() if kind == "all_gather" else 1), group)
         elif name not in _SILENT.get(library, {name}):
             raise RuntimeError(
-                f"{library}::{name}: a step sends with it, and the audit does not know how much; leave it out of what is "
-                "audited, or use a collective that the audit counts"
+                f"{library}::{name}: a step sends with it, and the audit does not know how much; leave it out of what "
+                "is audited, or use a collective that the audit counts"
             )
         return func(*args, **kwargs or {})
 

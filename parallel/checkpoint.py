@@ -126,9 +126,9 @@ def load_checkpoint(
 
     All ranks of ``group`` (default: every process) call it. Values take the model's dtype and device; optimizer state
     keeps the dtype that it was saved in, and how the optimizer computes (``fused``, ``foreach``, ``capturable``,
-    ``differentiable``) stays as it was built. What is not asked for, such as the optimizer's state or one of the states, is
-    left alone. Everything is read and checked before anything is changed, at the price of a second copy of it
-    meanwhile; only the states check for themselves, as they load, before model and optimizer do.
+    ``differentiable``) stays as it was built. What is not asked for, such as the optimizer's state or one of the
+    states, is left alone. Everything is read and checked before anything is changed, at the price of a second copy of
+    it meanwhile; only the states check for themselves, as they load, before model and optimizer do.
 
     Loading runs no code from the checkpoint: the index is unpickled with no classes but those it consists of, tensors
     and states are read by torch with ``weights_only=True``, the rest is JSON.
@@ -301,8 +301,8 @@ def _merge(per_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """
     merged = per_rank[0]
     settings = [[json.dumps(group["settings"], sort_keys=True) for group in groups] for groups in per_rank]
-    for rank, (groups, theirs) in enumerate(zip(per_rank, settings)):
-        if theirs != settings[0]:
+    for rank, groups in enumerate(per_rank):
+        if settings[rank] != settings[0]:
             raise ValueError(
                 f"the optimizer has {len(merged)} parameter group(s) on rank 0 and {len(groups)} on rank {rank}, or "
                 "their settings differ; give every rank the same groups in the same order, and keep those that are "

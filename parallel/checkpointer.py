@@ -183,7 +183,8 @@ class Checkpointer:
 
     def _serials(self) -> tuple[dict[int, int], dict[int, Exception]]:
         """Step -> the number of its save, which grows with each; step -> why the checkpoint cannot be read."""
-        found, unreadable = {}, {}
+        found: dict[int, int] = {}
+        unreadable: dict[int, Exception] = {}
         for name in storage.names(self.folder, _PATTERN):
             if match := re.fullmatch(r"step-(\d{8,})", name):
                 step = int(match[1])

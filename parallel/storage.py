@@ -381,9 +381,9 @@ def _read_index(path: Path, files: Collection[str]) -> Metadata:
         if not isinstance(entry, TensorStorageMetadata):
             raise ValueError(f"{path}: {name} is not a tensor, and nothing else is read from a checkpoint")
     for where in index.storage_data.values():
-        file = getattr(where, "relative_path", None)
-        if not isinstance(file, str) or file not in files:
-            raise ValueError(f"{path}: it points to {file!r}, which is no file of the checkpoint ({MANIFEST})")
+        listed = getattr(where, "relative_path", None)
+        if not isinstance(listed, str) or listed not in files:
+            raise ValueError(f"{path}: it points to {listed!r}, which is no file of the checkpoint ({MANIFEST})")
     return index
 
 

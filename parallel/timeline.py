@@ -18,9 +18,9 @@ W. The share is b / (b + M (F + B)) where b, the bubble, is
     zbv                   (P - 1) max(I, 2 (I - W)) / v
     dualpipev             (P - 1) (F + 2 I - W) / v     DeepSeek's DualPipe, its table of bubbles, in these letters
 
-Qi et al. call ZBV free of bubbles where F = I = W: they count each rank from its own first pass to its own last. Counted
-from the step's first pass to its last, the last rank waits until a micro-batch has gone through P - 1 stages. For passes
-that differ no source is known: zbv's formula is fitted to the simulation, and says no more than that does.
+Qi et al. call ZBV free of bubbles where F = I = W: they count each rank from its own first pass to its own last. In a
+whole step the last rank waits until a micro-batch has gone through P - 1 stages. For passes that differ no source is
+known: zbv's formula is then fitted to the simulation, and says no more than that does.
 
 Formulas hold where the pipeline is full and nothing but its two ends is idle, and there is none elsewhere:
 
@@ -264,7 +264,7 @@ def closed_form(name: str, ranks: int, microbatches: int, costs: Costs = Costs()
         raise ValueError(f"{name}: no closed form is known of its idle share")
     holds = {
         "interleaved_1f1b": microbatches % ranks == 0,
-        "interleaved_zb": microbatches % ranks == 0 and W <= min(F, I),
+        "interleaved_zb": microbatches % ranks == 0 and min(F, I) >= W,
         "zbv": microbatches >= 2 * ranks and max(F, W) <= I,
         "dualpipev": microbatches >= 2 * ranks and W <= F <= I,
     }

@@ -86,9 +86,9 @@ def show(people: Console, step: Timeline, form: float | None) -> None:
         table.add_row(str(rank), f"{idle:.1%}", f"{peak:g}")
     table.add_row("all", f"{step.idle_share:.1%}", f"{max(step.peak_activations):g}")
     people.print(table)
+    paper = "none for these numbers" if form is None else f"{form:.1%} idle"
     people.print(
-        f"closed form: {'none for these numbers' if form is None else f'{form:.1%} idle'}. Peaks are in what one micro-batch leaves for backward in all of a rank's "
-        "stages.",
+        f"closed form: {paper}. Peaks are in what one micro-batch leaves for backward in all of a rank's stages.",
         soft_wrap=True,
     )
 

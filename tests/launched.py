@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -49,6 +50,11 @@ def count_and_die_once(path: str) -> int:
     if count == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return count
+
+
+def raise_reports() -> None:
+    """Fail with the names of the errors that earlier attempts reported."""
+    raise RuntimeError(" ".join(sorted(path.name for path in Path(sys.argv[2]).glob("error-*"))))
 
 
 def wait_for(waiting: str, path: str) -> str:

@@ -60,12 +60,17 @@ def _calls_body(rank: int, world: int) -> list[tuple[Any, ...]]:
         lambda: DTensor.from_local(small, group.mesh, [Shard(0)]).redistribute(placements=[Replicate()]).to_local(),
         send,
         lambda: dist.all_reduce(small, group=dist.new_group([rank], use_local_synchronization=True)),
+        lambda: dist.reduce(small, 0),
+        dist.barrier,
     ]
     with Audit(mesh) as audit:
         for index, call in enumerate(calls):
             if index:
                 audit.next_step()
             call()
+    parts = [small.clone() for _ in range(world)] if rank == 0 else None
+    with Audit(mesh), pytest.raises(RuntimeError, match=r"^c10d::gather_: a step sends with it"):
+        dist.gather(small, parts)
     return [(e.step, e.group, e.ranks, e.kind, e.site, e.calls, e.payload) for e in audit.entries]
 
 
@@ -84,6 +89,8 @@ def test_every_call_is_counted_once_whatever_it_is_made_of(ranks: Any):
         ("all_gather", TORCH, 2 * size),
         ("send", TORCH, size),
         None,  # in a group of one
+        ("reduce", TORCH, size),
+        None,  # a barrier
     ]
     rows = [(step, "tp", 2, row[0], row[1], 1, row[2]) for step, row in enumerate(counted) if row is not None]
     assert ranks(2, _calls_body) == [rows, rows]

@@ -69,6 +69,11 @@ def test_killed_worker_is_started_again(launched: Any, tmp_path: Path):
     assert launch(launched.count_and_die_once, str(tmp_path / "starts"), processes=1, max_restarts=1) == [2]
 
 
+def test_reports_of_errors_stay_for_ranks_that_read_them(launched: Any):
+    with pytest.raises(WorkerError, match=r"^rank 0: RuntimeError: error-0-0.json$"):
+        launch(launched.raise_reports, processes=1, max_restarts=1)
+
+
 def _stops(launched: Any, folder: Path, count: int) -> list[str]:
     """Signals to this process while a worker waits for a file, which the first of them writes if it is the only one."""
     asked: list[int] = []

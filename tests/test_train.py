@@ -267,6 +267,35 @@ def test_torchrun_passes_the_signal_on(ranks: Any, case: Any, tmp_path: Path, si
     assert {result.resumed_at for result in ranks(2, case.run_body, settings.to_json(), resume=True)} == {steps}
 
 
+def _under_torchrun_body(rank: int, world: int, text: str, job: str, restarts: list[int]) -> Any:
+    """The run of settings ``text`` without --resume, each rank of a machine of its own whose agent counts restarts."""
+    from shardfuse.training.run import train_run
+    from shardfuse.training.settings import RunSettings
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RUN_ID", job)
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts[rank]))
+        return train_run(RunSettings.from_json(text), False)
+
+
+def test_restarted_job_goes_on_whoever_counted_it(ranks: Any, case: Any, tmp_path: Path):
+    """Where one machine's agent alone counted the restart, and where machines came or went and none did."""
+    out, mark = tmp_path / "run", tmp_path / "run" / ".job"
+    texts = [case.settings(out, 2, steps=steps, checkpoint={"export": False}).to_json() for steps in (1, 2, 3)]
+    ranks(2, case.run_body, texts[0])
+    assert {result.resumed_at for result in ranks(2, _under_torchrun_body, texts[1], "none", [0, 1])} == {1}
+    mark.write_text("job")
+    assert {result.resumed_at for result in ranks(2, _under_torchrun_body, texts[2], "job", [0, 0])} == {2}
+    assert not mark.exists()
+
+
+def test_run_goes_on_in_another_precision(ranks: Any, case: Any, tmp_path: Path):
+    for steps, precision in enumerate(("fp32", "fp16", "fp32"), start=1):
+        more = {"steps": steps, "parallel": {"precision": precision}, "checkpoint": {"export": False}}
+        (result,) = ranks(1, case.run_body, case.settings(tmp_path / "run", 1, **more).to_json(), resume=True)
+        assert (result.resumed_at, result.steps) == (steps - 1, steps)
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
