@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardfuse.kernels import accuracy
 from shardfuse.kernels.rope import apply_rope
-from shardfuse.layers import hf
+from shardfuse.layers import hf_config
 from shardfuse.layers.config import SCALINGS, TransformerConfig
 from shardfuse.layers.rope import Rotary, rope_tables
 
@@ -203,13 +203,13 @@ def test_config_and_rotary_go_together():
 def test_scalings_go_into_config_json_and_come_back():
     for kind, parameters in PARAMETERS.items():
         scaling = {"rope_type": kind, **parameters}
-        raw = hf.config_to_hf(TransformerConfig(style="gated", rope_theta=5000.0, rope_scaling=scaling))
+        raw = hf_config.config_to_hf(TransformerConfig(style="gated", rope_theta=5000.0, rope_scaling=scaling))
         assert raw["rope_parameters"] == {**scaling, "rope_theta": 5000.0}
-        assert hf._rope_fields(raw) == {"rope_theta": 5000.0, "rope_scaling": scaling}
+        assert hf_config._rope_fields(raw) == {"rope_theta": 5000.0, "rope_scaling": scaling}
     # As transformers 4 wrote it.
     old = {"rope_theta": 9.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    assert hf._rope_fields(old) == {"rope_theta": 9.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
-    assert hf._rope_fields({"rope_parameters": {"rope_type": "default"}}) == {
+    assert hf_config._rope_fields(old) == {"rope_theta": 9.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    assert hf_config._rope_fields({"rope_parameters": {"rope_type": "default"}}) == {
         "rope_theta": 10000.0,
         "rope_scaling": None,
     }
@@ -217,7 +217,7 @@ def test_scalings_go_into_config_json_and_come_back():
 
 def test_what_llama_does_not_do_is_neither_read_nor_written():
     with pytest.raises(ValueError, match=r"partial_rotary_factor=0.5: transformers' llama rotates whole heads"):
-        hf._rope_fields({"model_type": "llama", "partial_rotary_factor": 0.5})
+        hf_config._rope_fields({"model_type": "llama", "partial_rotary_factor": 0.5})
     for options in ({"partial_rotary_factor": 0.5}, {"rope_interleaved": True}):
         with pytest.raises(ValueError, match="cannot be exported"):
-            hf.config_to_hf(TransformerConfig(**options))
+            hf_config.config_to_hf(TransformerConfig(**options))
