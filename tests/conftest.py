@@ -51,7 +51,7 @@ def _load(name: str) -> Any:
     return module
 
 
-SEVERAL, REHEARSAL = 6, 40
+SEVERAL, REHEARSAL = 6, 30
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

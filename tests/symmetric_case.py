@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,9 @@ def run_exchanges(channel: Channel, count: int) -> list[int | None]:
 
 def memory_held() -> tuple[int, int]:
     """(file descriptors, mappings) of symmetric memory in this process."""
-    files = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()]
+    files = []
+    for entry in os.scandir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # a thread of gloo's may have closed its socket since
+            files.append(os.readlink(entry.path))
     mappings = Path("/proc/self/maps").read_text().count("/memfd:shardfuse")
     return sum("memfd:shardfuse" in file for file in files), mappings

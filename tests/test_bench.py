@@ -366,6 +366,7 @@ def test_tp_gate_notices_a_missing_collective(ranks, site):
         assert all(ok for name, ok in found.items() if name.startswith("peer."))
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks
 def test_tp_launches_its_own_processes(capsys):
     settings = Settings(CPU, dry=True)

@@ -345,6 +345,7 @@ def _chosen(rank: int, world: int, path: str) -> tuple[str, str]:
     return dry.reason, f"{measured.kind} in {measured.pieces}, {measured.reason}"
 
 
+@pytest.mark.nightly
 @pytest.mark.ranks
 def test_the_command_writes_what_choices_are_then_made_by(ranks: Any, tmp_path: Path):
     out = tmp_path / "links.json"

@@ -215,10 +215,24 @@ _MOMENTS = [
     pytest.param(_COMMAND, ["--device", "cpu", "--out", "out"], "1/5", signal.SIGTERM, id="SIGTERM-starting"),
     pytest.param(_COMMAND, ["--device", "cpu", "--out", "out"], "2/5", signal.SIGINT, id="SIGINT-workers-starting"),
     pytest.param(_COMMAND, ["--device", "cpu", "--out", "out"], "  step", signal.SIGINT, id="SIGINT-training"),
-    pytest.param(_COMMAND, ["--device", "cpu", "--out", "out"], "  step", signal.SIGKILL, id="SIGKILL-training"),
+    pytest.param(
+        _COMMAND,
+        ["--device", "cpu", "--out", "out"],
+        "  step",
+        signal.SIGKILL,
+        id="SIGKILL-training",
+        marks=pytest.mark.nightly,
+    ),
     pytest.param(_QUICK_COMMAND, ["out", "9"], "3/5", signal.SIGHUP, id="SIGHUP-comparing", marks=pytest.mark.nightly),
     pytest.param(_QUICK_COMMAND, ["out", "9"], "4/5", signal.SIGKILL, id="SIGKILL-loading", marks=pytest.mark.nightly),
-    pytest.param(_QUICK_COMMAND, ["out", "9"], "  step   1: request", signal.SIGINT, id="SIGINT-serving"),
+    pytest.param(
+        _QUICK_COMMAND,
+        ["out", "9"],
+        "  step   1: request",
+        signal.SIGINT,
+        id="SIGINT-serving",
+        marks=pytest.mark.nightly,
+    ),
 ]
 
 

@@ -47,8 +47,15 @@ def _first_steps(rank: int, world: int, config: TrainConfig, omitted: list[str |
     return found
 
 
-@pytest.mark.parametrize("style", ["gelu", "gated"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize(
+    ("sequence_parallel", "style"),
+    [
+        pytest.param(False, "gated", id="tp-gated"),
+        pytest.param(True, "gelu", id="sp-gelu"),
+        pytest.param(False, "gelu", id="tp-gelu", marks=pytest.mark.nightly),
+        pytest.param(True, "gated", id="sp-gated", marks=pytest.mark.nightly),
+    ],
+)
 def test_check_is_red_without_any_one_collective(ranks: Any, sequence_parallel: bool, style: str):
     config = TrainConfig(
         model=dataclasses.replace(MODEL, style=style, bias=None),

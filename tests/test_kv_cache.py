@@ -500,7 +500,8 @@ def test_opcheck(impl, cache_dtype, split):
 
 
 @pytest.mark.parametrize(
-    ("impl", "layout"), [("reference", "one tensor"), pytest.param("triton", "pair of views", marks=interpret)]
+    ("impl", "layout"),
+    [("reference", "one tensor"), pytest.param("triton", "pair of views", marks=[interpret, pytest.mark.nightly])],
 )
 def test_compiles_without_graph_breaks(impl, layout):
     """Write, copy, write over it, gather: in one graph, at two sizes. No write may be lost or change places."""

@@ -86,7 +86,7 @@ def _all_body(
 CASES = [
     (kind, sequence, way) for way in ("none", "chunked") for kind in ("layers", "mlp") for sequence in (False, True)
 ]
-CASES += [("layers", True, "kernel")]
+CASES += [pytest.param("layers", True, "kernel", marks=pytest.mark.nightly)]
 
 
 @pytest.mark.parametrize(

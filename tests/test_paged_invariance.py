@@ -133,12 +133,12 @@ def _features() -> dict[str, dict[str, Any]]:
     ("feature", "dtype"),
     [
         ("causal", torch.bfloat16),
-        ("alibi", torch.bfloat16),
         ("int8", torch.bfloat16),
         ("window", torch.float32),
         *(
             pytest.param(*rest, marks=SLOW)
             for rest in [
+                ("alibi", torch.bfloat16),
                 ("window", torch.bfloat16),
                 ("softcap", torch.bfloat16),
                 ("sinks", torch.bfloat16),

@@ -471,6 +471,7 @@ def test_what_took_the_process_down_is_not_tried_again(shipped, tmp_path):
     assert len([e for e in _events(out, "tried") if e["bucket"] == key]) == 1
 
 
+@pytest.mark.nightly
 @interprets
 @pytest.mark.interpret
 def test_a_wrong_candidate_is_refused_and_a_wrong_kernel_is_not_tuned(shipped, tmp_path, monkeypatch, capfd):
@@ -615,6 +616,7 @@ def test_other_ranks_leave_it_to_rank_0(tmp_path, monkeypatch, capfd):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.nightly
 @pytest.mark.interpret
 @pytest.mark.skipif(dispatch.triton_version() is None, reason="Triton is not installed")
 def test_the_command_interprets_by_itself(tmp_path):
