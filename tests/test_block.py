@@ -108,7 +108,7 @@ def test_hooks_see_a_branch_alone():
     assert seen["input_layernorm"].shape == x.shape
 
 
-@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, pytest.param({"recompute": True}, marks=pytest.mark.nightly)], ids=str)
 def test_dropout_compiles(options: dict[str, Any]):
     config = dataclasses.replace(CONFIG, residual_dropout=0.2, embedding_dropout=0.1)
     model = ParallelTransformer(config, dtype=torch.float64, **options)

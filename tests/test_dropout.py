@@ -122,7 +122,7 @@ def test_opcheck():
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("impl", ["triton", pytest.param("reference", marks=pytest.mark.nightly)])
 def test_compiles(impl: str):
     compiled = torch.compile(
         lambda x, ticket: dropout(x, 0.3, ticket, residual=x, impl=impl),
