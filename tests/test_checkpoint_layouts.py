@@ -17,6 +17,8 @@ from shardfuse.parallel.checkpointer import Checkpointer
 from shardfuse.parallel.mesh import data_coordinate, init_mesh
 from shardfuse.parallel.parallelize import parallelize
 
+pytestmark = pytest.mark.nightly  # minutes of processes: make test-all runs them
+
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
     "hidden_size": 32,

@@ -22,6 +22,8 @@ from shardfuse.training.agreement import Agreement
 from shardfuse.training.launch import launch
 from shardfuse.training.stopping import StopFile
 
+pytestmark = pytest.mark.nightly  # minutes of processes: make test-all runs them
+
 _HERE = str(Path(__file__).parent)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {},
