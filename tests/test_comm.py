@@ -160,9 +160,7 @@ def _epochs_body(rank: int, world: int, epochs: int, first_epoch: int) -> list[i
 
 
 @interpret
-@pytest.mark.parametrize(
-    ("world", "epochs", "first"), [(2, 100, 0), (3, 12, 2**31 - 5), pytest.param(4, 8, -3, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("world", "epochs", "first"), [(2, 100, 0), (3, 12, 2**31 - 5), (4, 8, -3)])
 def test_many_exchanges_with_ranks_that_come_late(ranks: Any, world: int, epochs: int, first: int):
     counts = ranks(world, _epochs_body, epochs, first)
     assert all(count == counts[0] for count in counts)
