@@ -40,6 +40,7 @@ from .mesh import SINGLE, Group
 from .operands import close_grads, open_params
 from .sharding import local_tensors, unwrap
 
+IGNORE_INDEX = -100  # torch's: a target that counts for nothing
 NAME = "linear_cross_entropy"
 
 
@@ -51,7 +52,7 @@ def linear_cross_entropy(
     *,
     group: Group = SINGLE,
     sequence_parallel: bool = False,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -106,7 +107,7 @@ def linear_log_probs(
     *,
     group: Group = SINGLE,
     sequence_parallel: bool = False,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
     softcap: float | None = None,
     vocab_size: int | None = None,
     fuse_wgrad_accumulation: bool = False,

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import collectives, compose
 from . import zero as zeros
 from .clip import GradientClipper
+from .cross_entropy import IGNORE_INDEX
 from .loss_scale import LossScale
 from .mesh import Group, MeshLike, data_coordinate, data_group, degree, tp_group, whole_group
 from .sharding import local_tensors, parameter_seed
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from .pipeline import Pipeline
 
 __all__ = ["ParallelModel", "parallelize"]
-
-PADDING = -100  # the target of what counts for nothing
 
 
 def parallelize(
@@ -323,7 +322,7 @@ class ParallelModel(nn.Module):
             if not self._divisible:
                 valid = _valid(targets)
                 # A mean over nothing is no number: a target that weighs nothing takes the place of none.
-                loss = stage(*inputs, targets.masked_fill((targets == PADDING) & (valid == 0), 0))
+                loss = stage(*inputs, targets.masked_fill((targets == IGNORE_INDEX) & (valid == 0), 0))
                 return loss * (valid * scale).to(loss.dtype)
             return stage(*inputs, targets, scale=scale, draws=draws).sum()
 
@@ -334,7 +333,10 @@ class ParallelModel(nn.Module):
         missing = count - targets.shape[0]
         if missing > 0:
             (tokens,) = inputs
-            inputs, targets = [F.pad(tokens, (0, 0, 0, missing))], F.pad(targets, (0, 0, 0, missing), value=PADDING)
+            inputs, targets = (
+                [F.pad(tokens, (0, 0, 0, missing))],
+                F.pad(targets, (0, 0, 0, missing), value=IGNORE_INDEX),
+            )
         pieces = [tensor.tensor_split(count) for tensor in (*inputs, targets)]
         return [(list(given), wanted) for *given, wanted in zip(*pieces)]
 
@@ -355,7 +357,7 @@ class ParallelModel(nn.Module):
 
 def _valid(targets: torch.Tensor) -> torch.Tensor:
     """How many targets count, fp64."""
-    return (targets != PADDING).sum(dtype=torch.float64)
+    return (targets != IGNORE_INDEX).sum(dtype=torch.float64)
 
 
 def _device(mesh: DeviceMesh | None, wanted: torch.device | str | None) -> torch.device:

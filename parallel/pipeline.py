@@ -24,6 +24,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from ..kernels import autograd
 from . import collectives
+from .cross_entropy import IGNORE_INDEX
 from .mesh import Group, everyone, share_timeout, tp_group
 from .partition import Part, balanced, owners
 from .random import own_draws
@@ -32,7 +33,6 @@ from .sharding import local_tensor
 
 __all__ = ["SCHEDULES", "Divisible", "Part", "Pipeline", "Schedule", "StageParts", "measured", "split"]
 
-PADDING = -100  # the target of what counts for nothing
 CPU = torch.device("cpu")
 
 
@@ -247,7 +247,7 @@ class Pipeline:
     ) -> dict[str, torch.Tensor]:
         """What is given, filled up, and found good: what is not raises ValueError before anything was sent."""
         self.model.check_batch(tokens, targets)
-        batch = {"tokens": self._padded(tokens, 0), "targets": self._padded(targets, PADDING)}
+        batch = {"tokens": self._padded(tokens, 0), "targets": self._padded(targets, IGNORE_INDEX)}
         if positions is not None:
             if positions.shape not in (tokens.shape, tokens.shape[1:]):
                 expected = f"[{tokens.shape[1]}] or {list(tokens.shape)}"
