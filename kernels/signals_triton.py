@@ -1,4 +1,4 @@
-"""What kernels do with flags: raise a peer's, wait for their own. See ``signals.py``."""
+"""What kernels do with flags: wait for their own, count, report. See ``signals.py``."""
 
 from __future__ import annotations
 
@@ -62,13 +62,6 @@ def exchange_of(state_ptr):
 def flag_index(phase, source, chunk, size):
     """Where in a pad [PHASES, R, CHUNKS] a flag is."""
     return (phase * size + source) * _CHUNKS + chunk
-
-
-@triton.jit
-def raise_flag(pad_ptr, index, epoch):
-    """Tell whoever reads this pad that what this program wrote, and what it has heard of, is there."""
-    tl.debug_barrier()  # the threads' own stores come before; what is released is one thread's
-    tl.atomic_xchg(pad_ptr + index, epoch, sem="release", scope="sys")
 
 
 @triton.jit

@@ -34,15 +34,18 @@ def _lines(kernel: dict[str, Any], *words: str) -> list[int]:
 
 
 def test_waits_acquire_before_the_tma_may_read(compiled: dict[str, dict[str, Any]]):
-    """Every wait of a tile is followed by a barrier and a fence between the proxies before anything is loaded."""
+    """Every wait of a tile is followed by a barrier and a fence between the proxies before anything is loaded; behind
+    the last wait, for all ranks, nothing is."""
     gather = compiled["all_gather_linear"]
     loads = _lines(gather, "cp.async.bulk.tensor", "mbarrier")
-    waits, fences = _lines(gather, "ld.acquire.sys"), _lines(gather, "fence.proxy.async.global")
+    *waits, last = _lines(gather, "ld.acquire.sys")
+    fences = _lines(gather, "fence.proxy.async.global")
     assert loads
     assert waits
     for wait in waits:
-        first_load = next((load for load in loads if load > wait), len(gather["ptx"]))
+        first_load = next((load for load in loads if load > wait), last)
         assert any(wait < fence < first_load for fence in fences)
+    assert last > max(loads)
     assert all("bar.sync" in gather["ptx"][fence] for fence in fences)
 
 

@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 
+from .. import device
 from ..linear.builds import collect
 from ..linear.cases_fused import SOURCES
-from ..registry import Case, OpSpec
+from ..registry import Build, Case, OpSpec
 from ..signals import CHUNKS, PHASES, REPORT, STATE, Gathered, Scattered, Signals, in_one_process, raise_flags, rows_of
-from . import op, reduce_reference, reference
+from . import op, reduce_reference, reference, transport
 from .reduce_cases import REDUCE_SPECS
 
 _BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -120,7 +121,16 @@ def _gather_launch(case: Case) -> None:
         launch.linear_act_fwd(x, weights, biases, None, activation, True, remote)
 
 
-_COMMON = (*SOURCES, "signals.py", "signals_triton.py", "comm/op.py", "comm/transport.py")
+def _gather_builds(target: str) -> list[Build]:
+    """The products, and the wait where no product of this rank's waits."""
+    products = collect("all_gather_linear", target, GATHER.tagged("codegen"), _gather_launch)
+    with device.capture(target) as launches:
+        transport.wait_for_rows(_meta_signals(_RANKS), pieces=4)
+    (wait,) = launches
+    return [*products, Build("all_gather_linear", "wait", target, wait.fn, wait.args, wait.num_warps, wait.num_stages)]
+
+
+_COMMON = (*SOURCES, "signals.py", "signals_triton.py", "comm/op.py", "comm/transport.py", "comm/wait_triton.py")
 
 GATHER: OpSpec = OpSpec(
     name="all_gather_linear",
@@ -128,7 +138,7 @@ GATHER: OpSpec = OpSpec(
     cases=_GATHERED,
     make_inputs=_gather_inputs,
     run=_gather_run,
-    builds=lambda target: collect("all_gather_linear", target, GATHER.tagged("codegen"), _gather_launch),
+    builds=_gather_builds,
     sources=_COMMON,
 )
 

@@ -57,7 +57,9 @@ def start_push(x: torch.Tensor, peers: list[torch.Tensor], signals: Signals, pie
 
 def wait_for_rows(signals: Signals, pieces: int) -> None:
     """Hold this rank's stream (on a CPU, this thread) until the rows of every rank are here."""
-    from ..signals_triton import clock_of  # Triton, only when a kernel runs
+    import triton  # only when a kernel runs
+
+    from ..signals_triton import clock_of
     from .wait_triton import _wait_kernel
 
     pad = signals.pads[signals.rank]
@@ -65,6 +67,7 @@ def wait_for_rows(signals: Signals, pieces: int) -> None:
         "wait_ptrs": (pad, signals.state, signals.report),
         "epoch": signals.epoch,
         "PARTS": pieces,
+        "LANES": triton.next_power_of_2(pieces * len(signals.pads)),
         "CLOCK": clock_of(device.architecture(pad.device)),
     }
     device.launch(_wait_kernel, (1,), arguments, num_warps=1, num_stages=1, on=pad, config="wait")

@@ -61,11 +61,16 @@ def wait_for_rows(
 
 
 @triton.jit
-def wait_for_all(wait_ptrs, epoch, PIECES: tl.constexpr, CLOCK: tl.constexpr):
+def wait_for_all(wait_ptrs, epoch, PIECES: tl.constexpr, FLAGS: tl.constexpr, CLOCK: tl.constexpr):
     """Hear from every rank, those without rows included: who has begun this exchange has finished the one before."""
     pad_ptr, state_ptr, report_ptr = wait_ptrs
     _, size = exchange_of(state_ptr)
-    wait_flags(pad_ptr, 0, 0, size * PIECES - 1, epoch, state_ptr, report_ptr, PIECES, CLOCK)
+    if CLOCK == "cuda":  # all at once: one after another is a trip to memory for each
+        flag = tl.minimum(tl.arange(0, FLAGS), size * PIECES - 1)
+        spin_on_flags(pad_ptr, flag // PIECES * _CHUNKS + flag % PIECES, epoch, state_ptr, report_ptr)
+        barrier(size, CLOCK, False)
+    else:
+        wait_flags(pad_ptr, 0, 0, size * PIECES - 1, epoch, state_ptr, report_ptr, PIECES, CLOCK)
 
 
 @triton.jit

@@ -413,7 +413,7 @@ def _gemm_kernel(
                     _store_row_sum(row_sum_ptrs[i], row_sum, m, M, n == 0, EPILOGUE == "accumulate", BLOCK_M)
         tiles_before += tiles * splits
     if wait_ptrs is not None and tl.program_id(0) == 0:
-        wait_for_all(wait_ptrs, epoch, PARTS, CLOCK)
+        wait_for_all(wait_ptrs, epoch, PARTS, LANES, CLOCK)
     if EPILOGUE == "send" and tl.program_id(0) == 0:
         announce_empty(T, send_ptrs, epoch, LANES)
 
