@@ -8,6 +8,7 @@ parallelism is the layers' own: a model is built with the same mesh.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,7 @@ def parallelize(
     zero: int = 0,
     schedule: str | None = None,
     microbatches: int | None = None,
+    costs: Sequence[float] | None = None,
     offload: bool = False,
     precision: str | None = None,
     recompute: bool | None = None,
@@ -57,6 +59,8 @@ def parallelize(
         schedule: of the pipeline, where the mesh has ``pp`` > 1: one of ``pipeline.SCHEDULES``.
         microbatches: in how many parts a rank's batch goes through; gradients travel once. None: 1, with a pipeline
             twice its stages.
+        costs: of the model's parts, in any unit, by which a pipeline is cut evenly; all ranks pass the same. Measured
+            ones, say (``layers.stage_costs``, ``pipeline.measured``). None: those that the model knows of itself.
         offload: parameters, gradients and optimizer state stay in the host's memory.
         precision: "bf16" or "fp16" for forward and backward; what the optimizer sees stays fp32. With fp16 the loss is
             scaled, and a step whose gradients overflow leaves none.
@@ -75,14 +79,15 @@ def parallelize(
         raise ValueError(f"the mesh has pp={stages} pipeline stages and schedule=None: pass one, schedule='1f1b' say")
     splits_backward = False
     if schedule is not None:
-        from .pipeline import Pipeline, check_microbatches, find, split  # torch's take seconds to import
+        from .pipeline import Pipeline, split  # torch's take seconds to import
+        from .schedules import check_microbatches, default_microbatches, find
 
         found = find(schedule)
         splits_backward = stages > 1 and found.splits_backward
     if microbatches is not None and microbatches < 1:
         raise ValueError(f"microbatches={microbatches}: expected at least 1")
     if schedule is not None and stages > 1:
-        microbatches = microbatches or 2 * stages * found.stages_per_rank
+        microbatches = microbatches or default_microbatches(schedule, stages)
         check_microbatches(schedule, microbatches, stages)
     if precision is not None and precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r}: expected None or one of {', '.join(PRECISIONS)}")
@@ -107,7 +112,7 @@ def parallelize(
         )
     if schedule is not None:
         assert mesh is not None
-        cut = split(model, mesh, schedule)  # type: ignore[arg-type]
+        cut = split(model, mesh, schedule, costs=costs)  # type: ignore[arg-type]
     host = offload or (zero > 0 and data_coordinate(mesh)[1] > 1)  # where sharding takes it from, block by block
     _place(model, mesh, torch.device("cpu") if host else _device(mesh, device), seed)
     if schedule is not None:

@@ -10,7 +10,6 @@ tensors to find out.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, cast
@@ -30,6 +29,7 @@ from .partition import Part, balanced, owners
 from .random import own_draws
 from .schedules import SCHEDULES, Schedule, check_microbatches, find, forward_only, stages_of
 from .sharding import local_tensor
+from .stage_costs import measured_parts
 
 __all__ = ["SCHEDULES", "Divisible", "Part", "Pipeline", "Schedule", "StageParts", "measured", "split"]
 
@@ -111,36 +111,15 @@ def _check_tied(model: Divisible) -> None:
         )
 
 
-def measured(model: Divisible, tokens: torch.Tensor, targets: torch.Tensor, *, repeats: int = 5) -> list[float]:
+def measured(model: Divisible, tokens: torch.Tensor, targets: torch.Tensor, *, rounds: int = 5) -> list[float]:
     """Seconds that each part of a whole ``model`` takes for a micro-batch [B, S], forward and backward: costs for
     :func:`split`.
 
-    The best of ``repeats`` on the slowest rank, after one that does not count; activations are in the dtype of the
-    parameters. Gradients stay as they are. A collective of all processes.
+    Those of ``stage_costs.measured_parts`` on the slowest rank. A collective of all processes.
     """
-    device, times = next(cast(nn.Module, model).parameters()).device, []
-    for index in range(len(model.pipeline_parts())):
-        stage = model.stage(range(index, index + 1))
-        x: torch.Tensor = tokens if index == 0 else torch.randn_like(model.boundary(*tokens.shape), device=device)
-        if index > 0:
-            x.requires_grad_()
-        leaves = [leaf for leaf in (x, *stage.parameters()) if leaf.requires_grad]
-        taken = []
-        for _ in range(repeats + 1):
-            _wait_for(device)
-            start = time.perf_counter()
-            y = stage(x, targets=targets, batch_size=len(tokens))
-            torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
-            _wait_for(device)
-            taken.append(time.perf_counter() - start)
-        times.append(min(taken[1:]))
-    everyones = collectives.gather_objects(times, everyone(), site="pipeline.measured")
+    mine = [costs.step for costs in measured_parts(model, tokens, targets, rounds=rounds)]
+    everyones = collectives.gather_objects(mine, everyone(), site="pipeline.measured")
     return [max(each) for each in zip(*everyones)]
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 class _Stage(PipelineStage):

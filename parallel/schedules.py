@@ -128,6 +128,11 @@ def stages_of(name: str, rank: int, ranks: int) -> list[int]:
     return [stage for stage, at in enumerate(owner) if at == rank]
 
 
+def default_microbatches(name: str, ranks: int) -> int:
+    """Two for each stage, with which every schedule can work."""
+    return 2 * ranks * find(name).stages_per_rank
+
+
 def check_microbatches(name: str, microbatches: int, ranks: int) -> None:
     """ValueError where the schedule cannot run with so many micro-batches."""
     schedule = find(name)

@@ -10,9 +10,9 @@ being free of bubbles. Norms, what crosses ranks and what products hide are left
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from ..kernels.chips import CHIPS
 from ..kernels.linear import shapes
 from ..kernels.linear.config import Gemm, pick_config
 from .timeline import Costs
+
+if TYPE_CHECKING:
+    from .pipeline import Divisible
 
 ATTENTION_BACKWARD = 2.5
 
@@ -60,22 +63,59 @@ def _product_us(arch: str, layout: str, T: int, F: int, D: int) -> float:
     return cost.predict(CHIPS[arch], gemm, pick_config(arch, gemm)).time_us
 
 
-def measured(stage: nn.Module, x: torch.Tensor, *, rounds: int = 5) -> Costs:
+def measured(stage: nn.Module, x: torch.Tensor, *, rounds: int = 5, **options: Any) -> Costs:
     """Seconds of ``stage``'s passes over ``x``, split as torch's pipelines split them: medians of ``rounds``.
 
-    ``stage`` maps a floating-point tensor to one; gradients that its parameters have are lost. Where parameters are
-    sharded over ranks, all of them call this together.
+    ``stage`` maps a tensor, and ``options``, to a floating-point one. Where ``x`` are tokens it is a pipeline's first
+    stage, which has no gradient of its input to hand on: torch runs all of its backward in the place of the weights'.
+    The parameters' gradients stay as they are. Where parameters are sharded over ranks, all of them call this together.
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: expected at least 1")
-    times = [_passes(stage, x) for _ in range(rounds + 1)][1:]  # the first one finds its kernels
-    stage.zero_grad(set_to_none=True)
+    grads = [(each, each.grad) for each in stage.parameters()]
+    try:
+        times = [_passes(stage, x, options) for _ in range(rounds + 1)][1:]  # the first one finds its kernels
+    finally:
+        for param, grad in grads:
+            param.grad = grad
     return Costs(*(median(each) for each in zip(*times)))
 
 
-def _passes(stage: nn.Module, x: torch.Tensor) -> Sequence[float]:
+def measured_parts(model: Divisible, tokens: torch.Tensor, targets: torch.Tensor, *, rounds: int = 5) -> list[Costs]:
+    """:func:`measured` of each part of a whole ``model``, for a micro-batch [B, S] of ``tokens`` and ``targets``.
+
+    Activations are in the dtype of the parameters.
+    """
+    device = next(cast(nn.Module, model).parameters()).device
+    between = model.boundary(*tokens.shape)
+    found = []
+    for index in range(len(model.pipeline_parts())):
+        stage = model.stage(range(index, index + 1))
+        x = tokens if index == 0 else torch.randn_like(between, device=device)
+        found.append(measured(stage, x, rounds=rounds, targets=targets, batch_size=len(tokens)))
+    return found
+
+
+def joined(parts: Sequence[Costs], *, first: bool) -> Costs:
+    """What a stage of these ``parts`` costs; the ``first`` stage of a model as :func:`measured` has it."""
+    forward = sum(part.forward for part in parts)
+    backward, weight = sum(part.backward for part in parts), sum(part.weight for part in parts)
+    return Costs(forward, 0.0, backward + weight) if first else Costs(forward, backward, weight)
+
+
+def slowest(ranks: Sequence[Costs]) -> Costs:
+    """Of each pass what it takes on the rank where it takes longest."""
+    return Costs(*(max(getattr(each, name) for each in ranks) for name in ("forward", "backward", "weight")))
+
+
+def _passes(stage: nn.Module, x: torch.Tensor, options: Mapping[str, Any]) -> Sequence[float]:
+    stage.zero_grad(set_to_none=True)
+    if not x.is_floating_point():
+        forward, y = _seconds(x, lambda: stage(x, **options))
+        weight, _ = _seconds(x, lambda: torch.autograd.backward(y, torch.ones_like(y)))
+        return forward, 0.0, weight
     x = x.detach().requires_grad_()
-    forward, y = _seconds(x, lambda: stage(x))
+    forward, y = _seconds(x, lambda: stage(x, **options))
     dy = torch.ones_like(y)
     backward, (_, groups) = _seconds(x, lambda: stage_backward_input([y], [dy], [x], stage.parameters()))
     weight, _ = _seconds(x, lambda: stage_backward_weight(stage.parameters(), groups))

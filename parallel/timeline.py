@@ -97,6 +97,12 @@ class Costs:
             return self.weight
         return self.backward + (self.weight if kind == "B" else 0.0)
 
+    def scaled(self, factor: float) -> Costs:
+        """The same in another unit of time."""
+        return replace(
+            self, forward=factor * self.forward, backward=factor * self.backward, weight=factor * self.weight
+        )
+
     def recomputed(self) -> Costs:
         """The same where backward runs forward again first: GPipe's re-materialisation (arXiv:1811.06965)."""
         return replace(self, backward=self.backward + self.forward)

@@ -216,18 +216,33 @@ def schedule(
     length: Annotated[int, typer.Option(help="With --model: tokens of a sequence.")] = 8192,
     tp: Annotated[int, typer.Option(help="With --model: tensor-parallel degree.")] = 1,
     target: Annotated[str, typer.Option(help="With --model: a GPU architecture.")] = "sm_90",
+    measure: Annotated[
+        Path | None,
+        typer.Option(help="Costs measured here of the run that this TOML file of shardfuse train describes, in ms."),
+    ] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SETTING=VALUE", help="With --measure: over the file's value.")
+    ] = None,
     draw: Annotated[Path | None, typer.Option(help="Write the timeline to this picture (.png, .svg, .pdf).")] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Show what a pipeline schedule does when, its idle share and its peak of activations."""
-    from .schedule import costs_of
     from .schedule import schedule as show_schedule
+    from .schedule_costs import price
 
     given = {"forward": forward_cost, "backward": backward_cost, "weight": weight_cost, "held": held}
     shape = {"tokens": tokens, "length": length, "tp": tp, "arch": target}
-    costs = costs_of({name: cost for name, cost in given.items() if cost is not None}, model, shape, recompute)
-    raise typer.Exit(show_schedule(name, stages, microbatches, costs, draw=draw, json=json))
+    priced = price(
+        name,
+        stages,
+        microbatches,
+        given={name: cost for name, cost in given.items() if cost is not None},
+        recompute=recompute,
+        modelled=None if model is None else (model, shape),
+        measured=None if measure is None else (measure, tuple(assignments or ())),
+    )
+    raise typer.Exit(show_schedule(name, stages, microbatches, priced, draw=draw, json=json))
 
 
 @app.command()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from .bench.report import console
-from .parallel import stage_costs, timeline
+from .parallel import timeline
 from .parallel.timeline import Costs, Pass, Timeline
+from .schedule_costs import Priced
 
 STYLES = {"F": "white on blue", "B": "black on dark_orange", "I": "black on cyan", "W": "white on green4"}
 COLOURS = {"F": "#3b6fb6", "B": "#e08a2c", "I": "#4fb3bf", "W": "#5a9e4b"}
@@ -29,7 +29,7 @@ def schedule(
     name: str,
     ranks: int,
     microbatches: int,
-    costs: Costs,
+    priced: Priced,
     *,
     draw: Path | None = None,
     json: bool = False,
@@ -39,38 +39,24 @@ def schedule(
     Raises ValueError for a schedule that there is not or that cannot work with these numbers, ImportError where a
     picture is wanted and matplotlib is missing.
     """
-    step = timeline.simulate(name, ranks, microbatches, costs)
-    form = timeline.closed_form(name, ranks, microbatches, costs)
+    step = timeline.simulate(name, ranks, microbatches, priced.costs)
+    costs = priced.costs
+    form = timeline.closed_form(name, ranks, microbatches, costs) if isinstance(costs, Costs) else None
     if draw is not None:
         write_picture(step, draw)
-    show(console(stderr=json), step, form)
+    show(console(stderr=json), step, form, priced)
     if json:
-        print(jsonlib.dumps(record(step, form)))
+        print(jsonlib.dumps(record(step, form, priced)))
     return 0
 
 
-def costs_of(given: Mapping[str, float], model: str | None, shape: Mapping[str, Any], recompute: bool) -> Costs:
-    """The ``given`` fields of Costs, or those modelled for a block of ``model`` (see ``stage_costs.modelled``).
-
-    Raises ValueError where both are given, and what either says of its values.
-    """
-    if model is None:
-        costs = Costs(**given)
-    else:
-        twice = given.keys() - {"held"}
-        if twice:
-            raise ValueError(f"--model has costs of its own: leave out --{min(twice)}-cost, or --model")
-        costs = replace(stage_costs.modelled(model, **shape), **given)
-    return costs.recomputed() if recompute else costs
-
-
-def show(people: Console, step: Timeline, form: float | None) -> None:
-    """The timeline as text, a line for each rank, and the table."""
+def show(people: Console, step: Timeline, form: float | None, priced: Priced) -> None:
+    """The timeline as text, a line for each rank, and the tables."""
     ranks = len(step.passes)
     people.print(
         f"{step.schedule}: {ranks} pipeline rank{'s' * (ranks > 1)} of {step.stages_per_rank} "
         f"stage{'s' * (step.stages_per_rank > 1)}, {step.microbatches} micro-batch{'es' * (step.microbatches > 1)}; "
-        f"a step takes {step.end:g}"
+        f"a step takes {step.end:g}{priced.unit and ' '}{priced.unit}"
     )
     label = len(f"rank {ranks - 1}") + 2
     width = max(NARROW, people.width - label)
@@ -78,12 +64,18 @@ def show(people: Console, step: Timeline, form: float | None) -> None:
         people.print(Text(f"rank {rank}".ljust(label)) + line(passes, step.end, width), soft_wrap=True)
     kinds = dict.fromkeys(one.kind for passes in step.passes for one in passes)
     people.print(", ".join([*(LEGEND[kind] for kind in kinds), f"{IDLE} idle"]), style="dim", soft_wrap=True)
+    if priced.parts:
+        people.print(_parts_table(priced))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("rank")
     for heading in ("idle", "peak activations"):
         table.add_column(heading, justify="right")
+    if priced.stages:
+        table.add_column("stages")
     for rank, (idle, peak) in enumerate(zip(step.idle, step.peak_activations)):
-        table.add_row(str(rank), f"{idle:.1%}", f"{peak:g}")
+        mine = sorted({one.stage for one in step.passes[rank]})
+        stages = ["; ".join(priced.stages[stage] for stage in mine)] if priced.stages else []
+        table.add_row(str(rank), f"{idle:.1%}", f"{peak:g}", *stages)
     table.add_row("all", f"{step.idle_share:.1%}", f"{max(step.peak_activations):g}")
     people.print(table)
     paper = "none for these numbers" if form is None else f"{form:.1%} idle"
@@ -91,6 +83,17 @@ def show(people: Console, step: Timeline, form: float | None) -> None:
         f"closed form: {paper}. Peaks are in what one micro-batch leaves for backward in all of a rank's stages.",
         soft_wrap=True,
     )
+
+
+def _parts_table(priced: Priced) -> Table:
+    """What each part of the model was found to cost."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=priced.title, title_justify="left")
+    table.add_column("part")
+    for kind in "FIW":
+        table.add_column(MEANS[kind], justify="right")
+    for part, costs in priced.parts.items():
+        table.add_row(part, *(f"{each:.3g}" for each in (costs.forward, costs.backward, costs.weight)))
+    return table
 
 
 def line(passes: tuple[Pass, ...], end: float, width: int) -> Text:
@@ -104,13 +107,17 @@ def line(passes: tuple[Pass, ...], end: float, width: int) -> Text:
     return text
 
 
-def record(step: Timeline, form: float | None) -> dict[str, Any]:
-    """The same as JSON; times in the costs' unit, the closed form null where there is none."""
+def record(step: Timeline, form: float | None, priced: Priced) -> dict[str, Any]:
+    """The same as JSON; times in ``unit``, the closed form null where there is none."""
+    stages = len(step.passes) * step.stages_per_rank
     return {
         "schedule": step.schedule,
         "ranks": len(step.passes),
         "stages_per_rank": step.stages_per_rank,
         "microbatches": step.microbatches,
+        "unit": priced.unit or None,
+        "costs": [asdict(priced.of(stage)) for stage in range(stages)],
+        "stages": list(priced.stages) or None,
         "end": step.end,
         "idle": step.idle,
         "idle_share": step.idle_share,

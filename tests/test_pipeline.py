@@ -9,13 +9,15 @@ import sys
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
+from shardfuse.layers.transformer import ParallelTransformer
 from shardfuse.parallel.mesh import init_mesh
+from shardfuse.parallel.parallelize import parallelize
 from shardfuse.parallel.pipeline import SCHEDULES, Pipeline, measured, split
 from shardfuse.parallel.random import manual_seed
 from shardfuse.parallel.schedules import check_microbatches, stages_of
@@ -185,7 +187,10 @@ def _measured_body(rank: int, world: int) -> tuple[list[float], list[int], bool]
     model = Case("1f1b", config=config).build(None, torch.float32)
     times = measured(model, *batch())
     untouched = all(param.grad is None for param in model.parameters())
-    return times, [len(stage.parts) for stage in split(model, mesh, "1f1b", costs=times)], untouched
+    given = parallelize(Case("1f1b", config=config).build(None, torch.float32), mesh, schedule="1f1b", costs=times)
+    kept = len(cast(ParallelTransformer, given.module).kept)
+    assert kept == sum(len(stage.parts) for stage in split(model, mesh, "1f1b", costs=times))
+    return times, [kept], untouched
 
 
 def test_costs_may_be_measured(ranks: Any):

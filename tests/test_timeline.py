@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from itertools import pairwise
@@ -16,10 +17,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 from shardfuse.cli import app
+from shardfuse.layers.config import TransformerConfig
+from shardfuse.layers.stage_costs import measured_costs
 from shardfuse.parallel import stage_costs, timeline
 from shardfuse.parallel.schedules import SCHEDULES, find
 from shardfuse.parallel.timeline import Costs, closed_form, simulate
-from shardfuse.schedule import costs_of
+from shardfuse.schedule_costs import price
 
 POINTS = 0.05  # TARGETS: idle share in simulation and on paper
 COSTS = [Costs(), Costs(1, 1.2, 0.8), Costs(1, 1.6, 0.4), Costs(2, 2, 1), Costs(1, 1.8, 1)]
@@ -242,8 +245,10 @@ def test_measured_costs_split_backward_as_pipelines_do(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(stage_costs.time, "perf_counter", lambda: clock.now)
     stage = Stage()
+    stage.weight.grad = before = torch.ones(4, 4)
     assert stage_costs.measured(stage, torch.randn(3, 4), rounds=2) == Costs(3.0, 5.0, 2.0)
-    assert stage.weight.grad is None
+    assert stage.weight.grad is before
+    assert bool((before == 1).all())
     with pytest.raises(ValueError, match="rounds=0"):
         stage_costs.measured(stage, torch.randn(3, 4), rounds=0)
 
@@ -283,7 +288,46 @@ def test_the_command_takes_modelled_costs():
     costs = stage_costs.modelled("llama3-8b", 8192, length=1024).recomputed()
     assert json.loads(result.stdout.splitlines()[-1])["end"] == simulate("gpipe", 4, 4, costs).end
     with pytest.raises(ValueError, match="leave out --forward-cost, or --model"):
-        costs_of({"forward": 1.0, "held": 1.0}, "llama3-8b", {}, False)
+        price("gpipe", 4, 4, given={"forward": 1.0, "held": 1.0}, modelled=("llama3-8b", {}))
+
+
+def test_the_command_measures_a_run(tmp_path: Path):
+    file = tmp_path / "run.toml"
+    file.write_text(
+        "[model]\nnum_layers = 5\nhidden_size = 32\nintermediate_size = 64\nvocab_size = 300\n"
+        "[data]\nseq = 16\n[parallel]\nrep = 2\n"
+    )
+    arguments = ("zbv", "--stages", "2", "--microbatches", "4", "--measure", str(file))
+    result = _run(*arguments, "--set", "data.batch=24", "--recompute", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert "ms for 3 x 16 tokens, fp32, measured on cpu" in result.output
+    costs = [Costs(**each) for each in report["costs"]]
+    assert report["end"] == pytest.approx(simulate("zbv", 2, 4, costs).end)
+    assert report["unit"] == "ms"
+    assert report["closed_form"] is None
+    assert report["stages"][0].startswith("embedding")
+    assert report["stages"][-1].endswith("head")
+    assert sum(int(count) for count in re.findall(r"(\d+) block", " ".join(report["stages"]))) == 5
+    assert costs[0].backward == 0  # no gradient of tokens
+    assert min(part for each in costs[1:] for part in (each.forward, each.backward, each.weight)) > 0
+    for wrong, says in [(("--set", "parallel.tp=2"), "--set parallel.tp=1"), (("--model", "llama3-8b"), "leave one")]:
+        assert says in str(_run(*arguments, *wrong).exception)
+
+
+def test_parts_of_a_transformer_are_measured_on_one_block():
+    config = TransformerConfig(num_layers=3, hidden_size=32, intermediate_size=64, vocab_size=300)
+    before = torch.get_rng_state()
+    embedding, *blocks, head = measured_costs(config, 2, 8, rounds=1, dtype=torch.float64)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(blocks) == 3
+    assert len(set(blocks)) == 1
+    assert embedding.backward == 0 < min(embedding.weight, head.forward, head.backward, head.weight)
+    first = stage_costs.joined([embedding, *blocks], first=True)
+    assert first.step == pytest.approx(embedding.step + 3 * blocks[0].step)
+    assert first.backward == 0  # torch's first stage runs its backward in the place of the weights'
+    assert stage_costs.joined(blocks, first=False).backward == pytest.approx(3 * blocks[0].backward)
+    assert stage_costs.slowest([Costs(1, 5, 2), Costs(3, 4, 2)]) == Costs(3, 5, 2)
 
 
 def test_the_command_draws(tmp_path: Path):

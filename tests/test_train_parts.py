@@ -10,21 +10,25 @@ import signal
 import sys
 import types
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from shardfuse import TransformerConfig
+from shardfuse import ParallelTransformer, TransformerConfig
 from shardfuse.kernels.chips import CHIPS
-from shardfuse.parallel.mesh import SINGLE, everyone
-from shardfuse.training import metrics, throughput
+from shardfuse.parallel.mesh import SINGLE, everyone, init_mesh
+from shardfuse.parallel.timeline import Costs
+from shardfuse.training import metrics, stages, throughput
 from shardfuse.training.data import DataError
 from shardfuse.training.metrics import MetricsFile, Recorder, read_lines
 from shardfuse.training.run_folder import RunFolder, RunFolderError
+from shardfuse.training.settings import ParallelSettings, RunSettings, resolve
 from shardfuse.training.stopping import Stop, StopFile
 from shardfuse.training.tokens import Windows, load_tokens
+from shardfuse.training.trainer import build_model
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
 
@@ -296,6 +300,23 @@ def _stop_body(rank: int, world: int, folder: str) -> list[int]:
 
 def test_ranks_stop_after_the_same_step(ranks: Any, tmp_path: Path):
     assert ranks(2, _stop_body, str(tmp_path)) == [[0, signal.SIGINT]] * 2
+
+
+def _partition_body(rank: int, world: int, partition: str) -> list[int]:
+    """The parts that this stage keeps where the first block is measured to cost as much as all others together."""
+    small = TransformerConfig(num_layers=6, hidden_size=32, intermediate_size=64)
+    parallel = ParallelSettings(pp=world, schedule="1f1b", partition=partition)
+    settings = resolve(RunSettings(model=small, parallel=parallel, device="cpu"), world)
+    times = [Costs().scaled(each) for each in (0.1, 5, 1, 1, 1, 1, 1, 0.1)]
+    with mock.patch.object(stages, "measured_costs", return_value=times) as measure:
+        model = build_model(settings, init_mesh(pp=world))
+    assert measure.call_count == (partition == "measured")
+    return sorted(cast(ParallelTransformer, model.module).kept)
+
+
+def test_stages_are_cut_by_what_was_measured(ranks: Any):
+    assert ranks(2, _partition_body, "measured") == [[0, 1], [2, 3, 4, 5, 6, 7]]
+    assert [len(parts) for parts in ranks(2, _partition_body, "modelled")] == [4, 4]
 
 
 def test_lines_are_json(tmp_path: Path):

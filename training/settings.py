@@ -30,6 +30,7 @@ else:
 T = TypeVar("T")
 
 ZERO_STAGES = (0, 1, 2, 3)
+PARTITIONS = ("modelled", "measured")
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,8 @@ class ParallelSettings:
 
     ``rep`` copies of ``dp`` shards of ``pp`` stages of ``tp`` ranks; ``dp`` None is what the others leave of the
     processes. ``microbatches`` parts of a rank's batch go through the model one after another, with a pipeline or
-    without. None leaves a choice to ``parallelize``.
+    without. ``partition`` says what a pipeline's stages are evened out by: "modelled" FLOPs or "measured" seconds. None
+    leaves a choice to ``parallelize``.
     """
 
     rep: int = 1
@@ -64,6 +66,7 @@ class ParallelSettings:
     zero: int = 0
     schedule: str | None = None
     microbatches: int | None = None
+    partition: str = "modelled"
     offload: bool = False
     precision: str = "fp32"
     recompute: bool | None = None
@@ -79,6 +82,7 @@ class ParallelSettings:
         )
         _one_of(self, "parallel", "zero", ZERO_STAGES)
         _one_of(self, "parallel", "precision", PRECISIONS)
+        _one_of(self, "parallel", "partition", PARTITIONS)
         if self.pp > 1 and self.schedule is None:
             raise ValueError(f"parallel.pp = {self.pp}: a pipeline wants a schedule too, such as schedule = '1f1b'")
 

@@ -206,7 +206,11 @@ class Trainer:
 
 def build_model(settings: RunSettings, mesh: DeviceMesh | None) -> ParallelModel:
     """The run's model, spread over ``mesh``, with its first weights: of ``settings.seed``, or of a folder."""
-    parallel = settings.parallel
+    parallel, costs = settings.parallel, None
+    if parallel.partition == "measured" and parallel.pp > 1:
+        from .stages import part_costs  # with torch's pipelines, which take seconds to import
+
+        costs = [part.step for part in part_costs(settings, mesh=mesh)]
     model = ParallelTransformer(settings.model, mesh=mesh, sequence_parallel=parallel.sequence_parallel, device="meta")
     spread = parallelize(
         model,
@@ -214,6 +218,7 @@ def build_model(settings: RunSettings, mesh: DeviceMesh | None) -> ParallelModel
         zero=parallel.zero,
         schedule=parallel.schedule,
         microbatches=parallel.microbatches,
+        costs=costs,
         offload=parallel.offload,
         precision=None if parallel.precision == "fp32" else parallel.precision,
         recompute=parallel.recompute,
