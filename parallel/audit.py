@@ -183,8 +183,9 @@ class Audit(TorchDispatchMode):
 
     def _note(self, kind: str, nbytes: int, process_group: dist.ProcessGroup) -> None:
         group, ranks = self._named(process_group)
-        if collectives.posting is not None:
-            self._take(*collectives.posting, group, ranks)
+        ours = collectives.posting()
+        if ours is not None:
+            self._take(*ours, group, ranks)
         elif ranks > 1:
             self._add(_Key(self._step, group, ranks, kind, TORCH), 1, nbytes)
 

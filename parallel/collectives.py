@@ -18,6 +18,7 @@ raised as it is, once the pieces that were posted by then have arrived: none of 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -52,8 +53,7 @@ payload: Counter[tuple[str, str]] = Counter()
 # collective, of each piece of one, and of the products that they hide under. Pieces of a site end in the order in which
 # they started.
 events: list[tuple[str, str, str, float]] | None = None
-# While one is being posted, its (kind, site): who watches torch's own calls (audit.py) knows by it whose they are.
-posting: tuple[str, str] | None = None
+_posting = threading.local()  # .named: (kind, site) of what this thread is posting
 # For tests: a slow wire. What is posted arrives no earlier than so many seconds later, and nobody computes meanwhile.
 delay_s = 0.0
 
@@ -66,21 +66,26 @@ def note(what: str, kind: str, site: str) -> None:
         events.append((what, kind, site, time.monotonic()))
 
 
+def posting() -> tuple[str, str] | None:
+    """(kind, site) of the collective that this thread is posting: who watches torch's own calls (audit.py) knows by it
+    whose they are."""
+    return getattr(_posting, "named", None)
+
+
 class _Flight:
     """A collective, or a piece of one, on its way: posted when this is made, arrived when :meth:`wait` returns."""
 
     __slots__ = ("due", "kind", "site", "work")
 
     def __init__(self, kind: str, site: str, post: Callable[[], Any]) -> None:
-        global posting
         self.kind, self.site = kind, site
         note("start", kind, site)
         self.due = time.monotonic() + delay_s if delay_s else 0.0
-        posting = kind, site
+        _posting.named = kind, site
         try:
             self.work = self._named(post)
         finally:
-            posting = None
+            _posting.named = None
 
     def wait(self) -> None:
         if self.work is not None:  # else it was done when it was posted

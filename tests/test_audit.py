@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -109,6 +110,24 @@ def _names_body(rank: int, world: int) -> list[str]:
         ["0", "dp", "x", "tp", "4", "all_reduce", "all", "1", "4"],
     ]
     return [group_name(mesh, some) for some in ([0, 2], [0, 1], [0, 1, 2, 3], [0, 3], [1])]
+
+
+def test_what_another_thread_posts_is_not_taken_for_ones_own():
+    posting, asked = threading.Event(), threading.Event()
+
+    def post() -> None:
+        seen.append(collectives.posting())
+        posting.set()
+        assert asked.wait(10)
+
+    seen: list[Any] = []
+    saver = threading.Thread(target=collectives._Flight, args=("all_gather", "checkpoint", post))
+    saver.start()
+    assert posting.wait(10)
+    seen.append(collectives.posting())
+    asked.set()
+    saver.join()
+    assert seen == [("all_gather", "checkpoint"), None]
 
 
 def test_groups_are_called_by_the_dimensions_they_span(ranks: Any):
