@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from .meeting import agent_store
+
 MESH_DIMS = ("dp", "pp", "tp")
 HYBRID_DIMS = ("rep", *MESH_DIMS)
 DATA_DIMS = ("rep", "dp")  # over which batches differ
@@ -81,7 +83,8 @@ def init_mesh(
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         try:
-            dist.init_process_group(backend, timeout=timeout)
+            store, rank, size = agent_store(timeout) or (None, -1, -1)
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
         except dist.DistError as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise RuntimeError(

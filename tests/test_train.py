@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -246,6 +247,36 @@ def test_two_trainings_side_by_side_one_of_them_interrupted(ranks: Any, case: An
     assert case.lines(tmp_path / "torchrun") == case.lines(tmp_path / "pool")
     first = case.losses(tmp_path / "own")[: case.STEPS]
     assert first == pytest.approx(case.losses(tmp_path / "pool"), rel=8 * torch.finfo(torch.float32).eps)
+
+
+def test_two_machines_go_on_after_a_worker_of_either_was_killed(ranks: Any, case: Any, tmp_path: Path):
+    """Each agent of torchrun counts the failures of its own workers, and the other one's are started again as well."""
+    leftovers = importlib.import_module("launched").Leftovers()
+    long = {"steps": 60, "optimizer": {"schedule": "constant"}, "log": {"eval_every": False}}
+    _write_toml(tmp_path / "run.toml", case.values("out", **long))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    torchrun += ["--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}"]
+    command = [*torchrun, "--rdzv-id", "job", "-m", "shardfuse", "train", "run.toml", "--zero", "1", "--resume"]
+    machines = [_start(command, tmp_path, leftovers) for _ in range(2)]
+    try:
+        for count, machine in ((10, machines[1]), (30, machines[0])):
+            _wait_for_lines(machine, tmp_path / "out", count)
+            workers = Path(f"/proc/{machine.pid}/task/{machine.pid}/children").read_text().split()
+            os.kill(int(workers[0]), signal.SIGKILL)
+        for machine in machines:
+            _, errors = machine.communicate(timeout=300)
+            assert machine.returncode == 0, errors
+    finally:
+        for machine in machines:
+            if machine.poll() is None:
+                machine.terminate()
+    leftovers.assert_none()
+    settings = case.settings(tmp_path / "pool", 2, parallel={"zero": 1}, **long)
+    ranks(2, case.run_body, settings.to_json())
+    assert case.lines(tmp_path / "out") == case.lines(tmp_path / "pool")
 
 
 @pytest.mark.nightly
