@@ -27,6 +27,8 @@ An all-reduce is a reduce-scatter and an all-gather, so one micro-batch moves 2 
     pipeline, for each of the M                       sends
     hidden states, to a stage on another rank           A        A / R
     their gradients, back                               A        A / R
+
+    an embedding that the head shares, at both ends of a pipeline: its gradient as this rank has it, in one all-reduce
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ class Plan:
     first: bool = True  # whether this rank has the embedding
     last: bool = True  # whether this rank has the head
     norms: int = 0  # bytes of the norms' parameters
+    tied: int = 0  # bytes of gradients that the pipeline's two ends add up
     hops: int = 0  # stages of this rank that send hidden states to another, and those that send gradients back
     sequence_parallel: bool = False
     recompute: bool = False
@@ -102,6 +105,7 @@ def expected(plan: Plan) -> list[Form]:
     forms = [*_data_parallel(plan), *_tensor_parallel(plan)]
     hop = plan.activation // plan.tp if plan.sequence_parallel else plan.activation
     forms.append(Form("between stages", "pp", "send", plan.microbatches * plan.hops * hop, (TORCH,)))
+    forms.append(Form("tied embedding", "pp", "all_reduce", plan.tied, ("pipeline.tied",)))
     return [form for form in forms if form.payload]
 
 

@@ -137,7 +137,8 @@ class ParallelModel(nn.Module):
     """This rank's part of a model, as :func:`parallelize` spread it.
 
     ``module`` is the model with the parts that are this rank's, under the names that they have in the whole: what
-    ``save_checkpoint`` and ``explain`` take. ``pipeline`` is the Pipeline, None without one.
+    ``save_checkpoint`` and ``explain`` take. ``stages`` are the modules that run, made of its submodules. ``pipeline``
+    is the Pipeline, None without one.
     """
 
     module: nn.Module
@@ -154,7 +155,7 @@ class ParallelModel(nn.Module):
         super().__init__()
         self.module = module
         self.mesh, self.pipeline, self.microbatches, self.precision = mesh, pipeline, microbatches, precision
-        self._stages = tuple(stages)  # not children: they share the module's
+        self.stages = tuple(stages)  # not children: they share the module's
         self._divisible = hasattr(module, "pipeline_parts")
         self._readers = data_coordinate(mesh)[1]
         self._data: Group = data_group(mesh)
@@ -193,7 +194,7 @@ class ParallelModel(nn.Module):
             else:
                 loss = self._accumulate(inputs, targets, scale * factor)
         except BaseException:
-            for stage in self._stages:
+            for stage in self.stages:
                 zeros.abandon(stage)
             raise
         loss = self._mean(loss) / factor
@@ -208,7 +209,7 @@ class ParallelModel(nn.Module):
         """The loss that :meth:`step` returns, without gradients and dropout. A collective."""
         *inputs, targets = batch
         scale = self._scale(inputs, targets)
-        modules = {module for top in (self, *self._stages) for module in top.modules()}
+        modules = {module for top in (self, *self.stages) for module in top.modules()}
         training = [module for module in modules if module.training]
         for module in training:
             module.training = False
@@ -222,7 +223,7 @@ class ParallelModel(nn.Module):
         finally:
             for module in training:
                 module.training = True
-            for stage in self._stages:
+            for stage in self.stages:
                 zeros.settle(stage)
         return self._mean(loss)
 
@@ -245,7 +246,7 @@ class ParallelModel(nn.Module):
                 "a pipeline has no forward of its own, since no rank has the whole model: step() trains, evaluate() "
                 "gives the loss"
             )
-        (stage,) = self._stages
+        (stage,) = self.stages
         try:
             with self._autocast():
                 out = stage(*batch)
@@ -259,7 +260,7 @@ class ParallelModel(nn.Module):
 
     def train(self, mode: bool = True) -> ParallelModel:
         super().train(mode)
-        for stage in self._stages:
+        for stage in self.stages:
             stage.train(mode)
         return self
 
@@ -310,7 +311,7 @@ class ParallelModel(nn.Module):
         return whole.to(torch.promote_types(loss.dtype, torch.float32)) / self._readers
 
     def _accumulate(self, inputs: list[torch.Tensor], targets: torch.Tensor, scale: float) -> torch.Tensor:
-        (stage,) = self._stages
+        (stage,) = self.stages
         parts, losses = self._parts(inputs, targets), []
         draws = self.module.draws(targets.device) if self._divisible else None  # type: ignore[operator]
         for i, (given, wanted) in enumerate(parts):
@@ -322,7 +323,7 @@ class ParallelModel(nn.Module):
 
     def _loss(self, inputs: list[torch.Tensor], targets: torch.Tensor, scale: float, draws: Any = None) -> torch.Tensor:
         """The sum of one micro-batch's losses times ``scale``."""
-        (stage,) = self._stages
+        (stage,) = self.stages
         with self._autocast():
             if not self._divisible:
                 valid = _valid(targets)

@@ -12,13 +12,12 @@ import json as jsonlib
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .bench.report import console
@@ -28,9 +27,9 @@ from .parallel import audit_forms, audit_links
 from .parallel import mesh as meshes
 from .parallel.audit import Audit, Entry, one_way
 from .parallel.audit_forms import Line, Plan
-from .parallel.parallelize import parallelize
+from .parallel.parallelize import ParallelModel, parallelize
 from .parallel.partition import owners
-from .parallel.schedules import find
+from .parallel.schedules import default_microbatches, find
 from .training.launch import Stopped, launch
 
 ROWS, LENGTH = 2, 8  # sequences of a micro-batch, and their tokens
@@ -55,6 +54,9 @@ class Options:
     sequence_parallel: bool = False
     recompute: bool = False
     precision: str | None = None
+    overlap: str | None = None
+    offload: bool = False
+    tie_embeddings: bool = False
 
     @property
     def processes(self) -> int:
@@ -68,7 +70,9 @@ class Options:
     @property
     def passes(self) -> int:
         """M: the micro-batches, those that ``parallelize`` takes where none are given."""
-        return self.microbatches or (2 * self.stages if self.pp > 1 else 1)
+        if self.schedule is None or self.pp == 1:
+            return self.microbatches or 1
+        return self.microbatches or default_microbatches(self.schedule, self.pp)
 
     def config(self) -> TransformerConfig:
         """The model: small, and divisible by what there is to divide by."""
@@ -80,6 +84,7 @@ class Options:
             num_layers=max(BLOCKS, self.stages),
             num_heads=4 * self.tp,
             num_kv_heads=2 * self.tp,
+            tie_embeddings=self.tie_embeddings,
         )
 
     def said(self) -> str:
@@ -88,6 +93,8 @@ class Options:
         how = [f"zero={self.zero}", f"{self.passes} micro-batch{'es' * (self.passes > 1)}"]
         how += [self.schedule] if self.schedule else []
         how += ["sequence parallelism"] * self.sequence_parallel + ["recompute"] * self.recompute
+        how += ["tied embeddings"] * self.tie_embeddings + ["offload"] * self.offload
+        how += [f"overlap {self.overlap}"] if self.overlap else []
         return ", ".join([*degrees, *how, *([self.precision] if self.precision else [])])
 
 
@@ -166,7 +173,9 @@ def count_step(options: Options, mesh: DeviceMesh) -> Outcome:
         schedule=options.schedule,
         microbatches=options.microbatches,
         precision=options.precision,
+        offload=options.offload,
         recompute=options.recompute,
+        overlap=options.overlap,
         seed=0,
     )
     share, _ = meshes.data_coordinate(mesh)
@@ -176,20 +185,22 @@ def count_step(options: Options, mesh: DeviceMesh) -> Outcome:
         model.step(tokens[:, :-1], tokens[:, 1:])
     with Audit(mesh) as counted:
         model.step(tokens[:, :-1], tokens[:, 1:])
-    lines, other = audit_forms.compare(audit_forms.expected(plan(options, mesh, model.module)), counted.entries)
+    lines, other = audit_forms.compare(audit_forms.expected(plan(options, mesh, model)), counted.entries)
     places = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or ()))
     stage = places.pop("pp", 0)
     return Outcome(torch.distributed.get_rank(), stage, not any(places.values()), lines, other, counted.entries)
 
 
-def plan(options: Options, mesh: DeviceMesh, module: nn.Module) -> Plan:
+def plan(options: Options, mesh: DeviceMesh, model: ParallelModel) -> Plan:
     """What the closed form is about, of this rank and its part of the model."""
-    parameters = dict(module.named_parameters())
+    parameters = {(index, name): p for index, stage in enumerate(model.stages) for name, p in stage.named_parameters()}
     shards = options.dp if options.zero else 1
     travels = 2 if options.precision else None
     tokens = ROWS * LENGTH
     pipelined = options.schedule is not None and options.pp > 1
-    norms = [param for name, param in parameters.items() if "norm" in name]
+    norms = [param for (_, name), param in parameters.items() if "norm" in name]
+    kept, blocks = cast(ParallelTransformer, model.module).kept, options.config().num_layers
+    ends = model.pipeline.copies() if model.pipeline is not None else ()
     return Plan(
         dp=options.dp,
         rep=options.rep,
@@ -201,10 +212,11 @@ def plan(options: Options, mesh: DeviceMesh, module: nn.Module) -> Plan:
         gradients=audit_forms.unsharded_bytes(parameters.values(), shards),
         activation=tokens * options.config().hidden_size * (travels or 4),
         tokens=tokens,
-        blocks=sum(name.endswith("self_attn.o_proj.weight") for name in parameters),
-        first=any(name.endswith("embed_tokens.weight") for name in parameters),
-        last=any(name.endswith("lm_head.weight") for name in parameters),
+        blocks=len(kept - {0, blocks + 1}),
+        first=0 in kept,
+        last=blocks + 1 in kept,
         norms=audit_forms.unsharded_bytes(norms, 1, travels),
+        tied=audit_forms.unsharded_bytes(ends, shards) // shards,
         hops=_hops(options, mesh.get_local_rank("pp")) if pipelined else 0,
         sequence_parallel=options.sequence_parallel,
         recompute=options.recompute,

@@ -184,6 +184,13 @@ def audit(
     ] = False,
     recompute: Annotated[bool, typer.Option("--recompute", help="Keep only each block's input for backward.")] = False,
     precision: Annotated[str | None, typer.Option(help="bf16 or fp16 over fp32 parameters. Default: fp32.")] = None,
+    overlap: Annotated[
+        str | None, typer.Option(help="auto, chunked or none: how collectives travel under products.")
+    ] = None,
+    offload: Annotated[bool, typer.Option("--offload", help="Parameters and gradients in the host's memory.")] = False,
+    tie_embeddings: Annotated[
+        bool, typer.Option("--tie-embeddings", help="The head shares the embedding's weight.")
+    ] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -191,7 +198,19 @@ def audit(
     from .audit import Options
     from .audit import audit as run_audit
 
-    options = Options(dp, pp, tp, rep, zero, schedule, microbatches, style, sequence_parallel, recompute, precision)
+    degrees = {"dp": dp, "pp": pp, "tp": tp, "rep": rep, "zero": zero}
+    options = Options(
+        **degrees,
+        schedule=schedule,
+        microbatches=microbatches,
+        style=style,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        precision=precision,
+        overlap=overlap,
+        offload=offload,
+        tie_embeddings=tie_embeddings,
+    )
     raise typer.Exit(run_audit(options, json=json))
 
 

@@ -162,6 +162,11 @@ STEPS = {
     ),
     "zero3-bf16": Options(dp=2, tp=2, zero=3, precision="bf16"),
     "1f1b-zero3": Options(pp=2, dp=2, zero=3, schedule="1f1b", microbatches=2),
+    "1f1b-tied-overlap": Options(pp=2, tp=2, schedule="1f1b", microbatches=2, tie_embeddings=True, overlap="chunked"),
+    "zbv-tied-zero2": Options(pp=2, dp=2, zero=2, schedule="zbv", microbatches=4, tie_embeddings=True),
+    "1f1b-tied-zero1-offload": Options(
+        pp=2, dp=2, zero=1, schedule="1f1b", microbatches=2, tie_embeddings=True, offload=True
+    ),
     "zbv-tp": Options(pp=2, tp=2, schedule="zbv", microbatches=4, sequence_parallel=True),
 }
 
