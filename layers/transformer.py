@@ -152,12 +152,10 @@ class ParallelTransformer(nn.Module):
                 raise ValueError(
                     "max_seqlen bounds the lengths of a packed batch: pass cu_seqlens as well, or leave it"
                 )
-            batch, length = self._check_batch(tokens, targets)
+            batch, length = self._check_batch(tokens, targets, positions)
             how: dict[str, Any] = {"batch_size": batch}
             if positions is None:
                 positions = torch.arange(length, device=tokens.device)
-            elif positions.shape not in ((length,), tokens.shape):
-                raise ValueError(f"positions {list(positions.shape)}: expected [{length}] or {list(tokens.shape)}")
         else:
             length = self._check_packed(tokens, targets, cu_seqlens, max_seqlen)
             how = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
@@ -252,13 +250,20 @@ class ParallelTransformer(nn.Module):
             check_alike(self.group, device)
         return drops and self.training
 
-    def _check_batch(self, tokens: torch.Tensor, targets: torch.Tensor | None) -> tuple[int, int]:
+    def _check_batch(
+        self, tokens: torch.Tensor, targets: torch.Tensor | None, positions: torch.Tensor | None = None
+    ) -> tuple[int, int]:
+        for name, each in (("tokens", tokens), ("targets", targets)):
+            if each is not None and (each.is_floating_point() or each.dtype == torch.bool):
+                raise ValueError(f"{name} are {each.dtype}: expected their numbers in the vocabulary, torch.int64")
         if tokens.dim() != 2 or (targets is not None and targets.shape != tokens.shape):
             given = "" if targets is None else f" and targets {list(targets.shape)}"
             raise ValueError(
                 f"expected tokens [B, S] and targets of the same shape, not tokens {list(tokens.shape)}{given}"
             )
         batch, length = tokens.shape
+        if positions is not None and positions.shape not in ((length,), tokens.shape):
+            raise ValueError(f"positions {list(positions.shape)}: expected [{length}] or {list(tokens.shape)}")
         if length > self.config.max_positions:
             raise ValueError(
                 f"sequences of {length} tokens: this model was made for at most {self.config.max_positions}"
@@ -353,9 +358,9 @@ class ParallelTransformer(nn.Module):
         """The parameters that the first and the last part share."""
         return ["model.embed_tokens.weight"] if self.config.tie_embeddings else []
 
-    def check_batch(self, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+    def check_batch(self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None) -> None:
         """ValueError for what no stage could take. Ranks that were given the same agree."""
-        self._check_batch(tokens, targets)
+        self._check_batch(tokens, targets, positions)
         check_tokens(tokens, self.config.vocab_size)
 
     def boundary(self, batch: int, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:

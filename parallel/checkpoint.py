@@ -24,10 +24,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from . import collectives, states, storage
 from .mesh import Group, MeshLike, everyone, whole_group
+from .parallelize import ParallelModel
 from .sharding import as_stored, gather, host_copy, local_tensor, logical, on_first_rank
 
 __all__ = [
@@ -216,7 +218,12 @@ def _state_holder(optimizer: Optimizer) -> Optimizer:
 
 
 def named_entries(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's parameters and persistent buffers by name, those that are tied under the first one only."""
+    """The model's parameters and persistent buffers by name, those that are tied under the first one only.
+
+    Names are the bare model's, whatever spreads it.
+    """
+    while isinstance(model, ParallelModel | DistributedDataParallel):
+        model = cast(nn.Module, model.module)
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, entry in model.state_dict(keep_vars=True).items():

@@ -60,9 +60,10 @@ def init_mesh(
     tp: int | None = None,
     device_type: str | None = None,
     timeout: timedelta | None = None,
+    alone: bool = False,
 ) -> DeviceMesh | None:
     """The mesh ``("dp", "pp", "tp")`` over all processes, with ``rep`` > 1 ``("rep", "dp", "pp", "tp")``; None when
-    this process is alone.
+    this process is alone, unless ``alone`` asks for a mesh of one (FSDP2, which offloads, wants one).
 
     Reads what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and initialises torch.distributed
     if nobody has: gloo on a CPU, NCCL with ``device_type="cuda"``, which also selects this process's GPU.
@@ -70,12 +71,13 @@ def init_mesh(
     ``timeout`` bounds every collective of the processes and of the mesh's groups, those that are made of it later
     included; None is what the default process group has, which is torch's default where this starts it.
 
-    Raises ValueError where ``rep * dp * pp * tp`` is not the world size, or a machine has fewer GPUs than processes;
-    RuntimeError where the processes cannot meet.
+    Raises ValueError where ``rep * dp * pp * tp`` is not the world size, a variable of torchrun's is missing, or a
+    machine has fewer GPUs than processes; RuntimeError where the processes cannot meet.
     """
     world = _world_size()
     shape = _mesh_shape(rep, dp, pp, tp, world)
-    if world == 1 and not dist.is_initialized():
+    single = world == 1 and not dist.is_initialized()
+    if single and not alone:
         return None
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if device_type == "cuda":
@@ -83,8 +85,12 @@ def init_mesh(
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         try:
-            store, rank, size = agent_store(timeout) or (None, -1, -1)
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+            if single:
+                dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+            else:
+                _check_variables(world)
+                store, rank, size = agent_store(timeout) or (None, -1, -1)
+                dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
         except dist.DistError as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise RuntimeError(
@@ -116,6 +122,15 @@ def _world_size() -> int:
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _check_variables(world: int) -> None:
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"init_mesh: WORLD_SIZE={world} and no {', no '.join(missing)}: start the processes with torchrun, which "
+            "sets all of them"
+        )
 
 
 def _mesh_shape(rep: int, dp: int, pp: int, tp: int | None, world: int) -> tuple[int, int, int, int]:
@@ -196,6 +211,25 @@ def degree(mesh: DeviceMesh | None, dim: str) -> int:
     if mesh is None or dim not in (mesh.mesh_dim_names or ()):
         return 1
     return mesh[dim].size()
+
+
+def check_dims(mesh: DeviceMesh | None) -> None:
+    """ValueError for a mesh with dimensions that nothing here is spread over: its ranks would train apart."""
+    if mesh is None:
+        return
+    names = mesh.mesh_dim_names
+    if names is None and mesh.size() > 1:
+        raise ValueError(
+            f"the mesh's dimensions {list(mesh.shape)} have no names, so what is spread over them is open: make it by "
+            "init_mesh(), or name them (mesh_dim_names) 'rep', 'dp', 'pp' and 'tp'"
+        )
+    for name, size in zip(names or (), mesh.shape):
+        if size > 1 and name not in HYBRID_DIMS:
+            raise ValueError(
+                f"the mesh has a dimension {name!r} of {size} ranks, over which nothing would be spread: expected "
+                f"{', '.join(map(repr, HYBRID_DIMS))}; rename it, or pass the sub-mesh without it if its ranks are "
+                "yours to keep alike"
+            )
 
 
 def data_coordinate(mesh: DeviceMesh | None) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,17 @@ from . import zero as zeros
 from .clip import GradientClipper
 from .cross_entropy import IGNORE_INDEX
 from .loss_scale import LossScale
-from .mesh import Group, MeshLike, data_coordinate, data_group, degree, tp_group, whole_group
+from .mesh import (
+    SINGLE,
+    Group,
+    check_dims,
+    data_coordinate,
+    data_group,
+    degree,
+    everyone,
+    init_mesh,
+    whole_group,
+)
 from .sharding import local_tensors, parameter_seed
 from .zero import PRECISIONS
 
@@ -61,7 +71,8 @@ def parallelize(
             twice its stages.
         costs: of the model's parts, in any unit, by which a pipeline is cut evenly; all ranks pass the same. Measured
             ones, say (``layers.stage_costs``, ``pipeline.measured``). None: those that the model knows of itself.
-        offload: parameters, gradients and optimizer state stay in the host's memory.
+        offload: parameters, gradients and optimizer state stay in the host's memory. A process alone gets a mesh of one
+            for it.
         precision: "bf16" or "fp16" for forward and backward; what the optimizer sees stays fp32. With fp16 the loss is
             scaled, and a step whose gradients overflow leaves none.
         recompute: keep only each block's input for backward; None leaves it as the model was built, as does
@@ -74,6 +85,9 @@ def parallelize(
     Raises ValueError for combinations that train wrongly (``compose.py`` says which, and what to use instead), and for
     arguments that do not fit the mesh or the model. Every rank comes to the same answer by itself.
     """
+    check_dims(mesh)
+    if mesh is None and offload and _group_of(model).size == 1 and everyone().size == 1:
+        mesh = init_mesh(device_type=_device(None, device).type, alone=True)
     stages = degree(mesh, "pp")
     if stages > 1 and schedule is None:
         raise ValueError(f"the mesh has pp={stages} pipeline stages and schedule=None: pass one, schedule='1f1b' say")
@@ -102,6 +116,7 @@ def parallelize(
     engines: dict[str, Any] = {"zero": zero, "schedule": schedule, "splits_backward": splits_backward}
     sharding: dict[str, Any] = {"offload": offload, "precision": precision if mesh is not None else None}
     compose.check(model, mesh, **engines, **sharding)
+    zeros.check_whole(model)
     _configure(model, recompute=recompute, overlap=overlap)
 
     divisible = hasattr(model, "pipeline_parts")
@@ -159,22 +174,21 @@ class ParallelModel(nn.Module):
         self._divisible = hasattr(module, "pipeline_parts")
         self._readers = data_coordinate(mesh)[1]
         self._data: Group = data_group(mesh)
-        group = getattr(module, "group", None)
-        everyone: MeshLike = mesh if mesh is not None else group if isinstance(group, Group) else None
-        self._group = whole_group(everyone)
+        self._group = whole_group(_group_of(module) if mesh is None else mesh)
         self._parameters_here = tuple(module.parameters())  # as the optimizer has them
         self._clipper: tuple[float, GradientClipper] | None = None
         self.loss_scale = LossScale(self._group) if precision == "fp16" else None
 
     # ------------------------------------------------------------------------------------------------------ training
 
-    def step(self, *batch: torch.Tensor) -> torch.Tensor:
+    def step(self, *batch: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Forward and backward of ``tokens`` [B, S] and ``targets`` [B, S] (int64; -100 counts for nothing).
 
         This rank's share of the step's batch: ranks that differ along dp (and rep) alone pass different ones, of any
         sizes; all others the same. Returns the mean loss over all valid targets of all of them, an fp32 scalar (fp64
         for fp64), the same on every rank. Adds to ``.grad`` the gradients of that mean, summed over the ranks, however
-        the batch was divided among ranks and micro-batches. A collective.
+        the batch was divided among ranks and micro-batches. ``positions`` [S] or [B, S] are by default 0 to S - 1. A
+        collective.
 
         A batch with fewer sequences than micro-batches is filled up with some that count for nothing. A step that fails
         midway leaves nothing behind for the next one, but perhaps a part of its gradients: call ``zero_grad``.
@@ -183,16 +197,16 @@ class ParallelModel(nn.Module):
         take, where no target is valid, and where a module that cannot leave sequences out of its mean is given fewer of
         them than micro-batches.
         """
-        *inputs, targets = batch
-        scale = self._scale(inputs, targets)
+        inputs, targets = self._inputs(batch, positions)
+        scale = self._scale(inputs, targets, positions)
         factor = 1.0 if self.loss_scale is None else self.loss_scale.factor
         earlier = {} if self.loss_scale is None else self._set_aside()
         try:
             if self.pipeline is not None:
                 (tokens,) = inputs
-                loss = self.pipeline.step(tokens, targets, scale=scale * factor)
+                loss = self.pipeline.step(tokens, targets, scale=scale * factor, positions=positions)
             else:
-                loss = self._accumulate(inputs, targets, scale * factor)
+                loss = self._accumulate(self._parts(inputs, targets, positions), scale * factor)
         except BaseException:
             for stage in self.stages:
                 zeros.abandon(stage)
@@ -205,10 +219,10 @@ class ParallelModel(nn.Module):
         return loss
 
     @torch.no_grad()
-    def evaluate(self, *batch: torch.Tensor) -> torch.Tensor:
+    def evaluate(self, *batch: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """The loss that :meth:`step` returns, without gradients and dropout. A collective."""
-        *inputs, targets = batch
-        scale = self._scale(inputs, targets)
+        inputs, targets = self._inputs(batch, positions)
+        scale = self._scale(inputs, targets, positions)
         modules = {module for top in (self, *self.stages) for module in top.modules()}
         training = [module for module in modules if module.training]
         for module in training:
@@ -216,10 +230,10 @@ class ParallelModel(nn.Module):
         try:
             if self.pipeline is not None:
                 (tokens,) = inputs
-                loss = self.pipeline.evaluate(tokens, targets, scale=scale)
+                loss = self.pipeline.evaluate(tokens, targets, scale=scale, positions=positions)
             else:
-                parts = self._parts(inputs, targets)
-                loss = torch.stack([self._loss(given, wanted, scale) for given, wanted in parts]).sum()
+                parts = self._parts(inputs, targets, positions)
+                loss = torch.stack([self._loss(*part, scale) for part in parts]).sum()
         finally:
             for module in training:
                 module.training = True
@@ -266,9 +280,23 @@ class ParallelModel(nn.Module):
 
     # --------------------------------------------------------------------------------------------------------- parts
 
-    def _scale(self, inputs: list[torch.Tensor], targets: torch.Tensor) -> float:
+    def _inputs(
+        self, batch: tuple[torch.Tensor, ...], positions: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """What the model takes, and its targets. ValueError for a call that no batch would make right."""
+        *inputs, targets = batch or (None,)
+        if targets is None or not inputs or (self._divisible and len(inputs) > 1):
+            raise ValueError(
+                f"{len(batch)} tensor{'s' * (len(batch) != 1)} in a row: expected tokens and targets; positions go by "
+                "name, and packed batches (cu_seqlens) are the bare model's to take"
+            )
+        if positions is not None and not self._divisible:
+            raise ValueError(f"positions: {type(self.module).__name__} takes its inputs in a row, before the targets")
+        return inputs, targets
+
+    def _scale(self, inputs: list[torch.Tensor], targets: torch.Tensor, positions: torch.Tensor | None) -> float:
         """What turns sums over this rank's targets into its addend of the mean that engines form over readers."""
-        problem = self._problem(inputs, targets)
+        problem = self._problem(inputs, targets, positions)
         said = torch.stack([_valid(targets), torch.tensor(float(problem is not None), device=targets.device).double()])
         valid, refused = collectives.all_reduce(said, self._data, site="step.targets").tolist()
         if problem is not None:
@@ -279,7 +307,9 @@ class ParallelModel(nn.Module):
             raise ValueError("no target of this step is valid: all of them are -100")
         return self._readers / valid
 
-    def _problem(self, inputs: list[torch.Tensor], targets: torch.Tensor) -> ValueError | None:
+    def _problem(
+        self, inputs: list[torch.Tensor], targets: torch.Tensor, positions: torch.Tensor | None
+    ) -> ValueError | None:
         """Why this rank's batch cannot be taken: said by all readers before any of them begins."""
         count, rows = self.microbatches, targets.shape[0]
         if not self._divisible:
@@ -291,7 +321,7 @@ class ParallelModel(nn.Module):
         try:
             (tokens,) = inputs
             if rows:
-                self.module.check_batch(tokens, targets)  # type: ignore[operator]
+                self.module.check_batch(tokens, targets, positions)  # type: ignore[operator]
             smallest = max(1, rows // count)
             for part in {smallest, max(1, -(-rows // count))} if self.pipeline is None else {max(1, -(-rows // count))}:
                 self.module.boundary(part, tokens.shape[1])  # type: ignore[operator]
@@ -310,18 +340,25 @@ class ParallelModel(nn.Module):
         whole = collectives.all_reduce(loss.detach().sum(), self._data, site="step.loss")
         return whole.to(torch.promote_types(loss.dtype, torch.float32)) / self._readers
 
-    def _accumulate(self, inputs: list[torch.Tensor], targets: torch.Tensor, scale: float) -> torch.Tensor:
+    def _accumulate(self, parts: list[_Part], scale: float) -> torch.Tensor:
         (stage,) = self.stages
-        parts, losses = self._parts(inputs, targets), []
-        draws = self.module.draws(targets.device) if self._divisible else None  # type: ignore[operator]
-        for i, (given, wanted) in enumerate(parts):
+        losses = []
+        draws = self.module.draws(parts[0].targets.device) if self._divisible else None  # type: ignore[operator]
+        for i, part in enumerate(parts):
             zeros.accumulate(stage, last=i == len(parts) - 1)
-            loss = self._loss(given, wanted, scale, draws)
+            loss = self._loss(*part, scale, draws)
             loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 
-    def _loss(self, inputs: list[torch.Tensor], targets: torch.Tensor, scale: float, draws: Any = None) -> torch.Tensor:
+    def _loss(
+        self,
+        inputs: list[torch.Tensor],
+        targets: torch.Tensor,
+        positions: torch.Tensor | None,
+        scale: float,
+        draws: Any = None,
+    ) -> torch.Tensor:
         """The sum of one micro-batch's losses times ``scale``."""
         (stage,) = self.stages
         with self._autocast():
@@ -330,21 +367,22 @@ class ParallelModel(nn.Module):
                 # A mean over nothing is no number: a target that weighs nothing takes the place of none.
                 loss = stage(*inputs, targets.masked_fill((targets == IGNORE_INDEX) & (valid == 0), 0))
                 return loss * (valid * scale).to(loss.dtype)
-            return stage(*inputs, targets, scale=scale, draws=draws).sum()
+            return stage(*inputs, targets, positions=positions, scale=scale, draws=draws).sum()
 
-    def _parts(
-        self, inputs: list[torch.Tensor], targets: torch.Tensor
-    ) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
+    def _parts(self, inputs: list[torch.Tensor], targets: torch.Tensor, positions: torch.Tensor | None) -> list[_Part]:
+        """The micro-batches."""
         count = self.microbatches
-        missing = count - targets.shape[0]
-        if missing > 0:
-            (tokens,) = inputs
-            inputs, targets = (
-                [F.pad(tokens, (0, 0, 0, missing))],
-                F.pad(targets, (0, 0, 0, missing), value=IGNORE_INDEX),
-            )
-        pieces = [tensor.tensor_split(count) for tensor in (*inputs, targets)]
-        return [(list(given), wanted) for *given, wanted in zip(*pieces)]
+        missing = max(0, count - targets.shape[0])  # only a model that knows of sequences which count for nothing
+        if positions is not None:
+            positions = positions.expand(targets.shape)
+
+        def pieces(tensor: torch.Tensor, filling: int = 0) -> tuple[torch.Tensor, ...]:
+            filled = F.pad(tensor, (0, 0, 0, missing), value=filling) if missing else tensor
+            return filled.tensor_split(count)
+
+        given, wanted = zip(*map(pieces, inputs)), pieces(targets, IGNORE_INDEX)
+        placed = [None] * count if positions is None else pieces(positions)
+        return [_Part(list(one), target, place) for one, target, place in zip(given, wanted, placed)]
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         """Where FSDP2 does not cast, since there is no mesh."""
@@ -361,6 +399,14 @@ class ParallelModel(nn.Module):
         return ", ".join([*said, f"microbatches={self.microbatches}", f"precision={self.precision}"])
 
 
+class _Part(NamedTuple):
+    """One micro-batch."""
+
+    inputs: list[torch.Tensor]
+    targets: torch.Tensor
+    positions: torch.Tensor | None
+
+
 def _valid(targets: torch.Tensor) -> torch.Tensor:
     """How many targets count, fp64."""
     return (targets != IGNORE_INDEX).sum(dtype=torch.float64)
@@ -373,11 +419,17 @@ def _device(mesh: DeviceMesh | None, wanted: torch.device | str | None) -> torch
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def _check_built_for(model: nn.Module, mesh: DeviceMesh | None) -> None:
+def _group_of(model: nn.Module) -> Group:
+    """The tensor-parallel group that ``model`` was built for."""
     group = getattr(model, "group", None)
-    if mesh is None or not isinstance(group, Group):
+    return group if isinstance(group, Group) else SINGLE
+
+
+def _check_built_for(model: nn.Module, mesh: DeviceMesh | None) -> None:
+    group = _group_of(model)
+    if mesh is None or group is SINGLE:
         return
-    wanted = tp_group(mesh).size if degree(mesh, "tp") > 1 else 1
+    wanted = degree(mesh, "tp")
     if group.size != wanted:
         raise ValueError(
             f"the model was built for {group.size} tensor-parallel rank(s) and the mesh has tp={wanted}: build it with "

@@ -58,7 +58,7 @@ class Divisible(Protocol):
     def tied_parameters(self) -> list[str]:
         """The names of parameters that the first and the last part share."""
 
-    def check_batch(self, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+    def check_batch(self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None) -> None:
         """ValueError for a batch that the model could not take, the same on every rank."""
 
     def boundary(self, batch: int, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -225,12 +225,9 @@ class Pipeline:
         self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         """What is given, filled up, and found good: what is not raises ValueError before anything was sent."""
-        self.model.check_batch(tokens, targets)
+        self.model.check_batch(tokens, targets, positions)
         batch = {"tokens": self._padded(tokens, 0), "targets": self._padded(targets, IGNORE_INDEX)}
         if positions is not None:
-            if positions.shape not in (tokens.shape, tokens.shape[1:]):
-                expected = f"[{tokens.shape[1]}] or {list(tokens.shape)}"
-                raise ValueError(f"positions {list(positions.shape)}: expected {expected}")
             batch["positions"] = self._padded(positions.expand(tokens.shape), 0)
         self._prepare(batch["tokens"])
         return batch

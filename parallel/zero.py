@@ -35,7 +35,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.nn.parallel import DistributedDataParallel
 
 from . import compose
-from .mesh import DATA_DIMS, data_coordinate, data_group, degree
+from .mesh import DATA_DIMS, check_dims, data_coordinate, data_group, degree, everyone
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -72,20 +72,31 @@ def shard(
     compose.check(module, mesh, splits_backward=splits_backward, schedule=schedule, **options)  # type: ignore[arg-type]
     if precision is not None and precision not in PRECISIONS:
         raise ValueError(f"precision={precision!r}: expected None or one of {', '.join(PRECISIONS)}")
-    if any(isinstance(each, FSDPModule) for each in module.modules()):
-        raise ValueError(f"this {type(module).__name__} is sharded already: shard it once, or build it anew")
+    check_whole(module)
+    check_dims(mesh)
     if not _spans_data(mesh):
         if offload or precision is not None:
-            what = "offload=True" if offload else f"precision={precision!r}"
+            what, alone = (
+                ("offload=True", "init_mesh(alone=True) makes one of a single process")
+                if offload
+                else (f"precision={precision!r}", "a process alone may use torch.autocast")
+            )
+            raise ValueError(f"{what}: FSDP2 does this, which wants a mesh with a dimension 'dp'; {alone}")
+        if zero and mesh is None and everyone().size > 1:
             raise ValueError(
-                f"{what}: FSDP2 does this, which wants a mesh with a dimension 'dp' (of size 1 is fine); start with "
-                "torchrun and init_mesh(), or use torch.autocast in a process alone"
+                f"zero={zero} without a mesh shards nothing over the {everyone().size} processes: pass init_mesh()"
             )
         return
     assert mesh is not None
     if data_coordinate(mesh)[1] == 1 and not offload and precision is None:
         return
     _wrap(module, mesh, list(_blocks(module) if blocks is None else blocks), zero, offload, precision)
+
+
+def check_whole(module: nn.Module) -> None:
+    """ValueError for a module that FSDP2 has its hands on already."""
+    if any(isinstance(each, FSDPModule) for each in module.modules()):
+        raise ValueError(f"this {type(module).__name__} is sharded already: shard it once, or build it anew")
 
 
 def _spans_data(mesh: DeviceMesh | None) -> bool:
