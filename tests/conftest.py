@@ -100,3 +100,12 @@ def ranks() -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+quick_interpreter = _load("quick_interpreter")
+
+
+@pytest.fixture(autouse=True)
+def _quick_interpreter() -> None:
+    """Before each test, because none but those that need Triton load it."""
+    quick_interpreter.install()

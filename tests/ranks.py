@@ -33,6 +33,7 @@ START_TIMEOUT = 300.0  # seconds to import torch, on a machine that is busy with
 TIMEOUT = 120.0  # seconds a call may take
 GRACE = 10.0  # seconds that the other ranks get to fail after one has
 PR_SET_PDEATHSIG = 1
+QUICK_INTERPRETER = str(Path(__file__).with_name("quick_interpreter.py"))
 
 
 class RankError(AssertionError):
@@ -174,7 +175,9 @@ def _attempt(task: bytes, rank: int, world: int) -> tuple[bool, Any, float]:
     try:
         path, name, args, kwargs = pickle.loads(task)
         torch.manual_seed(0)
-        value = getattr(_module(path), name)(rank, world, *args, **kwargs)
+        body = getattr(_module(path), name)
+        _module(QUICK_INTERPRETER).install()
+        value = body(rank, world, *args, **kwargs)
         pickle.dumps(value)
     except BaseException:  # pytest's skip and fail are BaseExceptions
         # The time shows who failed first; that ends the others' collectives, which then fail as well.

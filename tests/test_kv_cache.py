@@ -1,32 +1,32 @@
-"""Writes into a paged KV cache, copies of its blocks: the reference against plain loops, the kernels against it."""
+"""Writes into a paged KV cache, behind norm and rotation too: the reference against plain loops, kernels against it."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 
 from shardfuse.kernels import device, dispatch, registry
 from shardfuse.kernels.accuracy import judge, relative_error
-from shardfuse.kernels.fp8_bits import e4m3_bits_to_fp16, fp32_to_e4m3_bits
 from shardfuse.kernels.kv_cache import (
     cases,
     copy_blocks_,
     gather_kv,
     norm_rope_write_kv_,
-    swap_blocks_,
     write_kv_,
 )
+
+with pytest.MonkeyPatch.context() as patched:
+    patched.syspath_prepend(Path(__file__).parent)
+    from kv_cache_case import E4M3, INT8, bits, noise
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IMPLS = ["reference", pytest.param("triton", marks=pytest.mark.interpret)]
 interpret = pytest.mark.interpret
-E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 EPS = torch.finfo(torch.float32).eps
 TEST_CASES = [(spec, case) for spec in cases.SPECS for case in spec.tagged("test")]
 
@@ -35,84 +35,11 @@ TEST_CASES = [(spec, case) for spec in cases.SPECS for case in spec.tagged("test
 def _on_device():
     """Factory functions make their tensors where the kernels run."""
     torch.manual_seed(0)
-    with DEVICE:
+    with DEVICE if DEVICE.type == "cuda" else nullcontext():  # on a CPU it would only slow down what is called
         yield
 
 
-def bits(x):
-    """The bytes of a tensor, in which NaN equals itself."""
-    return x.contiguous().view(torch.uint8)
-
-
-def noise(*shape, dtype):
-    """Memory that nobody has set: any bits, many of them NaN."""
-    width = shape[-1] * dtype.itemsize
-    return torch.randint(0, 256, (*shape[:-1], width), dtype=torch.uint8).view(dtype)
-
-
-def every_bf16():
-    """All 65536 of them, in fp32."""
-    return torch.arange(65536, device="cpu").to(torch.int16).view(torch.bfloat16).float().to(DEVICE)
-
-
-def same_e4m3(ours, x):
-    """Whether the bytes ``ours`` are those of torch's cast of x, saturated; NaN is NaN whatever its sign."""
-    expected = x.clamp(-448, 448).to(E4M3).view(torch.uint8)
-    nan = x.isnan()
-    assert int(nan.sum()) > 0
-    return torch.equal(ours[~nan], expected[~nan]) and bool(((ours[nan] & 0x7F) == 0x7F).all())
-
-
-# --------------------------------------------------------------------------------------------------------- fp8 by bits
-
-
-@triton.jit
-def _to_bits_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out_ptr + offs, fp32_to_e4m3_bits(tl.load(x_ptr + offs)))
-
-
-@triton.jit
-def _from_bits_kernel(bits_ptr, out_ptr, BLOCK: tl.constexpr):
-    offs = tl.arange(0, BLOCK)
-    tl.store(out_ptr + offs, e4m3_bits_to_fp16(tl.load(bits_ptr + offs)))
-
-
-@interpret
-def test_every_e4m3_number_becomes_itself_in_fp16():
-    every = torch.arange(256, dtype=torch.uint8)
-    out = torch.empty(256, dtype=torch.float16)
-    _from_bits_kernel[(1,)](every, out, 256)
-    expected = every.view(E4M3).half()
-    nan = expected.isnan()
-    assert torch.equal(out.isnan(), nan)
-    assert torch.equal(bits(out[~nan]), bits(expected[~nan]))
-
-
-@interpret
-def test_rounding_to_e4m3_by_bits():
-    """All bf16, all midpoints between neighbours with what lies just beside them, and fp32 over the whole range."""
-    numbers = torch.arange(0x7F, dtype=torch.uint8).view(E4M3).float()
-    ties = (numbers[1:] + numbers[:-1]) / 2
-    near = torch.cat([ties, ties.nextafter(torch.tensor(0.0)), ties.nextafter(torch.tensor(math.inf)), numbers])
-    spread = torch.rand(4096) * 2.0 ** torch.randint(-14, 11, (4096,))
-    x = torch.cat([every_bf16(), near, -near, spread, -spread, torch.tensor([math.inf, -math.inf, 0.0, -0.0])])
-    x = torch.nn.functional.pad(x, (0, -len(x) % 4096))
-    out = torch.empty(len(x), dtype=torch.uint8)
-    _to_bits_kernel[(len(x) // 4096,)](x, out, 4096)
-    assert same_e4m3(out, x)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_every_bf16_is_written_as_torch_casts_it(impl):
-    """On a GPU by the conversion that the chip has, elsewhere by the bits."""
-    k = every_bf16().view(256, 1, 256).bfloat16()
-    cache = torch.zeros(16, 1, 16, 257, dtype=E4M3)
-    write_kv_(cache, k, torch.zeros_like(k[..., :1]), torch.arange(256), impl=impl)
-    assert same_e4m3(cache[..., :256].view(torch.uint8).flatten(), k.float().flatten())
-
-
-# --------------------------------------------------------------------------------------------------------------- write
+# --- write ------------------------------------------------------------------------------------------------------------
 
 
 def textbook_scale(row, dtype):
@@ -242,7 +169,7 @@ def test_tokens_of_any_strides(layout):
     assert all(map(torch.equal, *found))
 
 
-# ----------------------------------------------------------------------------------------------- norm, rotation, write
+# --- norm, rotation, write --------------------------------------------------------------------------------------------
 
 
 def textbook_norm_rope(x, cos, sin, interleaved, weight, eps, offset):
@@ -379,100 +306,7 @@ def test_nothing_to_write(impl):
     assert torch.equal(bits(cache), bits(before))
 
 
-# -------------------------------------------------------------------------------------------------------------- blocks
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("block_dim", [0, 1, 2])
-def test_copy_blocks(impl, block_dim):
-    caches = [
-        noise(6, 6, 6, 5, 2, dtype=torch.bfloat16),
-        noise(6, 6, 6, dtype=E4M3),
-        noise(6, 6, 6, 7, 2, dtype=torch.float32)[..., 1:4, :],
-        noise(2, 6, 6, 6, dtype=INT8).permute(1, 3, 2, 0),
-        noise(6, 6, 12, dtype=torch.int64)[..., ::2],
-    ]
-    expected = [cache.clone() for cache in caches]
-    pairs = torch.tensor([[4, 0], [-1, 3], [4, 5], [2, -1], [1, 2]])
-    for cache in expected:
-        blocks = cache.view(getattr(torch, f"uint{8 * cache.dtype.itemsize}")).movedim(block_dim, 0)
-        for source, target in ((4, 0), (4, 5), (1, 2)):
-            blocks[target].copy_(blocks[source].clone())
-    copy_blocks_(caches, pairs, block_dim=block_dim, impl=impl)
-    assert all(torch.equal(bits(ours), bits(want)) for ours, want in zip(caches, expected))
-    one = caches[0].clone()
-    copy_blocks_(one, torch.tensor([[3, 1]]), block_dim=block_dim, impl=impl)
-    assert torch.equal(bits(one.select(block_dim, 1)), bits(one.select(block_dim, 3)))
-
-
-@pytest.mark.parametrize("block_dim", [0, 1])
-def test_swap_blocks(monkeypatch, block_dim):
-    shapes = [(7, 2, 3), (9, 2, 3)] if block_dim == 0 else [(2, 7, 3), (2, 9, 3)]
-    source, target = torch.randn(shapes[0]), torch.randn(shapes[1])
-    expected = target.clone()
-    pairs = torch.tensor([[3, 5], [2, 4], [-1, 0], [6, 1], [4, 6], [0, 8]], device="cpu")
-    for s, t in pairs.tolist():
-        if s >= 0:
-            expected.select(block_dim, t).copy_(source.select(block_dim, s))
-    copied, copy_ = [], torch.Tensor.copy_
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "copy_", lambda x, *args, **kw: copied.append(len(x)) or copy_(x, *args, **kw))
-        swap_blocks_(source, target, pairs, block_dim=block_dim)
-    assert torch.equal(target, expected)
-    assert sorted(copied) == sorted([1, 1, 3] * (1 + block_dim))  # blocks 2 to 4 are a run, in each layer
-    again = torch.zeros_like(target)
-    swap_blocks_([source, source], [again, target], pairs, block_dim=block_dim)
-    assert torch.equal(target, expected)
-    assert again.count_nonzero() == 5 * target.numel() // 9
-
-
-@pytest.mark.parametrize("page", [1, 3, 8])
-@pytest.mark.parametrize("cache_dtype", [torch.float32, E4M3, INT8])
-def test_gather(cache_dtype, page):
-    K, H, V, lens = 2, 6, 4, (5, 0, 9)
-    quantised = cache_dtype != torch.float32
-    pages = [-(-n // page) for n in lens]
-    deal = torch.randperm(sum(pages) + 2)
-    tables, cache = (
-        torch.full((3, max(pages)), -1, dtype=torch.int32),
-        noise(len(deal), K, page, H + V, dtype=cache_dtype),
-    )
-    scales = [noise(len(deal), K, page, dtype=torch.float32) for _ in range(2)] if quantised else [None, None]
-    k, v, slots = torch.randn(sum(lens), K, H), torch.randn(sum(lens), K, V), []
-    for s, n in enumerate(lens):
-        mine, deal = deal[: pages[s]], deal[pages[s] :]
-        tables[s, : pages[s]] = mine
-        slots += [int(mine[j // page]) * page + j % page for j in range(n)]
-    write_kv_(cache, k, v, torch.tensor(slots), k_scale=scales[0], v_scale=scales[1], impl="reference")
-    seq_lens = torch.tensor(lens)
-    given = {"head_size": H, "k_scale": scales[0], "v_scale": scales[1]}
-    keys, values = gather_kv(cache, tables, seq_lens, **given)
-    assert keys.shape == (3, K, 9, H)
-    assert values.shape == (3, K, 9, V)
-    start = 0
-    for s, n in enumerate(lens):
-        for ours, x in ((keys, k), (values, v)):
-            mine = x[start : start + n].transpose(0, 1)
-            # Half a step of e4m3's three bits, or of one in 127, of the largest in a row.
-            allowed = mine.abs().amax(-1, keepdim=True) / (28 if cache_dtype == E4M3 else 250) if quantised else 0.0
-            assert bool(((ours[s, :, :n] - mine).abs() <= allowed).all()) if n else True
-            assert not ours[s, :, n:].any()
-        start += n
-    longer = gather_kv(
-        cache, tables.long(), seq_lens.int(), max_seq_len=max(pages) * page, dtype=torch.float64, **given
-    )
-    assert longer[0].dtype == torch.float64
-    assert torch.equal(longer[0][:, :, :9].float(), keys)
-    pair = cache[..., :H], cache[..., H:]
-    del given["head_size"]
-    assert torch.equal(gather_kv(pair, tables, seq_lens, **given)[1], values)
-    if quantised:
-        raw = gather_kv(pair, tables, seq_lens)[0]
-        assert raw.dtype == cache_dtype
-        assert torch.equal(bits(raw[0, 0, 0]), bits(pair[0][tables[0, 0], 0, 0]))
-
-
-# -------------------------------------------------------------------------------------------------------- the torch ops
+# --- the torch ops ----------------------------------------------------------------------------------------------------
 
 
 def _write_arguments(cache_dtype=torch.float32, split=False):
@@ -558,126 +392,6 @@ def test_what_the_kernels_leave_to_the_reference():
         copy_blocks_(wide, torch.tensor([[0, 1]]), impl="triton")
 
 
-# ------------------------------------------------------------------------------------------------------- refused input
-
-CPU = torch.device("cpu")
-
-
-def _cpu(*shape, dtype=torch.float32):
-    return torch.zeros(shape, dtype=dtype, device=CPU)
-
-
-SLOTS = torch.arange(5, device=CPU)
-K5, CACHE = _cpu(5, 3, 8), _cpu(4, 3, 4, 16)
-FP8_CACHE, INT8_CACHE, ONE = CACHE.to(E4M3), CACHE.to(INT8), _cpu(1)
-BAD_WRITES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-    "kv_cache is a sequence of 3": (([CACHE] * 3, K5, K5, SLOTS), {}),
-    "k has shape": ((CACHE, K5[0], K5[0], SLOTS), {}),
-    "v is torch.float32 .4, 3, 8.": ((CACHE, K5, K5[:4], SLOTS), {}),
-    "v is torch.float16": ((CACHE, K5, K5.half(), SLOTS), {}),
-    "k is torch.int64": ((CACHE, K5.long(), K5.long(), SLOTS), {}),
-    r"kv_cache has shape \(4, 3, 4, 15\)": ((CACHE[..., 1:], K5, K5, SLOTS), {}),
-    "kv_cache has shape .* 2 KV heads": ((CACHE, K5[:, :2], K5[:, :2], SLOTS), {}),
-    r"kv_cache has shape \(4, 3, 0, 16\)": ((CACHE[:, :, :0], K5, K5, SLOTS), {}),
-    r"kv_cache\[1\] has shape": (((CACHE[..., :8], CACHE), K5, K5, SLOTS), {}),
-    r"kv_cache\[1\] is torch.float16": (((CACHE[..., :8], CACHE[..., 8:].half()), K5, K5, SLOTS), {}),
-    "kv_cache is torch.int32": ((CACHE.int(), K5, K5, SLOTS), {}),
-    "slot_mapping is torch.int32": ((CACHE, K5, K5, SLOTS.int()), {}),
-    r"slot_mapping is torch.int64 \(4,\)": ((CACHE, K5, K5, SLOTS[:4]), {}),
-    "v is on meta": ((CACHE, K5, K5.to("meta"), SLOTS), {}),
-    "names slot 16: kv_cache has 16 slots": ((CACHE, K5, K5, SLOTS + 12), {}),
-    "names slot 3 twice": ((CACHE, K5, K5, SLOTS.clamp(max=3)), {}),
-    "k_scale and v_scale belong to": ((CACHE, K5, K5, SLOTS), {"k_scale": ONE, "v_scale": ONE}),
-    "k_scale comes alone": ((FP8_CACHE, K5, K5, SLOTS), {"k_scale": ONE}),
-    "kv_cache is int8": ((INT8_CACHE, K5, K5, SLOTS), {}),
-    r"v_scale has shape \(4, 3\)": ((INT8_CACHE, K5, K5, SLOTS), {"k_scale": ONE, "v_scale": _cpu(4, 3)}),
-    "k_scale is torch.float16": ((INT8_CACHE, K5, K5, SLOTS), {"k_scale": ONE.half(), "v_scale": ONE}),
-    "k_scale is on meta": ((FP8_CACHE, K5, K5, SLOTS), {"k_scale": ONE.to("meta"), "v_scale": ONE}),
-}
-
-
-@pytest.mark.parametrize("message", BAD_WRITES)
-def test_write_refuses(message):
-    args, kwargs = BAD_WRITES[message]
-    with pytest.raises(ValueError, match=f"^write_kv_: .*{message}"):
-        write_kv_(*args, **kwargs)
-    with pytest.raises(ValueError, match=f"^norm_rope_write_kv_: .*{message}"):
-        norm_rope_write_kv_(args[1], args[1], args[2], args[0], args[3], **kwargs)
-
-
-def test_contents_are_checked_where_asked():
-    cache = CACHE.clone()
-    write_kv_(cache, K5 + 1, K5 + 1, SLOTS.clamp(max=3), check=False)
-    assert cache[0].all()
-
-
-TABLE = _cpu(5, 4)
-BAD_FUSED: dict[str, dict[str, Any]] = {
-    r"q has shape \(4, 3, 8\)": {"q": K5[:4]},
-    r"q has shape \(5, 3, 6\)": {"q": K5[..., :6]},
-    "q is torch.float16 but k": {"q": K5.half()},
-    "cos comes alone": {"cos": TABLE},
-    r"cos has shape \(4, 4\)": {"cos": TABLE[:4], "sin": TABLE[:4]},
-    r"sin has shape \(5, 5\)": {"cos": TABLE, "sin": _cpu(5, 5)},
-    r"cos has shape \(5, 4\) and sin \(5, 3\)": {"cos": TABLE, "sin": TABLE[:, :3]},
-    "cos is torch.bfloat16": {"cos": TABLE.bfloat16(), "sin": TABLE},
-    r"q_norm is torch.float32 \(4,\)": {"q_norm": _cpu(4)},
-    "k_norm is torch.int64": {"k_norm": _cpu(8).long()},
-    "sin is on meta": {"cos": TABLE, "sin": TABLE.to("meta")},
-}
-
-
-@pytest.mark.parametrize("message", BAD_FUSED)
-def test_norm_rope_write_refuses(message):
-    x = {"q": K5, "k": K5, "v": K5, "kv_cache": CACHE, "slot_mapping": SLOTS} | BAD_FUSED[message]
-    with pytest.raises(ValueError, match=f"^norm_rope_write_kv_: {message}"):
-        norm_rope_write_kv_(**x)
-
-
-PAIRS = torch.tensor([[0, 1], [2, 3]], device=CPU)
-BAD_COPIES: dict[str, tuple[Any, Any, int]] = {
-    "kv_caches is empty": ([], PAIRS, 0),
-    "block_dim=4, but kv_caches has shape": (CACHE, PAIRS, 4),
-    "holds 4 and 3 blocks": ([CACHE, CACHE[:3]], PAIRS, 0),
-    "kv_caches is on cpu and meta": ([CACHE, CACHE.to("meta")], PAIRS, 0),
-    "pairs is torch.int32": (CACHE, PAIRS.int(), 0),
-    r"pairs is torch.int64 \(4,\)": (CACHE, PAIRS.flatten(), 0),
-    "pairs is on meta": (CACHE, PAIRS.to("meta"), 0),
-    "names source block 4: there are 4": (CACHE, PAIRS + torch.tensor([2, 0]), 0),
-    "names target block 3: there are 3": (CACHE, PAIRS, 1),
-    "a target block twice": (CACHE, PAIRS.clamp(max=1) + torch.tensor([0, 2]), 0),
-    "names block 2 as source and as target": (CACHE, torch.tensor([[0, 2], [2, 3]]), 0),
-}
-
-
-@pytest.mark.parametrize("message", BAD_COPIES)
-def test_copy_refuses(message):
-    caches, pairs, block_dim = BAD_COPIES[message]
-    with pytest.raises(ValueError, match=f"^copy_blocks_: .*{message}"):
-        copy_blocks_(caches, pairs.to(CPU) if pairs.device != torch.device("meta") else pairs, block_dim=block_dim)
-
-
-def test_swap_and_gather_refuse():
-    for message, source, target, pairs in (
-        ("source has 1 tensors and target 2", CACHE, [CACHE, CACHE], PAIRS),
-        ("source is torch.float32 .* but target torch.float16", CACHE, CACHE.half(), PAIRS),
-        (r"target torch.float32 \(4, 3, 4, 15\)", CACHE, CACHE[..., 1:], PAIRS),
-        ("target block 3: there are 2", CACHE, CACHE[:2].clone(), PAIRS),
-        ("pairs is on meta", CACHE, CACHE.clone(), PAIRS.to("meta")),
-    ):
-        with pytest.raises(ValueError, match=f"^swap_blocks_: .*{message}"):
-            swap_blocks_(source, target, pairs)
-    tables, lens = _cpu(2, 3, dtype=torch.int32), torch.tensor([13, 1], device=CPU)
-    for message, arguments, options in (
-        ("block_tables has shape", (CACHE, tables, lens[:1]), {}),
-        ("13 tokens does not fit 3 pages of 4", (CACHE, tables, lens), {}),
-        ("head_size=16", (CACHE, tables, lens - 1), {"head_size": 16}),
-        (r"v_scale has shape \(4, 3\)", (CACHE, tables, lens - 1), {"v_scale": CACHE[:, :, 0, 0]}),
-    ):
-        with pytest.raises(ValueError, match=f"^gather_kv: .*{message}"):
-            gather_kv(*arguments, **options)
-
-
 def test_refuses_to_lose_a_gradient():
     k, cache = torch.randn(2, 3, 8, requires_grad=True), torch.zeros(2, 3, 4, 16)
     slots, scale = torch.arange(2), torch.ones(1, requires_grad=True)
@@ -694,7 +408,7 @@ def test_refuses_to_lose_a_gradient():
             call()
 
 
-# --------------------------------------------------------------------------------------------------------- on a GPU
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -720,7 +434,7 @@ def test_captured_without_asking_the_host(spec):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-# ------------------------------------------------------------------------------------------------------------- builds
+# --- builds -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.codegen

@@ -1,11 +1,9 @@
-"""Which way a collective goes: the profile, the cost model, the choice, and that all ranks make the same one."""
+"""Which way a collective goes: by measurement, as asked, and that all ranks make the same choice."""
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
-import math
 import timeit
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,31 +18,16 @@ from hypothesis import strategies as st
 from torch.autograd import forward_ad
 
 from shardfuse.kernels import autograd
-from shardfuse.parallel import collectives, link_model, link_profile, links
+from shardfuse.parallel import collectives, link_profile, links
 from shardfuse.parallel.link_model import GATHER, NORM, REDUCE, SCATTER, Call
-from shardfuse.parallel.link_profile import OPS, Link, Profile, Row, bucket
+from shardfuse.parallel.link_profile import OPS, Profile, Row, bucket
 from shardfuse.parallel.mesh import SINGLE, Group, tp_group
 
-CPU = torch.device("cpu")
+with pytest.MonkeyPatch.context() as patched:
+    patched.syspath_prepend(Path(__file__).parent)
+    from links_case import CPU, MODEL, WHERE, call_of, choose_pure, profile_of, row_of
+
 SHAPE: dict[str, Any] = {"tokens": 64, "features_in": 32, "features_out": 16, "dtype": torch.float32, "device": CPU}
-WHERE = bucket(64, 32, 16)
-
-
-def _row(op: str = GATHER, plain: float = 10.0, chunked: dict[int, float] | None = None, **more: Any) -> Row:
-    return Row(op, "fp32", 2, "node", WHERE, plain, {1: 5.0} if chunked is None else chunked, **more)
-
-
-def _profile(*rows: Row, **more: Any) -> Profile:
-    return Profile("cpu", "cpu", measured=True, rows=rows, **more)
-
-
-def _call(op: str = GATHER, T: int = 64, K: int = 32, N: int = 16) -> Call:
-    return Call(op, T, K, N, torch.float32, 2)
-
-
-def _pure(profile: Profile | None, call: Call | None = None, **more: Any) -> links.Path:
-    options = {"unavailable": "no memory", "device_type": "cpu"} | more
-    return links.pure_choice(profile, "node", call or _call(), **options)
 
 
 # --- by measurement ---------------------------------------------------------------------------------------------------
@@ -66,8 +49,8 @@ rows = st.builds(
 
 @given(row=rows, unavailable=st.none() | st.just("no memory"), device_type=st.sampled_from(["cpu", "cuda"]))
 def test_a_path_that_measured_no_faster_than_plain_is_never_taken(row: Row, unavailable: str | None, device_type: str):
-    path = _pure(_profile(row), _call(row.op), unavailable=unavailable, device_type=device_type)
-    assert path == _pure(_profile(row), _call(row.op), unavailable=unavailable, device_type=device_type)
+    path = choose_pure(profile_of(row), call_of(row.op), unavailable=unavailable, device_type=device_type)
+    assert path == choose_pure(profile_of(row), call_of(row.op), unavailable=unavailable, device_type=device_type)
     sides = {("chunked", pieces): each for pieces, each in row.chunked_s.items()}
     if row.kernel_s is not None and unavailable is None:
         sides["kernel", 1] = row.kernel_s
@@ -81,152 +64,37 @@ def test_a_path_that_measured_no_faster_than_plain_is_never_taken(row: Row, unav
 
 
 def test_a_measurement_stands_for_its_bucket_ranks_and_dtype_alone():
-    assert _pure(_profile(_row())).kind == "chunked"
-    assert _pure(_profile(_row()), _call(T=60, K=40, N=15)).kind == "chunked"
-    for other in (_call(T=256), _call(K=128), _call(N=64), _call(SCATTER), _call()._replace(R=4)):
-        assert _pure(_profile(_row()), other).kind == "plain"
-    assert _pure(_profile(_row()), _call()._replace(dtype=torch.bfloat16)).kind == "plain"
-    assert links.pure_choice(_profile(_row()), "network", _call(), unavailable=None, device_type="cpu").kind == "plain"
+    assert choose_pure(profile_of(row_of())).kind == "chunked"
+    assert choose_pure(profile_of(row_of()), call_of(T=60, K=40, N=15)).kind == "chunked"
+    for other in (call_of(T=256), call_of(K=128), call_of(N=64), call_of(SCATTER), call_of()._replace(R=4)):
+        assert choose_pure(profile_of(row_of()), other).kind == "plain"
+    assert choose_pure(profile_of(row_of()), call_of()._replace(dtype=torch.bfloat16)).kind == "plain"
+    between_machines = links.pure_choice(
+        profile_of(row_of()), "network", call_of(), unavailable=None, device_type="cpu"
+    )
+    assert between_machines.kind == "plain"
 
 
 def test_pieces_that_have_no_rows_are_not_taken():
     where = bucket(2, 32, 16)
     row = Row(GATHER, "fp32", 2, "node", where, 10.0, {1: 5.0, 4: 1.0})
-    assert _pure(_profile(row), _call(T=2)).pieces == 1
+    assert choose_pure(profile_of(row), call_of(T=2)).pieces == 1
 
 
 @pytest.mark.parametrize(
     ("profile", "call", "reason"),
     [
-        (None, _call(), "nothing is known"),
-        (_profile(_row()), _call(T=0), "nothing to send"),
-        (_profile(_row(), dry=True), _call(), "dry run"),
-        (_profile(), _call(), "gloo works on the cores"),
+        (None, call_of(), "nothing is known"),
+        (profile_of(row_of()), call_of(T=0), "nothing to send"),
+        (profile_of(row_of(), dry=True), call_of(), "dry run"),
+        (profile_of(), call_of(), "gloo works on the cores"),
     ],
     ids=["no profile", "no tokens", "dry", "unmeasured"],
 )
 def test_plain_says_why(profile: Profile | None, call: Call, reason: str):
-    path = _pure(profile, call)
+    path = choose_pure(profile, call)
     assert path.kind == "plain"
     assert reason in path.reason
-
-
-# --- by the model -----------------------------------------------------------------------------------------------------
-
-LINK = Link(start_s=0.0, alpha_s=1.0, bytes_per_s=4.0)
-MODEL = _profile(links={"node": dict.fromkeys(link_profile.COLLECTIVES.values(), LINK)}, gemm_flops={"fp32": 2.0})
-
-
-@pytest.mark.parametrize(
-    ("op", "expected"),
-    [
-        (GATHER, 3 * 1.0 + 3 / 4 * (8 * 5 * 4) / 4.0),
-        (SCATTER, 3 * 1.0 + 3 / 4 * (8 * 7 * 4) / 4.0),
-        (REDUCE, 6 * 1.0 + 6 / 4 * (8 * 7 * 4) / 4.0),
-    ],
-)
-def test_collectives_cost_what_the_formulas_say(op: str, expected: float):
-    call = Call(op, 8, 5, 7, torch.float32, 4)
-    assert link_model.collective_seconds(LINK, call) == pytest.approx(expected)
-    plain = link_model.predict(MODEL, "node", call, "plain")
-    assert plain == pytest.approx((8 * 5 * 7 + expected, expected))  # 2 FLOP/s: one multiply-add a second
-
-
-def _timed(op: str, piece_s: float, transfer_s: float, hides: float, pieces: int = 1) -> link_model.Estimate:
-    """Two ranks, in numbers that one can follow: a shard's product takes ``pieces * piece_s``."""
-    call = Call(op, 4 * pieces, 1, 1, torch.float32, 2)
-    rows = call.T if op == REDUCE else call.T // 2  # in all pieces together
-    nbytes = rows // pieces * 4
-    link = Link(0.0, 0.0, nbytes / transfer_s)
-    profile = _profile(
-        links={"node": dict.fromkeys(link_profile.COLLECTIVES.values(), link)},
-        gemm_flops={"fp32": 2 * (rows // pieces) / piece_s},
-        hides=hides,
-    )
-    found = link_model.predict(profile, "node", call, "chunked", pieces)
-    assert found is not None
-    return found
-
-
-def test_chunks_hide_what_there_is_to_hide():
-    # Own shard 3 s; the other's arrives after 2 s, 3 s more: all is hidden.
-    assert _timed(GATHER, 3.0, 2.0, 1.0) == pytest.approx((6.0, 0.0))
-    # It arrives after 5 s: 2 s of waiting.
-    assert _timed(GATHER, 3.0, 5.0, 1.0) == pytest.approx((8.0, 2.0))
-    # Nothing runs while it travels: as plain.
-    assert _timed(GATHER, 3.0, 5.0, 0.0) == pytest.approx((11.0, 5.0))
-    # At half speed for 5 s: 2.5 s of the 3 are done when it arrives, and 3.5 are left.
-    assert _timed(GATHER, 3.0, 5.0, 0.5) == pytest.approx((8.5, 2.5))
-    # The other's addend is formed first and travels under the own one.
-    assert _timed(SCATTER, 3.0, 2.0, 1.0) == pytest.approx((6.0, 0.0))
-    assert _timed(SCATTER, 3.0, 5.0, 1.0) == pytest.approx((8.0, 2.0))
-    # Two pieces of an all-reduce, 3 s each: the second one's sum is hidden by nothing.
-    assert _timed(REDUCE, 3.0, 2.0, 1.0, pieces=2) == pytest.approx((8.0, 2.0))
-
-
-@given(
-    op=st.sampled_from(OPS),
-    T=st.integers(1, 4096),
-    R=st.sampled_from([2, 3, 8]),
-    hides=st.floats(0, 1),
-    pieces=st.sampled_from([1, 2, 4]),
-    rate=st.floats(1e6, 1e15),
-    bandwidth=st.floats(1e6, 1e12),
-)
-def test_estimates_lie_between_the_products_and_everything_in_turn(
-    op: str, T: int, R: int, hides: float, pieces: int, rate: float, bandwidth: float
-):
-    profile = _profile(
-        links={"node": dict.fromkeys(link_profile.COLLECTIVES.values(), Link(1e-6, 1e-6, bandwidth))},
-        gemm_flops={"fp32": rate},
-        copy_bytes_per_s=bandwidth,
-        hides=hides,
-    )
-    call = Call(op, T, 64, 32, torch.float32, R)
-    for kind in ("plain", "kernel") if op == NORM else ("plain", "chunked", "kernel"):
-        found = link_model.predict(profile, "node", call, kind, pieces)
-        assert found is not None
-        assert 0 <= found.exposed_s <= found.total_s < math.inf
-        assert found.total_s >= link_model.gemm_seconds(profile, T, call) * (1 - 1e-9)
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_shipped_figures_are_told_and_measured_links_need_a_margin(arch: str):
-    profile = link_profile.shipped(arch)
-    assert profile is not None
-    assert not profile.measured
-    assert not profile.rows
-    kinds = set()
-    for T in (16, 1024, 16384):
-        for R in (2, 8):
-            call = Call(REDUCE, T, 8192 // R, 8192, torch.bfloat16, R)
-            projected = _pure(profile, call, device_type="cuda")
-            assert projected.kind == "plain"
-            assert projected.reason.startswith("projected")
-            assert "shardfuse bench calibrate" in projected.reason
-            path = _pure(dataclasses.replace(profile, measured=True), call, device_type="cuda")
-            assert path.reason.startswith("modelled from this node's links")
-            kinds.add(path.kind)
-            if path.kind != "plain":
-                assert f"projected: {path.kind} might take 0." in projected.reason
-                assert T >= links.MODEL_TOKENS
-                plain, best = (link_model.predict(profile, "node", call, *way) for way in (("plain", 1), path[:2]))
-                assert best.total_s < plain.total_s * (1 - links.MODEL_MARGIN)
-                assert path.exposed_s == best.exposed_s < plain.exposed_s
-    assert kinds == {"plain", "chunked"}
-    assert (
-        "between machines" in links.pure_choice(profile, "network", call, unavailable=None, device_type="cuda").reason
-    )
-
-
-def test_every_shipped_profile_is_read_and_names_its_sources():
-    files = sorted(link_profile.SHIPPED.glob("*.json"))
-    assert [file.stem for file in files] == ["cpu", "sm_100", "sm_80", "sm_90"]
-    for file in files:
-        profile = link_profile.read(file)
-        assert profile.arch == file.stem
-        assert profile.sources
-        assert profile == link_profile.parse(profile.record(), "again")
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -246,7 +114,7 @@ def _text(profile: Profile, **changes: Any) -> str:
     return json.dumps(profile.record() | changes)
 
 
-GOOD = _profile(_row(noise=0.01), links=MODEL.links, gemm_flops={"fp32": 1e9}, origin={"torch": "2"})
+GOOD = profile_of(row_of(noise=0.01), links=MODEL.links, gemm_flops={"fp32": 1e9}, origin={"torch": "2"})
 
 
 def test_a_profile_survives_the_disk(tmp_path: Path):
@@ -344,7 +212,7 @@ def _asked_after_reset(rank: int, world: int) -> dict[str, Any]:
 
 def test_a_kernel_that_can_run_is_taken_where_it_won(monkeypatch: pytest.MonkeyPatch):
     group = Group(pg := _Pg(), 0, 2, None)
-    agreed = links._Agreed(_profile(_row(kernel_s=4.0)), "node")
+    agreed = links._Agreed(profile_of(row_of(kernel_s=4.0)), "node")
     monkeypatch.setattr(links, "_agreed", {(id(pg), CPU): agreed})
     monkeypatch.setattr(links, "_without_kernel", lambda *args: None)
     asked: list[Any] = []
@@ -365,7 +233,7 @@ class _Pg:
 
 def test_an_unneeded_kernel_is_not_asked_for(monkeypatch: pytest.MonkeyPatch):
     group = Group(pg := _Pg(), 0, 2, None)
-    monkeypatch.setattr(links, "_agreed", {(id(pg), CPU): links._Agreed(_profile(_row()), "node")})
+    monkeypatch.setattr(links, "_agreed", {(id(pg), CPU): links._Agreed(profile_of(row_of()), "node")})
     monkeypatch.setattr(links, "kernel_unavailable", lambda *args: pytest.fail("asked"))
     assert links.choose(GATHER, group, **SHAPE).kind == "chunked"
     assert links.choose(GATHER, group, **SHAPE, overlap="none").kind == "plain"
@@ -381,7 +249,7 @@ def test_under_torch_compile_strict_refuses(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_choice_made_before_is_a_look_up(monkeypatch: pytest.MonkeyPatch):
     group = Group(pg := _Pg(), 0, 2, None)
-    monkeypatch.setattr(links, "_agreed", {(id(pg), CPU): links._Agreed(_profile(_row()), "node")})
+    monkeypatch.setattr(links, "_agreed", {(id(pg), CPU): links._Agreed(profile_of(row_of()), "node")})
     links.choose(GATHER, group, **SHAPE)
     monkeypatch.setattr(links, "_decide", lambda *args: pytest.fail("decided again"))
     call = lambda: links.choose(GATHER, group, **SHAPE)
@@ -394,7 +262,7 @@ def test_a_choice_made_before_is_a_look_up(monkeypatch: pytest.MonkeyPatch):
 def test_a_choice_under_a_transform_is_not_taken_outside(monkeypatch: pytest.MonkeyPatch):
     """No kernel takes a call inside, so a sum or a product that asked there first would go plainly ever after."""
     group = Group(pg := _Pg(), 0, 2, None)
-    monkeypatch.setattr(links, "_agreed", {(id(pg), CPU): links._Agreed(_profile(), "node", unavailable=None)})
+    monkeypatch.setattr(links, "_agreed", {(id(pg), CPU): links._Agreed(profile_of(), "node", unavailable=None)})
     monkeypatch.setattr(links, "_without_kernel", lambda *args: autograd.transformed())
     chosen: list[links.Path] = []
 
@@ -413,7 +281,7 @@ def test_a_choice_under_a_transform_is_not_taken_outside(monkeypatch: pytest.Mon
 def test_a_capture_takes_what_was_agreed_before(monkeypatch: pytest.MonkeyPatch):
     """And only for exchanges that the device counts, since the host's cannot be replayed."""
     group, asked = Group(pg := _Pg(), 0, 2, None), SHAPE | {"overlap": "kernel", "impl": "triton"}
-    agreed = links._Agreed(_profile(), "node", "cuda")
+    agreed = links._Agreed(profile_of(), "node", "cuda")
     monkeypatch.setattr(links, "_agreed", known := {})
     monkeypatch.setattr(links, "_capturing", lambda device: True)
     monkeypatch.setattr(links, "kernel_unavailable", lambda *args: pytest.fail("asked in a capture"))
@@ -433,30 +301,18 @@ def test_a_capture_takes_what_was_agreed_before(monkeypatch: pytest.MonkeyPatch)
 def test_the_norms_sum_is_one_launch_or_plain(monkeypatch: pytest.MonkeyPatch):
     group = Group(pg := _Pg(), 0, 2, None)
     row = Row(NORM, "fp32", 2, "node", WHERE, 10.0, {}, 5.0)
-    agreed = links._Agreed(_profile(row), "node", unavailable=None)
+    agreed = links._Agreed(profile_of(row), "node", unavailable=None)
     monkeypatch.setattr(links, "_agreed", {(id(pg), CPU): agreed})
     path = links.choose(NORM, group, **SHAPE, overlap="chunked")
     assert (path.kind, path.reason) == ("plain", "all_reduce_rmsnorm is one launch: there is nothing to cut")
     assert "the norm runs the reference" in links.choose(NORM, group, **SHAPE, overlap="kernel").reason
-    assert _pure(_profile(row), _call(NORM), unavailable=None).kind == "kernel"
-    assert _pure(_profile(), _call(NORM), unavailable=None).kind == "plain"
-
-
-@pytest.mark.parametrize(
-    ("T", "expected"), [(8, 1.0 + 3 * (8 * 7 * 4) / 8.0), (2**16, 2 * 1.0 + 6 / 4 * (2**16 * 28) / 8.0)]
-)
-def test_a_norms_sum_costs_one_shot_or_two(T: int, expected: float):
-    profile = dataclasses.replace(MODEL, copy_bytes_per_s=8.0)
-    call = Call(NORM, T, 5, 7, torch.float32, 4)
-    assert link_model.predict(profile, "node", call, "kernel") == pytest.approx((T * 5 * 7 + expected, expected))
-    plain = link_model.predict(profile, "node", call, "plain")
-    assert plain == link_model.predict(profile, "node", call._replace(op=REDUCE), "plain")
-    assert link_model.predict(MODEL, "node", call, "kernel") is None  # nobody knows the rate to a peer
+    assert choose_pure(profile_of(row), call_of(NORM), unavailable=None).kind == "kernel"
+    assert choose_pure(profile_of(), call_of(NORM), unavailable=None).kind == "plain"
 
 
 def test_choices_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch):
     group = Group(pg := _Pg(), 0, 2, None)
-    agreed = links._Agreed(_profile(), "node")
+    agreed = links._Agreed(profile_of(), "node")
     monkeypatch.setattr(links, "_agreed", {(id(pg), CPU): agreed})
     monkeypatch.setattr(links, "REMEMBERED", 3)
     for tokens in range(1, 9):
@@ -480,7 +336,7 @@ def _different_files(rank: int, world: int, folder: str, contents: list[str]) ->
 def test_all_ranks_take_what_rank_0_has_on_disk(ranks: Any, tmp_path: Path):
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-    contents = [_text(_profile(_row(chunked={1: 9.0, 4: 5.0}))), _text(_profile(_row(chunked={1: 20.0})))]
+    contents = [_text(profile_of(row_of(chunked={1: 9.0, 4: 5.0}))), _text(profile_of(row_of(chunked={1: 20.0})))]
     first, second = ranks(2, _different_files, str(tmp_path), contents)
     assert (first[0].pieces, second[0].kind) == (4, "plain")  # they would have waited for each other for ever
     assert first[1] == second[1] == first[0]
@@ -512,7 +368,7 @@ def test_a_file_that_rank_0_cannot_read_is_refused_on_every_rank(ranks: Any, tmp
 def _forgotten(rank: int, world: int, folder: str) -> tuple[str, str]:
     group = tp_group(dist.group.WORLD)
     before = links.choose(GATHER, group, **SHAPE).kind
-    with _named(_text(_profile(_row())), Path(folder, str(rank))):
+    with _named(_text(profile_of(row_of())), Path(folder, str(rank))):
         links.forget(group)
         return before, links.choose(GATHER, group, **SHAPE).kind
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,42 +18,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardfuse.kernels import dispatch
-from shardfuse.kernels.accuracy import judge
-from shardfuse.layers.config import TransformerConfig
-from shardfuse.layers.paged import PagedBatch, PagedKVCache, Span
 from shardfuse.layers.transformer import ParallelTransformer
 from shardfuse.parallel.mesh import init_mesh
 from shardfuse.serving import Engine, EngineStats, Request, TokenEvent
-from shardfuse.serving.request import SequenceState
-from shardfuse.serving.sampling import sample
 
-STYLES = ("gelu", "gated")
+with pytest.MonkeyPatch.context() as patched:
+    patched.syspath_prepend(Path(__file__).parent)
+    from serving_case import STYLES, build, config_of, exact
+
 MARGIN = 1e-8  # between the best two logits, which are of order 1
-
-
-def _config(style: str) -> TransformerConfig:
-    return TransformerConfig(
-        style=style,
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        max_positions=64,
-        init_std=0.3,
-    )
-
-
-def _model(style: str, mesh: Any = None, dtype: torch.dtype = torch.float64) -> ParallelTransformer:
-    torch.manual_seed(0)
-    return ParallelTransformer(_config(style), mesh=mesh, dtype=dtype).eval()
-
-
-@functools.cache
-def _exact(style: str) -> ParallelTransformer:
-    """The unsharded model in fp64."""
-    return _model(style)
 
 
 @torch.no_grad()
@@ -110,14 +84,14 @@ def _drained(engine: Engine) -> bool:
     return not engine.busy and engine._allocator.used_blocks == 0
 
 
-# ------------------------------------------------------------------------------------------------- what is generated
+# --- what is generated ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_rolling_batch_equals_solo_forward(style: str, block_size: int) -> None:
     """Requests outnumber slots and arrive at different steps; prompts are cut by the budget; tokens stream."""
-    model, requests = _exact(style), _requests()
+    model, requests = exact(style), _requests()
     expected = [_solo(model, request) for request in requests]
     assert len({token for answer in expected for token in answer}) > 10  # not a model that repeats itself
 
@@ -142,7 +116,7 @@ def test_rolling_batch_equals_solo_forward(style: str, block_size: int) -> None:
 
 
 def test_an_answer_ends_at_its_stop_token() -> None:
-    model = _exact("gelu")
+    model = exact("gelu")
     whole = _solo(model, Request([3, 1, 4], max_new_tokens=12))
     stop = whole[5]
     cut = whole[: whole.index(stop) + 1]
@@ -156,7 +130,7 @@ def test_an_answer_ends_at_its_stop_token() -> None:
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(30, 1), (14, 2), (8, 4), (11, 4)])
 def test_preemption_loses_nothing(num_blocks: int, block_size: int) -> None:
     """Blocks run out: requests give way and start over, and the tokens, sampled ones too, are the same."""
-    model, requests = _exact("gated"), _requests()
+    model, requests = exact("gated"), _requests()
     engine = Engine(model, num_blocks=num_blocks, block_size=block_size, max_slots=4, max_step_tokens=16)
     assert engine.generate(requests) == [_solo(model, request) for request in requests]
     assert engine.stats.preemptions > 0
@@ -176,7 +150,7 @@ def test_preemption_loses_nothing(num_blocks: int, block_size: int) -> None:
 def test_sizes_and_order_change_no_token(
     order: list[int], spare_blocks: int, block_size: int, max_slots: int, more_tokens: int
 ) -> None:
-    model, requests = _exact("gated"), _requests()
+    model, requests = exact("gated"), _requests()
     engine = Engine(
         model,
         num_blocks=-(-26 // block_size) + spare_blocks,  # 26 tokens: the longest request's
@@ -191,24 +165,24 @@ def test_sizes_and_order_change_no_token(
 
 @functools.cache
 def _answers_of_gated() -> list[list[int]]:
-    return [_solo(_exact("gated"), request) for request in _requests()]
+    return [_solo(exact("gated"), request) for request in _requests()]
 
 
 @pytest.mark.interpret
 def test_the_kernels_serve_a_model() -> None:
     """The same loop over the interpreted kernels, in fp32: every token is one that fp32 rounding can explain."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = _model("gelu", dtype=torch.float32)
+    model = build("gelu", dtype=torch.float32)
     requests = [Request([1, 2, 3], max_new_tokens=3), Request([9, 8, 7, 6, 5, 4, 3, 2], max_new_tokens=3)]
     rounded = []
     for request in requests:
-        tokens = torch.tensor([[*request.prompt, *_solo(_exact("gelu"), request)]])
+        tokens = torch.tensor([[*request.prompt, *_solo(exact("gelu"), request)]])
         with torch.no_grad():
-            rounded.append((model(tokens) - _exact("gelu")(tokens)).abs().max().item())
+            rounded.append((model(tokens) - exact("gelu")(tokens)).abs().max().item())
     engine = Engine(model.to(device), num_blocks=8, block_size=4, max_slots=2, impl="triton")
     for request, answer in zip(requests, engine.generate(requests)):
         with torch.no_grad():
-            logits = _exact("gelu")(torch.tensor([[*request.prompt, *answer]]))[0]
+            logits = exact("gelu")(torch.tensor([[*request.prompt, *answer]]))[0]
         for token, row in zip(answer, logits[len(request.prompt) - 1 :]):
             # Twice the error that the stock forward makes in fp32, for the best logit and for the chosen one.
             assert row[token] >= row.max() - 4 * max(rounded)
@@ -217,14 +191,14 @@ def test_the_kernels_serve_a_model() -> None:
 
 def _serve_on_rank(rank: int, world: int, style: str, num_blocks: int) -> tuple[list[list[int]], int]:
     mesh = init_mesh(tp=world, device_type="cpu")
-    engine = Engine(_model(style, mesh), num_blocks=num_blocks, block_size=4, max_slots=3, max_step_tokens=8)
+    engine = Engine(build(style, mesh), num_blocks=num_blocks, block_size=4, max_slots=3, max_step_tokens=8)
     return engine.generate(_requests()), engine.stats.preemptions
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("style", STYLES)
 def test_ranks_agree_with_the_unsharded_model(style: str, ranks: Any) -> None:
-    expected = [_solo(_exact(style), request) for request in _requests()]
+    expected = [_solo(exact(style), request) for request in _requests()]
     for answers, preemptions in ranks(2, _serve_on_rank, style, num_blocks=8):
         assert answers == expected
         assert preemptions > 0
@@ -240,7 +214,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def _variant(name: str, dtype: torch.dtype) -> ParallelTransformer:
     torch.manual_seed(0)
-    config = dataclasses.replace(_config("gated"), **VARIANTS[name])
+    config = dataclasses.replace(config_of("gated"), **VARIANTS[name])
     model = ParallelTransformer(config, dtype=dtype).eval()
     with torch.no_grad():
         for block in model.model.layers:
@@ -260,7 +234,7 @@ def test_windows_softcaps_and_sinks_are_served(name: str, dtype: torch.dtype) ->
     model = _variant(name, dtype)
     requests = [dataclasses.replace(request, temperature=0.0) for request in _requests()]
     expected = [_solo(model, request, margin=1e-8 if dtype == torch.float64 else 1e-4) for request in requests]
-    assert expected != [_solo(_exact("gated"), request) for request in requests]
+    assert expected != [_solo(exact("gated"), request) for request in requests]
     for slots, step_tokens, block_size in COMPANIES:
         sizes = {"max_slots": slots, "max_step_tokens": step_tokens, "block_size": block_size}
         assert Engine(model, num_blocks=64, **sizes).generate(requests) == expected
@@ -268,7 +242,7 @@ def test_windows_softcaps_and_sinks_are_served(name: str, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
 def test_a_quantised_cache_answers_alike_in_any_company(kv_dtype: str) -> None:
-    model, requests = _exact("gelu"), _requests()
+    model, requests = exact("gelu"), _requests()
     alone = [Engine(model, num_blocks=64, kv_dtype=kv_dtype).generate([request])[0] for request in requests]
     engine = Engine(model, num_blocks=64, block_size=4, max_slots=3, max_step_tokens=8, kv_dtype=kv_dtype)
     assert engine._cache.data.element_size() == 1
@@ -285,16 +259,16 @@ def test_invariance_is_asked_for_while_the_model_computes() -> None:
             return super().__call__(tokens, **kwargs)
 
     for invariant in (False, True):
-        Engine(Watched(_exact("gelu"), 0), num_blocks=4, invariant=invariant).generate([Request([1], max_new_tokens=1)])
+        Engine(Watched(exact("gelu"), 0), num_blocks=4, invariant=invariant).generate([Request([1], max_new_tokens=1)])
     assert seen == [False, True]
     assert not dispatch.row_invariant()
 
 
-# ------------------------------------------------------------------------------------------------- coming and going
+# --- coming and going -------------------------------------------------------------------------------------------------
 
 
 def test_cancelled_requests_leave_and_the_others_do_not_notice() -> None:
-    model = _exact("gelu")
+    model = exact("gelu")
     engine = Engine(model, num_blocks=16, block_size=4, max_slots=2)
     kept = Request([3], max_new_tokens=9)
     done, running, staying, waiting, coming = (
@@ -323,7 +297,7 @@ def test_cancelled_requests_leave_and_the_others_do_not_notice() -> None:
 
 
 def test_requests_may_come_while_others_run() -> None:
-    model, first, second = _exact("gated"), Request([1, 2], max_new_tokens=6), Request([3, 4, 5], max_new_tokens=5)
+    model, first, second = exact("gated"), Request([1, 2], max_new_tokens=6), Request([3, 4, 5], max_new_tokens=5)
     engine = Engine(model, num_blocks=16)
     engine.add(first)
     events = []
@@ -335,7 +309,7 @@ def test_requests_may_come_while_others_run() -> None:
 
 
 def test_an_idle_step_passes_the_time() -> None:
-    engine = Engine(_exact("gelu"), num_blocks=4)
+    engine = Engine(exact("gelu"), num_blocks=4)
     assert engine.step() == []
     assert not engine.busy
     engine.add(Request([1], max_new_tokens=1, arrival=3))
@@ -365,7 +339,7 @@ def test_an_idle_step_passes_the_time() -> None:
     ],
 )
 def test_a_bad_request_is_refused_and_the_engine_goes_on(request_: Request, message: str) -> None:
-    model, good = _exact("gelu"), Request([7, 8, 9], max_new_tokens=6)
+    model, good = exact("gelu"), Request([7, 8, 9], max_new_tokens=6)
     engine = Engine(model, num_blocks=4, block_size=4, max_model_len=32)
     number = engine.add(good)
     events = engine.step()
@@ -382,8 +356,8 @@ def test_a_bad_request_is_refused_and_the_engine_goes_on(request_: Request, mess
 def test_the_longest_request_that_fits_is_served() -> None:
     """17 tokens in 4 blocks of 4: the last one is never stored."""
     request = Request([1] * 9, max_new_tokens=8)
-    engine = Engine(_exact("gelu"), num_blocks=4, block_size=4)
-    assert engine.generate([request]) == [_solo(_exact("gelu"), request)]
+    engine = Engine(exact("gelu"), num_blocks=4, block_size=4)
+    assert engine.generate([request]) == [_solo(exact("gelu"), request)]
     assert engine.stats.peak_blocks == 4
 
 
@@ -400,11 +374,11 @@ def test_the_longest_request_that_fits_is_served() -> None:
 )
 def test_engine_refuses(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Engine(_exact("gelu"), **sizes)
+        Engine(exact("gelu"), **sizes)
 
 
 def test_generate_wants_an_idle_engine() -> None:
-    engine = Engine(_exact("gelu"), num_blocks=4)
+    engine = Engine(exact("gelu"), num_blocks=4)
     engine.add(Request([1], max_new_tokens=2))
     with pytest.raises(RuntimeError, match="other requests"):
         engine.generate([Request([1], max_new_tokens=2)])
@@ -427,7 +401,7 @@ class _FailsOnce:
 
 @pytest.mark.parametrize("call", [1, 2, 9])
 def test_a_failed_step_can_be_taken_again(call: int) -> None:
-    model, requests = _exact("gelu"), _requests()
+    model, requests = exact("gelu"), _requests()
     engine = Engine(_FailsOnce(model, call), num_blocks=11, block_size=4, max_slots=3, max_step_tokens=8)
     for request in requests:
         engine.add(request)
@@ -446,12 +420,12 @@ def test_a_failed_step_can_be_taken_again(call: int) -> None:
     assert _drained(engine)
 
 
-# --------------------------------------------------------------------------------------------------------- statistics
+# --- statistics -------------------------------------------------------------------------------------------------------
 
 
 def test_stats_of_a_known_run() -> None:
     """6 tokens of prompt in steps of 4 + 2, then 3 decodes; blocks of 4."""
-    engine = Engine(_exact("gelu"), num_blocks=8, block_size=4, max_slots=2, max_step_tokens=4)
+    engine = Engine(exact("gelu"), num_blocks=8, block_size=4, max_slots=2, max_step_tokens=4)
     engine.generate([Request([1, 2, 3, 4, 5, 6], max_new_tokens=4)])
     stats = engine.stats
     assert (stats.steps, stats.prefill_tokens, stats.generated_tokens, stats.decode_tokens) == (5, 6, 4, 3)
@@ -469,96 +443,3 @@ def test_rates() -> None:
     )
     assert (stats.prefill_tokens_per_s, stats.decode_tokens_per_s, stats.tokens_per_s) == (15.0, 2.5, 2.0)
     assert EngineStats().tokens_per_s == EngineStats().kv_waste == 0.0
-
-
-# ----------------------------------------------------------------------------------------------------------- sampling
-
-
-def test_sampling_follows_the_distribution() -> None:
-    """4000 draws at temperature 2: each token's share within 5 standard deviations of its probability."""
-    logits = torch.tensor([0.0, 1.0, 2.0, float("-inf"), -1.0])
-    request = Request([0], temperature=2.0)
-    state = SequenceState(0, request, [0], torch.Generator().manual_seed(0))
-    draws = 4000
-    drawn = torch.tensor([sample(logits[None], [state])[0] for _ in range(draws)])
-    expected = torch.softmax(logits / 2, 0)
-    seen = torch.bincount(drawn, minlength=5) / draws
-    assert seen[3] == 0
-    assert ((seen - expected).abs() <= 5 * (expected * (1 - expected) / draws).sqrt()).all()
-
-
-def test_sampling_depends_on_nothing_but_logits_and_seed() -> None:
-    """Greedy and sampled rows side by side: neighbours and precision of the batch change no draw."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 50, generator=generator)
-
-    def state(temperature: float, seed: int) -> SequenceState:
-        return SequenceState(0, Request([0], temperature=temperature), [0], torch.Generator().manual_seed(seed))
-
-    together = sample(logits, [state(1.0, 1), state(0.0, 0), state(1.0, 2)])
-    assert together[1] == int(logits[1].argmax())
-    assert [sample(logits[:1], [state(1.0, 1)]), sample(logits[2:], [state(1.0, 2)])] == [together[:1], together[2:]]
-    seeds = {sample(logits[:1], [state(1.0, seed)])[0] for seed in range(20)}
-    assert len(seeds) > 5
-
-
-# ----------------------------------------------------------------------------------------------------- cache and batch
-
-
-def test_batch_layout() -> None:
-    cache = PagedKVCache(1, 6, num_kv_heads=2, head_dim=8, block_size=4)
-    batch = PagedBatch.of(cache, [Span([5, 2], 3, 3, logits=False), Span([0], 0, 2), Span([4, 1, 3], 8, 1)])
-    assert batch.block_tables.tolist() == [[5, 2, -1], [0, -1, -1], [4, 1, 3]]
-    assert batch.seq_lens.tolist() == [6, 2, 9]
-    assert batch.query_start_loc.tolist() == [0, 3, 5, 6]
-    assert batch.slot_mapping.tolist() == [23, 8, 9, 0, 1, 12]
-    assert batch.positions.tolist() == [3, 4, 5, 0, 1, 8]
-    assert batch.logit_indices.tolist() == [4, 5]
-    assert (batch.max_query_len, batch.max_seq_len) == (3, 9)
-    assert cache.layer(0).shape == (6, 2, 4, 16)
-    assert cache.nbytes == 6 * 2 * 4 * 16 * 4
-
-
-def test_batch_and_cache_refuse() -> None:
-    cache = PagedKVCache(1, 6, num_kv_heads=2, head_dim=8, block_size=4)
-    with pytest.raises(ValueError, match="a span to position 5 has 1 blocks of 4"):
-        PagedBatch.of(cache, [Span([0], 3, 2)])
-    with pytest.raises(ValueError, match="expected at least one"):
-        PagedBatch.of(cache, [Span([0], 3, 0)])
-    with pytest.raises(ValueError, match=r"blocks \[6\]: expected 0 to 5"):
-        PagedBatch.of(cache, [Span([6], 3, 1)])
-    shared = [Span([2, 1], 4, 2), Span([2, 1], 5, 2)]
-    with pytest.raises(ValueError, match="spans write slot 1 of block 1 twice: expected a slot of its own"):
-        PagedBatch.of(cache, shared)
-    PagedBatch.of(cache, [shared[0], Span([2, 3], 5, 2)])  # what lies before a span may be shared
-    with pytest.raises(ValueError, match="num_kv_heads=0"):
-        PagedKVCache(1, 6, num_kv_heads=0, head_dim=8)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("cuts", [[13], [5, 6, 2], [1] * 13])
-def test_logits_of_a_prompt_in_pieces(style: str, cuts: list[int]) -> None:
-    """A sequence fed through the cache in pieces has the logits that it has whole."""
-    model = _exact(style)
-    config = model.config
-    tokens = torch.randint(32, (1, 13), generator=torch.Generator().manual_seed(2))
-    oracle, low = model(tokens)[0], _model(style, dtype=torch.float32)(tokens)[0]
-    ours = _model(style, dtype=torch.float32)
-    heads = {"num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
-    cache = PagedKVCache(config.num_layers, 8, block_size=4, **heads)
-    start, found = 0, []
-    for length in cuts:
-        batch = PagedBatch.of(cache, [Span([6, 1, 3, 0], start, length)])
-        start += length
-        found.append(ours(tokens[0, start - length : start], positions=batch.positions, cache=batch))
-    last = torch.tensor(cuts).cumsum(0) - 1
-    verdict = judge("logits", torch.cat(found), low[last], oracle[last])
-    assert verdict.ok, verdict
-
-
-@pytest.mark.parametrize(("logits", "temperature"), [([0.0, 2.0, 1.0], 1e-310), ([0.0, float("nan"), 1.0], 1.0)])
-def test_a_drawn_token_is_always_in_the_vocabulary(logits: list[float], temperature: float) -> None:
-    request = Request([0], temperature=temperature)
-    sequence = SequenceState(0, request, [0], torch.Generator().manual_seed(0))
-    assert sample(torch.tensor([logits]), [sequence]) == [1]
