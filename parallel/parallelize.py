@@ -152,7 +152,7 @@ class ParallelModel(nn.Module):
     """This rank's part of a model, as :func:`parallelize` spread it.
 
     ``module`` is the model with the parts that are this rank's, under the names that they have in the whole: what
-    ``save_checkpoint`` and ``explain`` take. ``stages`` are the modules that run, made of its submodules. ``pipeline``
+    ``explain`` and ``export_hf`` take. ``stages`` are the modules that run, made of its submodules. ``pipeline``
     is the Pipeline, None without one.
     """
 

@@ -98,6 +98,11 @@ for offload in (False, True):
         optimizer.step()
         optimizer.zero_grad()
     sf.save_checkpoint({folder!r} + str(offload), model, optimizer)
+    before = [param.detach().clone() for param in model.parameters()]
+    for param in model.parameters():
+        param.data.zero_()
+    sf.load_checkpoint({folder!r} + str(offload), model, optimizer)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters()))
 assert losses[:2] == losses[2:], losses
 assert losses[1] < losses[0]
 """
