@@ -17,8 +17,6 @@ from shardfuse.parallel.checkpointer import Checkpointer
 from shardfuse.parallel.mesh import data_coordinate, init_mesh
 from shardfuse.parallel.parallelize import parallelize
 
-pytestmark = pytest.mark.nightly  # minutes of processes: make test-all runs them
-
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
     "hidden_size": 32,
@@ -48,6 +46,12 @@ CHAIN: list[dict[str, Any]] = [
     {"pp": 2, "dp": 2, "zero": 0, "schedule": "zbv", "microbatches": 4},
     {"dp": 2, "tp": 2, "zero": 2, "offload": True},
     ALONE,
+]
+SHORT: list[dict[str, Any]] = [  # over two processes, each degree and the ZeRO stage come and go
+    {"dp": 2, "zero": 3},
+    {"tp": 2},
+    {"pp": 2, "schedule": "zbv", "microbatches": 4},
+    {"dp": 2, "zero": 1},
 ]
 DIMS = ("rep", "dp", "pp", "tp")
 
@@ -105,6 +109,13 @@ def _contents(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return wanted
 
 
+def _keys(config: TransformerConfig) -> set[str]:
+    """What a checkpoint of model and AdamW holds for each parameter."""
+    names = [name for name, _ in ParallelTransformer(config, device="meta").named_parameters()]
+    states = [f"optimizer.{name}.{each}" for name in names for each in ("step", "exp_avg", "exp_avg_sq")]
+    return {*(f"model.{name}" for name in names), *states}
+
+
 def _alone(style: str, dtype: torch.dtype, steps: int) -> torch.Tensor:
     model, optimizer = _build(style, ALONE, dtype)
     return torch.tensor([_step(model, optimizer, step) for step in range(steps)], dtype=dtype)
@@ -112,17 +123,25 @@ def _alone(style: str, dtype: torch.dtype, steps: int) -> torch.Tensor:
 
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # the checkpoint is read by one process
-@pytest.mark.parametrize("style", ["gated-tied", pytest.param("gelu", marks=pytest.mark.nightly)])
-def test_a_chain_of_layouts(ranks: Any, tmp_path: Path, style: str) -> None:
+@pytest.mark.parametrize(
+    ("style", "chain"),
+    [
+        pytest.param("gated-tied", SHORT, id="short"),
+        # Minutes of processes: make test-all runs them.
+        *(pytest.param(style, CHAIN, id=style, marks=pytest.mark.nightly) for style in CONFIGS),
+    ],
+)
+def test_a_chain_of_layouts(ranks: Any, tmp_path: Path, style: str, chain: list[dict[str, Any]]) -> None:
     losses = []
-    for step, layout in enumerate(CHAIN):
+    for step, layout in enumerate(chain):
         losses.append(ranks(_world(layout), _hop, style, layout, tmp_path, step)[0])
         if step:
             loaded, again = (_contents(tmp_path / name, step) for name in ("run", "again"))
             assert loaded.keys() == again.keys(), layout
+            assert loaded.keys() >= _keys(CONFIGS[style]), layout
             for key, value in loaded.items():
                 assert torch.equal(value, again[key]), (layout, key)
     # In fp64 the layouts differ from one process by far less than fp32 would.
-    low, oracle = (_alone(style, dtype, len(CHAIN)) for dtype in (torch.float32, torch.float64))
+    low, oracle = (_alone(style, dtype, len(chain)) for dtype in (torch.float32, torch.float64))
     verdict = accuracy.judge("losses", torch.tensor(losses, dtype=torch.float64), low, oracle)
     assert verdict.ok, verdict
