@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 
 from .training.launch import Stopped, WorkerError, launch, stop_signals
+from .training.layout import remarks
 from .training.run import train_run
 from .training.run_folder import RunFolder
 from .training.settings import RunSettings, parse_assignment, read_settings, resolve
@@ -101,8 +102,16 @@ def run_train(options: TrainOptions) -> int:
 
 
 def _started_by_torchrun() -> bool:
-    """By it, or by anything else that sets what it sets."""
-    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    """By it, or by anything else that sets what it sets; ValueError where that is one of several, and less is set."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    world = os.environ.get("WORLD_SIZE", "1")
+    if missing and world != "1":
+        raise ValueError(
+            f"WORLD_SIZE = {world}: this process is one of several, and {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set; let torchrun start them, or set what it sets"
+        )
+    return not missing
 
 
 def _take_part(options: TrainOptions) -> int:
@@ -111,9 +120,13 @@ def _take_part(options: TrainOptions) -> int:
     if options.processes not in (None, world):
         raise ValueError(f"--processes {options.processes}: {world} were started already; leave it away")
     settings = resolve(options.settings(), world)
+    console = Console(highlight=False)
+    first = os.environ["RANK"] == "0"
+    if first:
+        _show_remarks(settings, console)
     result = train_run(settings, options.resume)
-    if os.environ["RANK"] == "0":
-        _show_result(result, settings, Console(highlight=False), options)
+    if first:
+        _show_result(result, settings, console, options)
     return _exit_code(result)
 
 
@@ -144,6 +157,7 @@ def _train(options: TrainOptions, settings: RunSettings, processes: int, console
     ):
         stop_file = StopFile(Path(folder) / "stop")
         console.print(_heading(settings, processes), markup=False, soft_wrap=True)
+        _show_remarks(settings, console)
         results = launch(
             train_run,
             settings,
@@ -169,6 +183,11 @@ def _heading(settings: RunSettings, processes: int) -> str:
         f"{parallel.precision}: {model.num_layers} layers of width {model.hidden_size}, {settings.steps} steps of "
         f"{settings.tokens_per_step:,} tokens, into {settings.out}"
     )
+
+
+def _show_remarks(settings: RunSettings, console: Console) -> None:
+    for remark in remarks(settings):
+        console.print(f"warning: {remark}", markup=False, soft_wrap=True)
 
 
 def _show_result(result: RunResult, settings: RunSettings, console: Console, options: TrainOptions) -> None:

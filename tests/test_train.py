@@ -1,4 +1,7 @@
-"""Training runs: every layout to the same losses, and stopped, killed and gone on with as if nothing had been."""
+"""Training runs: every layout to the same losses, and stopped, killed and gone on with as if nothing had been.
+
+Minutes of processes: make test-all runs them. What make test runs is in test_train_runs.py.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,6 @@ import torch
 from shardfuse import load_hf
 from shardfuse.training.agreement import Agreement
 from shardfuse.training.launch import launch
-from shardfuse.training.stopping import StopFile
-
-pytestmark = pytest.mark.nightly  # minutes of processes: make test-all runs them
 
 _HERE = str(Path(__file__).parent)
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -74,14 +74,8 @@ def _interrupted(ranks: Any, case: Any, folder: Path, first: str, second: str) -
         assert (folder / out / "model").exists() is not stopped
 
 
-def _nightly(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.nightly)
-
-
-_OTHERS = [layout for layout in LAYOUTS if layout not in ("sp2", "pp2-zbv")]
-
-
-@pytest.mark.parametrize("layout", ["sp2", "pp2-zbv", *map(_nightly, _OTHERS)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_stopped_run_goes_on_as_if_it_had_not_been(ranks: Any, case: Any, alone: Any, tmp_path: Path, layout: str):
     _interrupted(ranks, case, tmp_path, layout, layout)
     whole, parts = (case.lines(tmp_path / out) for out in ("whole", "parts"))
@@ -94,10 +88,10 @@ def test_stopped_run_goes_on_as_if_it_had_not_been(ranks: Any, case: Any, alone:
     assert agreement.ok, agreement
 
 
-_CHANGES = [("dp2-zero3", "pp2-zbv"), ("pp2-1f1b", "sp2"), ("sp2", "alone"), ("alone", "dp2")]
-
-
-@pytest.mark.parametrize(("first", "second"), [_CHANGES[0], *(_nightly(*change) for change in _CHANGES[1:])])
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("first", "second"), [("dp2-zero3", "pp2-zbv"), ("pp2-1f1b", "sp2"), ("sp2", "alone"), ("alone", "dp2")]
+)
 def test_stopped_run_goes_on_in_another_layout(
     ranks: Any, case: Any, alone: Any, tmp_path: Path, first: str, second: str
 ):
@@ -156,6 +150,7 @@ def _killed(ranks: Any, case: Any, folder: Path, layout: str, seed: int) -> None
     assert case.lines(settings[1].out) == case.lines(settings[0].out)
 
 
+@pytest.mark.nightly
 def test_killed_worker_is_replaced_and_the_run_ends_the_same(ranks: Any, case: Any, alone: Any, tmp_path: Path):
     _killed(ranks, case, tmp_path, "dp2-zero1", seed=0)
     agreement = Agreement(case.losses(tmp_path / "killed"), *alone)
@@ -181,15 +176,6 @@ def _start(command: list[str], folder: Path, leftovers: Any) -> subprocess.Popen
     )
 
 
-def _write_toml(path: Path, values: dict[str, Any]) -> None:
-    top = {name: value for name, value in values.items() if not isinstance(value, dict)}
-    sections = {name: value for name, value in values.items() if isinstance(value, dict)}
-    text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in top.items())
-    for section, content in sections.items():
-        text += f"[{section}]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in content.items())
-    path.write_text(text)
-
-
 def _wait_for_lines(process: subprocess.Popen[str], out: Path, count: int) -> None:
     metrics = out / "metrics.jsonl"
     while not metrics.exists() or metrics.read_text().count("\n") < count:
@@ -204,7 +190,7 @@ def _wait_for_lines(process: subprocess.Popen[str], out: Path, count: int) -> No
 def test_two_trainings_side_by_side_one_of_them_interrupted(ranks: Any, case: Any, tmp_path: Path, processes: int):
     """One under torchrun, which completes, and one that starts its own processes and would never end."""
     leftovers = importlib.import_module("launched").Leftovers()
-    _write_toml(tmp_path / "run.toml", case.values("torchrun", optimizer={"schedule": "constant"}))
+    case.write_toml(tmp_path / "run.toml", case.values("torchrun", optimizer={"schedule": "constant"}))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     arguments = ["shardfuse", "train", "run.toml", "--zero", "1"]
     complete = _start([*torchrun, *arguments], tmp_path, leftovers)
@@ -249,11 +235,12 @@ def test_two_trainings_side_by_side_one_of_them_interrupted(ranks: Any, case: An
     assert first == pytest.approx(case.losses(tmp_path / "pool"), rel=8 * torch.finfo(torch.float32).eps)
 
 
+@pytest.mark.nightly
 def test_two_machines_go_on_after_a_worker_of_either_was_killed(ranks: Any, case: Any, tmp_path: Path):
     """Each agent of torchrun counts the failures of its own workers, and the other one's are started again as well."""
     leftovers = importlib.import_module("launched").Leftovers()
     long = {"steps": 60, "optimizer": {"schedule": "constant"}, "log": {"eval_every": False}}
-    _write_toml(tmp_path / "run.toml", case.values("out", **long))
+    case.write_toml(tmp_path / "run.toml", case.values("out", **long))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -283,7 +270,7 @@ def test_two_machines_go_on_after_a_worker_of_either_was_killed(ranks: Any, case
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_torchrun_passes_the_signal_on(ranks: Any, case: Any, tmp_path: Path, signum: signal.Signals):
     leftovers = importlib.import_module("launched").Leftovers()
-    _write_toml(tmp_path / "run.toml", case.values("out", optimizer={"schedule": "constant"}))
+    case.write_toml(tmp_path / "run.toml", case.values("out", optimizer={"schedule": "constant"}))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     run = _start([*torchrun, "shardfuse", "train", "run.toml", "--steps", "1000000"], tmp_path, leftovers)
     try:
@@ -300,65 +287,9 @@ def test_torchrun_passes_the_signal_on(ranks: Any, case: Any, tmp_path: Path, si
     assert {result.resumed_at for result in ranks(2, case.run_body, settings.to_json(), resume=True)} == {steps}
 
 
-def _under_torchrun_body(rank: int, world: int, text: str, job: str, restarts: list[int]) -> Any:
-    """The run of settings ``text`` without --resume, each rank of a machine of its own whose agent counts restarts."""
-    from shardfuse.training.run import train_run
-    from shardfuse.training.settings import RunSettings
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHELASTIC_RUN_ID", job)
-        patch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts[rank]))
-        return train_run(RunSettings.from_json(text), False)
-
-
-def test_restarted_job_goes_on_whoever_counted_it(ranks: Any, case: Any, tmp_path: Path):
-    """Where one machine's agent alone counted the restart, and where machines came or went and none did."""
-    out, mark = tmp_path / "run", tmp_path / "run" / ".job"
-    texts = [case.settings(out, 2, steps=steps, checkpoint={"export": False}).to_json() for steps in (1, 2, 3)]
-    ranks(2, case.run_body, texts[0])
-    assert {result.resumed_at for result in ranks(2, _under_torchrun_body, texts[1], "none", [0, 1])} == {1}
-    mark.write_text("job")
-    assert {result.resumed_at for result in ranks(2, _under_torchrun_body, texts[2], "job", [0, 0])} == {2}
-    assert not mark.exists()
-
-
+@pytest.mark.nightly
 def test_run_goes_on_in_another_precision(ranks: Any, case: Any, tmp_path: Path):
     for steps, precision in enumerate(("fp32", "fp16", "fp32"), start=1):
         more = {"steps": steps, "parallel": {"precision": precision}, "checkpoint": {"export": False}}
         (result,) = ranks(1, case.run_body, case.settings(tmp_path / "run", 1, **more).to_json(), resume=True)
         assert (result.resumed_at, result.steps) == (steps - 1, steps)
-
-
-# --- bad input --------------------------------------------------------------------------------------------------------
-
-
-def _refusals_body(rank: int, world: int, texts: list[str]) -> list[str]:
-    """What this rank says of each of the settings; all ranks come that far."""
-    import torch.distributed as dist
-
-    from shardfuse.training.run import train_run
-    from shardfuse.training.settings import RunSettings
-
-    said = []
-    for text in texts:
-        with pytest.raises(ValueError) as caught:
-            train_run(RunSettings.from_json(text), False, StopFile(Path("/nonexistent")))
-        said.append(str(caught.value))
-        dist.barrier()
-    return said
-
-
-def test_bad_input_is_one_clear_error_on_every_rank(ranks: Any, case: Any, tmp_path: Path):
-    cases: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-        ({"parallel": {"tp": 2}, "model": {"num_heads": 3, "num_kv_heads": 3, "head_dim": 8}}, ("heads", "3")),
-        ({"parallel": {"pp": 2, "schedule": "zbv"}, "model": {"num_layers": 1}}, ("3 parts", "4 pipeline stages")),
-        ({"parallel": {"pp": 2, "schedule": "zigzag"}}, ("zigzag", "1f1b")),
-        ({"parallel": {"pp": 2, "schedule": "1f1b", "microbatches": 1}}, ("microbatches",)),
-        ({"data": {"batch": 1 << 30}}, ("data.batch = 1073741824", "sequences of 16 tokens")),
-    ]
-    texts = [case.settings(tmp_path / "run", 2, **sections).to_json() for sections, _ in cases]
-    first, second = ranks(2, _refusals_body, texts)
-    assert first == second
-    for said, (_, words) in zip(first, cases):
-        assert all(word in said for word in words), said
-        assert "\n" not in said

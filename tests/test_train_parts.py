@@ -235,6 +235,22 @@ def test_run_of_the_same_job_is_gone_on_with_until_it_is_complete(tmp_path: Path
         pytest.fail("a complete run")
 
 
+def test_run_of_the_same_launch_is_gone_on_with_even_when_it_is_complete(tmp_path: Path):
+    with RunFolder(tmp_path, resume=False, launch="1", job="a") as folder:
+        (tmp_path / "settings.json").touch()
+    for launch, job in (("1", "a"), ("2", "a"), ("2", None)):
+        with RunFolder(tmp_path, resume=False, launch=launch, job=job) as folder:
+            assert folder.resume
+    with RunFolder(tmp_path, resume=False, launch="2", job="a") as folder:
+        folder.complete()
+    with RunFolder(tmp_path, resume=False, launch="2", job="a") as folder:
+        assert folder.resume
+        folder.complete()
+    for _ in range(2):  # who is refused leaves no mark
+        with pytest.raises(RunFolderError, match="earlier run"), RunFolder(tmp_path, resume=False, launch="3", job="a"):
+            pytest.fail("another launch, of a complete run")
+
+
 def test_folder_that_cannot_be_made(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(RunFolderError, match=r"cannot be written to \(.*\); choose another folder"):

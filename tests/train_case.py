@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -88,6 +89,21 @@ def run_and_die(text: str, victim: int, step: int) -> RunResult:
     rank, attempt = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
     dies = rank == victim and attempt == 0
     return train_run(RunSettings.from_json(text), False, DieAfter(step) if dies else StopAfter(1 << 30))
+
+
+def die_once(settings: RunSettings, resume: bool, stop_file: StopFile) -> RunResult:
+    """In the place of ``train_run``: rank 1 is killed after its second step, the first time that it is started."""
+    rank, attempt = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
+    return train_run(settings, resume, DieAfter(2) if (rank, attempt) == (1, 0) else stop_file)
+
+
+def write_toml(path: Path, values: dict[str, Any]) -> None:
+    top = {name: value for name, value in values.items() if not isinstance(value, dict)}
+    sections = {name: value for name, value in values.items() if isinstance(value, dict)}
+    text = "".join(f"{name} = {json.dumps(value)}\n" for name, value in top.items())
+    for section, content in sections.items():
+        text += f"[{section}]\n" + "".join(f"{name} = {json.dumps(value)}\n" for name, value in content.items())
+    path.write_text(text)
 
 
 def lines(out: Path | str) -> list[tuple[Any, ...]]:

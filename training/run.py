@@ -6,10 +6,12 @@ import contextlib
 import dataclasses
 import json
 import os
+import uuid
 from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from ..layers.hf import export_hf
@@ -30,6 +32,7 @@ from .trainer import train as run_trainer
 
 CHECKPOINT = "checkpoint"
 EXPORT = "model"
+_LAUNCH = "shardfuse/launch"  # in the store that torchrun's agent keeps
 
 
 def train_and_save(config: TrainConfig, folder: Path) -> TrainResult:
@@ -73,9 +76,9 @@ def evaluate_saved(folder: Path) -> float:
 def train_run(settings: RunSettings, resume: bool, stop_file: StopFile | None = None) -> RunResult:
     """The run of resolved ``settings``, over all processes that were started together.
 
-    Whoever started them with a ``stop_file`` holds the run's folder; otherwise the first rank does. Processes that
-    torchrun's agents start again, after a failure or because machines came or went, go on from the newest checkpoint,
-    whatever ``resume`` says.
+    Whoever started them with a ``stop_file`` holds the run's folder; otherwise the first rank does. Processes that are
+    started again, after a failure or because torchrun's machines came or went, go on from the newest checkpoint,
+    whatever ``resume`` says, if those before them were let into the folder.
     """
     parallel = settings.parallel
     assert parallel.dp is not None  # resolve() filled it in
@@ -87,27 +90,46 @@ def train_run(settings: RunSettings, resume: bool, stop_file: StopFile | None = 
         device_type=settings.device,
         timeout=None if settings.timeout is None else timedelta(seconds=settings.timeout),
     )
-    ranks = meshes.everyone()
-    restarts = _restarts(ranks)
-    resume = resume or restarts > 0
-    with Stop(ranks, stop_file) as stop, contextlib.ExitStack() as held:
-        if stop_file is None:
-            folder = RunFolder(Path(settings.out), resume=resume, job=_job())
-            resume = storage.on_first(ranks, lambda: held.enter_context(folder).resume)
-        trainer = Trainer(settings, mesh)
-        console = Console(highlight=False)
-        if resume and trainer.resume() and ranks.rank == 0:
-            again = f"started again ({restarts}): " if restarts else ""
-            console.print(f"  {again}going on from step {trainer.step} of {settings.steps}")
-        if ranks.rank == 0:
-            with ProgressDisplay(console, settings.steps) as display:
-                result = run_trainer(trainer, stop, on_step=display)
-        else:
-            result = run_trainer(trainer, stop)
-        if stop_file is None and ranks.rank == 0 and result.steps == settings.steps:
-            folder.complete()
+    folder: RunFolder | None = None
+    trainer: Trainer | None = None
+    try:
+        with Stop(meshes.everyone(), stop_file) as stop, contextlib.ExitStack() as held:
+            restarts = _restarts(meshes.everyone())
+            if stop_file is not None:
+                resume = resume or restarts > 0
+            else:
+                folder = RunFolder(Path(settings.out), resume=resume, launch=_launch(), job=_job())
+                resume = storage.on_first(meshes.everyone(), lambda: held.enter_context(folder).resume)
+            trainer = Trainer(settings, mesh)
+            result = _run(trainer, stop, resume, restarts)
+            if folder is not None and meshes.everyone().rank == 0 and result.steps == settings.steps:
+                folder.complete()
+    except ValueError:
+        _leave(trainer)
+        raise
     meshes.shutdown()
     return result
+
+
+def _run(trainer: Trainer, stop: Stop, resume: bool, restarts: int) -> RunResult:
+    """Go on with what is there, if ``resume``, to the end; the first rank shows how far it is."""
+    settings, first = trainer.settings, meshes.everyone().rank == 0
+    console = Console(highlight=False)
+    if resume and trainer.resume() and first:
+        again = f"started again ({restarts}): " if restarts else ""
+        console.print(f"  {again}going on from step {trainer.step} of {settings.steps}")
+    if not first:
+        return run_trainer(trainer, stop)
+    with ProgressDisplay(console, settings.steps) as display:
+        return run_trainer(trainer, stop, on_step=display)
+
+
+def _leave(trainer: Trainer | None) -> None:
+    """Leave the other processes in good order: gloo's threads, still running when this one ends, may abort it."""
+    if trainer is not None:
+        with contextlib.suppress(RuntimeError, OSError):  # there is an error to tell of already
+            trainer.checkpointer.wait()
+    meshes.shutdown()
 
 
 def _restarts(ranks: Group) -> int:
@@ -117,6 +139,18 @@ def _restarts(ranks: Group) -> int:
     """
     mine = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return int(collectives.all_reduce(torch.tensor(mine), ranks, site="train.restarts", op="max"))
+
+
+def _launch() -> str | None:
+    """A name for all that torchrun starts until it ends, None where its agent keeps no store for these processes.
+
+    ``--rdzv-id`` says something else: it may be missing, and a later torchrun may be given the same one.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False)
+    return store.compare_set(_LAUNCH, "", uuid.uuid4().hex).decode()
 
 
 def _job() -> str | None:

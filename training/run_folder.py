@@ -7,7 +7,7 @@ NAME/
     checkpoints/          what the run can go on from
     model/                the trained model as transformers loads it, once the run is complete
     .lock                 held while a run is under way
-    .job                  which job's run this is, until it is complete
+    .job                  what started the run, and under which name, until it is complete
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ class RunFolder:
     """``path`` for one run, as a context: until it ends, another run that wants the folder is refused.
 
     Without ``resume`` a folder that holds an earlier run is refused too; with it, one that holds none is taken as well.
-    ``job`` names the job that starts the run: its own run is gone on with whether ``resume`` or not, because a launcher
-    whose machines come and go starts processes again without telling them. Once inside, ``resume`` says which it is.
+    A launcher starts processes again without telling them, after a failure and where machines come and go. ``launch``
+    names what one launcher starts until it ends, ``job`` what may be launched several times: whoever was let in under
+    either name once is let in again, to go on whether ``resume`` or not. Once inside, ``resume`` says which it is.
     Raises RunFolderError on entry.
     """
 
-    def __init__(self, path: Path, *, resume: bool, job: str | None = None) -> None:
+    def __init__(self, path: Path, *, resume: bool, launch: str | None = None, job: str | None = None) -> None:
         self.path = path
         self.resume = resume
-        self._job = job
+        self._launch, self._job = launch, job
         self._lock: int | None = None
 
     def __enter__(self) -> RunFolder:
@@ -57,7 +58,7 @@ class RunFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.resume = self.resume or self._is_of_this_job()
             self._refuse_earlier_run()
-            self._leave_mark()
+            self._leave_mark(self._launch, self._job)
         except BlockingIOError:
             self.__exit__()
             raise RunFolderError(
@@ -74,18 +75,20 @@ class RunFolder:
             self._lock = None
 
     def complete(self) -> None:
-        """The run has come to its end: what the same job starts next is another one."""
-        (self.path / _JOB).unlink(missing_ok=True)
+        """The run has come to its end: the next launch of the same job is another run."""
+        self._leave_mark(self._launch)
 
     def _is_of_this_job(self) -> bool:
         mark = self.path / _JOB
-        return self._job is not None and mark.exists() and mark.read_text(encoding="utf-8") == self._job
+        marked = mark.read_text(encoding="utf-8").splitlines() if mark.exists() else []
+        return any(name in marked for name in (self._launch, self._job))
 
-    def _leave_mark(self) -> None:
-        if self._job is None:
-            (self.path / _JOB).unlink(missing_ok=True)
+    def _leave_mark(self, *names: str | None) -> None:
+        lines = [f"{name}\n" for name in names if name is not None]
+        if lines:
+            (self.path / _JOB).write_text("".join(lines), encoding="utf-8")
         else:
-            (self.path / _JOB).write_text(self._job, encoding="utf-8")
+            (self.path / _JOB).unlink(missing_ok=True)
 
     def _refuse_earlier_run(self) -> None:
         found = [name for name in _TRACES if (self.path / name).exists()]

@@ -19,6 +19,7 @@ import torch
 
 from ..layers.config import TransformerConfig
 from ..layers.hf import read_hf_config
+from . import layout
 from .precision import PRECISIONS
 from .schedule import SHAPES
 
@@ -56,7 +57,7 @@ class ParallelSettings:
     ``rep`` copies of ``dp`` shards of ``pp`` stages of ``tp`` ranks; ``dp`` None is what the others leave of the
     processes. ``microbatches`` parts of a rank's batch go through the model one after another, with a pipeline or
     without. ``partition`` says what a pipeline's stages are evened out by: "modelled" FLOPs or "measured" seconds. None
-    leaves a choice to ``parallelize``.
+    leaves a choice to ``parallelize``, that of ``microbatches`` to :func:`resolve`.
     """
 
     rep: int = 1
@@ -257,7 +258,7 @@ def read_settings(path: Path | None, changes: Mapping[str, Any]) -> RunSettings:
 def resolve(settings: RunSettings, processes: int) -> RunSettings:
     """``settings`` with what follows from the machine, ``processes`` and the folder to start from filled in.
 
-    Raises ValueError where they do not fit, and as ``read_hf_config`` does.
+    Raises ValueError where they do not fit, or the model cannot be divided so, and as ``read_hf_config`` does.
     """
     if settings.start is not None:
         settings = dataclasses.replace(settings, model=read_hf_config(settings.start))
@@ -268,8 +269,12 @@ def resolve(settings: RunSettings, processes: int) -> RunSettings:
     device = settings.device or ("cuda" if available else "cpu")
     parallel = settings.parallel.over(processes)
     assert parallel.dp is not None
-    settings.share(parallel.rep * parallel.dp)
-    return dataclasses.replace(settings, device=device, parallel=parallel)
+    share = settings.share(parallel.rep * parallel.dp)
+    if parallel.microbatches is None:
+        parallel = dataclasses.replace(parallel, microbatches=layout.default_count(parallel, share))
+    resolved = dataclasses.replace(settings, device=device, parallel=parallel)
+    layout.check_layout(resolved)
+    return resolved
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:

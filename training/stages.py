@@ -6,7 +6,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..layers.stage_costs import measured_costs
-from ..parallel.schedules import default_microbatches
 from ..parallel.timeline import Costs
 from .precision import PRECISIONS
 from .settings import RunSettings
@@ -20,9 +19,7 @@ def part_costs(
     ``microbatches`` defaults to the run's. A collective of ``mesh``'s ranks.
     """
     parallel = settings.parallel
-    microbatches = microbatches or parallel.microbatches
-    if microbatches is None:
-        microbatches = 1 if parallel.schedule is None else default_microbatches(parallel.schedule, parallel.pp)
+    microbatches = microbatches or parallel.microbatches or 1
     assert parallel.dp is not None, "not resolved"
     assert settings.device is not None, "not resolved"
     device = torch.device(settings.device)

@@ -30,6 +30,7 @@ from ..parallel.random import manual_seed
 from .loop import Progress, peak_bytes
 from .metrics import Recorder, span
 from .optimizer import adamw
+from .resuming import check_resumable, torn_explained
 from .run_folder import CHECKPOINTS, EXPORT, SETTINGS
 from .schedule import make_scheduler
 from .settings import RunSettings
@@ -68,6 +69,7 @@ class Trainer:
         self.mesh = mesh
         self.device = _device(settings)
         self.step = 0
+        self.tokens_seen = 0  # in these steps, which may have had batches of several sizes
         data = settings.data
         self._rank, self._readers = data_coordinate(mesh)
         self._share = settings.share(self._readers)
@@ -100,23 +102,32 @@ class Trainer:
         self._scheduler = self._make_scheduler()
 
     def resume(self) -> bool:
-        """Go on from the newest checkpoint, if there is one."""
-        latest = self.checkpointer.latest()
-        if latest is None:
-            return False
+        """Go on from the newest checkpoint, if there is one.
+
+        Raises ValueError where it is not one of this run, is past the run's last step, or cannot be read; the message
+        says what to do.
+        """
+        checkpoints = self.checkpointer
+        with torn_explained(checkpoints.folder, everyone()):
+            latest = checkpoints.latest()
+            if latest is None:
+                return False
+            extra = storage.on_first(everyone(), lambda: read_extra(checkpoints.path(latest)))
+        check_resumable(checkpoints.path(latest), latest, extra, self.settings)
         states = self._states()
-        if self._precision_of(latest) != self.settings.parallel.precision:
+        if extra["settings"]["parallel"]["precision"] != self.settings.parallel.precision:
             states.pop("loss_scale", None)  # of another format there is none, or it says nothing about this one
-        resumed = self.checkpointer.load(self.model.module, self.optimizer, step=latest, states=states)
-        assert resumed is not None
-        self.step = resumed.step
+        with torn_explained(checkpoints.folder, everyone()):
+            checkpoints.load(self.model.module, self.optimizer, step=latest, states=states)
+        self.step = latest
+        self.tokens_seen = extra.get("tokens", latest * self.settings.tokens_per_step)  # older ones do not say
         self._batches = self._read()
         self._scheduler = self._make_scheduler()
         return True
 
     def save(self, *, asynchronous: bool = False) -> None:
         """A checkpoint of where the run stands, torch's random states included."""
-        extra = {"settings": json.loads(self.settings.to_json())}
+        extra = {"settings": json.loads(self.settings.to_json()), "tokens": self.tokens_seen}
         with span("save", self.device):
             self.checkpointer.save(
                 self.step,
@@ -126,11 +137,6 @@ class Trainer:
                 states=self._states(),
                 asynchronous=asynchronous,
             )
-
-    def _precision_of(self, step: int) -> str:
-        """What the run that saved ``step`` computed in."""
-        extra = storage.on_first(everyone(), lambda: read_extra(self.checkpointer.path(step)))
-        return str(extra["settings"]["parallel"]["precision"])
 
     def _states(self) -> dict[str, Any]:
         """What goes into a checkpoint beside model and optimizer. The learning rate follows from the step."""
@@ -154,6 +160,7 @@ class Trainer:
             self._scheduler.step()
             self.optimizer.zero_grad()
         self.step += 1
+        self.tokens_seen += self.settings.tokens_per_step
         return Step(loss, norm, rate)
 
     @torch.no_grad()
@@ -324,7 +331,7 @@ class Report:
             "loss": self.loss,
             "grad_norm": float(step.grad_norm),
             "lr": step.rate,
-            "tokens": done * settings.tokens_per_step,
+            "tokens": self._trainer.tokens_seen,
             "tokens_per_second": speed,
             "peak_bytes": peak_bytes(self._trainer.device.type),
         }

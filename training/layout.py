@@ -1,0 +1,106 @@
+"""What the settings of a run alone decide about its layout, before any process is started.
+
+The rules are those of the layers and the schedules, which are asked here. torch's pipelines take seconds to import, so
+only a run with a schedule pays for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from ..layers.transformer import ParallelTransformer
+from ..parallel.mesh import Group
+from ..parallel.partition import balanced
+
+if TYPE_CHECKING:
+    from .settings import ParallelSettings, RunSettings
+
+
+def check_layout(settings: RunSettings) -> None:
+    """ValueError where the model of resolved ``settings`` cannot be divided over its ranks."""
+    parallel = settings.parallel
+    model = ParallelTransformer(
+        dataclasses.replace(settings.model, num_layers=1),  # all blocks are alike
+        mesh=Group(None, 0, parallel.tp, None),
+        sequence_parallel=parallel.sequence_parallel,
+        overlap=parallel.overlap or "auto",
+        params="local",
+        device="meta",
+    )
+    if parallel.schedule is None:
+        return
+    from ..parallel.schedules import check_microbatches, find
+
+    schedule = find(parallel.schedule)
+    if parallel.pp > 1:
+        assert parallel.microbatches is not None  # resolve() filled it in
+        check_microbatches(parallel.schedule, parallel.microbatches, parallel.pp)
+        parts = len(model.pipeline_parts()) - 1 + settings.model.num_layers
+        balanced([1.0] * parts, parallel.pp * schedule.stages_per_rank, layout=schedule.layout, ranks=parallel.pp)
+
+
+def default_count(parallel: ParallelSettings, sequences: int) -> int | None:
+    """Micro-batches of a rank's ``sequences`` where the settings name none; None without a pipeline.
+
+    ``parallelize`` takes two for each stage, and here are no more of them than sequences. Where the schedule cannot
+    run with so few, they are the fewest that it can run with. ValueError for an unknown schedule.
+    """
+    if parallel.pp == 1 or parallel.schedule is None:
+        return None
+    from ..parallel.schedules import default_microbatches
+
+    most = default_microbatches(parallel.schedule, parallel.pp)
+    fewer = [count for count in range(min(sequences, most), 0, -1) if _runs(parallel, count)]
+    more = [count for count in range(sequences, most) if _runs(parallel, count)]
+    return [*fewer, *more, most][0]
+
+
+def padding(parallel: ParallelSettings, sequences: int) -> int:
+    """How many sequences that count for nothing fill up a rank's ``sequences`` (``ParallelModel.step``)."""
+    count = parallel.microbatches or 1
+    uneven = -sequences % count if parallel.pp > 1 else 0  # a pipeline's micro-batches are of one size
+    return max(count - sequences, uneven)
+
+
+def remarks(settings: RunSettings) -> list[str]:
+    """Lines about what resolved ``settings`` ask for and will hardly have meant."""
+    parallel = settings.parallel
+    assert parallel.dp is not None  # resolve() filled it in
+    found = []
+    if parallel.zero and parallel.dp == 1 and parallel.rep > 1:
+        found.append(
+            f"zero = {parallel.zero} shards nothing: shards are counted by dp, which is 1, and rep = {parallel.rep} "
+            f"are whole replicas; leave rep out to shard over all {parallel.rep}, or lower tp or pp and raise dp for "
+            "replicas of shards"
+        )
+    readers = parallel.rep * parallel.dp
+    sequences = settings.share(readers)
+    empty = padding(parallel, sequences)
+    if empty:
+        fewer = [n for n in range(parallel.microbatches or 1, 0, -1) if _fills(parallel, n, sequences)]
+        instead = f", or microbatches = {fewer[0]}" if fewer else ""
+        found.append(
+            f"{parallel.microbatches} micro-batches of the {sequences} sequences that a rank has of a step: {empty} "
+            f"more, which count for nothing, fill them up; use data.batch = {readers * (sequences + empty)}{instead}"
+        )
+    return found
+
+
+def _fills(parallel: ParallelSettings, count: int, sequences: int) -> bool:
+    """Whether ``count`` micro-batches of ``sequences`` are possible without padding."""
+    if padding(dataclasses.replace(parallel, microbatches=count), sequences):
+        return False
+    return parallel.pp == 1 or _runs(parallel, count)
+
+
+def _runs(parallel: ParallelSettings, count: int) -> bool:
+    """Whether the schedule can run with ``count`` micro-batches."""
+    from ..parallel.schedules import check_microbatches
+
+    assert parallel.schedule is not None
+    try:
+        check_microbatches(parallel.schedule, count, parallel.pp)
+    except ValueError:
+        return False
+    return True
