@@ -8,13 +8,13 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from ..parallel.checkpoint import full_state_dict
+from ..parallel.checkpoint import bare, full_state_dict
 from ..parallel.mesh import MeshLike, everyone, whole_group
 from ..parallel.storage import on_first, together
 from .hf_config import ANY_PART, CONFIG, INDEX, PART, WEIGHTS, config_to_hf
@@ -34,6 +34,7 @@ def export_hf(model: ParallelTransformer, directory: str | os.PathLike[str], *, 
     Every rank raises.
     """
     ranks = everyone() if group is None else whole_group(group)
+    model = cast(ParallelTransformer, bare(model))
     state = full_state_dict(model, first_rank_only=True)
     if model.config.tie_embeddings:
         state.pop("lm_head.weight", None)

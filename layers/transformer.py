@@ -253,9 +253,7 @@ class ParallelTransformer(nn.Module):
     def _check_batch(
         self, tokens: torch.Tensor, targets: torch.Tensor | None, positions: torch.Tensor | None = None
     ) -> tuple[int, int]:
-        for name, each in (("tokens", tokens), ("targets", targets)):
-            if each is not None and (each.is_floating_point() or each.dtype == torch.bool):
-                raise ValueError(f"{name} are {each.dtype}: expected their numbers in the vocabulary, torch.int64")
+        _check_numbers(tokens=tokens, targets=targets, positions=positions)
         if tokens.dim() != 2 or (targets is not None and targets.shape != tokens.shape):
             given = "" if targets is None else f" and targets {list(targets.shape)}"
             raise ValueError(
@@ -279,6 +277,7 @@ class ParallelTransformer(nn.Module):
         self, tokens: torch.Tensor, targets: torch.Tensor | None, cu_seqlens: torch.Tensor, max_seqlen: int | None
     ) -> int:
         """The longest sequence that there may be."""
+        _check_numbers(tokens=tokens, targets=targets)
         if tokens.dim() != 1 or (targets is not None and targets.shape != tokens.shape):
             given = "" if targets is None else f" and targets {list(targets.shape)}"
             raise ValueError(
@@ -395,3 +394,9 @@ class ParallelTransformer(nn.Module):
         super()._apply(fn, recurse)
         self._tie()  # to_empty() and device moves may have made two parameters of one
         return self
+
+
+def _check_numbers(**tensors: torch.Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name} are {tensor.dtype}: expected whole numbers, torch.int64 or torch.int32")

@@ -185,7 +185,7 @@ def full_state_dict(model: nn.Module, *, first_rank_only: bool = False) -> dict[
     A pipeline's rank gets those of its own stages. ``first_rank_only`` returns {} but on the first of the ranks that
     share these tensors; the others then need no memory for them.
     """
-    entries = model.state_dict(keep_vars=True)
+    entries = bare(model).state_dict(keep_vars=True)
     keep = not first_rank_only or all(on_first_rank(entry) for entry in entries.values())
     state: dict[str, torch.Tensor] = {}
     with torch.no_grad():
@@ -217,13 +217,23 @@ def _state_holder(optimizer: Optimizer) -> Optimizer:
     )
 
 
+def bare(model: nn.Module) -> nn.Module:
+    """``model`` without what was put around it: ``parallelize``, DistributedDataParallel, torch.compile."""
+    while True:
+        if isinstance(model, ParallelModel | DistributedDataParallel):
+            model = cast(nn.Module, model.module)
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
 def named_entries(model: nn.Module) -> dict[str, torch.Tensor]:
     """The model's parameters and persistent buffers by name, those that are tied under the first one only.
 
-    Names are the bare model's, whatever spreads it.
+    Names are the bare model's.
     """
-    while isinstance(model, ParallelModel | DistributedDataParallel):
-        model = cast(nn.Module, model.module)
+    model = bare(model)
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, entry in model.state_dict(keep_vars=True).items():

@@ -44,7 +44,9 @@ def start_name(store: dist.Store, rank: int, world: int, timeout: timedelta) -> 
     if rank == 0:
         name = f"shardfuse/{mine}"
         store.set(LEADER, name)
-        answers = [store.get(f"{name}/{other}").decode() for other in range(1, world)]
+        places = [f"{name}/{other}" for other in range(1, world)]
+        store.wait(places, timeout)
+        answers = [store.get(place).decode() for place in places]
         store.set(f"{name}/answers", " ".join(answers))
         return name
     deadline = time.monotonic() + timeout.total_seconds()

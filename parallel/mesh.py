@@ -63,7 +63,8 @@ def init_mesh(
     alone: bool = False,
 ) -> DeviceMesh | None:
     """The mesh ``("dp", "pp", "tp")`` over all processes, with ``rep`` > 1 ``("rep", "dp", "pp", "tp")``; None when
-    this process is alone, unless ``alone`` asks for a mesh of one (FSDP2, which offloads, wants one).
+    this process is alone. ``alone`` asks for a mesh of one then (FSDP2, which offloads, wants one): torch.distributed
+    is initialised, and the current GPU is the mesh's.
 
     Reads what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and initialises torch.distributed
     if nobody has: gloo on a CPU, NCCL with ``device_type="cuda"``, which also selects this process's GPU.
@@ -81,7 +82,10 @@ def init_mesh(
         return None
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if device_type == "cuda":
-        _select_gpu()
+        if single:
+            torch.cuda.init()  # or DeviceMesh would choose another GPU than the current one
+        else:
+            _select_gpu()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
         try:
@@ -223,6 +227,8 @@ def check_dims(mesh: DeviceMesh | None) -> None:
             f"the mesh's dimensions {list(mesh.shape)} have no names, so what is spread over them is open: make it by "
             "init_mesh(), or name them (mesh_dim_names) 'rep', 'dp', 'pp' and 'tp'"
         )
+    if degree(mesh, "rep") > 1 and "dp" not in (names or ()):
+        raise ValueError("the mesh has a dimension 'rep', which repeats the shards of 'dp', and no 'dp': name it 'dp'")
     for name, size in zip(names or (), mesh.shape):
         if size > 1 and name not in HYBRID_DIMS:
             raise ValueError(

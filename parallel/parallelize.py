@@ -37,6 +37,7 @@ from .zero import PRECISIONS
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
+    from .timeline import Costs
 
 __all__ = ["ParallelModel", "parallelize"]
 
@@ -48,7 +49,7 @@ def parallelize(
     zero: int = 0,
     schedule: str | None = None,
     microbatches: int | None = None,
-    costs: Sequence[float] | None = None,
+    costs: Sequence[float | Costs] | None = None,
     offload: bool = False,
     precision: str | None = None,
     recompute: bool | None = None,
@@ -69,10 +70,11 @@ def parallelize(
         schedule: of the pipeline, where the mesh has ``pp`` > 1: one of ``pipeline.SCHEDULES``.
         microbatches: in how many parts a rank's batch goes through; gradients travel once. None: 1, with a pipeline
             twice its stages.
-        costs: of the model's parts, in any unit, by which a pipeline is cut evenly; all ranks pass the same. Measured
-            ones, say (``layers.stage_costs``, ``pipeline.measured``). None: those that the model knows of itself.
-        offload: parameters, gradients and optimizer state stay in the host's memory. A process alone gets a mesh of one
-            for it.
+        costs: of the model's parts, in any unit, by which a pipeline is cut evenly; all ranks pass the same. Those that
+            ``layers.stage_costs.measured_costs(..., mesh=mesh)`` or ``pipeline.measured`` measures, say. None: those
+            that the model knows of itself.
+        offload: parameters, gradients and optimizer state stay in the host's memory. For a process alone this makes a
+            mesh of one, for which it initialises torch.distributed.
         precision: "bf16" or "fp16" for forward and backward; what the optimizer sees stays fp32. With fp16 the loss is
             scaled, and a step whose gradients overflow leaves none.
         recompute: keep only each block's input for backward; None leaves it as the model was built, as does
@@ -86,8 +88,6 @@ def parallelize(
     arguments that do not fit the mesh or the model. Every rank comes to the same answer by itself.
     """
     check_dims(mesh)
-    if mesh is None and offload and _group_of(model).size == 1 and everyone().size == 1:
-        mesh = init_mesh(device_type=_device(None, device).type, alone=True)
     stages = degree(mesh, "pp")
     if stages > 1 and schedule is None:
         raise ValueError(f"the mesh has pp={stages} pipeline stages and schedule=None: pass one, schedule='1f1b' say")
@@ -113,6 +113,8 @@ def parallelize(
     _check_built_for(model, mesh)
     if stages == 1:
         schedule = None
+    if mesh is None and offload and _group_of(model).size == 1 and everyone().size == 1:
+        mesh = _mesh_of_one(_device(None, device))
     engines: dict[str, Any] = {"zero": zero, "schedule": schedule, "splits_backward": splits_backward}
     sharding: dict[str, Any] = {"offload": offload, "precision": precision if mesh is not None else None}
     compose.check(model, mesh, **engines, **sharding)
@@ -127,7 +129,7 @@ def parallelize(
         )
     if schedule is not None:
         assert mesh is not None
-        cut = split(model, mesh, schedule, costs=costs)  # type: ignore[arg-type]
+        cut = split(model, mesh, schedule, costs=None if costs is None else _agreed(costs, mesh))  # type: ignore[arg-type]
     host = offload or (zero > 0 and data_coordinate(mesh)[1] > 1)  # where sharding takes it from, block by block
     _place(model, mesh, torch.device("cpu") if host else _device(mesh, device), seed)
     if schedule is not None:
@@ -253,7 +255,7 @@ class ParallelModel(nn.Module):
             self._clipper = max_norm, GradientClipper(self._parameters_here, max_norm, ranks, copies=copies)
         return self._clipper[1].clip()
 
-    def forward(self, *batch: torch.Tensor) -> torch.Tensor:
+    def forward(self, *batch: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """The model's own forward, in the precision of :meth:`step`. Without a pipeline only: RuntimeError with one."""
         if self.pipeline is not None:
             raise RuntimeError(
@@ -263,7 +265,7 @@ class ParallelModel(nn.Module):
         (stage,) = self.stages
         try:
             with self._autocast():
-                out = stage(*batch)
+                out = stage(*batch) if positions is None else stage(*batch, positions=positions)
         finally:
             if not torch.is_grad_enabled():
                 zeros.settle(stage)
@@ -320,8 +322,7 @@ class ParallelModel(nn.Module):
             )
         try:
             (tokens,) = inputs
-            if rows:
-                self.module.check_batch(tokens, targets, positions)  # type: ignore[operator]
+            self.module.check_batch(tokens, targets, positions)  # type: ignore[operator]
             smallest = max(1, rows // count)
             for part in {smallest, max(1, -(-rows // count))} if self.pipeline is None else {max(1, -(-rows // count))}:
                 self.module.boundary(part, tokens.shape[1])  # type: ignore[operator]
@@ -419,15 +420,34 @@ def _device(mesh: DeviceMesh | None, wanted: torch.device | str | None) -> torch
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
+def _mesh_of_one(device: torch.device) -> DeviceMesh:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    mesh = init_mesh(device_type=device.type, alone=True)
+    assert mesh is not None
+    return mesh
+
+
+def _agreed(costs: Sequence[float | Costs], mesh: DeviceMesh) -> list[float]:
+    """``costs`` as numbers. ValueError on every rank where they differ: parts would run twice, or not at all."""
+    mine = [float(each if isinstance(each, int | float) else each.step) for each in costs]
+    if any(theirs != mine for theirs in collectives.gather_objects(mine, whole_group(mesh), site="parallelize.costs")):
+        raise ValueError(
+            "costs differ between ranks, which would cut the model differently: measure them together "
+            "(measured_costs(..., mesh=mesh)), or pass what one rank has found"
+        )
+    return mine
+
+
 def _group_of(model: nn.Module) -> Group:
-    """The tensor-parallel group that ``model`` was built for."""
+    """The tensor-parallel group that ``model`` was built for; SINGLE for one that knows of none."""
     group = getattr(model, "group", None)
     return group if isinstance(group, Group) else SINGLE
 
 
 def _check_built_for(model: nn.Module, mesh: DeviceMesh | None) -> None:
-    group = _group_of(model)
-    if mesh is None or group is SINGLE:
+    group = getattr(model, "group", None)
+    if mesh is None or not isinstance(group, Group):
         return
     wanted = degree(mesh, "tp")
     if group.size != wanted:

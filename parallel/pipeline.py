@@ -117,7 +117,7 @@ def measured(model: Divisible, tokens: torch.Tensor, targets: torch.Tensor, *, r
 
     Those of ``stage_costs.measured_parts`` on the slowest rank. A collective of all processes.
     """
-    mine = [costs.step for costs in measured_parts(model, tokens, targets, rounds=rounds)]
+    mine = [costs.step for costs in measured_parts(model, tokens, targets, split=False, rounds=rounds)]
     everyones = collectives.gather_objects(mine, everyone(), site="pipeline.measured")
     return [max(each) for each in zip(*everyones)]
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from ..kernels import cost
+from ..kernels import autograd, cost
 from ..kernels.chips import CHIPS
 from ..kernels.linear import shapes
 from ..kernels.linear.config import Gemm, pick_config
@@ -63,25 +63,29 @@ def _product_us(arch: str, layout: str, T: int, F: int, D: int) -> float:
     return cost.predict(CHIPS[arch], gemm, pick_config(arch, gemm)).time_us
 
 
-def measured(stage: nn.Module, x: torch.Tensor, *, rounds: int = 5, **options: Any) -> Costs:
-    """Seconds of ``stage``'s passes over ``x``, split as torch's pipelines split them: medians of ``rounds``.
+def measured(stage: nn.Module, x: torch.Tensor, *, split: bool = True, rounds: int = 5, **options: Any) -> Costs:
+    """Seconds of ``stage``'s passes over ``x``: medians of ``rounds``.
 
-    ``stage`` maps a tensor, and ``options``, to a floating-point one. Where ``x`` are tokens it is a pipeline's first
-    stage, which has no gradient of its input to hand on: torch runs all of its backward in the place of the weights'.
-    The parameters' gradients stay as they are. Where parameters are sharded over ranks, all of them call this together.
+    ``stage`` maps a tensor, and ``options``, to a floating-point one. Backward is ``split`` as torch's pipelines split
+    it, or it runs in one and counts as the gradient of the input. Where ``x`` are tokens it is a pipeline's first
+    stage, which has no gradient to hand on: torch runs all of its backward in the place of the weights'. The
+    parameters' gradients stay as they are. Where parameters are sharded over ranks, all of them call this together.
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: expected at least 1")
     grads = [(each, each.grad) for each in stage.parameters()]
     try:
-        times = [_passes(stage, x, options) for _ in range(rounds + 1)][1:]  # the first one finds its kernels
+        with autograd.split_backward(split):
+            times = [_passes(stage, x, split, options) for _ in range(rounds + 1)][1:]  # the first finds its kernels
     finally:
         for param, grad in grads:
             param.grad = grad
     return Costs(*(median(each) for each in zip(*times)))
 
 
-def measured_parts(model: Divisible, tokens: torch.Tensor, targets: torch.Tensor, *, rounds: int = 5) -> list[Costs]:
+def measured_parts(
+    model: Divisible, tokens: torch.Tensor, targets: torch.Tensor, *, split: bool = True, rounds: int = 5
+) -> list[Costs]:
     """:func:`measured` of each part of a whole ``model``, for a micro-batch [B, S] of ``tokens`` and ``targets``.
 
     Activations are in the dtype of the parameters.
@@ -92,7 +96,7 @@ def measured_parts(model: Divisible, tokens: torch.Tensor, targets: torch.Tensor
     for index in range(len(model.pipeline_parts())):
         stage = model.stage(range(index, index + 1))
         x = tokens if index == 0 else torch.randn_like(between, device=device)
-        found.append(measured(stage, x, rounds=rounds, targets=targets, batch_size=len(tokens)))
+        found.append(measured(stage, x, split=split, rounds=rounds, targets=targets, batch_size=len(tokens)))
     return found
 
 
@@ -108,7 +112,7 @@ def slowest(ranks: Sequence[Costs]) -> Costs:
     return Costs(*(max(getattr(each, name) for each in ranks) for name in ("forward", "backward", "weight")))
 
 
-def _passes(stage: nn.Module, x: torch.Tensor, options: Mapping[str, Any]) -> Sequence[float]:
+def _passes(stage: nn.Module, x: torch.Tensor, split: bool, options: Mapping[str, Any]) -> Sequence[float]:
     stage.zero_grad(set_to_none=True)
     if not x.is_floating_point():
         forward, y = _seconds(x, lambda: stage(x, **options))
@@ -117,6 +121,9 @@ def _passes(stage: nn.Module, x: torch.Tensor, options: Mapping[str, Any]) -> Se
     x = x.detach().requires_grad_()
     forward, y = _seconds(x, lambda: stage(x, **options))
     dy = torch.ones_like(y)
+    if not split:
+        backward, _ = _seconds(x, lambda: torch.autograd.backward(y, dy))
+        return forward, backward, 0.0
     backward, (_, groups) = _seconds(x, lambda: stage_backward_input([y], [dy], [x], stage.parameters()))
     weight, _ = _seconds(x, lambda: stage_backward_weight(stage.parameters(), groups))
     return forward, backward, weight

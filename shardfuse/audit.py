@@ -27,9 +27,11 @@ from .parallel import audit_forms, audit_links
 from .parallel import mesh as meshes
 from .parallel.audit import Audit, Entry, one_way
 from .parallel.audit_forms import Line, Plan
+from .parallel.links import check_overlap
 from .parallel.parallelize import ParallelModel, parallelize
 from .parallel.partition import owners
 from .parallel.schedules import default_microbatches, find
+from .parallel.sharding import local_tensor
 from .training.launch import Stopped, launch
 
 ROWS, LENGTH = 2, 8  # sequences of a micro-batch, and their tokens
@@ -135,6 +137,8 @@ def audit(options: Options, *, json: bool = False) -> int:
         raise ValueError("one process sends nothing: give at least one of --dp, --pp, --tp, --rep as 2 or more")
     if options.schedule is not None:
         find(options.schedule)
+    if options.overlap is not None:
+        check_overlap(options.overlap)
     try:
         outcomes: list[Outcome] = launch(run, options, processes=options.processes)
     except Stopped as stop:
@@ -216,7 +220,7 @@ def plan(options: Options, mesh: DeviceMesh, model: ParallelModel) -> Plan:
         first=0 in kept,
         last=blocks + 1 in kept,
         norms=audit_forms.unsharded_bytes(norms, 1, travels),
-        tied=audit_forms.unsharded_bytes(ends, shards) // shards,
+        tied=sum(local_tensor(param).nbytes for param in ends),
         hops=_hops(options, mesh.get_local_rank("pp")) if pipelined else 0,
         sequence_parallel=options.sequence_parallel,
         recompute=options.recompute,

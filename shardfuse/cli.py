@@ -185,7 +185,7 @@ def audit(
     recompute: Annotated[bool, typer.Option("--recompute", help="Keep only each block's input for backward.")] = False,
     precision: Annotated[str | None, typer.Option(help="bf16 or fp16 over fp32 parameters. Default: fp32.")] = None,
     overlap: Annotated[
-        str | None, typer.Option(help="auto, chunked or none: how collectives travel under products.")
+        str | None, typer.Option(help="auto, kernel, chunked or none: how collectives travel under products.")
     ] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Parameters and gradients in the host's memory.")] = False,
     tie_embeddings: Annotated[
@@ -231,13 +231,16 @@ def schedule(
     model: Annotated[
         str | None, typer.Option(help="Costs modelled for a block of a model, such as llama3-8b, in us.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="With --model: tokens of a micro-batch.")] = 8192,
-    length: Annotated[int, typer.Option(help="With --model: tokens of a sequence.")] = 8192,
-    tp: Annotated[int, typer.Option(help="With --model: tensor-parallel degree.")] = 1,
-    target: Annotated[str, typer.Option(help="With --model: a GPU architecture.")] = "sm_90",
+    tokens: Annotated[int | None, typer.Option(help="With --model: tokens of a micro-batch. Default: 8192.")] = None,
+    length: Annotated[int | None, typer.Option(help="With --model: tokens of a sequence. Default: 8192.")] = None,
+    tp: Annotated[int | None, typer.Option(help="With --model: tensor-parallel degree. Default: 1.")] = None,
+    target: Annotated[str | None, typer.Option(help="With --model: a GPU architecture. Default: sm_90.")] = None,
     measure: Annotated[
         Path | None,
-        typer.Option(help="Costs measured here of the run that this TOML file of shardfuse train describes, in ms."),
+        typer.Option(
+            help="Costs measured here of the run that this TOML file of shardfuse train describes, in ms. What dp the "
+            "file leaves open counts as 1."
+        ),
     ] = None,
     assignments: Annotated[
         list[str] | None, typer.Option("--set", metavar="SETTING=VALUE", help="With --measure: over the file's value.")
@@ -251,15 +254,17 @@ def schedule(
     from .schedule_costs import price
 
     given = {"forward": forward_cost, "backward": backward_cost, "weight": weight_cost, "held": held}
-    shape = {"tokens": tokens, "length": length, "tp": tp, "arch": target}
+    shape = {"tokens": tokens, "length": length, "tp": tp, "target": target}
     priced = price(
         name,
         stages,
         microbatches,
         given={name: cost for name, cost in given.items() if cost is not None},
         recompute=recompute,
-        modelled=None if model is None else (model, shape),
-        measured=None if measure is None else (measure, tuple(assignments or ())),
+        model=model,
+        shape={name: value for name, value in shape.items() if value is not None},
+        measure=measure,
+        assignments=tuple(assignments or ()),
     )
     raise typer.Exit(show_schedule(name, stages, microbatches, priced, draw=draw, json=json))
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from .bench.report import console
-from .parallel import stage_costs
+from .parallel import stage_costs, timeline
 from .parallel.partition import balanced
-from .parallel.schedules import check_microbatches, find
+from .parallel.schedules import find
 from .parallel.timeline import Costs
+
+TOKENS = 8192  # of a micro-batch, and of a sequence, where a model's shape does not say
 
 
 @dataclass(frozen=True)
@@ -35,25 +37,34 @@ def price(
     *,
     given: Mapping[str, float],
     recompute: bool = False,
-    modelled: tuple[str, Mapping[str, Any]] | None = None,
-    measured: tuple[Path, Sequence[str]] | None = None,
+    model: str | None = None,
+    shape: Mapping[str, Any] | None = None,
+    measure: Path | None = None,
+    assignments: Sequence[str] = (),
 ) -> Priced:
-    """The ``given`` fields of Costs; or those of ``modelled``, a model and what else ``stage_costs.modelled`` takes; or
-    those ``measured`` of a TOML file of ``shardfuse train`` with some settings over the file's.
+    """The ``given`` fields of Costs; or those modelled for ``model`` in a ``shape`` (``stage_costs.modelled``); or
+    those that are measured of a TOML file of ``shardfuse train``, with ``assignments`` over the file's settings.
 
     Raises ValueError where two of them are given, and for what each says of its values.
     """
-    sources = [option for option, value in (("--model", modelled), ("--measure", measured)) if value is not None]
+    timeline.order(name, ranks, microbatches)  # says what is wrong with these
+    sources = [option for option, value in (("--model", model), ("--measure", measure)) if value is not None]
     if len(sources) == 2:
         raise ValueError("--model and --measure both give costs: leave one of them out")
+    if shape and model is None:
+        raise ValueError(f"--{next(iter(shape))} is said of a --model, and none is given")
+    if assignments and measure is None:
+        raise ValueError(f"--set {assignments[0]} is said of a file to --measure, and none is given")
     twice = given.keys() - {"held"} if sources else ()
     if twice:
         raise ValueError(f"{sources[0]} has costs of its own: leave out --{min(twice)}-cost, or {sources[0]}")
-    if measured is not None:
-        return _measured(name, ranks, microbatches, *measured, recompute=recompute, held=given.get("held", 1.0))
-    if modelled is not None:
-        model, shape = modelled
-        costs, unit = replace(stage_costs.modelled(model, **shape), **given), "us"
+    if measure is not None:
+        held = given.get("held", 1.0)
+        return _measured(name, ranks, microbatches, measure, assignments, recompute=recompute, held=held)
+    if model is not None:
+        known = {"tokens": TOKENS, "length": TOKENS, **(shape or {})}
+        known["arch"] = known.pop("target", "sm_90")
+        costs, unit = replace(stage_costs.modelled(model, **known), **given), "us"
     else:
         costs, unit = Costs(**given), ""
     return Priced(costs.recomputed() if recompute else costs, unit)
@@ -75,11 +86,14 @@ def _measured(
             "or have those of a shard modelled: --model with --tp"
         )
     dp = parallel.dp or 1
-    settings = resolve(replace(settings, parallel=replace(parallel, dp=dp)), parallel.rep * dp * parallel.pp)
-    check_microbatches(name, microbatches, ranks)
-    with console(stderr=True).status("measuring an embedding, a block and a head"):
-        costs = [each.scaled(1e3) for each in part_costs(settings, microbatches)]
+    alone = replace(
+        parallel, dp=dp, pp=1, schedule=None, microbatches=microbatches
+    )  # the pipeline is the one asked for
+    settings = resolve(replace(settings, parallel=alone), parallel.rep * dp)
     layout, count = find(name).layout, ranks * find(name).stages_per_rank
+    balanced([1.0] * (settings.model.num_layers + 2), count, layout=layout, ranks=ranks)  # or there are too few parts
+    with console(stderr=True).status("measuring an embedding, a block and a head"):
+        costs = [each.scaled(1e3) for each in part_costs(settings, name)]
     ranges = balanced([each.step for each in costs], count, layout=layout, ranks=ranks)
     stages = [stage_costs.joined([costs[part] for part in each], first=each.start == 0) for each in ranges]
     size = -(-settings.share(parallel.rep * dp) // microbatches)

@@ -192,7 +192,10 @@ def _product() -> list[Any]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("options", _product())
+@pytest.mark.parametrize(
+    "options",
+    [*_product(), Options(dp=3, pp=2, zero=1, schedule="interleaved_zb", tie_embeddings=True)],  # shards of two sizes
+)
 def test_every_schedule_sends_what_the_closed_form_says(ranks: Any, options: Options):
     for (outcome,) in ranks(options.processes, _step_body, options, timeout=300):
         assert outcome.wrong == []

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,8 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shardfuse import ParallelTransformer, TransformerConfig, load_checkpoint, parallelize
+from shardfuse.layers.hf import export_hf, load_hf
 from shardfuse.parallel import zero
+from shardfuse.parallel.checkpoint import full_state_dict
 from shardfuse.parallel.mesh import init_mesh
+from shardfuse.parallel.timeline import Costs
 
 CONFIG = TransformerConfig(
     vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, max_positions=32
@@ -56,6 +59,8 @@ def _meshes_body(rank: int, world: int) -> list[str]:
         _said(lambda: zero.shard(torch.nn.Linear(4, 4), named("data"), zero=1)),
         _said(lambda: parallelize(_model(), zero=1)),
         _said(lambda: parallelize(root, mesh, zero=0)),
+        _said(lambda: parallelize(_model(), named("rep"))),
+        _said(lambda: parallelize(_model(), init_mesh(tp=world))),
     ]
 
 
@@ -71,6 +76,8 @@ def test_meshes_over_which_ranks_would_train_apart_are_refused(ranks: Any):
             ),
             "zero=1 without a mesh shards nothing over the 2 processes: pass init_mesh()",
             "this FSDPParallelTransformer is sharded already: shard it once, or build it anew",
+            "the mesh has a dimension 'rep', which repeats the shards of 'dp', and no 'dp': name it 'dp'",
+            "the model was built for 1 tensor-parallel rank(s) and the mesh has tp=2: build it with mesh=mesh",
         ]
 
 
@@ -138,10 +145,12 @@ def _bad_batches_body(rank: int, world: int) -> list[str]:
     model = parallelize(_model(mesh), mesh, seed=0)
     tokens, targets = _batch()
     mine = (tokens.float(), targets) if rank == 1 else (tokens, targets)
-    positions = torch.arange(7 if rank == 1 else 8)
+    small = (tokens.to(torch.uint8), targets) if rank == 1 else (tokens, targets)
+    rows, positions = (0, torch.arange(7)) if rank == 1 else (4, torch.arange(8))
     return [
         _said(lambda: model.step(*mine)),
-        _said(lambda: model.step(tokens, targets, positions=positions)),
+        _said(lambda: model.step(*small)),
+        _said(lambda: model.step(tokens[:rows], targets[:rows], positions=positions)),
         _said(lambda: model.step(tokens, torch.arange(8), targets)),
         _said(lambda: model.evaluate(tokens)),
         _said(lambda: model.step()),
@@ -152,12 +161,31 @@ def test_batches_that_cannot_be_taken_are_refused_on_every_rank(ranks: Any):
     good, bad = ranks(2, _bad_batches_body)
     others = "1 of 2 ranks that read data refused their batch, and say why"
     in_a_row = "in a row: expected tokens and targets; positions go by name"
-    assert good[:2] == [others, others]
-    assert bad[0] == "tokens are torch.float32: expected their numbers in the vocabulary, torch.int64"
-    assert bad[1] == "positions [7]: expected [8] or [4, 8]"
+    assert good[:3] == [others] * 3
+    assert bad[:3] == [
+        "tokens are torch.float32: expected whole numbers, torch.int64 or torch.int32",
+        "tokens are torch.uint8: expected whole numbers, torch.int64 or torch.int32",
+        "positions [7]: expected [8] or [0, 8]",
+    ]
     for said in (good, bad):
-        assert [line[: line.index(" in a row")] for line in said[2:]] == ["3 tensors", "1 tensor", "0 tensors"]
-        assert all(in_a_row in line for line in said[2:])
+        assert [line[: line.index(" in a row")] for line in said[3:]] == ["3 tensors", "1 tensor", "0 tensors"]
+        assert all(in_a_row in line for line in said[3:])
+
+
+def _costs_body(rank: int, world: int) -> list[Any]:
+    mesh = init_mesh(pp=world)
+    costs = [Costs(1, 1, 1), Costs(4, 4, 4), Costs(1, 1, 1), 3.0]
+    options = {"schedule": "1f1b", "seed": 0}
+    kept = cast(ParallelTransformer, parallelize(_model(mesh), mesh, costs=costs, **options).module).kept
+    mine = [1.0] * 4 if rank == 0 else [5.0, 1.0, 1.0, 1.0]
+    return [sorted(kept), _said(lambda: parallelize(_model(mesh), mesh, costs=mine, **options))]
+
+
+def test_costs_cut_a_pipeline_and_ranks_agree_on_them(ranks: Any):
+    (first, said), (second, others) = ranks(2, _costs_body)
+    assert (first, second) == ([0, 1], [2, 3])
+    assert said == others
+    assert said.startswith("costs differ between ranks, which would cut the model differently")
 
 
 def _positions_body(rank: int, world: int, degrees: dict[str, int], options: dict[str, Any]) -> list[float]:
@@ -181,6 +209,25 @@ def test_positions_reach_every_micro_batch(ranks: Any):
     for degrees, options in spread:
         for losses in ranks(2, _positions_body, degrees, options):
             assert losses == pytest.approx(expected, rel=1e-12)
+
+
+def test_what_spreads_a_model_is_not_in_its_names(tmp_path: Path):
+    model = _model()
+    spread = parallelize(model, seed=0, device="cpu")
+    compiled = torch.compile(spread)  # nothing runs, so nothing is compiled
+    for wrapped in (spread, compiled):
+        assert full_state_dict(wrapped).keys() == model.state_dict().keys()
+    export_hf(cast(ParallelTransformer, spread), tmp_path)
+    for name, value in load_hf(tmp_path).state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
+
+
+def test_positions_reach_forward_too():
+    model = parallelize(_model(dtype=torch.float64), seed=0, device="cpu")
+    (tokens, targets), positions = _batch(), torch.arange(8) * 2
+    plain, placed = model(tokens, targets), model(tokens, targets, positions=positions)
+    assert plain != placed
+    assert placed.item() == pytest.approx(model.evaluate(tokens, targets, positions=positions).item(), rel=1e-12)
 
 
 def test_a_module_takes_its_positions_in_a_row():

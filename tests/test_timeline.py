@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from shardfuse.cli import app
 from shardfuse.layers.config import TransformerConfig
+from shardfuse.layers.mlp import ParallelMLP
 from shardfuse.layers.stage_costs import measured_costs
 from shardfuse.parallel import stage_costs, timeline
 from shardfuse.parallel.schedules import SCHEDULES, find
@@ -288,7 +289,11 @@ def test_the_command_takes_modelled_costs():
     costs = stage_costs.modelled("llama3-8b", 8192, length=1024).recomputed()
     assert json.loads(result.stdout.splitlines()[-1])["end"] == simulate("gpipe", 4, 4, costs).end
     with pytest.raises(ValueError, match="leave out --forward-cost, or --model"):
-        price("gpipe", 4, 4, given={"forward": 1.0, "held": 1.0}, modelled=("llama3-8b", {}))
+        price("gpipe", 4, 4, given={"forward": 1.0, "held": 1.0}, model="llama3-8b")
+    with pytest.raises(ValueError, match="--tp is said of a --model"):
+        price("gpipe", 4, 4, given={}, shape={"tp": 2})
+    with pytest.raises(ValueError, match=r"--set data\.seq=8 is said of a file to --measure"):
+        price("gpipe", 4, 4, given={}, assignments=["data.seq=8"])
 
 
 def test_the_command_measures_a_run(tmp_path: Path):
@@ -311,8 +316,26 @@ def test_the_command_measures_a_run(tmp_path: Path):
     assert sum(int(count) for count in re.findall(r"(\d+) block", " ".join(report["stages"]))) == 5
     assert costs[0].backward == 0  # no gradient of tokens
     assert min(part for each in costs[1:] for part in (each.forward, each.backward, each.weight)) > 0
-    for wrong, says in [(("--set", "parallel.tp=2"), "--set parallel.tp=1"), (("--model", "llama3-8b"), "leave one")]:
+    for wrong, says in [
+        (("--set", "parallel.tp=2"), "--set parallel.tp=1"),
+        (("--model", "llama3-8b"), "leave one"),
+        (("--stages", "0"), "ranks=0: expected at least 1"),
+        (("--stages", "4"), "a model of 7 parts makes no 8 pipeline stages"),
+    ]:
         assert says in str(_run(*arguments, *wrong).exception)
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_what_is_recomputed_is_recomputed_once_while_it_is_measured(monkeypatch: pytest.MonkeyPatch, split: bool):
+    config = TransformerConfig(num_layers=1, hidden_size=32, intermediate_size=64, vocab_size=300)
+    ran: list[int] = []
+    forward = ParallelMLP.forward
+    monkeypatch.setattr(ParallelMLP, "forward", lambda *given, **named: ran.append(1) or forward(*given, **named))
+    _, block, head = measured_costs(config, 2, 8, rounds=2, split=split, recompute=True)
+    assert len(ran) == 2 * 3  # forward and once more in backward; two rounds and the one before them
+    assert (block.weight > 0) is split
+    assert (head.weight > 0) is split
+    assert min(block.forward, block.backward, head.backward) > 0
 
 
 def test_parts_of_a_transformer_are_measured_on_one_block():

@@ -83,7 +83,9 @@ def test_counts_that_were_given_stay():
 def test_costs_are_measured_for_the_micro_batches_of_the_run(given: int | None):
     settings = _settings(4, pp=2, schedule="zbv", **({} if given is None else {"microbatches": given}))
     with mock.patch.object(stages, "measured_costs", return_value=[Costs()]) as measure:
-        stages.part_costs(settings)
+        for schedule in ("zbv", "1f1b"):
+            stages.part_costs(settings, schedule)
+    assert [call.kwargs["split"] for call in measure.call_args_list] == [True, False]
     assert measure.call_args.args[1:] == (1 if given is None else 2, settings.data.seq)
 
 

@@ -6,31 +6,29 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..layers.stage_costs import measured_costs
+from ..parallel.schedules import find
 from ..parallel.timeline import Costs
 from .precision import PRECISIONS
 from .settings import RunSettings
 
 
-def part_costs(
-    settings: RunSettings, microbatches: int | None = None, *, mesh: DeviceMesh | None = None
-) -> list[Costs]:
+def part_costs(settings: RunSettings, schedule: str, *, mesh: DeviceMesh | None = None) -> list[Costs]:
     """Seconds of each part's passes for one micro-batch of the run that ``settings`` (resolved) describe.
 
-    ``microbatches`` defaults to the run's. A collective of ``mesh``'s ranks.
+    Backward is split where ``schedule`` splits it. A collective of ``mesh``'s ranks.
     """
     parallel = settings.parallel
-    microbatches = microbatches or parallel.microbatches or 1
+    microbatches = parallel.microbatches or 1
     assert parallel.dp is not None, "not resolved"
-    assert settings.device is not None, "not resolved"
-    device = torch.device(settings.device)
     return measured_costs(
         settings.model,
         -(-settings.share(parallel.rep * parallel.dp) // microbatches),
         settings.data.seq,
         mesh=mesh,
-        device=torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device,
+        device=settings.device,
         dtype=PRECISIONS[parallel.precision] or torch.float32,
         sequence_parallel=parallel.sequence_parallel,
         recompute=bool(parallel.recompute),
         overlap=parallel.overlap or "auto",
+        split=find(schedule).splits_backward,
     )

@@ -214,10 +214,10 @@ class Trainer:
 def build_model(settings: RunSettings, mesh: DeviceMesh | None) -> ParallelModel:
     """The run's model, spread over ``mesh``, with its first weights: of ``settings.seed``, or of a folder."""
     parallel, costs = settings.parallel, None
-    if parallel.partition == "measured" and parallel.pp > 1:
+    if parallel.partition == "measured" and parallel.pp > 1 and parallel.schedule is not None:
         from .stages import part_costs  # with torch's pipelines, which take seconds to import
 
-        costs = [part.step for part in part_costs(settings, mesh=mesh)]
+        costs = part_costs(settings, parallel.schedule, mesh=mesh)
     model = ParallelTransformer(settings.model, mesh=mesh, sequence_parallel=parallel.sequence_parallel, device="meta")
     spread = parallelize(
         model,
