@@ -286,7 +286,7 @@ def _digest(tensors: list[torch.Tensor]) -> str:
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     ("world", "count", "first_epoch"),
-    [(2, 20, 2**31 - 5), pytest.param(3, 16, 0, marks=pytest.mark.nightly), (4, 14, -3)],
+    [(2, 20, 2**31 - 5), (3, 16, 0), (4, 14, -3)],
 )
 def test_exchanges_against_the_plain_collectives(ranks, world, count, first_epoch):
     """100 exchanges in all, in every mode, counted by host and device, past the wrap of 32 bits and past zero."""

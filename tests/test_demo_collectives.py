@@ -16,7 +16,7 @@ from shardfuse.training.agreement import Agreement, compare_with_unsharded
 from shardfuse.training.config import TrainConfig
 from shardfuse.training.data import load_corpus
 
-pytestmark = [pytest.mark.ranks, pytest.mark.nightly]
+pytestmark = pytest.mark.ranks
 
 MODEL = TransformerConfig(
     hidden_size=32,

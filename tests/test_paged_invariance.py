@@ -20,8 +20,6 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 pytestmark = [pytest.mark.gpu if ON_GPU else pytest.mark.interpret]
 
-# Interpreted they take seconds each: there the others run with make test-all.
-SLOW = () if ON_GPU else (pytest.mark.nightly,)
 FEATURES: dict[str, dict[str, Any]] = {
     "causal": {},
     "window": {"window": 37},
@@ -135,16 +133,11 @@ def _features() -> dict[str, dict[str, Any]]:
         ("causal", torch.bfloat16),
         ("int8", torch.bfloat16),
         ("window", torch.float32),
-        *(
-            pytest.param(*rest, marks=SLOW)
-            for rest in [
-                ("alibi", torch.bfloat16),
-                ("window", torch.bfloat16),
-                ("softcap", torch.bfloat16),
-                ("sinks", torch.bfloat16),
-                ("int8", torch.float16),
-            ]
-        ),
+        ("alibi", torch.bfloat16),
+        ("window", torch.bfloat16),
+        ("softcap", torch.bfloat16),
+        ("sinks", torch.bfloat16),
+        ("int8", torch.float16),
     ],
 )
 def test_the_same_bits_however_a_sequence_is_computed(feature: str, dtype: torch.dtype) -> None:

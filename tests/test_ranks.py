@@ -86,7 +86,6 @@ def _one_hangs(rank: int, world: int) -> None:
         signal.pause()
 
 
-@pytest.mark.nightly
 def test_dead_and_hanging_ranks_end_the_pool_and_the_next_call_starts_another(pool: Any) -> None:
     before = [pid for pid, *_ in pool(2, _who, 1)]
     with pytest.raises(RuntimeError, match="rank 1 died with exit code 7"):

@@ -28,7 +28,6 @@ def test_examples_run(source, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out
 
 
-@pytest.mark.nightly
 @pytest.mark.ranks
 def test_the_drop_in_example_gives_the_same_loss_over_two_processes(tmp_path):
     (tmp_path / "example.py").write_text(EXAMPLES[0])

@@ -231,7 +231,6 @@ def test_what_took_the_process_down_is_not_tried_again(shipped, tmp_path):
     assert len([e for e in _events(out, "tried") if e["bucket"] == key]) == 1
 
 
-@pytest.mark.nightly
 @interprets
 @pytest.mark.interpret
 def test_a_wrong_candidate_is_refused_and_a_wrong_kernel_is_not_tuned(shipped, tmp_path, monkeypatch, capfd):
