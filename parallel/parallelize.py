@@ -430,7 +430,7 @@ def _mesh_of_one(device: torch.device) -> DeviceMesh:
 
 def _agreed(costs: Sequence[float | Costs], mesh: DeviceMesh) -> list[float]:
     """``costs`` as numbers. ValueError on every rank where they differ: parts would run twice, or not at all."""
-    mine = [float(each if isinstance(each, int | float) else each.step) for each in costs]
+    mine = [float(getattr(each, "step", each)) for each in costs]  # type: ignore[arg-type]
     if any(theirs != mine for theirs in collectives.gather_objects(mine, whole_group(mesh), site="parallelize.costs")):
         raise ValueError(
             "costs differ between ranks, which would cut the model differently: measure them together "
