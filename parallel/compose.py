@@ -141,24 +141,28 @@ def check(
     offload: bool = False,
     precision: str | None = None,
     dcp: bool = False,
+    shares: int | None = None,
 ) -> None:
     """ValueError where ``module``, not wrapped yet, is about to be combined with something that breaks it.
 
     ``engine`` is of :data:`ENGINES`, ``zero`` its stage. ``splits_backward`` says that the pipeline's ``schedule`` runs
     the gradients of inputs and weights apart. ``dcp`` says that torch.distributed.checkpoint will be handed the
-    model's own ``state_dict``. Asks nobody: every rank comes to the same answer by itself.
+    model's own ``state_dict``. ``shares`` of the data are the mesh's, where it is there. Asks nobody: every rank comes
+    to the same answer by itself.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r}: expected one of {', '.join(ENGINES)}")
     if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
         raise ValueError(f"zero={zero!r}: expected 0 (replicas), 1 or 2 (shards of state and gradients) or 3 (of all)")
+    if mesh is not None:
+        shares = data_coordinate(mesh)[1]
     params = list(module.parameters())
     specs = [spec_of(param) for param in params if not isinstance(param, DTensor)]
     modules = list(module.modules())
     setup = Setup(
         engine=engine,
         zero=zero,
-        wraps=mesh is not None and (data_coordinate(mesh)[1] > 1 or offload or precision is not None),
+        wraps=shares is not None and (shares > 1 or offload or precision is not None),
         schedule=schedule,
         splits_backward=splits_backward,
         dcp=dcp,

@@ -38,6 +38,10 @@ def _settings(processes: int, batch: int = 8, **parallel: Any) -> RunSettings:
             {"parallel": {"pp": 2, "schedule": "1f1b", "microbatches": 1}},
             "schedule='1f1b' over 2 pipeline ranks wants at least 2 micro-batches, not 1",
         ),
+        (
+            {"parallel": {"pp": 2, "dp": 2, "schedule": "zbv", "zero": 3}},
+            "zero=3 under schedule='zbv', which splits backward: ",
+        ),
         ({"parallel": {"overlap": "most"}}, "overlap='most': expected one of auto, kernel, chunked, none"),
     ],
     ids=lambda value: " ".join(value.get("parallel", {})) if isinstance(value, dict) else "",

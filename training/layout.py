@@ -9,7 +9,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from ..layers.transformer import ParallelTransformer
+from ..parallel import compose
 from ..parallel.mesh import Group
 from ..parallel.partition import balanced
 
@@ -34,6 +37,16 @@ def check_layout(settings: RunSettings) -> None:
 
     schedule = find(parallel.schedule)
     if parallel.pp > 1:
+        assert parallel.dp is not None  # so it did this
+        compose.check(
+            nn.Identity(),  # about engines and the schedule: what the model adds to that is parallelize's to ask
+            zero=parallel.zero,
+            schedule=parallel.schedule,
+            splits_backward=schedule.splits_backward,
+            offload=parallel.offload,
+            precision=None if parallel.precision == "fp32" else parallel.precision,
+            shares=parallel.rep * parallel.dp,
+        )
         assert parallel.microbatches is not None  # resolve() filled it in
         check_microbatches(parallel.schedule, parallel.microbatches, parallel.pp)
         parts = len(model.pipeline_parts()) - 1 + settings.model.num_layers
