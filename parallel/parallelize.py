@@ -32,7 +32,7 @@ from .mesh import (
     init_mesh,
     whole_group,
 )
-from .sharding import local_tensors, parameter_seed
+from .placing import device_of, place
 from .zero import PRECISIONS
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def parallelize(
     if stages == 1:
         schedule = None
     if mesh is None and offload and _group_of(model).size == 1 and everyone().size == 1:
-        mesh = _mesh_of_one(_device(None, device))
+        mesh = _mesh_of_one(device_of(None, device))
     engines: dict[str, Any] = {"zero": zero, "schedule": schedule, "splits_backward": splits_backward}
     sharding: dict[str, Any] = {"offload": offload, "precision": precision if mesh is not None else None}
     compose.check(model, mesh, **engines, **sharding)
@@ -131,7 +131,7 @@ def parallelize(
         assert mesh is not None
         cut = split(model, mesh, schedule, costs=None if costs is None else _agreed(costs, mesh))  # type: ignore[arg-type]
     host = offload or (zero > 0 and data_coordinate(mesh)[1] > 1)  # where sharding takes it from, block by block
-    _place(model, mesh, torch.device("cpu") if host else _device(mesh, device), seed)
+    place(model, mesh, torch.device("cpu") if host else device_of(mesh, device), seed)
     if schedule is not None:
         modules = [(stage.index, model.stage(stage.parts)) for stage in cut]  # type: ignore[operator]
     elif divisible:
@@ -413,13 +413,6 @@ def _valid(targets: torch.Tensor) -> torch.Tensor:
     return (targets != IGNORE_INDEX).sum(dtype=torch.float64)
 
 
-def _device(mesh: DeviceMesh | None, wanted: torch.device | str | None) -> torch.device:
-    if wanted is not None:
-        return torch.device(wanted)
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if mesh is None else mesh.device_type
-    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
-
-
 def _mesh_of_one(device: torch.device) -> DeviceMesh:
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -467,37 +460,3 @@ def _configure(model: nn.Module, **options: Any) -> None:
             f"{said}: {type(model).__name__} has no configure() to set this; build it so, and leave it out"
         )
     model.configure(**given)  # type: ignore[operator]
-
-
-def _place(model: nn.Module, mesh: DeviceMesh | None, device: torch.device, seed: int | None) -> None:
-    """Have ``model`` on ``device``, with the same values on all ranks that hold the same."""
-    params = dict(model.named_parameters())
-    empty = [name for name, param in params.items() if param.is_meta]
-    if not empty:
-        moves = mesh is not None and device.type != "cpu"  # sharding takes it from wherever it is
-        if moves and any(param.device.type != device.type for param in params.values()):
-            model.to(device)
-        data = data_group(mesh)
-        with torch.no_grad():
-            for tensor in (*local_tensors(*params.values()), *model.buffers()):
-                tensor.copy_(collectives.broadcast(tensor, data, site="parallelize.values"))
-        return
-    if len(empty) < len(params):
-        there = next(name for name in params if name not in empty)
-        raise ValueError(
-            f"{empty[0]} is on the meta device and {there} is not: materialising the one would draw the other anew; "
-            "build all of the model on meta, or none of it"
-        )
-    if not hasattr(model, "init_weights"):
-        raise ValueError(
-            f"{type(model).__name__} has parameters on the meta device and no init_weights(seed) to draw them: "
-            "materialise it first (to_empty), or build it on a device"
-        )
-    model.to_empty(device=device)
-    model.init_weights(_agreed_seed(mesh) if seed is None else seed)  # type: ignore[operator]
-
-
-def _agreed_seed(mesh: DeviceMesh | None) -> int:
-    """Rank 0's, whatever the others' generators would give: replicas have other random numbers, not other weights."""
-    seed = torch.tensor(parameter_seed(), dtype=torch.int64, device=_device(mesh, None) if mesh is not None else "cpu")
-    return int(collectives.broadcast(seed, whole_group(mesh), site="parallelize.seed"))

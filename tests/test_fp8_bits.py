@@ -12,9 +12,7 @@ import triton
 import triton.language as tl
 
 from shardfuse.kernels.fp8_bits import e4m3_bits_to_fp16, fp32_to_e4m3_bits
-from shardfuse.kernels.kv_cache import (
-    write_kv_,
-)
+from shardfuse.kernels.kv_cache import write_kv_
 
 with pytest.MonkeyPatch.context() as patched:
     patched.syspath_prepend(Path(__file__).parent)
