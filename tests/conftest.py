@@ -102,10 +102,13 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-quick_interpreter = _load("quick_interpreter")
+interpreter = _load("interpreter")
+interpreter.install()
+_load("margins").install()
 
 
-@pytest.fixture(autouse=True)
-def _quick_interpreter() -> None:
-    """Before each test, because none but those that need Triton load it."""
-    quick_interpreter.install()
+@pytest.fixture
+def fp32_products() -> Iterator[None]:
+    """The test's kernels sum products in fp32, as a GPU does: see tests/interpreter.py."""
+    with interpreter.fp32_products():
+        yield

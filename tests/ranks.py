@@ -33,7 +33,7 @@ START_TIMEOUT = 300.0  # seconds to import torch, on a machine that is busy with
 TIMEOUT = 120.0  # seconds a call may take
 GRACE = 10.0  # seconds that the other ranks get to fail after one has
 PR_SET_PDEATHSIG = 1
-QUICK_INTERPRETER = str(Path(__file__).with_name("quick_interpreter.py"))
+INTERPRETER, MARGINS = (str(Path(__file__).with_name(f"{name}.py")) for name in ("interpreter", "margins"))
 
 
 class RankError(AssertionError):
@@ -154,6 +154,8 @@ def _serve(connection: Connection, rank: int) -> None:
     import torch
 
     torch.set_num_threads(1)
+    _module(INTERPRETER).install()
+    _module(MARGINS).install()
     connection.send_bytes(pickle.dumps((True, None, time.monotonic())))
     stores: dict[int, Any] = {}
     while True:
@@ -176,7 +178,7 @@ def _attempt(task: bytes, rank: int, world: int) -> tuple[bool, Any, float]:
         path, name, args, kwargs = pickle.loads(task)
         torch.manual_seed(0)
         body = getattr(_module(path), name)
-        _module(QUICK_INTERPRETER).install()
+        _module(MARGINS).body = f"{Path(path).name}::{name}"
         value = body(rank, world, *args, **kwargs)
         pickle.dumps(value)
     except BaseException:  # pytest's skip and fail are BaseExceptions

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from shardfuse.kernels import dispatch
 from shardfuse.kernels.accuracy import judge
@@ -150,6 +151,23 @@ def test_a_strided_last_dimension_is_read_right(which: str, queries: int) -> Non
     ]
     found = walk.paged_attention(*strided, *tensors[3:], mods)
     assert all(torch.equal(*pair) for pair in zip(found, walk.paged_attention(*tensors, mods)))
+
+
+@pytest.mark.parametrize("queries", [1, 3, 40], ids="{} queries".format)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+def test_memory_does_not_grow_with_the_pool(queries: int, dtype: torch.dtype) -> None:
+    """Whatever torch allocates, inside its operators too: a copy of the pool would be among it."""
+
+    def allocated(blocks: int) -> int:
+        (q, k, v, *tables), mods = _decode([list(range(14, -1, -1))], [58], blocks=blocks, queries=queries)
+        call = (q, *(x.to(dtype) for x in (k, v)), *tables)
+        walk.paged_attention(*call, mods)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            walk.paged_attention(*call, mods)
+        return sum(max(0, event.self_cpu_memory_usage) for event in seen.events())
+
+    few, many = allocated(16), allocated(2048)
+    assert 0 < many == few
 
 
 def test_sinks_of_nothing_and_of_everything() -> None:

@@ -1,4 +1,4 @@
-"""tests/quick_interpreter.py: kernels compute what they did, and the language is searched once for each launch."""
+"""tests/interpreter.py: kernels compute what they did, and the language is searched once for each launch."""
 
 from __future__ import annotations
 
