@@ -322,12 +322,12 @@ def _joined(pool: Pages, span: _Span, keys: range) -> Pages:
     """``keys`` of one sequence, end to end, as one page: a copy [1, K, keys, ...]."""
     page_size = pool.k.shape[2]
     first, end = keys.start // page_size, -(-keys.stop // page_size)
-    index = torch.tensor(span.table[first - span.first : end - span.first], device=CPU)
+    pages = span.table[first - span.first : end - span.first]
     slots = slice(keys.start - first * page_size, keys.stop - first * page_size)
 
     def join(x: torch.Tensor) -> torch.Tensor:
-        copy = bits_of(x).transpose(0, 1).index_select(1, index)  # [K, pages, B, ...]
-        return copy.flatten(1, 2)[None, :, slots].view(x.dtype)
+        bits = bits_of(x)
+        return torch.cat([bits[page] for page in pages], 1)[None, :, slots].view(x.dtype)
 
     return pool.map(join)
 
