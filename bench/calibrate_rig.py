@@ -84,7 +84,7 @@ class Rig:
         doubled = {name: getattr(self, name).double() for name in ("x", "weight", "stream")}
         exact = replace(self, **doubled).result(overlap.PLAIN)
         name = f"{self.call.op} {path.kind} in {path.pieces}"
-        yield judge(name, self.result(path), self.result(overlap.PLAIN), exact)
+        yield judge(name, self.result(path), self.result(overlap.PLAIN), exact, terms=max(self.x.shape))
 
 
 def ends_of(call: Call) -> list[Call]:

@@ -24,11 +24,14 @@ def check_case(spec: OpSpec, case: Case, device: torch.device, impl: str, *, see
         spec.run(inputs, case, impl),
         low=lambda: spec.run(plain, case, "reference"),
         oracle=lambda: spec.run(exact, case, "reference"),
+        terms=spec.terms(case),
     )
 
 
-def check_outputs(ours: Outputs, *, low: Callable[[], Outputs], oracle: Callable[[], Outputs]) -> list[Verdict]:
-    """Compare by name. ``low`` makes the same maths in ours' precision, ``oracle`` in fp64.
+def check_outputs(
+    ours: Outputs, *, low: Callable[[], Outputs], oracle: Callable[[], Outputs], terms: int = 1
+) -> list[Verdict]:
+    """Compare by name. ``low`` makes the same maths in ours' precision, ``oracle`` in fp64; ``terms`` as in ``judge``.
 
     Raises RuntimeError if the sides don't return the same names: a missing gradient must not pass as a right one.
     """
@@ -38,7 +41,7 @@ def check_outputs(ours: Outputs, *, low: Callable[[], Outputs], oracle: Callable
             f"the sides to compare return different names: {sorted(ours)}, {sorted(have)}, {sorted(want)}; "
             "every output and gradient must be in all three"
         )
-    return [judge(name, ours[name], have[name], want[name]) for name in ours]
+    return [judge(name, ours[name], have[name], want[name], terms=terms) for name in ours]
 
 
 def module_outputs(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..kernels import codegen, device, registry, workers
@@ -218,7 +218,9 @@ def copied(args: Sequence[Any], *, double: bool = False) -> list[Any]:
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    """An empty tensor of the same kind; of the device itself, where a fake tensor would be made in its place."""
+    with unset_fake_temporarily():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _each(args: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:

@@ -111,6 +111,10 @@ _TRITON_NAMES = {
 }
 
 
+def _largest_size(case: Case) -> int:
+    return max(case.sizes.values())
+
+
 @dataclass(frozen=True)
 class OpSpec:
     """An op as tests, codegen and benchmarks see it."""
@@ -125,6 +129,8 @@ class OpSpec:
     # target -> the builds that its configuration function returns over the cases tagged "codegen".
     builds: Callable[[str], list[Build]]
     sources: tuple[str, ...] = ()  # files (relative to kernels/) whose change makes a measured result stale
+    # case -> the length of the longest sum behind any number of the results, for ``accuracy.judge``.
+    terms: Callable[[Case], int] = _largest_size
 
     def tagged(self, tag: str) -> list[Case]:
         return [case for case in self.cases if tag in case.tags]

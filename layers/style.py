@@ -174,7 +174,8 @@ class FusedMLP(_Style):
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(4, first[0].in_features, generator=generator).to(weight.device, weight.dtype)
         expected = self._plain(x.double(), [_in_fp64(layer) for layer in layers])
-        verdict = judge("the module", module(x), self._plain(x, layers), expected)
+        terms = sum(layer.in_features for layer in layers)
+        verdict = judge("the module", module(x), self._plain(x, layers), expected, terms=terms)
         if not verdict.ok:
             raise ValueError(
                 f"{self}: {type(module).__name__} computes something else ({verdict}); is it another activation, are "

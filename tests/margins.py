@@ -17,7 +17,12 @@ from typing import Any
 import torch
 
 VARIABLE = "SHARDFUSE_MARGINS"
-DEFAULTS = {torch.float64: (1e-7, 1e-7), torch.float32: (1.3e-6, 1e-5), torch.float16: (1e-3, 1e-5), torch.bfloat16: (1.6e-2, 1e-5)}
+DEFAULTS = {
+    torch.float64: (1e-7, 1e-7),
+    torch.float32: (1.3e-6, 1e-5),
+    torch.float16: (1e-3, 1e-5),
+    torch.bfloat16: (1.6e-2, 1e-5),
+}
 
 body = ""  # in a worker of tests/ranks.py: the function that it runs
 
@@ -49,7 +54,9 @@ def install() -> None:
 
 def _noting(assert_close: Callable[..., None], note: Callable[[str, str, float], None]) -> Callable[..., None]:
     @functools.wraps(assert_close)
-    def compare(actual: Any, expected: Any, *, rtol: float | None = None, atol: float | None = None, **options: Any) -> None:
+    def compare(
+        actual: Any, expected: Any, *, rtol: float | None = None, atol: float | None = None, **options: Any
+    ) -> None:
         ratios = [_ratio(a, b, rtol, atol) for a, b in _pairs(actual, expected)]
         if ratios:
             note("close", "", max(ratios))

@@ -36,7 +36,7 @@ def test_kernel_matches_the_oracle(case):
     ours, low = (spec.run(inputs, case, impl) for impl in ("triton", "reference"))
     oracle = spec.run(registry.to_double(inputs), case, "reference")
     assert all(ours[key].dtype == low[key].dtype for key in oracle)
-    verdicts = [accuracy.judge(key, ours[key], low[key], oracle[key]) for key in oracle]
+    verdicts = [accuracy.judge(key, ours[key], low[key], oracle[key], terms=spec.terms(case)) for key in oracle]
     assert all(v.ok for v in verdicts), "; ".join(map(str, verdicts))
 
 
@@ -148,7 +148,7 @@ def test_sums_of_sent_addends(gather, centred):
         expected = reference.finish(x.double().sum(0)[first:last], bias, residual.double(), norm, torch.float64)
         found = reference.sums(peers[signals.rank], T) if gather else reference.total(peers, signals.rank, T, shots=2)
         low = reference.finish(found[: last - first], bias, residual, norm, x.dtype)
-        assert all(accuracy.judge("", *three).ok for three in zip(ours, low, expected))
+        assert all(accuracy.judge("", *three, terms=D).ok for three in zip(ours, low, expected))
         (alone,) = reduce.reduce_scattered(peers, signals, T, D, x.dtype, gather=gather)
         assert torch.equal(alone, reference.finish(found[: last - first], None, None, None, x.dtype)[0])
 
@@ -274,7 +274,7 @@ def _exchange_all(rank: int, world: int, count: int, first_epoch: int) -> list[s
     for call, found, again in zip(plan, *rounds):
         low, oracle = _by_collectives(call, rank, world)
         assert all(map(torch.equal, found, again)), call
-        verdicts = [accuracy.judge(f"{call}", *three) for three in zip(found, low, oracle)]
+        verdicts = [accuracy.judge(f"{call}", *three, terms=call.D) for three in zip(found, low, oracle)]
         assert all(v.ok for v in verdicts), "; ".join(map(str, verdicts))
     return [_digest(found) for call, found in zip(plan, rounds[0]) if call.mode != "scattered"]
 

@@ -185,7 +185,7 @@ def test_peers_do_what_ours_does(index: int):
         found = torch.cat(found) if problem.spec is overlap.SCATTER else torch.stack(found)
         low = overlap._reference(problem, sides.drawn)["y"]
         oracle = overlap._reference(problem, to_double(sides.drawn, DEVICE))["y"]
-        verdict = judge("y", found, low, oracle)
+        verdict = judge("y", found, low, oracle, terms=problem.spec.terms(problem.case))
         assert verdict.ok, verdict
         for slot in sides.slots:
             slot.fill_(math.nan)
@@ -203,7 +203,7 @@ def test_steps_return_what_ours_does(norm: str):
         found = [torch.stack(each) for each in zip(*ranks.run(all_reduce_norm._steps(ranks, drawn, norm)))]
     low, oracle = (reduce_cases.SPEC.run(each, case, "reference") for each in (drawn, to_double(drawn, DEVICE)))
     for name, out in zip(("y", "s"), found):
-        verdict = judge(name, out, low[name], oracle[name])
+        verdict = judge(name, out, low[name], oracle[name], terms=reduce_cases.SPEC.terms(case))
         assert verdict.ok, verdict
 
 

@@ -56,9 +56,9 @@ def test_autocast_over_a_wide_stream(impl: str, config: TransformerConfig, optio
     with torch.autocast(DEVICE.type, torch.bfloat16):
         y, expected = block(x), stock(x)
     assert y.dtype == expected.dtype == torch.float32
-    assert accuracy.relative_error(y, expected) < 2**-6
+    assert accuracy.within("y", y, expected, 2**-6).ok
     (dx,), (wanted,) = (torch.autograd.grad(each.square().sum(), x) for each in (y, expected))
-    assert accuracy.relative_error(dx, wanted) < 2**-5
+    assert accuracy.within("dx", dx, wanted, 2**-5).ok
 
 
 class Adapter(nn.Module):

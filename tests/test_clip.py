@@ -19,7 +19,7 @@ from shardfuse.parallel.sharding import logical
 
 with pytest.MonkeyPatch.context() as patched:
     patched.syspath_prepend(Path(__file__).parent)
-    from data_parallel_case import batch, build, share
+    from data_parallel_case import TERMS, batch, build, share
 
 MAX_NORM = 0.05
 
@@ -35,11 +35,11 @@ def _alone(dtype: torch.dtype, **options: Any) -> tuple[torch.Tensor, dict[str, 
 def _verdicts(norm: torch.Tensor, model: nn.Module, **options: Any) -> list[str]:
     low, oracle = _alone(torch.float32, **options), _alone(torch.float64, **options)
     assert oracle[0] > 2 * MAX_NORM  # there is something to clip
-    verdicts = [accuracy.judge("norm", norm, low[0], oracle[0])]
+    verdicts = [accuracy.judge("norm", norm, low[0], oracle[0], terms=TERMS)]
     for name, param in model.named_parameters():
         grad = logical(param.grad, param)
         grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        verdicts.append(accuracy.judge(name, grad, low[1][name], oracle[1][name]))
+        verdicts.append(accuracy.judge(name, grad, low[1][name], oracle[1][name], terms=TERMS))
     return [str(verdict) for verdict in verdicts if not verdict.ok]
 
 
@@ -150,7 +150,7 @@ def test_bf16_gradients_are_summed_in_fp32_and_a_bad_one_shows() -> None:
     param.grad = torch.full_like(param, 0.1)
     norm = GradientClipper([param], 1e9).clip()
     assert norm.dtype == torch.float32
-    verdict = accuracy.judge("norm", norm, param.grad.float().norm(), param.grad.double().norm())
+    verdict = accuracy.judge("norm", norm, param.grad.float().norm(), param.grad.double().norm(), terms=param.numel())
     assert verdict.ok, verdict
     param.grad[7] = float("inf")
     assert GradientClipper([param], 1.0).clip().isinf()

@@ -49,7 +49,7 @@ def test_ranks_that_take_turns(spec: registry.OpSpec, case: registry.Case, impl:
     oracle = spec.run(registry.to_double(inputs, DEVICE), case, "reference")
     low = spec.run(inputs, case, "reference")
     for name, out in spec.run(inputs, case, impl).items():
-        verdict = accuracy.judge(name, out, low[name], oracle[name])
+        verdict = accuracy.judge(name, out, low[name], oracle[name], terms=spec.terms(case))
         assert verdict.ok, verdict
         if spec is not cases.REDUCE_SCATTER:  # [R, ...]: every rank has the same, bit for bit
             assert all(torch.equal(out[0], other) for other in out[1:])
@@ -99,7 +99,7 @@ def _check_gather(channel: Any, rank: int, world: int, T: int, seed: int, dtype:
     channel.end()
     (oracle,) = linear.linear_act(X.double(), [W.double()], [b.double()], "relu")
     (low,) = linear.linear_act(X, [W], [b], "relu")
-    verdict = accuracy.judge(f"gather T={T}", y, low, oracle)
+    verdict = accuracy.judge(f"gather T={T}", y, low, oracle, terms=W.shape[1])
     assert verdict.ok, verdict
 
 
@@ -130,7 +130,7 @@ def _check_reduce(
         expected[precision] = [norms.rms_norm(s, weight.to(s.dtype), 1e-6, 0.0, s.dtype), s] if normed else [s]
     names, outs = (("y", "s"), outs) if normed else (("s",), [outs])
     for name, out, oracle, low in zip(names, outs, expected["oracle"], expected["low"]):
-        verdict = accuracy.judge(f"{name} T={T} gather={gather}", out, low[first:last], oracle[first:last])
+        verdict = accuracy.judge(f"{name} T={T} gather={gather}", out, low[first:last], oracle[first:last], terms=64)
         assert verdict.ok, verdict
     if gather:  # all ranks hold the same bits
         everyones = [None] * world

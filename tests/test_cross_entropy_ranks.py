@@ -80,11 +80,10 @@ def _ranks_body(
     found = []
     for name, exact in oracle.items():
         if dtype == torch.float64:
-            error = accuracy.relative_error(ours[name], exact)
-            found += [] if error < V * torch.finfo(dtype).eps else [f"{name}: {error}"]
+            verdict = accuracy.within(name, ours[name], exact, V * torch.finfo(dtype).eps)
         else:
-            verdict = accuracy.judge(name, ours[name].to(dtype), low[name], exact)
-            found += [] if verdict.ok else [str(verdict)]
+            verdict = accuracy.judge(name, ours[name].to(dtype), low[name], exact, terms=V)
+        found += [] if verdict.ok else [str(verdict)]
     with torch.no_grad():
         again = linear_cross_entropy(
             own, weight, targets, bias, group=group, vocab_size=words, sequence_parallel=sequence_parallel, impl=impl,

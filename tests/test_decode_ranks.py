@@ -31,6 +31,7 @@ CONFIG = TransformerConfig(
 SHORT = TransformerConfig(**vars(CONFIG) | {"num_layers": 1})
 KERNEL: dict[str, Any] = {"overlap": "kernel", "strict": True, "impl": "triton"}
 PLAIN: dict[str, Any] = {"overlap": "none", "impl": "triton"}
+TERMS = 256  # two layers: what sums that follow one another come to
 TOKENS = torch.randint(32, (1, 3), generator=torch.Generator().manual_seed(1))
 SITES = {"attention.out": 2, "mlp.out": 2}
 NORM, BRANCHES = late_sum.OP, 4
@@ -74,7 +75,7 @@ def _step_body(rank: int, world: int) -> tuple[list[str], Any, Any, Any]:
             counted.append(_sums())
             ran.append(launches)
             low = logits if low is None else low
-    verdict = accuracy.judge("logits", logits, low, oracle)
+    verdict = accuracy.judge("logits", logits, low, oracle, terms=TERMS)
     return [] if verdict.ok else [str(verdict)], counted, ran[0], ran[1]
 
 
@@ -95,7 +96,7 @@ def _omit_body(rank: int, world: int) -> dict[str, tuple[bool, int]]:
         model, found = _model(**KERNEL), {}
         for site in SITES:
             with collectives.omit(site), _counted() as launches:
-                right = accuracy.judge("logits", model(TOKENS), low, oracle).ok
+                right = accuracy.judge("logits", model(TOKENS), low, oracle, terms=TERMS).ok
             found[site] = right, launches[NORM]
     return found
 
@@ -153,7 +154,7 @@ def _looked_at_body(rank: int, world: int) -> list[str]:
             for change in changes:
                 change(model)
             with _counted() as launches:
-                verdict = accuracy.judge("logits", model(TOKENS), low, oracle)
+                verdict = accuracy.judge("logits", model(TOKENS), low, oracle, terms=TERMS)
             if not verdict.ok or launches[NORM] != expected:
                 wrong.append(f"{name}: {launches[NORM]} waited, {verdict}")
     return wrong

@@ -21,7 +21,7 @@ from shardfuse.parallel.sharding import spec_of
 
 with pytest.MonkeyPatch.context() as patched:
     patched.syspath_prepend(Path(__file__).parent)
-    from data_parallel_case import BATCH, batch, build, share
+    from data_parallel_case import BATCH, TERMS, batch, build, share
     from ranks import Pool
 
 MAX_NORM, STEPS = 0.5, 2
@@ -161,8 +161,11 @@ def _deepspeed_body(rank: int, world: int, dims: dict[str, int], cases: list[tup
         parts = (
             torch.cat([whole[name][spec.index].flatten() for name, spec in specs.items()]) for whole in (low, oracle)
         )
-        wrong = [accuracy.judge("parameters", ours, *parts)]
-        wrong += [accuracy.judge(name, found[name], low[name], oracle[name]) for name in found.keys() - specs.keys()]
+        wrong = [accuracy.judge("parameters", ours, *parts, terms=TERMS)]
+        wrong += [
+            accuracy.judge(name, found[name], low[name], oracle[name], terms=TERMS)
+            for name in found.keys() - specs.keys()
+        ]
         verdicts.append((stage, accumulate, [str(verdict) for verdict in wrong if not verdict.ok]))
     return verdicts
 

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 
 from shardfuse.kernels import dispatch
+
+with pytest.MonkeyPatch.context() as patched:
+    patched.syspath_prepend(Path(__file__).parent)
+    from portable import lacking
 
 pytestmark = [
     pytest.mark.interpret,
@@ -54,3 +63,62 @@ def test_the_language_is_the_compilers_again_after_a_launch():
     assert tl.core.is_builtin(tl.load)
     with pytest.raises(ValueError, match="outside of JIT"):
         tl.load(out)
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+PRODUCTS = """
+import sys
+
+import numpy as np
+
+sys.path.insert(0, sys.argv[1])
+import interpreter
+
+interpreter.install()
+from triton.runtime.interpreter import TensorHandle, interpreter_builder, tl
+
+generator = np.random.default_rng(0)
+
+
+def dot(a, b):
+    zeros = TensorHandle(np.zeros((len(a), b.shape[1]), np.float32), tl.float32)
+    kind = tl.float32 if a.dtype == np.float32 else tl.float16
+    return interpreter_builder.create_dot(TensorHandle(a, kind), TensorHandle(b, kind), zeros, None, 0).data
+
+
+def laid_out(x):
+    wide = np.zeros((len(x), 2 * x.shape[1]), x.dtype)
+    wide[:, ::2] = x
+    return [np.ascontiguousarray(x), np.asfortranarray(x), wide[:, ::2]]
+
+
+for dtype in (np.float32, np.float16):
+    for K in (16, 33, 128):
+        a, b = (generator.standard_normal(shape).astype(dtype) for shape in ((64, K), (K, 48)))
+        whole = dot(a, b)
+        for M in (1, 2, 3, 7, 16, 33):
+            assert np.array_equal(dot(a[:M], b), whole[:M]), (dtype, K, M)
+            assert np.array_equal(dot(a[M : M + 1], b), whole[M : M + 1]), (dtype, K, M)
+        order = generator.permutation(64)
+        assert np.array_equal(dot(a[order], b), whole[order]), (dtype, K)
+        for x in laid_out(a):
+            for y in laid_out(b):
+                assert np.array_equal(dot(x, y), whole), (dtype, K, x.strides, y.strides)
+        error = np.abs(whole - a.astype(np.float64) @ b.astype(np.float64))
+        assert np.all(error <= np.spacing(np.abs(whole)) / 2), "rounded more than once"
+"""
+
+
+@pytest.mark.parametrize("coretype", ["Haswell", "SkylakeX", "Sandybridge", "Nehalem", "Prescott"])
+def test_a_row_of_a_product_depends_on_no_other_row_and_on_no_layout(coretype):
+    """Under kernels of OpenBLAS that choose orders of summation by the number of rows, or by the strides."""
+    if lacking(coretype):
+        pytest.skip(f"OPENBLAS_CORETYPE={coretype} needs {', '.join(lacking(coretype))}: not on this processor")
+    done = subprocess.run(
+        [sys.executable, "-c", PRODUCTS, str(Path(__file__).parent)],
+        env={**os.environ, "OPENBLAS_CORETYPE": coretype},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

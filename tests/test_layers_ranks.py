@@ -128,7 +128,7 @@ def _layer_body(rank: int, world: int, name: str, sequence_parallel: bool, param
     for key, out in ours.items():
         dim = split[key] if key in split else spec_of(module.get_parameter(key[1:])).shard_dim
         parts = (_part(whole[key], dim, group) for whole in (low, oracle))
-        verdict = accuracy.judge(key, local_tensor(out), *parts)
+        verdict = accuracy.judge(key, local_tensor(out), *parts, terms=2 * (WIDTH + FFN))
         verdicts.append((str(verdict), verdict.ok))
     return verdicts
 
@@ -174,8 +174,8 @@ def _loss_body(rank: int, world: int, reduction: str, dtype: torch.dtype) -> lis
     oracle = run(F.cross_entropy, logits.double())
     low = run(F.cross_entropy, logits if dtype == torch.bfloat16 else logits.float())
     verdicts = [
-        accuracy.judge("loss", ours[0], low[0], oracle[0]),
-        accuracy.judge("dlogits", ours[1], _part(low[1], 1, group), _part(oracle[1], 1, group)),
+        accuracy.judge("loss", ours[0], low[0], oracle[0], terms=logits.shape[-1]),
+        accuracy.judge("dlogits", ours[1], _part(low[1], 1, group), _part(oracle[1], 1, group), terms=logits.shape[-1]),
     ]
     return [(str(verdict), verdict.ok) for verdict in verdicts]
 

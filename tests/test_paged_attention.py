@@ -54,7 +54,7 @@ def test_agrees_with_the_reference(case: Case, impl: str) -> None:
     oracle = SPEC.run(registry.to_double(inputs), case, "reference")
     low, found = (SPEC.run(inputs, case, name) for name in ("reference", impl))
     for name in oracle:
-        verdict = judge(name, found[name], low[name], oracle[name])
+        verdict = judge(name, found[name], low[name], oracle[name], terms=SPEC.terms(case))
         assert verdict.ok, verdict
 
 
@@ -75,7 +75,7 @@ def test_blocks_that_all_windows_have_left_are_free(impl: str, invariant: bool, 
         tables[s, :left] = (-1, 2**31 - 1)[s % 2]
     found = paged_attention(**x, window=window, invariant=invariant, impl=impl)
     oracle = paged_attention(**registry.to_double(x), window=window, impl="reference")
-    verdict = judge("out", found, whole, oracle)
+    verdict = judge("out", found, whole, oracle, terms=int(x["seq_lens"].max()))
     assert verdict.ok, verdict
 
 
@@ -88,7 +88,7 @@ def test_sinks_that_are_off_and_scores_that_are_small(impl: str, sink: float) ->
     found = paged_attention(**x, **options, impl=impl)
     low = paged_attention(**x, **options, impl="reference")
     oracle = paged_attention(**registry.to_double({**x, **options}), impl="reference")
-    verdict = judge("out", found, low, oracle)
+    verdict = judge("out", found, low, oracle, terms=SPEC.terms(MIXED))
     assert verdict.ok, verdict
 
 
@@ -122,7 +122,7 @@ def test_what_a_sequence_does_not_own_never_matters(impl: str, invariant: bool) 
     x["block_tables"][x["block_tables"] == -1] = -(2**31)
     found = paged_attention(**x, invariant=invariant, impl=impl)
     if impl == "auto" and DEVICE.type == "cpu":  # goes another way around NaN, with other roundings
-        verdict = judge("out", found, low, oracle)
+        verdict = judge("out", found, low, oracle, terms=int(x["seq_lens"].max()))
         assert verdict.ok, verdict
     else:
         assert torch.equal(found, poisoned)
@@ -221,7 +221,7 @@ def test_parts_merge_into_the_whole(impl: str) -> None:
     parts = [paged_attention(**part, return_lse=True, impl=impl) for part in (context, others)]
     real = sum(options["queries"])
     for name, merged in zip(("out", "lse"), merge_attention(*zip(*parts))):
-        verdict = judge(name, merged[:real], low[name][:real], oracle[name][:real])
+        verdict = judge(name, merged[:real], low[name][:real], oracle[name][:real], terms=SPEC.terms(case))
         assert verdict.ok, verdict
 
 

@@ -63,5 +63,5 @@ def test_logits_of_a_prompt_in_pieces(style: str, cuts: list[int]) -> None:
         start += length
         found.append(ours(tokens[0, start - length : start], positions=batch.positions, cache=batch))
     last = torch.tensor(cuts).cumsum(0) - 1
-    verdict = judge("logits", torch.cat(found), low[last], oracle[last])
+    verdict = judge("logits", torch.cat(found), low[last], oracle[last], terms=256)  # two small layers
     assert verdict.ok, verdict

@@ -108,7 +108,7 @@ def _verdicts(case: Case, impl: str, draws: int = 1) -> list[Verdict]:
     assert found.keys() == oracle.keys()
     if "lse" in low:  # stored in fp32, but as precise as out at best: what went into it came in q's precision
         low["lse"] = low["lse"].to(case.dtype)
-    return [judge(name, found[name], low[name], oracle[name]) for name in oracle]
+    return [judge(name, found[name], low[name], oracle[name], terms=cases.SPEC.terms(case)) for name in oracle]
 
 
 class _Outputs(dict[str, torch.Tensor]):

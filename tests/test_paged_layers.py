@@ -154,7 +154,7 @@ def test_attention_in_pieces_is_attention(cuts: list[int], features: dict[str, A
             return attend(*tensors, batch_size=1, sinks=sinks, **options)
 
     low = tuple(x.float() for x in (q, k, v))
-    verdict = judge("out", _serve(layer, *low, cuts), plain(*low), plain(q, k, v))
+    verdict = judge("out", _serve(layer, *low, cuts), plain(*low), plain(q, k, v), terms=2 * H)
     assert verdict.ok, verdict
 
 
@@ -167,7 +167,7 @@ def test_values_may_be_of_another_size() -> None:
         return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(0, 1)
 
     low = tuple(x.float() for x in (q, k, v))
-    verdict = judge("out", _serve(layer, *low, [4, 3]), plain(*low), plain(q, k, v))
+    verdict = judge("out", _serve(layer, *low, [4, 3]), plain(*low), plain(q, k, v), terms=2 * H)
     assert verdict.ok, verdict
 
 
@@ -187,7 +187,7 @@ def test_a_quantised_cache_is_what_is_attended_to(dtype: torch.dtype, scales: st
     read = [x[0].transpose(0, 1) for x in stored]
     assert 0 < (read[0] - k).abs().max() < 0.2
     low, oracle = (attend(*(x.to(to) for x in (q, *read)), batch_size=1) for to in (torch.float32, torch.float64))
-    verdict = judge("out", out, low, oracle)
+    verdict = judge("out", out, low, oracle, terms=2 * H)
     assert verdict.ok, verdict
 
 
@@ -208,7 +208,7 @@ def test_rotation_and_norms_on_the_way(interleaved: bool) -> None:
         else:
             normed = [F.rms_norm(x, (H,), 1.0 + w, 1e-5) for x, w in zip((q, k), weights)]
             outs.append(layer(*apply_rope(*normed, *rope, interleaved=interleaved), v, batch, 0))
-    verdict = judge("out", *outs, outs[1])
+    verdict = judge("out", *outs, outs[1], terms=2 * H)
     assert verdict.ok, verdict
 
 
@@ -223,7 +223,7 @@ def test_prefixes_and_trees_go_to_every_layer() -> None:
     expected = attend(q, k, v, batch_size=1, causal=False)
     for name, mask in everything.items():
         out = layer(q, k, v, PagedBatch.of(cache, [Span([0, 1], 0, 5)], **{name: mask}), 0)
-        verdict = judge(name, out, expected, expected)
+        verdict = judge(name, out, expected, expected, terms=2 * H)
         assert verdict.ok, verdict
 
 
@@ -307,5 +307,5 @@ def _on_rank(rank: int, world: int, num_kv_heads: int) -> torch.Tensor:
 def test_ranks_hold_the_heads_of_one_process(num_kv_heads: int, ranks: Any) -> None:
     expected = _on_rank(0, 1, num_kv_heads)
     found = torch.cat(ranks(2, _on_rank, num_kv_heads), dim=1)
-    verdict = judge("out", found, expected, expected)
+    verdict = judge("out", found, expected, expected, terms=2 * H)
     assert verdict.ok, verdict

@@ -127,5 +127,8 @@ def test_agrees_with_vllm(unified_attention: Callable[..., None], chosen: dict[s
     ours = cases.run(inputs, case, "triton")["out"][:real]
     for split in (False, True) if max(case.options["queries"]) <= 8 else (False,):
         theirs = _theirs(unified_attention, inputs, case, split)[:real]
-        for verdict in (judge("ours", ours, low, oracle), judge("theirs", theirs, low, oracle)):
+        for verdict in (
+            judge(whose, found, low, oracle, terms=cases.SPEC.terms(case))
+            for whose, found in (("ours", ours), ("theirs", theirs))
+        ):
             assert verdict.ok, (split, verdict)

@@ -41,9 +41,10 @@ def _wrong(call: Call) -> list[str]:
     found, low = walk.paged_attention(q, *rest, mods), reference.paged_attention(q, *rest, mods)
     oracle = reference.paged_attention(q.double(), *rest, mods)
     assert [x.dtype for x in found] == [x.dtype for x in low]
-    verdicts = [judge("out", found[0], low[0], oracle[0])]
+    terms = max(q.shape[-1], int(rest[3].max()))  # a head, or its keys
+    verdicts = [judge("out", found[0], low[0], oracle[0], terms=terms)]
     lses = (x.masked_fill(x == float("-inf"), -1.0) for x in (found[1].to(q.dtype), low[1].to(q.dtype), oracle[1]))
-    verdicts.append(judge("lse", *lses))
+    verdicts.append(judge("lse", *lses, terms=terms))
     return [str(verdict) for verdict in verdicts if not verdict.ok]
 
 

@@ -52,7 +52,7 @@ def test_kernels_match_the_oracle(case):
     low = SPEC.run(inputs, case, "reference")
     oracle = SPEC.run(registry.to_double(inputs), case, "reference")
     assert ours.keys() == oracle.keys()
-    verdicts = [accuracy.judge(name, ours[name], low[name], oracle[name]) for name in oracle]
+    verdicts = [accuracy.judge(name, ours[name], low[name], oracle[name], terms=SPEC.terms(case)) for name in oracle]
     K = max(case.sizes.values())
     assert all(v.ok or v.error < tensor_core_error(K) for v in verdicts), "; ".join(map(str, verdicts))
 
@@ -147,7 +147,7 @@ def test_scales_mean_what_torch_means():
     for impl in ("triton", "reference"):
         ours = scaled_linear(x.values, w.values, x.scale, w.scale, impl=impl)
         # Both round exact sums of few products: not to bf16's last place where the order of addition decides.
-        assert accuracy.relative_error(ours, theirs) < torch.finfo(torch.bfloat16).eps
+        assert accuracy.within("y", ours, theirs, torch.finfo(torch.bfloat16).eps).ok
 
 
 @pytest.mark.interpret
@@ -156,7 +156,7 @@ def test_one_scale_beside_one_for_each_row():
     exact = (x.values.double() * x.scale) @ (w.values.double() * w.scale).t()
     for weight_scale in (w.scale, w.scale.view(1, 1)):
         y = scaled_linear(x.values, w.values, x.scale, weight_scale, out_dtype=torch.float32, impl="triton")
-        assert accuracy.relative_error(y, exact) < max(4 * torch.finfo(torch.float32).eps, tensor_core_error(32))
+        assert accuracy.within("y", y, exact, max(4 * torch.finfo(torch.float32).eps, tensor_core_error(32))).ok
 
 
 # ----------------------------------------------------------------------------------------------------- training
@@ -187,8 +187,8 @@ def test_gradients_are_products_of_quantised_tensors(scaling, impl):
     unquantised = (x @ w.t(), dy @ w, dy.t() @ x)
     for mine, fp8, full in zip(ours, exact, unquantised):
         # A product with 1 / scale may round to the other neighbour than a quotient: rarely, and by one last place.
-        assert accuracy.relative_error(mine, fp8) < 0.05 * accuracy.relative_error(fp8, full.double())
-        assert accuracy.relative_error(mine, full) < 2**-3  # half of e5m2's last place
+        assert accuracy.within("y", mine, fp8, 0.05 * accuracy.relative_error(fp8, full.double())).ok
+        assert accuracy.within("y", mine, full, 2**-3).ok  # half of e5m2's last place
 
 
 @pytest.mark.interpret

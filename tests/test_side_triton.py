@@ -29,7 +29,7 @@ for name in sys.argv[2:]:
     verdicts[name] = {
         key: [str(verdict), verdict.ok]
         for key in ours
-        for verdict in [accuracy.judge(key, ours[key], low[key], oracle[key])]
+        for verdict in [accuracy.judge(key, ours[key], low[key], oracle[key], terms=spec.terms(case))]
     }
 ran = sum(n for (_, impl), n in dispatch.counts.items() if impl == "triton")
 print(json.dumps({"triton": triton.__version__, "ran": ran, "verdicts": verdicts}))

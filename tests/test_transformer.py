@@ -17,6 +17,7 @@ from shardfuse.parallel import collectives
 from shardfuse.parallel.mesh import Group, init_mesh, tp_group
 from shardfuse.parallel.sharding import local_tensor, spec_of
 
+TERMS = 512  # two layers, forward and backward: what sums that follow one another come to
 SMALL: dict[str, Any] = {
     "vocab_size": 40,
     "hidden_size": 16,
@@ -223,7 +224,7 @@ def _verdicts(model: ParallelTransformer, ours: dict[str, torch.Tensor], style: 
     verdicts = {}
     for name, out in ours.items():
         index = ... if name == "loss" else spec_of(model.get_parameter(name)).index
-        verdicts[name] = accuracy.judge(name, out, low[name][index], oracle[name][index])
+        verdicts[name] = accuracy.judge(name, out, low[name][index], oracle[name][index], terms=TERMS)
     return verdicts
 
 
@@ -410,7 +411,7 @@ def _fsdp_body(rank: int, world: int, style: str, sequence_parallel: bool) -> li
     oracle, low, wrong = reference(torch.float64), reference(torch.float32), []
     for name, param in model.named_parameters():
         assert param.shape == specs[name].logical_shape
-        verdict = accuracy.judge(name, param.grad.full_tensor(), low[name], oracle[name])
+        verdict = accuracy.judge(name, param.grad.full_tensor(), low[name], oracle[name], terms=TERMS)
         wrong += [] if verdict.ok else [str(verdict)]
     return wrong
 

@@ -358,6 +358,7 @@ WRITE_KV: OpSpec = OpSpec(
     run=run,
     builds=lambda target: _builds(WRITE_KV, target),
     sources=_SOURCES,
+    terms=lambda case: 1,
 )
 NORM_ROPE_WRITE_KV: OpSpec = OpSpec(
     name="norm_rope_write_kv",
@@ -367,6 +368,7 @@ NORM_ROPE_WRITE_KV: OpSpec = OpSpec(
     run=run,
     builds=lambda target: _builds(NORM_ROPE_WRITE_KV, target),
     sources=(*_SOURCES, "norm/reference.py", "rope/reference.py"),
+    terms=lambda case: case.sizes["H"],
 )
 COPY_BLOCKS = OpSpec(
     name="copy_blocks",
@@ -376,5 +378,6 @@ COPY_BLOCKS = OpSpec(
     run=_run_copy,
     builds=_copy_builds,
     sources=_SOURCES,
+    terms=lambda case: 1,
 )
 SPECS = (WRITE_KV, NORM_ROPE_WRITE_KV, COPY_BLOCKS)

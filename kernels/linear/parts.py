@@ -476,10 +476,15 @@ def _launches(
     added: list[int], into: Sequence[torch.Tensor | None], bias_into: Sequence[torch.Tensor | None]
 ) -> list[list[int]]:
     """Which products may share a launch: programs do not wait for each other, so no two may add to one buffer."""
-    buffers = [t.data_ptr() for i in added for t in (into[i], bias_into[i]) if t is not None and t.numel()]
+    buffers = [_place(t) for i in added for t in (into[i], bias_into[i]) if t is not None and t.numel()]
     if len(set(buffers)) < len(buffers):
         return [[i] for i in added]
     return [added] if added else []
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """Where a tensor begins, also of fake ones, which have no address."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 def _add_product_(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -264,4 +264,5 @@ SPEC = OpSpec(
         "device.py",
         "dispatch.py",
     ),
+    terms=lambda case: max(*case.options["context"], *case.options["queries"], case.sizes["H"]),
 )

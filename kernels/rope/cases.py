@@ -160,4 +160,5 @@ SPEC = OpSpec(
         *(f"rope/{name}.py" for name in ("triton", "launch", "schemas", "op", "reference")),
         *("device.py", "dispatch.py", "autograd.py"),
     ),
+    terms=lambda case: 2,
 )
