@@ -14,8 +14,17 @@ INSTALLED := $(VENV)/.installed
 FLOORS := kernels parallel layers training serving bench
 # A second Triton, beside the one that torch pins, for the codegen lane and a few interpreter tests.
 SIDE := .side/triton-3.6.0
+# The versions at the ends of pyproject.toml's ranges. Their CUDA builds take 5 GB, so all checkouts share them.
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME:%=%/.cache),$(CURDIR)/.side)/shardfuse
+PINS_oldest := torch==2.11.0 triton==3.6.0 'numpy<2.4'
+PINS_newest := torch triton numpy
+SMOKE := import or gated or 1f1b
+CHECKS := lint
 LANES := codegen interpret others demo
-PYTEST = SHARDFUSE_SIDE_TRITON=$(CURDIR)/$(SIDE) $(BIN)/python -m pytest
+# Which Python runs the tests: test-oldest and test-newest name another.
+TEST_PYTHON := $(BIN)/python
+LOGS := .lanes
+PYTEST = SHARDFUSE_SIDE_TRITON='$(CURDIR)/$(SIDE)' $(TEST_PYTHON) -m pytest
 # The GPU machine brings its own Python and torch, and has no .venv.
 GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 
@@ -124,17 +133,52 @@ test-interpret: install $(SIDE)/.installed
 test-others: install $(SIDE)/.installed
 	@$(BESIDE); start ranks -m "$(MARKS_ranks)"; start rest -m "$(MARKS_rest)"; finish
 
-# Each runs even if another fails, one after another: they all want the same cores.
+# Each runs even if another fails, one after another: they all want the same cores. What failed is named again at the
+# end; where pytest did not come to name it, the lane's last lines are.
 .PHONY: test
 test: install $(SIDE)/.installed  ## what CI runs: lint, then every lane, with the time of each
-	@failed=0; times=""; for target in lint $(LANES:%=test-%); do \
+	@mkdir -p $(LOGS); times=""; red=""; for target in $(CHECKS) $(LANES:%=test-%); do \
 	  SECONDS=0; echo "--- $$target"; \
-	  $(MAKE) $$target && result=ok || { result=FAILED; failed=1; }; \
+	  $(MAKE) $$target 2>&1 | tee $(LOGS)/$$target.log && result=ok || { result=FAILED; red+=" $$target"; }; \
 	  times+=$$(printf '\n  %-16s %4d s  %s' $$target $$SECONDS $$result); \
-	done; echo "lanes:$$times"; exit $$failed
+	done; echo "lanes:$$times"; \
+	for target in $$red; do echo "failed in $$target:"; \
+	  grep -E '^(FAILED|ERROR) ' $(LOGS)/$$target.log || tail -n 15 $(LOGS)/$$target.log; done; [ -z "$$red" ]
 
 .PHONY: test-all
 test-all: test test-nightly codegen-all  ## test, the matrices in full, every kernel configuration on every target
+
+# --- other machines ---------------------------------------------------------------------------------------------------
+
+.PHONY: test-portable
+test-portable: install $(SIDE)/.installed  ## numeric tests as other processors compute them (before a release)
+	@SHARDFUSE_SIDE_TRITON='$(CURDIR)/$(SIDE)' $(BIN)/python tests/portable.py $(ARGS)
+
+# An environment per checkout over packages that all checkouts share: it takes seconds, and minutes the first time.
+.side/%/.installed: pyproject.toml | $(INSTALLED)
+	@base='$(CACHE)'/$*-$$($(PYTHON) -c 'import sys; print("python%d.%d" % sys.version_info[:2])'); \
+	{ [ $* = oldest ] && [ -e "$$base"/.installed ]; } || { \
+	  echo "installing $(PINS_$*) and what the project needs into $$base: some 5 GB"; \
+	  mkdir -p '$(CACHE)' && $(PYTHON) -m venv --clear "$$base" && \
+	  "$$base"/bin/python -m pip install --quiet --upgrade $(PINS_$*) '.[dev,hf,bench]' && \
+	  "$$base"/bin/python -m pip uninstall --quiet --yes shardfuse && touch "$$base"/.installed; }; \
+	rm -rf .side/$*; $(PYTHON) -m venv --without-pip .side/$*; \
+	echo "$$base"/lib/python*/site-packages > "$$(echo .side/$*/lib/python*/site-packages)"/base.pth; \
+	.side/$*/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+.PHONY: test-oldest test-newest
+test-oldest test-newest: test-%: .side/%/.installed  ## all lanes on the lowest torch and Triton, or the newest
+	@.side/$*/bin/python -c 'import numpy, torch, triton; print("torch", torch.__version__, "Triton", \
+	  triton.__version__, "numpy", numpy.__version__)'
+	@$(MAKE) test CHECKS= TEST_PYTHON=.side/$*/bin/python
+
+# What breaks first on the lowest versions, in a minute: an import, compiled blocks, pipelines.
+.PHONY: smoke-oldest
+smoke-oldest: TEST_PYTHON := .side/oldest/bin/python
+smoke-oldest: .side/oldest/.installed  ## a minute on the lowest torch and Triton (CI runs it)
+	@$(PYTEST) -q tests/test_import.py tests/test_transformer.py::test_compiles_without_a_graph_break \
+	  tests/test_pipeline.py::test_two_ranks_do_what_one_process_does -k "$(SMOKE)"
 
 .PHONY: codegen-all
 codegen-all: $(SIDE)/.installed  ## compile every kernel configuration for every target, under both Tritons; keep the record

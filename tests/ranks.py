@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -154,6 +155,9 @@ def _serve(connection: Connection, rank: int) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # As pyproject.toml has it for the tests' own process.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
+    warnings.filterwarnings("error", module=r"shardfuse\.")
     _module(INTERPRETER).install()
     _module(MARGINS).install()
     connection.send_bytes(pickle.dumps((True, None, time.monotonic())))
