@@ -36,16 +36,16 @@ def install() -> None:
 
     path = Path(folder) / f"{os.getpid()}.jsonl"
 
-    def note(kind: str, name: str, ratio: float) -> None:
+    def note(kind: str, name: str, ratio: float, budget: float = 0.0) -> None:
         test = body or os.environ.get("PYTEST_CURRENT_TEST", "").split(" (")[0]
         with path.open("a") as file:
-            file.write(json.dumps({"test": test, "kind": kind, "name": name, "ratio": ratio}) + "\n")
+            file.write(json.dumps({"test": test, "kind": kind, "name": name, "ratio": ratio, "budget": budget}) + "\n")
 
     ok = accuracy.Verdict.ok.fget
     assert ok is not None
 
     def noted(self: accuracy.Verdict) -> bool:
-        note("verdict", self.name, self.error / self.budget if self.budget else 0.0)
+        note("verdict", self.name, self.error / self.budget if self.budget else 0.0, self.budget)
         return ok(self)
 
     accuracy.Verdict.ok = property(noted)  # type: ignore[assignment,method-assign]

@@ -5,6 +5,8 @@ a module-level function of a test file; workers find it by the file's path and i
 
 Processes start once (importing torch takes seconds) and serve worlds of any size; every call gets a fresh default
 process group, which goes away with it. ``ranks(1, ...)`` runs a process that is alone: no process group.
+What keeps groups alive all the same (reference cycles, compiled graphs, FSDP2's hooks) keeps gloo's threads, and each
+of these wakes a hundred times a second: workers that have gathered many collect them, and are replaced in the end.
 
 A rank that raises closes its process group, so the others' collectives fail instead of waiting, and the call raises
 RankError with the first rank's traceback. A rank that dies, or a call past its timeout, ends the pool; the next call
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import inspect
 import os
@@ -33,6 +36,8 @@ from typing import Any
 START_TIMEOUT = 300.0  # seconds to import torch, on a machine that is busy with other things
 TIMEOUT = 120.0  # seconds a call may take
 GRACE = 10.0  # seconds that the other ranks get to fail after one has
+THREADS = 24  # of a worker, beyond which it looks for process groups that nothing uses any more
+MOST_THREADS = 96  # beyond which the workers are replaced
 PR_SET_PDEATHSIG = 1
 INTERPRETER, MARGINS = (str(Path(__file__).with_name(f"{name}.py")) for name in ("interpreter", "margins"))
 
@@ -71,6 +76,8 @@ class Pool:
         for rank, (ok, value, _) in sorted(enumerate(answers), key=lambda item: item[1][2]):
             if not ok:
                 raise RankError(rank, world, value)
+        if any(worker.threads() > MOST_THREADS for worker in self._workers):
+            self.close()
         return [value for _, value, _ in answers]
 
     def _grow(self, world: int) -> None:
@@ -113,6 +120,9 @@ class _Worker:
         except (EOFError, OSError):
             code = self.process.wait()
             raise RuntimeError(f"rank {self.rank} died with exit code {code}; see its output above") from None
+
+    def threads(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/task"))
 
     def kill(self) -> None:
         self.process.kill()
@@ -208,6 +218,8 @@ def _process_group(rank: int, world: int, port: int, call: int, stores: dict[int
         if dist.is_initialized():
             dist.destroy_process_group()
         _forget_meshes()
+        if len(os.listdir("/proc/self/task")) > THREADS:
+            _collect_groups()
 
 
 def _forget_meshes() -> None:
@@ -216,6 +228,15 @@ def _forget_meshes() -> None:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
+
+
+def _collect_groups() -> None:
+    """Destroy the process groups that only compiled graphs and reference cycles still hold."""
+    if "torch._dynamo" in sys.modules:
+        import torch
+
+        torch._dynamo.reset()
+    gc.collect()
 
 
 _modules: dict[str, Any] = {}
