@@ -139,7 +139,12 @@ def verdicts(
             del exact  # its weights are not needed any more, and large
             for chosen in options:
                 ours = _outputs(_ours(settings, shape, pair.stock, **chosen), pair, chosen)
-                for verdict in check_outputs(ours, low=lambda: low, oracle=lambda: oracle):  # noqa: B023 called at once
+                for verdict in check_outputs(
+                    ours,
+                    low=lambda: low,  # noqa: B023 called at once
+                    oracle=lambda: oracle,  # noqa: B023
+                    terms=pair.x.shape[0] + sum(sum(param.shape) for param in pair.stock.parameters()),
+                ):
                     yield shape.name, Verdict(_label(chosen) + verdict.name, verdict.error, verdict.budget)
 
 

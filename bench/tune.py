@@ -368,7 +368,7 @@ class _Gate:
                 ours = self._call(args)
         except OutOfResources as error:
             return str(error)
-        verdicts = check_outputs(ours, low=lambda: self._low, oracle=lambda: self._oracle)
+        verdicts = check_outputs(ours, low=lambda: self._low, oracle=lambda: self._oracle, terms=self._call.gemm.K)
         return "; ".join(str(verdict) for verdict in verdicts if not verdict.ok)
 
 

@@ -52,24 +52,28 @@ def relative_error(out: torch.Tensor, oracle: torch.Tensor) -> float:
     return (out64 - oracle64).norm().item() / (scale if scale > 0 else 1.0)
 
 
-def rounding(dtype: torch.dtype, terms: int = 1) -> float:
+def rounding(dtype: torch.dtype, terms: int = 1, roundings: int = 1) -> float:
     """What a sum of ``terms`` terms, in whatever order, may cost in ``dtype``: relative to the norm of the result.
 
-    0 for integers. 16-bit results are sums in fp32, rounded once.
+    0 for integers. 16-bit results are sums in fp32, rounded ``roundings`` times on their way, which adds up likewise.
     """
     if not dtype.is_floating_point:
         return 0.0
     summed = torch.promote_types(dtype, torch.float32)
-    return max(torch.finfo(dtype).eps, math.sqrt(max(terms, 1)) * torch.finfo(summed).eps)
+    return max(math.sqrt(roundings) * torch.finfo(dtype).eps, math.sqrt(max(terms, 1)) * torch.finfo(summed).eps)
 
 
-def judge(name: str, out: torch.Tensor, low: torch.Tensor, oracle: torch.Tensor, *, terms: int = 1) -> Verdict:
+def judge(
+    name: str, out: torch.Tensor, low: torch.Tensor, oracle: torch.Tensor, *, terms: int = 1, roundings: int = 1
+) -> Verdict:
     """Compare ``out`` with the fp64 ``oracle``; ``low`` is the reference computed in ``out``'s own precision.
 
     ``terms`` is the length of the longest sum behind any number of ``out``, the sums in it that follow one another
-    included: 1 where every number is computed by itself.
+    included: 1 where every number is computed by itself. ``roundings`` says how many tensors of ``out``'s precision
+    follow one another on the way to it: parts that ranks add up are rounded where one process's are not.
     """
-    return within(name, out, oracle, FACTOR * max(relative_error(low, oracle), rounding(out.dtype, terms)))
+    floor = rounding(out.dtype, terms, roundings)
+    return within(name, out, oracle, FACTOR * max(relative_error(low, oracle), floor))
 
 
 def within(name: str, out: torch.Tensor, oracle: torch.Tensor, budget: float) -> Verdict:

@@ -53,7 +53,7 @@ def _load(name: str) -> Any:
 
 
 SEVERAL, REHEARSAL = 6, 30
-NUMERIC = re.compile(r"\b(judge|relative_error|assert_close|allclose|approx|torch\.equal)\b")
+NUMERIC = re.compile(r"\b(judge|relative_error|assert_close|within|allclose|torch\.equal)\b")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -108,7 +109,12 @@ def judge(tensors: tuple[torch.Tensor, ...], options: dict[str, Any], *, backwar
     low = with_grads(plain, tensors, grad)
     exact = with_grads(plain, tuple(t.double() for t in tensors), grad)
     assert set(ours) == set(exact)
-    terms = max(tensors[0].shape[-1], max(b - a for a, b in pairwise(starts)))  # a head's size, or its keys
+    # A head's sums and those over its keys. A score's error is the relative error of its weight, so scores of size s
+    # carry s times what their sums cost on.
+    q, k = tensors[0].double(), tensors[1].double()
+    scale = options.get("scale") or q.shape[-1] ** -0.5
+    size = scale**2 * q.shape[-1] * q.square().mean().item() * k.square().mean().item()  # of a score, squared
+    terms = math.ceil(max(1.0, size) * (q.shape[-1] + max(b - a for a, b in pairwise(starts))))
     for name, value in ours.items():
         verdict = accuracy.judge(name, value, low[name], exact[name], terms=terms)
         assert verdict.ok, verdict

@@ -80,7 +80,7 @@ def _ranks_body(
     found = []
     for name, exact in oracle.items():
         if dtype == torch.float64:
-            verdict = accuracy.within(name, ours[name], exact, V * torch.finfo(dtype).eps)
+            verdict = accuracy.within(name, ours[name], exact, 4 * V * torch.finfo(dtype).eps)
         else:
             verdict = accuracy.judge(name, ours[name].to(dtype), low[name], exact, terms=V)
         found += [] if verdict.ok else [str(verdict)]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shardfuse.bench.gate import join_layers
 from shardfuse.kernels import accuracy, dispatch
 from shardfuse.kernels.rope import apply_rope
 from shardfuse.layers import (
@@ -386,9 +387,13 @@ def test_autocast_to_bf16_costs_what_bf16_costs(style: str):
     low = _run(copy.deepcopy(block).bfloat16(), x.bfloat16())
     with torch.autocast("cpu", torch.bfloat16):
         out = _run(block, x)
-    for name, value in out.items():
-        assert value.dtype == torch.float32, name
-        verdict = accuracy.within(name, value, oracle[name], 2 * accuracy.relative_error(low[name], oracle[name]))
+    assert all(value.dtype == torch.float32 for value in out.values())
+    joined, plain, exact = (join_layers(each) for each in (out, low, oracle))  # a key's bias has no gradient but noise
+    for name, value in joined.items():
+        budget = accuracy.FACTOR * max(
+            accuracy.relative_error(plain[name], exact[name]), accuracy.rounding(torch.bfloat16, roundings=4)
+        )
+        verdict = accuracy.within(name, value, exact[name], budget)
         assert verdict.ok, verdict
     product = "dself_attn.q_proj.weight"
     assert accuracy.relative_error(out[product], oracle[product]) > 1e-4  # bf16 was really used

@@ -78,7 +78,7 @@ def _reference(whole: dict[str, torch.Tensor], context: Callable[[], Any] | None
 
 
 def _verdicts(ours: dict[str, Any], low: dict[str, Any], oracle: dict[str, Any]) -> list[str]:
-    found = [accuracy.judge(name, out, low[name], oracle[name], terms=TERMS) for name, out in ours.items()]
+    found = [accuracy.judge(name, out, low[name], oracle[name], terms=TERMS, roundings=4) for name, out in ours.items()]
     return [str(verdict) for verdict in found if not verdict.ok]
 
 

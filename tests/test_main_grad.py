@@ -73,7 +73,7 @@ def _check(fused: nn.Module, plain: nn.Module, exact: nn.Module, of: str = "grad
     for (name, *_), *params in zip(fused.named_parameters(), *(m.parameters() for m in (fused, plain, exact))):
         found = [local_tensor(param.grad if of == "grad" else param) for param in params]
         terms = sum(sum(param.shape) for param in exact.parameters())  # as if its products followed one another
-        verdict = accuracy.judge(name, *found, terms=terms)
+        verdict = accuracy.judge(name, *found, terms=terms, roundings=8)
         assert verdict.ok, verdict
 
 

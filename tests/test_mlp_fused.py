@@ -89,7 +89,9 @@ def _verdicts(
     assert ours.keys() == low.keys() == oracle.keys(), (ours.keys(), low.keys())
     cut = cut or {}
     found = [
-        accuracy.judge(name, out, low[name][cut.get(name, ())], oracle[name][cut.get(name, ())], terms=2 * (D + FFN))
+        accuracy.judge(
+            name, out, low[name][cut.get(name, ())], oracle[name][cut.get(name, ())], terms=2 * (D + FFN), roundings=4
+        )
         for name, out in ours.items()
     ]
     return [str(verdict) for verdict in found if not verdict.ok]

@@ -242,7 +242,10 @@ def _precision_body(rank: int, world: int, autocast: bool) -> list[str]:
         found = run_backward(y, local_dy(whole, leaves, rank, True), leaves)
         assert all(leaf.grad.dtype == low for leaf in leaves.values())
         exact = reference(oracle, kind, rank, world, True)
-        verdicts = [accuracy.judge(name, value, budget[name], exact[name], terms=FFN) for name, value in found.items()]
+        verdicts = [
+            accuracy.judge(name, value, budget[name], exact[name], terms=FFN, roundings=4)
+            for name, value in found.items()
+        ]
         wrong += [f"{kind} {verdict}" for verdict in verdicts if not verdict.ok]
     return wrong
 

@@ -178,9 +178,11 @@ def test_sinks_of_nothing_and_of_everything() -> None:
     q = torch.cat((q, q[:1]))
     found, expected = (x.paged_attention(q, *rest, mods) for x in (walk, reference))
     oracle = reference.paged_attention(q.double(), *rest, mods)
-    assert judge("out", found[0], expected[0], oracle[0]).ok
+    assert judge("out", found[0], expected[0], oracle[0], terms=16).ok
     assert torch.equal(found[1].isinf(), expected[1].isinf())
-    assert judge("lse", *(x.nan_to_num(posinf=0.0, neginf=0.0) for x in (found[1], expected[1], oracle[1]))).ok
+    assert judge(
+        "lse", *(x.nan_to_num(posinf=0.0, neginf=0.0) for x in (found[1], expected[1], oracle[1])), terms=16
+    ).ok
     assert torch.equal(found[0][-1], torch.zeros_like(q[-1]))
     assert torch.equal(found[1][-1], mods.sinks)
 
@@ -190,8 +192,8 @@ def test_fp64() -> None:
     call = (q.double(), k.double(), v.double(), *tables), mods._replace(window=6, sinks=torch.zeros(6))
     out, lse = walk.paged_attention(*call[0], call[1])
     expected = reference.paged_attention(*call[0], call[1])
-    assert judge("out", out, expected[0], expected[0]).ok
-    assert judge("lse", lse, expected[1], expected[1]).ok
+    assert judge("out", out, expected[0], expected[0], terms=16).ok
+    assert judge("lse", lse, expected[1], expected[1], terms=16).ok
 
 
 def test_every_code_of_fp8() -> None:

@@ -298,6 +298,7 @@ def test_what_the_compiler_refuses_is_not_timed(shipped, tmp_path, monkeypatch, 
     out = tmp_path / "tuned.json"
     run = tune.Run(_options(out), tune.console(stderr=True))
     run.options = dataclasses.replace(run.options, dry=False)
+    run.journal.close()
     run.journal = Journal(tmp_path / "tuned.json.events.jsonl", dry=False)
     asked: list[tuple[str, GemmConfig]] = []
 
