@@ -224,7 +224,7 @@ class ParallelAttention(ShardedModule):
         return x.view(x.shape[:-1].numel(), x.shape[-1] // self.head_dim, self.head_dim)
 
     def _rotated(self, q: torch.Tensor, k: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k = apply_rope(q, k, *rope, interleaved=self.rotary.interleaved, impl=self.impl)  # type: ignore[assignment]
+        q, k = apply_rope(q, k, rope.cos, rope.sin, interleaved=self.rotary.interleaved, impl=self.impl)  # type: ignore[assignment]
         return q, k
 
     def _mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **packed: Any) -> torch.Tensor:

@@ -307,10 +307,10 @@ def _batched(
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """What scaled_dot_product_attention does under autocast, for the paths that do not."""
-    device = tensors[0].device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    kind = tensors[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # meta, where it cannot be, raises
         return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(kind)
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
