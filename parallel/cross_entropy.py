@@ -235,24 +235,25 @@ class _Total(torch.autograd.Function):
     @staticmethod
     @autograd.first_order
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[Any, ...]:
-        inverse, drows, *dparams = ctx.saved_tensors
+        inverse, drows, *formed = ctx.saved_tensors
         _, _, want_hidden, *want_params = autograd.wanted(ctx)
         scale = (dloss if inverse is None else dloss * inverse).view(1, 1)
         reuse = not autograd.keeps_graph()
         dhidden = None
+        dparams: list[torch.Tensor | None] = []
         with overlap.InFlight() as flights:
             if want_hidden:
                 finish = flights.add(_reduce(ctx, _scaled(drows, scale, drows.dtype, reuse)))
             into = autograd.destinations(ctx, ctx.buffers)
-            for i, (grad, want, buffer) in enumerate(zip(dparams, want_params, into)):
+            for i, (grad, want, buffer) in enumerate(zip(formed, want_params, into)):
                 factor = scale if i == 0 else scale[0]
                 if not want:
-                    dparams[i] = None
+                    dparams.append(None)
                 elif buffer is not None:
                     buffer.addcmul_(grad, factor)
-                    dparams[i] = None
+                    dparams.append(None)
                 else:
-                    dparams[i] = _scaled(grad, factor, ctx.dtypes[1 + i], reuse)
+                    dparams.append(_scaled(grad, factor, ctx.dtypes[1 + i], reuse))
             if want_hidden:
                 dhidden = finish()
         return None, None, *close_grads(ctx, dhidden, dparams)
