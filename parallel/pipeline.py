@@ -19,7 +19,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
 
 from ..kernels import autograd
 from . import collectives
@@ -29,6 +28,7 @@ from .partition import Part, balanced, owners
 from .random import own_draws
 from .schedules import SCHEDULES, Schedule, check_microbatches, find, forward_only, stages_of
 from .sharding import local_tensor
+from .split_backward import SplitStage
 from .stage_costs import measured_parts
 
 __all__ = ["SCHEDULES", "Divisible", "Part", "Pipeline", "Schedule", "StageParts", "measured", "split"]
@@ -122,10 +122,15 @@ def measured(model: Divisible, tokens: torch.Tensor, targets: torch.Tensor, *, r
     return [max(each) for each in zip(*everyones)]
 
 
-class _Stage(PipelineStage):
+class _Stage(SplitStage):
     def _post_metadata_inference_cleanup(self) -> None:
         """Torch (2.13) drops the gradients of FSDP modules here, whenever training follows on evaluation or the other
         way round, because trying out shapes may have left some. Nothing is tried out, and these are wanted."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Torch (2.11) opens connections before the first step, in a V also one of a rank to itself: gloo has none.
+        Later versions let connections open themselves."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
 class _Built(NamedTuple):

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from ..kernels import autograd, cost
 from ..kernels.chips import CHIPS
 from ..kernels.linear import shapes
 from ..kernels.linear.config import Gemm, pick_config
+from .split_backward import stage_backward_input, stage_backward_weight
 from .timeline import Costs
 
 if TYPE_CHECKING:

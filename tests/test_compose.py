@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from shardfuse import ColumnParallelLinear, ParallelMLP, ParallelTransformer, init_mesh
@@ -23,6 +22,7 @@ from shardfuse.parallel import compose, zero
 from shardfuse.parallel.compose import REFUSALS, check
 from shardfuse.parallel.mesh import data_group
 from shardfuse.parallel.sharding import local_tensor
+from shardfuse.parallel.split_backward import stage_backward_input, stage_backward_weight
 
 with pytest.MonkeyPatch.context() as patched:
     patched.syspath_prepend(Path(__file__).parent)

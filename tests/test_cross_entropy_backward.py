@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from shardfuse.kernels import accuracy
 from shardfuse.kernels.cross_entropy import chunks
 from shardfuse.layers.loss import linear_cross_entropy
+from shardfuse.parallel.split_backward import stage_backward_input, stage_backward_weight
 
 with pytest.MonkeyPatch.context() as patched:
     patched.syspath_prepend(Path(__file__).parent)

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from shardfuse import init_mesh
 from shardfuse.kernels import accuracy
 from shardfuse.parallel.deepspeed import deepspeed_config, initialize, mpu
 from shardfuse.parallel.sharding import spec_of
+from shardfuse.parallel.split_backward import stage_backward_input, stage_backward_weight
 
 with pytest.MonkeyPatch.context() as patched:
     patched.syspath_prepend(Path(__file__).parent)

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from shardfuse.kernels import accuracy, dispatch
 from shardfuse.kernels.linear import parts
@@ -18,6 +17,7 @@ from shardfuse.parallel import collectives
 from shardfuse.parallel.linear import column_linear, row_linear
 from shardfuse.parallel.mesh import Group, tp_group
 from shardfuse.parallel.sharding import ShardSpec, make_parameter, unwrap
+from shardfuse.parallel.split_backward import stage_backward_input, stage_backward_weight
 
 pytestmark = pytest.mark.ranks
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,6 +30,7 @@ from shardfuse.kernels import accuracy
 from shardfuse.kernels.linear import gated_linear, linear_act
 from shardfuse.parallel.clip import GradientClipper
 from shardfuse.parallel.sharding import local_tensor
+from shardfuse.parallel.split_backward import stage_backward_input, stage_backward_weight
 
 FUSE = {"fuse_wgrad_accumulation": True}
 MICRO = 3

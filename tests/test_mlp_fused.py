@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from shardfuse import ParallelMLP, tp_group
 from shardfuse.bench.stock import StockGatedMLP, StockMLP
@@ -21,6 +20,7 @@ from shardfuse.kernels import accuracy, dispatch
 from shardfuse.kernels.linear import apply_activation, parts
 from shardfuse.parallel import collectives
 from shardfuse.parallel.sharding import local_tensors, spec_of
+from shardfuse.parallel.split_backward import stage_backward_input, stage_backward_weight
 
 T, D, FFN = 12, 16, 24
 LEVELS = (0, 1, 2)

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
 from shardfuse.kernels.linear import parts
 from shardfuse.parallel import collectives
 from shardfuse.parallel.linear import column_linear
 from shardfuse.parallel.mesh import Group, tp_group
+from shardfuse.parallel.split_backward import stage_backward_input, stage_backward_weight
 
 with pytest.MonkeyPatch.context() as patched:
     patched.syspath_prepend(File(__file__).parent)

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import checkpoint
 
 from shardfuse import ParallelMLP, explain
@@ -23,6 +22,7 @@ from shardfuse.kernels import accuracy, dispatch
 from shardfuse.kernels.linear import launch
 from shardfuse.parallel import collectives, links
 from shardfuse.parallel.linear import column_linear, row_linear
+from shardfuse.parallel.split_backward import stage_backward_input, stage_backward_weight
 from shardfuse.parallel.symmetric import SymmetricArena
 
 with pytest.MonkeyPatch.context() as patched:

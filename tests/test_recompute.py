@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardfuse.kernels import autograd
 from shardfuse.layers import ColumnParallelLinear, ParallelBlock, ParallelMLP, TransformerConfig
 from shardfuse.parallel.recompute import recomputed
+from shardfuse.parallel.split_backward import stage_backward_input, stage_backward_weight
 
 T, D = 6, 16
 

@@ -1,0 +1,105 @@
+"""The two passes of a split backward: gradients of a stage's inputs first, of its weights later.
+
+From torch 2.13 on they are torch's own (torch.distributed.pipelining). Before, torch's pass for the weights fails at
+autograd functions that are written in Python, as our layers' are: the graph that a function's node belongs to is gone
+by then, and the gradients of several outputs are added up as if they were one output's. Once the oldest torch that the
+package supports is 2.13, this file goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage, _backward
+
+Groups = list[dict[str, Any]]
+
+
+def torch_can() -> bool:
+    """Whether torch's own passes serve: from 2.13 on."""
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
+
+def stage_backward_input(
+    outputs: list[torch.Tensor],
+    grads: list[torch.Tensor] | None,
+    inputs: list[Any],
+    weights: Iterator[nn.Parameter],
+) -> tuple[tuple[torch.Tensor | None, ...], Groups]:
+    """Add the gradients of ``inputs`` to their ``.grad``; those, and what :func:`stage_backward_weight` wants.
+
+    ``grads`` are those of ``outputs``, which are detached; None for ones. Inputs that want no gradient get None.
+    """
+    if torch_can():
+        return _backward.stage_backward_input(outputs, grads, inputs, weights)
+    edges = [get_gradient_edge(output) for output in outputs]  # they keep the nodes alive
+    wanting = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
+    found, groups = _backward.stage_backward_input(outputs, grads, [inputs[i] for i in wanting], weights)
+    for group in groups:
+        group["edges"] = edges
+    dinputs: list[torch.Tensor | None] = [None] * len(inputs)
+    for i, dinput in zip(wanting, found):
+        dinputs[i] = dinput
+    return tuple(dinputs), groups
+
+
+def stage_backward_weight(weights: Iterator[nn.Parameter], groups: Groups) -> None:
+    """Add the gradients of ``weights`` to their ``.grad``; uses up the ``groups`` of the pass for the inputs."""
+    if torch_can():
+        _backward.stage_backward_weight(weights, groups)
+        return
+    by_node = {_backward._get_grad_fn_or_grad_acc(weight): weight for weight in weights}
+    for group in groups:
+        accumulators = list(group["params"])
+        for accumulator, grad in zip(accumulators, _grads(group, accumulators)):
+            weight = by_node[accumulator]
+            if weight.grad is None:
+                weight.grad = grad
+            else:
+                weight.grad += grad
+        group.clear()
+
+
+def _grads(group: dict[str, Any], accumulators: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """The gradients that arrive at ``accumulators`` from the nodes at which the pass for the inputs left the group."""
+    nodes, kept = list(group["intermediates"]), group["grads"]
+    roots = [
+        (GradientEdge(node, i), grad)
+        for node, grads in zip(nodes, kept)
+        for i, grad in enumerate(grads)
+        if grad is not None
+    ]
+    # Where one node leads to another, that one starts from what was kept for it, which has the other's share in it.
+    handles = [node.register_prehook(lambda _, grads=grads: grads) for node, grads in zip(nodes, kept)]
+    try:
+        return torch.autograd.grad(
+            [edge for edge, _ in roots],
+            [GradientEdge(accumulator, 0) for accumulator in accumulators],
+            [grad for _, grad in roots],
+        )
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class SplitStage(PipelineStage):
+    """A stage of a pipeline whose backward is split by the functions above: torch's calls its own by name."""
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        if torch_can() or backward_type == "full":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if isinstance(self.submod, FSDPModule):  # as torch's: gradients are reduced after the last micro-batch
+            self.submod.set_is_last_backward(False)
+            self.submod.set_reshard_after_backward(False)
+            self.submod.set_requires_gradient_sync(False)
+        if backward_type == "input":
+            wanted = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
+            return stage_backward_input(*wanted, self.submod.parameters())
+        return stage_backward_weight(self.submod.parameters(), bwd_kwargs["param_groups"]), None
