@@ -134,6 +134,9 @@ class _Recorder:
     def perform_reduce_grad(self, scale: int) -> None:
         pass
 
+    def release_fwd_send_outputs(self, index: int) -> None:
+        """Called from torch 2.15 on."""
+
     def _no_ops(self, index: int) -> list[Any]:
         return []
 
