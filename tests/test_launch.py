@@ -24,7 +24,7 @@ _HERE = str(Path(__file__).parent)
 def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     """tests/launched.py, importable here and in the workers."""
     monkeypatch.syspath_prepend(_HERE)
-    monkeypatch.setenv("PYTHONPATH", _HERE)
+    monkeypatch.setenv("PYTHONPATH", _HERE, prepend=os.pathsep)
     return importlib.import_module("launched")
 
 

@@ -43,7 +43,7 @@ def case() -> Iterator[Any]:
     """tests/train_case.py, importable here and in the workers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(_HERE)
-        patch.setenv("PYTHONPATH", _HERE)
+        patch.setenv("PYTHONPATH", _HERE, prepend=os.pathsep)
         yield importlib.import_module("train_case")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
 import signal
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ def case() -> Iterator[Any]:
     """tests/train_case.py, importable here and in the workers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(_HERE)
-        patch.setenv("PYTHONPATH", _HERE)
+        patch.setenv("PYTHONPATH", _HERE, prepend=os.pathsep)
         yield importlib.import_module("train_case")
 
 
