@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,6 +55,20 @@ def _find_triton() -> str | None:
     return "unknown"
 
 
+def _why_no_interpreter(triton: str, numpy: str) -> str | None:
+    """Why the interpreter of a ``triton`` does not run the kernels with a ``numpy``, None where it does.
+
+    Until Triton 3.7 it makes an integer of an array of one element, which numpy 2.4 refuses. Triton 3.9 refuses masks
+    in which a block's condition meets a scalar's.
+    """
+    ours, theirs = (tuple(map(int, re.findall(r"\d+", version)[:2])) for version in (triton, numpy))
+    if ours and ours < (3, 7) and theirs >= (2, 4):
+        return f"the interpreter of Triton {triton} breaks with numpy {numpy} (pip install 'numpy<2.4' or Triton 3.8)"
+    if ours >= (3, 9):
+        return f"the interpreter of Triton {triton} refuses the kernels' masks (pip install 'triton<3.9')"
+    return None
+
+
 def _read_auto() -> str:
     value = os.environ.get("SHARDFUSE_IMPL", "auto")
     if value not in IMPLS:
@@ -64,6 +79,9 @@ def _read_auto() -> str:
 # Read once: torch.compile then sees constants, and Triton itself fixes interpretation when a kernel is defined.
 _TRITON_VERSION = _find_triton()
 _INTERPRETING = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+_INTERPRETER_BREAKS = (
+    _why_no_interpreter(_TRITON_VERSION, metadata.version("numpy")) if _INTERPRETING and _TRITON_VERSION else None
+)
 _AUTO = _read_auto()
 _row_invariant = os.environ.get("SHARDFUSE_ROW_INVARIANT", "0") == "1"
 
@@ -102,6 +120,11 @@ def triton_version() -> str | None:
 def interpreting() -> bool:
     """Whether Triton kernels are interpreted in this process (``TRITON_INTERPRET=1`` when Python started)."""
     return _INTERPRETING
+
+
+def interpreter_breaks() -> str | None:
+    """Why Triton's interpreter cannot run the kernels here; None where it can, or is off."""
+    return _INTERPRETER_BREAKS
 
 
 def settled(impl: str, on: torch.Tensor) -> bool:
@@ -169,6 +192,8 @@ def _why_not_triton(device: torch.device) -> str | None:
         return "Triton is not installed (pip install triton; Linux only)"
     if device.type == "cpu" and not interpreting():
         return "the tensors are on a CPU and Triton's interpreter is off (start Python with TRITON_INTERPRET=1)"
+    if device.type == "cpu" and interpreter_breaks() is not None:
+        return interpreter_breaks()
     if device.type not in ("cpu", "cuda"):
         return f"Triton has no backend here for device {device.type!r}"
     # Asked about a GPU that this machine lacks (`explain`, the planner): it is taken to be one that the kernels know.

@@ -217,6 +217,8 @@ def lacking(device: torch.device) -> str | None:
         return "Triton is not installed (pip install triton; Linux only)"
     if device.type == "cpu" and not dispatch.interpreting():
         return "on a CPU the kernel runs only in Triton's interpreter (start Python with TRITON_INTERPRET=1)"
+    if device.type == "cpu" and dispatch.interpreter_breaks() is not None:
+        return dispatch.interpreter_breaks()
     if device.type not in ("cpu", "cuda"):
         return f"there is no symmetric memory on device {device.type!r}"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -112,3 +113,28 @@ def test_tells_how_parameters_are_split(ranks: Any):
             "weight [16, 24/2], bias [16]",
             "weight [16], bias [16]",
         )
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "remedy"),
+    [
+        ("3.6.0", "2.5.2", "pip install 'numpy<2.4'"),
+        ("3.6.0", "2.3.5", None),
+        ("3.7.0", "2.5.2", None),
+        ("3.8.0", "2.4.6", None),
+        ("3.9.0", "2.3.5", "pip install 'triton<3.9'"),
+        ("unknown", "2.5.2", None),
+    ],
+)
+def test_an_interpreter_that_breaks_is_refused(monkeypatch: pytest.MonkeyPatch, triton, numpy, remedy):
+    reason = dispatch._why_no_interpreter(triton, numpy)
+    assert (reason is None) == (remedy is None)
+    monkeypatch.setattr(dispatch, "_INTERPRETER_BREAKS", reason)
+    monkeypatch.setattr(dispatch, "_INTERPRETING", True)
+    monkeypatch.setattr(dispatch, "_TRITON_VERSION", triton)
+    if remedy is None:
+        assert dispatch._decide("op", torch.device("cpu"), "triton", None, None).triton
+        return
+    with pytest.raises(RuntimeError, match=re.escape(remedy)):
+        dispatch._decide("op", torch.device("cpu"), "triton", None, None)
+    assert dispatch._why_not_triton(torch.device("cuda")) != reason  # a GPU needs no interpreter
