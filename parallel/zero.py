@@ -163,6 +163,14 @@ def settle(module: nn.Module) -> None:
             each.reshard()
 
 
+def _param_groups(module: FSDPModule) -> list[Any]:
+    """The groups in which FSDP2 gathers the parameters of ``module`` itself: torch 2.11 has one at most."""
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
 def abandon(module: nn.Module) -> None:
     """After a step that failed: drop the gradients of its first micro-batches, which FSDP2 keeps where no
     ``zero_grad`` comes by.
@@ -170,7 +178,7 @@ def abandon(module: nn.Module) -> None:
     for each in module.modules():
         if not isinstance(each, FSDPModule):
             continue
-        for group in each._get_fsdp_state()._fsdp_param_groups:
+        for group in _param_groups(each):
             for param in group.fsdp_params:
                 param.unsharded_accumulated_grad = None
                 whole = getattr(param, "_unsharded_param", None)
