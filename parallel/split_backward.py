@@ -100,6 +100,7 @@ class SplitStage(PipelineStage):
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)
         if backward_type == "input":
-            wanted = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
-            return stage_backward_input(*wanted, self.submod.parameters())
-        return stage_backward_weight(self.submod.parameters(), bwd_kwargs["param_groups"]), None
+            outputs, grads, inputs = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
+            return stage_backward_input(outputs, grads, inputs, self.submod.parameters())
+        stage_backward_weight(self.submod.parameters(), bwd_kwargs["param_groups"])
+        return (), None
