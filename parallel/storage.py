@@ -23,6 +23,7 @@ import stat
 import uuid
 import zlib
 from collections.abc import Callable, Collection, Iterator
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -406,12 +407,27 @@ _INDEX_CLASSES = {
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         allowed = name in _INDEX_CLASSES.get(module, ())
         if module == "torch":
             allowed = name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
         if not allowed:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index needs")
+        if module == "pathlib._local":
+            module = "pathlib"  # every Python has the class here
         return super().find_class(module, name)
+
+
+def _member(kind: Any, name: Any) -> Enum:
+    """The member ``name`` of the enumeration ``kind``: all that an index needs of ``getattr``.
+
+    The first releases of Python 3.11 pickle a member as a call of ``getattr``. The unpickler has already checked
+    ``kind``, and a member gives the index nothing that it could not have by the member's value.
+    """
+    if isinstance(kind, EnumMeta) and isinstance(name, str) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"it asks for builtins.getattr of {kind!r} and {name!r}, which no index needs")
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

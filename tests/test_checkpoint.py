@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import warnings
@@ -487,6 +488,53 @@ def test_loading_runs_no_code_from_the_index(saved: Path, tmp_path: Path) -> Non
     _sign(saved)
     assert "it asks for posix.mkdir, which no index needs" in _refused(saved)
     assert not (tmp_path / "pwned").exists()
+
+
+_FORMATS = b"torch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING"
+
+
+def _by_getattr(owner: bytes, name: bytes) -> bytes:
+    """A pickle of ``getattr(owner, name)``; ``owner`` is a module and a name in it, on two lines."""
+    return b"cbuiltins\ngetattr\n(c%b\nV%b\ntR." % (owner, name)
+
+
+def test_an_index_that_another_python_wrote_loads(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Net(seed=7)
+    load_checkpoint(saved, before)
+    index = pickle.loads((saved / ".metadata").read_bytes())
+    formats = type(pickle.loads(_by_getattr(_FORMATS, b"TORCH_CHANNELS_LAST")))
+    # The first releases of Python 3.11, Debian 12's among them, name members of enumerations so.
+    monkeypatch.setattr(formats, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    pickled = pickle.dumps(index, protocol=3)
+    paths = b"c%b\nPosixPath\n" % type(saved).__module__.encode()
+    assert b"cbuiltins\ngetattr\n" in pickled
+    assert paths in pickled
+    for module in (b"pathlib", b"pathlib._local"):  # the second is Python 3.13's
+        (saved / ".metadata").write_bytes(pickled.replace(paths, b"c%b\nPosixPath\n" % module))
+        _sign(saved)
+        model = Net(seed=8)
+        load_checkpoint(saved, model)
+        _equal(model.state_dict(), before.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (b"http\nHTTPStatus", b"OK"),  # an enumeration that no index needs
+        (b"torch.distributed.checkpoint.metadata\nos", b"system"),  # a module that an allowed one imports
+        (b"torch.distributed.checkpoint.metadata\nMetadata", b"__init__"),  # no enumeration
+        (_FORMATS, b"__class__"),
+        (_FORMATS, b"__init__.__globals__"),
+        (_FORMATS, b"TORCH_CHANNELS_LAST.name"),
+        (_FORMATS, b"mro"),
+        (_FORMATS + b".TORCH_CHANNELS_LAST", b"name"),
+    ],
+    ids=lambda part: part.decode().rpartition("\n")[2],
+)
+def test_getattr_gives_an_index_members_of_its_enumerations_only(saved: Path, owner: bytes, name: bytes) -> None:
+    (saved / ".metadata").write_bytes(_by_getattr(owner, name))
+    _sign(saved)
+    assert re.search(r"it asks for .*, which no index needs", _refused(saved))
 
 
 def test_loading_runs_no_code_from_an_entry_that_claims_not_to_be_a_tensor(saved: Path) -> None:
