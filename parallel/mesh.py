@@ -102,7 +102,7 @@ def init_mesh(
                 "use, or a process gone? torchrun --standalone finds a free port"
             ) from error
         if device_type == "cpu":
-            atexit.register(shutdown)  # gloo's threads, still running when the process ends, may abort it
+            atexit.register(shutdown)  # what this function starts, the process ends
     elif timeout is not None:
         _set_pg_timeout(timeout)
     names = MESH_DIMS if rep == 1 else HYBRID_DIMS

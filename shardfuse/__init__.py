@@ -6,8 +6,11 @@ cost nothing and need neither Triton nor a GPU nor any optional package.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 from typing import TYPE_CHECKING, Any
+
+from .parallel import gloo_threads
 
 if TYPE_CHECKING:
     from .explanation import explain
@@ -115,6 +118,9 @@ __all__ = [
 ]
 
 __version__: str
+
+# Hooks run in reverse order, so those that end process groups, which are registered later, come before it.
+atexit.register(gloo_threads.settle)
 
 # Where each public name lives. tests/test_import.py holds this, __all__ and the imports above together.
 _HOMES = {

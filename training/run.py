@@ -125,7 +125,7 @@ def _run(trainer: Trainer, stop: Stop, resume: bool, restarts: int) -> RunResult
 
 
 def _leave(trainer: Trainer | None) -> None:
-    """Leave the other processes in good order: gloo's threads, still running when this one ends, may abort it."""
+    """Leave the other processes in good order, after the checkpoint that is under way."""
     if trainer is not None:
         with contextlib.suppress(RuntimeError, OSError):  # there is an error to tell of already
             trainer.checkpointer.wait()
