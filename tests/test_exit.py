@@ -40,7 +40,7 @@ else:
 
 
 def _run(code: str) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     return done.returncode, done.stdout.strip() + done.stderr.strip()
 
 
