@@ -24,7 +24,7 @@ LANES := codegen interpret others demo
 # Which Python runs the tests: test-oldest and test-newest name another.
 TEST_PYTHON := $(BIN)/python
 LOGS := .lanes
-PYTEST = SHARDFUSE_SIDE_TRITON='$(CURDIR)/$(SIDE)' $(TEST_PYTHON) -m pytest
+PYTEST = SHARDFUSE_SIDE_TRITON="$(CURDIR)/$(SIDE)" $(TEST_PYTHON) -m pytest
 # The GPU machine brings its own Python and torch, and has no .venv.
 GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 
@@ -48,10 +48,10 @@ help:  ## print this list
 install: $(INSTALLED)  ## make .venv and install the project into it (PYTHON=python3.12 to choose one)
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
-	  echo "error: shardfuse needs Python 3.10 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>/dev/null || echo missing);" \
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+	  echo "error: shardfuse needs Python 3.10 or newer, and $(PYTHON) is $$("$(PYTHON)" --version 2>/dev/null || echo missing);" \
 	    "choose another one with PYTHON=" >&2; exit 1; }
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || { \
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || "$(PYTHON)" -m venv --clear $(VENV) || { \
 	  echo "error: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; \
 	  exit 1; }
 	@echo "installing into $(VENV): a few minutes the first time, most of it torch"
@@ -152,17 +152,17 @@ test-all: test test-nightly codegen-all  ## test, the matrices in full, every ke
 
 .PHONY: test-portable
 test-portable: install $(SIDE)/.installed  ## numeric tests as other processors compute them (before a release)
-	@SHARDFUSE_SIDE_TRITON='$(CURDIR)/$(SIDE)' $(BIN)/python tests/portable.py $(ARGS)
+	@SHARDFUSE_SIDE_TRITON="$(CURDIR)/$(SIDE)" $(BIN)/python tests/portable.py $(ARGS)
 
 # An environment per checkout over packages that all checkouts share: it takes seconds, and minutes the first time.
 .side/%/.installed: pyproject.toml | $(INSTALLED)
-	@base='$(CACHE)'/$*-$$($(PYTHON) -c 'import sys; print("python%d.%d" % sys.version_info[:2])'); \
+	@base="$(CACHE)"/$*-$$("$(PYTHON)" -c 'import sys; print("python%d.%d" % sys.version_info[:2])'); \
 	{ [ $* = oldest ] && [ -e "$$base"/.installed ]; } || { \
 	  echo "installing $(PINS_$*) and what the project needs into $$base: some 5 GB"; \
-	  mkdir -p '$(CACHE)' && $(PYTHON) -m venv --clear "$$base" && \
+	  mkdir -p "$(CACHE)" && "$(PYTHON)" -m venv --clear "$$base" && \
 	  "$$base"/bin/python -m pip install --quiet --upgrade $(PINS_$*) '.[dev,hf,bench]' && \
 	  "$$base"/bin/python -m pip uninstall --quiet --yes shardfuse && touch "$$base"/.installed; }; \
-	rm -rf .side/$*; $(PYTHON) -m venv --without-pip .side/$*; \
+	rm -rf .side/$*; "$(PYTHON)" -m venv --without-pip .side/$*; \
 	echo "$$base"/lib/python*/site-packages > "$$(echo .side/$*/lib/python*/site-packages)"/base.pth; \
 	.side/$*/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	@touch $@
@@ -183,7 +183,7 @@ smoke-oldest: .side/oldest/.installed  ## a minute on the lowest torch and Trito
 .PHONY: codegen-all
 codegen-all: $(SIDE)/.installed  ## compile every kernel configuration for every target, under both Tritons; keep the record
 	@$(BIN)/python -m shardfuse.kernels.codegen_report --write
-	@PYTHONPATH=$(CURDIR)/$(SIDE) $(BIN)/python -m shardfuse.kernels.codegen_report --write
+	@PYTHONPATH="$(CURDIR)/$(SIDE)" $(BIN)/python -m shardfuse.kernels.codegen_report --write
 
 # --- housekeeping -----------------------------------------------------------------------------------------------------
 
