@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..kernels import autograd
-from . import collectives
+from . import collectives, split_backward
 from .cross_entropy import IGNORE_INDEX
 from .mesh import Group, everyone, share_timeout, tp_group
 from .partition import Part, balanced, owners
@@ -201,7 +201,7 @@ class Pipeline:
         Gradients are added to ``.grad``, those of that sum. ``positions`` are [S] or [B, S]. A batch whose size does
         not divide by the micro-batches is filled up with sequences of which nothing counts. A collective.
         """
-        batch = self._batch(tokens, targets, positions)
+        batch = self._batch(True, tokens, targets, positions)
         draws = self.model.draws(self.device)
         before = self._set_aside()
         with contextlib.ExitStack() as stack:
@@ -222,19 +222,19 @@ class Pipeline:
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The same sum without gradients and with nothing dropped. A collective."""
-        batch = self._batch(tokens, targets, positions)
+        batch = self._batch(False, tokens, targets, positions)
         with _evaluating(module for _, module in self.stages):
             return self._run(False, batch, scale=scale)
 
     def _batch(
-        self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None
+        self, training: bool, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
         """What is given, filled up, and found good: what is not raises ValueError before anything was sent."""
         self.model.check_batch(tokens, targets, positions)
         batch = {"tokens": self._padded(tokens, 0), "targets": self._padded(targets, IGNORE_INDEX)}
         if positions is not None:
             batch["positions"] = self._padded(positions.expand(tokens.shape), 0)
-        self._prepare(batch["tokens"])
+        self._prepare(training, batch["tokens"])
         return batch
 
     def _padded(self, x: torch.Tensor, value: int) -> torch.Tensor:
@@ -277,11 +277,14 @@ class Pipeline:
 
     # ----------------------------------------------------------------------------------------------------- building
 
-    def _prepare(self, tokens: torch.Tensor) -> None:
-        """Have a schedule for batches like ``tokens``."""
+    def _prepare(self, training: bool, tokens: torch.Tensor) -> None:
+        """Have a schedule for batches like ``tokens``.
+
+        One for both until torch 2.12 would have receive buffers that take no gradients, had it evaluated first.
+        """
         rows, length = tokens.shape[0] // self.microbatches, tokens.shape[1]
         handed = self.model.boundary(rows, length, self.dtype)
-        like = rows, length, tokens.dtype, handed.dtype
+        like = rows, length, tokens.dtype, handed.dtype, training or split_backward.torch_can()
         if self._built is None or self._built.like != like:
             loss = torch.float64 if handed.dtype == torch.float64 else torch.float32
             read = torch.empty(rows, length, dtype=tokens.dtype, device="meta")

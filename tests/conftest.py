@@ -112,6 +112,7 @@ def _seed() -> None:
 
 interpreter = _load("interpreter")
 interpreter.install()
+interpreter.allow()
 _load("margins").install()
 
 

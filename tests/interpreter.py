@@ -18,6 +18,10 @@ rounds.
 - make a table of all dtypes for each look-up of one.
 
 What is left out changes no result, check or refusal. Versions before, which replace functions for good, keep theirs.
+
+**Versions.** Two interpreters cannot run the kernels (``dispatch.interpreter_breaks`` says so to users): Triton 3.6's
+with numpy 2.4, which makes no integer of an array of one element, and Triton 3.9's, which wants masks of bool and
+gets integers from ``block & scalar``. Here both are given what they want, so that all versions are tested.
 """
 
 from __future__ import annotations
@@ -46,11 +50,22 @@ def install() -> None:
         return
     builder.create_dot = _rounded_once(interpreter, builder.create_dot)
     interpreter._convert_float = _to_nearest(interpreter._convert_float)
+    interpreter._patch_lang_tensor = _index_of_one(interpreter._patch_lang_tensor)
+    for name, position in (("create_masked_load", 1), ("create_masked_store", 2)):
+        setattr(builder, name, _masked_by_bool(interpreter, getattr(builder, name), position))
     if hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_lang = _unless_patched(interpreter, interpreter._patch_lang)
         interpreter._get_np_dtype = _cached_by_name(interpreter._get_np_dtype)
         builder = interpreter.interpreter_builder
         builder.options = dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
+
+
+def allow() -> None:
+    """Have shardfuse take the interpreter as changed, where it would refuse it as it comes."""
+    from shardfuse.kernels import dispatch
+
+    if dispatch.interpreter_breaks() is not None:
+        dispatch._INTERPRETER_BREAKS = None
 
 
 @contextlib.contextmanager
@@ -79,6 +94,28 @@ def _rounded_once(interpreter: Any, create_dot: Callable[..., Any]) -> Callable[
         return interpreter.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
     return create
+
+
+def _index_of_one(patch: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+    @functools.wraps(patch)
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    return patched
+
+
+def _masked_by_bool(interpreter: Any, create: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """``create`` with its mask, the argument at ``position`` behind ``self``, in bool."""
+
+    @functools.wraps(create)
+    def masked(self: Any, *arguments: Any) -> Any:
+        mask = arguments[position]
+        if mask.data.dtype != bool:
+            mask = interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
+        return create(self, *arguments[:position], mask, *arguments[position + 1 :])
+
+    return masked
 
 
 def _to_nearest(convert: Callable[..., Any]) -> Callable[..., Any]:

@@ -169,6 +169,7 @@ def _serve(connection: Connection, rank: int) -> None:
     warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
     warnings.filterwarnings("error", module=r"shardfuse\.")
     _module(INTERPRETER).install()
+    _module(INTERPRETER).allow()
     _module(MARGINS).install()
     connection.send_bytes(pickle.dumps((True, None, time.monotonic())))
     stores: dict[int, Any] = {}

@@ -217,8 +217,8 @@ def _dtensor_body(rank: int, world: int) -> list[str]:
 
 @pytest.mark.ranks
 def test_engines_that_broadcast_parameters_cannot_take_dtensors(ranks: Any) -> None:
-    for said in ranks(2, _dtensor_body):
-        assert all("broadcast_" in message for message in said)
+    for said in ranks(2, _dtensor_body):  # torch 2.11 flattens parameters before it broadcasts them
+        assert all("broadcast_" in message or "Attempted to flatten" in message for message in said)
 
 
 def _wgrad_body(rank: int, world: int) -> None:
