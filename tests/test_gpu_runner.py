@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -152,7 +153,8 @@ def test_journal_keeps_dry_rows_apart(tmp_path):
     dry = journal.Journal(tmp_path / "events.jsonl", dry=True)
     dry.add("row", **_row(("a", "b", "c")))
     dry.close()
-    assert journal.Journal(tmp_path / "events.jsonl", dry=False).done(OP, "s1") == set()
+    with contextlib.closing(journal.Journal(tmp_path / "events.jsonl", dry=False)) as again:
+        assert again.done(OP, "s1") == set()
 
 
 ORIGIN = {"device": "NVIDIA H100 80GB HBM3", "torch": "2.9.0", "triton": "3.5.0", "date": "2031-05-01"}
