@@ -152,7 +152,7 @@ test-all: test test-nightly codegen-all  ## test, the matrices in full, every ke
 
 .PHONY: test-portable
 test-portable: install $(SIDE)/.installed  ## numeric tests as other processors compute them (before a release)
-	@SHARDFUSE_SIDE_TRITON="$(CURDIR)/$(SIDE)" $(BIN)/python tests/portable.py $(ARGS)
+	@SHARDFUSE_SIDE_TRITON="$(CURDIR)/$(SIDE)" SHARDFUSE_MARGINS=.portable $(BIN)/python tests/portable.py $(ARGS)
 
 # An environment per checkout over packages that all checkouts share: it takes seconds, and minutes the first time.
 .side/%/.installed: pyproject.toml | $(INSTALLED)
