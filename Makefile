@@ -122,7 +122,8 @@ $(ALONE:%=test-%): test-%: install $(SIDE)/.installed
 	@$(PYTEST) -q -m "$(MARKS_$*)" $(ARGS)
 
 # Side by side: "start NAME pytest's arguments" for each, then finish, which shows each one's output when it is complete.
-BESIDE = start() { name=$$1; shift; env $(PYTEST) -q "$$@" $(ARGS) > .$$name.log 2>&1 & pids+=("$$name:$$!"); }; \
+# One thread each, or they would take the cores from each other.
+BESIDE = start() { name=$$1; shift; env OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}" $(PYTEST) -q "$$@" $(ARGS) > .$$name.log 2>&1 & pids+=("$$name:$$!"); }; \
 	finish() { failed=0; for each in "$${pids[@]}"; do code=0; wait $${each\#*:} || code=$$?; cat .$${each%:*}.log; \
 	  rm -f .$${each%:*}.log; [ $$code = 0 ] || [ $$code = 5 ] || failed=1; done; exit $$failed; }
 
