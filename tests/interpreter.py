@@ -109,11 +109,11 @@ def _masked_by_bool(interpreter: Any, create: Callable[..., Any], position: int)
     """``create`` with its mask, the argument at ``position`` behind ``self``, in bool."""
 
     @functools.wraps(create)
-    def masked(self: Any, *arguments: Any) -> Any:
+    def masked(self: Any, *arguments: Any, **options: Any) -> Any:
         mask = arguments[position]
         if mask.data.dtype != bool:
             mask = interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
-        return create(self, *arguments[:position], mask, *arguments[position + 1 :])
+        return create(self, *arguments[:position], mask, *arguments[position + 1 :], **options)
 
     return masked
 
