@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -63,6 +64,24 @@ def test_the_language_is_the_compilers_again_after_a_launch():
     assert tl.core.is_builtin(tl.load)
     with pytest.raises(ValueError, match="outside of JIT"):
         tl.load(out)
+
+
+@triton.jit
+def _through_bf16_kernel(x_ptr, y_ptr, wide_ptr, SIZE: tl.constexpr):
+    offs = tl.arange(0, SIZE)
+    y = tl.load(x_ptr + offs).to(tl.bfloat16)
+    tl.store(y_ptr + offs, y)
+    tl.store(wide_ptr + offs, y.to(tl.float32))
+
+
+def test_fp32_becomes_the_nearest_bf16():
+    """Ties, numbers that round up to infinity, subnormal ones and what is no number among them."""
+    odd = [math.inf, -math.inf, math.nan, 3.4e38, 0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, 1e-40]
+    x = torch.cat((torch.tensor(odd), torch.randn(512), torch.randn(503) * 1e-39))
+    y, wide = torch.empty(1024, dtype=torch.bfloat16), torch.empty(1024)
+    _through_bf16_kernel[(1,)](x, y, wide, 1024)
+    for found, expected in ((y, x.bfloat16()), (wide, x.bfloat16().float())):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------
