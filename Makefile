@@ -17,7 +17,7 @@ SIDE := .side/triton-3.6.0
 # The versions at the ends of pyproject.toml's ranges. Their CUDA builds take 5 GB, so all checkouts share them.
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME:%=%/.cache),$(CURDIR)/.side)/shardfuse
 PINS_oldest := torch==2.11.0 triton==3.6.0 'numpy<2.4'
-PINS_newest := torch triton numpy
+PINS_newest := --upgrade torch triton numpy
 SMOKE := import or gated or 1f1b
 CHECKS := lint
 LANES := codegen interpret others demo
@@ -158,11 +158,11 @@ test-portable: install $(SIDE)/.installed  ## numeric tests as other processors 
 # An environment per checkout over packages that all checkouts share: it takes seconds, and minutes the first time.
 .side/%/.installed: pyproject.toml | $(INSTALLED)
 	@base="$(CACHE)"/$*-$$("$(PYTHON)" -c 'import sys; print("python%d.%d" % sys.version_info[:2])'); \
-	{ [ $* = oldest ] && [ -e "$$base"/.installed ]; } || { \
-	  echo "installing $(PINS_$*) and what the project needs into $$base: some 5 GB"; \
-	  mkdir -p "$(CACHE)" && "$(PYTHON)" -m venv --clear "$$base" && \
-	  "$$base"/bin/python -m pip install --quiet --upgrade $(PINS_$*) '.[dev,hf,bench]' && \
-	  "$$base"/bin/python -m pip uninstall --quiet --yes shardfuse && touch "$$base"/.installed; }; \
+	"$$base"/bin/python -m pip --version >/dev/null 2>&1 || { \
+	  echo "installing into $$base: some 5 GB, for all checkouts"; \
+	  mkdir -p "$(CACHE)" && "$(PYTHON)" -m venv --clear "$$base"; }; \
+	"$$base"/bin/python -m pip install --quiet $(PINS_$*) '.[dev,hf,bench]'; \
+	"$$base"/bin/python -m pip uninstall --quiet --yes shardfuse; \
 	rm -rf .side/$*; "$(PYTHON)" -m venv --without-pip .side/$*; \
 	echo "$$base"/lib/python*/site-packages > "$$(echo .side/$*/lib/python*/site-packages)"/base.pth; \
 	.side/$*/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .

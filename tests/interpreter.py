@@ -111,7 +111,7 @@ def _masked_by_bool(interpreter: Any, create: Callable[..., Any], position: int)
     @functools.wraps(create)
     def masked(self: Any, *arguments: Any, **options: Any) -> Any:
         mask = arguments[position]
-        if mask.data.dtype != bool:
+        if isinstance(mask, interpreter.TensorHandle) and mask.data.dtype != bool:
             mask = interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
         return create(self, *arguments[:position], mask, *arguments[position + 1 :], **options)
 
