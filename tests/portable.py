@@ -43,7 +43,7 @@ NEEDS = {
 
 
 def lacking(value: str) -> list[str]:
-    """The instructions that ``value`` needs and this processor lacks; all of them where the system does not list any."""
+    """The instructions that ``value`` needs and this processor lacks: all, where the system lists none."""
     cpu = Path("/proc/cpuinfo")
     found = re.search(r"^flags\s*:(.*)$", cpu.read_text(), re.M) if cpu.exists() else None
     has = set(found[1].split()) if found else set()
