@@ -5,7 +5,7 @@ makes in the low precision. That error is the larger of two:
 
 - what the reference makes in the low precision, which shows how the maths itself carries roundings on;
 - what a sum of n terms may cost in whatever order it is formed, ``sqrt(n) * eps``. The reference is one order, its
-  BLAS's, which differs from processor to processor and may be a lucky one: blocked sums err a fifth as much as
+  BLAS's, which differs from processor to processor and may be a lucky one: blocked sums err less than
   sequential ones. Roundings add up like a random walk, so a sequential sum of n terms, the worst order in
   use, errs by about ``0.2 * sqrt(n) * eps`` of the result's norm, be the terms of one sign or of both (N. J. Higham
   and T. Mary, SIAM J. Sci. Comput. 41(5), A2815, 2019). Sums are formed in fp32 at least, so for 16-bit results the
