@@ -24,7 +24,9 @@ LANES := codegen interpret others demo
 # Which Python runs the tests: test-oldest and test-newest name another.
 TEST_PYTHON := $(BIN)/python
 LOGS := .lanes
-PYTEST = SHARDFUSE_SIDE_TRITON="$(CURDIR)/$(SIDE)" $(TEST_PYTHON) -m pytest
+# test-oldest sets it to nothing: its Triton is that one.
+SIDE_TRITON = $(CURDIR)/$(SIDE)
+PYTEST = SHARDFUSE_SIDE_TRITON="$(SIDE_TRITON)" $(TEST_PYTHON) -m pytest
 # The GPU machine brings its own Python and torch, and has no .venv.
 GPU_PYTHON := $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 
@@ -172,7 +174,7 @@ test-portable: install $(SIDE)/.installed  ## numeric tests as other processors 
 test-oldest test-newest: test-%: .side/%/.installed  ## all lanes on the lowest torch and Triton, or the newest
 	@.side/$*/bin/python -c 'import numpy, torch, triton; print("torch", torch.__version__, "Triton", \
 	  triton.__version__, "numpy", numpy.__version__)'
-	@$(MAKE) test CHECKS= TEST_PYTHON=.side/$*/bin/python
+	@$(MAKE) test CHECKS= TEST_PYTHON=.side/$*/bin/python $(if $(filter oldest,$*),SIDE_TRITON=)
 
 # What breaks first on the lowest versions, in a minute: an import, compiled blocks, pipelines.
 .PHONY: smoke-oldest

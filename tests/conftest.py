@@ -6,11 +6,14 @@ Without a GPU, Triton kernels are interpreted (TRITON_INTERPRET=1); allocations 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import os
 import re
 import signal
 import sys
+import types
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,12 +56,15 @@ def _load(name: str) -> Any:
 
 
 SEVERAL, REHEARSAL = 6, 30
-NUMERIC = re.compile(r"\b(judge|relative_error|assert_close|within|allclose|torch\.equal)\b")
+# What a test that compares numbers calls, or asks of a verdict or of a benchmark's gate.
+COMPARES = {"judge", "within", "relative_error", "assert_close", "opcheck", "allclose", "isclose", "equal", "approx"}
+COMPARES |= {"check", "green", "ok"}
+ROOT = str(Path(__file__).parents[1]) + os.sep
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="I/N", help="of the chosen tests, the files that fall to process I of N")
-    parser.addoption("--numeric", action="store_true", help="of the chosen tests, the files that compare numbers")
+    parser.addoption("--numeric", action="store_true", help="of the chosen tests, those that compare numbers")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -77,15 +83,43 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.ranks)
     yield
     if config.getoption("--numeric"):
-        _keep(config, items, {path for path in {item.path for item in items} if NUMERIC.search(path.read_text())})
+        numeric = functools.cache(_compares)
+        _keep(config, items, {item for item in items if numeric(item.function)})
     part = config.getoption("--part")
     if part:
-        _keep(config, items, _files_of_part(items, *map(int, part.split("/"))))
+        paths = _files_of_part(items, *map(int, part.split("/")))
+        _keep(config, items, {item for item in items if item.path in paths})
 
 
-def _keep(config: pytest.Config, items: list[pytest.Item], paths: set[Path]) -> None:
-    config.hook.pytest_deselected(items=[item for item in items if item.path not in paths])
-    items[:] = [item for item in items if item.path in paths]
+def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def _compares(function: Any) -> bool:
+    """Whether a test compares numbers: it, or what it names of this project's, or what that names, and so on."""
+    seen: set[Any] = set()
+    waiting = [inspect.unwrap(function), getattr(getattr(function, "hypothesis", None), "inner_test", function)]
+    while waiting:
+        each = waiting.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        names = set(_names(each.__code__))
+        if names & COMPARES:
+            return True
+        named = [each.__globals__[name] for name in names & each.__globals__.keys()]
+        for holder in [each for each in named if inspect.isclass(each) or inspect.ismodule(each)]:
+            named += [vars(holder)[name] for name in names & vars(holder).keys()]
+        waiting += [each for each in named if inspect.isfunction(each) and each.__code__.co_filename.startswith(ROOT)]
+    return False
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
 
 
 def _files_of_part(items: list[pytest.Item], part: int, parts: int) -> set[Path]:

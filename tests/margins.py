@@ -24,8 +24,6 @@ DEFAULTS = {
     torch.bfloat16: (1.6e-2, 1e-5),
 }
 
-body = ""  # in a worker of tests/ranks.py: the function that it runs
-
 
 def install() -> None:
     """In this process, if the variable is set."""
@@ -37,7 +35,7 @@ def install() -> None:
     path = Path(folder) / f"{os.getpid()}.jsonl"
 
     def note(kind: str, name: str, ratio: float, budget: float = 0.0) -> None:
-        test = body or os.environ.get("PYTEST_CURRENT_TEST", "").split(" (")[0]
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").split(" (")[0]
         with path.open("a") as file:
             file.write(json.dumps({"test": test, "kind": kind, "name": name, "ratio": ratio, "budget": budget}) + "\n")
 

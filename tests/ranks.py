@@ -62,7 +62,7 @@ class Pool:
         self, world: int, body: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, **kwargs: Any
     ) -> list[Any]:
         """Run ``body(rank, world, *args, **kwargs)`` on every rank; its results in order of rank."""
-        task = pickle.dumps((*_locate(body), args, kwargs))
+        task = pickle.dumps((*_locate(body), args, kwargs, os.environ.get("PYTEST_CURRENT_TEST", "")))
         self._calls += 1
         try:
             self._grow(world)
@@ -190,10 +190,9 @@ def _attempt(task: bytes, rank: int, world: int) -> tuple[bool, Any, float]:
     import torch
 
     try:
-        path, name, args, kwargs = pickle.loads(task)
+        path, name, args, kwargs, os.environ["PYTEST_CURRENT_TEST"] = pickle.loads(task)
         torch.manual_seed(0)
         body = getattr(_module(path), name)
-        _module(MARGINS).body = f"{Path(path).name}::{name}"
         value = body(rank, world, *args, **kwargs)
         pickle.dumps(value)
     except BaseException:  # pytest's skip and fail are BaseExceptions

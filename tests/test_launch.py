@@ -183,7 +183,7 @@ def test_no_worker_outlives_its_parent(launched: Any, signum: signal.Signals, tm
     assert [parent.stdout.readline() for _ in range(2)] == ["asleep\n"] * 2
     assert len(leftovers.processes()) == 3
     os.killpg(parent.pid, signum)  # as Ctrl-C does: the whole group
-    _, errors = parent.communicate(timeout=20)
+    _, errors = parent.communicate(timeout=60)
     leftovers.assert_none()
     assert errors == ""
     assert parent.returncode == (-signal.SIGKILL if signum == signal.SIGKILL else 128 + signum)

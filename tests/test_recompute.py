@@ -190,11 +190,13 @@ def _held(module: nn.Module, tokens: int, width: int, splitting: bool) -> tuple[
 
 @pytest.mark.interpret
 def test_memory_between_the_passes():
-    """Four linear layers with GELU: forward holds 8 activations and stock torch 11 between the passes."""
+    """Four linear layers with GELU: forward holds 8 activations, and 11 live between the passes."""
     size = 32
     stock = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(size, size), nn.GELU("tanh"))))
     ours = nn.Sequential(*(ColumnParallelLinear(size, size, activation="gelu_tanh", impl="triton") for _ in range(4)))
-    assert _held(stock, size, size, True) == pytest.approx((8, 11), abs=0.2)
+    kept, between = _held(stock, size, size, True)
+    assert kept == pytest.approx(8, abs=0.2)
+    assert between > 10.8  # 11; torch 2.11: 12
     assert _held(ours, size, size, True) == pytest.approx((8, 11), abs=0.2)
     # Without the promise every pre-activation stays, for gradients that may come from elsewhere.
     assert _held(ours, size, size, False) == pytest.approx((8, 15), abs=0.2)

@@ -11,7 +11,7 @@ import pytest
 
 from shardfuse.kernels import dispatch
 
-SIDE_TRITON = os.environ.get("SHARDFUSE_SIDE_TRITON")
+SIDE_TRITON = os.environ.get("SHARDFUSE_SIDE_TRITON") or None
 
 # Runs in a process of its own: one process has one Triton. Gradients come from spec.run, beside the outputs.
 _PROGRAM = """
