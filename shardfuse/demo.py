@@ -258,7 +258,7 @@ class _Demo:
         )
         self._check(
             serving.equal == serving.requests,
-            f"{serving.equal} of {serving.requests} answers equal a cache-free solo forward's",
+            f"{serving.equal} of {serving.requests} answers are a cache-free solo forward's, but for ties",
         )
         return serving
 

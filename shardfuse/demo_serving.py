@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,10 +14,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from .kernels.accuracy import FACTOR
 from .layers.transformer import ParallelTransformer
 from .serving.engine import Engine
-from .serving.request import Request, SequenceState, TokenEvent
-from .serving.sampling import sample
+from .serving.request import Request, TokenEvent
 from .serving.stats import EngineStats
 from .training.data import Corpus
 
@@ -29,7 +31,7 @@ ARRIVAL_STEPS = 10  # between one request and the next
 
 @dataclass(frozen=True)
 class DemoServing:
-    """What was served. ``equal`` counts the answers that equal the solo forward's."""
+    """What was served. ``equal`` counts the answers that agree with a solo forward."""
 
     requests: int
     slots: int
@@ -54,7 +56,8 @@ def serve(model: ParallelTransformer, corpus: Corpus, console: Console, *, seed:
                 if event.token is not None:
                     answers[event.request].append(event.token)
             show(events)
-    equal = sum(solo_answer(model, request, answer) == answer for request, answer in zip(requests, answers))
+    exact = copy.deepcopy(model).double()
+    equal = sum(agrees(model, exact, request, answer) for request, answer in zip(requests, answers))
     return DemoServing(len(requests), SLOTS, equal, engine.stats)
 
 
@@ -82,18 +85,31 @@ def make_requests(corpus: Corpus, seed: int) -> list[Request]:
 
 
 @torch.no_grad()
-def solo_answer(model: ParallelTransformer, request: Request, answer: list[int]) -> list[int]:
-    """The tokens that one forward without cache, over this request alone, picks after each prefix.
+def agrees(model: ParallelTransformer, exact: ParallelTransformer, request: Request, answer: list[int]) -> bool:
+    """Whether one forward without cache, over this request alone, picks the tokens of ``answer`` after its prefixes.
 
-    The prefixes are the prompt followed by the start of ``answer``. Equal to ``answer`` means equal to what the model
-    would have generated alone: the first token depends on the prompt only, each next one on tokens that were equal.
+    The first token depends on the prompt only, each next one on tokens that were picked: an answer that agrees is one
+    that the model could have given alone. A batch of another size rounds its logits otherwise, which decides between
+    tokens that are next to equal. ``exact`` is the model in fp64, whose distance from ``model`` says how near that is.
     """
     prompt = list(request.prompt)
-    device = next(model.parameters()).device
-    tokens = torch.tensor([prompt + answer[:-1]], device=device)
-    logits = model.gather_logits(model(tokens))[0, len(prompt) - 1 :]
-    alone = SequenceState(0, request, prompt, torch.Generator().manual_seed(request.seed))
-    return [sample(row[None], [alone])[0] for row in logits]
+    tokens = torch.tensor([prompt + answer[:-1]], device=next(model.parameters()).device)
+    low, logits = (each.gather_logits(each(tokens))[0, len(prompt) - 1 :].double().cpu() for each in (model, exact))
+    error = FACTOR * (low - logits).abs().max().item()
+    generator = torch.Generator().manual_seed(request.seed)
+    return all(could_pick(row, token, error, request.temperature, generator) for row, token in zip(logits, answer))
+
+
+def could_pick(logits: torch.Tensor, token: int, error: float, temperature: float, generator: torch.Generator) -> bool:
+    """Whether ``sample`` picks ``token`` from some logits [V] that differ from these, in fp64, by at most ``error``."""
+    if temperature == 0:
+        return bool(logits[token] >= logits.max() - 2 * error)
+    cumulative = torch.softmax(logits / temperature, dim=-1).cumsum(dim=-1)
+    drawn = torch.rand((), generator=generator, dtype=torch.float64).item()
+    # Every probability may change by a factor of exp(2 error / temperature), and with it what lies on either side.
+    slack = math.expm1(2 * error / temperature) / 2
+    below = cumulative[token - 1].item() if token else 0.0
+    return below - slack <= drawn <= cumulative[token].item() + slack
 
 
 class _Streams:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
+import math
 import os
 import re
 import resource
@@ -17,10 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardfuse import TransformerConfig, load_hf
 from shardfuse.demo import DemoOptions, run_demo
-from shardfuse.demo_serving import REQUESTS, SLOTS, make_requests, printable
+from shardfuse.demo_serving import REQUESTS, SLOTS, agrees, could_pick, make_requests, printable
+from shardfuse.layers.transformer import ParallelTransformer
+from shardfuse.serving.engine import Engine
+from shardfuse.serving.request import Request
 from shardfuse.training.data import load_corpus
 from shardfuse.training.output import output_folder
 
@@ -98,6 +104,34 @@ def test_serving_covers_both_ways_of_choosing_tokens():
     assert {request.temperature > 0 for request in requests} == {False, True}
     assert len({request.arrival for request in requests}) > 2
     assert len({len(request.prompt) for request in requests}) == REQUESTS
+
+
+def test_an_answer_agrees_up_to_what_rounding_decides():
+    logits = torch.tensor([1.0, 3.0, 3.0 - 1e-6, 2.0], dtype=torch.float64)
+    for error, picks in ((0.0, [1]), (1e-6, [1, 2]), (float("nan"), [])):
+        assert [token for token in range(4) if could_pick(logits, token, error, 0.0, torch.Generator())] == picks
+
+    # At temperature 1 the drawn number lies just above the end of the first token's share, by less than an error moves.
+    drawn = torch.rand((), generator=torch.Generator().manual_seed(1), dtype=torch.float64).item()
+    share = drawn - 1e-7
+    logits = torch.tensor([math.log(share), math.log(1 - share)], dtype=torch.float64)
+    for error, picks in ((0.0, [1]), (1e-6, [0, 1])):
+        assert [
+            token for token in range(2) if could_pick(logits, token, error, 1.0, torch.Generator().manual_seed(1))
+        ] == picks
+
+
+def test_a_wrong_token_is_told_from_the_models():
+    torch.manual_seed(0)
+    model = ParallelTransformer(_TINY).eval()
+    exact = copy.deepcopy(model).double()
+    for temperature in (0.0, 0.7):
+        request = Request(prompt=[5, 6, 7], max_new_tokens=8, temperature=temperature, seed=3)
+        engine = Engine(model, num_blocks=4, block_size=4, max_slots=1, max_model_len=11)
+        (answer,) = engine.generate([request])
+        assert agrees(model, exact, request, answer)
+        for at, token in enumerate(answer):
+            assert not agrees(model, exact, request, [*answer[:at], token ^ 1, *answer[at + 1 :]])
 
 
 def test_model_output_cannot_disturb_a_terminal():
