@@ -163,3 +163,10 @@ def fp32_products() -> Iterator[None]:
     """The test's kernels sum products in fp32, as a GPU does: see tests/interpreter.py."""
     with interpreter.fp32_products():
         yield
+
+
+@pytest.fixture(scope="session")
+def own_interpreter() -> None:
+    """The test starts commands that interpret kernels with the interpreter as it comes."""
+    if interpreter.refused is not None:
+        pytest.skip(interpreter.refused)

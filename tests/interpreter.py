@@ -21,7 +21,8 @@ What is left out changes no result, check or refusal. Versions before, which rep
 
 **Versions.** Two interpreters cannot run the kernels (``dispatch.interpreter_breaks`` says so to users): Triton 3.6's
 with numpy 2.4, which makes no integer of an array of one element, and Triton 3.9's, which wants masks of bool and
-gets integers from ``block & scalar``. Here both are given what they want, so that all versions are tested.
+makes integers of a scalar's condition where it meets a block. Here both are given what they want, so that all versions
+are tested.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from typing import Any
 
 import numpy as np
 
+refused: str | None = None  # why processes that these changes do not reach cannot interpret kernels
+
 
 def install() -> None:
     """Change the interpreter of this process, once, if kernels are interpreted here."""
@@ -51,8 +54,7 @@ def install() -> None:
     builder.create_dot = _rounded_once(interpreter, builder.create_dot)
     interpreter._convert_float = _to_nearest(interpreter._convert_float)
     interpreter._patch_lang_tensor = _index_of_one(interpreter._patch_lang_tensor)
-    for name, position in (("create_masked_load", 1), ("create_masked_store", 2)):
-        setattr(builder, name, _masked_by_bool(interpreter, getattr(builder, name), position))
+    builder.create_splat = _conditions_stay_bool(builder.create_splat)
     if hasattr(interpreter, "_LangPatchScope"):
         interpreter._patch_lang = _unless_patched(interpreter, interpreter._patch_lang)
         interpreter._get_np_dtype = _cached_by_name(interpreter._get_np_dtype)
@@ -64,7 +66,9 @@ def allow() -> None:
     """Have shardfuse take the interpreter as changed, where it would refuse it as it comes."""
     from shardfuse.kernels import dispatch
 
-    if dispatch.interpreter_breaks() is not None:
+    global refused
+    refused = refused or dispatch.interpreter_breaks()
+    if refused is not None:
         dispatch._INTERPRETER_BREAKS = None
 
 
@@ -105,17 +109,17 @@ def _index_of_one(patch: Callable[[Any, Any], None]) -> Callable[[Any, Any], Non
     return patched
 
 
-def _masked_by_bool(interpreter: Any, create: Callable[..., Any], position: int) -> Callable[..., Any]:
-    """``create`` with its mask, the argument at ``position`` behind ``self``, in bool."""
+def _conditions_stay_bool(create_splat: Callable[..., Any]) -> Callable[..., Any]:
+    """``create_splat`` of a comparison: its data are bool, but its type is of what was compared."""
 
-    @functools.wraps(create)
-    def masked(self: Any, *arguments: Any, **options: Any) -> Any:
-        mask = arguments[position]
-        if isinstance(mask, interpreter.TensorHandle) and mask.data.dtype != bool:
-            mask = interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
-        return create(self, *arguments[:position], mask, *arguments[position + 1 :], **options)
+    @functools.wraps(create_splat)
+    def splat(self: Any, block_type: Any, scalar: Any) -> Any:
+        block = create_splat(self, block_type, scalar)
+        if scalar.data.dtype == bool:
+            block.data = block.data.astype(bool)
+        return block
 
-    return masked
+    return splat
 
 
 def _to_nearest(convert: Callable[..., Any]) -> Callable[..., Any]:

@@ -384,7 +384,10 @@ def fork_ranks(folder: str) -> None:
 
 def test_a_rank_killed_in_the_middle_is_named_by_all_others(tmp_path: Path) -> None:
     shared = _shared_memory()
-    script = "import sys; sys.path.insert(0, sys.argv[1]); import test_comm_trace as t; t.fork_ranks(sys.argv[2])"
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import interpreter, test_comm_trace; "
+        "interpreter.install(); interpreter.allow(); test_comm_trace.fork_ranks(sys.argv[2])"
+    )
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     started = subprocess.Popen(
         [sys.executable, "-c", script, str(Path(__file__).parent), str(tmp_path)],

@@ -24,7 +24,9 @@ SOME = [OP]  # and what measures it: every phase, for a twentieth of what all op
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
+def finished(
+    own_interpreter: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[subprocess.CompletedProcess[str], Path]:
     """A dry run of some ops from the command line, and its directory."""
     return _rehearse(tmp_path_factory.mktemp("gpu") / "out", "--only", ",".join(SOME))
 
@@ -45,7 +47,7 @@ def test_every_phase_runs_and_is_green(finished):
 
 
 @pytest.mark.nightly
-def test_every_op_and_benchmark_is_green(tmp_path):
+def test_every_op_and_benchmark_is_green(own_interpreter, tmp_path):
     _check_green(*_rehearse(tmp_path / "out"), *gpu._selection(()))
 
 
