@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from .meeting import agent_store
 
@@ -104,7 +104,8 @@ def init_mesh(
         if device_type == "cpu":
             atexit.register(shutdown)  # what this function starts, the process ends
     elif timeout is not None:
-        _set_pg_timeout(timeout)
+        set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.15
+        set_timeout(timeout)
     names = MESH_DIMS if rep == 1 else HYBRID_DIMS
     mesh = init_device_mesh(device_type, shape[-len(names) :], mesh_dim_names=names)
     for pg in mesh.get_all_groups():

@@ -15,12 +15,6 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import (
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FULL_BACKWARD,
-    RECV_B,
-    REDUCE_GRAD,
-    SEND_B,
     PipelineScheduleSingle,
     _sorted_batch_p2p,
     _wait_batch_p2p,
@@ -64,7 +58,9 @@ def _exchange(ops: list[Any]) -> None:
         _wait_batch_p2p(work)
 
 
-_BACKWARD = {FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_B, RECV_B, REDUCE_GRAD}
+# The two waits are torch 2.15's.
+_BACKWARD = {"FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "SEND_B", "RECV_B", "REDUCE_GRAD"}
+_BACKWARD |= {"WAIT_SEND_B", "WAIT_REDUCE_GRAD"}
 
 
 @contextlib.contextmanager
@@ -72,7 +68,7 @@ def forward_only(schedule: Any) -> Iterator[None]:
     """Within the block one of torch's schedules has no backward in its list of actions, if it goes by one.
 
     Torch (2.13) leaves the actions there in an evaluation and has each of them do nothing, but for those that hand a
-    gradient to another stage of the same rank, which raise.
+    gradient to another stage of the same rank, which raise; torch 2.15 also waits for gradients that nobody sent.
     """
     orders = getattr(schedule, "pipeline_order_with_comms", None)
     if orders is None:
@@ -82,7 +78,8 @@ def forward_only(schedule: Any) -> Iterator[None]:
         rank: [leaf for action in order for leaf in action.sub_actions or [action]] for rank, order in orders.items()
     }
     schedule.pipeline_order_with_comms = {
-        rank: [action for action in order if action.computation_type not in _BACKWARD] for rank, order in flat.items()
+        rank: [action for action in order if action.computation_type.name not in _BACKWARD]
+        for rank, order in flat.items()
     }
     try:
         yield

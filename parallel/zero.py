@@ -180,7 +180,8 @@ def abandon(module: nn.Module) -> None:
             continue
         for group in _param_groups(each):
             for param in group.fsdp_params:
-                param.unsharded_accumulated_grad = None
+                if not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):  # torch 2.15
+                    param.unsharded_accumulated_grad = None
                 whole = getattr(param, "_unsharded_param", None)
                 if whole is not None:
                     whole.grad = None

@@ -87,6 +87,7 @@ def _sharded(mesh: Any, stage: int) -> bool:
     _split_backward(module, _rows(dist.get_rank()))
     stage_of = PipelineStage.__new__(PipelineStage)
     stage_of.submod = module
+    stage_of.has_backward = True
     stage_of.perform_reduce_grad(1)
     return _right(module, dist.get_world_size())
 
