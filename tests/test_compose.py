@@ -84,9 +84,11 @@ def _sharded(mesh: Any, stage: int) -> bool:
     module.set_is_last_backward(False)
     module.set_reshard_after_backward(False)
     module.set_requires_gradient_sync(False)
+    if hasattr(module, "set_manual_backward_finalization"):  # torch 2.15
+        module.set_manual_backward_finalization(True)
     _split_backward(module, _rows(dist.get_rank()))
-    stage_of = PipelineStage.__new__(PipelineStage)
-    stage_of.submod = module
+    alone, _ = dist.new_subgroups(1)
+    stage_of = PipelineStage(module, 0, 1, torch.device("cpu"), group=alone)
     stage_of.has_backward = True
     stage_of.perform_reduce_grad(1)
     return _right(module, dist.get_world_size())
