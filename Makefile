@@ -20,10 +20,9 @@ PINS_oldest := torch==2.11.0 triton==3.6.0 'numpy<2.4'
 PINS_newest := --upgrade torch triton numpy
 SMOKE := import or gated or 1f1b
 CHECKS := lint
-LANES := codegen interpret others demo
 # Which Python runs the tests: test-oldest and test-newest name another.
 TEST_PYTHON := $(BIN)/python
-LOGS := .lanes
+LOGS := .jobs
 # test-oldest sets it to nothing: its Triton is that one.
 SIDE_TRITON = $(CURDIR)/$(SIDE)
 PYTEST = SHARDFUSE_SIDE_TRITON="$(SIDE_TRITON)" $(TEST_PYTHON) -m pytest
@@ -118,35 +117,38 @@ MARKS_interpret := interpret and not (codegen or demo or nightly)
 MARKS_ranks := ranks and not (codegen or interpret or demo or nightly)
 MARKS_rest := not (codegen or interpret or ranks or demo or nightly)
 
-ALONE := codegen ranks rest demo nightly
+ALONE := codegen interpret ranks rest demo nightly
 .PHONY: $(ALONE:%=test-%)
 $(ALONE:%=test-%): test-%: install $(SIDE)/.installed
 	@$(PYTEST) -q -m "$(MARKS_$*)" $(ARGS)
 
-# Side by side: "start NAME pytest's arguments" for each, then finish, which shows each one's output when it is complete.
-# One thread each, or they would take the cores from each other.
-BESIDE = start() { name=$$1; shift; env OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}" $(PYTEST) -q "$$@" $(ARGS) > .$$name.log 2>&1 & pids+=("$$name:$$!"); }; \
-	finish() { failed=0; for each in "$${pids[@]}"; do code=0; wait $${each\#*:} || code=$$?; cat .$${each%:*}.log; \
-	  rm -f .$${each%:*}.log; [ $$code = 0 ] || [ $$code = 5 ] || failed=1; done; exit $$failed; }
+# `make test` runs jobs of about a lane each, as many at a time as there are cores, the longest first; the demo, whose
+# training has a bound on its time, comes last and alone. One thread each, or they would take the cores from each other.
+JOBS := ranks rest interpret-1 interpret-2 interpret-3 interpret-4 demo-ends codegen-1 codegen-2
+AT_ONCE ?= $(shell nproc 2>/dev/null || echo 2)
+kind = $(firstword $(subst -, ,$*))
+part = $(word 2,$(subst -, ,$*))
+SELECT_interpret = --part $(part)/4
+SELECT_codegen = --part $(part)/2
+SELECT_demo = $(if $(part),--deselect) tests/test_demo.py::test_demo_from_training_to_serving
 
-# The interpreter keeps one core busy; processes that wait for each other, and the rest, none for long.
-.PHONY: test-interpret test-others
-test-interpret: install $(SIDE)/.installed
-	@$(BESIDE); for half in 1 2; do start interpret-$$half -m "$(MARKS_interpret)" --part $$half/2; done; finish
-test-others: install $(SIDE)/.installed
-	@$(BESIDE); start ranks -m "$(MARKS_ranks)"; start rest -m "$(MARKS_rest)"; finish
+.PHONY: $(JOBS:%=job-%) job-demo
+$(JOBS:%=job-%) job-demo: job-%:
+	@mkdir -p $(LOGS); SECONDS=0; result=ok; \
+	$(if $(filter-out demo,$*),export OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}";) \
+	$(PYTEST) -q -m "$(MARKS_$(kind))" $(SELECT_$(kind)) $(ARGS) > $(LOGS)/$*.log 2>&1 || [ $$? = 5 ] || result=FAILED; \
+	echo "--- $*"; cat $(LOGS)/$*.log; printf '  %-12s %4d s  %s\n' $* $$SECONDS $$result | tee -a $(LOGS)/times; \
+	[ $$result = ok ]
 
-# Each runs even if another fails, one after another: they all want the same cores. What failed is named again at the
-# end; where pytest did not come to name it, the lane's last lines are.
+# What failed is named again at the end; where pytest did not come to name it, the job's last lines are.
 .PHONY: test
 test: install $(SIDE)/.installed  ## what CI runs: lint, then every lane, with the time of each
-	@mkdir -p $(LOGS); times=""; red=""; for target in $(CHECKS) $(LANES:%=test-%); do \
-	  SECONDS=0; echo "--- $$target"; \
-	  $(MAKE) $$target 2>&1 | tee $(LOGS)/$$target.log && result=ok || { result=FAILED; red+=" $$target"; }; \
-	  times+=$$(printf '\n  %-16s %4d s  %s' $$target $$SECONDS $$result); \
-	done; echo "lanes:$$times"; \
-	for target in $$red; do echo "failed in $$target:"; \
-	  grep -E '^(FAILED|ERROR) ' $(LOGS)/$$target.log || tail -n 15 $(LOGS)/$$target.log; done; [ -z "$$red" ]
+	@rm -rf $(LOGS); mkdir $(LOGS); SECONDS=0; result=ok; \
+	$(if $(CHECKS),$(MAKE) $(CHECKS) || result=FAILED;) \
+	$(MAKE) -k -j$(AT_ONCE) $(JOBS:%=job-%) || result=FAILED; $(MAKE) job-demo || result=FAILED; \
+	echo "lanes:"; cat $(LOGS)/times; printf '  %-12s %4d s  %s\n' together $$SECONDS $$result; \
+	for name in $$(awk '$$NF == "FAILED" { print $$1 }' $(LOGS)/times); do echo "failed in $$name:"; \
+	  grep -E '^(FAILED|ERROR) ' $(LOGS)/$$name.log || tail -n 15 $(LOGS)/$$name.log; done; [ $$result = ok ]
 
 .PHONY: test-all
 test-all: test test-nightly codegen-all  ## test, the matrices in full, every kernel configuration on every target
