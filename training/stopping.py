@@ -26,7 +26,7 @@ class StopFile:
         self.path = path
 
     def write(self, signum: int) -> None:
-        self.path.write_text(str(signum))
+        self.path.write_text(str(int(signum)))
 
     def read(self) -> int:
         """The signal, 0 while nobody asked."""
