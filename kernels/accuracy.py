@@ -64,15 +64,23 @@ def rounding(dtype: torch.dtype, terms: int = 1, roundings: int = 1) -> float:
 
 
 def judge(
-    name: str, out: torch.Tensor, low: torch.Tensor, oracle: torch.Tensor, *, terms: int = 1, roundings: int = 1
+    name: str,
+    out: torch.Tensor,
+    low: torch.Tensor,
+    oracle: torch.Tensor,
+    *,
+    terms: int = 1,
+    roundings: int = 1,
+    computed: torch.dtype | None = None,
 ) -> Verdict:
     """Compare ``out`` with the fp64 ``oracle``; ``low`` is the reference computed in ``out``'s own precision.
 
     ``terms`` is the length of the longest sum behind any number of ``out``, the sums in it that follow one another
     included: 1 where every number is computed by itself. ``roundings`` says how many tensors of ``out``'s precision
-    follow one another on the way to it: parts that ranks add up are rounded where one process's are not.
+    follow one another on the way to it: parts that ranks add up are rounded where one process's are not. ``computed``
+    is the precision that it was computed in, where ``out`` has a higher one, as gradients under autocast have.
     """
-    floor = rounding(out.dtype, terms, roundings)
+    floor = rounding(computed or out.dtype, terms, roundings)
     return within(name, out, oracle, FACTOR * max(relative_error(low, oracle), floor))
 
 

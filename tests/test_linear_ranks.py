@@ -77,8 +77,11 @@ def _reference(whole: dict[str, torch.Tensor], context: Callable[[], Any] | None
     return found
 
 
-def _verdicts(ours: dict[str, Any], low: dict[str, Any], oracle: dict[str, Any]) -> list[str]:
-    found = [accuracy.judge(name, out, low[name], oracle[name], terms=TERMS, roundings=4) for name, out in ours.items()]
+def _verdicts(ours: dict[str, Any], low: dict[str, Any], oracle: dict[str, Any], **options: Any) -> list[str]:
+    found = [
+        accuracy.judge(name, out, low[name], oracle[name], terms=TERMS, roundings=4, **options)
+        for name, out in ours.items()
+    ]
     return [str(verdict) for verdict in found if not verdict.ok]
 
 
@@ -93,7 +96,7 @@ def _autocast_body(rank: int, world: int) -> list[str]:
     assert y.dtype == torch.bfloat16
     ours = _grads(y, whole["dy"], {"x": x, **p})
     assert all(ours[name].dtype == torch.float32 for name in ("x", *SHARD_DIMS))
-    return _verdicts(ours, _reference(whole, autocast), _reference(_whole(torch.float64)))
+    return _verdicts(ours, _reference(whole, autocast), _reference(_whole(torch.float64)), computed=torch.bfloat16)
 
 
 def test_autocast_computes_in_bf16_and_returns_gradients_in_fp32(ranks: Any):

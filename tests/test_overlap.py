@@ -243,7 +243,7 @@ def _precision_body(rank: int, world: int, autocast: bool) -> list[str]:
         assert all(leaf.grad.dtype == low for leaf in leaves.values())
         exact = reference(oracle, kind, rank, world, True)
         verdicts = [
-            accuracy.judge(name, value, budget[name], exact[name], terms=FFN, roundings=4)
+            accuracy.judge(name, value, budget[name], exact[name], terms=FFN, roundings=4, computed=torch.bfloat16)
             for name, value in found.items()
         ]
         wrong += [f"{kind} {verdict}" for verdict in verdicts if not verdict.ok]
