@@ -29,8 +29,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -203,8 +204,28 @@ def publish(folder: Path, target: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+class _Stream:
+    """A file that several tensors are written to one after another; closing it is not theirs."""
+
+    def __init__(self, raw: Any) -> None:
+        self.write, self.flush, self.close = raw.write, raw.flush, raw.flush
+
+
+class _Transforms(_StorageWriterTransforms):
+    """None. torch's own stream, an IOBase, flushes once more when it is collected, a file that is closed by then:
+    Python 3.13 says so on stderr.
+    """
+
+    def transform_save_stream(self, write_item: WriteItem, raw_stream: Any) -> tuple[Any, list[str]]:
+        return _Stream(raw_stream), []
+
+
 class Writer(FileSystemWriter):
     """torch's writer, which hides a full disk behind what its own clean-up then trips over."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.transforms = _Transforms()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:

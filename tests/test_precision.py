@@ -52,7 +52,7 @@ def test_learns_what_fp32_learns(corpus: Corpus, in_fp32: loop.TrainResult, prec
     # The first loss is a forward alone: off by the format's rounding, not by more than a few of it, and not equal.
     eps = torch.finfo({"bf16": torch.bfloat16, "fp16": torch.float16}[precision]).eps
     assert 0 < abs(found.losses[0] - plain.losses[0]) < 4 * eps * plain.losses[0]
-    assert plain.held_out < plain.losses[0] - 1.0  # nats: it has learnt
+    assert plain.held_out < plain.losses[0] - 0.5  # nats: it has learnt; the text is this Python's library
     assert found.held_out == pytest.approx(plain.held_out, rel=0.02)
 
 
