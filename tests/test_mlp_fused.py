@@ -88,10 +88,14 @@ def _verdicts(
     """What is wrong. ``cut`` says which part of a whole tensor is ours."""
     assert ours.keys() == low.keys() == oracle.keys(), (ours.keys(), low.keys())
     cut = cut or {}
+    # Under autocast y is of the precision that all was computed in.
+    options: dict[str, Any] = {
+        "terms": 2 * (D + FFN),
+        "roundings": 4,
+        "computed": ours["y"].dtype if "y" in ours else None,
+    }
     found = [
-        accuracy.judge(
-            name, out, low[name][cut.get(name, ())], oracle[name][cut.get(name, ())], terms=2 * (D + FFN), roundings=4
-        )
+        accuracy.judge(name, out, low[name][cut.get(name, ())], oracle[name][cut.get(name, ())], **options)
         for name, out in ours.items()
     ]
     return [str(verdict) for verdict in found if not verdict.ok]

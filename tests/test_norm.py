@@ -285,8 +285,8 @@ def test_autocast_gives_what_torch_gives(name, impl):
             y = NORMS[name](each, *params, impl=impl)
             theirs = stock(each, (24,), *params, **({"eps": 1e-6} if name == "rms_norm" else {}))
             assert y.dtype == theirs.dtype
-            # Both round exact results of fp32 arithmetic: to the same number, or to the next one.
-            assert accuracy.within("y", y, theirs, torch.finfo(y.dtype).eps).ok
+            # Each side may err as a sum over the row does, or as its rounding to 16 bits.
+            assert accuracy.within("y", y, theirs, accuracy.FACTOR * accuracy.rounding(y.dtype, terms=24)).ok
         y, s = NORMS[name](x, *params, residual=r, impl=impl)
         assert torch.equal(s, x + r)
         assert y.dtype == stock(s, (24,)).dtype
