@@ -144,7 +144,8 @@ $(JOBS:%=job-%) job-demo: job-%:
 .PHONY: test
 test: install $(SIDE)/.installed  ## what CI runs: lint, then every lane, with the time of each
 	@rm -rf $(LOGS); mkdir $(LOGS); SECONDS=0; result=ok; \
-	$(if $(CHECKS),$(MAKE) $(CHECKS) || result=FAILED;) \
+	for check in $(CHECKS); do $(MAKE) $$check 2>&1 | tee $(LOGS)/$$check.log && it=ok || { it=FAILED; result=FAILED; }; \
+	  printf '  %-12s %4d s  %s\n' $$check $$SECONDS $$it >> $(LOGS)/times; done; \
 	$(MAKE) -k -j$(AT_ONCE) $(JOBS:%=job-%) || result=FAILED; $(MAKE) job-demo || result=FAILED; \
 	echo "lanes:"; cat $(LOGS)/times; printf '  %-12s %4d s  %s\n' together $$SECONDS $$result; \
 	for name in $$(awk '$$NF == "FAILED" { print $$1 }' $(LOGS)/times); do echo "failed in $$name:"; \
