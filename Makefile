@@ -152,7 +152,7 @@ test: install $(SIDE)/.installed  ## what CI runs: lint, then every lane, with t
 	  grep -E '^(FAILED|ERROR) ' $(LOGS)/$$name.log || tail -n 15 $(LOGS)/$$name.log; done; [ $$result = ok ]
 
 .PHONY: test-all
-test-all: test test-nightly codegen-all  ## test, the matrices in full, every kernel configuration on every target
+test-all: test test-nightly codegen-all test-portable test-oldest test-newest  ## everything, once a night
 
 # --- other machines ---------------------------------------------------------------------------------------------------
 
