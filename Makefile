@@ -122,8 +122,8 @@ ALONE := codegen interpret ranks rest demo nightly
 $(ALONE:%=test-%): test-%: install $(SIDE)/.installed
 	@$(PYTEST) -q -m "$(MARKS_$*)" $(ARGS)
 
-# `make test` runs jobs of about a lane each, as many at a time as there are cores, the longest first; the demo, whose
-# training has a bound on its time, comes last and alone. One thread each, or they would take the cores from each other.
+# `make test` runs jobs of about a lane each, as many at a time as there are cores, the two longest first; the demo,
+# whose training has a bound on its time, comes last and alone. One thread each, or they would take the cores from each other.
 JOBS := ranks rest interpret-1 interpret-2 interpret-3 interpret-4 demo-ends codegen-1 codegen-2
 AT_ONCE ?= $(shell nproc 2>/dev/null || echo 2)
 kind = $(firstword $(subst -, ,$*))

@@ -212,8 +212,9 @@ class _Stream:
 
 
 class _Transforms(_StorageWriterTransforms):
-    """None. torch's own stream, an IOBase, flushes once more when it is collected, a file that is closed by then:
-    Python 3.13 says so on stderr.
+    """No transform, and a stream without a finaliser: torch's own flushes the file once more when it is collected.
+
+    The file is closed by then, which Python 3.13 reports on stderr.
     """
 
     def transform_save_stream(self, write_item: WriteItem, raw_stream: Any) -> tuple[Any, list[str]]:
