@@ -48,7 +48,7 @@ help:  ## print this list
 .PHONY: install
 install: $(INSTALLED)  ## make .venv and install the project into it (PYTHON=python3.12 to choose one)
 
-$(INSTALLED): pyproject.toml setup.py constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
 	  echo "error: shardfuse needs Python 3.10 or newer, and $(PYTHON) is $$("$(PYTHON)" --version 2>/dev/null || echo missing);" \
 	    "choose another one with PYTHON=" >&2; exit 1; }
@@ -65,13 +65,6 @@ $(SIDE)/.installed: | $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --no-deps --target $(SIDE) triton==3.6.0
 	@touch $@
 
-# mypy wants the package in one place; on disk its floors stand at the root.
-.PHONY: types
-types:
-	@rm -rf .types && mkdir -p .types/shardfuse
-	@for item in shardfuse/*.py shardfuse/py.typed; do ln -s ../../$$item .types/shardfuse/; done
-	@for floor in $(FLOORS); do ln -s ../../$$floor .types/shardfuse/$$floor; done
-
 # --- use --------------------------------------------------------------------------------------------------------------
 
 .PHONY: demo
@@ -80,8 +73,8 @@ demo: install  ## train on real text over two processes, check it, serve it (ARG
 
 .PHONY: bench
 bench: install  ## every benchmark that runs on this machine, correctness first (ARGS="mlp --short" ...)
-	@$(BIN)/python -m shardfuse.bench.runner $(ARGS)
-	@$(PYTEST) -q --benchmark-only tests/test_host_cost.py
+	@$(BIN)/python -m shardfuse.bench.harness.runner $(ARGS)
+	@$(PYTEST) -q --benchmark-only tests/kernels/test_host_cost.py
 
 # Runs on a machine without internet and without .git: COMMIT=<hash> and DIRTY=0|1 say what the tree is.
 .PHONY: gpu
@@ -92,7 +85,7 @@ gpu:  ## GPU tests and benchmarks into OUT=dir (ONLY=ops, DRY=1 for tiny shapes,
 	@run="$(GPU_PYTHON) -m"; \
 	if [ $(GPU_PYTHON) = python3 ] && ! python3 -m pip install --quiet --no-deps --no-build-isolation -e .; then \
 	  echo "the package cannot be installed here (see above), so it runs from the tree" >&2; \
-	  run="python3 bench/run_in_place.py"; \
+	  export PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}"; \
 	fi; \
 	$(if $(COMMIT),SHARDFUSE_COMMIT='$(COMMIT)' SHARDFUSE_DIRTY='$(DIRTY)') \
 	  $$run shardfuse.bench.gpu --out '$(OUT)' $(if $(ONLY),--only '$(ONLY)') $(if $(DRY),--dry)
@@ -100,7 +93,7 @@ gpu:  ## GPU tests and benchmarks into OUT=dir (ONLY=ops, DRY=1 for tiny shapes,
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 .PHONY: lint
-lint: install types  ## ruff and mypy
+lint: install  ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { echo "error: run $(BIN)/ruff format ." >&2; exit 1; }
 	@$(BIN)/mypy -p shardfuse
@@ -130,7 +123,7 @@ kind = $(firstword $(subst -, ,$*))
 part = $(word 2,$(subst -, ,$*))
 SELECT_interpret = --part $(part)/4
 SELECT_codegen = --part $(part)/2
-SELECT_demo = $(if $(part),--deselect) tests/test_demo.py::test_demo_from_training_to_serving
+SELECT_demo = $(if $(part),--deselect) tests/face/test_demo.py::test_demo_from_training_to_serving
 
 .PHONY: $(JOBS:%=job-%) job-demo
 $(JOBS:%=job-%) job-demo: job-%:
@@ -158,7 +151,7 @@ test-all: test test-nightly codegen-all test-portable test-oldest test-newest  #
 
 .PHONY: test-portable
 test-portable: install $(SIDE)/.installed  ## numeric tests as other processors compute them (before a release)
-	@SHARDFUSE_SIDE_TRITON="$(CURDIR)/$(SIDE)" SHARDFUSE_MARGINS=.portable $(BIN)/python tests/portable.py $(ARGS)
+	@SHARDFUSE_SIDE_TRITON="$(CURDIR)/$(SIDE)" SHARDFUSE_MARGINS=.portable $(BIN)/python tests/support/portable.py $(ARGS)
 
 # An environment per checkout over packages that all checkouts share: it takes seconds, and minutes the first time.
 .side/%/.installed: pyproject.toml | $(INSTALLED)
@@ -183,13 +176,13 @@ test-oldest test-newest: test-%: .side/%/.installed  ## all lanes on the lowest 
 .PHONY: smoke-oldest
 smoke-oldest: TEST_PYTHON := .side/oldest/bin/python
 smoke-oldest: .side/oldest/.installed  ## a minute on the lowest torch and Triton (CI runs it)
-	@$(PYTEST) -q tests/test_import.py tests/test_transformer.py::test_compiles_without_a_graph_break \
-	  tests/test_pipeline.py::test_two_ranks_do_what_one_process_does -k "$(SMOKE)"
+	@$(PYTEST) -q tests/face/test_import.py tests/layers/test_transformer.py::test_compiles_without_a_graph_break \
+	  tests/parallel/test_pipeline.py::test_two_ranks_do_what_one_process_does -k "$(SMOKE)"
 
 .PHONY: codegen-all
 codegen-all: $(SIDE)/.installed  ## compile every kernel configuration for every target, under both Tritons; keep the record
-	@$(BIN)/python -m shardfuse.kernels.codegen_report --write
-	@PYTHONPATH="$(CURDIR)/$(SIDE)" $(BIN)/python -m shardfuse.kernels.codegen_report --write
+	@$(BIN)/python -m shardfuse.kernels.dev.codegen_report --write
+	@PYTHONPATH="$(CURDIR)/$(SIDE)" $(BIN)/python -m shardfuse.kernels.dev.codegen_report --write
 
 # --- housekeeping -----------------------------------------------------------------------------------------------------
 
@@ -200,5 +193,5 @@ wheel: install  ## build dist/*.whl
 
 .PHONY: clean
 clean:  ## remove what was built, except .venv and .side
-	@rm -rf build dist .types *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
-	@find $(FLOORS) shardfuse tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	@rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	@find $(FLOORS) src/shardfuse tests -name __pycache__ -type d -prune -exec rm -rf {} +

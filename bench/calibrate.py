@@ -1,4 +1,4 @@
-"""``shardfuse bench calibrate``: measures this node's links and writes the profile that ``parallel/links.py`` reads.
+"""``shardfuse bench calibrate``: measures this node's links and writes the profile that the overlap policy reads.
 
     links     alpha and beta of all_gather, reduce_scatter and all_reduce, fitted to a few sizes
     products  their rate, that of a copy in memory and to a peer, and how fast a product runs under a collective
@@ -32,18 +32,19 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..kernels.linear import shapes
-from ..parallel import collectives, link_model, links, overlap
-from ..parallel import link_profile as profiles
-from ..parallel.link_profile import COLLECTIVES, OPS, Link, Profile, Row, bucket, dtype_name
-from ..parallel.mesh import Group, init_mesh, shutdown, tp_group
-from ..parallel.symmetric_sizes import DECODE_TOKENS
+from ..kernels.dev import shapes
+from ..parallel.core import collectives
+from ..parallel.core.mesh import Group, init_mesh, shutdown, tp_group
+from ..parallel.overlap import link_model, policy, strategies
+from ..parallel.overlap import link_profile as profiles
+from ..parallel.overlap.link_profile import COLLECTIVES, OPS, Link, Profile, Row, bucket, dtype_name
+from ..parallel.overlap.memory.sizes import DECODE_TOKENS
 from ..training.launch import Stopped, launch
-from . import provenance
 from .calibrate_rig import SITE, Rig, Shares, ends_of
-from .one_writer import only_writer
-from .report import DRY_NOTE, console, write_json
-from .timing import Timing, compare_fixed, copy_bandwidth
+from .harness import provenance
+from .harness.one_writer import only_writer
+from .harness.report import DRY_NOTE, console, write_json
+from .harness.timing import Timing, compare_fixed, copy_bandwidth
 
 GATHER, SCATTER, REDUCE, NORM = OPS
 SECONDS, SHORT_SECONDS = 1.5, 0.5  # of timing for two paths in turn
@@ -55,8 +56,10 @@ MODELS, TOKENS = ("llama3-8b", "llama3-70b"), (16, 128, 1024, 4096, 16384)  # on
 FEW = tuple(1 << power for power in range(DECODE_TOKENS.bit_length()))  # tokens of decoding: each a bucket
 CPU_WIDTHS, CPU_TOKENS = ((256, 1024), (1024, 4096)), (64, 512)  # (D, F) on a CPU
 SOURCES = (
-    *(f"parallel/{name}.py" for name in ("collectives", "overlap", "overlap_kernel", "late_sum", "symmetric_channel")),
-    *(f"kernels/{name}" for name in ("linear", "comm", "norm", "signals.py", "signals_triton.py", "device.py")),
+    "parallel/core/collectives.py",
+    *(f"parallel/overlap/{name}.py" for name in ("strategies", "in_kernel", "partial_sum", "memory/channel")),
+    *(f"kernels/{name}" for name in ("linear", "comm", "norm")),
+    *(f"kernels/runtime/{name}.py" for name in ("signals", "signals_triton", "device")),
     "bench/calibrate.py",
     "bench/calibrate_rig.py",
     *provenance.TUNED,
@@ -149,7 +152,7 @@ class Run:
         on_gpu = options.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         self.dtype = torch.bfloat16 if on_gpu else torch.float32
-        self.link = links.link_of(collectives.gather_objects(links.machine(), group, site=SITE))
+        self.link = policy.link_of(collectives.gather_objects(policy.machine(), group, site=SITE))
         name, arch = profiles.device_names(self.device)
         self.out = options.out or Path(f"shardfuse-links-{arch}.json")
         self.people: Console = console(stderr=True)
@@ -271,7 +274,7 @@ class Run:
         """What a piece of a chunked operation costs: a gather of next to nothing, in many."""
         call = link_model.Call(GATHER, self.group.size * PIECES, 16, 16, self.dtype, self.group.size)
         rig = Rig.of(call, self.group, self.device)
-        return self._alone(partial(rig.result, links.Path("chunked", PIECES))) / ((self.group.size - 1) * PIECES + 1)
+        return self._alone(partial(rig.result, policy.Path("chunked", PIECES))) / ((self.group.size - 1) * PIECES + 1)
 
     def _hides(self, product: Callable[[], Any], product_s: float) -> float:
         """At which share of its speed products run while an all-reduce is under way."""
@@ -313,13 +316,13 @@ class Run:
     def _key(self, call: link_model.Call) -> tuple[str, str, int, str, str]:
         return call.op, dtype_name(call.dtype), call.R, self.link, bucket(call.T, call.K, call.N)
 
-    def _paths(self, call: link_model.Call) -> list[links.Path]:
-        paths = [links.Path("chunked", pieces) for pieces in link_model.pieces_of(call)]
-        if self.link == "node" and links.kernel_unavailable(self.group, self.device) is None:
-            paths.append(links.Path("kernel"))
+    def _paths(self, call: link_model.Call) -> list[policy.Path]:
+        paths = [policy.Path("chunked", pieces) for pieces in link_model.pieces_of(call)]
+        if self.link == "node" and policy.kernel_unavailable(self.group, self.device) is None:
+            paths.append(policy.Path("kernel"))
         return paths
 
-    def _checked(self, call: link_model.Call, paths: Sequence[links.Path]) -> Rig:
+    def _checked(self, call: link_model.Call, paths: Sequence[policy.Path]) -> Rig:
         """A rig on which ``paths`` may be timed. Raises _WrongResult on every rank where a result is wrong on one."""
         rig = Rig.of(call, self.group, self.device)
         verdicts = [str(verdict) for path in paths for verdict in rig.verdicts(path) if not verdict.ok]
@@ -347,17 +350,17 @@ class Run:
                 self._time(self._checked(end, these), these, shares)
         return shares.row(self._key(call))
 
-    def _first(self, paths: list[links.Path]) -> list[links.Path]:
+    def _first(self, paths: list[policy.Path]) -> list[policy.Path]:
         """Rank 0's: another rank may see other paths in front."""
         return collectives.gather_objects(paths, self.group, site=SITE)[0]
 
-    def _time(self, rig: Rig, paths: Sequence[links.Path], shares: Shares) -> None:
+    def _time(self, rig: Rig, paths: Sequence[policy.Path], shares: Shares) -> None:
         for path in paths:
             shares.add(path, *self._share(rig, path))
 
-    def _share(self, rig: Rig, path: links.Path) -> tuple[float, float, float]:
+    def _share(self, rig: Rig, path: policy.Path) -> tuple[float, float, float]:
         """A path's share of plain's time, that time in seconds, and how far each was from itself."""
-        ours, plain = self._compare(partial(rig.result, path), partial(rig.result, overlap.PLAIN))
+        ours, plain = self._compare(partial(rig.result, path), partial(rig.result, strategies.PLAIN))
         spread = max(side.noise or 0.0 for side in (ours, plain))
         return ours.value / plain.value, plain.value * 1e-6, spread
 
@@ -466,7 +469,7 @@ def show(people: Console, outcome: Outcome, *, dry: bool) -> None:
 
 
 def _taken(profile: Profile, row: Row) -> str:
-    path = links.fastest(row, unavailable=None)
+    path = policy.fastest(row, unavailable=None)
     if profile.dry:
         return "plain"
     return f"{path[0]} in {path[1]}" if path[0] == "chunked" else path[0]

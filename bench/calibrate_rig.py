@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from ..kernels.accuracy import Verdict, judge
-from ..kernels.dispatch import Choice
+from ..kernels.dev.accuracy import Verdict, judge
 from ..kernels.linear import parts
 from ..kernels.norm import rms_norm
-from ..parallel import late_sum, links, overlap
-from ..parallel.link_model import GATHER, NORM, SCATTER, Call
-from ..parallel.link_profile import Row, bucket_ends
-from ..parallel.mesh import Group
+from ..kernels.runtime.dispatch import Choice
+from ..parallel.core.mesh import Group
+from ..parallel.overlap import partial_sum, policy, strategies
+from ..parallel.overlap.link_model import GATHER, NORM, SCATTER, Call
+from ..parallel.overlap.link_profile import Row, bucket_ends
 
 SITE = "calibrate"
 STEPS = 32  # of which the features at a bucket's ends are multiples, for each power of two
@@ -44,7 +44,7 @@ class Rig:
         operands = (x, weight * call.K**-0.5, stream)
         return cls(call, group, *[t.to(device, call.dtype) for t in operands])
 
-    def result(self, path: links.Path) -> torch.Tensor:
+    def result(self, path: policy.Path) -> torch.Tensor:
         """The operation by one path: [T, N], or a reduce-scatter's [T/R, N].
 
         The product outside of the kernel path is the one that a layer would run, stock torch where a table of
@@ -52,22 +52,22 @@ class Rig:
         """
         _, choice = parts.prepare(self.x, [self.weight], [None], "identity", "auto")
         if self.call.op == GATHER:
-            (y,), _ = overlap.gather(self.x, self.group, partial(self._multiply, choice), path, site=SITE)
+            (y,), _ = strategies.gather(self.x, self.group, partial(self._multiply, choice), path, site=SITE)
             return y
         addend = partial(self._addend, choice)
         if self.call.op == NORM:
             return self._normed(addend, path)
-        start = overlap.start_scatter if self.call.op == SCATTER else overlap.start_reduce
+        start = strategies.start_scatter if self.call.op == SCATTER else strategies.start_reduce
         return start(self.call.T, self.group, addend, path, like=self.x, width=self.call.N, site=SITE)()
 
-    def _normed(self, addend: overlap.ComputeAddend, path: links.Path) -> torch.Tensor:
+    def _normed(self, addend: strategies.ComputeAddend, path: policy.Path) -> torch.Tensor:
         if path.kind == "kernel":
-            unsummed = late_sum.Addend(addend(overlap.ALL, None), None, self.group, SITE)
-            y, _ = late_sum.all_reduce_norm(
+            unsummed = partial_sum.Addend(addend(strategies.ALL, None), None, self.group, SITE)
+            y, _ = partial_sum.all_reduce_norm(
                 unsummed, self.stream, self.stream[0], eps=1e-6, weight_offset=0.0, impl="triton"
             )
             return y
-        y = overlap.reduce(self.call.T, self.group, addend, path, site=SITE)
+        y = strategies.reduce(self.call.T, self.group, addend, path, site=SITE)
         return rms_norm(y, self.stream[0], residual=self.stream)[0]
 
     def _multiply(self, choice: Choice, rows: torch.Tensor, part: slice, remote: Any) -> tuple[torch.Tensor, ...]:
@@ -77,14 +77,14 @@ class Rig:
     def _addend(self, choice: Choice, part: slice, remote: Any) -> Any:
         if remote is not None:
             return parts.send_forward(self.x, self.weight, remote)
-        return self._multiply(choice, overlap.cut(self.x, part), part, None)[0]
+        return self._multiply(choice, strategies.cut(self.x, part), part, None)[0]
 
-    def verdicts(self, path: links.Path) -> Iterator[Verdict]:
+    def verdicts(self, path: policy.Path) -> Iterator[Verdict]:
         """The path against plain in fp64, allowed twice the error of plain in its own precision."""
         doubled = {name: getattr(self, name).double() for name in ("x", "weight", "stream")}
-        exact = replace(self, **doubled).result(overlap.PLAIN)
+        exact = replace(self, **doubled).result(strategies.PLAIN)
         name = f"{self.call.op} {path.kind} in {path.pieces}"
-        yield judge(name, self.result(path), self.result(overlap.PLAIN), exact, terms=max(self.x.shape))
+        yield judge(name, self.result(path), self.result(strategies.PLAIN), exact, terms=max(self.x.shape))
 
 
 def ends_of(call: Call) -> list[Call]:
@@ -112,19 +112,19 @@ class Shares:
 
     plain_s: float = 0.0
     noise: float = 0.0  # the largest
-    worst: dict[links.Path, float] = field(default_factory=dict)
+    worst: dict[policy.Path, float] = field(default_factory=dict)
 
-    def add(self, path: links.Path, share: float, plain_s: float, noise: float) -> None:
+    def add(self, path: policy.Path, share: float, plain_s: float, noise: float) -> None:
         self.plain_s = self.plain_s or plain_s
         self.noise = max(self.noise, noise)
         self.worst[path] = max(self.worst.get(path, 0.0), share)
 
-    def fastest(self) -> links.Path:
+    def fastest(self) -> policy.Path:
         return min(self.worst, key=self.worst.__getitem__)
 
-    def winners(self) -> list[links.Path]:
+    def winners(self) -> list[policy.Path]:
         """What plain may yet lose to: nothing else can be chosen, whatever it does on other shapes."""
-        return [path for path, share in self.worst.items() if share < 1 - links.MARGIN]
+        return [path for path, share in self.worst.items() if share < 1 - policy.MARGIN]
 
     def row(self, key: tuple[str, str, int, str, str]) -> Row:
         seconds = {path: share * self.plain_s for path, share in self.worst.items()}

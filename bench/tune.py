@@ -1,7 +1,7 @@
 """``shardfuse bench tune``: measures configurations of the GEMM on this GPU and writes a table for ``tuning.py``.
 
 For every launch that the chosen ops' cases make, and that no earlier run has measured from the same sources: the most
-promising candidates (``kernels/linear/candidates.py``, ordered by the cost model) are compiled by several processes;
+promising candidates (``kernels/dev/candidates.py``, ordered by the cost model) are compiled by several processes;
 what spills or does not fit is dropped; the others must agree with the reference by the rule that all gates share, and
 are then timed, each interleaved with the configuration that runs now. The winner is timed against the stock path as
 well. Where that is the faster one beyond noise, the table says so, and ``auto`` steps aside there.
@@ -34,18 +34,20 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..kernels import device, dispatch, registry, tuning
-from ..kernels.chips import CHIPS
+from ..kernels.dev import registry
+from ..kernels.dev.candidates import candidates, predicted_us
 from ..kernels.linear import config as gemms
-from ..kernels.linear.candidates import candidates, predicted_us
 from ..kernels.linear.config import GemmConfig
 from ..kernels.linear.tuned import OP, SOURCES
-from . import provenance, workload
-from .gate import Outputs, check_outputs
-from .journal import Journal
-from .report import DRY_NOTE, console, write_json
-from .runner import default_device
-from .timing import Timing, compare, input_sets
+from ..kernels.runtime import device, dispatch, tuning
+from ..kernels.runtime.chips import CHIPS
+from . import workload
+from .gpu.journal import Journal
+from .harness import provenance
+from .harness.gate import Outputs, check_outputs
+from .harness.report import DRY_NOTE, console, write_json
+from .harness.runner import default_device
+from .harness.timing import Timing, compare, input_sets
 from .workload import Call
 
 TOP = 12
@@ -132,7 +134,7 @@ class Run:
         self.device = torch.device("cpu") if options.dry else default_device()
         self.arch = device.architecture(self.device)
         if not options.dry and self.arch not in CHIPS:
-            raise ValueError(f"nothing is known of {self.arch}: describe it in kernels/chips.py")
+            raise ValueError(f"nothing is known of {self.arch}: describe it in kernels/runtime/chips.py")
         self.out = options.out or Path(f"shardfuse-tuned-{self.arch}.json")
         self.origin = provenance.describe(self.device)
         self.source_hash = tuning.source_hash(SOURCES)

@@ -13,13 +13,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..kernels import codegen, device, registry, workers
-from ..kernels.dispatch import Choice
+from ..kernels.dev import codegen, registry, workers
+from ..kernels.dev.registry import Build, Case, OpSpec
 from ..kernels.linear import config as gemms
 from ..kernels.linear import parts
 from ..kernels.linear.config import Gemm, GemmConfig
 from ..kernels.linear.tuned import SOURCES, bucket
-from ..kernels.registry import Build, Case, OpSpec
+from ..kernels.runtime import device
+from ..kernels.runtime.dispatch import Choice
 
 _REFERENCE = Choice("reference", "what the launch is compared with")
 _SAVING = ("linear_act_fwd", "gated_linear_fwd")  # their last argument: store what only the backward pass reads

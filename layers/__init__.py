@@ -1,6 +1,6 @@
 """Floor 3: nn.Modules with the parameters and ``state_dict`` of the stock modules they replace."""
 
-from .attention import ParallelAttention
+from .attention.attention import ParallelAttention
 from .block import ParallelBlock
 from .config import TransformerConfig
 from .embedding import VocabParallelEmbedding

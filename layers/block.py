@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..parallel.late_sum import Addend
-from ..parallel.mesh import MeshLike, tp_group
-from ..parallel.recompute import recomputed
+from ..parallel.core.mesh import MeshLike, tp_group
+from ..parallel.overlap.partial_sum import Addend
+from ..parallel.zero.recompute import recomputed
 from . import dropout as masks
-from .attention import AttentionCache, ParallelAttention
+from .attention.attention import AttentionCache, ParallelAttention
+from .attention.rope import Rope, Rotary
 from .config import TransformerConfig
 from .late_sum import last_layer, owing, waits
 from .linear import RowParallelLinear
 from .mlp import ParallelMLP
 from .module import untouched
 from .norm import LayerNorm, RMSNorm
-from .rope import Rope, Rotary
 
 
 class ParallelBlock(nn.Module):
@@ -34,7 +34,7 @@ class ParallelBlock(nn.Module):
     Where nobody looks, the sums with x are formed inside: attention and MLP are then asked for more than their branch.
     A submodule with hooks, of another class or wrapped is called as its stock twin would be, for its branch alone.
     Over several ranks, without gradients and with few tokens, the sum over the ranks may be the norm's as well: they
-    are then asked for less (``parallel/late_sum.py``).
+    are then asked for less (``parallel/overlap/partial_sum.py``).
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ParallelBlock(nn.Module):
 
         With ``join=False`` the MLP's branch may come back beside the stream that it is to join, (stream, branch,
         dropout), and x may be such a triple: the norm that comes next adds them up in its own kernel. Where that norm
-        is ``then``, the branch may even be an :class:`~shardfuse.parallel.late_sum.Addend`.
+        is ``then``, the branch may even be an :class:`~shardfuse.parallel.overlap.partial_sum.Addend`.
         """
         attention = {
             "batch_size": batch_size,

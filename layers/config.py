@@ -31,12 +31,12 @@ class TransformerConfig:
     layers; norms follow the style) to what the style says. ``init_std`` is the standard deviation of fresh weights.
     In training ``embedding_dropout`` of the embeddings is dropped, ``residual_dropout`` of what attention and MLP add
     to them, and ``attention_dropout`` of the attention weights. ``attention_window``, ``attention_softcap`` and
-    ``attention_sinks``: see :func:`~shardfuse.layers.sdpa.attend`. ``norm_offset`` is added to the norms' weights: 1
-    for Gemma's, which are kept around 0.
+    ``attention_sinks``: see :func:`~shardfuse.layers.attention.sdpa.attend`. ``norm_offset`` is added to the norms'
+    weights: 1 for Gemma's, which are kept around 0.
 
     ``rope_scaling`` is transformers' ``rope_parameters`` without theta, such as ``{"rope_type": "linear", "factor":
     2.0}``; ``partial_rotary_factor`` the share of each head that is rotated, ``rope_interleaved`` pairs its neighbours
-    as GPT-J does (see :class:`~shardfuse.layers.rope.Rotary`).
+    as GPT-J does (see :class:`~shardfuse.layers.attention.rope.Rotary`).
 
     Raises ValueError for sizes that cannot make a model.
     """

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from ..kernels.dropout import dropout, new_ticket
-from ..parallel.mesh import Group
+from ..parallel.core.mesh import Group
 
 
 class Dropout(NamedTuple):

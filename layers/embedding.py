@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..kernels.dispatch import Choice
-from ..parallel import functional
-from ..parallel.mesh import MeshLike
+from ..kernels.runtime.dispatch import Choice
+from ..parallel.core import functional
+from ..parallel.core.mesh import MeshLike
 from .module import Init, Runs, ShardedModule, check_divides
 
 

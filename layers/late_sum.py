@@ -1,4 +1,4 @@
-"""Which norm takes which row-parallel layer's sum over the ranks into its own launch (``parallel/late_sum.py``)."""
+"""Which norm takes which row-parallel layer's sum over the ranks into its own launch: see :mod:`partial_sum`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..parallel import late_sum
-from ..parallel.links import Path
+from ..parallel.overlap import partial_sum
+from ..parallel.overlap.policy import Path
 from .linear import RowParallelLinear
 from .module import untouched
 from .norm import RMSNorm
 
-OP = late_sum.OP
+OP = partial_sum.OP
 
 
 def last_layer(module: nn.Module, *names: str) -> nn.Module | None:
@@ -36,12 +36,12 @@ def waits(last: RowParallelLinear | None, norm: nn.Module | None, x: torch.Tenso
     """Whether the sum of ``last``, an :func:`owing` layer, waits for ``norm`` with the tokens of x [..., D]."""
     if last is None or torch.is_grad_enabled():  # training pays for no more than this
         return False
-    return late_sum.may_wait(x, group=last.group, site=f"{last.site}.out", **_what(last, norm))
+    return partial_sum.may_wait(x, group=last.group, site=f"{last.site}.out", **_what(last, norm))
 
 
 def told(last: RowParallelLinear, norm: nn.Module | None, device: torch.device, tokens: int | None) -> Path | None:
     """How the sum of an :func:`owing` layer crosses the ranks in ``norm``; None where it does not."""
-    return late_sum.told(tokens, group=last.group, device=device, **_what(last, norm))
+    return partial_sum.told(tokens, group=last.group, device=device, **_what(last, norm))
 
 
 def _what(last: RowParallelLinear, norm: Any) -> dict[str, Any]:

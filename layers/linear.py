@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from ..kernels.linear import ACTIVATIONS, linear_act, linear_act_choice
-from ..parallel import functional
-from ..parallel.late_sum import Addend
+from ..parallel.core import functional
+from ..parallel.core.mesh import MeshLike
 from ..parallel.linear import column_linear, partial_row_linear, row_linear
-from ..parallel.links import Path, check_overlap, preview
-from ..parallel.mesh import MeshLike
-from ..parallel.symmetric_sizes import layer_slots
+from ..parallel.overlap.memory.sizes import layer_slots
+from ..parallel.overlap.partial_sum import Addend
+from ..parallel.overlap.policy import Path, check_overlap, preview
 from .module import Crosses, Crossing, Init, Joint, Runs, ShardedModule, check_divides
 
 
@@ -71,8 +71,8 @@ class ColumnParallelLinear(_ParallelLinear):
 
     ``gather_output`` returns all features on every rank. ``fuse_wgrad_accumulation`` adds the parameters' gradients to
     their ``main_grad`` (see ``attach_main_grads``). ``overlap`` says how collectives travel under the products beside
-    them ("auto", "kernel", "chunked" or "none"; ``parallel/links.py``); with ``strict`` one that cannot be had raises
-    RuntimeError. ``site`` names the layer's collectives. Weights start as those of nn.Linear do, or normal with
+    them ("auto", "kernel", "chunked" or "none"; ``parallel/overlap/policy.py``); with ``strict`` one that cannot be had
+    raises RuntimeError. ``site`` names the layer's collectives. Weights start as those of nn.Linear do, or normal with
     ``init_std`` (and zero bias).
 
     Raises ValueError where ``out_features`` does not divide by the group's size, for an unknown activation or overlap.

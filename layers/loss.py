@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from ..kernels.cross_entropy.op import check_reduction, check_targets
-from ..parallel import collectives
+from ..parallel.core import collectives
+from ..parallel.core.mesh import SINGLE, Group
 from ..parallel.cross_entropy import linear_cross_entropy, linear_log_probs
-from ..parallel.mesh import SINGLE, Group
 
 __all__ = ["linear_cross_entropy", "linear_log_probs", "vocab_parallel_cross_entropy"]
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..kernels.dispatch import settled
 from ..kernels.linear import ACTIVATIONS, apply_activation, gated_linear, linear_act_choice
-from ..parallel.links import check_overlap
-from ..parallel.mesh import MeshLike, tp_group
+from ..kernels.runtime.dispatch import settled
+from ..parallel.core.mesh import MeshLike, tp_group
 from ..parallel.mlp import RECOMPUTE, fused_mlp
+from ..parallel.overlap.policy import check_overlap
 from .linear import ColumnParallelLinear, RowParallelLinear, check_tokens, project
 from .module import Joint, check_divides, untouched
 
@@ -103,7 +103,8 @@ class ParallelMLP(nn.Module):
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, partial: bool = False) -> Any:
         """``residual``, of the result's shape and dtype and in a group of one only, is added in the last epilogue.
 
-        With ``partial``, and without gradients, the result is this rank's :class:`~shardfuse.parallel.late_sum.Addend`.
+        With ``partial``, and without gradients, the result is this rank's
+        :class:`~shardfuse.parallel.overlap.partial_sum.Addend`.
         """
         if self._composed(x):
             return self._one_after_another(x, residual, partial)

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..kernels.dispatch import Choice
-from ..parallel import functional
-from ..parallel.links import Path
-from ..parallel.mesh import Group, MeshLike, tp_group
-from ..parallel.sharding import (
+from ..kernels.runtime.dispatch import Choice
+from ..parallel.core import functional
+from ..parallel.core.mesh import Group, MeshLike, tp_group
+from ..parallel.core.sharding import (
     PARAM_MODES,
     ShardSpec,
     draw_shard,
@@ -23,6 +22,7 @@ from ..parallel.sharding import (
     parameter_seed,
     tag,
 )
+from ..parallel.overlap.policy import Path
 
 __all__ = ["Absent", "Crosses", "Crossing", "Init", "Joint", "Runs", "ShardedModule", "check_divides", "untouched"]
 

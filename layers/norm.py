@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..kernels.norm import layer_norm, norm_choice, rms_norm
-from ..parallel.late_sum import Addend, all_reduce_norm
-from ..parallel.mesh import MeshLike
+from ..parallel.core.mesh import MeshLike
+from ..parallel.overlap.partial_sum import Addend, all_reduce_norm
 from .dropout import Dropout
 from .module import Init, Runs, ShardedModule
 
@@ -79,7 +79,7 @@ class _Norm(ShardedModule):
 class LayerNorm(_Norm):
     """``nn.LayerNorm(hidden_size)``; x [..., D] (with sequence parallelism [T/R, D]).
 
-    ``weight_offset`` is added to the weight. ``impl``: see ``kernels/dispatch.py``. ``options`` are RMSNorm's.
+    ``weight_offset`` is added to the weight. ``impl``: see ``kernels/runtime/dispatch.py``. ``options`` are RMSNorm's.
     """
 
     op = "layer_norm"
@@ -97,7 +97,8 @@ class LayerNorm(_Norm):
 class RMSNorm(_Norm):
     """``nn.RMSNorm(hidden_size)`` (Zhang and Sennrich, arXiv:1910.07467); x [..., D] as in :class:`LayerNorm`.
 
-    ``weight_offset=1.0`` makes it Gemma's, whose weights are kept around 0. ``impl``: see ``kernels/dispatch.py``.
+    ``weight_offset=1.0`` makes it Gemma's, whose weights are kept around 0. ``impl``: see
+    ``kernels/runtime/dispatch.py``.
     """
 
     op = "rms_norm"

@@ -7,12 +7,12 @@ import copy
 import torch
 from torch import nn
 
-from ..parallel.partition import Part
+from ..parallel.pipeline.partition import Part
 from . import dropout as masks
+from .attention.rope import rope_tables
 from .block import MLP, Stream, joined, normed
 from .config import TransformerConfig
 from .module import Absent
-from .rope import rope_tables
 from .transformer import Decoder, ParallelTransformer
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..parallel import collectives
-from ..parallel.mesh import MeshLike, whole_group
-from ..parallel.stage_costs import measured_parts, slowest
-from ..parallel.timeline import Costs
+from ..parallel.core import collectives
+from ..parallel.core.mesh import MeshLike, whole_group
+from ..parallel.pipeline.stage_costs import measured_parts, slowest
+from ..parallel.pipeline.timeline import Costs
 from .config import TransformerConfig
 from .transformer import ParallelTransformer
 

@@ -28,10 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_tensor
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
-from ..kernels.accuracy import judge
+from ..kernels.dev.accuracy import judge
 from ..kernels.linear import ACTIVATIONS, apply_activation
-from ..parallel.mesh import Group, tp_group
-from ..parallel.sharding import ShardSpec, make_parameter
+from ..parallel.core.mesh import Group, tp_group
+from ..parallel.core.sharding import ShardSpec, make_parameter
 from .embedding import VocabParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .mlp import ParallelMLP

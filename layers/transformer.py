@@ -15,22 +15,22 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from ..parallel import functional
-from ..parallel.late_sum import Addend
-from ..parallel.links import check_overlap
-from ..parallel.mesh import Group, MeshLike, tp_group
-from ..parallel.partition import Part
-from ..parallel.random import check_alike
-from ..parallel.sharding import named_seed, parameter_seed
+from ..parallel.core import functional
+from ..parallel.core.mesh import Group, MeshLike, tp_group
+from ..parallel.core.random import check_alike
+from ..parallel.core.sharding import named_seed, parameter_seed
+from ..parallel.overlap.partial_sum import Addend
+from ..parallel.overlap.policy import check_overlap
+from ..parallel.pipeline.partition import Part
 from . import dropout as masks
-from .attention import AttentionCache, packed_positions
+from .attention.attention import AttentionCache, packed_positions
+from .attention.rope import Rotary, rope_tables
 from .block import MLP, ParallelBlock, Stream, joined, make_norm, normed
 from .config import TransformerConfig
 from .embedding import VocabParallelEmbedding, check_tokens
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from .module import Absent, ShardedModule, untouched
-from .rope import Rotary, rope_tables
 
 
 class ServingCache(AttentionCache, Protocol):
@@ -140,7 +140,7 @@ class ParallelTransformer(nn.Module):
           token that follows each one (-100: none), the mean loss, a scalar that is the same on every rank. Logits that
           would take more than FUSED_LOSS_BYTES are then never stored (``linear_cross_entropy``).
         - ``tokens`` [T], ``cu_seqlens`` [S + 1]: the same for a packed batch, [T, V/R] and ``targets`` [T]; see
-          :func:`shardfuse.layers.sdpa.attend` for these and ``max_seqlen``.
+          :func:`shardfuse.layers.attention.sdpa.attend` for these and ``max_seqlen``.
         - ``tokens`` [T], ``positions`` [T], ``cache``: logits [T_selected, V/R] of the tokens ``cache.logit_indices``.
         """
         if cache is not None:
@@ -325,8 +325,8 @@ class ParallelTransformer(nn.Module):
                 vars(module)["overlap"] = check_overlap(overlap)
 
     # ------------------------------------------------------------------------------------------------ in a pipeline
-    # The protocol Divisible of parallel/pipeline.py. Part 0 is the embedding, part i block i - 1, the last one norm and
-    # head. Block i is model.layers.i on every stage.
+    # The protocol Divisible of parallel/pipeline/pipeline.py. Part 0 is the embedding, part i block i - 1, the last one
+    # norm and head. Block i is model.layers.i on every stage.
 
     def pipeline_parts(self, length: int | None = None) -> list[Part]:
         """The parts that stages are made of, with their FLOPs for a token in a sequence of ``length``, forward."""

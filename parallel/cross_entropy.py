@@ -29,16 +29,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels import autograd, dispatch
 from ..kernels.cross_entropy import chunks, op, reference, schemas
 from ..kernels.cross_entropy.reference import STATISTICS, Loss
-from ..kernels.dispatch import Choice
 from ..kernels.linear import parts
-from . import collectives, functional, overlap
+from ..kernels.runtime import autograd, dispatch
+from ..kernels.runtime.dispatch import Choice
+from .core import collectives, functional
+from .core.mesh import SINGLE, Group
+from .core.operands import close_grads, open_params
+from .core.sharding import local_tensors, unwrap
 from .linear import reduce_input_grad
-from .mesh import SINGLE, Group
-from .operands import close_grads, open_params
-from .sharding import local_tensors, unwrap
+from .overlap import strategies
 
 IGNORE_INDEX = -100  # torch's: a target that counts for nothing
 NAME = "linear_cross_entropy"
@@ -77,7 +78,7 @@ def linear_cross_entropy(
         vocab_size: V, where the ranks' rows are more than that: the last ones are padding and count for nothing.
         fuse_wgrad_accumulation: backward adds the gradients of weight and bias to their ``main_grad``.
         chunk_tokens: tokens whose logits are in memory at once; None chooses, see ``kernels/cross_entropy/chunks.py``.
-        impl: "auto", "triton" or "reference"; see ``kernels/dispatch.py``. fp64 runs the reference.
+        impl: "auto", "triton" or "reference"; see ``kernels/runtime/dispatch.py``. fp64 runs the reference.
 
     Returns:
         A scalar, or [...] for "none", in fp32 (fp64 for fp64), the same on every rank. As in ``F.cross_entropy``, where
@@ -219,7 +220,7 @@ class _Total(torch.autograd.Function):
         if call.group.size == 1:
             losses, *grads = schemas.once(*operands, *call.loss, call.chunk, want, call.choice.triton)
         else:
-            with overlap.InFlight() as flights:
+            with strategies.InFlight() as flights:
                 exchange = lambda stats: flights.add(call.exchange(stats))
                 losses, *grads = chunks.once(*operands, call.loss, call.choice, want, call.chunk, exchange)
         loss = losses.sum()
@@ -241,7 +242,7 @@ class _Total(torch.autograd.Function):
         reuse = not autograd.keeps_graph()
         dhidden = None
         dparams: list[torch.Tensor | None] = []
-        with overlap.InFlight() as flights:
+        with strategies.InFlight() as flights:
             if want_hidden:
                 finish = flights.add(_reduce(ctx, _scaled(drows, scale, drows.dtype, reuse)))
             into = autograd.destinations(ctx, ctx.buffers)

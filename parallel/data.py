@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from .mesh import data_coordinate
+from .core.mesh import data_coordinate
 
 __all__ = ["DataSampler", "ResumableLoader", "data_loader", "data_sampler"]
 

@@ -3,7 +3,7 @@
 Composed of :mod:`functional` and ``linear_act``, as they are under torch.compile, they would compute the same. Here
 backward starts to reduce dx and forms dW while that is under way, sums land in the buffers that the products made, and
 autograd sees one node for each layer, its sharded parameters included. A pass of backward forms what it is asked for,
-and one that follows it over the same graph repeats no product and no collective (``kernels/autograd.py``).
+and one that follows it over the same graph repeats no product and no collective (``kernels/runtime/autograd.py``).
 
     layer    weight     x                  y                  crosses ranks in forward, in backward
     column   [F/R, D]   [..., D]           [..., F/R]         nothing, all-reduce of dx
@@ -13,7 +13,7 @@ and one that follows it over the same graph repeats no product and no collective
     row      [F, D/R]   [T, D/R]           [T/R, F]           reduce-scatter of y, all-gather of dy
 
 ``overlap`` says how a collective meets the product beside it: "none", one after the other; "chunked" or "kernel", the
-rows travelling while others are computed (:mod:`overlap`); or "auto", whichever :mod:`links` expects to be fastest.
+rows travelling while others are computed (:mod:`strategies`); or "auto", whichever :mod:`policy` expects to be fastest.
 Where rows travel under the product because that was asked for, a column layer with sequence parallelism keeps the T/R
 rows it was given instead of the T that it gathered, and gathers again in backward, for the weights' gradients, under
 the product that forms dx's. With "auto" it keeps them, and dx is summed under the weights' gradients as plainly as
@@ -30,14 +30,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels import autograd
-from ..kernels.dispatch import Choice
 from ..kernels.linear import linear_act, parts
-from . import collectives, functional, overlap
-from .links import Path, check_compiled, choose
-from .mesh import Group
-from .operands import Params, autocast, close_grads, open_params
-from .sharding import local_tensors
+from ..kernels.runtime import autograd
+from ..kernels.runtime.dispatch import Choice
+from .core import collectives, functional
+from .core.mesh import Group
+from .core.operands import Params, autocast, close_grads, open_params
+from .core.sharding import local_tensors
+from .overlap import strategies
+from .overlap.policy import Path, check_compiled, choose
 
 
 def column_linear(
@@ -111,7 +112,7 @@ def row_linear(
 def partial_row_linear(x: torch.Tensor, weight: Any, *, impl: str = "auto") -> torch.Tensor:
     """This rank's addend to :func:`row_linear`'s sum, x @ W^T [..., F]: nothing is sent, and no bias added.
 
-    Without gradients: what follows has to form the sum (:mod:`late_sum`).
+    Without gradients: what follows has to form the sum (:mod:`partial_sum`).
     """
     assert not torch.is_grad_enabled(), "a sum that waits has no gradient"
     (weight,) = local_tensors(weight)
@@ -154,10 +155,10 @@ class _Column(torch.autograd.Function):
         kept = rows
         if call.sequence_parallel:
             keep = not ctx.paths.gathers_again
-            outs, whole = overlap.gather(rows, call.group, product, ctx.paths.forward, site=call.site, keep=keep)
+            outs, whole = strategies.gather(rows, call.group, product, ctx.paths.forward, site=call.site, keep=keep)
             lead, kept = (x.shape[0] * call.group.size, *x.shape[1:-1]), rows if ctx.paths.gathers_again else whole
         else:
-            outs = list(product(rows, overlap.ALL, None))
+            outs = list(product(rows, strategies.ALL, None))
         ctx.call, ctx.n, ctx.x_shape = call, n, x.shape
         ctx.save_for_backward(kept, *weights, *outs[n:])
         return tuple(shaped(y, lead) for y in outs[:n])
@@ -177,7 +178,7 @@ class _Column(torch.autograd.Function):
             if zs:
                 dzs = [parts.activation_grad(dz, z, call.activation, ctx.choice) for dz, z in zip(dzs, zs)]
         gather_again = paths.gathers_again and gathered is None and any(want_params[:n])
-        with overlap.InFlight() as flights:
+        with strategies.InFlight() as flights:
             if gather_again:
                 again = collectives.start_all_gather(rows, call.group, site=f"{call.site}.again")
                 finish_gather = flights.add(again)
@@ -186,7 +187,7 @@ class _Column(torch.autograd.Function):
             if gather_again:
                 gathered = finish_gather()
             into = autograd.destinations(ctx, ctx.buffers)
-            dws, dbs = overlap.product(
+            dws, dbs = strategies.product(
                 f"{call.site}.grad",
                 parts.param_grads,
                 dzs,
@@ -233,7 +234,7 @@ class _Row(torch.autograd.Function):
         if whole is None:
             outs, whole = gather_output_grad(parts.as_rows(dy), product, call, ctx.paths.backward, call.site)
         else:
-            outs = product(whole, overlap.ALL, None)
+            outs = product(whole, strategies.ALL, None)
         into, bias_into = autograd.destinations(ctx, ctx.buffers)
         dws, dbs = parts.param_grads(
             [whole], rows, [want_weight], [want_bias], ctx.choice, into=[into], bias_into=[bias_into]
@@ -250,7 +251,7 @@ class Paths(NamedTuple):
     gathers_again: bool = False  # whether backward gathers a column layer's input again
 
 
-NO_OVERLAP = Paths(overlap.PLAIN, overlap.PLAIN)
+NO_OVERLAP = Paths(strategies.PLAIN, strategies.PLAIN)
 
 
 def column_paths(
@@ -266,10 +267,10 @@ def column_paths(
         forward = _choose("all_gather_linear", call, rows, *sizes, x)
         op = "linear_reduce_scatter"
     else:
-        forward, op = overlap.PLAIN, "linear_all_reduce"
+        forward, op = strategies.PLAIN, "linear_all_reduce"
     # The plain sum of dx travels under the products of the weights' gradients as it is, and rows that are kept need no
     # second gather: "auto" does neither, since neither was measured.
-    backward = _choose(op, call, rows, *sizes[::-1], x, backward=True) if asked else overlap.PLAIN
+    backward = _choose(op, call, rows, *sizes[::-1], x, backward=True) if asked else strategies.PLAIN
     if forward.kind != "plain" or backward.kind != "plain":  # before anything is sent that a failure would strand
         parts.check(x, weights, biases, activation)
     return Paths(forward, backward, gathers_again=asked and forward.kind != "plain")
@@ -284,7 +285,7 @@ def row_paths(call: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tens
         forward = _choose("linear_reduce_scatter", call, rows, *sizes, x)
         backward = _choose("all_gather_linear", call, rows, *sizes[::-1], x, backward=True)
     else:
-        forward, backward = _choose("linear_all_reduce", call, rows, *sizes, x), overlap.PLAIN
+        forward, backward = _choose("linear_all_reduce", call, rows, *sizes, x), strategies.PLAIN
     if forward.kind != "plain" or backward.kind != "plain":
         parts.check(x, [weight], [bias], "identity")
     return Paths(forward, backward)
@@ -298,7 +299,7 @@ def _choose(
     Backward's is settled in forward, so that what ``strict`` refuses is refused before anything has run.
     """
     if backward and not call.grad:
-        return overlap.PLAIN
+        return strategies.PLAIN
     return choose(
         op,
         call.group,
@@ -337,22 +338,22 @@ def sum_output(
     def addend(part: slice, remote: Any) -> Any:
         if remote is not None:
             return parts.send_forward(rows, weight, remote)
-        return row_addend(overlap.cut(rows, part), weight, choice)
+        return row_addend(strategies.cut(rows, part), weight, choice)
 
     options: dict[str, Any] = {"like": rows, "width": weight.shape[0], "bias": bias, "site": site}
     if call.sequence_parallel:
-        return overlap.start_scatter(rows.shape[0], call.group, addend, path, **options)()
-    return overlap.reduce(rows.shape[0], call.group, addend, path, **options)
+        return strategies.start_scatter(rows.shape[0], call.group, addend, path, **options)()
+    return strategies.reduce(rows.shape[0], call.group, addend, path, **options)
 
 
 def gather_output_grad(
-    dys: torch.Tensor, product: overlap.ComputeGathered, call: Any, path: Path, site: str
+    dys: torch.Tensor, product: strategies.ComputeGathered, call: Any, path: Path, site: str
 ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
     """``product`` of every token's output gradient, and that: with it the bias needs no collective of its own."""
     if call.sequence_parallel:
         keep = autograd.keeps_graph()  # a later pass may ask for the rows again
-        return overlap.gather(dys, call.group, product, path, site=f"{site}.grad", keep=keep)
-    return product(dys, overlap.ALL, None), dys
+        return strategies.gather(dys, call.group, product, path, site=f"{site}.grad", keep=keep)
+    return product(dys, strategies.ALL, None), dys
 
 
 def start_input_grad(
@@ -362,15 +363,15 @@ def start_input_grad(
     call: Any,
     path: Path,
     site: str,
-) -> overlap.Finish:
+) -> strategies.Finish:
     """Begin a column-parallel layer's dx = sum_i dz_i @ W_i, summed over the ranks: its rows [T, D] or [T/R, D]."""
 
     def addend(part: slice, remote: Any) -> Any:
         if remote is not None:
             return parts.send_input_grad(dzs, weights, remote)
-        return parts.input_grad([overlap.cut(dz, part) for dz in dzs], weights, choice)
+        return parts.input_grad([strategies.cut(dz, part) for dz in dzs], weights, choice)
 
-    start = overlap.start_scatter if call.sequence_parallel else overlap.start_reduce
+    start = strategies.start_scatter if call.sequence_parallel else strategies.start_reduce
     width = weights[0].shape[1]
     return start(dzs[0].shape[0], call.group, addend, path, like=dzs[0], width=width, site=f"{site}.grad")
 

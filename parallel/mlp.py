@@ -28,10 +28,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels import autograd
-from ..kernels.dispatch import Choice
 from ..kernels.linear import apply_activation, parts
-from . import collectives, overlap
+from ..kernels.runtime import autograd
+from ..kernels.runtime.dispatch import Choice
+from .core import collectives
+from .core.mesh import Group
+from .core.operands import Params, autocast, close_grads, open_params
 from .linear import (
     NO_OVERLAP,
     Paths,
@@ -43,8 +45,7 @@ from .linear import (
     start_input_grad,
     sum_output,
 )
-from .mesh import Group
-from .operands import Params, autocast, close_grads, open_params
+from .overlap import strategies
 
 RECOMPUTE = (0, 1, 2)
 
@@ -71,7 +72,7 @@ def fused_mlp(
     """The layer above; with two ``weights``, gate and up, it is gated. Parameters are DTensors or plain.
 
     ``residual``, of the result's shape and dtype, is added in the last product's epilogue: for a group of one only.
-    With ``partial``, and without gradients, the result is this rank's addend to y, without b2 (:mod:`late_sum`).
+    With ``partial``, and without gradients, the result is this rank's addend to y, without b2 (:mod:`partial_sum`).
     ``fuse_wgrad_accumulation``, ``overlap`` and ``strict`` are as in :func:`linear.column_linear`.
     Under torch.compile for a group of one only. Raises ValueError for operands that do not fit.
     """
@@ -184,14 +185,14 @@ class _MLP(torch.autograd.Function):
         def through_second(dys: torch.Tensor, part: slice, remote: Any) -> Sequence[torch.Tensor]:
             if not form_dzs:
                 return ()
-            own = [overlap.cut(z, part) for z in zs]
+            own = [strategies.cut(z, part) for z in zs]
             return _through_second(dys, out_weight, own, call, second, rebuild=rebuild, remote=remote)
 
         if dys is None:
             rows, path = parts.as_rows(dy), second_paths.backward
             found, dys = gather_output_grad(rows, through_second, call, path, f"{call.site}.out")
         else:
-            found = through_second(dys, overlap.ALL, None)
+            found = through_second(dys, strategies.ALL, None)
         if form_dzs:
             dzs, h = found[:n], found[n] if rebuild else h
         if want_h and h is None:
@@ -199,19 +200,19 @@ class _MLP(torch.autograd.Function):
 
         gather_again = x is None and any(want_params[:n])
         site = f"{call.site}.in"
-        with overlap.InFlight() as flights:
+        with strategies.InFlight() as flights:
             if gather_again:
                 finish_gather = flights.add(collectives.start_all_gather(kept, call.group, site=f"{site}.again"))
             if want_x:  # it travels while the weights get their gradients
                 finish = flights.add(start_input_grad(dzs, weights, first, call, first_paths.backward, site))
             into = autograd.destinations(ctx, ctx.buffers)
             hides = f"{site}.grad"
-            out_grads = overlap.product(hides, _param_grads, [dys], h, want_params[2 * n :], into[2 * n :], second)
+            out_grads = strategies.product(hides, _param_grads, [dys], h, want_params[2 * n :], into[2 * n :], second)
             if gather_again:
                 x = finish_gather()
             grads: list[Any] = [None] * (2 * n)
             if want_dz:
-                grads = overlap.product(hides, _param_grads, dzs, x, want_params[: 2 * n], into[: 2 * n], first)
+                grads = strategies.product(hides, _param_grads, dzs, x, want_params[: 2 * n], into[: 2 * n], first)
             dx = finish().view(ctx.x_shape) if want_x else None
         spent = zs if dzs else ()
         autograd.remember(ctx, [dy], (dys, x, h, () if dzs else zs, dzs), want, spent=spent)
@@ -245,9 +246,9 @@ def _hidden(
     if call.sequence_parallel:
         keep = again or not paths.gathers_again
         site = call.site + suffix
-        (h, *zs), whole = overlap.gather(rows, call.group, product, paths.forward, site=site, keep=keep)
+        (h, *zs), whole = strategies.gather(rows, call.group, product, paths.forward, site=site, keep=keep)
     else:
-        (h, *zs), whole = product(rows, overlap.ALL, None), rows
+        (h, *zs), whole = product(rows, strategies.ALL, None), rows
     return h, zs, whole
 
 

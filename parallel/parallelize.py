@@ -16,28 +16,19 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import collectives, compose
-from . import zero as zeros
-from .clip import GradientClipper
+from . import compatibility
+from .core import collectives
+from .core.mesh import SINGLE, Group, check_dims, data_coordinate, data_group, degree, everyone, init_mesh, whole_group
 from .cross_entropy import IGNORE_INDEX
-from .loss_scale import LossScale
-from .mesh import (
-    SINGLE,
-    Group,
-    check_dims,
-    data_coordinate,
-    data_group,
-    degree,
-    everyone,
-    init_mesh,
-    whole_group,
-)
-from .placing import device_of, place
-from .zero import PRECISIONS
+from .materialize import device_of, place
+from .zero import zero as zeros
+from .zero.clip import GradientClipper
+from .zero.loss_scale import LossScale
+from .zero.zero import PRECISIONS
 
 if TYPE_CHECKING:
-    from .pipeline import Pipeline
-    from .timeline import Costs
+    from .pipeline.pipeline import Pipeline
+    from .pipeline.timeline import Costs
 
 __all__ = ["ParallelModel", "parallelize"]
 
@@ -84,8 +75,8 @@ def parallelize(
         device: where parameters on meta are materialised; None: where the mesh is, and without one the GPU if there is
             one.
 
-    Raises ValueError for combinations that train wrongly (``compose.py`` says which, and what to use instead), and for
-    arguments that do not fit the mesh or the model. Every rank comes to the same answer by itself.
+    Raises ValueError for combinations that train wrongly (``compatibility.py`` says which, and what to use instead),
+    and for arguments that do not fit the mesh or the model. Every rank comes to the same answer by itself.
     """
     check_dims(mesh)
     stages = degree(mesh, "pp")
@@ -93,8 +84,8 @@ def parallelize(
         raise ValueError(f"the mesh has pp={stages} pipeline stages and schedule=None: pass one, schedule='1f1b' say")
     splits_backward = False
     if schedule is not None:
-        from .pipeline import Pipeline, split  # torch's take seconds to import
-        from .schedules import check_microbatches, default_microbatches, find
+        from .pipeline.pipeline import Pipeline, split  # torch's take seconds to import
+        from .pipeline.schedules import check_microbatches, default_microbatches, find
 
         found = find(schedule)
         splits_backward = stages > 1 and found.splits_backward
@@ -117,7 +108,7 @@ def parallelize(
         mesh = _mesh_of_one(device_of(None, device))
     engines: dict[str, Any] = {"zero": zero, "schedule": schedule, "splits_backward": splits_backward}
     sharding: dict[str, Any] = {"offload": offload, "precision": precision if mesh is not None else None}
-    compose.check(model, mesh, **engines, **sharding)
+    compatibility.check(model, mesh, **engines, **sharding)
     zeros.check_whole(model)
     _configure(model, recompute=recompute, overlap=overlap)
 
@@ -125,7 +116,7 @@ def parallelize(
     if stages > 1 and not divisible:
         raise ValueError(
             f"a pipeline wants a model that can be cut in stages, which {type(model).__name__} does not say how to: it "
-            "lacks pipeline_parts() and what else shardfuse.parallel.pipeline.Divisible lists"
+            "lacks pipeline_parts() and what else shardfuse.parallel.pipeline.pipeline.Divisible lists"
         )
     if schedule is not None:
         assert mesh is not None

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ..kernels import dispatch
-from ..layers.paged import PagedBatch, PagedKVCache, Span, default_block_size
+from ..kernels.runtime import dispatch
+from ..layers.attention.paged import PagedBatch, PagedKVCache, Span, default_block_size
 from .allocator import BlockAllocator
 from .request import Finish, Request, SequenceState, TokenEvent
 from .sampling import sample
@@ -72,7 +72,7 @@ class Engine:
         invariant: whether a request's answer must not depend on what shares its steps, nor on how its prompt is cut. On
             a GPU every matrix product and attention then computes a token the same way in any company, at a price; on
             a CPU there is no such promise to give (see ``kernels.dispatch.row_invariance``).
-        impl: of the paged attention and the cache write; see ``kernels/dispatch.py``.
+        impl: of the paged attention and the cache write; see ``kernels/runtime/dispatch.py``.
 
     ``stats`` is an :class:`EngineStats`. Raises ValueError for sizes that cannot work.
     """

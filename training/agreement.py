@@ -4,7 +4,7 @@ The sharded and the unsharded run do the same sums in another order, so their lo
 may be is not guessed: the unsharded steps run once more in fp64, and the distance of the fp32 losses from those says
 what rounding does to this model on this machine. Both fp32 runs stray that far, each in its own direction, and the
 worst of eight steps is a rough estimate: FACTOR makes up for that. A collective that is left out moves the losses
-further than the budget (``tests/test_demo_collectives.py`` leaves out each).
+further than the budget (``tests/face/test_demo_collectives.py`` leaves out each).
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from ..kernels.accuracy import Verdict, judge
-from ..layers.hf import WEIGHTS
+from ..kernels.dev.accuracy import Verdict, judge
+from ..layers.hf.folders import WEIGHTS
 from ..layers.transformer import ParallelTransformer
-from ..parallel.checkpoint import full_state_dict
+from ..parallel.checkpoint.checkpoint import full_state_dict
 
 
 def same_weights(folder: Path, model: ParallelTransformer) -> bool:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from ..layers.transformer import ParallelTransformer
-from ..parallel import compose
-from ..parallel.mesh import Group
-from ..parallel.partition import balanced
+from ..parallel import compatibility
+from ..parallel.core.mesh import Group
+from ..parallel.pipeline.partition import balanced
 
 if TYPE_CHECKING:
     from .settings import ParallelSettings, RunSettings
@@ -33,12 +33,12 @@ def check_layout(settings: RunSettings) -> None:
     )
     if parallel.schedule is None:
         return
-    from ..parallel.schedules import check_microbatches, find
+    from ..parallel.pipeline.schedules import check_microbatches, find
 
     schedule = find(parallel.schedule)
     if parallel.pp > 1:
         assert parallel.dp is not None  # so it did this
-        compose.check(
+        compatibility.check(
             nn.Identity(),  # about engines and the schedule: what the model adds to that is parallelize's to ask
             zero=parallel.zero,
             schedule=parallel.schedule,
@@ -61,7 +61,7 @@ def default_count(parallel: ParallelSettings, sequences: int) -> int | None:
     """
     if parallel.pp == 1 or parallel.schedule is None:
         return None
-    from ..parallel.schedules import default_microbatches
+    from ..parallel.pipeline.schedules import default_microbatches
 
     most = default_microbatches(parallel.schedule, parallel.pp)
     fewer = [count for count in range(min(sequences, most), 0, -1) if _runs(parallel, count)]
@@ -109,7 +109,7 @@ def _fills(parallel: ParallelSettings, count: int, sequences: int) -> bool:
 
 def _runs(parallel: ParallelSettings, count: int) -> bool:
     """Whether the schedule can run with ``count`` micro-batches."""
-    from ..parallel.schedules import check_microbatches
+    from ..parallel.pipeline.schedules import check_microbatches
 
     assert parallel.schedule is not None
     try:

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from ..layers.transformer import ParallelTransformer
-from ..parallel import collectives
-from ..parallel.clip import GradientClipper
-from ..parallel.mesh import Group, MeshLike
-from ..parallel.random import manual_seed
+from ..parallel.core import collectives
+from ..parallel.core.mesh import Group, MeshLike
+from ..parallel.core.random import manual_seed
+from ..parallel.zero.clip import GradientClipper
 from .config import TrainConfig
 from .data import Corpus
 from .optimizer import adamw

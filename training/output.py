@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..parallel import storage
+from ..parallel.checkpoint import storage
 
 REPORT = "report.json"
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..parallel import storage
-from ..parallel.mesh import Group
+from ..parallel.checkpoint import storage
+from ..parallel.core.mesh import Group
 from .settings import RunSettings
 
 

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from ..layers.hf import export_hf
+from ..layers.hf.folders import export_hf
 from ..layers.transformer import ParallelTransformer
-from ..parallel import collectives, storage
-from ..parallel import mesh as meshes
-from ..parallel.checkpoint import load_checkpoint, read_extra, save_checkpoint
-from ..parallel.mesh import Group, MeshLike
+from ..parallel.checkpoint import storage
+from ..parallel.checkpoint.checkpoint import load_checkpoint, read_extra, save_checkpoint
+from ..parallel.core import collectives
+from ..parallel.core import mesh as meshes
+from ..parallel.core.mesh import Group, MeshLike
 from .config import TrainConfig
 from .data import load_corpus
 from .loop import TrainResult, build_model, build_optimizer, evaluate, train

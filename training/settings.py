@@ -18,7 +18,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import torch
 
 from ..layers.config import TransformerConfig
-from ..layers.hf import read_hf_config
+from ..layers.hf.folders import read_hf_config
 from . import layout
 from .precision import PRECISIONS
 from .schedule import SHAPES

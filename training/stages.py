@@ -6,8 +6,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..layers.stage_costs import measured_costs
-from ..parallel.schedules import find
-from ..parallel.timeline import Costs
+from ..parallel.pipeline.schedules import find
+from ..parallel.pipeline.timeline import Costs
 from .precision import PRECISIONS
 from .settings import RunSettings
 

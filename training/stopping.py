@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..parallel import collectives
-from ..parallel.mesh import Group
+from ..parallel.core import collectives
+from ..parallel.core.mesh import Group
 
 ASKING = (signal.SIGINT, signal.SIGTERM)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels.chips import CHIPS, Chip
+from ..kernels.runtime.chips import CHIPS, Chip
 from ..layers.config import TransformerConfig
 
 # parallel.precision -> the rate of chips.py that products run at. fp32 ones use tensor cores only where torch may.

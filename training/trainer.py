@@ -18,15 +18,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import default_collate
 
-from ..layers.hf import export_hf, load_hf_weights
+from ..layers.hf.folders import export_hf, load_hf_weights
 from ..layers.transformer import ParallelTransformer
-from ..parallel import storage
-from ..parallel.checkpoint import read_extra
-from ..parallel.checkpointer import Checkpointer
+from ..parallel.checkpoint import storage
+from ..parallel.checkpoint.checkpoint import read_extra
+from ..parallel.checkpoint.manager import Checkpointer
+from ..parallel.core.mesh import data_coordinate, everyone
+from ..parallel.core.random import manual_seed
 from ..parallel.data import data_loader
-from ..parallel.mesh import data_coordinate, everyone
 from ..parallel.parallelize import ParallelModel, parallelize
-from ..parallel.random import manual_seed
 from .loop import Progress, peak_bytes
 from .metrics import Recorder, span
 from .optimizer import adamw

@@ -2,8 +2,9 @@
 
 R ranks share T tokens: rank r owns rows [r * per, (r + 1) * per) of them, per = ceil(T / R), and the last ranks may own
 fewer or none. ``peers`` and ``signals`` are two halves of one exchange over symmetric memory, which
-``SymmetricArena.channel(...).begin(...)`` makes (``parallel/symmetric.py``); every rank calls the same op, in the same
-order. Layers differentiate through ``parallel/overlap.py``, which puts the same pieces into autograd functions.
+``SymmetricArena.channel(...).begin(...)`` makes (``parallel/overlap/memory/pool.py``); every rank calls the same op, in
+the same order. Layers differentiate through ``parallel/overlap/strategies.py``, which puts the same pieces into
+autograd functions.
 
 All-gather and product in one kernel: Jangda et al., "Breaking the computation and communication abstraction barrier"
 (CoCoNet, ASPLOS 2022); with tiles that wait for flags: Chang et al., "FLUX" (arXiv:2406.06858), section 4.
@@ -15,10 +16,20 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import dispatch
-from ..dispatch import Choice
 from ..linear import linear_act_choice, parts
-from ..signals import CHUNKS, ExchangeTimeout, Gathered, Scattered, Signals, describe, raise_flags, reached, rows_of
+from ..runtime import dispatch
+from ..runtime.dispatch import Choice
+from ..runtime.signals import (
+    CHUNKS,
+    ExchangeTimeout,
+    Gathered,
+    Scattered,
+    Signals,
+    describe,
+    raise_flags,
+    reached,
+    rows_of,
+)
 from . import reduce_reference, reference, transport
 from .reduce_config import WIDEST, Norm, gathered_slot_shape
 

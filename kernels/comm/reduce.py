@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .. import alloc, device
-from ..signals import CHUNKS, Signals, rows_of
-from ..signals_triton import clock_of
+from ..runtime import alloc, device
+from ..runtime.signals import CHUNKS, Signals, rows_of
+from ..runtime.signals_triton import clock_of
 from . import reduce_triton as kernels
 from .reduce_config import Norm, flagged_programs, pick_config, rows_per_owner
 

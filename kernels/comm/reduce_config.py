@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from .. import device
-from ..signals import CHUNKS
+from ..runtime import device
+from ..runtime.signals import CHUNKS
 
 WIDEST = 16384  # columns of a row that a program holds
 _INTERPRETED_PROGRAMS = 3  # so that small tests have several rows to a program, and programs without any

@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from .. import autograd, device, dispatch
-from ..dispatch import Choice
-from ..signals import CHUNKS, EPOCH, ExchangeTimeout, Signals, describe, following, reached
+from ..runtime import autograd, device, dispatch
+from ..runtime.dispatch import Choice
+from ..runtime.signals import CHUNKS, EPOCH, ExchangeTimeout, Signals, describe, following, reached
 from . import reduce_reference as reference
 from .reduce_config import WIDEST, Norm, flagged_programs, pick_shots, slot_shape
 
@@ -42,7 +42,7 @@ def all_reduce_rmsnorm(
         weight: [D], or None for y = s / sqrt(mean(s^2) + eps).
         peers: each rank's slot for this exchange in x's dtype, of :func:`all_reduce_rmsnorm_shape`; where the device
             counts, both slots, [2, ...].
-        signals: the exchange's flags. ``SymmetricArena.channel(...)`` makes both (``parallel/symmetric.py``).
+        signals: the exchange's flags. ``SymmetricArena.channel(...)`` makes both (``parallel/overlap/memory/pool.py``).
         residual: [T, D] or None; the same on every rank, as are bias and weight.
         bias: [D] or None, added once: that of a row-parallel layer.
         eps, weight_offset: as in ``rms_norm``.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from ..norm import reference as norms
-from ..signals import rows_of
+from ..runtime.signals import rows_of
 from .reduce_config import Norm, rows_per_owner
 
 Peers = list[torch.Tensor]

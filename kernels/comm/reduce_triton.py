@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 
 from ..norm.triton import _merge, _put_out
-from ..signals import CHUNKS, DONE, EPOCH, GAVE_UP, LIMIT_MS
-from ..signals_triton import _now, _report, _ticks, arrived_last, exchange_of, flag_index
+from ..runtime.signals import CHUNKS, DONE, EPOCH, GAVE_UP, LIMIT_MS
+from ..runtime.signals_triton import _now, _report, _ticks, arrived_last, exchange_of, flag_index
 
 _CHUNKS = tl.constexpr(CHUNKS)
 _DONE = tl.constexpr(DONE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from ..linear import reference as linear
-from ..signals import rows_of
+from ..runtime.signals import rows_of
 
 Peers = list[torch.Tensor]
 

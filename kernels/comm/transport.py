@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from .. import device
-from ..signals import Signals, raise_flags, rows_of
+from ..runtime import device
+from ..runtime.signals import Signals, raise_flags, rows_of
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def wait_for_rows(signals: Signals, pieces: int) -> None:
     """Hold this rank's stream (on a CPU, this thread) until the rows of every rank are here."""
     import triton  # only when a kernel runs
 
-    from ..signals_triton import clock_of
+    from ..runtime.signals_triton import clock_of
     from .wait_triton import _wait_kernel
 
     pad = signals.pads[signals.rank]

@@ -24,9 +24,9 @@ from typing import Any
 
 import torch
 
-from .. import alloc
-from ..dispatch import Choice
 from ..linear import parts
+from ..runtime import alloc
+from ..runtime.dispatch import Choice
 from . import reference
 from .reference import STATISTICS, Loss, accumulator
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from .. import device
+from ..runtime import device
 from . import triton as kernels
 from .reference import Loss
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from .. import library
-from ..dispatch import Choice
+from ..runtime import library
+from ..runtime.dispatch import Choice
 from . import chunks
 from .reference import STATISTICS, Loss, accumulator
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from .. import alloc, device
+from ..runtime import alloc, device
 from . import triton as kernels
 from .reference import threshold
 

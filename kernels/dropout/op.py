@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .. import autograd, dispatch
+from ..runtime import autograd, dispatch
 from . import reference, schemas
 
 _KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -32,7 +32,7 @@ def dropout(
         residual: x's shape and dtype, or None.
         stream: tells apart the dropouts that share a ticket, 0 to 2**32 - 1.
         row_start, col_start: where x lies in the tensor of which it is a part. ``col_start`` is a multiple of 4.
-        impl: "auto", "triton" or "reference"; see ``kernels/dispatch.py``. All give the same mask.
+        impl: "auto", "triton" or "reference"; see ``kernels/runtime/dispatch.py``. All give the same mask.
 
     The kernel never stores the mask: backward draws it again. ``reference.py`` says how it is drawn.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .. import library
+from ..runtime import library
 
 
 def _kernel(x: Any, residual: Any, ticket: Any, p: float, stream: int, row_start: int, col_start: int) -> torch.Tensor:

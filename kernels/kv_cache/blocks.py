@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from .. import dispatch, library
+from ..runtime import dispatch, library
 from . import checks, reference
 from .checks import Cache
 
@@ -31,7 +31,7 @@ def copy_blocks_(
         pairs: [n, 2] int64 on the caches' device, of source and target block; pairs with a negative entry are padding.
             No block may be a target twice, nor be a source and a target.
         check: whether ``pairs`` is read to see that it fits; None: on a CPU only.
-        impl: see ``kernels/dispatch.py``.
+        impl: see ``kernels/runtime/dispatch.py``.
 
     Raises ValueError for input that does not fit together, RuntimeError when a gradient would be needed.
     """

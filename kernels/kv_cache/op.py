@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import dispatch, library
+from ..runtime import dispatch, library
 from . import checks, reference
 from .checks import Cache
 from .reference import Scale
@@ -39,7 +39,7 @@ def write_kv_(
             [blocks, K, B] (fp32, any strides): a scale for each token and head, which this call writes beside the
             values: the largest magnitude over 448 (fp8) or 127 (int8). None: 1, for fp8 only.
         check: whether slot_mapping is read to see that it fits; None: on a CPU only, where that costs nothing.
-        impl: see ``kernels/dispatch.py``.
+        impl: see ``kernels/runtime/dispatch.py``.
 
     Values saturate; in fp8 NaN stays NaN, int8 holds 0 for it. With written scales a head that holds NaN or infinity
     reads as NaN.

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..fp8_bits import fp32_to_e4m3_bits
+from ..runtime.fp8_bits import fp32_to_e4m3_bits
 
 TINY = tl.constexpr(2.0**-126)  # the smallest normal number: its inverse is finite
 ROUND = tl.constexpr(1.5 * 2.0**23)  # adding it leaves no bits behind the point, ties to even

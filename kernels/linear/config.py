@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import device, tuning
-from ..chips import CHIPS
+from ..runtime import device, tuning
+from ..runtime.chips import CHIPS
 from . import tuned
 
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .. import alloc, device, dispatch, tuning
-from ..signals import Gathered, Remote, Scattered
-from ..signals_triton import clock_of
+from ..runtime import alloc, device, dispatch, tuning
+from ..runtime.signals import Gathered, Remote, Scattered
+from ..runtime.signals_triton import clock_of
 from . import triton as kernels
 from .config import Gemm, GemmConfig, forced_config, pick_config
 

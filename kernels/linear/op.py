@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, overload
 
 import torch
 
-from .. import autograd, dispatch
-from ..dispatch import Choice
+from ..runtime import autograd, dispatch
+from ..runtime.dispatch import Choice
 from . import parts
 
 Optional = tuple["torch.Tensor | None", ...]
@@ -56,7 +56,7 @@ def linear_act(
             so does the result.
         fuse_wgrad_accumulation: backward adds dW and db to the buffers ``weight.main_grad`` and ``bias.main_grad``
             (fp32, or the parameter's dtype), as they are when forward runs, instead of returning them.
-        impl: "auto", "triton" or "reference"; see ``kernels/dispatch.py``.
+        impl: "auto", "triton" or "reference"; see ``kernels/runtime/dispatch.py``.
 
     Returns:
         [..., F] in x's dtype, or a tuple of [..., F_i]. Products accumulate in fp32.

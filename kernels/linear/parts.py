@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .. import autograd, dispatch, tuning
-from .. import device as target
-from ..dispatch import Choice
-from ..signals import Gathered, Scattered
+from ..runtime import autograd, dispatch, tuning
+from ..runtime import device as target
+from ..runtime.dispatch import Choice
+from ..runtime.signals import Gathered, Scattered
 from . import reference, schemas, tuned
 from .config import Gemm
 from .reference import ACTIVATIONS

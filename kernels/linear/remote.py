@@ -15,7 +15,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..signals_triton import _CHUNKS, _COUNTERS, _GAVE_UP, barrier, exchange_of, flag_index, spin_on_flags, wait_flags
+from ..runtime.signals_triton import (
+    _CHUNKS,
+    _COUNTERS,
+    _GAVE_UP,
+    barrier,
+    exchange_of,
+    flag_index,
+    spin_on_flags,
+    wait_flags,
+)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import library
+from ..runtime import library
 
 
 def _fwd_kernel(x: Any, weights: Any, biases: Any, residual: Any, activation: str, save_preact: bool) -> Any:

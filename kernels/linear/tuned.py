@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..chips import CHIPS, Chip
+from ..runtime.chips import CHIPS, Chip
 
 if TYPE_CHECKING:
     from .config import Gemm, GemmConfig

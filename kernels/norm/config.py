@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from .. import device
+from ..runtime import device
 
 _FORWARD = 16384  # columns of rows that a program of the forward kernel holds; wider ones are read twice
 _BACKWARD = 8192  # the same of backward, whose sums of the parameters' gradients take registers beside the row

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .. import alloc, device
 from ..dropout.reference import threshold
+from ..runtime import alloc, device
 from . import config as configs
 from . import triton as kernels
 from .config import NormConfig

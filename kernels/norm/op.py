@@ -7,12 +7,12 @@ from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
-from .. import autograd, dispatch
-from ..dispatch import Choice
 from ..dropout import op as dropout
 from ..dropout import reference as dropout_reference
 from ..dropout import schemas as dropout_schemas
 from ..linear.parts import as_rows, shaped
+from ..runtime import autograd, dispatch
+from ..runtime.dispatch import Choice
 from . import reference, schemas
 
 Optional = torch.Tensor | None
@@ -83,7 +83,7 @@ def rms_norm(
         carry: without a residual, return x as well. What is computed from that x, beside y, has its gradient added up
             with the norm's own in backward's one kernel.
         ticket, stream, row_start: what the mask is drawn from; see :func:`shardfuse.kernels.dropout.dropout`.
-        impl: "auto", "triton" or "reference"; see ``kernels/dispatch.py``.
+        impl: "auto", "triton" or "reference"; see ``kernels/runtime/dispatch.py``.
 
     Returns:
         y [..., D], (y, s) with a residual, (y, x) with ``carry``. s has the dtype to which x and residual promote, as

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .. import library
+from ..runtime import library
 
 
 def _fwd_kernel(x: Any, *rest: Any) -> list[torch.Tensor]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from .. import device
+from ..runtime import device
 
 QUANTUM = 1024  # keys that invariant mode sums up by themselves: what a sequence is cut at, wherever it is
 _SMALLEST_SPLIT = 256  # keys, in fast mode: less is over before its partial result is written
@@ -99,7 +99,7 @@ def tile_classes(problem: Problem) -> tuple[TileClass, ...]:
 
 
 def _tile(problem: Problem, rows: int) -> AttentionConfig:
-    """A tile of up to ``rows``. Its other sizes are the largest whose builds (``builds.py``) do not spill."""
+    """A tile of up to ``rows``. Its other sizes are the largest whose builds (``paged_builds.py``) do not spill."""
     arch = problem.arch
     if arch == device.INTERPRETER:
         return AttentionConfig(rows, 16, 4, 1, split_keys=_INTERPRETED)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from .. import alloc, device
+from ..runtime import alloc, device
 from . import plan_triton
 from . import triton as kernels
 from .config import Problem

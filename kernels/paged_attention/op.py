@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import dispatch, library
-from ..dispatch import Choice
-from . import checks, reference, walk
+from ..runtime import dispatch, library
+from ..runtime.dispatch import Choice
+from . import checks, cpu, reference
 from .options import Mods
 
 if TYPE_CHECKING:
@@ -77,11 +77,11 @@ def paged_attention(
             out launches that would find nothing to do. A captured graph is replayed within its bounds.
         plan: from :func:`plan_attention`, made once for all layers of a step.
         invariant: whether a sequence's result must not depend, in any bit, on what shares its batch, how it was chunked
-            and how it is spread over the chip; default: what ``kernels/dispatch.py`` says (``row_invariance``).
+            and how it is spread over the chip; default: what ``kernels/runtime/dispatch.py`` says (``row_invariance``).
         check: whether the contents of tables and lengths are checked, which reads them on the host. Default: on a CPU,
             where that costs nothing. On a GPU ``True`` waits for the stream, which no graph can capture.
-        impl: "auto", "triton" or "reference"; see ``kernels/dispatch.py``. On a CPU "auto" walks the pages in plain
-            torch (``walk.py``).
+        impl: "auto", "triton" or "reference"; see ``kernels/runtime/dispatch.py``. On a CPU "auto" walks the pages in
+            plain torch (``cpu.py``).
 
     Returns out [T, N, Hv], and with ``return_lse`` the natural logarithms [T, N] fp32. Rows past
     ``query_start_loc[S]`` are padding, for which no table is read. Rows that see nothing are 0, their logarithm that of
@@ -238,7 +238,7 @@ def _paged_attention(
 
         return launch.paged_attention_fwd(tensors, mods, invariant, max_query_len, max_seq_len, plan, plan_key)
     if q.is_cpu and impl != "reference":
-        return list(walk.paged_attention(*tensors, mods))
+        return list(cpu.paged_attention(*tensors, mods))
     return list(reference.paged_attention(*tensors, mods))
 
 

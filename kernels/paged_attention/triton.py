@@ -26,7 +26,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..fp8_bits import e4m3_bits_to_fp16
+from ..runtime.fp8_bits import e4m3_bits_to_fp16
 
 # How scales are stored (K_SCALES, V_SCALES).
 NO_SCALE = tl.constexpr(0)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from .. import alloc, device
+from ..runtime import alloc, device
 from . import triton as kernels
 
 _TILE_BYTES = 8192  # 64 for each thread of four warps: four loads of 16 bytes

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from .. import autograd, dispatch
-from ..dispatch import Choice
+from ..runtime import autograd, dispatch
+from ..runtime.dispatch import Choice
 from . import reference, schemas
 
 _OP = "apply_rope"
@@ -36,7 +36,7 @@ def apply_rope(
             with q [B, S, N, H]). The first P <= H elements of every head are rotated, the rest is handed through.
         interleaved: which elements make a pair: i and i + P/2 (GPT-NeoX, Llama), or 2i and 2i + 1 (GPT-J).
         inplace: write the result over q and k, and return them.
-        impl: "auto", "triton" or "reference"; see ``kernels/dispatch.py``.
+        impl: "auto", "triton" or "reference"; see ``kernels/runtime/dispatch.py``.
 
     Returns (q, k) rotated, in their dtype, rounded once; k is None where it was. Backward rotates by the opposite
     angle and keeps nothing but the tables; cos and sin have gradients with the reference only.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import library
+from ..runtime import library
 
 
 def _kernel(q: Any, k: Any, cos: Any, sin: Any, interleaved: bool, conjugate: bool) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import triton
 
-from .. import alloc, device
 from ..linear import launch as linear
+from ..runtime import alloc, device
 from . import triton as kernels
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}

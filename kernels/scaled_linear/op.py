@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import autograd, dispatch
-from ..dispatch import Choice
 from ..linear.reference import ACTIVATIONS
+from ..runtime import autograd, dispatch
+from ..runtime.dispatch import Choice
 from . import reference, schemas
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -72,7 +72,7 @@ def quantize(
             largest of them (delayed scaling), and this call's amax is pushed in front, in place.
         margin: with ``history``, leave 2^margin of room above it.
         transpose: also x^T, in the same pass over x; by row, with scales of its own, in a second one.
-        impl: "auto", "triton" or "reference"; see ``kernels/dispatch.py``.
+        impl: "auto", "triton" or "reference"; see ``kernels/runtime/dispatch.py``.
 
     An amax that is 0 or not finite gives the scale 1; NaN and infinite elements become NaN, finite ones saturate.
     With one scale for x, current scaling reads x twice and delayed scaling once; neither asks the host. The kernel's

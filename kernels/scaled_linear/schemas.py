@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .. import library
+from ..runtime import library
 
 
 def _matrix(x: Any, rows: Any, cols: Any, dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,461 @@
+"""``make gpu OUT=dir``: everything that a GPU machine can tell us, in one call of under nine minutes.
+
+The machine needs no internet and the tree no ``.git``. In order:
+
+1. ``smoke``: every op's small cases through its kernels against the fp64 oracle; beside it the CPU test suite;
+2. ``compile``: what the benchmarks will launch, compiled in parallel, before any timing;
+3. ``tests``: the tests marked ``gpu``, and every op's own tests, their kernels compiled instead of interpreted;
+4. ``benchmarks``: those whose committed results are missing or stalest first.
+
+Every event is on disk as it happens (``events.jsonl``), so that a call cut short loses one row at most and the next
+call with the same directory goes on. Each benchmark runs in a process group of its own under a watchdog; a row that
+hangs or crashes is skipped from then on, until its sources change. ``results.json`` holds the finished records, and
+``--accept DIR`` files them under bench/results/, as it does one that ``bench run --out FILE`` wrote.
+
+``--dry`` goes the same way on a CPU, with tiny shapes interpreted: it proves the path and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from ...kernels.dev import registry
+from ..harness import owed, provenance
+from ..harness.benchmark import Benchmark, Settings
+from ..harness.records import left, read_records, record
+from ..harness.report import console, write_json
+from ..harness.runner import benchmarks
+from . import summary
+from .journal import Event, Journal
+from .watchdog import Ending, watch
+
+MODULE = __package__ or "shardfuse.bench"
+
+SMOKE_S = 120.0
+SMOKE_QUIET_S = 60.0  # a case takes a second or two, its compilation a few more
+COMPILE_S = 75.0  # the CPU suite may use both phases
+GPU_TESTS_S = 150.0
+SUMMARY_S = 5.0  # kept for the end
+STARTUP_S = 90.0  # importing torch on a busy machine
+GPU_SECONDS_PER_ROW = 0.5
+CASES_PER_PROCESS = 4
+DRY_TESTS = ("tests/bench/test_owed.py",)
+# Their tests marked interpret make tensors where the kernels run.
+OP_TESTS = (
+    "test_autograd_gate.py",
+    "test_bench_comm.py",
+    "test_block_launches.py",
+    "test_comm.py",
+    "test_cross_entropy.py",
+    "test_cross_entropy_backward.py",
+    "test_dropout.py",
+    "test_fp8_bits.py",
+    "test_kv_cache.py",
+    "test_kv_cache_blocks.py",
+    "test_linear_act.py",
+    "test_linear_fused.py",
+    "test_main_grad.py",
+    "test_mlp_fused.py",
+    "test_norm.py",
+    "test_paged_attention.py",
+    "test_paged_invariance.py",
+    "test_paged_plan.py",
+    "test_rope.py",
+    "test_rope_tables.py",
+    "test_scaled_linear.py",
+)
+PYTEST_NOTHING_COLLECTED = 5
+# What this machine's torch may change. The kernels themselves run on its GPU instead of in the interpreter.
+CPU_SUITE = "not (gpu or multigpu or interpret or codegen or demo or packaging)"
+OP_SUITE = "interpret and not (gpu or ranks)"
+
+
+@dataclass(frozen=True)
+class Options:
+    """One call. ``tests`` are the test files to run: if empty, all of the tree's, or a quick one in a dry run."""
+
+    out: Path
+    only: tuple[str, ...] = ()
+    dry: bool = False
+    deadline_s: float = 520.0
+    quiet_s: float = 90.0
+    tests: tuple[str, ...] = ()
+    results: Path = owed.RESULTS
+
+
+@dataclass
+class GpuRun:
+    """The run itself. ``on_event`` sees every event of the journal."""
+
+    options: Options
+    on_event: Callable[[Event], None] = lambda event: None
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self.until = time.monotonic() + options.deadline_s - SUMMARY_S
+        self.root = provenance.package_folder("bench").parent
+        self.device = torch.device("cpu" if options.dry else "cuda")
+        self.settings = Settings(self.device, short=True, dry=options.dry, seconds=GPU_SECONDS_PER_ROW)
+        self.ops, self.benchmarks = _selection(options.only)
+        self.origin = provenance.describe(self.device)
+        self.journal = Journal(
+            options.out / "events.jsonl", dry=options.dry, origin=self.origin, on_event=self.on_event
+        )
+        self.jobs = max(1, (os.cpu_count() or 2) // 2)
+
+    def run(self) -> int:
+        """All phases; 0 if everything that ran was right and nothing hung."""
+        self.journal.add("run", origin=self.origin, ops=self.ops, only=self.options.only)
+        with ThreadPoolExecutor(self.jobs) as tests, (self.options.out / "log.txt").open("a") as self.log:
+            try:
+                with self._phase("smoke"):
+                    suite = self._start_cpu_suite(tests)
+                    self._smoke()
+                with self._phase("compile"):
+                    self._compile()
+                    for future in suite:
+                        future.result()
+                with self._phase("tests"):
+                    self._gpu_tests()
+                with self._phase("benchmarks"):
+                    self._benchmark_all()
+            except BaseException:
+                self._stop.set()  # ends the processes of the test threads, which this block waits for
+                raise
+        self._write_results()
+        good = summary.good(self.journal, self.benchmarks)
+        self.journal.add("finished", good=good)
+        with (self.options.out / "summary.txt").open("w") as file:
+            for out in (console(file=file), console()):
+                summary.show(out, self.journal, self.benchmarks, dry=self.options.dry)
+        self.journal.close()
+        return 0 if good else 1
+
+    # --- phases -------------------------------------------------------------------------------------------------------
+
+    def _smoke(self) -> None:
+        """Every op's test cases, a few per process: a kernel that crashes takes only its neighbours along."""
+        work = []
+        for name in self.ops:
+            cases = [case.name for case in registry.op(name).tagged("test")]
+            work += [(name, part) for part in _parts(cases[:2] if self.options.dry else cases, CASES_PER_PROCESS)]
+
+        def smoke(item: tuple[str, list[str]]) -> None:
+            name, cases = item
+            seen: list[str] = []
+
+            def on_line(line: str) -> None:
+                said = _event(line)
+                if said is None:
+                    self._note(line)
+                else:
+                    seen.append(said["case"])
+                    self.journal.add("smoke", **said)
+
+            command = _python("one", name, *cases, "--check", "--json")
+            poisoned = {"SHARDFUSE_POISON": "1"}  # elements that a kernel leaves out show as NaN
+            ending = self._watch(command, on_line, self._by(SMOKE_S), SMOKE_QUIET_S, environment=poisoned)
+            for case in cases[len(seen) :]:
+                self.journal.add("smoke", op=name, case=case, ok=False, detail=f"the process {_how(ending)}")
+
+        self._in_parallel(smoke, work)
+
+    def _start_cpu_suite(self, pool: ThreadPoolExecutor) -> list[Future[None]]:
+        """One pytest process per file, so that sixteen cores finish what two take far longer for."""
+        until = self._by(SMOKE_S + COMPILE_S)
+
+        def test(path: Path) -> None:
+            environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+            self._pytest("cpu", CPU_SUITE, [path], until, environment)
+
+        return [pool.submit(test, path) for path in self._test_files()]
+
+    def _compile(self) -> None:
+        """Run ours once on every case still to be timed; Triton's cache on disk keeps what was compiled."""
+        left = {b.name: self._cases_left(b) for b in self.benchmarks if b.warm is not None}
+        work = [([name], [case]) for name, cases in left.items() for case in cases]
+        if self.options.dry and work:  # nothing is compiled, so one process is quicker
+            work = [(list(left), [case for cases in left.values() for case in cases])]
+        until = self._by(COMPILE_S)
+
+        def warm(item: tuple[list[str], list[str]]) -> None:
+            names, cases = item
+            chosen = [argument for case in cases for argument in ("--warm", case)]
+            ending = self._watch(_python("runner", *names, *self._mode(), *chosen), self._note, until)
+            self.journal.add("compiled", bench=" ".join(names), cases=cases, ok=ending.ok, how=_how(ending))
+
+        self._in_parallel(warm, work)
+
+    def _gpu_tests(self) -> None:
+        """What is marked ``gpu`` first and alone, because it measures; then the ops' tests, one process per file."""
+        until, files = self._by(GPU_TESTS_S), self._test_files()
+        self._pytest("gpu", "gpu", files, until, {})
+        if not self.options.dry:  # there it would interpret what CI interprets anyway
+            of_ops = [path for path in files if path.name in OP_TESTS]
+            self._in_parallel(lambda path: self._pytest("gpu", OP_SUITE, [path], until, {}), of_ops)
+
+    def _benchmark_all(self) -> None:
+        gpu = provenance.slug(provenance.device_name(self.device))
+        order = owed.stalest_first(self.benchmarks, gpu, self.options.results)
+        # Peers that compile for most of a minute come last: the clock may run out on them.
+        for slow in (False, True):
+            for benchmark in order:
+                # A process that hangs or crashes in a row is followed by another one for the rows after it.
+                while self._cases_left(benchmark, slow=slow) and time.monotonic() < self.until:
+                    if not self._benchmark(benchmark, slow=slow):
+                        break
+
+    def _benchmark(self, benchmark: Benchmark, *, slow: bool) -> bool:
+        """One process of one benchmark; whether it is worth starting another for what is left."""
+        source = provenance.source_hash(benchmark)
+        started: list[tuple[str, ...]] = []
+
+        def on_line(line: str) -> None:
+            said = _event(line)
+            if said is None:
+                self._note(line)
+                return
+            kind = said.pop("event")
+            if kind == "start":
+                started.append(tuple(said["key"]))
+            else:
+                self.journal.add(kind, source=source, **said)
+
+        before = self.journal.done(benchmark.name, source)
+        with tempfile.TemporaryDirectory(prefix="shardfuse-gpu-") as folder:
+            done = Path(folder) / "done.json"
+            write_json(done, sorted(before))
+            pace = [] if slow else ["--fast"]
+            command = _python("runner", benchmark.name, *self._mode(), *pace, "--stream", "--done", str(done))
+            ending = self._watch(
+                command,
+                on_line,
+                self.until,
+                self.options.quiet_s,
+                on_start=lambda pid: self.journal.add("started", bench=benchmark.name, pid=pid),
+            )
+        red = any(self.journal.of("verdict", bench=benchmark.name, ok=False))
+        if ending.status in ("out of time", "stopped") or ending.ok or red:
+            return False
+        # The row it died in, unless it died between two rows.
+        key = next((key for key in started[-1:] if key not in self.journal.done(benchmark.name, source)), None)
+        kind = "hung" if ending.status == "hung" else "failed"
+        self.journal.add(kind, bench=benchmark.name, source=source, key=key, how=_how(ending))
+        return len(self.journal.done(benchmark.name, source)) > len(before)
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def _write_results(self) -> None:
+        """Every benchmark's record, from this and earlier calls with the same directory and the same sources."""
+        records = {}
+        for benchmark in self.benchmarks:
+            outcome = self.journal.outcome(benchmark.name, provenance.source_hash(benchmark))
+            if outcome.verdicts:
+                records[benchmark.name] = record(benchmark, self.settings, outcome)
+        write_json(self.options.out / "results.json", records)
+
+    # --- helpers ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.journal.add("phase", name=name, seconds=round(time.monotonic() - started, 1))
+
+    def _by(self, seconds: float) -> float:
+        """That many seconds from now, or the end of the call."""
+        return min(time.monotonic() + seconds, self.until)
+
+    def _mode(self) -> list[str]:
+        return ["--short", "--seconds", str(self.settings.seconds), *(["--dry"] if self.options.dry else [])]
+
+    def _cases_left(self, benchmark: Benchmark, *, slow: bool = True) -> list[str]:
+        done = self.journal.done(benchmark.name, provenance.source_hash(benchmark))
+        return list(dict.fromkeys(row.case for row in left(benchmark, self.settings, done=done, slow=slow)))
+
+    def _test_files(self) -> list[Path]:
+        chosen = self.options.tests or (DRY_TESTS if self.options.dry else ())
+        if chosen:
+            return [self.root / path for path in chosen]
+        # Not the test of this very run, which would start another.
+        return [path for path in sorted((self.root / "tests").rglob("test_*.py")) if path.name != "test_gpu_runner.py"]
+
+    def _pytest(
+        self, lane: str, markers: str, files: Sequence[Path], until: float, environment: dict[str, str]
+    ) -> None:
+        if not files:
+            return
+        lines: list[str] = []
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", markers, *map(str, files)]
+        ending = self._watch(command, lines.append, until, environment=environment)
+        ok = ending.status == "ended" and ending.returncode in (0, PYTEST_NOTHING_COLLECTED)
+        if not ok:
+            self._note("\n".join(lines))
+        self.journal.add(
+            "pytest",
+            lane=lane,
+            files=" ".join(path.name for path in files) if len(files) < 4 else f"{len(files)} files",
+            ok=ok,
+            how=_how(ending),
+            last=lines[-1] if lines else "",
+        )
+
+    def _watch(
+        self,
+        command: list[str],
+        on_line: Callable[[str], None],
+        until: float,
+        quiet_s: float = math.inf,
+        *,
+        environment: dict[str, str] | None = None,
+        on_start: Callable[[int], None] = lambda pid: None,
+    ) -> Ending:
+        return watch(
+            command,
+            on_line=on_line,
+            until=until,
+            quiet_s=quiet_s,
+            startup_s=max(STARTUP_S, quiet_s),
+            env=os.environ | self._environment() | (environment or {}),
+            cwd=self.root,
+            stop=self._stop,
+            on_start=on_start,
+        )
+
+    def _environment(self) -> dict[str, str]:
+        common = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+        if self.options.dry:
+            # The last because some virtual machines announce AMX and then refuse its instructions.
+            isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+            common |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+            common["ONEDNN_MAX_CPU_ISA"] = isa
+        return common
+
+    def _in_parallel(self, work: Callable[..., None], items: Sequence[object]) -> None:
+        with ThreadPoolExecutor(self.jobs) as pool:
+            try:
+                for future in [pool.submit(work, item) for item in items]:
+                    future.result()
+            except BaseException:
+                self._stop.set()
+                raise
+
+    def _note(self, text: str) -> None:
+        self.log.write(text + "\n")
+        self.log.flush()
+
+
+def _selection(only: Sequence[str]) -> tuple[list[str], list[Benchmark]]:
+    """The ops to smoke and the benchmarks to run; ``only`` names ops, and keeps the benchmarks that measure them."""
+    measurable = [benchmark for benchmark in benchmarks().values() if "cuda" in benchmark.devices]
+    if not only:
+        return sorted(registry.ops()), measurable
+    for name in only:
+        registry.op(name)
+    return list(only), [benchmark for benchmark in measurable if set(benchmark.ops) & set(only)]
+
+
+def _parts(items: Sequence[str], size: int) -> list[list[str]]:
+    return [list(items[i : i + size]) for i in range(0, len(items), size)]
+
+
+def _python(module: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", f"{MODULE}.{module}", *arguments]
+
+
+def _event(line: str) -> Event | None:
+    """The JSON object on a line, or None: libraries print too."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _how(ending: Ending) -> str:
+    how = ending.status if ending.returncode is None else f"exited with {ending.returncode}"
+    return f"{how} after {ending.seconds:.0f} s"
+
+
+def accept(out: Path, results: Path = owed.RESULTS) -> int:
+    """File what a finished run (its directory), or one ``bench run`` (its file), measured under bench/results/.
+
+    Each record that is refused says why.
+    """
+    refused = 0
+    for found in read_records(out / "results.json" if out.is_dir() else out):
+        try:
+            path, missing = owed.accept(found, results), len(found["missing"])
+            print(f"{found['bench']}: {path}" + (f", planned rows missing: {missing}" if missing else ""))
+        except ValueError as error:
+            refused += 1
+            print(f"error: {error}", file=sys.stderr)
+    return 1 if refused else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}.gpu", description="Test and measure on a GPU machine.")
+    parser.add_argument("--out", type=Path, help="directory for the results; an earlier call's is gone on with")
+    parser.add_argument("--only", default="", help="ops, separated by commas: only these and what measures them")
+    parser.add_argument("--dry", action="store_true", help="the same path on a CPU, tiny shapes, no measurement")
+    parser.add_argument("--deadline", type=float, default=Options.deadline_s, help="seconds for the whole call")
+    parser.add_argument("--quiet", type=float, default=Options.quiet_s, help="seconds of silence that mean hung")
+    parser.add_argument(
+        "--tests",
+        nargs="*",
+        default=(),
+        help="test files, from the root of the tree; default: all, or a quick one in a dry run",
+    )
+    parser.add_argument("--accept", type=Path, metavar="PATH", help="file DIR's or FILE's results under bench/results/")
+    options = parser.parse_args(argv)
+    if options.accept is not None:
+        return accept(options.accept)
+    if options.out is None:
+        parser.error("--out DIR is missing: where the results go")
+    if not options.dry and not torch.cuda.is_available():
+        print("error: this machine has no GPU that torch can use; --dry goes the same way without one", file=sys.stderr)
+        return 2
+    only = tuple(name for name in options.only.split(",") if name)
+    try:
+        run = GpuRun(
+            Options(options.out, only, options.dry, options.deadline, options.quiet, tuple(options.tests)),
+            on_event=_progress,
+        )
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that it ends its processes
+    try:
+        return run.run()
+    except KeyboardInterrupt:
+        return 130
+
+
+def _progress(event: Event) -> None:
+    """One line per event worth a line, while the run goes on."""
+    shown = {
+        "phase": ("name", "seconds"),
+        "pytest": ("lane", "files", "how"),
+        "row": ("bench", "case", "metric", "peer_name", "ratio"),
+        "hung": ("bench", "key"),
+        "failed": ("bench", "key", "how"),
+    }
+    if event["event"] in shown:
+        said = "  ".join(str(event[name]) for name in shown[event["event"]])
+        print(f"{event['at_s']:7.1f} s  {event['event']:<7} {said}", flush=True)

@@ -1,0 +1,55 @@
+"""What a GPU run says at its end: a few lines on every phase and the tables of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich.console import Console
+
+from ..harness import provenance
+from ..harness.benchmark import Benchmark
+from ..harness.report import DRY_NOTE, Row, show_rows
+from .journal import Journal
+
+
+def good(journal: Journal, measured: Iterable[Benchmark]) -> bool:
+    """Whether everything that ran was right and no row was lost to a hang or a crash."""
+    right = all(event["ok"] for kind in ("smoke", "compiled", "pytest", "verdict") for event in journal.of(kind))
+    return right and not any(journal.lost(b.name, provenance.source_hash(b)) for b in measured)
+
+
+def show(out: Console, journal: Journal, measured: Iterable[Benchmark], *, dry: bool) -> None:
+    """Print the summary; a dry run's numbers are shown as the nonsense they are."""
+    for line in _lines(journal):
+        out.print(line, markup=False, soft_wrap=True)
+    for benchmark, rows in _rows(journal, measured):
+        title = benchmark.name + (DRY_NOTE if dry else "")
+        show_rows(out, title, rows, absolute=True)
+
+
+def _lines(journal: Journal) -> Iterator[str]:
+    for phase in journal.of("phase"):
+        yield f"{phase['name']:<11} {phase['seconds']:6.1f} s"
+    smoked = list(journal.of("smoke"))
+    yield f"smoke: {sum(event['ok'] for event in smoked)} of {len(smoked)} cases right"
+    for event in smoked:
+        if not event["ok"]:
+            yield f"  {event['op']} {event['case']}: {event['detail'].splitlines()[-1]}"
+    for event in journal.of("compiled", ok=False):
+        yield f"not compiled: {event['bench']} {' '.join(event['cases'])}: {event['how']}"
+    for lane in ("cpu", "gpu"):
+        ran = list(journal.of("pytest", lane=lane))
+        yield f"{lane} tests: {sum(event['ok'] for event in ran)} of {len(ran)} runs passed"
+        yield from (f"  {event['files']}: {event['how']}; {event['last']}" for event in ran if not event["ok"])
+    for event in journal.of("verdict", ok=False):
+        yield f"RED {event['bench']} {event['case']} {event['name']}: {event['error']:.2e} > {event['budget']:.2e}"
+    for kind in ("hung", "failed"):
+        yield from (f"{kind.upper()} {event['bench']} at {event['key']}" for event in journal.of(kind))
+    yield f"rows measured now: {len(list(journal.of('row')))}"
+
+
+def _rows(journal: Journal, measured: Iterable[Benchmark]) -> Iterator[tuple[Benchmark, list[Row]]]:
+    for benchmark in measured:
+        outcome = journal.outcome(benchmark.name, provenance.source_hash(benchmark))
+        if outcome.green and outcome.rows:
+            yield benchmark, outcome.rows

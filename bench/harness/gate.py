@@ -1,0 +1,89 @@
+"""The gate before every timing: ours against the fp64 oracle, by the one rule that the tests use too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ...kernels.dev.accuracy import Verdict, judge
+from ...kernels.dev.registry import Case, OpSpec, to_double
+
+Outputs = Mapping[str, torch.Tensor]
+
+
+def check_case(spec: OpSpec, case: Case, device: torch.device, impl: str, *, seed: int = 0) -> list[Verdict]:
+    """One op on one case, outputs and gradients, on fresh random inputs.
+
+    All three sides get their copies before any runs: an op may write into its inputs.
+    """
+    inputs = spec.make_inputs(case, device, seed)
+    plain, exact = _fresh(inputs), to_double(_fresh(inputs), device)
+    return check_outputs(
+        spec.run(inputs, case, impl),
+        low=lambda: spec.run(plain, case, "reference"),
+        oracle=lambda: spec.run(exact, case, "reference"),
+        terms=spec.terms(case),
+    )
+
+
+def check_outputs(
+    ours: Outputs, *, low: Callable[[], Outputs], oracle: Callable[[], Outputs], terms: int = 1
+) -> list[Verdict]:
+    """Compare by name. ``low`` makes the same maths in ours' precision, ``oracle`` in fp64; ``terms`` as in ``judge``.
+
+    Raises RuntimeError if the sides don't return the same names: a missing gradient must not pass as a right one.
+    """
+    want, have = oracle(), low()
+    if not (ours.keys() == want.keys() == have.keys()):
+        raise RuntimeError(
+            f"the sides to compare return different names: {sorted(ours)}, {sorted(have)}, {sorted(want)}; "
+            "every output and gradient must be in all three"
+        )
+    return [judge(name, ours[name], have[name], want[name], terms=terms) for name in ours]
+
+
+def module_outputs(
+    module: torch.nn.Module, x: torch.Tensor, grad: torch.Tensor, **options: Any
+) -> dict[str, torch.Tensor]:
+    """y, dx and every parameter's gradient of ``module(x, **options)`` under the cotangent ``grad``."""
+    x = x.detach().requires_grad_()
+    module.zero_grad(set_to_none=True)
+    y = module(x, **options)
+    y.backward(grad)
+    grads = {f"d_{name}": _grad(name, parameter) for name, parameter in module.named_parameters()}
+    return {"y": y.detach(), "d_x": _grad("x", x), **grads}
+
+
+def join_layers(outputs: Outputs) -> dict[str, torch.Tensor]:
+    """The same outputs with each layer's weight and bias gradients as one vector, named after the layer.
+
+    For attention: the gradient of the key bias is what is left after almost everything cancels, so its own relative
+    error says nothing about the layer.
+    """
+    joined: dict[str, list[torch.Tensor]] = {}
+    for name, value in outputs.items():
+        joined.setdefault(name.removesuffix(".weight").removesuffix(".bias"), []).append(value)
+    return {
+        name: parts[0] if len(parts) == 1 else torch.cat([p.flatten() for p in parts]) for name, parts in joined.items()
+    }
+
+
+def _grad(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.grad is None:
+        raise RuntimeError(f"the backward pass left no gradient for {name}")
+    return tensor.grad
+
+
+def _fresh(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same values as new leaves, so that gradients of two runs don't add up."""
+
+    def renew(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        if isinstance(value, (list, tuple)):
+            return type(value)(renew(v) for v in value)
+        return value
+
+    return {name: renew(value) for name, value in inputs.items()}

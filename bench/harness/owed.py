@@ -1,0 +1,143 @@
+"""Which results are missing, lack rows, or are older than the code they measured.
+
+Results live in bench/results/<gpu>/<benchmark>.json and carry a hash of every source they depend on. Nothing is owed
+for a CPU: there only ratios count, and every run takes its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ...kernels.dev import registry
+from . import provenance
+from .benchmark import Benchmark
+from .report import console, write_json
+from .runner import benchmarks
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+ANY_GPU = "any GPU"
+_HOW = "make gpu OUT=dir measures their short plans, shardfuse bench run NAME --out FILE a whole one"
+_ORDER = {"unmeasured": 0, "missing": 1, "stale": 2, "incomplete": 3, "short": 4, "fresh": 5}
+# What makes "ours" something else than what users get.
+_NOT_WHAT_USERS_GET = ("SHARDFUSE_IMPL", "SHARDFUSE_POISON", "SHARDFUSE_ROW_INVARIANT", "SHARDFUSE_TUNED")
+_DEFAULTS = (None, "", "0", "auto")
+
+
+@dataclass(frozen=True)
+class Owed:
+    """One benchmark (or an op without one) on one GPU.
+
+    ``state`` is "unmeasured" (an op that no benchmark measures), "missing", "stale", "incomplete" (planned rows were
+    not measured), "short" (all that a short run plans, and no more) or "fresh".
+    """
+
+    gpu: str
+    name: str
+    state: str
+    date: str  # of the result, ISO 8601; empty if there is none
+    why: str
+
+    @property
+    def order(self) -> tuple[int, str, str, str]:
+        """Stalest first: what has no result, then the oldest of those whose sources changed, then what lacks rows."""
+        return _ORDER[self.state], self.date, self.gpu, self.name
+
+
+def survey(results: Path = RESULTS, candidates: Iterable[Benchmark] | None = None) -> list[Owed]:
+    """Every benchmark that runs on a GPU, on every GPU with a folder of results, stalest first."""
+    measurable = [b for b in (benchmarks().values() if candidates is None else candidates) if "cuda" in b.devices]
+    gpus = sorted(folder.name for folder in results.iterdir() if folder.is_dir()) if results.is_dir() else []
+    found = [_judge(results, gpu, benchmark) for gpu in gpus or [ANY_GPU] for benchmark in measurable]
+    return sorted([*found, *_without_benchmark(measurable)], key=lambda owed: owed.order)
+
+
+def stalest_first(chosen: Iterable[Benchmark], gpu: str, results: Path = RESULTS) -> list[Benchmark]:
+    """``chosen`` in the order in which a run on ``gpu`` (a folder's name) should measure them."""
+    return sorted(chosen, key=lambda benchmark: _judge(results, gpu, benchmark).order)
+
+
+def owed(*, json: bool = False, results: Path = RESULTS) -> int:
+    """Print what is owed, stalest first; 0. With ``json`` the last line is a list of objects."""
+    due = [item for item in survey(results) if item.state != "fresh"]
+    if json:
+        print(_dumps(due), flush=True)
+        return 0
+    if not due:
+        console().print("nothing is owed: every result is as new as its sources")
+        return 0
+    table = Table(title="results owed, stalest first", title_justify="left", caption=_HOW)
+    for column in ("GPU", "benchmark or op", "state", "why"):
+        table.add_column(column, overflow="fold")
+    for item in due:
+        table.add_row(item.gpu, item.name, item.state, item.why)
+    console().print(table)
+    return 0
+
+
+def accept(record: dict[str, Any], results: Path = RESULTS) -> Path:
+    """File a benchmark's record under its GPU; the path written.
+
+    A record that lacks planned rows is filed, and stays owed. Raises ValueError for what must not be filed: a dry
+    run, a red gate, a CPU, no rows, a tree that no commit names, an environment that changes what "ours" is, or a
+    short run where the whole plan's result is.
+    """
+    name, device, origin = record["bench"], record["device"], record["origin"]
+    commit_known = origin["commit"] not in ("", "unknown")
+    path = results / provenance.slug(device) / f"{name}.json"
+    environment = origin["environment"]
+    changed = [f"{each}={environment[each]}" for each in _NOT_WHAT_USERS_GET if environment.get(each) not in _DEFAULTS]
+    refusals = {
+        "it was a dry run": record["dry"],
+        "its gate is red": record["gate"] != "green",
+        "it ran on a CPU": device == "cpu",
+        "it has no rows": not record["rows"],
+        "its commit is unknown; measure again from a checkout, or say what the tree is with "
+        "make gpu COMMIT=<hash> DIRTY=0": not commit_known,
+        f"its tree was dirty, {origin['commit']} with changes; commit them and measure again": origin["dirty"],
+        f"nothing says whether its tree was just {origin['commit']}; measure again with "
+        "make gpu COMMIT=<hash> DIRTY=0": commit_known and origin["dirty"] is None,
+        f"it ran under {', '.join(changed)}; unset and measure again": bool(changed),
+        f"it is of the short plan, and {path} is of the whole one; file a whole run (shardfuse bench run {name} --out "
+        "FILE), or remove the old result": record["short"]
+        and path.is_file()
+        and not json.loads(path.read_text())["short"],
+    }
+    for reason, refused in refusals.items():
+        if refused:
+            raise ValueError(f"the result of {name} on {device} is not filed: {reason}")
+    write_json(path, record)
+    return path
+
+
+def _judge(results: Path, gpu: str, benchmark: Benchmark) -> Owed:
+    path = results / gpu / f"{benchmark.name}.json"
+    if not path.is_file():
+        return Owed(gpu, benchmark.name, "missing", "", "never measured")
+    record = json.loads(path.read_text())
+    date = record["origin"]["date"]
+    then, now = record["sources"], provenance.source_hashes(benchmark)
+    changed = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
+    if changed:
+        return Owed(gpu, benchmark.name, "stale", date, f"changed since {date[:10]}: {', '.join(changed)}")
+    if record["missing"]:
+        rows = "; ".join(" | ".join(key) for key in record["missing"])
+        return Owed(gpu, benchmark.name, "incomplete", date, f"rows not measured: {rows}")
+    if record["short"]:
+        return Owed(gpu, benchmark.name, "short", date, "only the short plan was measured")
+    return Owed(gpu, benchmark.name, "fresh", date, f"measured {date[:10]}")
+
+
+def _without_benchmark(measurable: Iterable[Benchmark]) -> Iterator[Owed]:
+    measured = {op for benchmark in measurable for op in benchmark.ops}
+    for name in sorted(registry.ops().keys() - measured):
+        yield Owed(ANY_GPU, name, "unmeasured", "", "no benchmark measures this op")
+
+
+def _dumps(due: Iterable[Owed]) -> str:
+    return json.dumps([vars(item) for item in due])

@@ -1,0 +1,162 @@
+"""Where a result comes from: machine, versions, commit, and the sources whose change makes it stale."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...kernels.dev import registry
+from .benchmark import Benchmark
+
+PACKAGE = __name__.rpartition(".bench.")[0]
+# Every benchmark's numbers go through these.
+HARNESS = ("bench/harness/benchmark.py", "bench/harness/gate.py", "bench/harness/report.py", "bench/harness/timing.py")
+TUNED = ("kernels/runtime/chips.py", "kernels/linear/tuned.py", "kernels/tuned")  # what picks the GEMM's configuration
+TUNED_OPS = "linear/launch.py"  # a source of all ops that ask them
+PREFIX = "SHARDFUSE_"
+_OTHERWISE_TOLD = ("SHARDFUSE_COMMIT", "SHARDFUSE_DEBUG", "SHARDFUSE_DIRTY")
+MACHINE = ("device", "torch", "triton")  # of an origin: what the rows of one result must have in common
+GPU_QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name as CUDA reports it, or "cpu"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def slug(name: str) -> str:
+    """A device's folder below bench/results: "NVIDIA H100 80GB HBM3" -> "nvidia-h100-80gb-hbm3"."""
+    return "-".join("".join(c if c.isalnum() else " " for c in name.lower()).split())
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Versions, device, clocks as found, commit, date, and every ``SHARDFUSE_*`` variable that is set: what every
+    result file says about its origin.
+    """
+    commit, dirty = revision()
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit,
+        "dirty": dirty,
+        "environment": environment(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "liger": _version("liger-kernel"),
+        "cuda": torch.version.cuda,
+        "shardfuse": _version("shardfuse"),
+        "device": device_name(device),
+        "gpu": gpu_state() if device.type == "cuda" else None,
+        "cpu": platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def environment() -> dict[str, str]:
+    """The variables that may change what runs, as they are set."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(PREFIX) and name not in _OTHERWISE_TOLD
+    }
+
+
+def check_machine(path: str | Path, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """ValueError if what ``path`` holds was measured on another device, or with other versions, than ``now`` names."""
+    if any(earlier[name] != now[name] for name in MACHINE):
+        raise ValueError(
+            f"{path} was measured on {_machine(earlier)}, and this is {_machine(now)}: rows of the two must not "
+            "end up in one result; choose another place for this one"
+        )
+
+
+def _machine(origin: Mapping[str, Any]) -> str:
+    return f"{origin['device']} with torch {origin['torch']} and triton {origin['triton']}"
+
+
+def gpu_state() -> dict[str, str] | None:
+    """Driver, clocks, power and temperature by nvidia-smi's own words; None where it doesn't run."""
+    try:
+        command = ["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader"]
+        out = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return dict(zip(GPU_QUERY.split(","), (field.strip() for field in out.splitlines()[0].split(","))))
+
+
+@functools.cache
+def revision() -> tuple[str, bool | None]:
+    """(commit, dirty). ``SHARDFUSE_COMMIT`` and ``SHARDFUSE_DIRTY`` speak for a tree without ``.git``."""
+    if "SHARDFUSE_COMMIT" in os.environ:
+        dirty = os.environ.get("SHARDFUSE_DIRTY")
+        return os.environ["SHARDFUSE_COMMIT"], None if dirty is None else dirty not in ("", "0")
+    commit = _git("rev-parse", "HEAD")
+    return (commit, bool(_git("status", "--porcelain"))) if commit else ("unknown", None)
+
+
+def source_files(benchmark: Benchmark) -> dict[str, Path]:
+    """Every file that a result of ``benchmark`` depends on, by its path below the package ("kernels/linear/op.py")."""
+    names = [f"bench/suites/{benchmark.name}.py", *HARNESS, *benchmark.sources]
+    for name in benchmark.ops:
+        sources = registry.op(name).sources
+        names += [f"kernels/{source}" for source in sources]
+        names += TUNED if TUNED_OPS in sources else ()
+    return dict(_expand(sorted(set(names))))
+
+
+def source_hashes(benchmark: Benchmark) -> dict[str, str]:
+    """Path below the package -> the first 16 digits of the file's SHA-256."""
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in source_files(benchmark).items()}
+
+
+def source_hash(benchmark: Benchmark) -> str:
+    """One hash over ``source_hashes``: what a resumed run compares."""
+    lines = "\n".join(f"{name} {digest}" for name, digest in sorted(source_hashes(benchmark).items()))
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]
+
+
+def package_folder(floor: str) -> Path:
+    """The folder of ``shardfuse.<floor>``, wherever the package is installed."""
+    return Path(importlib.import_module(f"{PACKAGE}.{floor}").__path__[0]).resolve()
+
+
+def _expand(names: Iterable[str]) -> Iterator[tuple[str, Path]]:
+    """Paths below the package as files; a folder stands for the Python and JSON files in it."""
+    for name in names:
+        floor, _, rest = name.partition("/")
+        path = package_folder(floor) / rest
+        if path.is_dir():
+            yield from ((f"{name}/{file.name}", file) for file in sorted((*path.glob("*.py"), *path.glob("*.json"))))
+        elif path.is_file():
+            yield name, path
+        else:
+            raise RuntimeError(
+                f"a benchmark names {name} among its sources, and {path} does not exist: correct the name"
+            )
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        command = ["git", "-C", str(package_folder("bench").parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,160 @@
+"""What a run of a benchmark came to, its record on disk, and what a later run takes over from one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ...kernels.dev.accuracy import Verdict
+from . import provenance
+from .benchmark import Benchmark, Measurement, Settings
+from .report import Row
+
+RowKey = tuple[str, str, str]
+
+
+@dataclass
+class Outcome:
+    """What one run of a benchmark came to."""
+
+    verdicts: list[tuple[str, Verdict]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    failed: dict[RowKey, str] = field(default_factory=dict)  # rows that raised, and what
+
+    @property
+    def green(self) -> bool:
+        return all(verdict.ok for _, verdict in self.verdicts)
+
+
+def left(
+    benchmark: Benchmark, settings: Settings, *, done: Collection[RowKey] = (), slow: bool = True
+) -> list[Measurement]:
+    """The rows of the plan that are still to be measured."""
+    return [row for row in benchmark.plan(settings) if row.key not in done and (slow or not row.slow)]
+
+
+def is_short(benchmark: Benchmark, settings: Settings) -> bool:
+    """Whether a run plans less than there is to measure."""
+    if not settings.short:
+        return False
+    planned = {row.key for row in benchmark.plan(settings)}
+    return any(row.key not in planned for row in benchmark.plan(replace(settings, short=False)))
+
+
+def header(benchmark: Benchmark, settings: Settings) -> dict[str, Any]:
+    """What a result says of its making: machine, versions, commit and the hashes of its sources, as they are now."""
+    return {
+        "bench": benchmark.name,
+        "device": provenance.device_name(settings.device),
+        "dry": settings.dry,
+        "short": is_short(benchmark, settings),
+        "origin": provenance.describe(settings.device),
+        "source_hash": provenance.source_hash(benchmark),
+        "sources": provenance.source_hashes(benchmark),
+    }
+
+
+def record(
+    benchmark: Benchmark, settings: Settings, outcome: Outcome, head: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The full result: header, verdicts, rows with all that follows from them, planned rows without one."""
+    measured = {row.key for row in outcome.rows}
+    return {
+        **(head or header(benchmark, settings)),
+        "gate": "green" if outcome.green else "red",
+        "verdicts": [{"case": case, **vars(verdict), "ok": verdict.ok} for case, verdict in outcome.verdicts],
+        "rows": [row.record() for row in outcome.rows] if outcome.green else [],
+        "missing": [row.key for row in left(benchmark, settings, done=measured)],
+        "failed": [[*key, why] for key, why in outcome.failed.items()],
+    }
+
+
+def earlier(benchmark: Benchmark, settings: Settings, path: str | Path | None, resume: bool) -> Outcome:
+    """With ``resume`` what the record at ``path`` knows; nothing if there is none yet, or if its gate was red.
+
+    Raises ValueError where its rows and this run's must not end up in one result, and without ``resume`` where they
+    would be lost although they are worth going on with.
+    """
+    if path is None and resume:
+        raise ValueError("--resume goes on with the file that --out names: pass --out as well")
+    if path is None or not Path(path).exists():
+        return Outcome()
+    if not resume:
+        _let_go(Path(path), benchmark, settings)
+        return Outcome()
+    try:
+        found = json.loads(Path(path).read_text())
+        bench, dry, gate, source_hash = (found[name] for name in ("bench", "dry", "gate", "source_hash"))
+        short = found["short"]
+        origin = {name: found["origin"][name] for name in provenance.MACHINE}
+        rows = [Row.from_record(row) for row in found["rows"]]
+        failed = {(case, metric, peer_name): why for case, metric, peer_name, why in found["failed"]}
+        verdicts = [(each["case"], Verdict(each["name"], each["error"], each["budget"])) for each in found["verdicts"]]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is not the record of a benchmark: choose another --out") from None
+    if (bench, dry) != (benchmark.name, settings.dry):
+        kind = "a dry run" if dry else "a run"
+        raise ValueError(f"{path} holds {kind} of {bench}: choose another --out, or leave --resume out")
+    if short != is_short(benchmark, settings):
+        raise ValueError(
+            f"{path} holds a run of the {'short' if short else 'whole'} plan: pass --short for both runs or for none, "
+            "or choose another --out"
+        )
+    provenance.check_machine(path, origin, provenance.describe(settings.device))
+    if source_hash != provenance.source_hash(benchmark):
+        raise ValueError(
+            f"the sources that {path} measured have changed since: choose another --out, or leave --resume out to "
+            "start again"
+        )
+    if gate != "green":
+        return Outcome()
+    # The run may have been stopped in the middle of its last check.
+    whole = {row.case for row in rows} | {case for case, _ in verdicts if case != verdicts[-1][0]}
+    return Outcome([(case, verdict) for case, verdict in verdicts if case in whole], rows, failed)
+
+
+def _let_go(path: Path, benchmark: Benchmark, settings: Settings) -> None:
+    """ValueError if ``path`` holds what a slip must not overwrite.
+
+    That is anything but a run of the same benchmark on the same device, one that was stopped, and any run on a GPU.
+    """
+    text = path.read_text()
+    if not text.strip():
+        return  # a file that was made to be written
+    try:
+        found = json.loads(text)
+        same = (found["bench"], found["device"], found["dry"]) == (
+            benchmark.name,
+            provenance.device_name(settings.device),
+            settings.dry,
+        )
+        rows, unfinished, on_gpu = len(found["rows"]), bool(found["missing"]), found["device"] != "cpu"
+        held = f"{'a dry run' if found['dry'] else 'a run'} of {found['bench']} on {found['device']}"
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path} is not the record of a benchmark: choose another --out") from None
+    if not same:
+        raise ValueError(f"{path} holds {held}: choose another --out, or remove it")
+    if rows and unfinished:
+        raise ValueError(
+            f"{path} holds {rows} rows of a run that was stopped: --resume goes on with it; remove it to start again"
+        )
+    if rows and on_gpu and not settings.dry:
+        raise ValueError(f"{path} holds {held}, finished: choose another --out, or remove it to start again")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The results in a file: one (``bench run --out``, bench/results/) or several by name (``make gpu``'s).
+
+    Raises ValueError for other files.
+    """
+    try:
+        content = json.loads(path.read_text())
+        found = [content] if "bench" in content else list(content.values())
+        if not all("bench" in record and "rows" in record for record in found):
+            raise ValueError
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError(f"{path} holds no benchmark's record") from None
+    return found

@@ -1,0 +1,185 @@
+"""Rows, and the three forms they take: the line for scripts, the table for people, the record for the repository."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ...kernels.dev.accuracy import Verdict
+from .benchmark import Measurement, Work
+from .timing import Ceilings, Timing
+
+# Where the same version timed twice differs by more than this, the machine was too busy to tell.
+NOISE_LIMIT = 0.25
+
+CONTRACT = ("case", "metric", "ours", "peer", "peer_name", "ratio", "target", "met")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured comparison. ``ratio`` > 1 means that ours is better; ``met`` is None where no target is set.
+
+    A row noisier than NOISE_LIMIT has shown nothing, so it meets no target. ``ceilings`` are those that the same
+    process measured, where there is ``work`` to hold against them, in their precision. ``ran`` names the ops and the
+    implementations that the timed calls of both sides went through ("linear_act=triton"): a table of measurements may
+    have sent ours to the stock path.
+    """
+
+    case: str
+    metric: str
+    ours: float
+    peer: float
+    peer_name: str
+    ratio: float
+    target: float | None
+    met: bool | None
+    noise: float | None = None  # the larger of the two sides' own spread
+    ours_host_us: float | None = None
+    peer_host_us: float | None = None
+    work: Work | None = None
+    ceilings: Ceilings | None = None
+    ran: str = ""
+
+    @classmethod
+    def of(
+        cls, planned: Measurement, ours: Timing, peer: Timing, ceilings: Ceilings | None = None, *, ran: str = ""
+    ) -> Row:
+        ratio = ours.value / peer.value if planned.higher_is_better else peer.value / ours.value
+        noise = max((side.noise for side in (ours, peer) if side.noise is not None), default=None)
+        quiet = noise is None or noise <= NOISE_LIMIT
+        return cls(
+            planned.case,
+            planned.metric,
+            ours.value,
+            peer.value,
+            planned.peer_name,
+            ratio,
+            planned.target,
+            None if planned.target is None else quiet and ratio >= planned.target,
+            noise,
+            ours.host,
+            peer.host,
+            planned.work,
+            ceilings if planned.work is not None and planned.bf16 else None,
+            ran,
+        )
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Row:
+        plain = {name: record[name] for name in cls.__dataclass_fields__}
+        work, ceilings = plain.pop("work"), plain.pop("ceilings")
+        return cls(**plain, work=work and Work(**work), ceilings=ceilings and Ceilings(**ceilings))
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.case, self.metric, self.peer_name
+
+    def contract(self) -> dict[str, Any]:
+        """The eight fields that scripts may rely on."""
+        return {name: getattr(self, name) for name in CONTRACT}
+
+    def record(self) -> dict[str, Any]:
+        """Every field, and what follows from them: see :meth:`rates`."""
+        return asdict(self) | self.rates()
+
+    def rates(self) -> dict[str, float]:
+        """What our time means: TFLOP/s, GB/s, their shares of the ceilings, the gain that the pass count allows over
+        this peer, and how much of that was won. Empty without work; no shares without ceilings.
+        """
+        if self.work is None:
+            return {}
+        seconds = self.ours * 1e-6
+        flops, bandwidth = self.work.flops / seconds, self.work.bytes / seconds
+        found = {"tflops": flops / 1e12, "gb_s": bandwidth / 1e9}
+        if self.ceilings is not None:
+            found |= {"of_peak": flops / self.ceilings.flops, "of_copy": bandwidth / self.ceilings.bandwidth}
+            bound = self.work.bound(self.ceilings)
+            if bound > 0:
+                found |= {"bound": bound, "won": (self.ratio - 1) / bound}
+        return found
+
+
+LOG_WIDTH = 190
+DRY_NOTE = " (dry run: the path was proved, the numbers mean nothing)"
+
+
+def console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
+    """A terminal as wide as it is; a file or a pipe, which has no width of its own, wide enough for every table."""
+    found = Console(stderr=stderr, file=file, highlight=False)
+    return found if found.is_terminal else Console(stderr=stderr, file=file, highlight=False, width=LOG_WIDTH)
+
+
+def last_line(bench: str, green: bool, device: str, rows: Sequence[Row]) -> str:
+    """What ``--json`` prints last; a red gate shows no row."""
+    shown = [row.contract() for row in rows] if green else []
+    return json.dumps({"bench": bench, "gate": "green" if green else "red", "device": device, "rows": shown})
+
+
+# Columns for people, each of one or two of Row.rates().
+RATES = {
+    "TFLOP/s (of peak)": lambda rates: _with_share(rates, "tflops", "of_peak"),
+    "GB/s (of copy)": lambda rates: _with_share(rates, "gb_s", "of_copy"),
+    "bound (won)": lambda rates: f"{rates['bound']:.1%} ({rates['won']:.0%})" if "bound" in rates else "",
+}
+
+
+def _with_share(rates: Mapping[str, float], name: str, share: str) -> str:
+    if name not in rates:
+        return ""
+    return f"{rates[name]:,.4g}" + (f" ({rates[share]:.0%})" if share in rates else "")
+
+
+def show_rows(console: Console, title: str, rows: Sequence[Row], *, absolute: bool) -> None:
+    """A table of rows. Without ``absolute`` (any CPU) it shows ratios only: the times mean nothing by themselves."""
+    table = Table(
+        title=title, title_justify="left", caption=None if absolute else "ratios only: > 1 means ours is better"
+    )
+    rates = RATES if absolute and any(row.work for row in rows) else {}
+    for column in ("case", "metric", "peer"):
+        table.add_column(column, overflow="fold", no_wrap=column != "peer")
+    for column in (*(("ours", "peer's") if absolute else ()), "ratio", "target", "noise", "met", *rates):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        times = (f"{row.ours:,.4g}", f"{row.peer:,.4g}") if absolute else ()
+        found = row.rates()
+        table.add_row(
+            row.case,
+            row.metric,
+            row.peer_name,
+            *times,
+            f"{row.ratio:.3f}",
+            "" if row.target is None else f"{row.target:.3f}",
+            "" if row.noise is None else f"{row.noise:.1%}",
+            {None: "", True: "[green]yes", False: "[red]no"}[row.met],
+            *(show(found) for show in rates.values()),
+        )
+    console.print(table)
+
+
+def show_red(console: Console, bench: str, verdicts: Sequence[tuple[str, Verdict]]) -> None:
+    """Why a gate is red: the failing comparisons, and nothing that could pass for a result."""
+    console.print(f"[red]{bench}: the correctness gate is red, nothing was timed")
+    for case, verdict in verdicts:
+        if not verdict.ok:
+            console.print(f"  {case}: {verdict}", markup=False, highlight=False)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write beside, then rename: a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(json.dumps(content, indent=1) + "\n")
+        beside.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink()
+        raise

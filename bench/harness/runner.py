@@ -1,0 +1,344 @@
+"""Runs a benchmark: correctness first, then the timing, row by row.
+
+``shardfuse bench list``, ``shardfuse bench run NAME [--json] [--out FILE [--resume]]``, ``make bench``; the GPU run
+starts ``python -m shardfuse.bench.harness.runner NAME --stream`` and reads one JSON event a line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from ...kernels.dev.accuracy import Verdict
+from ...kernels.runtime import dispatch
+from .. import suites
+from . import (
+    provenance,
+)
+from .benchmark import Benchmark, Measurement, Settings
+from .progress import Progress
+from .records import Outcome, RowKey, earlier, header, left, record
+from .report import DRY_NOTE, Row, console, last_line, show_red, show_rows, write_json
+from .timing import ceilings
+from .virtual_ranks import open_queues
+
+
+@functools.cache
+def benchmarks() -> dict[str, Benchmark]:
+    """Every benchmark by name: the modules of ``bench/suites`` that define ``BENCHMARK``."""
+    found: dict[str, Benchmark] = {}
+    for module in pkgutil.iter_modules(suites.__path__):
+        benchmark = getattr(importlib.import_module(f"{suites.__name__}.{module.name}"), "BENCHMARK", None)
+        if benchmark is not None:
+            found[benchmark.name] = benchmark
+    return found
+
+
+def find(name: str) -> Benchmark:
+    """The benchmark called ``name``; ValueError listing the known ones otherwise."""
+    if name not in benchmarks():
+        raise ValueError(f"no benchmark called {name!r}: known are {', '.join(benchmarks())}")
+    return benchmarks()[name]
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def run(
+    benchmark: Benchmark,
+    settings: Settings,
+    *,
+    outcome: Outcome | None = None,
+    done: Collection[RowKey] = (),
+    slow: bool = True,
+    on_verdict: Callable[[str, Verdict], None] = lambda case, verdict: None,
+    on_start: Callable[[Measurement], None] = lambda planned: None,
+    on_row: Callable[[Row], None] = lambda row: None,
+    on_error: Callable[[Sequence[Measurement], Exception], None] | None = None,
+) -> Outcome:
+    """Measure the plan's rows, each case checked just before its first; a red gate ends the run, and no row counts.
+
+    ``outcome`` is an earlier run's to go on with: what it holds is neither checked nor measured again, and rows that
+    failed in it come last. Rows in ``done`` are skipped, and without ``slow`` those whose peer takes long to prepare.
+    A row that raises ends the run, unless ``on_error`` takes it; with it a check that raises loses that case's rows.
+    """
+    outcome = outcome or Outcome()
+    plan = left(benchmark, settings, done={*done, *(row.key for row in outcome.rows)}, slow=slow)
+    plan.sort(key=lambda planned: planned.key in outcome.failed)
+    checked = {case for case, _ in outcome.verdicts}
+    lost: set[str] = set()  # cases whose check raised
+    measured = settings.cuda and not settings.dry and any(planned.work for planned in plan)
+    for planned in plan:
+        if not outcome.green:
+            break
+        if planned.case in lost:
+            continue
+        on_start(planned)
+        try:
+            if planned.case not in checked:
+                _check(benchmark, settings, planned.case, outcome, on_verdict)
+                checked.add(planned.case)
+            if not outcome.green:
+                break
+            best = ceilings(settings.device) if measured else None
+            before = dispatch.counts.copy()
+            ours, peer = planned.run()
+            ran = sorted(f"{op}={impl}" for op, impl in dispatch.counts - before)
+            outcome.rows.append(Row.of(planned, ours, peer, best, ran=" ".join(ran)))
+        except Exception as error:
+            if on_error is None:
+                raise
+            if planned.case in checked:
+                on_error([planned], error)
+            else:
+                lost.add(planned.case)
+                on_error([each for each in plan if each.case == planned.case], error)
+        else:
+            on_row(outcome.rows[-1])
+    return outcome
+
+
+def _check(
+    benchmark: Benchmark,
+    settings: Settings,
+    case: str,
+    outcome: Outcome,
+    on_verdict: Callable[[str, Verdict], None],
+) -> None:
+    """Add the case's verdicts to ``outcome``; of a check that raises only the red ones: it is to be made again."""
+    found: list[tuple[str, Verdict]] = []
+    try:
+        for name, verdict in benchmark.check(settings, [case]):
+            found.append((name, verdict))
+            on_verdict(name, verdict)
+    except Exception:
+        outcome.verdicts += [(name, verdict) for name, verdict in found if not verdict.ok]
+        raise
+    if not found:
+        raise RuntimeError(
+            f"benchmark {benchmark.name} compared nothing with the oracle for {case}: a case without a check is not "
+            "timed"
+        )
+    outcome.verdicts += found
+
+
+def list_benchmarks() -> list[Benchmark]:
+    """Every benchmark, by name. ``show_list`` prints them."""
+    return list(benchmarks().values())
+
+
+def show_list() -> int:
+    """Print what can be run here: a name, what it measures, its targets, on which devices."""
+    table = Table(title="benchmarks", title_justify="left")
+    for column in ("name", "measures", "devices", "targets (of the ratio, > 1: ours is better)"):
+        table.add_column(column, overflow="fold")
+    for benchmark in list_benchmarks():
+        targets = "\n".join(f"{what}: >= {ratio:.3g}" for what, ratio in benchmark.targets.items())
+        table.add_row(benchmark.name, benchmark.summary, ", ".join(benchmark.devices), targets)
+    console().print(table)
+    return 0
+
+
+def run_benchmark(
+    name: str,
+    *,
+    json: bool = False,
+    out: str | Path | None = None,
+    resume: bool = False,
+    short: bool = False,
+    dry: bool = False,
+    device: str | None = None,
+    seconds: float = Settings.seconds,
+) -> int:
+    """Run one benchmark for a person or (``json``) a script; the process's exit code.
+
+    0 if the gate was green and every row was measured, 1 if not, 2 if there is nothing to run: an unknown name, a
+    benchmark that doesn't run on this device, a file that cannot be gone on with. ``out`` is a file for the full
+    record, as kept under bench/results/; it is whole after every row, and with ``resume`` a run goes on with what it
+    holds.
+    """
+    errors = console(stderr=True)
+    open_queues()
+    try:
+        benchmark = find(name)
+        settings = Settings(_device(device), short=short, dry=dry, seconds=seconds)
+        _require(benchmark, settings)
+        if _wants_the_interpreter(benchmark, settings):
+            _interpret_instead(name, json=json, out=out, resume=resume, short=short, device=device, seconds=seconds)
+        outcome = earlier(benchmark, settings, out, resume)
+    except ValueError as error:
+        errors.print("[red]error:[/]", end=" ")
+        errors.print(str(error), markup=False)
+        return 2
+
+    where = provenance.device_name(settings.device)
+    errors.print(f"{name} on {where}: checking correctness, then timing", markup=False)
+    if outcome.rows:
+        errors.print(f"  going on after {len(outcome.rows)} rows that {out} holds", markup=False)
+    head = header(benchmark, settings)
+
+    def keep() -> None:
+        if out is not None:
+            write_json(Path(out), record(benchmark, settings, outcome, head))
+
+    try:
+        total = len(left(benchmark, settings, done=[row.key for row in outcome.rows]))
+        with Progress(errors, total, outcome.failed, keep) as progress:
+            run(
+                benchmark,
+                settings,
+                outcome=outcome,
+                on_verdict=progress.on_verdict,
+                on_start=progress.on_start,
+                on_row=progress.on_row,
+                on_error=progress.on_error,
+            )
+    except BaseException:
+        if out is not None and outcome.rows:
+            errors.print(f"stopped; {out} holds {len(outcome.rows)} rows, and --resume goes on with it", markup=False)
+        raise
+    if not outcome.green:
+        show_red(errors, name, outcome.verdicts)
+    elif not json:
+        title = f"{name} on {where}" + (DRY_NOTE if dry else "")
+        show_rows(console(), title, outcome.rows, absolute=settings.cuda)
+    keep()
+    if json:
+        print(last_line(name, outcome.green, where, outcome.rows), flush=True)
+    return 0 if outcome.green and not outcome.failed else 1
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return default_device()
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device {name!r}: expected cpu, cuda or cuda:0") from None
+
+
+def _require(benchmark: Benchmark, settings: Settings) -> None:
+    if settings.device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"benchmark {benchmark.name}: this machine has no GPU that torch can use; pass device cpu")
+    if settings.device.type not in benchmark.devices and not settings.dry:
+        raise ValueError(
+            f"benchmark {benchmark.name} runs on {' or '.join(benchmark.devices)}, not on {settings.device.type}"
+        )
+
+
+def _wants_the_interpreter(benchmark: Benchmark, settings: Settings) -> bool:
+    """A dry run insists on the kernels, and on a CPU they run interpreted or not at all."""
+    return settings.dry and not settings.cuda and bool(benchmark.ops) and not dispatch.interpreting()
+
+
+def _interpret_instead(
+    name: str,
+    *,
+    json: bool,
+    out: str | Path | None,
+    resume: bool,
+    short: bool,
+    device: str | None,
+    seconds: float,
+) -> None:
+    """Start a dry run over in a Python whose kernels are interpreted, which is fixed when it starts; doesn't return.
+
+    Raises ValueError without Triton.
+    """
+    if dispatch.triton_version() is None:
+        raise ValueError("a dry run needs Triton, which is not installed here (pip install triton; Linux only)")
+    given = {"--json": json, "--resume": resume, "--short": short}
+    arguments = [name, "--dry", "--seconds", str(seconds), *(flag for flag, is_set in given.items() if is_set)]
+    arguments += ["--out", str(out)] if out is not None else []
+    arguments += ["--device", device] if device is not None else []
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = [sys.executable, "-m", __spec__.name, *arguments]
+    os.execve(sys.executable, command, os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
+
+
+def _stream(benchmark: Benchmark, settings: Settings, done: Collection[RowKey], slow: bool) -> int:
+    """One JSON event a line, flushed: verdicts, rows, the end. What the GPU run's watchdog reads."""
+
+    def emit(event: str, **content: Any) -> None:
+        print(json.dumps({"event": event, "bench": benchmark.name, **content}), flush=True)
+
+    _require(benchmark, settings)
+    outcome = run(
+        benchmark,
+        settings,
+        done=done,
+        slow=slow,
+        on_verdict=lambda case, verdict: emit("verdict", case=case, **vars(verdict), ok=verdict.ok),
+        on_start=lambda planned: emit("start", key=planned.key),
+        on_row=lambda row: emit("row", **row.record()),
+    )
+    emit("end", gate="green" if outcome.green else "red")
+    return 0 if outcome.green else 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m shardfuse.bench.harness.runner", description="Run benchmarks.")
+    parser.add_argument("names", nargs="*", help="benchmarks; all that run on this device if none is given")
+    parser.add_argument("--json", action="store_true", help="end with one line of JSON per benchmark")
+    parser.add_argument("--short", action="store_true", help="the dozen cases that count most")
+    parser.add_argument(
+        "--dry", action="store_true", help="tiny shapes, one call each: proves the path, measures nothing"
+    )
+    parser.add_argument("--seconds", type=float, default=Settings.seconds, help="spent on the timing of one row")
+    parser.add_argument("--device", help="cpu or cuda; default: a GPU if there is one")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the full record, of one benchmark")
+    parser.add_argument("--resume", action="store_true", help="go on with what FILE holds")
+    parser.add_argument("--stream", action="store_true", help="one JSON event per line")
+    parser.add_argument("--warm", metavar="CASE", action="append", help="only compile what CASE needs")
+    parser.add_argument("--fast", action="store_true", help="without peers that compile for long (with --stream)")
+    parser.add_argument("--done", metavar="FILE", help="JSON list of [case, metric, peer] rows to skip (with --stream)")
+    options = parser.parse_args(argv)
+
+    try:
+        return _main(options)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _main(options: argparse.Namespace) -> int:
+    open_queues()
+    device = default_device()
+    settings = Settings(device, short=options.short, dry=options.dry, seconds=options.seconds)
+    names = options.names or [b.name for b in list_benchmarks() if device.type in b.devices]
+    if options.warm:
+        return _warm(names, settings, options.warm)
+    if options.stream:
+        done = {tuple(key) for key in json.loads(Path(options.done).read_text())} if options.done else set()
+        return max(_stream(find(name), settings, done, not options.fast) for name in names)
+    if options.out is not None and len(names) != 1:
+        print(f"error: --out takes the record of one benchmark, and {len(names)} are to run", file=sys.stderr)
+        return 2
+    passed_on = ("json", "short", "dry", "seconds", "device", "out", "resume")
+    how = {option: getattr(options, option) for option in passed_on}
+    return max(run_benchmark(name, **how) for name in names)
+
+
+def _warm(names: list[str], settings: Settings, cases: list[str]) -> int:
+    for name in names:
+        benchmark = find(name)
+        for case in cases:
+            if benchmark.warm is not None:
+                benchmark.warm(settings, case)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

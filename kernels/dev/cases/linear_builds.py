@@ -1,0 +1,116 @@
+"""What the ops of this folder launch, as builds for ahead-of-time compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from ...runtime import device
+from ..registry import Build, Case
+from ..shapes import Projection
+
+_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+}
+_KINDS = {"nt": "fwd", "nn": "dgrad", "tn": "wgrad"}
+
+
+def collect(
+    op: str,
+    target: str,
+    cases: Iterable[Case],
+    launch: Callable[[Case], None],
+    projections: Iterable[Projection] = (),
+    launch_projection: Callable[[Projection], None] | None = None,
+) -> list[Build]:
+    """Every launch that ``launch(case)`` makes on ``target``, on tensors of the ``meta`` device, each kernel once.
+
+    Then, at the sizes of the models in ``shapes.py``, those of ``launch_projection``: no configuration that
+    ``pick_config`` returns for them goes uncompiled.
+    """
+    found: dict[str, Build] = {}
+
+    def keep(launches: list[device.Launch]) -> None:
+        for item in launches:
+            build = build_of(op, item, target)
+            found.setdefault(build.config, build)
+
+    for case in cases:
+        with device.capture(target, tf32=case.options.get("tf32", False)) as launches:
+            launch(case)
+        keep(launches)
+    for projection in projections:
+        assert launch_projection is not None
+        with device.capture(target) as launches:
+            launch_projection(projection)
+        keep(launches)
+    return list(found.values())
+
+
+def build_of(op: str, item: device.Launch, target: str) -> Build:
+    args, gemm = item.args, item.gemm
+    common = {
+        "op": op,
+        "target": target,
+        "fn": item.fn,
+        "args": args,
+        "num_warps": item.num_warps,
+        "num_stages": item.num_stages,
+    }
+    steps = [args["EPILOGUE"]] if args["EPILOGUE"] != "act" else []
+    steps += [args["ACTIVATION"]] if args["ACTIVATION"] != "identity" else []
+    if gemm is None:  # an elementwise pass, or the sum of a split product
+        name = item.fn.__name__.removeprefix("_").removesuffix("_kernel")
+        steps += _operands(args)
+        return Build(config="-".join([name, str(item.config), *steps]), **common)
+    tile = item.config
+    label = [_KINDS[gemm.layout], f"{tile.block_m}x{tile.block_n}x{tile.block_k}-w{tile.num_warps}-s{tile.num_stages}"]
+    label += ["tma"] if tile.use_tma else []
+    label += ["swap"] if tile.swap else []
+    label += ["tf32" if gemm.precision == "tf32" else _NAMES[gemm.dtype]]
+    label += [f"to_{_NAMES[gemm.out_dtype]}"] if gemm.out_dtype != gemm.dtype else []
+    label += [f"{gemm.combine}{gemm.pairs}"] if gemm.pairs > 1 else []
+    label += [f"gather{args['PARTS']}"] if gemm.remote == "gather" else []
+    label += steps + _operands(args)
+    label += ["odd"] if any(size % 16 for size in (*args["Ns"], *(args["Ms"] or args["Ks"]))) else []
+    return Build(
+        config="-".join(label),
+        **common,
+        wants_wgmma=True,
+        wants_tma=True,
+        exempt=_why_not_tensor_units(gemm, tile) if target == "sm_90" else None,
+        gemm=gemm,
+        tile=tile,
+    )
+
+
+def _operands(args: dict[str, Any]) -> list[str]:
+    """Which of the optional operands a launch has."""
+    present = {
+        "bias": any(t is not None for t in args.get("bias_ptrs", ())),
+        "scales": args.get("scale_ptrs") is not None,
+        "by_row": args.get("ROW_SCALES", False),
+        "residual": args["EPILOGUE"] == "act" and "a_ptrs" in args and args["source_ptrs"][0] is not None,
+        "row_sum": any(t is not None for t in args.get("row_sum_ptrs", ())),
+        "out_by_pointer": args.get("USE_TMA", False) and not args["OUT_ALIGNED"],
+    }
+    targets = args["target_ptrs"]
+    saved = len(targets[0] if isinstance(targets[0], tuple) else targets) - 1
+    return [name for name, there in present.items() if there] + ([f"and{saved}"] if saved else [])
+
+
+def _why_not_tensor_units(gemm: Any, tile: Any) -> str | None:
+    """Why this GEMM on sm_90 goes without wgmma or TMA, or None if it must have both."""
+    if gemm.dtype == torch.float32 and gemm.precision == "ieee":
+        return "IEEE fp32 has no tensor-core instruction"
+    if not tile.use_tma:
+        return "rows are not multiples of 16 bytes: TMA cannot address them"
+    if (tile.block_n if tile.swap else tile.block_m) < 64:
+        return "wgmma works on 64 rows; smaller blocks use the older tensor-core instruction"
+    return None

@@ -1,0 +1,124 @@
+"""What ``paged_attention`` launches, as builds for ahead-of-time compilation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ...paged_attention.options import Mods
+from ...runtime import device
+from ..registry import Build, Case
+
+_NAMES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8",
+    torch.int8: "int8",
+}
+
+
+def collect(target: str, cases: Iterable[Case]) -> list[Build]:
+    """Every launch that the cases make on ``target``, each kernel once."""
+    from ...paged_attention import launch
+
+    found: dict[str, Build] = {}
+    for case in cases:
+        bound = max(case.options["queries"]) if case.options.get("host") else None
+        with device.capture(target) as launches:
+            tensors, mods = _call(case)
+            launch.paged_attention_fwd(
+                tensors, mods, bool(case.options.get("invariant")), bound, None, plan=None, plan_key=0
+            )
+        for item in launches:
+            build = _build(item, target, case)
+            found.setdefault(build.config, build)
+    return list(found.values())
+
+
+def _call(case: Case) -> tuple[Any, Mods]:
+    """What a case's call gets, as meta tensors."""
+    n, kv_heads, h, hv, block_size = (case.sizes[name] for name in ("N", "K", "H", "Hv", "block_size"))
+    options = {"causal": True, "window": None, "softcap": None, **case.options}
+    context, queries = options["context"], options["queries"]
+    pages = [-(-(c + q) // block_size) for c, q in zip(context, queries)]
+    tokens, seqs = sum(queries), len(queries)
+
+    def tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def where(asked: object, x: torch.Tensor) -> torch.Tensor | None:
+        return x if asked else None
+
+    kv_cache = tensor(sum(pages), kv_heads, block_size, h + hv, dtype=options.get("cache") or case.dtype)
+    scales = {None: None, "tensor": tensor(1), "token": tensor(*kv_cache.shape[:3])}[options.get("scales")]
+    mods = Mods(
+        1.0,
+        options["causal"],
+        options["window"],
+        options["softcap"],
+        where(options.get("sinks"), tensor(n, dtype=case.dtype)),
+        where(options.get("alibi"), tensor(n)),
+        where(options.get("prefix"), tensor(seqs, dtype=torch.int32)),
+        where(options.get("tree"), tensor(tokens, 64, dtype=torch.bool)),
+        scales,
+        scales,
+    )
+    tensors = (
+        tensor(tokens, n, h, dtype=case.dtype),
+        kv_cache[..., :h],
+        kv_cache[..., h:],
+        tensor(seqs, max(pages), dtype=torch.int32),
+        tensor(seqs, dtype=torch.int32),
+        tensor(seqs + 1, dtype=torch.int32),
+    )
+    return tensors, mods
+
+
+def _build(item: device.Launch, target: str, case: Case) -> Build:
+    attends, args = "q_ptr" in item.args, item.args
+    label = [str(item.config), *_features(args, case)]
+    fp32 = case.dtype == torch.float32
+    return Build(
+        op="paged_attention",
+        config="-".join(label),
+        target=target,
+        fn=item.fn,
+        args=args,
+        num_warps=item.num_warps,
+        num_stages=item.num_stages,
+        # A warp group multiplies 64 rows: decode's 16 use the older instruction, and fp32 has none.
+        wants_wgmma=attends and args["BLOCK_M"] >= 64 and not fp32,
+    )
+
+
+def _features(args: dict[str, Any], case: Case) -> list[str]:
+    """What tells one build from another beside its tile."""
+    if "q_ptr" not in args:
+        found = [f"g{args['GROUP']}"]
+        if "V_SIZE" in args:
+            found += [f"h{args['V_SIZE']}", _NAMES[case.dtype], f"scales{args['V_SCALES']}"]
+            return found + (["sinks"] if args["sinks_ptr"] is not None else [])
+        masks = {"window": args["window"] is not None, "prefix": args["prefix_lens_ptr"] is not None}
+        masks |= {"tree": args["TREE"], "quanta": args["QUANTA"]}
+        return found + [name for name, asked in masks.items() if asked] + ([] if args["CAUSAL"] else ["full"])
+    sizes = {args["HEAD_SIZE"], args["V_SIZE"]}
+    found = [f"h{'x'.join(map(str, sorted(sizes, reverse=True)))}", f"g{args['GROUP']}", f"p{args['PAGE_SIZE']}"]
+    found.append(_NAMES[case.dtype])
+    cache = case.options.get("cache") or case.dtype
+    if cache != case.dtype:
+        found.append("over-" + _NAMES[cache])
+    flags = {
+        "scaled": args["K_SCALES"] == 1,
+        "token_scaled": args["K_SCALES"] == 2,
+        "full": not args["CAUSAL"],
+        "window": args["window"] is not None,
+        "softcap": args["softcap"] is not None,
+        "sinks": args["sinks_ptr"] is not None,
+        "alibi": args["slopes_ptr"] is not None,
+        "prefix": args["prefix_lens_ptr"] is not None,
+        "tree": args["tree_ptr"] is not None,
+    }
+    return found + [name for name, asked in flags.items() if asked]

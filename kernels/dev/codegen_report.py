@@ -1,0 +1,111 @@
+"""The committed record of what the compiler made of every build, and whether it still speaks of these sources.
+
+``make test`` compiles the builds of the chip that is tuned first, and a sample of the others; ``make codegen-all``
+compiles them all and writes the record, one file for each version of Triton:
+
+    python -m shardfuse.kernels.dev.codegen_report --write    compile everything, write the record, fail on any problem
+    python -m shardfuse.kernels.dev.codegen_report --check    compile nothing: is every build recorded, as it is now?
+
+An entry carries Triton's own hash of the build's source: the kernel and all that it calls, where they stand in their
+files, and the arguments it is specialised for. A changed file thereby makes the entries of its kernels stale.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from . import codegen, registry
+from .registry import Build
+
+FOLDER = Path(__file__).resolve().parent / "compiled"
+_COLUMNS = ("registers", "spills", "shared_bytes", "wgmma", "tma", "occupancy", "exempt")
+
+
+def builds() -> Iterator[Build]:
+    """Every build of every op for every target."""
+    for op in registry.ops().values():
+        for target in registry.TARGETS:
+            yield from op.builds(target)
+
+
+def source_hash(build: Build) -> str:
+    """What the machine code of a build depends on, but for the compiler: 16 hexadecimal digits."""
+    from triton.compiler import ASTSource
+
+    signature, constexprs, attrs = build.specialise()
+    source = ASTSource(build.fn, signature=signature, constexprs=constexprs, attrs=attrs)
+    key = f"{source.hash()}-{build.num_warps}-{build.num_stages}"
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def path(version: str) -> Path:
+    """Where the record of one version of Triton lies."""
+    return FOLDER / f"triton-{version}.json"
+
+
+def write(jobs: int | None = None) -> int:
+    """Compile every build and write the record; 1 if any is unfit to ship."""
+    import triton
+
+    wanted = list(builds())
+    hashes = {_key(build): source_hash(build) for build in wanted}
+    reports = codegen.compile_with_progress(wanted, jobs, Console(stderr=True))
+    faults = [f"{r.op} {r.config} on {r.target}: {problem}" for r in reports for problem in codegen.problems(r)]
+    print("\n".join([*faults, f"{len(reports)} builds under Triton {triton.__version__}, {len(faults)} problems"]))
+    if faults:
+        return 1
+    record: dict[str, Any] = {"triton": triton.__version__, "columns": ["source_hash", *_COLUMNS], "builds": {}}
+    for report in reports:
+        row = report.row()
+        key = (report.op, report.target, report.config)
+        record["builds"][" ".join(key)] = [hashes[key], *(row[column] for column in _COLUMNS)]
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(record["builds"].items()))
+    head = json.dumps({name: record[name] for name in ("triton", "columns")})[:-1]
+    path(triton.__version__).write_text(f'{head}, "builds": {{\n{lines}\n}}}}\n')
+    return 0
+
+
+def stale(version: str) -> list[str]:
+    """What the record of ``version`` lacks or holds of other sources, one line each; nothing where it is whole."""
+    file = path(version)
+    if not file.is_file():
+        return [f"there is no {file.name}"]
+    recorded = json.loads(file.read_text())["builds"]
+    now = {" ".join(_key(build)): source_hash(build) for build in builds()}
+    lines = [f"{name} is not in it" for name in now if name not in recorded]
+    lines += [f"{name} was compiled from other sources" for name, h in now.items() if recorded.get(name, [h])[0] != h]
+    return lines + [f"{name} is no build any more" for name in recorded if name not in now]
+
+
+def _key(build: Build) -> tuple[str, str, str]:
+    return build.op, build.target, build.config
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m shardfuse.kernels.dev.codegen_report", description=__doc__)
+    choice = parser.add_mutually_exclusive_group(required=True)
+    choice.add_argument("--write", action="store_true", help="compile every build and write the record")
+    choice.add_argument("--check", action="store_true", help="say what of the record is stale; exit 1 if anything is")
+    parser.add_argument("--jobs", type=int, help="processes (default: one per core)")
+    options = parser.parse_args(arguments)
+    codegen.require_compiler()
+    if options.write:
+        return write(options.jobs)
+    import triton
+
+    lines = stale(triton.__version__)
+    print("\n".join(lines) or "the record is whole")
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

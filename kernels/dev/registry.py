@@ -1,0 +1,171 @@
+"""What the project knows about its ops: every module of ``cases/`` that defines ``SPEC``, or ``SPECS`` for several ops.
+
+Tests, ahead-of-time codegen, ``inspect`` and the benchmarks find an op here. Its cases import without Triton; its
+``builds`` function imports the kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+# Ahead-of-time targets: name -> (Triton backend, architecture, warp size).
+TARGETS: dict[str, tuple[str, int | str, int]] = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of one op, shared by tests, codegen and benchmarks.
+
+    ``sizes`` are the op's own (M, N, K, ...), ``options`` its keyword arguments (activation, ...). ``tags`` say who
+    uses it: ``test`` (small enough to interpret), ``codegen`` (its configuration is built ahead of time),
+    ``bench`` (timed; on a GPU), ``bench-cpu`` (timed on a CPU), ``short`` (one of the dozen that ``make gpu`` runs).
+    """
+
+    name: str
+    dtype: torch.dtype
+    sizes: Mapping[str, int]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    tags: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Build:
+    """One kernel in one configuration, to be compiled ahead of time for one target.
+
+    ``args`` are the very arguments that the launcher would pass, by name, with tensors on the ``meta`` device:
+    the launcher's own argument function makes them, so that what is compiled here is what runs there.
+    """
+
+    op: str
+    config: str  # readable and unique per target, e.g. "fwd-128x256x64-w8-s3-bf16-bias-gelu_tanh-preact"
+    target: str
+    fn: Any  # triton.JITFunction
+    args: Mapping[str, Any]  # every argument of fn: meta tensors, ints, floats, None, constexpr values, tuples of these
+    num_warps: int
+    num_stages: int
+    wants_wgmma: bool = False  # asserted on sm_90
+    wants_tma: bool = False  # asserted on sm_90
+    exempt: str | None = None  # why wgmma or TMA is not expected although this is a GEMM on sm_90
+    gemm: Any = None  # what a matrix product was asked to do, linear.config.Gemm; what its cost is modelled from
+    tile: Any = None  # and in which configuration, linear.config.GemmConfig
+
+    def specialise(self) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
+        """(signature, constexprs, attrs) as ``triton.compiler.ASTSource`` takes them.
+
+        Follows the rules of Triton's JIT: integers equal to 1 and None become constants, integers divisible by 16
+        are marked so (unless the kernel names the argument in ``do_not_specialize``), and tensors are taken to be
+        16-byte aligned (torch's allocator gives 256).
+        """
+        signature: dict[str, Any] = {}
+        constexprs: dict[tuple[int, ...], Any] = {}
+        attrs: dict[tuple[int, ...], Any] = {}
+
+        def visit(value: Any, path: tuple[int, ...], constant: bool, special: bool) -> Any:
+            if isinstance(value, tuple) and not constant:
+                return tuple(visit(v, (*path, i), False, special) for i, v in enumerate(value))
+            if constant or value is None or (special and type(value) is int and value == 1):
+                constexprs[path] = value
+                return "constexpr"
+            if isinstance(value, torch.Tensor):
+                attrs[path] = [["tt.divisibility", 16]]
+                return "*" + _TRITON_NAMES[value.dtype]
+            if type(value) is int:
+                if special and value % 16 == 0:
+                    attrs[path] = [["tt.divisibility", 16]]
+                return "i32" if -(2**31) <= value < 2**31 else "i64"
+            if isinstance(value, float):
+                return "fp32"
+            raise TypeError(f"{self.op} {self.config}: argument of type {type(value).__name__} at {path}")
+
+        for i, param in enumerate(self.fn.params):
+            special = not param.do_not_specialize
+            signature[param.name] = visit(self.args[param.name], (i,), param.is_constexpr, special)
+        return signature, constexprs, attrs
+
+
+_TRITON_NAMES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
+
+
+def _largest_size(case: Case) -> int:
+    return max(case.sizes.values())
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """An op as tests, codegen and benchmarks see it."""
+
+    name: str
+    summary: str
+    cases: tuple[Case, ...]
+    # (case, device, seed) -> the op's inputs by name; floating-point leaves require grad where a gradient exists.
+    make_inputs: Callable[[Case, torch.device, int], dict[str, Any]]
+    # (inputs, case, impl) -> outputs and gradients by name. The reference in fp64 is run(double inputs, "reference").
+    run: Callable[[dict[str, Any], Case, str], dict[str, torch.Tensor]]
+    # target -> the builds that its configuration function returns over the cases tagged "codegen".
+    builds: Callable[[str], list[Build]]
+    sources: tuple[str, ...] = ()  # files (relative to kernels/) whose change makes a measured result stale
+    # case -> the length of the longest sum behind any number of the results, for ``accuracy.judge``.
+    terms: Callable[[Case], int] = _largest_size
+
+    def tagged(self, tag: str) -> list[Case]:
+        return [case for case in self.cases if tag in case.tags]
+
+
+@functools.cache
+def ops() -> dict[str, OpSpec]:
+    """Every op's OpSpec by name."""
+    from . import cases
+
+    found: dict[str, OpSpec] = {}
+    for entry in pkgutil.iter_modules(cases.__path__):
+        module = importlib.import_module(f"{cases.__name__}.{entry.name}")
+        specs = getattr(module, "SPECS", None) or [spec for spec in [getattr(module, "SPEC", None)] if spec]
+        found |= {spec.name: spec for spec in specs}
+    return found
+
+
+def op(name: str) -> OpSpec:
+    """The op called ``name``; ValueError listing the known ones otherwise."""
+    if name not in ops():
+        raise ValueError(f"no op called {name!r}: known are {', '.join(sorted(ops()))}")
+    return ops()[name]
+
+
+def to_double(inputs: dict[str, Any], device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The same inputs in fp64 on ``device``, for the oracle; other values pass through. Leaves stay leaves."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if not value.is_floating_point():
+                return value.detach().to(device)
+            return value.detach().to(device, torch.float64).requires_grad_(value.requires_grad)
+        if isinstance(value, (list, tuple)):
+            return type(value)(convert(v) for v in value)
+        return value
+
+    return {name: convert(value) for name, value in inputs.items()}

@@ -1,0 +1,285 @@
+"""Causal self-attention with grouped queries, heads split over a tensor-parallel group."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from ...kernels.rope import apply_rope, rope_choice
+from ...parallel.core.mesh import MeshLike
+from ...parallel.core.random import sharded_draws
+from ..config import check_heads, default_head_dim
+from ..linear import ColumnParallelLinear, RowParallelLinear, project
+from ..module import Init, Joint, Runs, ShardedModule, check_divides
+from .rope import Rope, Rotary, rope_tables
+from .sdpa import attend, choose_path
+
+
+class AttentionCache(Protocol):
+    """What attention asks of a cache when serving: store this step's keys and values, attend over all of them."""
+
+    def attend(
+        self,
+        layer_index: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        scale: float,
+        rope: Rope,
+        interleaved: bool,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """q [T, N/R, H], k and v [T, K/R, H] -> [T, N/R, H]; q and k are still to be rotated by ``rope``."""
+        ...
+
+
+class ParallelAttention(ShardedModule):
+    """Grouped-query attention (Ainslie et al., arXiv:2305.13245) with rotary positions; N/R heads per rank.
+
+    x and the result are [B, S, D] or, with ``batch_size=B``, [B*S, D] batch-major (with sequence parallelism
+    [B*S/R, D]). q, k and v share one input collective; rank r holds query heads r*N/R and up and exactly the KV heads
+    that these attend to. Parameters are called as in Llama and Starcoder2: ``q_proj``, ``k_proj``, ``v_proj``,
+    ``o_proj``. ``fuse_wgrad_accumulation`` adds their gradients to their ``main_grad`` (see ``attach_main_grads``).
+    ``overlap`` and ``strict`` are as in :class:`~shardfuse.layers.linear.ColumnParallelLinear`.
+
+    ``rotary`` says how heads are rotated, in place of plain rotary positions of base ``rope_theta``. ``window``,
+    ``softcap`` and the learned ``sinks`` [N/R] change the scores as ``layers/attention/sdpa.py`` writes down;
+    ``dropout_p`` of the weights is dropped in training, other ones on every rank.
+
+    Raises ValueError where heads or KV heads do not divide by the group's size, or heads cannot be rotated.
+    """
+
+    sinks: torch.Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        head_dim: int | None = None,
+        rope_theta: float = 10000.0,
+        rotary: Rotary | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        dropout_p: float = 0.0,
+        bias: bool = True,
+        layer_index: int = 0,
+        mesh: MeshLike = None,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        overlap: str = "auto",
+        strict: bool = False,
+        params: str = "dtensor",
+        impl: str = "auto",
+        init_std: float | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(mesh, sequence_parallel=sequence_parallel, params=params, dtype=dtype, device=device)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_heads(num_heads, num_kv_heads)
+        check_divides("num_heads", num_heads, self.group)
+        check_divides("num_kv_heads", num_kv_heads, self.group)
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = default_head_dim(hidden_size, num_heads) if head_dim is None else head_dim
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd: rotary positions turn pairs of elements")
+        self.scale = self.head_dim**-0.5
+        self.rotary = Rotary(self.head_dim, rope_theta) if rotary is None else rotary
+        self.window, self.softcap, self.dropout_p = window, softcap, dropout_p
+        self.impl = impl
+        self.layer_index = layer_index
+        common: dict[str, Any] = {
+            "bias": bias,
+            "mesh": self.group,
+            "sequence_parallel": sequence_parallel,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "overlap": overlap,
+            "strict": strict,
+            "params": params,
+            "impl": impl,
+            "site": "attention",
+            "init_std": init_std,
+            "dtype": dtype,
+            "device": device,
+        }
+        self.q_proj = ColumnParallelLinear(hidden_size, num_heads * self.head_dim, **common)
+        self.k_proj = ColumnParallelLinear(hidden_size, num_kv_heads * self.head_dim, **common)
+        self.v_proj = ColumnParallelLinear(hidden_size, num_kv_heads * self.head_dim, **common)
+        self.o_proj = RowParallelLinear(num_heads * self.head_dim, hidden_size, **common)
+        self.add_parameter("sinks", (num_heads,) if sinks else None, 0, Init(constant=0.0))
+        self.reset_parameters()
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        batch_size: int | None = None,
+        positions: torch.Tensor | None = None,
+        cache: AttentionCache | None = None,
+        rope: Rope | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
+        residual: torch.Tensor | None = None,
+        partial: bool = False,
+    ) -> Any:
+        """Attend over each sequence of the batch, or, with ``cache``, over what the cache holds of it.
+
+        ``positions`` are [S], shared by all sequences, or [B*S]; default 0..S-1. With ``cu_seqlens`` x is [T, D], a
+        packed batch (see :func:`shardfuse.layers.attention.sdpa.attend`), and positions are [T], by default from 0 in
+        each sequence. With a cache x is [T, D], tokens of any sequences, and positions are [T]. ``rope`` hands in ready
+        tables (``rope_tables`` of the positions). ``residual``, of the result's shape and in a group of one only, is
+        added in the output projection's epilogue. With ``partial``, and without gradients, the result is this rank's
+        :class:`~shardfuse.parallel.overlap.partial_sum.Addend`.
+        """
+        if cu_seqlens is not None and not (batch_size is cache is None):
+            raise ValueError("cu_seqlens says what the sequences are: leave out batch_size, and a cache knows its own")
+        if cu_seqlens is None and max_seqlen is not None:
+            raise ValueError(
+                "max_seqlen bounds the lengths of a packed batch: pass cu_seqlens as well, or leave it out"
+            )
+        q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)  # [T, heads/R * H] or [B, S, heads/R * H]
+        if cache is not None:
+            out = self._attend_cached(q, k, v, positions, cache, rope)
+        elif cu_seqlens is not None:
+            out = self._attend_packed(q, k, v, positions, rope, cu_seqlens, max_seqlen)
+        else:
+            out = self._attend(q, k, v, batch_size, positions, rope)
+        if partial:
+            return self.o_proj.addend(out)
+        return self.o_proj(out) if residual is None else self.o_proj(out, residual=residual)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        batch_size: int | None,
+        positions: torch.Tensor | None,
+        rope: Rope | None,
+    ) -> torch.Tensor:
+        shape, batch = q.shape, _batch_size(q, batch_size)
+        length = shape[1] if len(shape) == 3 else shape[0] // batch
+        q, k, v = (self._heads(t).unflatten(0, (batch, length)) for t in (q, k, v))
+        if rope is None:
+            rope = rope_tables(_batched_positions(positions, q), self.rotary, length=length)
+        return self._mix(*self._rotated(q, k, rope), v).reshape(shape)
+
+    def _attend_packed(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor | None,
+        rope: Rope | None,
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int | None,
+    ) -> torch.Tensor:
+        shape = q.shape
+        if len(shape) != 2:
+            raise ValueError(f"a packed batch wants x [T, D], not {len(shape)} dimensions: flatten batch and sequence")
+        q, k, v = (self._heads(t) for t in (q, k, v))
+        if rope is None:
+            positions = packed_positions(cu_seqlens, shape[0]) if positions is None else positions
+            rope = rope_tables(positions, self.rotary, length=shape[0] if max_seqlen is None else max_seqlen)
+        q, k = self._rotated(q, k, rope)
+        return self._mix(q, k, v, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen).reshape(shape)
+
+    def _attend_cached(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor | None,
+        cache: AttentionCache,
+        rope: Rope | None,
+    ) -> torch.Tensor:
+        shape = q.shape
+        q, k, v = (self._heads(t) for t in (q, k, v))
+        if rope is None:
+            if positions is None:
+                raise ValueError("attention over a cache wants positions [T]: where each token stands in its sequence")
+            rope = rope_tables(positions, self.rotary)
+        (sinks,) = self.local("sinks")
+        out = cache.attend(
+            *(self.layer_index, q, k, v),
+            scale=self.scale,
+            rope=rope,
+            interleaved=self.rotary.interleaved,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=sinks,
+        )
+        return out.reshape(shape)
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., heads * H] -> [T, heads, H]."""
+        return x.view(x.shape[:-1].numel(), x.shape[-1] // self.head_dim, self.head_dim)
+
+    def _rotated(self, q: torch.Tensor, k: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = apply_rope(q, k, rope.cos, rope.sin, interleaved=self.rotary.interleaved, impl=self.impl)  # type: ignore[assignment]
+        return q, k
+
+    def _mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **packed: Any) -> torch.Tensor:
+        (sinks,) = self.local("sinks")
+        options = {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": sinks, **packed}
+        if not (self.training and self.dropout_p):
+            return attend(q, k, v, **options)
+        with sharded_draws(self.group, q.device):
+            return attend(q, k, v, dropout_p=self.dropout_p, **options)
+
+    def joints(self) -> list[Joint]:
+        """The layers that share a product and its collectives."""
+        return [Joint((self.q_proj, self.k_proj, self.v_proj))]
+
+    def runs(self, device: torch.device) -> Runs:
+        path = choose_path(
+            device,
+            self.q_proj.weight.dtype,
+            self.head_dim,
+            window=self.window,
+            softcap=self.softcap,
+            sinks=self.sinks is not None,
+            dropout_p=self.dropout_p if self.training else 0.0,
+        )
+        return [("attention", path), ("apply_rope", rope_choice(device, self.impl))]
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+
+
+def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Where each of ``tokens`` stands in its sequence of a packed batch: [T] int64, without a look at the contents."""
+    index = torch.arange(tokens, device=cu_seqlens.device)
+    starts = cu_seqlens[torch.searchsorted(cu_seqlens, index, right=True) - 1]
+    return index - starts
+
+
+def _batch_size(tokens: torch.Tensor, batch_size: int | None) -> int:
+    """How many sequences ``tokens`` [B, S, ...] or [B*S, ...] holds."""
+    if tokens.dim() == 3:
+        return tokens.shape[0]
+    if batch_size is None:
+        raise ValueError("attention over x [B*S, D] wants batch_size=B, or x [B, S, D]")
+    if batch_size < 1 or tokens.shape[0] % batch_size:
+        raise ValueError(f"batch_size={batch_size} does not divide the {tokens.shape[0]} tokens of x")
+    return batch_size
+
+
+def _batched_positions(positions: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor:
+    """Positions [S] or [B, S] for ``q`` [B, S, N/R, H]."""
+    batch, length = q.shape[:2]
+    if positions is None:
+        return torch.arange(length, device=q.device)
+    if positions.numel() == length:
+        return positions.view(length)
+    if positions.numel() == batch * length:
+        return positions.view(batch, length)
+    raise ValueError(f"positions {list(positions.shape)}: expected [{length}] or [{batch * length}]")

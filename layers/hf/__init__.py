@@ -1,0 +1,1 @@
+"""Folders that transformers reads and writes."""

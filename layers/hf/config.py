@@ -1,0 +1,142 @@
+"""What transformers calls its files, and the things in our configs: gelu style is its Starcoder2, gated its Llama."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..config import TransformerConfig, rope_type
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PART, ANY_PART = "model-{:05d}-of-{:05d}.safetensors", "model-*-of-*.safetensors"
+
+# Style -> what config.json calls it.
+_MODEL_TYPES = {"gelu": "starcoder2", "gated": "llama"}
+_ARCHITECTURES = {"gelu": "Starcoder2ForCausalLM", "gated": "LlamaForCausalLM"}
+_ACTIVATIONS = {"gelu": "gelu_pytorch_tanh", "gated": "silu"}
+_NORM_EPS = {"gelu": "norm_epsilon", "gated": "rms_norm_eps"}
+_BIASES = {"gelu": ("use_bias",), "gated": ("attention_bias", "mlp_bias")}
+# Our name -> config.json's.
+_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "max_positions": "max_position_embeddings",
+    "init_std": "initializer_range",
+    "tie_embeddings": "tie_word_embeddings",
+}
+_OPTIONAL = ("num_key_value_heads", "head_dim")
+# What transformers assumes where a config.json leaves a key out.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gelu": {
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.018042,
+        "tie_word_embeddings": True,
+        "norm_epsilon": 1e-5,
+        "hidden_act": "gelu_pytorch_tanh",
+        "use_bias": True,
+    },
+    "gated": {
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+}
+
+
+def config_to_hf(config: TransformerConfig, dtype: str = "float32") -> dict[str, Any]:
+    """The ``config.json`` of ``config``, as transformers 5 writes it; ValueError where it has no such model."""
+    style = config.style
+    gated_only = ("attention_window", "residual_dropout", "embedding_dropout") if config.gated else ()
+    for name in ("attention_softcap", "attention_sinks", "norm_offset", *gated_only):
+        if getattr(config, name):
+            raise ValueError(
+                f"{name}={getattr(config, name)}: transformers' {_MODEL_TYPES[style]} has no such thing; a model that "
+                "differs cannot be exported as one"
+            )
+    out: dict[str, Any] = {"architectures": [_ARCHITECTURES[style]], "model_type": _MODEL_TYPES[style], "dtype": dtype}
+    out |= {theirs: getattr(config, ours) for ours, theirs in _FIELDS.items()}
+    out |= dict.fromkeys(_BIASES[style], config.bias)
+    out[_NORM_EPS[style]] = config.norm_eps
+    out["hidden_act"] = _ACTIVATIONS[style]
+    out["rope_parameters"] = _rope_parameters(config)
+    out["rope_theta"] = config.rope_theta  # where transformers 4 looks
+    out |= {
+        "attention_dropout": config.attention_dropout,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "use_cache": True,
+    }
+    if style == "gelu":
+        out |= {"embedding_dropout": config.embedding_dropout, "residual_dropout": config.residual_dropout}
+        out["sliding_window"] = config.attention_window
+    return out
+
+
+def config_from_hf(raw: dict[str, Any]) -> TransformerConfig:
+    """Our config of a ``config.json``; ValueError where it asks for something that the layers do not do."""
+    styles = {model_type: style for style, model_type in _MODEL_TYPES.items()}
+    if raw.get("model_type") not in styles:
+        raise ValueError(f"model_type={raw.get('model_type')!r}: expected one of {', '.join(styles)}")
+    style = styles[raw["model_type"]]
+    raw = _DEFAULTS[style] | {key: value for key, value in raw.items() if value is not None}
+
+    if raw["hidden_act"] not in (_ACTIVATIONS[style], "swish" if style == "gated" else None):
+        raise ValueError(f"hidden_act={raw['hidden_act']!r}: {raw['model_type']} here means {_ACTIVATIONS[style]}")
+    biases = {raw[key] for key in _BIASES[style]}
+    if len(biases) > 1:
+        raise ValueError(f"{' and '.join(_BIASES[style])} differ: here all linear layers have a bias or none has")
+    fields = {ours: raw[theirs] for ours, theirs in _FIELDS.items() if theirs in raw or theirs not in _OPTIONAL}
+    fields |= _rope_fields(raw)
+    fields |= {name: raw[name] for name in ("attention_dropout", *_OF_GELU) if raw.get(name) and _has(style, name)}
+    window = raw.get("sliding_window")
+    if window is not None and window < raw["max_position_embeddings"]:
+        if style == "gated":
+            raise ValueError(f"sliding_window={window}: transformers' {raw['model_type']} has none; which is meant?")
+        fields["attention_window"] = window
+    try:
+        return TransformerConfig(style=style, norm_eps=raw[_NORM_EPS[style]], bias=biases.pop(), **fields)
+    except TypeError as error:
+        raise ValueError(f"a value has the wrong type: {error}") from error
+
+
+_OF_GELU = ("embedding_dropout", "residual_dropout")
+
+
+def _has(style: str, name: str) -> bool:
+    return style == "gelu" or name not in _OF_GELU
+
+
+def _rope_parameters(config: TransformerConfig) -> dict[str, Any]:
+    if config.partial_rotary_factor != 1.0 or config.rope_interleaved:
+        raise ValueError(
+            f"partial_rotary_factor={config.partial_rotary_factor}, rope_interleaved={config.rope_interleaved}: "
+            f"transformers' {_MODEL_TYPES[config.style]} rotates whole heads, element i with i + head_dim / 2; a model "
+            "that differs cannot be exported as one"
+        )
+    scaling = {name: value for name, value in (config.rope_scaling or {}).items() if name != "type"}
+    return {**scaling, "rope_type": rope_type(config.rope_scaling), "rope_theta": config.rope_theta}
+
+
+def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
+    """``rope_theta`` and ``rope_scaling``; transformers 4 kept the first beside the second."""
+    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
+    partial = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    kind = rope_type(rope)
+    if partial != 1.0:
+        raise ValueError(
+            f"partial_rotary_factor={partial}: transformers' {raw['model_type']} rotates whole heads all the same, and "
+            "others do not; which is meant cannot be told"
+        )
+    rope.pop("type", None)
+    return {"rope_theta": float(theta), "rope_scaling": None if kind == "default" else rope | {"rope_type": kind}}

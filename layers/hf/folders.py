@@ -1,0 +1,214 @@
+"""Folders that transformers reads and writes: ``config.json`` beside ``model.safetensors``.
+
+Our parameters have transformers' own names and layouts, so a folder needs no conversion: gelu style is a Starcoder2,
+gated style a Llama.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ...parallel.checkpoint.checkpoint import named_entries
+from ...parallel.checkpoint.storage import agree, together
+from ...parallel.core.mesh import MeshLike, everyone, tp_group, whole_group
+from ...parallel.core.sharding import local_tensor, logical, shard_slice
+from ..config import TransformerConfig
+from ..transformer import ParallelTransformer
+from .config import CONFIG, INDEX, WEIGHTS, config_from_hf, config_to_hf
+from .export import export_hf
+
+__all__ = ["WEIGHTS", "config_from_hf", "config_to_hf", "export_hf", "load_hf", "load_hf_weights", "read_hf_config"]
+
+StrPath = str | os.PathLike[str]
+# Of a config, what a trained model's weights say nothing about.
+_FREE = ("max_positions", "init_std", "embedding_dropout", "residual_dropout", "attention_dropout")
+
+
+def load_hf(
+    directory: StrPath,
+    *,
+    mesh: MeshLike = None,
+    sequence_parallel: bool = False,
+    recompute: bool = False,
+    mlp_recompute: int = 0,
+    fuse_wgrad_accumulation: bool = False,
+    overlap: str = "auto",
+    strict: bool = False,
+    params: str = "dtensor",
+    impl: str = "auto",
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> ParallelTransformer:
+    """The model in ``directory``, sharded over ``mesh``; each rank reads its own slices only.
+
+    Options are those of :class:`ParallelTransformer`. ``dtype=None`` keeps the folder's. Reads one
+    ``model.safetensors`` or an index of several files.
+
+    Raises FileNotFoundError for a missing folder or file, ValueError for one that is cut short, corrupt, or of
+    another model.
+    """
+    options: dict[str, Any] = {
+        "sequence_parallel": sequence_parallel,
+        "recompute": recompute,
+        "mlp_recompute": mlp_recompute,
+        "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+        "overlap": overlap,
+        "strict": strict,
+        "params": params,
+        "impl": impl,
+    }
+    group = tp_group(mesh)
+    return agree(group, lambda: _load(Path(directory), dtype, device, mesh=group, **options))
+
+
+def _load(
+    directory: Path, dtype: torch.dtype | None, device: torch.device | str | None, **options: Any
+) -> ParallelTransformer:
+    config, kept = _read_config(directory)
+    files = _weight_files(directory)
+    model = ParallelTransformer(config, dtype=dtype or kept, device="meta", **options)
+    _check_names(directory, config, {name for name, _ in model.named_parameters()}, files)
+    model.to_empty(device=device or torch.get_default_device())
+    _fill(named_entries(model), files)
+    return model.eval()
+
+
+def load_hf_weights(directory: StrPath, model: ParallelTransformer, *, group: MeshLike = None) -> None:
+    """Fill ``model``, however it is spread over ranks, with the weights in ``directory``.
+
+    All ranks of ``group`` (default: every process) call it: after ``fully_shard``, say, or with a pipeline's parts.
+    Each reads its own slices only. Weights take the model's dtype.
+
+    Raises FileNotFoundError for a missing folder or file, ValueError for one that is cut short, corrupt, or of another
+    model, or a model on the meta device. Every rank raises; the model may then be filled in part.
+    """
+    ranks = everyone() if group is None else whole_group(group)
+    folder = Path(directory)
+    config, _ = agree(ranks, lambda: _read_config(folder))
+    wanted = agree(ranks, lambda: named_entries(model))
+    names = set().union(*together(ranks, lambda: set(wanted)))
+
+    def fill() -> None:
+        _check_config(folder, config, model.config)
+        files = _weight_files(folder)
+        _check_names(folder, config, names, files)
+        _fill(wanted, files)
+
+    agree(ranks, fill)
+
+
+def read_hf_config(directory: StrPath) -> TransformerConfig:
+    """The config of the model in ``directory``, to build it with before :func:`load_hf_weights`.
+
+    Raises FileNotFoundError, or ValueError for something that the layers do not do.
+    """
+    return _read_config(Path(directory))[0]
+
+
+def _read_config(directory: Path) -> tuple[TransformerConfig, torch.dtype]:
+    raw = _read_json(directory / CONFIG)
+    with _explained(directory / CONFIG):
+        return config_from_hf(raw), _dtype(raw)
+
+
+def _check_config(directory: Path, found: TransformerConfig, ours: TransformerConfig) -> None:
+    """ValueError where the same weights would mean another model."""
+    for name in (field.name for field in dataclasses.fields(found) if field.name not in _FREE):
+        if getattr(found, name) != getattr(ours, name):
+            raise ValueError(
+                f"{directory / CONFIG}: {name} is {getattr(found, name)!r}, and {getattr(ours, name)!r} in the model; "
+                "build the model from read_hf_config(directory)"
+            )
+
+
+def _fill(wanted: dict[str, torch.Tensor], files: dict[Path, list[str]]) -> None:
+    for path, names in files.items():
+        with _explained(path), safe_open(path, framework="pt") as file:
+            for name in names:
+                if name in wanted:
+                    _read_shard(file.get_slice(name), name, wanted[name])
+
+
+@torch.no_grad()
+def _read_shard(source: Any, name: str, param: torch.Tensor) -> None:
+    """Copy this rank's slice of ``source``, a tensor in a file, into ``param``."""
+    shape = logical(param).shape
+    if tuple(source.get_shape()) != tuple(shape):
+        raise ValueError(f"{name} is {list(source.get_shape())}, expected {list(shape)}")
+    local_tensor(param).copy_(source[shard_slice(param)])
+
+
+def _weight_files(directory: Path) -> dict[Path, list[str]]:
+    """File -> the parameters in it."""
+    if (directory / WEIGHTS).exists() or not (directory / INDEX).exists():
+        path = directory / WEIGHTS
+        if not path.exists():
+            raise FileNotFoundError(f"{directory}: neither {WEIGHTS} nor {INDEX} is there")
+        with _explained(path), safe_open(path, framework="pt") as file:
+            return {path: list(file.keys())}
+    index = _read_json(directory / INDEX)
+    with _explained(directory / INDEX):
+        names = index["weight_map"]
+    files: dict[Path, list[str]] = {}
+    for name, file_name in names.items():
+        if os.path.basename(file_name) != file_name:
+            raise ValueError(f"{directory / INDEX}: it points to {file_name!r}, outside the folder")
+        files.setdefault(directory / file_name, []).append(name)
+    return files
+
+
+def _check_names(directory: Path, config: TransformerConfig, wanted: set[str], files: dict[Path, list[str]]) -> None:
+    found = {name for names in files.values() for name in names}
+    # Old Llama folders hold the rotary frequencies; a tied head may be written beside the embedding that it equals.
+    spare = {name for name in found if name.endswith("rotary_emb.inv_freq")}
+    if config.tie_embeddings:
+        spare.add("lm_head.weight")
+    missing, foreign = sorted(wanted - found), sorted(found - wanted - spare)
+    if missing:
+        raise ValueError(
+            f"{directory}: {CONFIG} asks for {missing[0]} ({len(missing)} such in all), which no weights file holds"
+        )
+    if foreign:
+        raise ValueError(
+            f"{directory}: {foreign[0]} ({len(foreign)} such in all) has no place in the model of {CONFIG}"
+        )
+
+
+def _dtype(raw: dict[str, Any]) -> torch.dtype:
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+    dtype = getattr(torch, name.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype={name!r}: expected a floating-point type such as float32 or bfloat16")
+    return dtype
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    with _explained(path):
+        value = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError("expected a JSON object")
+        return value
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Errors while reading ``path``, naming it and what to do."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path}: no such file; a model folder holds {CONFIG} and {WEIGHTS}") from error
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: cut short or corrupt ({error}); export or copy the folder again") from error
+    except KeyError as error:
+        raise ValueError(f"{path}: {error} is missing; export or copy the folder again") from error
+    except ValueError as error:  # JSON's and Unicode's errors are ValueErrors too
+        raise ValueError(f"{path}: {error}") from error

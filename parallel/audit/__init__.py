@@ -1,0 +1,1 @@
+"""What a training step sends, counted, and what it should send on paper."""

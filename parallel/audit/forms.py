@@ -1,0 +1,191 @@
+"""What a training step should send, on paper: the closed forms that :mod:`audit`'s counts are held against.
+
+Per rank and step, in payload (see :mod:`audit`): Psi bytes of parameters as they are gathered, G as their gradients are
+reduced, both what this rank's pipeline stages and tensor-parallel part would be unsharded; M backward passes (whether
+micro-batches of a pipeline or of accumulation); A bytes of activations [T, D] of one of them, L blocks in the stages.
+
+    data parallelism     all-reduce   reduce-scatter   all-gather   all-gather, M = 1
+    zero 0, over rep x dp   G               -              -             -
+    zero 1, 2, over dp      -               G             Psi           Psi       kept whole from the first micro-batch
+                                                                                  to the last
+    zero 3, over dp         -               G           2 M Psi        2 Psi      gathered in forward and in backward
+    zero 3, in a pipeline   -               G          (M + 1) Psi     2 Psi      torch's stages keep them whole from a
+                                                                                  backward to the end of a forward
+    hybrid, over rep      G / dp            -              -             -        on top of the rows over dp
+
+An all-reduce is a reduce-scatter and an all-gather, so one micro-batch moves 2 Psi up to stage 2 and 3 Psi in stage 3
+(Rajbhandari et al., arXiv:1910.02054, section 7). With accumulation, stage 3 moves (2 M + 1) Psi.
+
+    tensor parallelism, for each of the M          all-reduce    with sequence parallelism: reduce-scatter, all-gather
+    blocks (Megatron-LM, arXiv:1909.08053)            4 L A                                    4 L A        4 L A
+    the same, recomputed in backward                  6 L A                                    6 L A        6 L A
+    embedding (where the first stage is)                A                                        A            A
+    head (where the last stage is)                      A                                        A            A
+    loss: of each token one maximum, two sums      12 T bytes    as all-reduces
+    norms' gradients                                    -        as all-reduces, as large as the norms
+
+    pipeline, for each of the M                       sends
+    hidden states, to a stage on another rank           A        A / R
+    their gradients, back                               A        A / R
+
+    an embedding that the head shares, at both ends of a pipeline: its gradient as this rank has it, in one all-reduce
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from ..core.sharding import spec_of
+from .audit import TORCH, Entry
+
+LOSS_NUMBERS = 3  # per token: its largest logit; its sum of exponentials and its target's logit
+LOSS_BYTES = 4  # of each of them: losses are formed in fp32
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One rank's part in a step; bytes are those of one micro-batch where the module says so."""
+
+    dp: int = 1
+    rep: int = 1
+    tp: int = 1
+    zero: int = 0
+    microbatches: int = 1  # M: backward passes in a step
+    pipelined: bool = False  # whether a schedule of torch's runs them
+    parameters: int = 0  # Psi
+    gradients: int = 0  # G
+    activation: int = 0  # A
+    tokens: int = 0  # T
+    blocks: int = 0  # L
+    first: bool = True  # whether this rank has the embedding
+    last: bool = True  # whether this rank has the head
+    norms: int = 0  # bytes of the norms' parameters
+    tied: int = 0  # bytes of gradients that the pipeline's two ends add up
+    hops: int = 0  # stages of this rank that send hidden states to another, and those that send gradients back
+    sequence_parallel: bool = False
+    recompute: bool = False
+
+
+class Form(NamedTuple):
+    """A line of the closed form: what one step sends in a kind of collective over a group."""
+
+    what: str
+    group: str
+    kind: str
+    payload: int
+    sites: tuple[str, ...]  # that it covers: names, or what they begin with up to a dot
+
+
+class Line(NamedTuple):
+    """A line of the closed form beside what was counted."""
+
+    form: Form
+    calls: int
+    counted: int
+
+    @property
+    def ok(self) -> bool:
+        return self.counted == self.form.payload
+
+
+def expected(plan: Plan) -> list[Form]:
+    """The closed form of ``plan``'s step; lines in which nothing is sent are left out.
+
+    Raises ValueError for a ``zero`` that is not 0 to 3.
+    """
+    if plan.zero not in range(4):
+        raise ValueError(f"zero={plan.zero!r}: expected 0, 1, 2 or 3")
+    forms = [*_data_parallel(plan), *_tensor_parallel(plan)]
+    hop = plan.activation // plan.tp if plan.sequence_parallel else plan.activation
+    forms.append(Form("between stages", "pp", "send", plan.microbatches * plan.hops * hop, (TORCH,)))
+    forms.append(Form("tied embedding", "pp", "all_reduce", plan.tied, ("pipeline.tied",)))
+    return [form for form in forms if form.payload]
+
+
+def _data_parallel(plan: Plan) -> list[Form]:
+    sites = (TORCH,)
+    if plan.zero == 0:
+        group = " x ".join(name for name, size in (("rep", plan.rep), ("dp", plan.dp)) if size > 1)
+        return [Form("gradients", group, "all_reduce", plan.gradients, sites)] if group else []
+    forms = []
+    if plan.dp > 1:
+        again = 1 if plan.pipelined else plan.microbatches  # times that backward finds them sharded
+        times = plan.microbatches + again if plan.zero == 3 else 1
+        forms.append(Form("gradients", "dp", "reduce_scatter", plan.gradients, sites))
+        forms.append(Form("parameters", "dp", "all_gather", times * plan.parameters, sites))
+    if plan.rep > 1:
+        forms.append(Form("gradients of shards", "rep", "all_reduce", plan.gradients // plan.dp, sites))
+    return forms
+
+
+def _tensor_parallel(plan: Plan) -> list[Form]:
+    if plan.tp == 1:
+        return []
+    M, A = plan.microbatches, plan.activation
+    kinds = ("reduce_scatter", "all_gather") if plan.sequence_parallel else ("all_reduce",)
+    forms = []
+    for kind in kinds:
+        times = (6 if plan.recompute else 4) * plan.blocks
+        forms.append(Form("blocks", "tp", kind, M * times * A, ("attention.", "mlp.")))
+        forms.append(Form("embedding", "tp", kind, M * A * plan.first, ("embedding",)))
+        forms.append(Form("head", "tp", kind, M * A * plan.last, ("head.",)))
+    loss = LOSS_NUMBERS * LOSS_BYTES * plan.tokens
+    forms.append(Form("loss", "tp", "all_reduce", M * loss * plan.last, ("loss.",)))
+    if plan.sequence_parallel:
+        forms.append(Form("norms' gradients", "tp", "all_reduce", M * plan.norms, ("norm.",)))
+    return forms
+
+
+def compare(forms: Sequence[Form], entries: Iterable[Entry]) -> tuple[list[Line], list[Entry]]:
+    """Each form beside what one step's ``entries`` have of it, and the entries that are in none."""
+    left = {entry: entry for entry in entries}
+    lines = []
+    for form in forms:
+        mine = [entry for entry in left if _covers(form, entry)]
+        for entry in mine:
+            del left[entry]
+        lines.append(Line(form, sum(entry.calls for entry in mine), sum(entry.payload for entry in mine)))
+    return lines, list(left)
+
+
+def _covers(form: Form, entry: Entry) -> bool:
+    if (form.group, form.kind) != (entry.group, entry.kind):
+        return False
+    return any(entry.site == site or entry.site.startswith(site.rstrip(".") + ".") for site in form.sites)
+
+
+def unsharded_bytes(parameters: Iterable[torch.Tensor], shards: int, itemsize: int | None = None) -> int:
+    """Bytes of ``parameters``, tensor-parallel parts as they are, gathered from ``shards`` data-parallel shards.
+
+    FSDP2 fills dimension 0 up to a multiple of ``shards``, and so does this. ``itemsize`` is that of the dtype they
+    travel in; None: their own.
+    """
+    total = 0
+    for param in parameters:
+        rows, *rest = _tensor_parallel_shape(param) or (1,)
+        total += -(-rows // shards) * shards * prod(rest) * (itemsize or param.dtype.itemsize)
+    return total
+
+
+def _tensor_parallel_shape(param: torch.Tensor) -> list[int]:
+    """The shape of this rank's tensor-parallel part, whatever else the parameter is sharded over."""
+    if not isinstance(param, DTensor):
+        return list(spec_of(param).local_shape)
+    shape = list(param.shape)
+    for name, size, placement in zip(param.device_mesh.mesh_dim_names or (), param.device_mesh.shape, param.placements):
+        if name == "tp" and isinstance(placement, Shard):
+            shape[placement.dim] //= size
+    return shape
+
+
+def hops(owners: Sequence[int], rank: int) -> int:
+    """Sends of ``rank`` for each micro-batch, where stage i is on rank ``owners[i]``: forward and back."""
+    borders = [(here, there) for here, there in pairwise(owners) if here != there]
+    return sum((here == rank) + (there == rank) for here, there in borders)

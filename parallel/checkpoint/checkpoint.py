@@ -1,0 +1,470 @@
+"""Checkpoints that load at any tensor-parallel degree, through torch.distributed.checkpoint.
+
+What is saved are logical tensors: each rank writes its parts, and a reader with other ranks takes the parts that it
+needs. Parameters in DTensor mode and in local mode give the same checkpoint, optimizer state included, and each loads
+the other's. So do any numbers of data-parallel ranks, stages and tensor-parallel ranks: a stage's model has the names
+of the whole one, and what several ranks hold is written once. ``storage.py`` has the folder: what replaces what, and
+what reading refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..core import collectives
+from ..core.mesh import Group, MeshLike, everyone, whole_group
+from ..core.sharding import as_stored, gather, host_copy, local_tensor, logical, on_first_rank
+from ..parallelize import ParallelModel
+from . import rng_state, storage
+
+__all__ = [
+    "Snapshot",
+    "full_state_dict",
+    "load_checkpoint",
+    "named_entries",
+    "read_extra",
+    "save_checkpoint",
+    "take_snapshot",
+    "write_snapshot",
+]
+
+StrPath = str | os.PathLike[str]
+Index = dict[str, TensorStorageMetadata]  # what the checkpoint holds
+Slots = dict[str, torch.Tensor]  # an optimizer's state of one parameter: exp_avg, exp_avg_sq, step
+
+_SITE = "checkpoint"
+
+# Settings that say how an optimizer computes, which is the run's choice: they are not restored.
+_HOW = frozenset({"capturable", "differentiable", "foreach", "fused"})
+
+
+def save_checkpoint(
+    path: StrPath,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    states: Mapping[str, Stateful] | None = None,
+    extra: dict[str, Any] | None = None,
+    group: MeshLike = None,
+) -> None:
+    """Write the model's parameters and persistent buffers, and the optimizer's state and settings, to folder ``path``.
+
+    All ranks of ``group`` (default: every process) call it and share the file system. ``states`` are other things to
+    save by name, the same on every rank: whatever has ``state_dict`` and ``load_state_dict``, such as a sampler or a
+    learning-rate scheduler. ``extra`` is JSON: step, config. An existing checkpoint is replaced once the new one is
+    complete on disk; if writing fails, it stays as it was.
+
+    Raises ValueError for ``extra`` that is not JSON, states that are more than plain data, optimizer state other than
+    numbers and tensors shaped like their parameter, parameter groups that are not the same on all ranks but for their
+    parameters, or a ``path`` with other files in it; RuntimeError when writing fails. Every rank raises.
+    """
+    ranks = everyone() if group is None else whole_group(group)
+    write_snapshot(path, take_snapshot(model, optimizer, states=states, extra=extra, ranks=ranks), ranks)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint will hold: this rank's parts of the tensors, by key, and the fields of the manifest."""
+
+    tensors: dict[str, torch.Tensor]
+    fields: dict[str, Any]
+
+    def on_host(self) -> Snapshot:
+        """The same in host memory of its own, which training does not touch."""
+        copies = {key: host_copy(tensor) for key, tensor in self.tensors.items()}
+        if any(tensor.device.type == "cuda" for tensor in self.tensors.values()):
+            torch.cuda.synchronize()
+        return Snapshot(copies, self.fields)
+
+
+def take_snapshot(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    states: Mapping[str, Stateful] | None = None,
+    extra: dict[str, Any] | None = None,
+    ranks: Group,
+) -> Snapshot:
+    """The first half of :func:`save_checkpoint`, which checks everything. It shares memory with model and optimizer."""
+    with torch.no_grad():
+        tensors, fields = storage.agree(ranks, lambda: _collect(model, optimizer, states or {}, extra))
+        if optimizer is not None:
+            fields["param_groups"] = _merge(collectives.gather_objects(fields["param_groups"], ranks, site=_SITE))
+    return Snapshot(tensors, fields)
+
+
+def write_snapshot(path: StrPath, snapshot: Snapshot, ranks: Group) -> None:
+    """The second half, which may run in another thread; then ``ranks`` is a group that nobody else uses meanwhile."""
+    target = Path(os.path.realpath(path))
+    with storage.explained(target, "writing"), torch.no_grad(), storage.replacing(target, ranks) as folder:
+        _save(snapshot.tensors, folder, ranks)
+        storage.write_manifest(folder, snapshot.fields, ranks)
+
+
+def load_checkpoint(
+    path: StrPath,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    states: Mapping[str, Stateful] | None = None,
+    group: MeshLike = None,
+) -> dict[str, Any]:
+    """Load folder ``path`` into the model, the optimizer and ``states``, whatever ranks wrote it; returns ``extra``.
+
+    All ranks of ``group`` (default: every process) call it. Values take the model's dtype and device; optimizer state
+    keeps the dtype that it was saved in, and how the optimizer computes (``fused``, ``foreach``, ``capturable``,
+    ``differentiable``) stays as it was built. What is not asked for, such as the optimizer's state or one of the
+    states, is left alone. Everything is read and checked before anything is changed, at the price of a second copy of
+    it meanwhile; only the states check for themselves, as they load, before model and optimizer do.
+
+    Loading runs no code from the checkpoint: the index is unpickled with no classes but those it consists of, tensors
+    and states are read by torch with ``weights_only=True``, the rest is JSON.
+
+    Raises FileNotFoundError or ValueError for a checkpoint that is missing, incomplete, corrupt or of another model;
+    RuntimeError when reading fails. Every rank raises.
+    """
+    target = Path(os.path.realpath(path))
+    ranks = everyone() if group is None else whole_group(group)
+    others = states or {}
+    with storage.explained(target, "reading"), torch.no_grad():
+        folder, manifest = storage.agree(ranks, lambda: storage.open_checkpoint(target))
+        storage.check_files(folder, manifest, ranks)
+        reader = storage.Reader(folder, manifest)
+        # The reader lets nothing but tensors through.
+        index = cast(Index, storage.agree(ranks, reader.read_metadata).state_dict_metadata)
+        entries = storage.agree(ranks, lambda: named_entries(model))
+        names = set().union(*collectives.gather_objects(set(entries), ranks, site=_SITE))
+        storage.agree(ranks, lambda: _check_fits(folder, entries, names, index))
+        storage.agree(ranks, lambda: _check_groups(folder, manifest, model, optimizer))
+        storage.agree(ranks, lambda: _check_states(folder, others, index))
+
+        values = {name: torch.empty_like(logical(entry)) for name, entry in entries.items()}
+        state = _empty_state(model, optimizer, index)
+        packed = {name: torch.empty(index[_other_key(name)].size, dtype=torch.uint8) for name in others}
+        wanted = {_model_key(name): value for name, value in values.items()}
+        wanted |= {_state_key(name, slot): value for name, slots in state.items() for slot, value in slots.items()}
+        wanted |= {_other_key(name): value for name, value in packed.items()}
+        _load(wanted, reader, ranks)
+
+        storage.agree(ranks, lambda: _load_states(folder, others, packed))
+        for name, entry in entries.items():
+            local_tensor(entry).copy_(local_tensor(values[name]))
+        if optimizer is not None:
+            _restore(model, optimizer, state, manifest["param_groups"])
+    return manifest["extra"]
+
+
+def read_extra(path: StrPath) -> dict[str, Any]:
+    """The ``extra`` of a checkpoint alone: a config to build the model from, before loading into it.
+
+    Raises as :func:`load_checkpoint` does, on this rank only.
+    """
+    target = Path(os.path.realpath(path))
+    with storage.explained(target, "reading"):
+        return storage.open_checkpoint(target)[1]["extra"]
+
+
+def full_state_dict(model: nn.Module, *, first_rank_only: bool = False) -> dict[str, torch.Tensor]:
+    """The model's logical tensors, whole, as copies on the CPU; every rank of the model calls it.
+
+    A pipeline's rank gets those of its own stages. ``first_rank_only`` returns {} but on the first of the ranks that
+    share these tensors; the others then need no memory for them.
+    """
+    entries = bare(model).state_dict(keep_vars=True)
+    keep = not first_rank_only or all(on_first_rank(entry) for entry in entries.values())
+    state: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, entry in entries.items():
+            whole = gather(entry)
+            if keep:
+                state[name] = whole.to("cpu", copy=True)
+    return state
+
+
+def _model_key(name: str) -> str:
+    return f"model.{name}"
+
+
+def _state_key(name: str, slot: str) -> str:
+    return f"optimizer.{name}.{slot}"
+
+
+def _other_key(name: str) -> str:
+    return f"state.{name}"
+
+
+def _state_holder(optimizer: Optimizer) -> Optimizer:
+    """Whose ``state`` it is: ZeroRedundancyOptimizer leaves this rank's share to an optimizer of its own."""
+    # Whoever has one has imported it; importing it here would bring warnings to everybody else.
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return (
+        optimizer.optim if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer) else optimizer
+    )
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """``model`` without what was put around it: ``parallelize``, DistributedDataParallel, torch.compile."""
+    while True:
+        if isinstance(model, ParallelModel | DistributedDataParallel):
+            model = cast(nn.Module, model.module)
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def named_entries(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's parameters and persistent buffers by name, those that are tied under the first one only.
+
+    Names are the bare model's.
+    """
+    model = bare(model)
+    found: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, entry in model.state_dict(keep_vars=True).items():
+        if not isinstance(entry, torch.Tensor):
+            raise ValueError(f"{name}: a checkpoint holds tensors, not {type(entry).__name__}; keep it in extra")
+        if entry.is_meta:
+            raise ValueError(f"{name} is on the meta device: call model.to_empty(device=...) first")
+        if id(entry) not in seen:
+            found[name] = entry
+            seen.add(id(entry))
+    return found
+
+
+def _optimized(model: nn.Module, optimizer: Optimizer) -> list[list[tuple[str, torch.Tensor]]]:
+    """Per parameter group of the optimizer, its parameters with their names in the model."""
+    names = {id(entry): name for name, entry in named_entries(model).items()}
+    groups = []
+    for group in optimizer.param_groups:
+        if any(id(param) not in names for param in group["params"]):
+            raise ValueError(
+                "the optimizer holds a parameter that the model does not; make it from model.parameters(), after "
+                "anything that replaces them (to_empty, fully_shard)"
+            )
+        groups.append([(names[id(param)], param) for param in group["params"]])
+    return groups
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+def _collect(
+    model: nn.Module, optimizer: Optimizer | None, others: Mapping[str, Stateful], extra: dict[str, Any] | None
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors to save, and the fields of the manifest."""
+    tensors = {_model_key(name): logical(entry) for name, entry in named_entries(model).items()}
+    tensors |= {_other_key(name): rng_state.pack(name, other.state_dict()) for name, other in others.items()}
+    fields: dict[str, Any] = {"extra": _as_json(extra or {}, "extra")}
+    if optimizer is None:
+        return tensors, fields
+    optimizer = _state_holder(optimizer)
+    fields["param_groups"] = []
+    for group, params in zip(optimizer.param_groups, _optimized(model, optimizer)):
+        settings = {
+            key: value.item() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+        settings = _as_json(settings, "the optimizer's settings")
+        fields["param_groups"].append({"params": [name for name, _ in params], "settings": settings})
+        for name, param in params:
+            for slot, value in optimizer.state.get(param, {}).items():
+                if value is not None:
+                    tensors[_state_key(name, slot)] = _logical_state(name, slot, value, param)
+    return tensors, fields
+
+
+def _logical_state(name: str, slot: str, value: Any, param: torch.Tensor) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        if value.shape == param.shape:
+            return logical(value, param)
+        if value.numel() == 1:
+            return value
+    what = f"of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    raise ValueError(
+        f"the optimizer's {slot!r} of {name} is {what}: only numbers and tensors shaped like their parameter "
+        f"({list(param.shape)}) can be saved so that they load at another tensor-parallel degree"
+    )
+
+
+def _as_json(value: dict[str, Any], what: str) -> dict[str, Any]:
+    """A copy of ``value``, as it will be read: the caller may change its own while a thread writes."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what} must be JSON (numbers, strings, lists, dictionaries): {error}") from error
+
+
+def _merge(per_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One list of parameter groups from every rank's, whose parameters differ where pipeline stages do.
+
+    Raises ValueError where their number or settings differ, which no optimizer could load.
+    """
+    merged = per_rank[0]
+    settings = [[json.dumps(group["settings"], sort_keys=True) for group in groups] for groups in per_rank]
+    for rank, groups in enumerate(per_rank):
+        if settings[rank] != settings[0]:
+            raise ValueError(
+                f"the optimizer has {len(merged)} parameter group(s) on rank 0 and {len(groups)} on rank {rank}, or "
+                "their settings differ; give every rank the same groups in the same order, and keep those that are "
+                "empty there"
+            )
+    for groups in per_rank[1:]:
+        for ours, theirs in zip(merged, groups):
+            ours["params"] = list(dict.fromkeys(ours["params"] + theirs["params"]))
+    return merged
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def _check_fits(folder: Path, entries: dict[str, torch.Tensor], names: set[str], index: Index) -> None:
+    """ValueError unless the checkpoint holds the model of which this rank has ``entries`` and all ranks ``names``."""
+    saved = {key.removeprefix("model."): value for key, value in index.items() if key.startswith("model.")}
+    shaped = {name: logical(entry) for name, entry in entries.items()}
+    problems = [f"{name} is not in the checkpoint" for name in entries if name not in saved]
+    problems += [f"{name} is not in the model" for name in saved if name not in names]
+    problems += [
+        f"{name} is {list(saved[name].size)} in the checkpoint and {list(entry.shape)} in the model"
+        for name, entry in shaped.items()
+        if name in saved and saved[name].size != entry.shape
+    ]
+    if problems:
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
+        raise ValueError(f"{folder}: not a checkpoint of this model: {'; '.join(problems[:3])}{more}")
+
+
+def _check_groups(folder: Path, manifest: dict[str, Any], model: nn.Module, optimizer: Optimizer | None) -> None:
+    if optimizer is None:
+        return
+    if "param_groups" not in manifest:
+        raise ValueError(f"{folder}: it holds no optimizer state; pass optimizer=None to load the model alone")
+    saved = [set(group["params"]) for group in manifest["param_groups"]]
+    ours = [{name for name, _ in params} for params in _optimized(model, optimizer)]
+    if len(saved) != len(ours) or any(not mine <= theirs for mine, theirs in zip(ours, saved)):
+        raise ValueError(
+            f"{folder}: its optimizer has {len(saved)} parameter group(s) of {[len(names) for names in saved]} "
+            f"parameters, and yours {len(ours)} of {[len(names) for names in ours]}, or they are grouped otherwise; "
+            "build the optimizer as when saving"
+        )
+
+
+def _check_states(folder: Path, others: Mapping[str, Stateful], index: Index) -> None:
+    missing = [name for name in others if _other_key(name) not in index]
+    if missing:
+        found = [key.removeprefix("state.") for key in index if key.startswith("state.")]
+        raise ValueError(
+            f"{folder}: it holds no state of {', '.join(map(repr, missing))} (but of: "
+            f"{', '.join(map(repr, found)) or 'nothing'}); leave that out of states, or load another checkpoint"
+        )
+
+
+def _load_states(folder: Path, others: Mapping[str, Stateful], packed: dict[str, torch.Tensor]) -> None:
+    try:
+        unpacked = {name: rng_state.unpack(name, value) for name, value in packed.items()}
+        for name, state in unpacked.items():
+            others[name].load_state_dict(state)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+
+
+def _empty_state(model: nn.Module, optimizer: Optimizer | None, index: Index) -> dict[str, Slots]:
+    """Per parameter name, tensors for the state that the checkpoint has of it, laid out as the parameter is."""
+    if optimizer is None:
+        return {}
+    saved: dict[str, list[str]] = {}
+    for key in index:
+        if key.startswith("optimizer."):
+            name, _, slot = key.removeprefix("optimizer.").rpartition(".")
+            saved.setdefault(name, []).append(slot)
+    state: dict[str, Slots] = {}
+    optimizer = _state_holder(optimizer)
+    for group, params in zip(optimizer.param_groups, _optimized(model, optimizer)):
+        # Where torch's optimizers keep their step counts.
+        on_device = group.get("capturable") or group.get("fused")
+        for name, param in params:
+            state[name] = {}
+            for slot in saved.get(name, ()):
+                entry = index[_state_key(name, slot)]
+                dtype = entry.properties.dtype
+                if entry.size == logical(param).shape and slot != "step":
+                    state[name][slot] = torch.empty_like(logical(param), dtype=dtype)
+                else:
+                    device = param.device if on_device else "cpu"
+                    state[name][slot] = torch.empty(entry.size, dtype=dtype, device=device)
+    return state
+
+
+def _restore(model: nn.Module, optimizer: Optimizer, state: dict[str, Slots], groups: list[dict[str, Any]]) -> None:
+    """Hand the optimizer its state and settings."""
+    holder = _state_holder(optimizer)
+    for params in _optimized(model, holder):
+        for name, param in params:
+            holder.state.pop(param, None)
+            if state[name]:
+                holder.state[param] = {slot: as_stored(value, param) for slot, value in state[name].items()}
+    # ZeroRedundancyOptimizer's own settings are those that count: each step takes them over.
+    for group, saved in zip(optimizer.param_groups, groups):
+        for key, value in saved["settings"].items():
+            if key in _HOW:
+                continue
+            current = group.get(key)
+            if isinstance(current, torch.Tensor):
+                current.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _save(tensors: dict[str, torch.Tensor], folder: Path, ranks: Group) -> None:
+    writer = storage.Writer(folder)
+    if ranks.size > 1:
+        with _connected(folder, "writing"):
+            dcp.save(tensors, storage_writer=writer, process_group=ranks.pg)
+        return
+    # dcp.save would warn that a process is alone, which is meant, and a thread cannot turn off a warning for itself.
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner(tensors, writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    written = writer.write_data(planner.finish_plan(writer.prepare_global_plan(plans)[0]), planner)
+    writer.finish(metadata, [written.wait()])
+
+
+def _load(wanted: dict[str, torch.Tensor], reader: storage.Reader, ranks: Group) -> None:
+    """Fill the tensors in ``wanted``."""
+    if ranks.size > 1:
+        with _connected(Path(reader.path), "reading"):
+            dcp.load(wanted, storage_reader=reader, process_group=ranks.pg)
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(wanted, storage_reader=reader, no_dist=True)
+
+
+@contextlib.contextmanager
+def _connected(folder: Path, doing: str) -> Iterator[None]:
+    """Around torch.distributed.checkpoint, which raises what a rank ran into as an exception of its own: a RuntimeError
+    is then of a collective."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{folder}: {doing} failed: has another rank of the group ended, or not come here in time? ({error})"
+        ) from error

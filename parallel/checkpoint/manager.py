@@ -1,0 +1,229 @@
+"""The checkpoints of a run: written in the background, the last few kept, found again after a crash.
+
+FOLDER/
+    step-00000100/        a checkpoint (``storage.py``)
+    step-00000200/
+    .step-...             what is being written or removed; what dead processes left goes away with the next save
+
+A save copies this rank's parts to host memory and returns; a thread writes them, on a process group of its own, and
+renames the folder once every rank's part is complete. Until then the checkpoint before it is the latest.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from ..core.mesh import Group, everyone, share_timeout
+from . import storage
+from .checkpoint import Snapshot, StrPath, load_checkpoint, take_snapshot, write_snapshot
+from .rng_state import RandomStates, gather_random, restore_random
+
+__all__ = ["Checkpointer", "Resumed"]
+
+_PATTERN = "step-*"
+_RANDOM = "random"  # the state that is saved without being asked for
+
+
+class Resumed(NamedTuple):
+    """Where a run goes on: the step that was saved, and the ``extra`` that was saved with it."""
+
+    step: int
+    extra: dict[str, Any]
+
+
+class Checkpointer:
+    """Saves a run's checkpoints to ``folder``, keeps the last ``keep`` (None: all) and loads them at any layout.
+
+    All processes make one and call its methods, in the same order; they share the file system. ``mesh`` says which
+    ranks draw the same random numbers (``random.py``). One save is under way at a time: the next call of any
+    method waits for it, and raises what went wrong. While it is, host memory holds this rank's parts once more.
+
+    Use it as a context manager, or call :meth:`close`: a process that is killed, or leaves by ``os._exit``, loses the
+    save under way (and nothing else).
+    """
+
+    def __init__(self, folder: StrPath, *, keep: int | None = 2, mesh: DeviceMesh | None = None) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep={keep}: expected at least 1, or None to keep every checkpoint")
+        self.folder = Path(os.path.realpath(folder))
+        self.keep = keep
+        self._mesh = mesh
+        self._ranks = _own_group()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._under_way: Future[None] | None = None
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        extra: dict[str, Any] | None = None,
+        *,
+        states: Mapping[str, Stateful] | None = None,
+        asynchronous: bool = True,
+    ) -> None:
+        """Save everything that ``step`` steps have led to, torch's random states included.
+
+        Arguments are :func:`save_checkpoint`'s. ``asynchronous`` returns as soon as model and optimizer may change;
+        a failure to write then shows at the next call. A checkpoint of the same step is replaced.
+
+        Raises ValueError for what cannot be saved, RuntimeError when writing fails. Every rank raises.
+        """
+        self.wait()
+        if step < 0:
+            raise ValueError(f"step={step}: expected the number of steps done, 0 or more")
+        if states is not None and _RANDOM in states:
+            raise ValueError(f"states[{_RANDOM!r}]: that name is taken by torch's random states; choose another one")
+        random = _Random(self._mesh, self._ranks)
+        random.gather()
+        together = {**(states or {}), _RANDOM: random}
+        snapshot = take_snapshot(model, optimizer, states=together, extra=extra, ranks=self._ranks)
+        if asynchronous:
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+            self._under_way = self._thread.submit(self._write_aside, device, step, snapshot.on_host())
+        else:
+            self._write(step, snapshot)
+
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        *,
+        step: int | None = None,
+        states: Mapping[str, Stateful] | None = None,
+    ) -> Resumed | None:
+        """Load the latest checkpoint, or that of ``step``; None where there is none yet.
+
+        Arguments and errors are :func:`load_checkpoint`'s; whatever layout of ranks wrote it. Torch's random states are
+        set as well; at another degree of data parallelism they are seeded from those that were saved.
+        """
+        if step is None and (step := self.latest()) is None:
+            return None
+        self.wait()
+        together = {**(states or {}), _RANDOM: _Random(self._mesh, self._ranks)}
+        extra = load_checkpoint(self.path(step), model, optimizer, states=together, group=self._ranks)
+        return Resumed(step, extra)
+
+    def latest(self) -> int | None:
+        """The step of the checkpoint that was written last, None without any.
+
+        Not of the highest step: who goes back to an earlier one goes on from there. A folder that looks like a
+        checkpoint and cannot be read is passed over where the last one is of a higher step; otherwise it may be the
+        latest itself, and its error is raised: ValueError, or OSError where the system refuses.
+        """
+        self.wait()
+        return storage.on_first(self._ranks, self._latest)
+
+    def path(self, step: int) -> Path:
+        """The folder of ``step``'s checkpoint."""
+        return self.folder / f"step-{step:08d}"
+
+    def wait(self) -> None:
+        """Wait until the save under way is complete. Raises RuntimeError, on every rank, when it failed."""
+        if self._under_way is not None:
+            writing, self._under_way = self._under_way, None
+            writing.result()
+
+    def close(self) -> None:
+        """Wait, and give back the thread and the process group. Raises as :meth:`wait` does."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            if self._ranks.size > 1 and dist.is_initialized():
+                dist.destroy_process_group(self._ranks.pg)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write_aside(self, device: int | None, step: int, snapshot: Snapshot) -> None:
+        """:meth:`_write` in the thread, whose CUDA device would be the first one, whichever this rank's is."""
+        if device is not None:
+            torch.cuda.set_device(device)
+        self._write(step, snapshot)
+
+    def _write(self, step: int, snapshot: Snapshot) -> None:
+        serial = storage.on_first(self._ranks, self._next_serial)
+        write_snapshot(self.path(step), Snapshot(snapshot.tensors, {**snapshot.fields, "serial": serial}), self._ranks)
+        storage.on_first(self._ranks, self._remove_old)
+
+    def _next_serial(self) -> int:
+        return 1 + max(self._serials()[0].values(), default=0)
+
+    def _steps(self) -> list[int]:
+        """The steps that there are readable checkpoints of, in the order in which they were written."""
+        serials, _ = self._serials()
+        return sorted(serials, key=lambda step: serials[step])
+
+    def _latest(self) -> int | None:
+        serials, unreadable = self._serials()
+        latest = max(serials, key=lambda step: (serials[step], step), default=None)
+        for step in sorted(unreadable, reverse=True):
+            if latest is None or step > latest:
+                raise unreadable[step]
+        return latest
+
+    def _serials(self) -> tuple[dict[int, int], dict[int, Exception]]:
+        """Step -> the number of its save, which grows with each; step -> why the checkpoint cannot be read."""
+        found: dict[int, int] = {}
+        unreadable: dict[int, Exception] = {}
+        for name in storage.names(self.folder, _PATTERN):
+            if match := re.fullmatch(r"step-(\d{8,})", name):
+                step = int(match[1])
+                try:
+                    found[step] = storage.open_checkpoint(self.folder / name)[1].get("serial", 0)
+                except (OSError, ValueError) as error:
+                    unreadable[step] = error
+        return found, unreadable
+
+    def _remove_old(self) -> None:
+        storage.sweep(self.folder, _PATTERN)
+        if self.keep is not None:
+            for step in self._steps()[: -self.keep]:
+                storage.remove(self.path(step))
+
+
+class _Random:
+    """Torch's random states as something to save."""
+
+    def __init__(self, mesh: DeviceMesh | None, ranks: Group) -> None:
+        self._mesh, self._ranks = mesh, ranks
+        self._gathered: RandomStates = {}
+
+    def gather(self) -> None:
+        """Collect them from all ranks: before anything that may fail on one of them alone."""
+        self._gathered = gather_random(self._mesh, self._ranks)
+
+    def state_dict(self) -> RandomStates:
+        return self._gathered
+
+    def load_state_dict(self, states: RandomStates) -> None:
+        restore_random(states, self._mesh, self._ranks)
+
+
+def _own_group() -> Group:
+    """All processes once more, over gloo: what the thread sends meets nobody else's messages."""
+    world = everyone()
+    if world.size == 1:
+        return world
+    pg = dist.new_group(backend="gloo")
+    share_timeout(pg)
+    return Group(pg, world.rank, world.size, None)

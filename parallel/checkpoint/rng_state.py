@@ -1,0 +1,86 @@
+"""What a run needs to go on beside model and optimizer: its sampler, schedulers, random numbers.
+
+In a checkpoint each is one tensor of bytes: torch's own serialisation of plain data, which is read back with
+``weights_only=True`` and so runs no code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..core import collectives
+from ..core.mesh import Group, data_coordinate
+from ..core.random import manual_seed
+
+__all__ = ["gather_random", "pack", "restore_random", "unpack"]
+
+
+def pack(name: str, state: Any) -> torch.Tensor:
+    """``state`` as bytes: uint8 [n], on the CPU.
+
+    Raises ValueError where it holds more than numbers, strings, tensors and containers of them.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(state, buffer)
+        unpack(name, torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8))
+    except (pickle.PickleError, AttributeError, TypeError, ValueError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(
+            f"states[{name!r}]: its state_dict() holds something that cannot be read back without running code "
+            f"({first_line}); let it return numbers, strings, tensors, and lists and dictionaries of them"
+        ) from error
+    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
+
+
+def unpack(name: str, packed: torch.Tensor) -> Any:
+    """What :func:`pack` was given. Raises ValueError where the bytes are no plain data."""
+    try:
+        return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(f"the state of {name!r} is not plain data: {first_line}") from error
+
+
+# Place -> device type -> state of torch's generator.
+RandomStates = dict[str, dict[str, torch.Tensor]]
+
+
+def gather_random(mesh: DeviceMesh | None, ranks: Group) -> RandomStates:
+    """The states of torch's generators on every place of ``mesh``. A collective of ``ranks``.
+
+    A place is where random numbers differ, a share of the data: tensor-parallel peers and the stages of a pipeline draw
+    alike (``random.py``). Without a mesh every rank has its own. A GPU that this process does not use is left alone.
+    """
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return dict(collectives.gather_objects((_place(mesh, ranks), states), ranks, site="checkpoint.random"))
+
+
+def restore_random(states: RandomStates, mesh: DeviceMesh | None, ranks: Group) -> None:
+    """Set torch's generators to what was saved for this rank's place.
+
+    Where the places are other ones, because the number of shares has changed, the generators are seeded from what was
+    saved, each share's differently. Every rank gives the same ``states``.
+    """
+    mine = states.get(_place(mesh, ranks))
+    if mine is None:
+        first = states[min(states)]["cpu"]
+        digest = hashlib.blake2b(first.numpy().tobytes(), digest_size=7).digest()
+        manual_seed(int.from_bytes(digest, "little"), mesh)
+        return
+    torch.set_rng_state(mine["cpu"])
+    if "cuda" in mine and torch.cuda.is_available():
+        torch.cuda.set_rng_state(mine["cuda"])
+
+
+def _place(mesh: DeviceMesh | None, ranks: Group) -> str:
+    index, count = (ranks.rank, ranks.size) if mesh is None else data_coordinate(mesh)
+    return f"{index}/{count}"

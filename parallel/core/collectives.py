@@ -1,0 +1,487 @@
+"""Every collective of the project, in one thin layer over torch.distributed.
+
+Each call names its ``site`` ("mlp.out", "loss.max", ...), so that calls and payload can be counted and a test can
+leave a single one out. All are the identity in a group of one, take tensors of any layout, empty ones included, and
+run in any group. Results are new tensors, except where ``inplace`` or the identity says otherwise.
+
+Under torch.compile they become torch's functional collectives: of the ordinary ones in a backward, torch 2.11 makes
+zeros without a word.
+
+What low precision costs: gloo's all-reduce adds bf16 and fp16 in that type, pair by pair, so a sum over R ranks is
+rounded R - 1 times. :func:`reduce_scatter` on CPUs rounds once, and so does the one in pieces everywhere.
+
+Three collectives also go in pieces of rows, for callers that compute while they travel (:mod:`strategies`). In pieces
+or whole, a collective is counted once, with the same payload. Whatever fails on the way, a peer that died or a wait
+past the process group's timeout, is raised as a RuntimeError that names the site. What fails in the caller's products
+is raised as it is, once the pieces that were posted by then have arrived: none of them is left for the next collective.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from ...kernels.runtime import alloc
+from .mesh import Group
+
+_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "avg": dist.ReduceOp.AVG}
+
+# torch 2.13 renamed these two and warns at the old names.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# Up to this size two ranks on CPUs exchange what they have; beyond it gloo's ring, which moves less at once, is faster.
+EXCHANGE_BYTES = 256 * 1024
+# What two ranks on CPUs send each other, each kind apart from the others and from whatever else they send.
+EXCHANGE_TAG, GATHER_TAG, SCATTER_TAG = 0x5F00, 0x5F01, 0x5F02
+
+# (kind, site) -> calls, and -> bytes of this rank's input (an all-gather's shard, a reduce-scatter's whole tensor).
+# What torch.compile has captured runs without us and is not counted.
+calls: Counter[tuple[str, str]] = Counter()
+payload: Counter[tuple[str, str]] = Counter()
+
+# For tests. What happened, in order, while a list is here: ("start" or "end", kind, site, time.monotonic()) of each
+# collective, of each piece of one, and of the products that they hide under. Pieces of a site end in the order in which
+# they started.
+events: list[tuple[str, str, str, float]] | None = None
+_posting = threading.local()  # .named: (kind, site) of what this thread is posting
+# For tests: a slow wire. What is posted arrives no earlier than so many seconds later, and nobody computes meanwhile.
+delay_s = 0.0
+
+_omitted: set[str] = set()
+
+
+def note(what: str, kind: str, site: str) -> None:
+    """Add to :data:`events`, if somebody listens."""
+    if events is not None:
+        events.append((what, kind, site, time.monotonic()))
+
+
+def posting() -> tuple[str, str] | None:
+    """(kind, site) of the collective that this thread is posting: who watches torch's own calls (audit.py) knows by it
+    whose they are."""
+    return getattr(_posting, "named", None)
+
+
+class _Flight:
+    """A collective, or a piece of one, on its way: posted when this is made, arrived when :meth:`wait` returns."""
+
+    __slots__ = ("due", "kind", "site", "work")
+
+    def __init__(self, kind: str, site: str, post: Callable[[], Any]) -> None:
+        self.kind, self.site = kind, site
+        note("start", kind, site)
+        self.due = time.monotonic() + delay_s if delay_s else 0.0
+        _posting.named = kind, site
+        try:
+            self.work = self._named(post)
+        finally:
+            _posting.named = None
+
+    def wait(self) -> None:
+        if self.work is not None:  # else it was done when it was posted
+            self._named(self.work.wait)
+        if self.due:
+            time.sleep(max(0.0, self.due - time.monotonic()))
+        note("end", self.kind, self.site)
+
+    def settle(self) -> None:
+        """Wait until what a :class:`_Swap` sends may be written to."""
+        if isinstance(self.work, _Swap):
+            self._named(self.work.settle)
+
+    def _named(self, step: Callable[[], Any]) -> Any:
+        try:
+            return step()
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{self.site}: {self.kind} failed: has another rank of the group ended, or not come here in time? "
+                f"({error})"
+            ) from error
+
+
+def all_reduce(x: torch.Tensor, group: Group, *, site: str, op: str = "sum", inplace: bool = False) -> torch.Tensor:
+    """Combine ``x``, of one shape on all ranks, by "sum", "max" or "avg". ``inplace`` writes the result to ``x``."""
+    if op not in _OPS:
+        raise ValueError(f"{site}: op={op!r}: expected one of {', '.join(_OPS)}")
+    if group.size == 1 or not _begin("all_reduce", x, site):
+        return x
+    if torch.compiler.is_compiling():
+        total = functional.all_reduce(x.contiguous(), op, group.pg)
+        return x.copy_(total) if inplace else total
+    out = x if inplace and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+    _Flight("all_reduce", site, lambda: _all_reduce(out, group, op)).wait()
+    return x.copy_(out) if inplace and out is not x else out
+
+
+def start_all_reduce(x: torch.Tensor, group: Group, *, site: str) -> Callable[[], torch.Tensor]:
+    """Begin to sum a contiguous ``x`` in place; the result waits for the sum and returns it."""
+    if group.size == 1 or not _begin("all_reduce", x, site):
+        return lambda: x
+    if torch.compiler.is_compiling():
+        total = functional.all_reduce(x, "sum", group.pg)
+        return lambda: x.copy_(total)
+    flight = _Flight("all_reduce", site, lambda: _all_reduce(x, group, "sum", async_op=True))
+
+    def finish() -> torch.Tensor:
+        flight.wait()
+        return x
+
+    return finish
+
+
+def _all_reduce(x: torch.Tensor, group: Group, op: str, async_op: bool = False) -> Any:
+    """What to wait for, None where nothing is left to do."""
+    if x.device.type != "cpu":
+        return dist.all_reduce(x, _OPS[op], group.pg, async_op)
+    if group.size == 2 and op == "sum" and x.nbytes <= EXCHANGE_BYTES:
+        return _Exchange(x, group)
+    # gloo's own, without what dist.all_reduce does on the way: most of the time for a small tensor.
+    options = dist.AllreduceOptions()
+    options.reduceOp = _OPS[op]
+    return group.pg.allreduce([x], options)
+
+
+class _Exchange:
+    """The sum of a small ``x`` over two ranks on CPUs: each sends all of it at once and adds what the other sends.
+
+    gloo's ring goes there and back twice, through a thread of its own. Sums come out the same, bit for bit, on both.
+    """
+
+    def __init__(self, x: torch.Tensor, group: Group) -> None:
+        pg: Any = group.pg
+        self.x, self.theirs = x, torch.empty_like(x)
+        self.sending = pg.send([x], 1 - group.rank, EXCHANGE_TAG)
+        self.receiving = pg.recv([self.theirs], 1 - group.rank, EXCHANGE_TAG)
+
+    def wait(self) -> None:
+        self.receiving.wait()
+        self.sending.wait()
+        self.x.add_(self.theirs)
+
+
+def all_gather(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) -> torch.Tensor:
+    """Concatenate the ranks' ``x``, of one shape on all ranks, along ``dim``: [..., n/R, ...] -> [..., n, ...]."""
+    if group.size == 1:
+        return x
+    dim = _dimension(x, dim, site)
+    if not _begin("all_gather", x, site):
+        return torch.cat([x] * group.size, dim)
+    if torch.compiler.is_compiling():
+        out = functional.all_gather_tensor(x.contiguous(), 0, group.pg)
+    else:
+        out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+        _Flight("all_gather", site, lambda: _all_gather_single(out, x.contiguous(), group.pg)).wait()
+    if dim == 0:
+        return out
+    # [R * a, ..., n/R, ...] -> [a, ..., R, n/R, ...] -> [a, ..., n, ...]
+    return out.unflatten(0, (group.size, x.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def start_all_gather(x: torch.Tensor, group: Group, *, site: str) -> Callable[[], torch.Tensor]:
+    """Begin :func:`all_gather` along dimension 0; the result waits for it and returns the whole. Eager only."""
+    if group.size == 1:
+        return lambda: x
+    if not _begin("all_gather", x, site):
+        return lambda: torch.cat([x] * group.size)
+    shard = x.contiguous()  # kept until it has been sent
+    out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
+    flight = _Flight("all_gather", site, lambda: _all_gather_single(out, shard, group.pg, async_op=True))
+
+    def finish() -> torch.Tensor:
+        flight.wait()
+        return out
+
+    return finish
+
+
+def reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) -> torch.Tensor:
+    """Sum ``x`` over the ranks and keep this rank's slice along ``dim``: [..., n, ...] -> [..., n/R, ...].
+
+    Raises ValueError where ``dim`` does not divide by the group's size.
+    """
+    return start_reduce_scatter(x, group, dim=dim, site=site)()
+
+
+def start_reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) -> Callable[[], torch.Tensor]:
+    """Begin :func:`reduce_scatter`; the result waits for it and returns this rank's slice."""
+    if group.size == 1:
+        return lambda: x
+    dim = _dimension(x, dim, site)
+    check_divides(x.shape, dim, group, site)
+    if not _begin("reduce_scatter", x, site):
+        return lambda: local_slice(x, group, dim)
+    slices = x.unflatten(dim, (group.size, x.shape[dim] // group.size)).movedim(dim, 0).contiguous()
+    if torch.compiler.is_compiling():
+        own = functional.reduce_scatter_tensor(slices, "sum", 0, group.pg)[0]
+        return lambda: own
+    # gloo's own all-reduces everything. All-to-all moves what has to move, and the sum runs in rank order and rounds
+    # once.
+    exchange = x.device.type == "cpu"
+    out = torch.empty_like(slices if exchange else slices[0])
+    if exchange:
+        post = lambda: dist.all_to_all_single(out, slices, group=group.pg, async_op=True)
+    else:
+        post = lambda: _reduce_scatter_single(out, slices, group=group.pg, async_op=True)
+    flight = _Flight("reduce_scatter", site, post)
+
+    def finish() -> torch.Tensor:
+        flight.wait()
+        return out.sum(0, dtype=x.dtype) if exchange else out
+
+    return finish
+
+
+def broadcast(x: torch.Tensor, group: Group, *, src: int = 0, site: str) -> torch.Tensor:
+    """The ``x`` of the group's rank ``src``, on every rank; ``x`` has one shape and dtype on all."""
+    if not 0 <= src < group.size:
+        raise ValueError(f"{site}: src={src} is not a rank of a group of {group.size}")
+    if group.size == 1 or not _begin("broadcast", x, site):
+        return x
+    if torch.compiler.is_compiling():
+        return functional.broadcast(x.contiguous(), src, group.pg)
+    out = x.clone(memory_format=torch.contiguous_format)
+    _Flight("broadcast", site, lambda: dist.broadcast(out, group_src=src, group=group.pg)).wait()
+    return out
+
+
+def gather_objects(value: Any, group: Group, *, site: str) -> list[Any]:
+    """Every rank's ``value``, in order of rank, pickled on the way: for settings and errors, not for data.
+
+    Neither counted nor left out by :func:`omit`: what ranks agree on, and when, is no part of what they compute.
+    """
+    if group.size == 1:
+        return [value]
+    values: list[Any] = [None] * group.size
+    _Flight("gather_objects", site, lambda: dist.all_gather_object(values, value, group.pg)).wait()
+    return values
+
+
+# ---------------------------------------------------------------------------------------------------- in pieces
+
+
+class _Swap:
+    """Rows on their way to one rank and from another, in one step of a pattern that all ranks walk through."""
+
+    def __init__(
+        self, sent: torch.Tensor, to: int, received: torch.Tensor, source: int, group: Group, tag: int
+    ) -> None:
+        self.sent = sent  # kept until it has been sent
+        pg: Any = group.pg
+        if sent.device.type == "cpu":
+            self.receiving, self.sending = [pg.recv([received], source, tag)], [pg.send([sent], to, tag)]
+            return
+        # NCCL matches by order, and sends and receives of one batch cannot wait for each other.
+        out = dist.P2POp(dist.isend, sent, group=pg, group_peer=to)
+        into = dist.P2POp(dist.irecv, received, group=pg, group_peer=source)
+        self.receiving, self.sending = dist.batch_isend_irecv([out, into]), []
+
+    def wait(self) -> None:
+        for work in self.receiving:
+            work.wait()
+
+    def settle(self) -> None:
+        for work in self.sending:
+            work.wait()
+
+
+def start_gather_pieces(
+    x: torch.Tensor, group: Group, pieces: int, *, site: str
+) -> tuple[torch.Tensor, Iterator[slice]]:
+    """Begin to gather the rows of ``x`` [n, ...], n > 0, from all ranks: (whole [R n, ...], parts).
+
+    ``parts`` yields slices of the whole's rows once these are there: the own shard first, then the shards of rank + 1,
+    rank + 2, ..., each in up to ``pieces`` pieces. When it has come to its end, ``x`` may be written to.
+    """
+    n, size, rank = x.shape[0], group.size, group.rank
+    others = [(rank + step) % size for step in range(1, size)]
+    own = slice(rank * n, (rank + 1) * n)
+    if not _begin("all_gather", x, site):
+        return torch.cat([x] * size), iter([own, *(slice(s * n, (s + 1) * n) for s in others)])
+    shard, whole = x.contiguous(), alloc.empty((size * n, *x.shape[1:]), x.dtype, x.device)
+    flights = []
+    for source in others:
+        to = (2 * rank - source) % size  # as far behind as the source is ahead
+        for rows in cuts(n, pieces):
+            part = slice(source * n + rows.start, source * n + rows.stop)
+            post = partial(_Swap, shard[rows], to, whole[part], source, group, GATHER_TAG)
+            flights.append((part, _Flight("all_gather", site, post)))
+    whole[own] = shard
+
+    def parts() -> Iterator[slice]:
+        yield own
+        for part, flight in flights:
+            flight.wait()
+            yield part
+        for _, flight in flights:
+            flight.settle()
+
+    return whole, parts()
+
+
+def start_scatter_pieces(
+    tokens: int, group: Group, pieces: int, addend: Callable[[slice], torch.Tensor], *, site: str
+) -> Callable[[], torch.Tensor]:
+    """Begin a reduce-scatter of rows that are still to be made: ``addend(part)`` gives this rank's [n, ...] of them.
+
+    It is asked for the shard of rank + 1 first, in up to ``pieces`` pieces, and for the own one last and whole; what
+    another rank owns leaves as soon as it is there. The result waits, adds up in order of rank with one rounding, and
+    returns this rank's rows [tokens/R, ...]. Raises ValueError unless ``tokens``, > 0, divide by the group's size.
+    """
+    size, rank = group.size, group.rank
+    if tokens % size:
+        raise ValueError(
+            f"{site}: {tokens} rows do not divide by the group's {size} ranks; make them a multiple of {size}"
+        )
+    n = tokens // size
+    flights: list[_Flight] = []
+    addends: torch.Tensor | None = None  # of all ranks, to the own rows
+    with _landing(flights):
+        for owner in [(rank + step) % size for step in range(1, size + 1)]:
+            source = (2 * rank - owner) % size
+            for rows in cuts(n, 1 if owner == rank else pieces):
+                y = addend(slice(owner * n + rows.start, owner * n + rows.stop)).contiguous()
+                if addends is None:
+                    goes = _begin("reduce_scatter", y[:1], site, times=tokens)
+                    addends = alloc.empty((size, n, *y.shape[1:]), y.dtype, y.device)
+                if owner == rank:
+                    addends[rank] = y
+                elif goes:
+                    post = partial(_Swap, y, owner, addends[source, rows], source, group, SCATTER_TAG)
+                    flights.append(_Flight("reduce_scatter", site, post))
+
+    def finish() -> torch.Tensor:
+        assert addends is not None
+        for flight in flights:
+            flight.wait()
+        for flight in flights:
+            flight.settle()
+        return addends.sum(0, dtype=addends.dtype) if goes else addends[rank]
+
+    return finish
+
+
+def start_all_reduce_pieces(
+    tokens: int, group: Group, pieces: int, addend: Callable[[slice], torch.Tensor], *, site: str
+) -> Callable[[], torch.Tensor]:
+    """Begin to sum rows that are still to be made: ``addend(part)`` gives this rank's [n, ...] of them.
+
+    It is asked for up to ``pieces`` parts of ``tokens`` > 0 rows in order, and each is summed while the next is made.
+    The result waits for the sums [tokens, ...] and returns them.
+    """
+    flights: list[_Flight] = []
+    out: torch.Tensor | None = None
+    with _landing(flights):
+        for part in cuts(tokens, pieces):
+            y = addend(part)
+            if out is None:
+                goes = _begin("all_reduce", y[:1], site, times=tokens)
+                out = alloc.empty((tokens, *y.shape[1:]), y.dtype, y.device)
+            out[part] = y
+            if goes:
+                post = partial(_all_reduce, out[part], group, "sum", async_op=True)
+                flights.append(_Flight("all_reduce", site, post))
+
+    def finish() -> torch.Tensor:
+        assert out is not None
+        for flight in flights:
+            flight.wait()
+        return out
+
+    return finish
+
+
+@contextmanager
+def _landing(flights: list[_Flight]) -> Iterator[None]:
+    """Where what is inside fails, wait for the ``flights`` that it posted; the failure then goes on."""
+    try:
+        yield
+    except Exception:
+        for step in [*(flight.wait for flight in flights), *(flight.settle for flight in flights)]:
+            with suppress(Exception):  # of interest is what failed first
+                step()
+        raise
+
+
+def cuts(n: int, pieces: int) -> list[slice]:
+    """``n`` > 0 rows in up to ``pieces`` parts, of sizes that differ by one at most and none of them empty."""
+    pieces = min(pieces, n)
+    return [slice(i * n // pieces, (i + 1) * n // pieces) for i in range(pieces)]
+
+
+# ---------------------------------------------------------------------------------------------------- shared
+
+
+def local_slice(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    """This rank's part of ``x`` along ``dim``, contiguous; no communication."""
+    length = x.shape[dim] // group.size
+    return x.narrow(dim, group.rank * length, length).contiguous()
+
+
+def check_divides(shape: Sequence[int], dim: int, group: Group, site: str) -> None:
+    """ValueError unless dimension ``dim`` of a tensor of ``shape`` divides by the group's size."""
+    if shape[dim] % group.size:
+        raise ValueError(
+            f"{site}: dimension {dim} of a tensor of shape {list(shape)} does not divide by the group's "
+            f"{group.size} ranks; make it a multiple of {group.size}"
+        )
+
+
+def _dimension(x: torch.Tensor, dim: int, site: str) -> int:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"{site}: dim={dim} is not a dimension of a tensor of shape {list(x.shape)}")
+    return dim % x.dim()
+
+
+def _begin(kind: str, x: torch.Tensor, site: str, times: int = 1) -> bool:
+    """Count a collective of ``times`` as many bytes as ``x`` has; False if a test leaves it out."""
+    if left_out(site):
+        return False
+    if not torch.compiler.is_compiling():  # which cannot tell the bytes of a size that it does not know
+        count(kind, x.nbytes * times, site)
+    return True
+
+
+def count(kind: str, nbytes: int, site: str) -> None:
+    """Count a collective of ``nbytes`` at ``site``: here, and wherever else one is made (:mod:`in_kernel`)."""
+    if not torch.compiler.is_compiling():
+        calls[kind, site] += 1
+        payload[kind, site] += nbytes
+
+
+def left_out(site: str) -> bool:
+    """Whether a test leaves out the collectives at ``site``."""
+    return site in _omitted
+
+
+def reset_counts() -> None:
+    calls.clear()
+    payload.clear()
+
+
+def sites_seen() -> list[str]:
+    """The sites at which a collective ran since the last :func:`reset_counts`."""
+    return sorted({site for _, site in calls})
+
+
+@contextmanager
+def omit(site: str) -> Iterator[None]:
+    """For tests: inside, collectives at ``site`` use this rank's data alone. Every rank must omit the same ones.
+
+    Shapes stay right and values go wrong, which shows whether a check would notice. What gather_objects carries is
+    never left out.
+    """
+    _omitted.add(site)
+    try:
+        yield
+    finally:
+        _omitted.discard(site)

@@ -1,0 +1,279 @@
+"""Which processes work together, and on what: the device mesh and its groups.
+
+A mesh has the dimensions ``("dp", "pp", "tp")``: data-parallel ranks, pipeline stages, tensor-parallel ranks. Hybrid
+sharding puts ``"rep"`` in front: parameters are then split over dp, and rep counts the replicas of these shards, one
+per node, say. Tensor-parallel ranks are neighbours, because they talk most. A process that is alone needs no mesh and
+no process group; everything then takes ``None``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .rendezvous import agent_store
+
+MESH_DIMS = ("dp", "pp", "tp")
+HYBRID_DIMS = ("rep", *MESH_DIMS)
+DATA_DIMS = ("rep", "dp")  # over which batches differ
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that share a tensor: a process group, and where this process stands in it.
+
+    ``pg`` is the ProcessGroup, ``mesh`` the same as a one-dimensional DeviceMesh, for DTensor. Both are None for a
+    process alone.
+    """
+
+    pg: Any
+    rank: int
+    size: int
+    mesh: DeviceMesh | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Group:
+        return self  # process groups cannot be copied, and a copied module works in the same one
+
+    def __repr__(self) -> str:
+        return f"Group(rank {self.rank} of {self.size})"
+
+
+SINGLE = Group(None, 0, 1, None)
+
+MeshLike = DeviceMesh | dist.ProcessGroup | Group | None
+
+
+def init_mesh(
+    *,
+    rep: int = 1,
+    dp: int = 1,
+    pp: int = 1,
+    tp: int | None = None,
+    device_type: str | None = None,
+    timeout: timedelta | None = None,
+    alone: bool = False,
+) -> DeviceMesh | None:
+    """The mesh ``("dp", "pp", "tp")`` over all processes, with ``rep`` > 1 ``("rep", "dp", "pp", "tp")``; None when
+    this process is alone. ``alone`` asks for a mesh of one then (FSDP2, which offloads, wants one): torch.distributed
+    is initialised, and the current GPU is the mesh's.
+
+    Reads what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and initialises torch.distributed
+    if nobody has: gloo on a CPU, NCCL with ``device_type="cuda"``, which also selects this process's GPU.
+    ``tp=None`` takes what the other degrees leave of the world. ``device_type=None`` is "cuda" where there is a GPU.
+    ``timeout`` bounds every collective of the processes and of the mesh's groups, those that are made of it later
+    included; None is what the default process group has, which is torch's default where this starts it.
+
+    Raises ValueError where ``rep * dp * pp * tp`` is not the world size, a variable of torchrun's is missing, or a
+    machine has fewer GPUs than processes; RuntimeError where the processes cannot meet.
+    """
+    world = _world_size()
+    shape = _mesh_shape(rep, dp, pp, tp, world)
+    single = world == 1 and not dist.is_initialized()
+    if single and not alone:
+        return None
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device_type == "cuda":
+        if single:
+            torch.cuda.init()  # or DeviceMesh would choose another GPU than the current one
+        else:
+            _select_gpu()
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        try:
+            if single:
+                dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+            else:
+                _check_variables(world)
+                store, rank, size = agent_store(timeout) or (None, -1, -1)
+                dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+        except dist.DistError as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise RuntimeError(
+                f"init_mesh: the {world} processes could not meet at {where} (MASTER_ADDR:MASTER_PORT); is the port in "
+                "use, or a process gone? torchrun --standalone finds a free port"
+            ) from error
+        if device_type == "cpu":
+            atexit.register(shutdown)  # what this function starts, the process ends
+    elif timeout is not None:
+        set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.15
+        set_timeout(timeout)
+    names = MESH_DIMS if rep == 1 else HYBRID_DIMS
+    mesh = init_device_mesh(device_type, shape[-len(names) :], mesh_dim_names=names)
+    for pg in mesh.get_all_groups():
+        share_timeout(pg)
+    return mesh
+
+
+def share_timeout(pg: dist.ProcessGroup) -> None:
+    """Let collectives in ``pg`` wait for as long as the default group's, not torch's default, which new groups get."""
+    world = dist.group.WORLD
+    assert world is not None
+    for device in set(pg._device_types) & set(world._device_types):
+        options = getattr(world._get_backend(device), "options", None)  # a fake backend has none, and never waits
+        if options is not None:
+            pg._get_backend(device)._set_default_timeout(options._timeout)
+
+
+def _world_size() -> int:
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _check_variables(world: int) -> None:
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"init_mesh: WORLD_SIZE={world} and no {', no '.join(missing)}: start the processes with torchrun, which "
+            "sets all of them"
+        )
+
+
+def _mesh_shape(rep: int, dp: int, pp: int, tp: int | None, world: int) -> tuple[int, int, int, int]:
+    for name, degree in (("rep", rep), ("dp", dp), ("pp", pp), ("tp", tp)):
+        if degree is not None and degree < 1:
+            raise ValueError(f"init_mesh: {name}={degree}: expected at least 1")
+    others = f"rep={rep} * dp={dp} * pp={pp}" if rep > 1 else f"dp={dp} * pp={pp}"
+    rest = rep * dp * pp
+    if tp is None:
+        if world % rest:
+            raise ValueError(
+                f"init_mesh: {others} does not divide the {world} processes that were started; "
+                f"change the degrees, or start a multiple of {rest} processes"
+            )
+        tp = world // rest
+    if rest * tp != world:
+        raise ValueError(
+            f"init_mesh: {others} * tp={tp} = {rest * tp}, but {world} "
+            f"{'process was' if world == 1 else 'processes were'} started; change the degrees, or start "
+            f"{rest * tp} processes (torchrun --nproc-per-node {rest * tp} ...)"
+        )
+    return rep, dp, pp, tp
+
+
+def _select_gpu() -> None:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"init_mesh: this process has local rank {local_rank}, but the machine has {torch.cuda.device_count()} "
+            "GPUs; start at most one process per GPU, or pass device_type='cpu'"
+        )
+    torch.cuda.set_device(local_rank)
+
+
+def shutdown() -> None:
+    """Leave torch.distributed. Does nothing for a process alone."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def tp_group(mesh: MeshLike, dim: str = "tp") -> Group:
+    """The group in ``mesh`` that shares tensors: a mesh with a dimension ``dim``, any one-dimensional mesh, a process
+    group, a Group, or None for a process alone.
+
+    Raises ValueError for a mesh of several dimensions without ``dim``, TypeError for anything else.
+    """
+    if mesh is None:
+        return SINGLE
+    if isinstance(mesh, Group):
+        return mesh
+    if isinstance(mesh, dist.ProcessGroup):
+        device_type = "cuda" if "nccl" in dist.get_backend_config(mesh) else "cpu"
+        mesh = DeviceMesh.from_group(mesh, device_type)
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh, ProcessGroup, Group or None, not {type(mesh).__name__}")
+    names = mesh.mesh_dim_names or ()
+    if dim in names and mesh.ndim > 1:
+        mesh = mesh[dim]
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"mesh: its dimensions {names or mesh.ndim} hold no {dim!r}, so which ranks share a tensor is open; "
+            f"pass a one-dimensional sub-mesh (mesh[{names[-1]!r}])"
+            if names
+            else f"mesh: it has {mesh.ndim} dimensions without names; pass a one-dimensional mesh, or name one {dim!r}"
+        )
+    return Group(mesh.get_group(), mesh.get_local_rank(), mesh.size(), mesh)
+
+
+def everyone() -> Group:
+    """All processes, as a group without a mesh."""
+    if not dist.is_initialized():
+        return SINGLE
+    return Group(dist.group.WORLD, dist.get_rank(), dist.get_world_size(), None)
+
+
+def degree(mesh: DeviceMesh | None, dim: str) -> int:
+    """How many ranks ``mesh`` has along ``dim``: 1 where it has no such dimension."""
+    if mesh is None or dim not in (mesh.mesh_dim_names or ()):
+        return 1
+    return mesh[dim].size()
+
+
+def check_dims(mesh: DeviceMesh | None) -> None:
+    """ValueError for a mesh with dimensions that nothing here is spread over: its ranks would train apart."""
+    if mesh is None:
+        return
+    names = mesh.mesh_dim_names
+    if names is None and mesh.size() > 1:
+        raise ValueError(
+            f"the mesh's dimensions {list(mesh.shape)} have no names, so what is spread over them is open: make it by "
+            "init_mesh(), or name them (mesh_dim_names) 'rep', 'dp', 'pp' and 'tp'"
+        )
+    if degree(mesh, "rep") > 1 and "dp" not in (names or ()):
+        raise ValueError("the mesh has a dimension 'rep', which repeats the shards of 'dp', and no 'dp': name it 'dp'")
+    for name, size in zip(names or (), mesh.shape):
+        if size > 1 and name not in HYBRID_DIMS:
+            raise ValueError(
+                f"the mesh has a dimension {name!r} of {size} ranks, over which nothing would be spread: expected "
+                f"{', '.join(map(repr, HYBRID_DIMS))}; rename it, or pass the sub-mesh without it if its ranks are "
+                "yours to keep alike"
+            )
+
+
+def data_coordinate(mesh: DeviceMesh | None) -> tuple[int, int]:
+    """(which share of the data this process reads, of how many): ranks with the same share see the same batch."""
+    share, shares = 0, 1
+    for dim in DATA_DIMS:
+        if mesh is not None and degree(mesh, dim) > 1:
+            share = share * degree(mesh, dim) + mesh.get_local_rank(dim)
+            shares *= degree(mesh, dim)
+    return share, shares
+
+
+def data_group(mesh: DeviceMesh | None) -> Group:
+    """The ranks that differ from this one in their share of the data alone, in order of their shares.
+
+    The first call makes a process group where ``mesh`` has both data dimensions: every rank calls it.
+    """
+    dims = tuple(dim for dim in DATA_DIMS if degree(mesh, dim) > 1)
+    if mesh is None or not dims:
+        return SINGLE
+    return _flattened(mesh[dims]) if len(dims) > 1 else tp_group(mesh[dims[0]])
+
+
+def whole_group(mesh: MeshLike) -> Group:
+    """All ranks of ``mesh``, whatever its dimensions.
+
+    The first call makes a process group where ``mesh`` has several dimensions and does not hold every process; each of
+    its ranks then calls it.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim == 1:
+        return tp_group(mesh)
+    if math.prod(mesh.shape) == dist.get_world_size():
+        return everyone()
+    return _flattened(mesh)
+
+
+def _flattened(mesh: DeviceMesh) -> Group:
+    group = tp_group(mesh._flatten())
+    share_timeout(group.pg)
+    return group

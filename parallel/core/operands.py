@@ -1,0 +1,37 @@
+"""What the autograd functions of ``linear.py`` and ``mlp.py`` do with their operands, and with gradients at the end.
+
+A function takes (call, x, *params): its options, an activation [..., D], and parameters as modules hold them, DTensors
+or plain, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...kernels.linear.parts import cast
+from ...kernels.runtime import autograd
+from .sharding import unwrap, wrap_grads
+
+Params = Sequence[Any]
+
+
+def open_params(ctx: Any, x: torch.Tensor, params: Params, fuse_wgrad_accumulation: bool) -> list[Any]:
+    """This rank's plain tensors of ``params``. Notes on ``ctx`` what :func:`close_grads` wants."""
+    plain, ctx.specs = unwrap(params)
+    ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (x, *plain)]
+    ctx.buffers = autograd.main_grads(params, plain) if fuse_wgrad_accumulation else [None] * len(plain)
+    return plain
+
+
+def close_grads(ctx: Any, dx: torch.Tensor | None, grads: Params) -> tuple[Any, ...]:
+    """What backward returns at its end: gradients in the dtype and layout of x and the parameters."""
+    dx, *grads = cast((dx, *grads), ctx.dtypes)
+    return dx, *wrap_grads(grads, ctx.specs)
+
+
+def autocast(tensors: Params, dtype: torch.dtype) -> Params:
+    """What autocast does to operands; without it a mixture of dtypes stays one, and is refused."""
+    return cast(tensors, [dtype] * len(tensors)) if torch.is_autocast_enabled(tensors[0].device.type) else tensors

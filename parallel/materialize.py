@@ -1,0 +1,58 @@
+"""Where a model's parameters begin: their device, and first values that all ranks agree on."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .core import collectives
+from .core.mesh import data_group, whole_group
+from .core.sharding import local_tensors, parameter_seed
+
+
+def device_of(mesh: DeviceMesh | None, wanted: torch.device | str | None) -> torch.device:
+    """Where ``mesh``'s ranks compute, unless another place is ``wanted``; without a mesh the GPU if there is one."""
+    if wanted is not None:
+        return torch.device(wanted)
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if mesh is None else mesh.device_type
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def place(model: nn.Module, mesh: DeviceMesh | None, device: torch.device, seed: int | None) -> None:
+    """Have ``model`` on ``device``, with the same values on all ranks that hold the same. A collective.
+
+    Raises ValueError for parameters on meta that nothing here can draw.
+    """
+    params = dict(model.named_parameters())
+    empty = [name for name, param in params.items() if param.is_meta]
+    if not empty:
+        moves = mesh is not None and device.type != "cpu"  # sharding takes it from wherever it is
+        if moves and any(param.device.type != device.type for param in params.values()):
+            model.to(device)
+        data = data_group(mesh)
+        with torch.no_grad():
+            for tensor in (*local_tensors(*params.values()), *model.buffers()):
+                tensor.copy_(collectives.broadcast(tensor, data, site="parallelize.values"))
+        return
+    if len(empty) < len(params):
+        there = next(name for name in params if name not in empty)
+        raise ValueError(
+            f"{empty[0]} is on the meta device and {there} is not: materialising the one would draw the other anew; "
+            "build all of the model on meta, or none of it"
+        )
+    if not hasattr(model, "init_weights"):
+        raise ValueError(
+            f"{type(model).__name__} has parameters on the meta device and no init_weights(seed) to draw them: "
+            "materialise it first (to_empty), or build it on a device"
+        )
+    model.to_empty(device=device)
+    model.init_weights(_agreed_seed(mesh) if seed is None else seed)  # type: ignore[operator]
+
+
+def _agreed_seed(mesh: DeviceMesh | None) -> int:
+    """Rank 0's, whatever the others' generators would give: replicas have other random numbers, not other weights."""
+    seed = torch.tensor(
+        parameter_seed(), dtype=torch.int64, device=device_of(mesh, None) if mesh is not None else "cpu"
+    )
+    return int(collectives.broadcast(seed, whole_group(mesh), site="parallelize.seed"))

@@ -1,0 +1,202 @@
+"""What a product with a collective beside it should cost, on paper: alpha and beta against the product's own time.
+
+A model, not a measurement; good for a guess where nothing was measured. R ranks, a product [T, K] @ [K, N] on each,
+n bytes that the collective is about. A collective in rings costs (Thakur, Rabenseifner and Gropp, "Optimization of
+Collective Communication Operations in MPICH", IJHPCA 19(1), 2005; pushing straight to each of R - 1 peers moves the
+same bytes)
+
+    all-gather, reduce-scatter    start + (R - 1) alpha + (R - 1) / R n / beta
+    all-reduce                    start + 2 (R - 1) alpha + 2 (R - 1) / R n / beta
+
+where ``start`` is a call's own latency, ``alpha`` that of a step and ``beta`` what a rank sends in a second. An
+all-gather is about the gathered [T, K], a reduce-scatter and an all-reduce are about the addends [T, N].
+
+The product's time G is that of ``kernels/runtime/cost.py`` on a chip that it knows, so that pieces which leave
+multiprocessors idle pay for it, but no less than at the measured rate; elsewhere 2 T K N over that rate.
+
+    plain     the one after the other: C + G
+    chunked   the own shard whole, the others' in p pieces of [T / (R p), K] (an all-reduce: T / p rows): a gathered
+              piece is multiplied when it has arrived, after the own shard; an addend is sent when it was formed, the
+              own shard's last. A piece's transfer costs start + alpha + bytes / beta, and the host ``piece_s``, which
+              is the limit of small pieces
+    kernel    the same with one launch of the product, in ``KERNEL_CHUNKS`` pieces a shard that a copy engine moves;
+              all_reduce_rmsnorm, which follows its product, hides under nothing, but has no call and no ring: in one
+              shot alpha + (R - 1) n / beta, every rank pushing to all at once, in two 2 (alpha + (R - 1) / R n / beta),
+              as Chan et al. count direct exchanges ("Collective communication: theory, practice, and experience",
+              CCPE 19(13), 2007), beta being the rate to a peer. The norm's own pass is left out on both sides
+
+While a transfer is under way a product runs at ``hides`` of its speed: NCCL's kernels take multiprocessors, gloo's
+threads take cores (all of them: 0), a copy engine takes neither (1). A sum of received addends passes through memory
+once. What is "exposed" is the total less the products: the communication, and what it costs them, that nothing hides.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ...kernels.comm.reduce_config import pick_shots
+from ...kernels.linear.config import Gemm, pick_config
+from ...kernels.runtime import cost
+from ...kernels.runtime.chips import CHIPS
+from .link_profile import COLLECTIVES, OPS, Link, Profile, dtype_name
+
+GATHER, SCATTER, REDUCE, NORM = OPS
+PIECES = (1, 2, 4)  # of a shard; of an all-reduce, of which nothing is local, twice as many
+KERNEL_CHUNKS = 4
+KERNEL_START_S = 1e-5  # flags, and the first tile's wait: an assumption
+
+
+class Call(NamedTuple):
+    """One use of an operation: the product [T, K] @ [K, N] of each of R ranks."""
+
+    op: str
+    T: int
+    K: int
+    N: int
+    dtype: torch.dtype
+    R: int
+
+
+class Estimate(NamedTuple):
+    """Seconds: all of it, and what of it no product hides."""
+
+    total_s: float
+    exposed_s: float
+
+
+def pieces_of(call: Call) -> tuple[int, ...]:
+    """The numbers of pieces that are worth a thought: every piece has a row."""
+    if call.op == NORM:
+        return ()
+    each, factor = (call.T, 2) if call.op == REDUCE else (call.T // call.R, 1)
+    return tuple(factor * pieces for pieces in PIECES if factor * pieces <= max(each, factor))
+
+
+def predict(profile: Profile, link: str, call: Call, kind: str, pieces: int = 1) -> Estimate | None:
+    """What ``call`` should take by the path ``kind``; None where the profile lacks a figure that this needs."""
+    of = profile.links.get(link, {}).get(COLLECTIVES[call.op])
+    if of is None or call.T < 1:
+        return None
+    whole = gemm_seconds(profile, call.T, call)
+    if whole is None:
+        return None
+    if kind == "plain":
+        exposed = collective_seconds(of, call)
+        return Estimate(whole + exposed, exposed)
+    if kind == "chunked":
+        return None if call.op == NORM else _chunked(profile, of, call, pieces)
+    return _one_launch(profile, of, call, whole) if call.op == NORM else _kernel(profile, call, whole)
+
+
+def collective_seconds(link: Link, call: Call) -> float:
+    """The call's collective by itself."""
+    rounds = 2 if call.op in (REDUCE, NORM) else 1
+    steps = rounds * (call.R - 1)
+    return link.start_s + steps * link.alpha_s + rounds * _sent_bytes(call) / link.bytes_per_s
+
+
+def gemm_seconds(profile: Profile, rows: int, call: Call) -> float | None:
+    """The product of ``rows`` of the call's tokens by itself; None where neither rate nor chip is known."""
+    rate = profile.gemm_flops.get(dtype_name(call.dtype))
+    at_rate = 2.0 * rows * call.K * call.N / rate if rate else 0.0
+    on_chip = _on_chip(profile.arch, rows, call.K, call.N, call.dtype)
+    return max(at_rate, on_chip) or None
+
+
+@functools.lru_cache(4096)
+def _on_chip(arch: str, M: int, K: int, N: int, dtype: torch.dtype) -> float:
+    """By the model of the chip; 0 where it is none of those that it knows."""
+    if arch not in CHIPS or min(M, K, N) < 1 or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return 0.0
+    gemm = Gemm("nt", M, N, K, dtype, dtype)
+    return cost.predict(CHIPS[arch], gemm, pick_config(arch, gemm)).time_us * 1e-6
+
+
+def _chunked(profile: Profile, link: Link, call: Call, pieces: int) -> Estimate | None:
+    count = pieces if call.op == REDUCE else call.R * pieces
+    own = 0.0 if call.op == REDUCE else gemm_seconds(profile, -(-call.T // call.R), call)
+    piece = gemm_seconds(profile, -(-call.T // count), call)
+    if own is None or piece is None:
+        return None
+    remote = count if call.op == REDUCE else count - pieces
+    if call.op == REDUCE:
+        transfer = link.start_s + 2 * (call.R - 1) * link.alpha_s + 2 * _sent_bytes(call) / count / link.bytes_per_s
+    else:
+        transfer = link.start_s + link.alpha_s + _moved_bytes(call) / count / link.bytes_per_s
+    timeline = _consumed if call.op == GATHER else _produced
+    total = timeline(own, [piece] * remote, transfer, profile.hides)
+    if call.op == SCATTER:
+        total += _sum_seconds(profile, call)
+    total = max(total, (remote + 1) * profile.piece_s)
+    return Estimate(total, max(0.0, total - own - remote * piece))
+
+
+def _kernel(profile: Profile, call: Call, whole: float) -> Estimate | None:
+    if profile.copy_bytes_per_s is None:
+        return None
+    remote = (call.R - 1) * KERNEL_CHUNKS
+    transfer = _moved_bytes(call) / (call.R * KERNEL_CHUNKS) / profile.copy_bytes_per_s
+    timeline = _consumed if call.op == GATHER else _produced
+    total = KERNEL_START_S + timeline(whole / call.R, [whole / (call.R * KERNEL_CHUNKS)] * remote, transfer, 1.0)
+    if call.op != GATHER:
+        total += _sum_seconds(profile, call)
+    if call.op == REDUCE:  # the sums go back to everyone, and nothing hides that
+        total += _sent_bytes(call) / profile.copy_bytes_per_s
+    return Estimate(total, max(0.0, total - whole))
+
+
+def _one_launch(profile: Profile, link: Link, call: Call, whole: float) -> Estimate | None:
+    """``all_reduce_rmsnorm`` behind its product."""
+    if profile.copy_bytes_per_s is None:
+        return None
+    shots = pick_shots(call.T, call.N, call.dtype.itemsize, call.R)
+    sent = (call.R - 1) * _moved_bytes(call) if shots == 1 else 2 * _sent_bytes(call)
+    exposed = shots * link.alpha_s + sent / profile.copy_bytes_per_s
+    return Estimate(whole + exposed, exposed)
+
+
+def _moved_bytes(call: Call) -> int:
+    """What the collective is about: the gathered tokens, or the addends."""
+    return call.T * (call.K if call.op == GATHER else call.N) * call.dtype.itemsize
+
+
+def _sent_bytes(call: Call) -> float:
+    """What a rank sends in an all-gather, in a reduce-scatter, and in half of an all-reduce."""
+    return (call.R - 1) / call.R * _moved_bytes(call)
+
+
+def _sum_seconds(profile: Profile, call: Call) -> float:
+    """Reading R addends of the own rows and writing their sum."""
+    if profile.memory_bytes_per_s is None:
+        return 0.0
+    return (call.R + 1) * call.T / call.R * call.N * call.dtype.itemsize / profile.memory_bytes_per_s
+
+
+def _consumed(own: float, pieces: Sequence[float], transfer: float, hides: float) -> float:
+    """When the products of ``own`` rows and then of ``pieces``, which come in one after another, are done."""
+    busy = len(pieces) * transfer
+    now = _worked(0.0, own, busy, hides)
+    for index, piece in enumerate(pieces):
+        now = _worked(max(now, (index + 1) * transfer), piece, busy, hides)
+    return now
+
+
+def _produced(own: float, pieces: Sequence[float], transfer: float, hides: float) -> float:
+    """When the addends ``pieces`` were formed and sent, one after another, and the ``own`` ones formed after them."""
+    now = sent = 0.0
+    for piece in pieces:
+        now = _worked(now, piece, sent, hides)
+        sent = max(now, sent) + transfer
+    return max(_worked(now, own, sent, hides), sent)
+
+
+def _worked(start: float, work: float, busy_until: float, rate: float) -> float:
+    """When ``work`` seconds of product end that begin at ``start``, at ``rate`` of full speed until ``busy_until``."""
+    window = max(0.0, busy_until - start)
+    if work <= window * rate:
+        return start + (work / rate if work else 0.0)
+    return start + window + (work - window * rate)

@@ -1,0 +1,232 @@
+"""Where symmetric memory comes from. Three bodies give the same thing: every rank's memory as tensors of this process.
+
+| body | ranks are | memory |
+|---|---|---|
+| ``_TorchBody`` | processes with a GPU each, on one node | torch's symmetric memory: mapped over NVLink or PCIe |
+| ``_SharedBody`` | processes on CPUs of one machine | files without a name (memfd), mapped by all |
+| ``_VirtualBody`` | parts of one process | one tensor |
+
+``pool.py`` builds arenas and channels on them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+from ....kernels.runtime.signals import fence, reached
+from ...core import collectives
+from ...core.mesh import Group
+from .sizes import aligned
+
+T = TypeVar("T")
+
+SITE = "symmetric"  # of the collectives that set memory up
+
+_POLL_S = 2e-5
+_TOKEN_BYTES = 16
+_FILE_NAME = "shardfuse"
+
+_ELSEWHERE = (
+    "the ranks have to run on one machine, in one container (PID namespace) and as one user, with /proc mounted; where "
+    "they cannot, choose overlap='chunked', which needs no shared memory"
+)
+
+
+class MemoryUnavailable(RuntimeError):
+    """The ranks cannot have symmetric memory. Raised on all of them alike."""
+
+
+class SymmetricBuffer:
+    """One allocation: ``tensors[r]`` is rank r's memory, uint8 [bytes], as this process sees it.
+
+    Memory of CPUs and virtual ranks lives as long as any view of it. That of a GPU goes with ``close``, or with this
+    object: views that outlive it are invalid.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], owner: object = None) -> None:
+        self.tensors, self._owner = tensors, owner
+        self.nbytes = tensors[0].numel()
+
+    @property
+    def addresses(self) -> list[int]:
+        """Where each rank's memory begins, in this process."""
+        return [tensor.data_ptr() for tensor in self.tensors]
+
+    def close(self) -> None:
+        self.tensors, self._owner = [], None
+
+
+class Body(ABC):
+    """The ranks of a group, and how they come by memory that all of them can write."""
+
+    rank: int
+    size: int
+    device: torch.device
+    virtual = False
+    lock: AbstractContextManager[Any] = nullcontext()  # to be held while channels are laid out
+
+    @abstractmethod
+    def allocate(self, nbytes: int) -> SymmetricBuffer:
+        """``nbytes`` of zeros on every rank; a collective call. MemoryUnavailable on all where one fails."""
+
+    @abstractmethod
+    def agree(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in order of rank; a collective call."""
+
+    def resets(self, channel: Hashable) -> Sequence[int]:
+        """Whose flags this rank sets when ``channel``, a name and a place, is laid out: its own. Under ``lock``."""
+        return [self.rank]
+
+    def together(self, step: Callable[[], T]) -> list[T]:
+        """What ``step`` returns on each rank, once all have made it; MemoryUnavailable on all where one fails."""
+        value, failure = None, None
+        try:
+            value = step()
+        except (OSError, RuntimeError, ValueError) as error:
+            failure = str(error)
+        answers = self.agree((value, failure))
+        failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why is not None]
+        if failures:
+            raise MemoryUnavailable(f"symmetric memory cannot be had: {'; '.join(failures)}")
+        return [value for value, _ in answers]
+
+
+class _GroupBody(Body):
+    """Ranks that are processes. The group is asked for each time: memory must not keep it alive."""
+
+    def __init__(self, group: Callable[[], Group], device: torch.device) -> None:
+        self._group, self.device = group, device
+        self.rank, self.size = group().rank, group().size
+
+    def agree(self, value: Any) -> list[Any]:
+        return collectives.gather_objects(value, self._group(), site=SITE)
+
+
+class _TorchBody(_GroupBody):
+    """torch.distributed._symmetric_memory: a GPU's memory, mapped into its peers' address spaces."""
+
+    def allocate(self, nbytes: int) -> SymmetricBuffer:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        made: list[torch.Tensor] = []
+        self.together(lambda: made.append(symm_mem.empty(nbytes, dtype=torch.uint8, device=self.device).zero_()))
+        mapped: list[Any] = []
+        self.together(lambda: mapped.append(self._rendezvous(made[0])))
+        handle = mapped[0]
+        tensors = [handle.get_buffer(rank, (nbytes,), torch.uint8, 0) for rank in range(self.size)]
+        return SymmetricBuffer(tensors, (made[0], handle))
+
+    def _rendezvous(self, local: torch.Tensor) -> Any:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        torch.cuda.synchronize(self.device)  # zeros first: a peer may write as soon as it has a mapping
+        return symm_mem.rendezvous(local, self._group().pg)
+
+
+class _SharedBody(_GroupBody):
+    """memfd_create(2): a file that has no name anywhere, which the kernel frees with the last process that maps it.
+
+    Peers open it through /proc/<pid>/fd/<number>. When a process dies, however it dies, nothing stays behind.
+    """
+
+    def allocate(self, nbytes: int) -> SymmetricBuffer:
+        token = os.urandom(_TOKEN_BYTES)  # a process of that number in another container has another file
+        files: list[int] = []
+        tensors: list[torch.Tensor] = []
+        try:
+            offers = self.together(lambda: _create(files, nbytes, token))
+            self.together(lambda: tensors.extend(self._map(peer, *offer, nbytes) for peer, offer in enumerate(offers)))
+        finally:
+            for fd in files:
+                os.close(fd)  # the mappings hold the file
+        return SymmetricBuffer(tensors)
+
+    def _map(self, peer: int, pid: int, number: int, token: bytes, nbytes: int) -> torch.Tensor:
+        if peer == self.rank:
+            return _mapping(number, nbytes)
+        path = f"/proc/{pid}/fd/{number}"
+        try:
+            # Looked at before it is opened: what another container's process has there may block, or do worse.
+            if not os.readlink(path).startswith(f"/memfd:{_FILE_NAME}"):
+                raise RuntimeError(f"{path} is not the memory of rank {peer}: {_ELSEWHERE}")
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise RuntimeError(f"{path}, the memory of rank {peer}: {error.strerror}: {_ELSEWHERE}") from error
+        try:
+            if os.pread(fd, _TOKEN_BYTES, nbytes) != token:
+                raise RuntimeError(f"{path} is not the memory of rank {peer}: {_ELSEWHERE}")
+            return _mapping(fd, nbytes)
+        finally:
+            os.close(fd)
+
+
+def _create(files: list[int], nbytes: int, token: bytes) -> tuple[int, int, bytes]:
+    """Make this rank's file, ``token`` after its memory, and say where it is: (process, number of the file, token)."""
+    if not hasattr(os, "memfd_create"):
+        raise RuntimeError("shared memory between CPU ranks needs Linux (memfd_create); choose overlap='chunked'")
+    fd = os.memfd_create(_FILE_NAME)
+    files.append(fd)
+    # Reserved at once: memory that turns out to be short later on would kill the process that touches it.
+    os.posix_fallocate(fd, 0, nbytes + len(token))
+    os.pwrite(fd, token, nbytes)
+    return os.getpid(), fd, token
+
+
+def _mapping(fd: int, nbytes: int) -> torch.Tensor:
+    """The file's memory as a tensor, which keeps the mapping."""
+    return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+
+
+class _VirtualBody(Body):
+    """Ranks of one process, which share one tensor: for tests, and for measurements on one GPU."""
+
+    virtual = True
+
+    def __init__(self, rank: int, memory: torch.Tensor, laid_out: set[Hashable], lock: threading.Lock) -> None:
+        self.rank, self.size, self.device = rank, memory.shape[0], memory.device
+        self._memory, self._laid_out, self.lock = memory, laid_out, lock
+
+    @classmethod
+    def team(cls, world: int, nbytes: int, device: torch.device) -> list[_VirtualBody]:
+        memory = torch.zeros(world, aligned(nbytes), dtype=torch.uint8, device=device)[:, :nbytes]
+        shared = memory, set[Hashable](), threading.Lock()
+        return [cls(rank, *shared) for rank in range(world)]
+
+    def allocate(self, nbytes: int) -> SymmetricBuffer:
+        assert nbytes == self._memory.shape[1], "virtual ranks get all they will have at once"
+        return SymmetricBuffer(list(self._memory.unbind()))
+
+    def agree(self, value: Any) -> list[Any]:
+        return [value] * self.size  # one program runs all of them
+
+    def resets(self, channel: Hashable) -> Sequence[int]:
+        """Everybody's by whoever comes first: one thread may have raised flags for ranks whose turn comes later."""
+        if channel in self._laid_out:
+            return []
+        self._laid_out.add(channel)
+        return range(self.size)
+
+
+def wait_words(words: torch.Tensor, epoch: int, timeout_s: float) -> dict[int, int]:
+    """Wait, on the host, until the ranks' flags, int32 [R], have reached ``epoch``.
+
+    Returns those that had not after ``timeout_s``, by rank, as they were last seen.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        late = time.monotonic() > deadline  # asked first: who was not let run for long looks once more
+        missing = {rank: flag for rank, flag in enumerate(words.tolist()) if not reached(flag, epoch)}
+        if late or not missing:
+            if words.device.type == "cpu":
+                fence()  # what is read from now on is what was there when the flags were raised, or later
+            return missing
+        time.sleep(_POLL_S)  # the peers may share this rank's core

@@ -1,0 +1,259 @@
+"""A channel: two slots of data in turn, flags, and the count of exchanges, on every rank. Made by an arena."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ....kernels.runtime import alloc
+from ....kernels.runtime.signals import (
+    CHUNKS,
+    EPOCH,
+    LIMIT_MS,
+    PHASES,
+    REPORT,
+    ExchangeTimeout,
+    Signals,
+    describe,
+    following,
+    new_state,
+)
+from .backends import SymmetricBuffer
+from .sizes import aligned, pad_bytes
+
+if TYPE_CHECKING:
+    from .pool import SymmetricArena
+
+_VIEWS = 64  # shapes whose views are kept
+_DOINGS = 64  # exchanges that can still be named when the device reports one
+_BOTH = 2  # in place of a slot: the two of them
+
+
+class Channel:
+    """``slot_bytes`` twice, on each of ``size`` ranks; ``epoch`` is the number of the last exchange, int32.
+
+    :meth:`begin` and :meth:`end` enclose what a rank launches for an exchange, or :meth:`abandon` where that fails.
+    Exchanges of one channel do not overlap on a rank; those of different channels may.
+    """
+
+    def __init__(self, arena: SymmetricArena, name: str, slot_bytes: int, epoch: int, rebase_every: int) -> None:
+        self.name, self.slot_bytes, self.epoch = name, slot_bytes, epoch
+        self.rank, self.size, self.device = arena.rank, arena.size, arena.device
+        self._arena, self._rebase_every, self._since_rebase = arena, rebase_every, 0
+        with torch.inference_mode(False):  # tensors made inside could not be used outside
+            self._state = new_state(self.rank, self.size, arena.timeout_s, self.device)
+            self._state[EPOCH] = epoch
+            self._report = torch.zeros(REPORT, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        self._place: tuple[SymmetricBuffer, int, int] | None = None  # memory, offset, slot_bytes
+        self._pads: list[torch.Tensor] = []
+        self._slots: list[torch.Tensor] = []  # each rank's, both, uint8 [2, aligned slot_bytes]
+        self._tables: list[torch.Tensor] = []  # Signals.table for either slot
+        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
+        self._counts: str | None = None  # who counts the exchanges, "host" or "device", once somebody does
+        self._captured = False  # whether a graph holds its addresses
+        self._open: str | None = None  # what the exchange under way is
+        self._doings: deque[tuple[int | None, str]] = deque(maxlen=_DOINGS)
+        self._broken: str | None = None
+        self._stream: torch.cuda.Stream | None = None  # on which the last exchange's readers were launched
+
+    def begin(self, shape: Sequence[int], dtype: torch.dtype, *, op: str = "") -> tuple[list[torch.Tensor], Signals]:
+        """Begin the next exchange: (each rank's slot as ``dtype`` ``shape``, its signals). Collective.
+
+        The previous exchange's data is gone with it. On a GPU the current stream waits for the previous exchange's.
+        ``op`` names the caller in errors.
+
+        Raises ValueError where ``shape`` does not fit in a slot; RuntimeError where the channel is broken, the
+        previous exchange has not ended, the device counts or a graph is being captured; ExchangeTimeout where an
+        earlier exchange turns out to have failed, or a rebase does not come about.
+        """
+        if capturing():
+            raise RuntimeError(
+                f"channel {self.name!r}: begin() inside graph capture: the host counts the exchanges, and a graph "
+                "would repeat one of them; use a channel's device_counted()"
+            )
+        self._prepare("host", shape, dtype)
+        if self._stream is not None:  # the last exchange's: what was launched there reads its data, perhaps
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        if self._since_rebase >= self._rebase_every:
+            self._rebase()
+        if alloc.poisoned():
+            # Nobody writes here before this rank has raised a flag of the new exchange. Whoever reads what its peer
+            # has not sent yet then reads NaN, not what was sent two exchanges ago, which is often the same.
+            self._slots[self.rank][self.epoch % 2].fill_(255)
+        self.epoch = following(self.epoch)
+        self._since_rebase += 1
+        self._open = self._doing(op or "exchange", shape, dtype)
+        self._doings.append((self.epoch, self._open))
+        slot = self.epoch % 2
+        return self._view(slot, shape, dtype), self._signals(self.epoch, slot)
+
+    def end(self) -> None:
+        """Say that the exchange's kernels have been launched on the current stream.
+
+        What is launched there before the next :meth:`begin` may still read the data: that one waits for it.
+        On a CPU it has run: raises ExchangeTimeout if a wait in it was in vain. On a GPU the next :meth:`begin` or
+        :meth:`check` does.
+        """
+        if self._open is None:
+            raise RuntimeError(f"channel {self.name!r}: end() without begin(): no exchange is under way")
+        self._open = None
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self.device)
+        else:
+            self.check()
+
+    def abandon(self) -> None:
+        """Give up the exchange under way, which failed on this rank before it was over; nothing if there is none.
+
+        Its peers may lack this rank's rows and flags, so nobody can be asked to wait for it. The next :meth:`begin` is
+        a meeting of all ranks, as for a rebase. Where all have given up the same exchange, it clears the field;
+        otherwise the peers wait in vain for this exchange and this rank for the meeting, until they run out of time.
+        """
+        if self._open is None:
+            return
+        self._open = None
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self.device)
+        self._since_rebase = self._rebase_every
+
+    def device_counted(
+        self, shape: Sequence[int], dtype: torch.dtype, *, op: str = ""
+    ) -> tuple[list[torch.Tensor], Signals]:
+        """For kernels that count exchanges themselves, in ``signals.state``, so that a graph can hold them.
+
+        Returns (each rank's slots [2, *shape]; signals with the epoch None and slot 0's addresses), for one launch: the
+        next time they may lie elsewhere. From then on the channel is such kernels', and from the first capture on it
+        stays where it is. Each of them raises every flag that any of them ever waits for in every exchange (so not one
+        and two rounds of ``all_reduce_rmsnorm`` in one channel): nothing rebases.
+        Collective.
+
+        Raises as :meth:`begin`; during a capture only where memory is still to be had.
+        """
+        self._prepare("device", shape, dtype)
+        self._captured |= capturing()
+        self._doings.append((None, self._doing(op or "exchange counted by the device", shape, dtype)))
+        return self._view(_BOTH, shape, dtype), self._signals(None, 0)
+
+    def check(self) -> None:
+        """Raise ExchangeTimeout if a wait of a kernel that has run was in vain, RuntimeError if that is known."""
+        if self._broken is not None:
+            raise RuntimeError(
+                f"channel {self.name!r} is broken since: {self._broken}; close() its arena on every rank, or start anew"
+            )
+        if self._report[0]:
+            known = dict(self._doings)
+            doing = known.get(int(self._report[4])) or self._doings[-1][1]
+            self._broken = describe(self._report, self.rank, doing)
+            raise ExchangeTimeout(self._broken)
+
+    # --- for the arena ------------------------------------------------------------------------------------------------
+
+    def bind(self, buffer: SymmetricBuffer, offset: int, resets: Sequence[int]) -> None:
+        """Take this place in the memory and set the flags of the ranks ``resets`` there to the present epoch."""
+        start, stride = offset + pad_bytes(self.size), aligned(self.slot_bytes)
+        if self._counts == "device":  # the arena has waited for its kernels
+            self.epoch = int(self._state[EPOCH])
+        shape = (PHASES, self.size, CHUNKS)
+        self._place = (buffer, offset, self.slot_bytes)
+        self._pads = [
+            memory[offset : offset + 4 * math.prod(shape)].view(torch.int32).view(shape) for memory in buffer.tensors
+        ]
+        self._slots = [memory[start : start + 2 * stride].view(2, stride) for memory in buffer.tensors]
+        pads = [pad.data_ptr() for pad in self._pads]
+        self._tables = [
+            torch.tensor([[slots.data_ptr() + slot * stride for slots in self._slots], pads], dtype=torch.int64).to(
+                self.device
+            )
+            for slot in (0, 1)
+        ]
+        self._views.clear()
+        for rank in resets:
+            self._pads[rank].fill_(self.epoch)
+            if alloc.poisoned():
+                self._slots[rank].fill_(255)
+
+    def at(self, buffer: SymmetricBuffer | None, offset: int, slot_bytes: int) -> bool:
+        """Whether the channel has this place already."""
+        return self._place is not None and self._place == (buffer, offset, slot_bytes)
+
+    def check_movable(self) -> None:
+        """RuntimeError where somebody relies on where the channel lies."""
+        if self._open is not None:
+            raise RuntimeError(f"symmetric memory cannot move while an exchange is under way: {self._open}")
+        if self._captured or (self._counts and self._arena.is_virtual):
+            holder = "captured graphs may hold" if self._counts == "device" else "the other virtual ranks have"
+            raise RuntimeError(
+                f"symmetric memory cannot move: channel {self.name!r} is in use, and {holder} its addresses; ask for "
+                "all channels, at their full size, before"
+            )
+
+    def set_timeout(self, timeout_s: float) -> None:
+        self._state[LIMIT_MS] = new_state(self.rank, self.size, timeout_s, "cpu")[LIMIT_MS]
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        self._place = None
+        self._pads, self._slots, self._tables = [], [], []
+        self._views.clear()
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, counts: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Have memory; refuse what cannot be done."""
+        self.check()
+        self._arena.settle()
+        if self._open is not None:
+            raise RuntimeError(
+                f"channel {self.name!r}: {self._open}, number {self.epoch}, has not ended: end() has to follow the "
+                "launch of its last reader; if that failed (a step that ran out of memory, say), its peers are left "
+                "waiting: SymmetricArena.existing(group).close() on every rank, and the next step "
+                "makes another"
+            )
+        if self._counts not in (None, counts):
+            raise RuntimeError(
+                f"channel {self.name!r}: the {self._counts} counts its exchanges, so the {counts} cannot; use two"
+            )
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > self.slot_bytes:
+            raise ValueError(
+                f"channel {self.name!r}: {dtype} {list(shape)} takes {nbytes} bytes and a slot has {self.slot_bytes}; "
+                f"ask for channel({self.name!r}, {nbytes}) on every rank before, in an arena that has room for it"
+            )
+        self._counts = counts
+
+    def _rebase(self) -> None:
+        """Bring all flags to the present epoch, with nobody between exchanges: long unused ones would seem ahead."""
+        self._arena.barrier()
+        self._pads[self.rank].fill_(self.epoch)
+        self._arena.barrier()
+        self._since_rebase = 0
+
+    def _doing(self, op: str, shape: Sequence[int], dtype: torch.dtype) -> str:
+        return f"{op} (channel {self.name!r}{self._arena.whose}, {dtype} {list(shape)})"
+
+    def _view(self, slot: int, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Each rank's slot as a tensor, kept: R of them take longer to make than a kernel to launch."""
+        key = slot, tuple(shape), dtype
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            nbytes = math.prod(shape) * dtype.itemsize
+            with torch.inference_mode(False):
+                both = [slots[:, :nbytes].view(dtype).view(2, *shape) for slots in self._slots]
+                views = self._views[key] = both if slot == _BOTH else [pair[slot] for pair in both]
+        return list(views)
+
+    def _signals(self, epoch: int | None, slot: int) -> Signals:
+        return Signals(
+            self.rank, epoch, self._pads, self._tables[slot], self._state, self._report, self._arena.timeout_s
+        )
+
+
+def capturing() -> bool:
+    """Whether the current stream records a CUDA graph. (Without CUDA torch cannot even be asked.)"""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

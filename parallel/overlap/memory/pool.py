@@ -1,0 +1,375 @@
+"""Memory that all ranks of a group can write, and the exchanges they make in it.
+
+A group has one *arena*, which all layers and pipeline stages share. In it are a few *channels* ("gather", "reduce",
+...): on every rank two slots for data, used in turn, and a pad of flags. One use of a channel by all ranks is an
+*exchange*; ``kernels/runtime/signals.py`` says how data and flags travel in one, docs/overlap.md why two slots are
+enough. The layout of one rank's memory:
+
+    "barrier": pad int32 [PHASES, R, CHUNKS]  |  "probe": pad, slot 0, slot 1  |  the first other channel  |  ...
+
+"Collective" means here what it means elsewhere: all ranks make these calls, with the same arguments, in the same order.
+Memory is had at its first use, and anew when channels have been added or have grown since.
+
+``channel.py`` has the channel, ``backends.py`` where memory comes from, ``sizes.py`` how
+much a model needs, ``probe.py`` the probe.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ....kernels.runtime.signals import ExchangeTimeout, raise_flags
+from ...core.mesh import Group
+from . import probe
+from .backends import Body, MemoryUnavailable, SymmetricBuffer, _SharedBody, _TorchBody, _VirtualBody, wait_words
+from .channel import Channel, capturing
+from .sizes import BARRIER, PROBE, arena_bytes, largest, layout, model_slots, own_slots, table, text
+
+__all__ = ["Channel", "SymmetricArena", "SymmetricBuffer", "arena_bytes", "model_slots"]
+
+TIMEOUT_S = 120.0  # a peer may be compiling its kernels
+LONGEST_S = 2e6  # kernels count milliseconds in 32 bits
+REBASE_EVERY = 2**30  # exchanges: a flag that is left alone for 2^31 of them seems to be ahead
+
+
+class SymmetricArena:
+    """The symmetric memory of a group, as one rank sees it. Made by :meth:`of` or :meth:`virtual`.
+
+    ``rank``, ``size`` and ``device`` are the group's and this rank's; ``timeout_s`` bounds every wait.
+    """
+
+    def __init__(
+        self, body: Body, limit: int | None, timeout_s: float, first_epoch: int, rebase_every: int, whose: str = ""
+    ) -> None:
+        _check_timeout(timeout_s)
+        self.rank, self.size, self.device, self.is_virtual = body.rank, body.size, body.device, body.virtual
+        self.timeout_s, self.whose = timeout_s, whose
+        self._body, self._limit = body, limit
+        self._counting = first_epoch, rebase_every
+        self._channels: dict[str, Channel] = {}
+        self._buffer: SymmetricBuffer | None = None
+        self._settled = self._closed = False
+        self._broken: str | None = None
+        self._probed: list[str | None] = []  # the probe's answer, once there is one
+        self._end: weakref.finalize[..., Any] | None = None
+        own = own_slots(self.size)
+        # A barrier raises all the flags that it waits for, so it never rebases; a rebase is made of barriers.
+        self._channels[BARRIER] = Channel(self, BARRIER, own[BARRIER], first_epoch, sys.maxsize)
+        self.channel(PROBE, own[PROBE])
+
+    @classmethod
+    def of(
+        cls,
+        group: Group,
+        *,
+        device: torch.device | str,
+        bytes: int | None = None,
+        timeout_s: float | None = None,
+        first_epoch: int = 0,
+        rebase_every: int = REBASE_EVERY,
+    ) -> SymmetricArena:
+        """The arena of ``group``, made if there is none. Collective. It is closed when the group goes.
+
+        ``bytes`` is what it may take on each rank: taken at once, and a channel that does not fit is refused;
+        :func:`arena_bytes` says what a model needs. None: what its channels ask for. For an arena that exists, more
+        ``bytes`` and another ``timeout_s`` (seconds; at first 120) replace the old ones. ``first_epoch`` and
+        ``rebase_every``, for an arena that is made, are for tests of long runs.
+
+        Raises ValueError for a group of one rank, a destroyed group, another device than before; RuntimeError where
+        more bytes would move memory that is in use.
+        """
+        if group.size == 1:
+            raise ValueError("SymmetricArena.of: a group of one rank has nobody to exchange with; virtual(1, ...) has")
+        device = _indexed(device)
+        _close_destroyed()
+        arena = _arenas.get(group.pg)
+        if arena is not None and not arena._closed:
+            arena._change(device, bytes, timeout_s)
+            return arena
+        whose, current = _whose(group), _without_holding(group)
+        body = _TorchBody(current, device) if device.type == "cuda" else _SharedBody(current, device)
+        arena = cls(body, bytes, TIMEOUT_S if timeout_s is None else timeout_s, first_epoch, rebase_every, whose)
+        _arenas[group.pg] = arena
+        # When the group goes, or the process ends. This holds the arena, and the arena does not hold the group.
+        arena._end = weakref.finalize(group.pg, arena.close)
+        return arena
+
+    @staticmethod
+    def existing(group: Group) -> SymmetricArena | None:
+        """The arena of ``group`` if there is one; asks nobody."""
+        arena = _arenas.get(group.pg)
+        return None if arena is None or arena._closed else arena
+
+    @classmethod
+    def virtual(
+        cls,
+        world: int,
+        bytes: int,
+        device: torch.device | str = "cpu",
+        *,
+        timeout_s: float = TIMEOUT_S,
+        first_epoch: int = 0,
+        rebase_every: int = REBASE_EVERY,
+    ) -> list[SymmetricArena]:
+        """``world`` ranks in this process, each with ``bytes``: for tests, and for measurements on one GPU.
+
+        Ranks that wait for each other on the host (:meth:`barrier`, a rebase) need a thread each, and a channel that
+        has been used stays where it is.
+        """
+        if world < 1:
+            raise ValueError(f"SymmetricArena.virtual: world={world}: expected at least 1")
+        team = _VirtualBody.team(world, bytes, _indexed(device))
+        return [cls(body, bytes, timeout_s, first_epoch, rebase_every) for body in team]
+
+    def channel(self, name: str, slot_bytes: int) -> Channel:
+        """The channel ``name``, with slots of at least ``slot_bytes``: made, or grown, if need be. Collective.
+
+        Raises ValueError where the arena's bytes do not suffice, RuntimeError where memory would move that is in use,
+        or the arena is closed or broken.
+        """
+        if slot_bytes < 0:
+            raise ValueError(f"channel {name!r}: slot_bytes={slot_bytes}: expected 0 or more")
+        self._check_open()
+        self._check_whole()
+        known = self._channels.get(name)
+        if known is not None and slot_bytes <= known.slot_bytes:
+            return known
+        self._plan({**self._slots(), name: slot_bytes}, self._limit)
+        if known is None:
+            known = self._channels[name] = Channel(self, name, slot_bytes, *self._counting)
+        known.slot_bytes = slot_bytes
+        self._settled = False
+        return known
+
+    def ready(self, name: str, slot_bytes: int) -> bool:
+        """Whether the channel ``name`` has memory for slots of ``slot_bytes``, so that its use moves nothing."""
+        channel = self._channels.get(name)
+        return self._settled and channel is not None and slot_bytes <= channel.slot_bytes
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Wait, on the host, until all ranks are here and what each launched on its current stream is done. Collective.
+
+        Raises ExchangeTimeout after ``timeout_s`` (by default the arena's), which names the missing ranks; the arena is
+        then broken.
+        """
+        channel = self._channels[BARRIER]
+        _, signals = channel.begin((0,), torch.uint8, op="barrier")
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        raise_flags(signals, 0, 0, range(self.size))
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        missing = wait_words(signals.pads[self.rank][0, :, 0], channel.epoch, limit)
+        if missing:
+            peers = ", ".join(f"rank {peer} (its flag stands at {flag})" for peer, flag in missing.items())
+            self._broken = (
+                f"barrier{self.whose}: rank {self.rank} waited {limit:g} s in vain for {peers}, epoch "
+                f"{channel.epoch}: who does not come has died, hangs, or makes other calls; look at its output first"
+            )
+            raise ExchangeTimeout(self._broken)
+        channel.end()
+
+    def check(self) -> None:
+        """Raise ExchangeTimeout if a wait of a kernel that has run was in vain, RuntimeError if that is known."""
+        self._check_open()
+        self._check_whole()
+        for channel in self._channels.values():
+            channel.check()
+
+    def probe(self, timeout_s: float | None = None) -> str | None:
+        """Why this memory cannot be trusted, in one line, or None. Collective; all ranks get the same answer.
+
+        Every rank writes patterns into every peer's memory and gets them back, in both slots, within ``timeout_s`` (by
+        default the arena's). That memory cannot be had at all is an answer, too. Whoever asks again gets the first
+        answer. Memory that failed is not used again.
+        """
+        self._check_open()
+        if not self._probed:
+            limit = self.timeout_s if timeout_s is None else timeout_s
+            self._broken = None if self.is_virtual else self._try(limit)
+            self._probed.append(self._broken)
+        return self._probed[0]
+
+    def budget(self, wanted: Mapping[str, int] | None = None) -> str:
+        """The bytes of each channel on each rank, as a table to print; as if ``wanted`` slots had been asked for."""
+        title = f"symmetric memory{self.whose}, on each of {self.size} ranks"
+        return table(largest(self._slots(), wanted or {}), self.size, self._limit, title)
+
+    def close(self) -> None:
+        """Give the memory back; every later use raises. On a GPU its views are then invalid, on a CPU they hold it."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._end is not None:
+            self._end.detach()
+        if self._buffer is not None:
+            self._wait_for_device()
+            self._buffer.close()
+            self._buffer = None
+        for channel in self._channels.values():
+            channel.release()
+
+    def settle(self) -> SymmetricBuffer:
+        """The memory, with a place for every channel. Collective where channels have changed.
+
+        Raises MemoryUnavailable where there is none, RuntimeError where the arena is closed or broken, or a graph is
+        being captured while memory is to be had.
+        """
+        self._check_open()
+        self._check_whole()
+        if not self._settled:
+            self._lay_out()
+        assert self._buffer is not None
+        return self._buffer
+
+    def _try(self, timeout_s: float) -> str | None:
+        try:
+            self.settle()
+        except MemoryUnavailable as error:
+            return str(error)
+        try:
+            finding = probe.run(self._channels[PROBE], timeout_s)
+        except Exception as error:  # the others are about to be asked what they found
+            finding = probe.Finding(0, f"rank {self.rank} failed: {type(error).__name__}: {error}")
+        found = self._body.agree(finding)
+        findings = [finding for finding in found if finding is not None]
+        return f"probe{self.whose}: {min(findings).text}" if findings else None
+
+    def _change(self, device: torch.device, limit: int | None, timeout_s: float | None) -> None:
+        """What :meth:`of` wants of an arena that exists."""
+        if device != self.device:
+            raise ValueError(
+                f"SymmetricArena.of: device={device}: the group's arena is on {self.device}; close() it first"
+            )
+        if timeout_s is not None:
+            _check_timeout(timeout_s)
+        if limit is not None and limit > (self._limit or 0):
+            self._plan(self._slots(), limit)
+            self._limit, self._settled = limit, False
+        if timeout_s is not None and timeout_s != self.timeout_s:
+            self.timeout_s = timeout_s
+            for channel in self._channels.values():
+                channel.set_timeout(timeout_s)
+
+    def _slots(self) -> dict[str, int]:
+        return {name: channel.slot_bytes for name, channel in self._channels.items()}
+
+    def _plan(self, slots: dict[str, int], limit: int | None) -> None:
+        """Refuse what does not fit, and what would move memory that is in use."""
+        places, total = layout(slots, self.size)
+        if limit is not None and total > limit:
+            channels = ", ".join(f"{name!r} (2 x {text(slot)})" for name, slot in slots.items())
+            raise ValueError(
+                f"symmetric memory{self.whose}: the channels {channels} take {total} bytes on each rank, and the arena "
+                f"may take {limit}; make it with bytes={total} or more (arena_bytes says what a model needs)"
+            )
+        moves = self._buffer is not None and (limit or total) > self._buffer.nbytes
+        for name, channel in self._channels.items():
+            if moves or not channel.at(self._buffer, places[name], slots[name]):
+                channel.check_movable()
+
+    def _lay_out(self) -> None:
+        """Have memory that suffices, and give every channel whose place has changed its place in it."""
+        if capturing():
+            raise RuntimeError(
+                "symmetric memory is had at its first use, which cannot be inside graph capture: probe() the arena, or "
+                "warm up, with all channels at their full size before"
+            )
+        self._wait_for_device()  # what this rank has launched is over when the others hear that it is here
+        slots = self._slots()
+        places, total = layout(slots, self.size)
+        if not self.is_virtual:
+            self._compare(slots)
+        capacity = self._limit or total
+        with torch.inference_mode(False), self._body.lock:  # tensors of inference mode could not be used outside
+            if self._buffer is None or capacity > self._buffer.nbytes:
+                self._buffer = self._body.allocate(capacity)
+            for name, channel in self._channels.items():
+                if not channel.at(self._buffer, places[name], slots[name]):
+                    channel.bind(self._buffer, places[name], self._body.resets((name, places[name], slots[name])))
+            self._wait_for_device()
+        if not self.is_virtual:
+            self._body.agree(None)  # nobody raises a flag before all have set theirs
+        self._settled = True
+
+    def _compare(self, slots: dict[str, int]) -> None:
+        asked = self._body.agree((slots, self._limit))
+        for rank, theirs in enumerate(asked):
+            if theirs != asked[0]:
+                raise RuntimeError(
+                    f"symmetric memory{self.whose}: rank 0 has channels with slots of {asked[0][0]} and bytes="
+                    f"{asked[0][1]}, rank {rank} {theirs[0]} and bytes={theirs[1]}; all ranks have to make the same "
+                    "calls in the same order"
+                )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this arena was closed, or its process group destroyed; SymmetricArena.of makes another")
+
+    def _check_whole(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(f"this arena is broken since: {self._broken}; close() it on every rank, or start anew")
+
+    def _wait_for_device(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+# By ProcessGroup.
+_arenas: weakref.WeakKeyDictionary[Any, SymmetricArena] = weakref.WeakKeyDictionary()
+
+
+def _close_destroyed() -> None:
+    """A destroyed group may live on in a mesh, or in a module that kept it: its arena should not."""
+    for pg, arena in list(_arenas.items()):
+        if not _exists(pg):
+            arena.close()
+            del _arenas[pg]
+
+
+def _exists(pg: Any) -> bool:
+    try:
+        return bool(dist.get_process_group_ranks(pg))
+    except (KeyError, ValueError):
+        return False
+
+
+def _whose(group: Group) -> str:
+    """Which ranks of the world a group has, where it does not have all of them: to be put into errors."""
+    if not _exists(group.pg):
+        raise ValueError("SymmetricArena.of: group: its process group has been destroyed; pass one that exists")
+    members = dist.get_process_group_ranks(group.pg)
+    return "" if len(members) == dist.get_world_size() else f" of the group of global ranks {members}"
+
+
+def _without_holding(group: Group) -> Callable[[], Group]:
+    """The group, for as long as others hold it."""
+    pg, rank, size = weakref.ref(group.pg), group.rank, group.size
+
+    def current() -> Group:
+        alive = pg()
+        if alive is None:
+            raise RuntimeError("the arena's process group has gone; make another group, and SymmetricArena.of it")
+        return Group(alive, rank, size, None)
+
+    return current
+
+
+def _indexed(device: torch.device | str) -> torch.device:
+    """``device``, a GPU with its index; ValueError for what is neither GPU nor CPU."""
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"symmetric memory: device={device}: expected a CPU or a GPU ('cpu', 'cuda')")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _check_timeout(timeout_s: float) -> None:
+    if not 0 < timeout_s < LONGEST_S:  # False for NaN
+        raise ValueError(f"timeout_s={timeout_s}: expected a number of seconds above 0 and below {LONGEST_S:g}")

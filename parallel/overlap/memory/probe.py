@@ -1,0 +1,90 @@
+"""Whether symmetric memory can be trusted: patterns sent to every peer and back, each wait bounded, each word compared.
+
+Links that are there may still lose or misplace writes (wrong IOMMU settings, say), so nobody exchanges activations in
+memory that has not been seen to work.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ....kernels.runtime.signals import ExchangeTimeout, raise_flags
+from .backends import wait_words
+from .sizes import PROBE_WORDS
+
+if TYPE_CHECKING:
+    from .channel import Channel
+
+EXCHANGES = 2  # one in each slot
+THERE, BACK = 0, 1  # the phases of one, and the halves of a slot
+
+
+class Finding(NamedTuple):
+    """What went wrong, and how early: of several ranks' findings the smallest is the cause."""
+
+    step: int
+    text: str
+
+
+def run(channel: Channel, timeout_s: float) -> Finding | None:
+    """This rank's part of a probe in ``channel``. Collective; ends on every rank, whatever the others do."""
+    deadline = time.monotonic() + timeout_s
+    for exchange in range(EXCHANGES):
+        try:
+            finding = _exchange(channel, deadline, timeout_s, exchange)
+        except ExchangeTimeout as error:  # of the rebase before it
+            finding = Finding(2 * exchange, str(error))
+        if finding is not None:
+            return finding
+    return None
+
+
+def _exchange(channel: Channel, deadline: float, timeout_s: float, exchange: int) -> Finding | None:
+    """Send a row to every rank, send back what came, look at both. Slots are int32 [2, R, PROBE_WORDS]."""
+    rank, size = channel.rank, channel.size
+    peers, signals = channel.begin((2, size, PROBE_WORDS), torch.int32, op="probe")
+    own = peers[rank]
+    for phase in (THERE, BACK):
+        for peer in range(size):
+            row = _pattern(rank, peer, size, exchange, own.device) if phase == THERE else own[THERE, peer]
+            peers[peer][phase, rank].copy_(row)
+        raise_flags(signals, phase, 0, range(size))
+        step = 2 * exchange + phase
+        missing = wait_words(signals.pads[rank][phase, :, 0], channel.epoch, max(0.0, deadline - time.monotonic()))
+        if missing:
+            peer = min(missing)
+            return Finding(
+                step,
+                f"rank {rank} saw no flag of rank {peer} within {timeout_s:g} s (phase {phase}, exchange "
+                f"{channel.epoch}; the flag stands at {missing[peer]})",
+            )
+        for peer in range(size):
+            route = (peer, rank) if phase == THERE else (rank, peer)
+            finding = _compare(own[phase, peer], _pattern(*route, size, exchange, own.device), route, phase, step)
+            if finding is not None:
+                return finding
+    channel.end()
+    return None
+
+
+def _pattern(source: int, target: int, size: int, exchange: int, device: torch.device) -> torch.Tensor:
+    """int32 [PROBE_WORDS]; no word of it is in any other pattern of the probe, or zero."""
+    first = 1 + ((exchange * size + source) * size + target) * PROBE_WORDS
+    return torch.arange(first, first + PROBE_WORDS, dtype=torch.int32, device=device)
+
+
+def _compare(
+    seen: torch.Tensor, expected: torch.Tensor, route: tuple[int, int], phase: int, step: int
+) -> Finding | None:
+    wrong = (seen != expected).nonzero()
+    if not len(wrong):
+        return None
+    word = int(wrong[0])
+    return Finding(
+        step,
+        f"what rank {route[0]} sent to rank {route[1]} arrived {'there' if phase == THERE else 'back'} with "
+        f"{len(wrong)} of {PROBE_WORDS} words wrong (word {word} is {int(seen[word])}, not {int(expected[word])})",
+    )

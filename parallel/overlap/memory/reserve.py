@@ -1,0 +1,80 @@
+"""Symmetric memory for a whole model at once, before its first step.
+
+A layer's first exchange asks for the memory it needs, and a larger one for more: all ranks then stop, wait for their
+devices and share memory anew. That is correct, but neither free nor possible once a captured graph holds addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ...core.mesh import Group
+from .. import policy
+from .pool import SymmetricArena
+from .sizes import largest, own_slots, table
+
+
+class Needs(NamedTuple):
+    """What the layers of one group ask of its arena: the bytes of a slot by channel, each the largest of any layer."""
+
+    group: Group
+    device: torch.device
+    slots: dict[str, int]
+
+
+def reserve_symmetric_memory(model: nn.Module, tokens: int) -> str:
+    """Have the memory that the layers of ``model`` exchange rows in, for steps of up to ``tokens`` in all; its budget.
+
+    Collective over the ranks that share the model, before its first step and before any capture of a CUDA graph. What
+    ``overlap`` of "none" or "chunked" asks for is nothing. The result is a table of bytes to print, or says why the
+    ranks have no such memory: layers then go other ways.
+
+    Raises ValueError for ``tokens`` below 1 and where the arena's own limit does not suffice, RuntimeError where a
+    captured graph holds addresses that would have to change.
+    """
+    if tokens < 1:
+        raise ValueError(f"reserve_symmetric_memory: tokens={tokens}: expected the most tokens of a step, 1 or more")
+    told = []
+    for group, device, slots in needs(model, tokens):
+        unavailable = policy.kernel_unavailable(group, device)
+        if unavailable is not None:
+            told.append(f"no symmetric memory: {unavailable}")
+            continue
+        arena = SymmetricArena.of(group, device=device)
+        for name, slot_bytes in slots.items():
+            arena.channel(name, slot_bytes)
+        arena.settle()
+        told.append(arena.budget())
+    return "\n".join(told) or "no symmetric memory: no layer of this model exchanges rows in it"
+
+
+def needs(model: nn.Module, tokens: int) -> Iterator[Needs]:
+    """Of each group that layers of ``model`` exchange rows in, in the order in which these come."""
+    found: dict[int, Needs] = {}
+    for module in model.modules():
+        ask: Any = getattr(module, "slots", None)
+        slots = ask(tokens) if callable(ask) else None
+        if not slots:
+            continue
+        group: Any = module.group
+        device = next(module.parameters()).device
+        known = found.setdefault(id(group.pg), Needs(group, device, {}))
+        found[id(group.pg)] = known._replace(slots=largest(known.slots, slots))
+    yield from found.values()
+
+
+def budgets(model: nn.Module, tokens: int, device: torch.device) -> Iterator[str]:
+    """The table that :func:`reserve_symmetric_memory` would give for ``device``, of every group; asks nobody."""
+    for group, _, slots in needs(model, tokens):
+        if policy.lacking(device) is not None:
+            continue
+        arena = SymmetricArena.existing(group)
+        if arena is not None:
+            yield arena.budget(slots)
+            continue
+        every = {**own_slots(group.size), **slots}
+        yield table(every, group.size, None, f"symmetric memory, on each of {group.size} ranks")

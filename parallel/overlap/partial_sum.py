@@ -1,0 +1,159 @@
+"""A sum over the ranks that waits for the norm behind it: in a step of decoding, one launch where there were two.
+
+    row-parallel product    x @ W^T on this rank: an Addend [T, D], of which nothing has been sent
+    residual stream         carries the addend to the norm that comes next
+    the norm                s = sum over ranks of the addends + bias + stream,  y = RMSNorm(s): ``all_reduce_rmsnorm``
+
+With few tokens a product is over before its all-reduce could hide under it, and what is left to save is the calls. The
+kernel counts its exchanges itself, in channels of their own of the group's arena, "decode" for one round and "decode2"
+for two, so a CUDA graph may capture it after one run outside. They have room for ``DECODE_TOKENS`` rows from their
+first use on: fewer tokens never move them.
+
+It is for forward without gradients. Counted are the same all-reduce and payload, at the row-parallel layer's site.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels.comm import all_reduce_rmsnorm
+from ...kernels.comm.reduce_config import pick_shots
+from ...kernels.comm.reduce_op import all_reduce_rmsnorm_shape
+from ...kernels.linear.parts import as_rows
+from ...kernels.runtime import dispatch
+from ..core import collectives
+from ..core.mesh import Group
+from .memory.channel import capturing
+from .memory.pool import SymmetricArena
+from .memory.sizes import DECODE_TOKENS, decode_channel, decode_slots
+from .policy import Path, choose, preview
+
+OP = "all_reduce_rmsnorm"
+
+
+@dataclass(frozen=True)
+class Addend:
+    """A row-parallel layer's result that is still to be summed over the ranks."""
+
+    rows: torch.Tensor  # [..., D], this rank's part
+    bias: torch.Tensor | None  # [D], to be added to the sum
+    group: Group
+    site: str  # of the collective
+
+    def summed(self) -> torch.Tensor:
+        """The sum by a collective of its own, for whoever cannot form it with what follows."""
+        y = collectives.all_reduce(self.rows, self.group, site=self.site, inplace=True)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+def may_wait(
+    x: torch.Tensor,
+    features_out: int,
+    group: Group,
+    *,
+    dtype: torch.dtype,
+    features_in: int,
+    overlap: str,
+    impl: str,
+    site: str,
+) -> bool:
+    """Whether a row-parallel layer [features_in, features_out] of this rank may leave the sum for the tokens of ``x``
+    [..., D] to a norm; the same on all ranks. The first call in a group is a collective.
+
+    ``dtype`` is that to which the operands of the norm promote and ``impl`` its own. Where a gradient may be wanted,
+    autocast has a say in dtypes, or a token's result must not depend on how many there are, a sum does not wait.
+    """
+    tokens = x.shape[:-1].numel()
+    if torch.is_grad_enabled() or collectives.left_out(site) or not _eligible(tokens, overlap, x.device):
+        return False
+    path = choose(
+        OP,
+        group,
+        tokens=tokens,
+        features_in=features_in,
+        features_out=features_out,
+        dtype=dtype,
+        device=x.device,
+        overlap=overlap,
+        impl=impl,
+        device_counted=True,
+    )
+    return path.kind == "kernel" and _has_room(tokens, features_out, dtype, group, x.device)
+
+
+def told(
+    tokens: int | None,
+    features_out: int,
+    group: Group,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    features_in: int,
+    overlap: str,
+    impl: str,
+) -> Path | None:
+    """The path that :func:`may_wait` would go by, without asking anybody; None where no sum of ``tokens`` waits."""
+    if tokens is None or not _eligible(tokens, overlap, device):
+        return None
+    path = preview(
+        OP,
+        group,
+        tokens=tokens,
+        features_in=features_in,
+        features_out=features_out,
+        dtype=dtype,
+        device=device,
+        overlap=overlap,
+        impl=impl,
+    )
+    return path if path.kind == "kernel" else None
+
+
+def _eligible(tokens: int, overlap: str, device: torch.device) -> bool:
+    if overlap not in ("auto", "kernel") or not 0 < tokens <= DECODE_TOKENS:
+        return False
+    return not (dispatch.row_invariant() or torch.is_autocast_enabled(device.type))
+
+
+def all_reduce_norm(
+    addend: Addend, residual: torch.Tensor, weight: torch.Tensor, *, eps: float, weight_offset: float, impl: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y, s), as ``rms_norm`` with a residual gives them, of the sum of all ranks' ``addend``; ``residual`` [..., D].
+
+    Raises what ``all_reduce_rmsnorm`` raises; RuntimeError where the channel is broken or would have to move although
+    a captured graph holds its addresses.
+    """
+    rows, group, site = as_rows(addend.rows), addend.group, addend.site
+    tokens, width = rows.shape
+    collectives.count("all_reduce", rows.nbytes, site)
+    arena = SymmetricArena.of(group, device=rows.device)
+    shots = pick_shots(tokens, width, rows.element_size(), group.size)
+    name = decode_channel(shots)
+    channel = arena.channel(name, decode_slots(width, rows.dtype, group.size)[name])
+    shape = all_reduce_rmsnorm_shape(tokens, width, rows.dtype, group.size, rows.device, shots=shots)
+    peers, signals = channel.device_counted(shape, rows.dtype, op=site)
+    collectives.note("start", "all_reduce", site)
+    y, s = all_reduce_rmsnorm(
+        rows,
+        weight,
+        peers=peers,
+        signals=signals,
+        residual=as_rows(residual),
+        bias=addend.bias,
+        eps=eps,
+        weight_offset=weight_offset,
+        shots=shots,
+        impl=impl,
+    )
+    collectives.note("end", "all_reduce", site)
+    return y.view(residual.shape), s.view(residual.shape)
+
+
+def _has_room(tokens: int, width: int, dtype: torch.dtype, group: Group, device: torch.device) -> bool:
+    """Whether the channel is there, or may be had now: not while a graph is captured."""
+    if not capturing():
+        return True
+    name = decode_channel(pick_shots(tokens, width, dtype.itemsize, group.size))
+    return SymmetricArena.of(group, device=device).ready(name, decode_slots(width, dtype, group.size)[name])

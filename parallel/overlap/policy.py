@@ -1,0 +1,439 @@
+"""Which way a linear layer's collective goes: inside the kernel, in chunks, or plainly before or after the product.
+
+``choose`` is a pure function of a profile (:mod:`link_profile`), an operation and its shape. In this order:
+
+    1. what ``overlap`` asks for: "none" is plain, "chunked" is chunked, "kernel" is the kernel or, where it cannot run,
+       plain with the reason (RuntimeError with ``strict``); a product without features is always plain
+    2. "auto", where the profile holds a measurement of the shape's bucket: the fastest path that can run, and another
+       than plain only where it beat plain by more than MARGIN and the measurement's noise
+    3. "auto" elsewhere, where the node's links were measured: the path that the cost model (:mod:`link_model`) puts
+       first, and another than plain only from MODEL_TOKENS on and where it predicts a gain of more than MODEL_MARGIN;
+       on a CPU plain, since gloo's threads share the products' cores
+    4. "auto" by shipped figures alone: plain, with what the model expects of another path as the reason to measure
+
+Ranks must go the same way or they wait for each other for ever. So the first choice in a group is a collective of its
+own: rank 0 reads its profile, everyone takes that one, and what SHARDFUSE_LINKS says elsewhere is not looked at.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import platform
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from ...kernels.comm.reduce_config import WIDEST
+from ...kernels.comm.reduce_op import all_reduce_choice
+from ...kernels.linear import linear_act_choice
+from ...kernels.runtime import autograd, dispatch
+from ..core import collectives
+from ..core.mesh import Group
+from . import link_model
+from .link_model import Call
+from .link_profile import OPS, Profile, Row, bucket, dtype_name, load, parse
+
+OVERLAPS = ("auto", "kernel", "chunked", "none")
+MARGIN = 0.03  # of plain's time, by which another path must have been faster
+MODEL_MARGIN = 0.10  # the same where the time is only predicted
+MODEL_TOKENS = 1024  # fewer are all latency, of which the model knows least: plain until something is measured
+DEFAULT_PIECES = 2  # of a shard, where nothing is known
+REMEMBERED = 4096  # choices of a group: serving has as many shapes as it has numbers of tokens
+CALIBRATE = "shardfuse bench calibrate"
+NOTHING = "nothing to send or to multiply"
+
+
+class Path(NamedTuple):
+    """How one collective and the product beside it are run."""
+
+    kind: str = "plain"  # "kernel", "chunked" or "plain"
+    pieces: int = 1  # chunked: of each rank's shard, or of all rows for an all-reduce
+    reason: str = ""
+    exposed_s: float | None = None  # seconds of communication that no product hides, as expected; None: unknown
+
+
+class _Unasked:
+    """Nobody has asked yet whether the kernel can run."""
+
+
+@dataclass
+class _Agreed:
+    """What the ranks of a group agreed on, for tensors on one device, and what followed from it so far."""
+
+    profile: Profile | None
+    link: str  # "node", or "network" where the group spans machines
+    device_type: str = "cpu"
+    unavailable: str | type[_Unasked] | None = _Unasked
+    paths: dict[Any, Path] = field(default_factory=dict)
+
+
+# By the process group's identity and the device; an entry goes when its group does.
+_agreed: dict[tuple[int, torch.device], _Agreed] = {}
+
+
+def check_overlap(overlap: str) -> str:
+    """``overlap`` itself; ValueError unless it is one of OVERLAPS."""
+    if overlap not in OVERLAPS:
+        raise ValueError(f"overlap={overlap!r}: expected one of {', '.join(OVERLAPS)}")
+    return overlap
+
+
+def choose(
+    op: str,
+    group: Group,
+    *,
+    tokens: int,
+    features_in: int,
+    features_out: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    overlap: str = "auto",
+    strict: bool = False,
+    impl: str = "auto",
+    device_counted: bool = False,
+) -> Path:
+    """The path of ``op``, "all_gather_linear", "linear_reduce_scatter", "linear_all_reduce" or "all_reduce_rmsnorm".
+
+    ``tokens`` T are those of the whole product [T, K] @ [K, N] that this rank forms, ``features_in`` K and
+    ``features_out`` N its own sizes (N of all weights together where several share x). The first call in a group is a
+    collective of all its ranks; each later one with the same arguments is a look-up. ``impl`` is the product's own, of
+    "all_reduce_rmsnorm" the norm's. While a CUDA graph is captured the path is plain, but for an op whose exchanges are
+    ``device_counted`` once the ranks have agreed.
+
+    Raises ValueError for an unknown ``op`` or ``overlap`` and, on all ranks, for a profile that rank 0 cannot use;
+    RuntimeError with ``strict`` where ``overlap`` asks for what cannot run.
+    """
+    if group.size == 1:
+        return Path(reason="one rank")
+    if torch.compiler.is_compiling():
+        check_compiled(overlap, strict)
+        return Path(reason="under torch.compile only the plain composition runs")
+    agreed = _agreed.get((id(group.pg), device))
+    settled = device_counted and agreed is not None and agreed.unavailable is not _Unasked
+    if not settled and (agreed is None or agreed.device_type == "cuda") and _capturing(device):
+        return _captured(op, overlap, strict, device_counted)
+    if agreed is None:
+        agreed = _agree(group, device)
+    invariant = dispatch.row_invariant()
+    # Whether the kernel may take a call depends on what surrounds it, too: torch.func, forward-mode differentiation.
+    key = op, tokens, features_in, features_out, dtype, overlap, strict, impl, invariant, autograd.transformed()
+    path = agreed.paths.get(key)
+    if path is None:
+        call = _call(op, tokens, features_in, features_out, dtype, group, overlap)
+        without = _without_kernel(call, device, impl)
+        if agreed.unavailable is _Unasked and _kernel_matters(agreed, call, overlap):
+            agreed.unavailable = kernel_unavailable(group, device)
+        if len(agreed.paths) >= REMEMBERED:
+            agreed.paths.clear()
+        path = agreed.paths[key] = _decide(agreed, call, overlap, strict, without)
+    return path
+
+
+def preview(
+    op: str,
+    group: Group,
+    *,
+    tokens: int,
+    features_in: int,
+    features_out: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    overlap: str = "auto",
+    strict: bool = False,
+    impl: str = "auto",
+) -> Path:
+    """What :func:`choose` would say, without a collective: one rank may ask alone.
+
+    Before the first choice of the group this rank's own profile counts, and the kernel as one that can run. Raises what
+    :func:`choose` raises.
+    """
+    if group.size == 1:
+        return Path(reason="one rank")
+    call = _call(op, tokens, features_in, features_out, dtype, group, overlap)
+    agreed = _agreed.get((id(group.pg), device)) or _Agreed(load(device), "node", device.type)
+    unsure = agreed.unavailable is _Unasked
+    if unsure:
+        agreed = _Agreed(agreed.profile, agreed.link, device.type, lacking(device))
+    path = _decide(agreed, call, overlap, strict, _without_kernel(call, device, impl))
+    if unsure and path.kind == "kernel":
+        return path._replace(reason=f"{path.reason}, if the first call finds that the ranks reach each other's memory")
+    return path
+
+
+def pure_choice(profile: Profile | None, link: str, call: Call, *, unavailable: str | None, device_type: str) -> Path:
+    """The choice under ``overlap="auto"``; ``unavailable`` is why the kernel cannot run, or None."""
+    if call.T < 1 or min(call.K, call.N) < 1:
+        return Path(reason=NOTHING)
+    if profile is None:
+        return Path(reason=f"nothing is known of this node's links: {CALIBRATE}")
+    if profile.dry:
+        return Path(reason="the profile is of a dry run, whose figures mean nothing")
+    row = _row(profile, link, call)
+    if row is not None:
+        return _by_measurement(profile, link, call, row, unavailable)
+    if device_type == "cpu":
+        why = "gloo works on the cores that form the products"
+        return Path(reason=f"{why}, and this shape was not measured: {CALIBRATE}")
+    return _by_model(profile, link, call, unavailable)
+
+
+# --- can the kernel run? ----------------------------------------------------------------------------------------------
+
+
+def kernel_unavailable(group: Group, device: torch.device) -> str | None:
+    """Why the kernel path cannot run in ``group``, or None. Asked once per group, by all its ranks together.
+
+    The answer is the same on every rank: what one of them lacks, or what the probe of their symmetric memory found.
+    """
+    said = collectives.gather_objects((lacking(device), dispatch.default_impl()), group, site="links")
+    missing = [reason for reason, _ in said]
+    for rank, reason in enumerate(missing):
+        if reason is not None:
+            return reason if len(set(missing)) == 1 else f"on rank {rank} {reason}"
+    defaults = [default for _, default in said]
+    if len(set(defaults)) > 1:
+        return f"SHARDFUSE_IMPL is not the same on all ranks ({', '.join(defaults)})"
+    from . import in_kernel
+
+    return in_kernel.unavailable(group, device)
+
+
+def _without_kernel(call: Call, device: torch.device, impl: str) -> str | None:
+    """Why what would exchange rows, the product or the norm behind it, is no kernel; or None."""
+    if call.op == link_model.NORM:
+        what, choice = "norm", all_reduce_choice(device, call.N, impl, call.dtype)
+    else:
+        if call.op != link_model.GATHER and call.N > WIDEST:
+            return f"rows of {call.N} columns are added up by no kernel (up to {WIDEST} are)"
+        what, choice = "product", linear_act_choice(call.dtype, device, impl)
+    return None if choice.triton else f"the {what} runs the reference ({choice.reason})"
+
+
+def lacking(device: torch.device) -> str | None:
+    """What this process knows to be missing, without asking the others."""
+    if dispatch.triton_version() is None:
+        return "Triton is not installed (pip install triton; Linux only)"
+    if device.type == "cpu" and not dispatch.interpreting():
+        return "on a CPU the kernel runs only in Triton's interpreter (start Python with TRITON_INTERPRET=1)"
+    if device.type == "cpu" and dispatch.interpreter_breaks() is not None:
+        return dispatch.interpreter_breaks()
+    if device.type not in ("cpu", "cuda"):
+        return f"there is no symmetric memory on device {device.type!r}"
+    return None
+
+
+def _kernel_matters(agreed: _Agreed, call: Call, overlap: str) -> bool:
+    """Whether the answer of :func:`kernel_unavailable` can change this choice: to find it takes a moment."""
+    profile = agreed.profile
+    if agreed.link == "network":
+        return False
+    if overlap != "auto":
+        return overlap == "kernel"
+    if profile is None or profile.dry:
+        return False
+    row = _row(profile, agreed.link, call)
+    if row is not None:
+        return row.kernel_s is not None
+    return agreed.device_type != "cpu" and call.T >= MODEL_TOKENS and bool(profile.links)
+
+
+# --- agreement --------------------------------------------------------------------------------------------------------
+
+
+def _agree(group: Group, device: torch.device) -> _Agreed:
+    """Have all ranks of ``group`` take rank 0's profile, and learn whether they share a machine. A collective."""
+    content: Any = None
+    if group.rank == 0:
+        try:
+            profile = load(device)
+            content = None if profile is None else profile.record()
+        except ValueError as error:  # everyone is to hear of it: the others are about to wait for this rank
+            content = str(error)
+    said = collectives.gather_objects((machine(), content), group, site="links")
+    content = said[0][1]
+    if isinstance(content, str):
+        raise ValueError(content)
+    link = link_of([host for host, _ in said])
+    agreed = _Agreed(None if content is None else parse(content, "rank 0's profile"), link, device.type)
+    key = id(group.pg), device
+    _agreed[key] = agreed
+    weakref.finalize(group.pg, _agreed.pop, key, None).atexit = False
+    return agreed
+
+
+def machine() -> str:
+    """What tells this machine from others; containers on one machine share it, and their shared memory."""
+    try:
+        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
+
+
+def link_of(machines: Sequence[str]) -> str:
+    """Which link joins ranks on these machines: "node" or "network"."""
+    return "node" if len(set(machines)) == 1 else "network"
+
+
+def forget(group: Group) -> None:
+    """Have the ranks of ``group`` agree anew at their next choice: after a profile was written, and in tests."""
+    for key in [key for key in _agreed if key[0] == id(group.pg)]:
+        del _agreed[key]
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
+
+
+def _call(op: str, tokens: int, K: int, N: int, dtype: torch.dtype, group: Group, overlap: str) -> Call:
+    if op not in OPS:
+        raise ValueError(f"op={op!r}: expected one of {', '.join(OPS)}")
+    check_overlap(overlap)
+    return Call(op, tokens, K, N, dtype, group.size)
+
+
+def _decide(agreed: _Agreed, call: Call, overlap: str, strict: bool, without_kernel: str | None) -> Path:
+    profile, link = agreed.profile, agreed.link
+    unavailable = without_kernel
+    if unavailable is None and isinstance(agreed.unavailable, str):
+        unavailable = agreed.unavailable
+    if link == "network":
+        unavailable = "the group spans machines"
+    if overlap == "auto" and dispatch.row_invariant():
+        why = "row_invariance: paths add up differently, and which one is best depends on the number of tokens"
+        return Path("plain", 1, why, _exposed(profile, link, call, "plain"))
+    if overlap == "auto":
+        return pure_choice(profile, link, call, unavailable=unavailable, device_type=agreed.device_type)
+    if overlap == "none":
+        return Path("plain", 1, "overlap='none'", _exposed(profile, link, call, "plain"))
+    if min(call.K, call.N) < 1:
+        return Path(reason=NOTHING)
+    if overlap == "chunked" and call.op == link_model.NORM:
+        return Path(
+            "plain", 1, f"{call.op} is one launch: there is nothing to cut", _exposed(profile, link, call, "plain")
+        )
+    if overlap == "chunked":
+        pieces = _best_pieces(profile, link, call)
+        return Path("chunked", pieces, "overlap='chunked'", _exposed(profile, link, call, "chunked", pieces))
+    if unavailable:
+        return _refused(call.op, overlap, strict, unavailable, _exposed(profile, link, call, "plain"))
+    return Path("kernel", 1, "overlap='kernel'", _exposed(profile, link, call, "kernel"))
+
+
+def _refused(op: str, overlap: str, strict: bool, why: str, exposed_s: float | None = None) -> Path:
+    """Plain in place of what was asked for; with ``strict`` RuntimeError."""
+    if strict:
+        raise RuntimeError(
+            f"{op}: overlap={overlap!r} was asked for with strict=True, but {why}; pass overlap='auto', or "
+            "strict=False to let the plain path take over"
+        )
+    return Path("plain", 1, why, exposed_s)
+
+
+def check_compiled(overlap: str, strict: bool) -> None:
+    """Under torch.compile: RuntimeError where ``strict`` would have an ``overlap`` that only eager layers have.
+
+    The compiler sees functional collectives and orders them itself.
+    """
+    if strict and overlap not in ("auto", "none"):
+        _refuse_compiled(overlap)
+
+
+def _refuse_compiled(overlap: str) -> None:
+    raise RuntimeError(
+        f"overlap={overlap!r} was asked for with strict=True, but under torch.compile only the plain composition runs: "
+        "leave this layer out of torch.compile (torch.compiler.disable), or pass overlap='auto' or strict=False"
+    )
+
+
+# As torch.compiler.assume_constant_result does, without importing the compiler: it calls the function while it traces.
+# An error in a function that it traces would, without fullgraph=True, only send the layer back to Python.
+_refuse_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _captured(op: str, overlap: str, strict: bool, device_counted: bool) -> Path:
+    """In a graph that is being captured nobody can wait for a peer, agree on anything or count exchanges."""
+    why = "a CUDA graph is being captured"
+    if device_counted:  # by a kernel: what is missing is the agreement
+        why += ", and the ranks have not agreed before: run the same step once outside of it"
+    return Path(reason=why) if overlap in ("auto", "none") else _refused(op, overlap, strict, why)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _row(profile: Profile, link: str, call: Call) -> Row | None:
+    """The measurement that stands for ``call``."""
+    return profile.table.get((call.op, dtype_name(call.dtype), call.R, link, bucket(call.T, call.K, call.N)))
+
+
+def fastest(row: Row, *, unavailable: str | None, most: int | None = None) -> tuple[str, int]:
+    """(path, pieces) of a measured row: another than plain only where it won beyond doubt.
+
+    ``most`` bounds the number of pieces: a bucket may hold shapes with fewer rows than the one that was measured.
+    """
+    sides = {
+        ("chunked", pieces): seconds for pieces, seconds in row.chunked_s.items() if most is None or pieces <= most
+    }
+    if row.kernel_s is not None and unavailable is None:
+        sides["kernel", 1] = row.kernel_s
+    best = min(sides, key=sides.__getitem__, default=("plain", 1))
+    won = best in sides and sides[best] < row.plain_s * (1 - max(MARGIN, row.noise))
+    return best if won else ("plain", 1)
+
+
+def _by_measurement(profile: Profile, link: str, call: Call, row: Row, unavailable: str | None) -> Path:
+    """The fastest path of a measured bucket."""
+    most = call.T if call.op == link_model.REDUCE else call.T // call.R
+    kind, pieces = fastest(row, unavailable=unavailable, most=most)
+    where = f"measured ({row.bucket} {row.dtype}, {row.ranks} ranks)"
+    exposed = _exposed(profile, link, call, kind, pieces)
+    if kind == "plain":
+        return Path("plain", 1, f"{where}: nothing else is faster", exposed)
+    seconds = row.chunked_s[pieces] if kind == "chunked" else row.kernel_s
+    assert seconds is not None
+    return Path(kind, pieces, f"{where}: {seconds / row.plain_s:.2f} of plain's time", exposed)
+
+
+def _by_model(profile: Profile, link: str, call: Call, unavailable: str | None) -> Path:
+    """The path that should be fastest; another than plain only by a clear margin."""
+    source = "modelled from this node's links" if profile.measured else "projected"
+    advice = f"not measured on this node: {CALIBRATE}"
+    plain = link_model.predict(profile, link, call, "plain")
+    if plain is None:
+        between = "between machines" if link == "network" else "of this kind"
+        return Path(reason=f"the profile has no figures for links {between}: {CALIBRATE}")
+    if call.T < MODEL_TOKENS:
+        return Path("plain", 1, f"{source}: too few tokens to trust a model; {advice}", plain.exposed_s)
+    paths = [("chunked", pieces) for pieces in link_model.pieces_of(call)]
+    paths += [] if unavailable else [("kernel", 1)]
+    found = {path: link_model.predict(profile, link, call, *path) for path in paths}
+    totals = {path: estimate.total_s for path, estimate in found.items() if estimate is not None}
+    best = min(totals, key=totals.__getitem__, default=None)
+    if best is None or totals[best] >= plain.total_s * (1 - MODEL_MARGIN):
+        return Path("plain", 1, f"{source}: no gain worth the risk; {advice}", plain.exposed_s)
+    why = f"{source}: {totals[best] / plain.total_s:.2f} of plain's time, {advice}"
+    if not profile.measured:  # published figures say what to expect, not that nothing is lost
+        return Path("plain", 1, f"projected: {best[0]} might take {why.partition(': ')[2]}", plain.exposed_s)
+    return Path(*best, why, _exposed(profile, link, call, *best))
+
+
+def _best_pieces(profile: Profile | None, link: str, call: Call) -> int:
+    """In how many pieces to cut where chunks were asked for: as measured, else as modelled, else DEFAULT_PIECES."""
+    possible = link_model.pieces_of(call)
+    if profile is not None and possible:
+        row = _row(profile, link, call)
+        if row is not None and row.chunked_s and not profile.dry:
+            return min(row.chunked_s, key=row.chunked_s.__getitem__)
+        found = {pieces: link_model.predict(profile, link, call, "chunked", pieces) for pieces in possible}
+        totals = {pieces: estimate.total_s for pieces, estimate in found.items() if estimate is not None}
+        if totals:
+            return min(totals, key=totals.__getitem__)
+    return min(DEFAULT_PIECES, max(possible, default=1))
+
+
+def _exposed(profile: Profile | None, link: str, call: Call, kind: str, pieces: int = 1) -> float | None:
+    estimate = None if profile is None else link_model.predict(profile, link, call, kind, pieces)
+    return None if estimate is None else estimate.exposed_s

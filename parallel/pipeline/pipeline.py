@@ -1,0 +1,397 @@
+"""Pipelines: a model in stages over ranks, run by torch's schedules (torch.distributed.pipelining).
+
+:func:`split` says which parts of a model are this rank's and drops the others; the model makes modules of them
+(:class:`Divisible`), which may then be sharded over data-parallel ranks; a :class:`Pipeline` runs them. Every rank of
+the pipeline is given the whole batch. Activations and their gradients go from stage to stage; targets do not, and
+neither does what shapes they have: that is said beforehand, since torch would otherwise run the model on uninitialised
+tensors to find out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...kernels.runtime import autograd
+from ..core import collectives
+from ..core.mesh import Group, everyone, share_timeout, tp_group
+from ..core.random import own_draws
+from ..core.sharding import local_tensor
+from ..cross_entropy import IGNORE_INDEX
+from . import split_backward
+from .partition import Part, balanced, owners
+from .schedules import SCHEDULES, Schedule, check_microbatches, find, forward_only, stages_of
+from .split_backward import SplitStage
+from .stage_costs import measured_parts
+
+__all__ = ["SCHEDULES", "Divisible", "Part", "Pipeline", "Schedule", "StageParts", "measured", "split"]
+
+CPU = torch.device("cpu")
+
+
+class Divisible(Protocol):
+    """A model that can be cut in stages."""
+
+    training: bool
+
+    def pipeline_parts(self, length: int | None = None) -> list[Part]:
+        """The parts in order, with what each costs for a token in a sequence of ``length``."""
+
+    def keep(self, parts: Iterable[int]) -> None:
+        """Drop all other parts; the names of these stay."""
+
+    def stage(self, parts: range) -> nn.Module:
+        """A module of the consecutive ``parts``, which shares the model's submodules and names.
+
+        It takes what the stage before it returned (the first one: tokens [B, S]) and the keywords ``targets`` [B, S],
+        ``positions`` [B, S], ``batch_size`` (B), ``scale`` and ``draws`` (see :meth:`draws`). The last one returns the
+        sum of the losses times ``scale``, [1].
+        """
+
+    def tied_parameters(self) -> list[str]:
+        """The names of parameters that the first and the last part share."""
+
+    def check_batch(self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None) -> None:
+        """ValueError for a batch that the model could not take, the same on every rank."""
+
+    def boundary(self, batch: int, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """On meta, what a stage hands to the next for [batch, length] tokens."""
+
+    def draws(self, device: torch.device) -> Any:
+        """What decides on the randomness of a step, drawn alike by all ranks; None: there is none."""
+
+
+class StageParts(NamedTuple):
+    """A stage, and which parts of the model it has."""
+
+    index: int  # type: ignore[assignment]  # it has no use for tuple's
+    parts: range
+
+
+def split(
+    model: Divisible, mesh: DeviceMesh, schedule: str, *, costs: Sequence[float] | None = None, pp_dim: str = "pp"
+) -> list[StageParts]:
+    """Cut ``model`` in the stages of ``schedule`` over the ranks of ``mesh``'s ``pp_dim``, and keep this rank's.
+
+    ``costs`` of the parts (of :func:`measured`, say) replace what the model knows of them; all ranks pass the same.
+    Nothing is sent, and a model on meta will do.
+
+    Raises ValueError for an unknown schedule, for fewer parts than stages, and for tied parameters whose gradients the
+    layers accumulate themselves.
+    """
+    found, group = find(schedule), tp_group(mesh, pp_dim)
+    parts = model.pipeline_parts()
+    costs = [part.cost for part in parts] if costs is None else costs
+    if len(costs) != len(parts):
+        raise ValueError(f"costs: {len(costs)} for a model of {len(parts)} parts: expected one for each")
+    stages = group.size * found.stages_per_rank
+    if stages > 1:
+        _check_tied(model)
+    ranges = balanced(costs, stages, layout=found.layout, ranks=group.size)
+    mine = [StageParts(index, ranges[index]) for index in stages_of(schedule, group.rank, group.size)]
+    model.keep(chain.from_iterable(stage.parts for stage in mine))
+    return mine
+
+
+def _check_tied(model: Divisible) -> None:
+    """ValueError where gradients of tied parameters would not be found; for a whole model, so that all ranks agree."""
+    names = model.tied_parameters()
+    if names and any(getattr(each, "fuse_wgrad_accumulation", False) for each in cast(nn.Module, model).modules()):
+        raise ValueError(
+            f"fuse_wgrad_accumulation=True with {', '.join(names)} at both ends of a pipeline: what is summed over the "
+            "ends is param.grad, and the head would add to param.main_grad; build the model with "
+            "fuse_wgrad_accumulation=False"
+        )
+
+
+def measured(model: Divisible, tokens: torch.Tensor, targets: torch.Tensor, *, rounds: int = 5) -> list[float]:
+    """Seconds that each part of a whole ``model`` takes for a micro-batch [B, S], forward and backward: costs for
+    :func:`split`.
+
+    Those of ``stage_costs.measured_parts`` on the slowest rank. A collective of all processes.
+    """
+    mine = [costs.step for costs in measured_parts(model, tokens, targets, split=False, rounds=rounds)]
+    everyones = collectives.gather_objects(mine, everyone(), site="pipeline.measured")
+    return [max(each) for each in zip(*everyones)]
+
+
+class _Stage(SplitStage):
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Torch (2.13) drops the gradients of FSDP modules here, whenever training follows on evaluation or the other
+        way round, because trying out shapes may have left some. Nothing is tried out, and these are wanted."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """Torch (2.11) opens connections before the first step, in a V also one of a rank to itself: gloo has none.
+        Later versions let connections open themselves."""
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+
+class _Built(NamedTuple):
+    """A schedule, the micro-batches that it is for, and the dtype of their losses."""
+
+    like: tuple[Any, ...]
+    schedule: Any
+    loss: torch.dtype
+
+
+class Pipeline:
+    """This rank's ``stages`` of ``model``, (index, module) each, and a schedule that runs them with the others'.
+
+    ``dtype`` is that of the activations between stages, by default the parameters': say it where mixed precision makes
+    it another one. Batches may change their shape from step to step: all ranks see the same, and build anew.
+
+    ``borrowed`` names the parameters that another rank of the pipeline owns and this one holds as well (a tied
+    embedding's on the last stage). After a step their gradients are equal on both; in a norm they count once.
+
+    Raises ValueError for too few micro-batches, and stages that are not this rank's under ``schedule``.
+    """
+
+    def __init__(
+        self,
+        model: Divisible,
+        stages: Sequence[tuple[int, nn.Module]],
+        mesh: DeviceMesh,
+        schedule: str,
+        microbatches: int,
+        *,
+        dtype: torch.dtype | None = None,
+        pp_dim: str = "pp",
+    ) -> None:
+        self.name, self.schedule, self.microbatches = schedule, find(schedule), microbatches
+        self.group = tp_group(mesh, pp_dim)
+        check_microbatches(schedule, microbatches, self.group.size)
+        expected = stages_of(schedule, self.group.rank, self.group.size)
+        if [index for index, _ in stages] != expected:
+            raise ValueError(
+                f"stages: {[index for index, _ in stages]}, but schedule={schedule!r} gives pipeline rank "
+                f"{self.group.rank} of {self.group.size} the stages {expected}: split() with the same schedule"
+            )
+        modules = [each for _, stage in stages for each in stage.modules()]
+        if self.schedule.splits_backward and any(each._compiled_call_impl is not None for each in modules):
+            raise ValueError(
+                f"schedule={schedule!r} splits backward, and a module of a stage is compiled: torch.compile makes one "
+                "function of its backward, which cannot be walked twice; leave compile() out, or take schedule='1f1b'"
+            )
+        self.model, self.stages, self.dtype = model, list(stages), dtype
+        self.count = self.group.size * self.schedule.stages_per_rank
+        self._owner = owners(self.count, self.group.size, self.schedule.layout)
+        self.device = torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" else CPU
+        self._built: _Built | None = None
+        self._ends, self.borrowed = self._tie()
+
+    # ------------------------------------------------------------------------------------------------------ running
+
+    def step(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        scale: float = 1.0,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Forward and backward of a batch [B, S]: the sum of its targets' losses times ``scale``, on every rank.
+
+        Gradients are added to ``.grad``, those of that sum. ``positions`` are [S] or [B, S]. A batch whose size does
+        not divide by the micro-batches is filled up with sequences of which nothing counts. A collective.
+        """
+        batch = self._batch(True, tokens, targets, positions)
+        draws = self.model.draws(self.device)
+        before = self._set_aside()
+        with contextlib.ExitStack() as stack:
+            if draws is not None:
+                stack.enter_context(own_draws(f"pipeline={self.group.rank}", self.device))
+            stack.enter_context(autograd.split_backward(self.schedule.splits_backward))
+            loss = self._run(True, batch, scale=scale, draws=draws)
+        self._add_tied(before)
+        return loss
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        scale: float = 1.0,
+        positions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The same sum without gradients and with nothing dropped. A collective."""
+        batch = self._batch(False, tokens, targets, positions)
+        with _evaluating(module for _, module in self.stages):
+            return self._run(False, batch, scale=scale)
+
+    def _batch(
+        self, training: bool, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        """What is given, filled up, and found good: what is not raises ValueError before anything was sent."""
+        self.model.check_batch(tokens, targets, positions)
+        batch = {"tokens": self._padded(tokens, 0), "targets": self._padded(targets, IGNORE_INDEX)}
+        if positions is not None:
+            batch["positions"] = self._padded(positions.expand(tokens.shape), 0)
+        self._prepare(training, batch["tokens"])
+        return batch
+
+    def _padded(self, x: torch.Tensor, value: int) -> torch.Tensor:
+        """``x`` [B, S] with as many rows of ``value`` as the micro-batches lack to be equal and not empty."""
+        missing = max(self.microbatches - x.shape[0], -x.shape[0] % self.microbatches)
+        return F.pad(x, (0, 0, 0, missing), value=value) if missing else x
+
+    def _run(self, training: bool, batch: dict[str, torch.Tensor], **options: Any) -> torch.Tensor:
+        assert self._built is not None
+        schedule, dtype = self._built.schedule, self._built.loss
+        tokens = batch.pop("tokens")
+        losses: list[torch.Tensor] = []
+        options |= batch | {"batch_size": tokens.shape[0] // self.microbatches}
+        options |= {"target": batch["targets"], "losses": losses, "return_outputs": False}
+        read = [tokens] if self.group.rank == self._owner[0] else []
+        self._equalise_local()
+        try:
+            if training:
+                schedule.step(*read, **options)
+            else:
+                with forward_only(schedule):
+                    schedule.eval(*read, **options)
+        except Exception as error:
+            self._built = None  # what was under way is lost, and with it the stages' state
+            raise RuntimeError(self._said_of(error)) from error
+        return self._shared_loss(losses, dtype)
+
+    def _said_of(self, error: BaseException) -> str:
+        while error.__cause__ is not None:  # torch wraps what fails in a stage
+            error = error.__cause__
+        return (
+            f"pipeline rank {self.group.rank} of {self.group.size}, schedule={self.name!r}: a step ended early "
+            f"({type(error).__name__}: {error}). Where a connection was closed or a wait timed out, another rank "
+            "failed first, and says why"
+        )
+
+    def _shared_loss(self, losses: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        loss = torch.stack(losses).sum().detach() if losses else torch.zeros((), dtype=dtype, device=self.device)
+        return collectives.broadcast(loss, self.group, src=self._owner[-1], site="pipeline.loss")
+
+    # ----------------------------------------------------------------------------------------------------- building
+
+    def _prepare(self, training: bool, tokens: torch.Tensor) -> None:
+        """Have a schedule for batches like ``tokens``.
+
+        One for both until torch 2.12 would have receive buffers that take no gradients, had it evaluated first.
+        """
+        rows, length = tokens.shape[0] // self.microbatches, tokens.shape[1]
+        handed = self.model.boundary(rows, length, self.dtype)
+        like = rows, length, tokens.dtype, handed.dtype, training or split_backward.torch_can()
+        if self._built is None or self._built.like != like:
+            loss = torch.float64 if handed.dtype == torch.float64 else torch.float32
+            read = torch.empty(rows, length, dtype=tokens.dtype, device="meta")
+            self._built = _Built(like, self._build(read, handed, torch.empty(1, dtype=loss, device="meta")), loss)
+
+    def _build(self, read: torch.Tensor, handed: torch.Tensor, loss: torch.Tensor) -> Any:
+        """Torch's schedule over stages of which the first reads ``read``, the last returns ``loss`` and every other
+        passes ``handed`` on, all on meta."""
+        stages = [
+            _Stage(
+                module,
+                index,
+                self.count,
+                self.device,
+                input_args=read if index == 0 else handed.clone().requires_grad_(),
+                output_args=(loss if index == self.count - 1 else handed.clone()).requires_grad_(),
+                group=self.group.pg,
+            )
+            for index, module in self.stages
+        ]
+        given = stages[0] if self.schedule.stages_per_rank == 1 else stages
+        return self.schedule.kind(given, self.microbatches, loss_fn=_loss_of, scale_grads=False)
+
+    # -------------------------------------------------------------------------------------------- tied parameters
+
+    def _tie(self) -> tuple[Group | None, frozenset[str]]:
+        """The two ranks that share parameters, None where one has both ends; which of mine the other one owns."""
+        names = self.model.tied_parameters()
+        first, last = self._owner[0], self._owner[-1]
+        if not names or first == last or self.group.rank not in (first, last):
+            return None, frozenset()
+        if self.group.size == 2:
+            pair = self.group
+        else:
+            ranks = [dist.get_global_rank(self.group.pg, rank) for rank in (first, last)]
+            pg = dist.new_group(ranks, use_local_synchronization=True)
+            share_timeout(pg)
+            pair = Group(pg, int(self.group.rank == last), 2, None)
+        return pair, frozenset(names if self.group.rank == last else ())
+
+    def _tied_here(self) -> list[list[nn.Parameter]]:
+        """For each tied name the parameters that this rank's end stages have under it: two, one or none."""
+        ends = [module for index, module in self.stages if index in (0, self.count - 1)]
+        found = [[module.get_parameter(name) for module in ends] for name in self.model.tied_parameters()]
+        return [params[:1] if params and all(p is params[0] for p in params) else params for params in found]
+
+    @torch.no_grad()
+    def _equalise_local(self) -> None:
+        """Where both ends are here, the last one's copy follows the first one's parameter."""
+        for params in self._tied_here():
+            if len(params) == 2:
+                local_tensor(params[1]).copy_(local_tensor(params[0]))
+
+    def copies(self) -> dict[nn.Parameter, int]:
+        """This rank's parameters that other ranks of the pipeline hold as well, and how many do in all."""
+        return {} if self._ends is None else {params[0]: 2 for params in self._tied_here()}
+
+    def _set_aside(self) -> list[torch.Tensor | None]:
+        """Gradients that were summed over both ends in an earlier step, so that they are not summed again."""
+        if self._ends is None:
+            return []
+        params = [params[0] for params in self._tied_here()]
+        before = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+        return before
+
+    @torch.no_grad()
+    def _add_tied(self, before: list[torch.Tensor | None]) -> None:
+        """The gradient of a parameter at both ends is the sum of both; a frozen one is frozen at both and has none."""
+        for params in self._tied_here():
+            if len(params) == 2:
+                _add_grad(params[0], params[1].grad)
+                params[1].grad = None
+        if self._ends is None:
+            return
+        for (param, *_), earlier in zip(self._tied_here(), before):
+            if not param.requires_grad:
+                continue
+            assert param.grad is not None
+            collectives.all_reduce(local_tensor(param.grad), self._ends, site="pipeline.tied", inplace=True)
+            _add_grad(param, earlier)
+
+
+def _add_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
+    if grad is None:
+        return
+    if param.grad is None:
+        param.grad = grad
+    else:
+        param.grad.add_(grad)
+
+
+def _loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The last stage has computed it."""
+    return output.sum()
+
+
+@contextlib.contextmanager
+def _evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within the block nothing in ``modules`` trains."""
+    flags = {module: module.training for top in modules for module in top.modules()}
+    for module in flags:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in flags.items():
+            module.training = training

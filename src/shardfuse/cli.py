@@ -1,0 +1,378 @@
+"""The command line: ``shardfuse demo | train | audit | schedule | env | inspect | bench``.
+
+Only parsing and reporting of errors; each command's work lives near its floor and is imported when the command runs,
+so that ``shardfuse --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Fused, sharded transformer layers in Triton.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench_app = typer.Typer(help="Benchmarks: correctness first, then timing against peers.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+# Failures that a message explains; anything else is a defect and keeps its traceback.
+_EXPLAINED = (ValueError, RuntimeError, OSError, ImportError)
+
+
+def main() -> None:
+    """The console script. An explained failure is one line on standard error and exit code 1."""
+    try:
+        app(prog_name="shardfuse")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except _EXPLAINED as error:
+        if os.environ.get("SHARDFUSE_DEBUG", "0") != "0":
+            raise
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} (SHARDFUSE_DEBUG=1 shows the rest)"
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from . import __version__
+
+        print(f"shardfuse {__version__}")
+        raise typer.Exit
+
+
+def _set_debug(wanted: bool) -> None:
+    if wanted:
+        os.environ["SHARDFUSE_DEBUG"] = "1"  # worker processes inherit it
+
+
+# It works by its callback; the commands take it so that it may stand anywhere on the line, and never read it.
+Debug = Annotated[
+    bool, typer.Option("--debug", callback=_set_debug, help="Show tracebacks, as SHARDFUSE_DEBUG=1 does.")
+]
+Json = Annotated[bool, typer.Option("--json", help="End standard output with one line of JSON.")]
+Version = Annotated[
+    bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+]
+
+
+@app.callback()
+def _root(version: Version = False, debug: Debug = False) -> None:
+    """Fused, sharded transformer layers in Triton."""
+
+
+@app.command()
+def demo(
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Text to learn: a file, or a folder of them. Default: Python's standard library."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the output. Default: shardfuse-demo.")] = None,
+    tp: Annotated[
+        int | None, typer.Option(help="Processes that share the model. Default: 2, or 1 where there is one GPU.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of training at most.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Seconds of training at most.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights and batches. Default: 0.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port where the processes meet. Default: any free one.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="fp32, or bf16 or fp16 products over fp32 parameters. Default: fp32.")
+    ] = None,
+    dropout: Annotated[float | None, typer.Option(help="Share of activations that training drops. Default: 0.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Train a small decoder on real text over two processes, check it against one, save it, load it, serve it."""
+    from .commands.demo import DemoOptions, run_demo
+
+    given = {
+        "data": data,
+        "out": out,
+        "tp": tp,
+        "steps": steps,
+        "seconds": seconds,
+        "seed": seed,
+        "port": port,
+        "device": device,
+        "precision": precision,
+        "dropout": dropout,
+    }
+    options = DemoOptions(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    raise typer.Exit(run_demo(options))
+
+
+@app.command()
+def train(
+    context: typer.Context,
+    file: Annotated[Path | None, typer.Argument(help="TOML file of settings; see docs/training.md.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of the run.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of weights, order of the data and dropout.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder of the run. Default: run.")] = None,
+    start: Annotated[str | None, typer.Option(help="Hugging Face folder to start from.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")] = None,
+    data: Annotated[str | None, typer.Option(help="Text, or a .npy file of token numbers.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences of a step, over all processes.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate after the warm-up.")] = None,
+    rep: Annotated[int | None, typer.Option(help="Replicas of the data-parallel shards (hybrid sharding).")] = None,
+    dp: Annotated[int | None, typer.Option(help="Data-parallel degree. Default: what the others leave.")] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline stages.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
+    zero: Annotated[int | None, typer.Option(help="ZeRO stage, 0 to 3.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="Pipeline schedule, such as 1f1b or zbv.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Parts that a batch goes through the model in.")] = None,
+    precision: Annotated[str | None, typer.Option(help="fp32, or bf16 or fp16 products over fp32 parameters.")] = None,
+    recompute: Annotated[
+        bool | None, typer.Option("--recompute/--no-recompute", help="Keep only each block's input for backward.")
+    ] = None,
+    offload: Annotated[
+        bool | None, typer.Option("--offload/--no-offload", help="Parameters and optimizer state in host memory.")
+    ] = None,
+    overlap: Annotated[str | None, typer.Option(help="How collectives travel under products; see README.")] = None,
+    sequence_parallel: Annotated[
+        bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel", help="Shard what lies between layers.")
+    ] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SETTING=VALUE", help="Any other setting; may be repeated.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Processes to start. Default: what the degrees make up.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port where the processes meet. Default: any free one.")] = None,
+    restarts: Annotated[int, typer.Option(help="Times to start again after a process was killed.")] = 3,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in the folder, if there is one.")
+    ] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Train a transformer, spread over processes in any way; flags win over the file."""
+    from .commands.train import FLAGS, TrainOptions, run_train
+
+    flags = {name: context.params[name] for name in FLAGS if context.params[name] is not None}
+    options = TrainOptions(
+        file, flags, tuple(assignments or ()), processes, port, restarts=restarts, resume=resume, json=json
+    )
+    raise typer.Exit(run_train(options))
+
+
+@app.command()
+def audit(
+    dp: Annotated[int, typer.Option(help="Data-parallel degree.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 1,
+    tp: Annotated[int, typer.Option(help="Tensor-parallel degree.")] = 1,
+    rep: Annotated[int, typer.Option(help="Replicas of the data-parallel shards (hybrid sharding).")] = 1,
+    zero: Annotated[int, typer.Option(help="ZeRO stage, 0 to 3.")] = 0,
+    schedule: Annotated[str | None, typer.Option(help="Pipeline schedule, such as 1f1b or zbv.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(help="Parts that a batch goes through the model in. Default: what the schedule likes.")
+    ] = None,
+    style: Annotated[str, typer.Option(help="gelu or gated.")] = "gated",
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Shard what lies between layers.")
+    ] = False,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Keep only each block's input for backward.")] = False,
+    precision: Annotated[str | None, typer.Option(help="bf16 or fp16 over fp32 parameters. Default: fp32.")] = None,
+    overlap: Annotated[
+        str | None, typer.Option(help="auto, kernel, chunked or none: how collectives travel under products.")
+    ] = None,
+    offload: Annotated[bool, typer.Option("--offload", help="Parameters and gradients in the host's memory.")] = False,
+    tie_embeddings: Annotated[
+        bool, typer.Option("--tie-embeddings", help="The head shares the embedding's weight.")
+    ] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Count what a small model's training step sends and hold it against the closed form. Exit code 1: it differs."""
+    from .commands.audit import Options
+    from .commands.audit import audit as run_audit
+
+    degrees = {"dp": dp, "pp": pp, "tp": tp, "rep": rep, "zero": zero}
+    options = Options(
+        **degrees,
+        schedule=schedule,
+        microbatches=microbatches,
+        style=style,
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        precision=precision,
+        overlap=overlap,
+        offload=offload,
+        tie_embeddings=tie_embeddings,
+    )
+    raise typer.Exit(run_audit(options, json=json))
+
+
+@app.command()
+def schedule(
+    name: Annotated[str, typer.Argument(help="A schedule, such as 1f1b, interleaved_zb or zbv.")],
+    stages: Annotated[int, typer.Option(help="Pipeline ranks; some schedules put two stages on each.")] = 4,
+    microbatches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 8,
+    forward_cost: Annotated[
+        float | None, typer.Option(help="Of a micro-batch in one stage, in any unit. Default of each: 1.")
+    ] = None,
+    backward_cost: Annotated[float | None, typer.Option(help="Of the gradient of a stage's input.")] = None,
+    weight_cost: Annotated[float | None, typer.Option(help="Of the gradients of a stage's weights.")] = None,
+    held: Annotated[
+        float | None, typer.Option(help="What stays between the two, as a share of what forward keeps. Default: 1.")
+    ] = None,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Backward runs forward again first.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="Costs modelled for a block of a model, such as llama3-8b, in us.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="With --model: tokens of a micro-batch. Default: 8192.")] = None,
+    length: Annotated[int | None, typer.Option(help="With --model: tokens of a sequence. Default: 8192.")] = None,
+    tp: Annotated[int | None, typer.Option(help="With --model: tensor-parallel degree. Default: 1.")] = None,
+    target: Annotated[str | None, typer.Option(help="With --model: a GPU architecture. Default: sm_90.")] = None,
+    measure: Annotated[
+        Path | None,
+        typer.Option(
+            help="Costs measured here of the run that this TOML file of shardfuse train describes, in ms. What dp the "
+            "file leaves open counts as 1."
+        ),
+    ] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SETTING=VALUE", help="With --measure: over the file's value.")
+    ] = None,
+    draw: Annotated[Path | None, typer.Option(help="Write the timeline to this picture (.png, .svg, .pdf).")] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a pipeline schedule does when, its idle share and its peak of activations."""
+    from .commands.schedule import schedule as show_schedule
+    from .commands.schedule_costs import price
+
+    given = {"forward": forward_cost, "backward": backward_cost, "weight": weight_cost, "held": held}
+    shape = {"tokens": tokens, "length": length, "tp": tp, "target": target}
+    priced = price(
+        name,
+        stages,
+        microbatches,
+        given={name: cost for name, cost in given.items() if cost is not None},
+        recompute=recompute,
+        model=model,
+        shape={name: value for name, value in shape.items() if value is not None},
+        measure=measure,
+        assignments=tuple(assignments or ()),
+    )
+    raise typer.Exit(show_schedule(name, stages, microbatches, priced, draw=draw, json=json))
+
+
+@app.command()
+def env(json: Json = False, debug: Debug = False) -> None:
+    """Print versions, devices and choices: a report to paste into a bug report."""
+    from .commands.env import show
+
+    show(json=json)
+
+
+@app.command()
+def inspect(
+    op: Annotated[str | None, typer.Argument(help="An op, such as linear_act.")] = None,
+    target: Annotated[str | None, typer.Option(help="A GPU architecture, such as sm_90; default: all.")] = None,
+    all_ops: Annotated[bool, typer.Option("--all", help="Every op.")] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Compile an op's kernels ahead of time and show what the compiler made of them. Needs no GPU."""
+    from .kernels.dev import codegen
+
+    raise typer.Exit(codegen.inspect(op, target, json=json, all_ops=all_ops))
+
+
+@bench_app.command("list")
+def bench_list(debug: Debug = False) -> None:
+    """Print the benchmarks, what they measure and their targets."""
+    from .bench.harness.runner import show_list
+
+    raise typer.Exit(show_list())
+
+
+@bench_app.command("run")
+def bench_run(
+    name: Annotated[str, typer.Argument(help="A benchmark; see `shardfuse bench list`.")],
+    json: Json = False,
+    short: Annotated[bool, typer.Option("--short", help="Only the cases that count most.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the full record to this file, row by row.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what the --out file holds.")] = False,
+    dry: Annotated[bool, typer.Option("--dry", help="Tiny shapes, single calls: the path, no measurement.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Run one benchmark. Exit code 1 if its correctness check fails: then nothing is timed."""
+    from .bench.harness.runner import run_benchmark
+
+    raise typer.Exit(run_benchmark(name, json=json, short=short, device=device, out=out, resume=resume, dry=dry))
+
+
+@bench_app.command("report")
+def bench_report(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Records of benchmarks; default: the committed ones, bench/results/.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("bench-report"),
+    debug: Debug = False,
+) -> None:
+    """Write a table (Markdown) and a roofline plot for each GPU (PNG) of measured results."""
+    from .bench.harness.publish import show
+
+    raise typer.Exit(show(files or [], out))
+
+
+@bench_app.command("tune")
+def bench_tune(
+    op: Annotated[str | None, typer.Argument(help="An op, such as linear_act; default: all that launch GEMMs.")] = None,
+    cases: Annotated[
+        list[str] | None, typer.Option(help="A case or a tag; may be repeated. Default: the dozen that count most.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The table; an earlier call's is gone on with. Default: here, by chip.")
+    ] = None,
+    budget: Annotated[float | None, typer.Option(help="Seconds; default: an hour.")] = None,
+    top: Annotated[int | None, typer.Option(help="Candidates to time for each launch; default: 12.")] = None,
+    dry: Annotated[bool, typer.Option("--dry", help="The same path on a CPU, tiny shapes, no measurement.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure kernel configurations on this GPU and write them to a table that SHARDFUSE_TUNED names."""
+    from .bench.tune import Options, tune
+
+    given = {"op": op, "cases": tuple(cases or ()), "out": out, "budget_s": budget, "top": top, "dry": dry}
+    options = Options(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    raise typer.Exit(tune(options))
+
+
+@bench_app.command("calibrate")
+def bench_calibrate(
+    ranks: Annotated[int, typer.Option(help="Processes to start; under torchrun its own take part.")] = 2,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The profile; an earlier call's is gone on with. Default: here, by chip.")
+    ] = None,
+    short: Annotated[bool, typer.Option("--short", help="Fewer shapes, less time for each.")] = False,
+    dry: Annotated[bool, typer.Option("--dry", help="Tiny shapes, single calls: the path, no measurement.")] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure this node's links and write the profile by which layers choose how to overlap (SHARDFUSE_LINKS)."""
+    from .bench.calibrate import Options, calibrate
+
+    raise typer.Exit(calibrate(Options(ranks, device, out, short, dry), json=json))
+
+
+@bench_app.command("owed")
+def bench_owed(json: Json = False, debug: Debug = False) -> None:
+    """Print the GPU results that are missing or older than the code they measured."""
+    from .bench.harness.owed import owed
+
+    raise typer.Exit(owed(json=json))

@@ -1,0 +1,1 @@
+"""What the commands of ``shardfuse`` do; ``cli.py`` parses for them."""

@@ -1,0 +1,344 @@
+"""``shardfuse demo``: train a small sharded transformer on real text, check it, save it, serve it.
+
+Five steps, each of which ends in checks that can fail; a failed one makes the exit code non-zero. All output goes to
+one folder, which appears when everything is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+
+from .demo_serving import BLOCK_SIZE, DemoServing, serve
+from ..explanation import explain
+from ..kernels.runtime import dispatch
+from ..kernels.dev import registry
+from ..layers.config import TransformerConfig
+from ..layers.transformer import ParallelTransformer
+from ..training.agreement import FACTOR, Agreement, compare_with_unsharded
+from ..training.config import TrainConfig
+from ..training.data import Corpus, bigram_nats, load_corpus, unigram_nats
+from ..training.exported import compare_with_transformers, same_weights
+from ..training.launch import Stopped, WorkerError, available_cores, check_port, launch, stop_signals
+from ..training.loop import TrainResult, evaluate
+from ..training.output import REPORT, output_folder, write_report
+from ..training.run import CHECKPOINT, EXPORT, evaluate_saved, load_trained, train_and_save
+
+MAKER = "shardfuse demo"
+MODEL = TransformerConfig(
+    style="gelu",
+    vocab_size=256,
+    hidden_size=256,
+    intermediate_size=512,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=4,
+    max_positions=512,
+    init_std=0.05,
+)
+HELD_OUT_BAR = 2.35  # nats per byte of the standard library's sources; a table of byte pairs scores about 2.4
+NEED_BYTES = 128 << 20  # checkpoint, exported model and what is being replaced: a third of this
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What ``shardfuse demo`` can be told.
+
+    ``data`` is a text file or a folder of them (None: the standard library's sources), ``out`` the folder for the
+    output, ``tp`` the number of tensor-parallel processes (None: 2, or 1 on one GPU), ``port`` where they meet (None:
+    any that is free), ``seconds`` the time cap of the training, ``device`` "cpu" or "cuda" (None: a GPU if there is
+    one), ``precision`` one of ``training.precision.PRECISIONS``, ``dropout`` the share of embeddings and branches that
+    training drops.
+    """
+
+    data: Path | None = None
+    out: Path = Path("shardfuse-demo")
+    tp: int | None = None
+    port: int | None = None
+    seed: int = 0
+    steps: int = 240
+    seconds: float = 40.0
+    device: str | None = None
+    precision: str = "fp32"
+    dropout: float = 0.0
+    model: TransformerConfig = MODEL
+
+
+def run_demo(options: DemoOptions) -> int:
+    """Run the demo; 0 if every check held, 1 if one did not or on an error, 128 + n after signal n."""
+    console = Console(highlight=False)
+    try:
+        with stop_signals(), _one_thread():
+            return 0 if _Demo(options, console).run() else 1
+    except Stopped as stop:
+        _leave_bar(console)
+        print(f"stopped by {stop}; nothing was left running or half-written", file=sys.stderr)
+        return 128 + stop.signum
+    except (ValueError, RuntimeError, OSError) as error:
+        _leave_bar(console)
+        if os.environ.get("SHARDFUSE_DEBUG", "0") != "0":
+            traceback.print_exc()
+            if isinstance(error, WorkerError):
+                print(error.trace, file=sys.stderr)
+        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        return 1
+
+
+def _leave_bar(console: Console) -> None:
+    """A worker that was ended leaves its progress bar on the terminal, unfinished, and the cursor hidden."""
+    if console.is_terminal:
+        console.show_cursor(True)
+        console.print()
+
+
+class _Demo:
+    """The steps, and what they have to know of each other."""
+
+    def __init__(self, options: DemoOptions, console: Console) -> None:
+        self.options = options
+        self.console = console
+        self.checks: list[tuple[str, bool]] = []
+        self.seconds: dict[str, float] = {}
+        self.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device cuda: this machine has no GPU that torch can use; choose --device cpu")
+        default = min(2, torch.cuda.device_count()) if self.device == "cuda" else 2
+        self.tp = default if options.tp is None else options.tp
+        self.config = self._config()
+
+    def run(self) -> bool:
+        began = time.monotonic()
+        check_port(self.options.port)
+        corpus = load_corpus(self.config.data, seq=self.config.seq)
+        with output_folder(self.options.out, maker=MAKER, names=(CHECKPOINT, EXPORT), need_bytes=NEED_BYTES) as folder:
+            with self._step("1/5", "What is here"):
+                self._show_found(corpus)
+            with self._step("2/5", f"Train, tensor-parallel over {self.tp} process{'es' if self.tp > 1 else ''}"):
+                ranks = self._train(folder, corpus)
+            with self._step("3/5", "Repeat the first steps in one process, unsharded"):
+                agreement = self._compare(ranks[0], corpus)
+            with self._step("4/5", "Save, load at another degree, serve"):
+                model = self._reload(folder, ranks[0], agreement, corpus)
+                self._check_export(folder, model, corpus)
+                serving = self._serve(model, corpus)
+            write_report(folder, MAKER, self._report(ranks, agreement, serving))
+        self._summary(ranks, serving, time.monotonic() - began)
+        return all(ok for _, ok in self.checks)
+
+    def _config(self) -> TrainConfig:
+        """The run's settings; ValueError where they cannot work on this machine."""
+        model, tp = self.options.model, self.tp
+        if tp < 1:
+            raise ValueError(f"--tp {tp}: expected at least 1")
+        for what, size in (("attention heads", model.num_heads), ("KV heads", model.num_kv_heads)):
+            if size % tp:
+                fitting = ", ".join(str(n) for n in range(1, size + 1) if not model.num_kv_heads % n)
+                raise ValueError(f"--tp {tp}: the model's {size} {what} do not divide by it; choose one of {fitting}")
+        if self.device == "cuda" and tp > torch.cuda.device_count():
+            raise ValueError(
+                f"--tp {tp}: this machine has {torch.cuda.device_count()} GPUs, and every process needs one; "
+                "choose fewer, or --device cpu"
+            )
+        return TrainConfig(
+            model=dataclasses.replace(
+                model, embedding_dropout=self.options.dropout, residual_dropout=self.options.dropout
+            ),
+            precision=self.options.precision,
+            steps=self.options.steps,
+            time_cap=self.options.seconds,
+            seed=self.options.seed,
+            data=None if self.options.data is None else str(self.options.data),
+            device=self.device,
+        )
+
+    # --- the steps ----------------------------------------------------------------------------------------------------
+
+    def _show_found(self, corpus: Corpus) -> None:
+        """Device, versions, text, and per op which implementation runs and why."""
+        device = torch.device(self.device)
+        self._say(f"device   {_device_line(device)}")
+        self._say(
+            f"text     {corpus.source}: {len(corpus.train) / 1e6:.1f} MB, {len(corpus.held_out) / 1e3:.0f} kB held out"
+        )
+        with torch.device("meta"):
+            model = ParallelTransformer(self.config.model)
+        explanation = explain(model, device)
+        shape = self.config.model
+        self._say(
+            f"model    {explanation.parameters / 1e6:.2f} M parameters, {shape.num_layers} layers of width "
+            f"{shape.hidden_size}, {shape.num_heads} heads ({shape.num_kv_heads} KV), bytes as tokens"
+        )
+        runs = {row.op: (row.runs, row.why) for row in explanation.rows if row.op}
+        for op in sorted(registry.ops()):  # those of serving too
+            runs.setdefault(op, dataclasses.astuple(dispatch.choose(op, device)))
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for name in ("op", "runs", "why"):
+            table.add_column(name, overflow="fold")
+        for op, (impl, why) in runs.items():
+            table.add_row(op, impl, why)
+        self.console.print(Padding(table, (0, 0, 0, 2)))
+
+    def _train(self, folder: Path, corpus: Corpus) -> list[TrainResult]:
+        ranks = launch(train_and_save, self.config, folder, processes=self.tp, port=self.options.port, folder=folder)
+        first = ranks[0]
+        self._say(
+            f"{first.steps} steps of {self.config.tokens_per_step} tokens in {first.seconds:.1f} s"
+            f"{' (time cap)' if first.timed_out else ''}, {first.tokens_per_second:,.0f} tokens/s"
+        )
+        unigram, bigram = unigram_nats(corpus), bigram_nats(corpus)
+        # Nobody knows how far other text can be compressed; more than counting bytes does must be learnt from any.
+        bar = HELD_OUT_BAR if self.config.data is None else unigram
+        self._check(
+            first.held_out is not None and first.held_out < bar,
+            f"held-out loss {first.held_out:.3f} nats per byte, to be below {bar:.2f} "
+            f"(counting bytes: {unigram:.2f}, counting pairs: {bigram:.2f})",
+        )
+        return ranks
+
+    def _compare(self, sharded: TrainResult, corpus: Corpus) -> Agreement:
+        agreement = compare_with_unsharded(sharded.losses, self.config, corpus)
+        shown = "  ".join(f"{loss:.6f}" for loss in agreement.sharded[:6])
+        self._say(f"sharded    {shown} ...")
+        shown = "  ".join(f"{loss:.6f}" for loss in agreement.unsharded[:6])
+        self._say(f"unsharded  {shown} ...")
+        self._check(
+            agreement.ok,
+            f"{len(agreement.sharded)} losses differ by at most {agreement.difference:.1e}; the budget is "
+            f"{agreement.budget:.1e}, {FACTOR:.0f} times what {self.config.precision} rounds away here (measured "
+            "against fp64), or one rounding of that format",
+        )
+        return agreement
+
+    def _reload(self, folder: Path, trained: TrainResult, agreement: Agreement, corpus: Corpus) -> ParallelTransformer:
+        """The model in this process alone, after checking that the checkpoint means the same at another degree."""
+        model, optimizer, config = load_trained(folder, device=self.device)
+        other = 1 if self.tp > 1 else 2
+        if other == 1:
+            held_out = evaluate(model, corpus, config)
+        else:
+            held_out = launch(evaluate_saved, folder, processes=other, folder=folder)[0]
+        assert trained.held_out is not None
+        difference = abs(held_out - trained.held_out) / trained.held_out
+        self._check(
+            difference <= agreement.budget and bool(optimizer.state),
+            f"checkpoint written at tp={self.tp} loads at tp={other}, Adam's state too: held-out loss "
+            f"{held_out:.6f} against {trained.held_out:.6f}",
+        )
+        return model
+
+    def _check_export(self, folder: Path, model: ParallelTransformer, corpus: Corpus) -> None:
+        self._check(
+            same_weights(folder / EXPORT, model), "exported model.safetensors holds the same weights, bit for bit"
+        )
+        tokens, _ = next(corpus.held_out_batches(batch=4, seq=self.config.seq, limit=1))
+        try:
+            verdict = compare_with_transformers(folder / EXPORT, model, tokens)
+        except ImportError:
+            self._say("transformers is not installed (pip install 'shardfuse[hf]'): its logits were not compared")
+            return
+        self._check(verdict.ok, f"transformers' Starcoder2 loads it, {verdict}")
+
+    def _serve(self, model: ParallelTransformer, corpus: Corpus) -> DemoServing:
+        serving = serve(model, corpus, self.console, seed=self.options.seed)
+        self._say(
+            f"{serving.requests} requests over {serving.slots} slots: {serving.stats.generated_tokens} tokens in "
+            f"{serving.stats.steps} steps, at most {serving.stats.peak_slots} at once"
+        )
+        self._check(
+            serving.equal == serving.requests,
+            f"{serving.equal} of {serving.requests} answers are a cache-free solo forward's, but for ties",
+        )
+        return serving
+
+    # --- what is printed and kept -------------------------------------------------------------------------------------
+
+    def _summary(self, ranks: list[TrainResult], serving: DemoServing, seconds: float) -> None:
+        self._heading("5/5", "Summary")
+        stats = serving.stats
+        peaks = ", ".join(f"{rank.peak_bytes / 1e6:.0f}" for rank in ranks)
+        self._say(f"training     {ranks[0].tokens_per_second:,.0f} tokens/s, peak memory per process {peaks} MB")
+        self._say(
+            f"serving      {stats.tokens_per_s:,.0f} tokens/s, {stats.decode_tokens_per_s:,.0f} in pure decode steps"
+        )
+        self._say(
+            f"KV cache     {stats.kv_waste:.1%} of the allocated slots held no token, "
+            f"{stats.peak_blocks} blocks of {BLOCK_SIZE} at the peak"
+        )
+        out = self.options.out
+        for name in (CHECKPOINT, EXPORT, REPORT):
+            self._say(f"written      {out / name} ({_size(out / name) / 1e6:.1f} MB)")
+        failed = [text for text, ok in self.checks if not ok]
+        mark = "[bold green]ok[/]" if not failed else "[bold red]FAILED[/]"
+        self.console.print(f"{mark}  {len(self.checks) - len(failed)} of {len(self.checks)} checks, {seconds:.0f} s")
+
+    def _report(self, ranks: list[TrainResult], agreement: Agreement, serving: DemoServing) -> dict[str, object]:
+        return {
+            "config": dataclasses.asdict(self.config),
+            "tp": self.tp,
+            "ranks": [dataclasses.asdict(rank) for rank in ranks],
+            "agreement": dataclasses.asdict(agreement)
+            | {"difference": agreement.difference, "budget": agreement.budget},
+            "serving": dataclasses.asdict(serving.stats) | {"kv_waste": serving.stats.kv_waste},
+            "checks": [{"check": text, "ok": ok} for text, ok in self.checks],
+            "seconds": self.seconds,
+            "torch": torch.__version__,
+        }
+
+    @contextmanager
+    def _step(self, number: str, title: str) -> Iterator[None]:
+        """Heading and duration of a step; its mark says whether all of its checks held."""
+        self._heading(number, title)
+        began, before = time.monotonic(), len(self.checks)
+        yield
+        self.seconds[number] = time.monotonic() - began
+        ok = all(ok for _, ok in self.checks[before:])
+        self.console.print(f"  {'[green]ok[/]' if ok else '[bold red]FAILED[/]'}  ({self.seconds[number]:.1f} s)\n")
+
+    def _heading(self, number: str, title: str) -> None:
+        self.console.print(f"[bold]{number}  {title}[/]")
+
+    def _say(self, text: str) -> None:
+        self.console.print(f"  {text}", markup=False, soft_wrap=True)
+
+    def _check(self, ok: bool, text: str) -> None:
+        self.checks.append((text, ok))
+        self.console.print("  [green]ok[/]      " if ok else "  [bold red]FAILED[/]  ", end="")
+        self.console.print(text, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch on one thread in this process: its share is small, and on a busy machine threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _device_line(device: torch.device) -> str:
+    triton = dispatch.triton_version()
+    versions = f"torch {torch.__version__}, {f'Triton {triton}' if triton else 'no Triton'}"
+    if device.type == "cuda":
+        names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
+        return f"{torch.cuda.device_count()} x {', '.join(sorted(names))}; {versions}"
+    return f"CPU, {available_cores()} cores; {versions}, shardfuse {importlib.metadata.version('shardfuse')}"
+
+
+def _size(path: Path) -> int:
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)

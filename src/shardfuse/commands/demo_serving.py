@@ -1,0 +1,170 @@
+"""The demo's serving: more requests than slots, streamed, then checked against a forward without cache."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ..kernels.dev.accuracy import FACTOR
+from ..layers.transformer import ParallelTransformer
+from ..serving.engine import Engine
+from ..serving.request import Request, TokenEvent
+from ..serving.stats import EngineStats
+from ..training.data import Corpus
+
+REQUESTS = 8
+SLOTS = 3
+BLOCK_SIZE = 16
+NEW_TOKENS = 64
+TEMPERATURE = 0.7
+ARRIVAL_STEPS = 10  # between one request and the next
+
+
+@dataclass(frozen=True)
+class DemoServing:
+    """What was served. ``equal`` counts the answers that agree with a solo forward."""
+
+    requests: int
+    slots: int
+    equal: int
+    stats: EngineStats
+
+
+def serve(model: ParallelTransformer, corpus: Corpus, console: Console, *, seed: int) -> DemoServing:
+    """Continue pieces of held-out text through a paged cache and a rolling batch, streaming to ``console``."""
+    model.eval()
+    requests = make_requests(corpus, seed)
+    longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
+    blocks = SLOTS * -(-longest // BLOCK_SIZE)
+    engine = Engine(model, num_blocks=blocks, block_size=BLOCK_SIZE, max_slots=SLOTS, max_model_len=longest)
+    answers: list[list[int]] = [[] for _ in requests]
+    for request in requests:
+        engine.add(request)
+    with _streaming(console, requests, answers) as show:
+        while engine.busy:
+            events = engine.step()
+            for event in events:
+                if event.token is not None:
+                    answers[event.request].append(event.token)
+            show(events)
+    exact = copy.deepcopy(model).double()
+    equal = sum(agrees(model, exact, request, answer) for request, answer in zip(requests, answers))
+    return DemoServing(len(requests), SLOTS, equal, engine.stats)
+
+
+def make_requests(corpus: Corpus, seed: int) -> list[Request]:
+    """Prompts from the held-out text, each starting at a line, of different lengths, arriving one after another.
+
+    Every fourth request is greedy; the rest sample, each from a seed of its own.
+    """
+    text = bytes(corpus.held_out.numpy())
+    requests = []
+    for i in range(REQUESTS):
+        length = 16 + 5 * i
+        start = text.find(b"\n", len(text) * i // REQUESTS) + 1
+        start = min(start, len(text) - length)
+        requests.append(
+            Request(
+                prompt=list(text[start : start + length]),
+                max_new_tokens=NEW_TOKENS - 4 * i,
+                temperature=TEMPERATURE if i % 4 else 0.0,
+                seed=seed + i,
+                arrival=ARRIVAL_STEPS * (i // 2),
+            )
+        )
+    return requests
+
+
+@torch.no_grad()
+def agrees(model: ParallelTransformer, exact: ParallelTransformer, request: Request, answer: list[int]) -> bool:
+    """Whether one forward without cache, over this request alone, picks the tokens of ``answer`` after its prefixes.
+
+    The first token depends on the prompt only, each next one on tokens that were picked: an answer that agrees is one
+    that the model could have given alone. A batch of another size rounds its logits otherwise, which decides between
+    tokens that are next to equal. ``exact`` is the model in fp64, whose distance from ``model`` says how near that is.
+    """
+    prompt = list(request.prompt)
+    tokens = torch.tensor([prompt + answer[:-1]], device=next(model.parameters()).device)
+    low, logits = (each.gather_logits(each(tokens))[0, len(prompt) - 1 :].double().cpu() for each in (model, exact))
+    error = FACTOR * (low - logits).abs().max().item()
+    generator = torch.Generator().manual_seed(request.seed)
+    return all(could_pick(row, token, error, request.temperature, generator) for row, token in zip(logits, answer))
+
+
+def could_pick(logits: torch.Tensor, token: int, error: float, temperature: float, generator: torch.Generator) -> bool:
+    """Whether ``sample`` picks ``token`` from some logits [V] that differ from these, in fp64, by at most ``error``."""
+    if temperature == 0:
+        return bool(logits[token] >= logits.max() - 2 * error)
+    cumulative = torch.softmax(logits / temperature, dim=-1).cumsum(dim=-1)
+    drawn = torch.rand((), generator=generator, dtype=torch.float64).item()
+    # Every probability may change by a factor of exp(2 error / temperature), and with it what lies on either side.
+    slack = math.expm1(2 * error / temperature) / 2
+    below = cumulative[token - 1].item() if token else 0.0
+    return below - slack <= drawn <= cumulative[token].item() + slack
+
+
+class _Streams:
+    """All requests as a table that grows with their tokens (terminal), or a line for each that ends (elsewhere)."""
+
+    def __init__(self, console: Console, requests: list[Request], answers: list[list[int]], live: Live | None) -> None:
+        self._console = console
+        self._requests = requests
+        self._answers = answers
+        self._live = live
+        self._steps = 0
+
+    def __call__(self, events: list[TokenEvent]) -> None:
+        self._steps += 1
+        if self._live is not None:
+            self._live.update(self.table())
+            return
+        for event in events:
+            if len(self._answers[event.request]) == 1:
+                self._line(f"step {self._steps:3}: request {event.request} starts")
+            if event.finish is not None:
+                text = self._text(event.request, width=64)
+                self._line(f"step {self._steps:3}: request {event.request} ends: {text.plain}")
+
+    def table(self) -> Table:
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        table.add_column("request", justify="right")
+        table.add_column("tokens", justify="right")
+        table.add_column("prompt, and what follows", no_wrap=True)
+        width = max(20, self._console.width - 24)
+        for number, (request, answer) in enumerate(zip(self._requests, self._answers)):
+            state = f"{len(answer)}/{request.max_new_tokens}" if answer else "waits"
+            table.add_row(str(number), state, self._text(number, width))
+        return table
+
+    def _text(self, number: int, width: int) -> Text:
+        """The end of prompt and answer, in at most ``width`` characters."""
+        text = Text()
+        text.append(printable(self._requests[number].prompt), style="dim")
+        text.append(printable(self._answers[number]))
+        return text[max(0, len(text) - width) :]
+
+    def _line(self, text: str) -> None:
+        self._console.print(f"  {text}", markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _streaming(console: Console, requests: list[Request], answers: list[list[int]]) -> Iterator[_Streams]:
+    if not console.is_terminal:
+        yield _Streams(console, requests, answers, None)
+        return
+    with Live(console=console, refresh_per_second=10) as live:
+        yield _Streams(console, requests, answers, live)
+
+
+def printable(tokens: Sequence[int]) -> str:
+    """Bytes as ASCII that cannot disturb a terminal: line ends as ``\\n``, anything else unprintable as a dot."""
+    return "".join("\\n" if byte == 10 else chr(byte) if 32 <= byte < 127 else "." for byte in tokens)

@@ -1,0 +1,156 @@
+"""``shardfuse env``: what a bug report needs to say about a machine, without saying more than that.
+
+It must also work where the installation is broken, so whatever cannot be asked is reported as such.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("shardfuse", "torch", "triton", "numpy", "einops", "safetensors", "rich", "typer", "transformers")
+# Variables that change what runs. No others are shown: an environment holds secrets.
+_PREFIXES = (
+    "SHARDFUSE_",
+    "TRITON_",
+    "NCCL_",
+    "GLOO_",
+    "CUDA_",
+    "HIP_",
+    "TORCH_NCCL_",
+    "TORCHINDUCTOR_",
+    "OMP_",
+    "MKL_",
+    "ONEDNN_",
+)
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONSAFEPATH", "LD_PRELOAD")
+
+
+def show(*, json: bool = False) -> None:
+    """Print the report: aligned text to paste, or one line of JSON."""
+    report = collect()
+    if json:
+        print(jsonlib.dumps(report))
+        return
+    for section, content in report.items():
+        if not isinstance(content, dict):
+            print(f"{section}: {content}")
+            continue
+        print(f"{section}:{'' if content else ' none'}")
+        width = max(map(len, content), default=0)
+        for name, value in content.items():
+            print(f"  {name:{width}}  {value}")
+
+
+def collect() -> dict[str, Any]:
+    """The report by section; a section is a string or a mapping from names to strings."""
+    return {
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "cpu": f"{_cpu_model()}, {_cores()} cores usable of {os.cpu_count()}",
+        "memory": _memory(),
+        **_asked_of_torch(),
+        "environment": _environment(),
+    }
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _memory() -> str:
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return "unknown"
+    return f"{total / 2**30:.1f} GiB"
+
+
+def _asked_of_torch() -> dict[str, Any]:
+    """Devices, backends and choices; where torch or this package fails to import, what it said."""
+    try:
+        import torch
+
+        from ..kernels.runtime import dispatch
+        from ..kernels.dev import registry
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return {
+            "gpus": _gpus(),
+            "cuda": torch.version.cuda or torch.version.hip or "torch was built without it",
+            "distributed": _backends(),
+            "triton interpreter": "on" if dispatch.interpreting() else "off",
+            "threads": str(torch.get_num_threads()),
+            f"ops on {device}": {name: _choice(name, device) for name in sorted(registry.ops())},
+        }
+    except Exception as error:  # a report of a broken installation is the one that matters most
+        return {"broken": f"{type(error).__name__}: {error}"}
+
+
+def _choice(op: str, device: Any) -> str:
+    from ..kernels.runtime import dispatch
+
+    try:
+        choice = dispatch.choose(op, device)
+    except RuntimeError as error:  # SHARDFUSE_IMPL=triton where it cannot be had
+        return f"refused: {error}"
+    return f"{choice.impl}: {choice.reason}"
+
+
+def _gpus() -> dict[str, str]:
+    import torch
+
+    driver = _driver()
+    found = {}
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        found[str(index)] = (
+            f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB, driver {driver}"
+        )
+    return found
+
+
+def _driver() -> str:
+    try:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "unknown"
+
+
+def _backends() -> str:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return "torch was built without it"
+    present = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+    return ", ".join(name for name, there in present.items() if there) or "no backend"
+
+
+def _environment() -> dict[str, str]:
+    """The variables that change what runs, with the home folder written as ``~``."""
+    home = os.path.expanduser("~")
+    names = sorted(name for name in os.environ if name.startswith(_PREFIXES) or name in _VARIABLES)
+    return {name: os.environ[name].replace(home, "~") if home != "/" else os.environ[name] for name in names}

@@ -1,0 +1,115 @@
+"""What ``shardfuse schedule`` takes the passes to cost: as given, modelled for a chip, or measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..bench.harness.report import console
+from ..parallel.pipeline import stage_costs, timeline
+from ..parallel.pipeline.partition import balanced
+from ..parallel.pipeline.schedules import find
+from ..parallel.pipeline.timeline import Costs
+
+TOKENS = 8192  # of a micro-batch, and of a sequence, where a model's shape does not say
+
+
+@dataclass(frozen=True)
+class Priced:
+    """What passes cost: those of every stage alike, or of each by the parts that it has."""
+
+    costs: Costs | list[Costs]
+    unit: str = ""
+    parts: Mapping[str, Costs] = field(default_factory=dict)  # where they were measured: each kind of part once
+    title: str = ""  # of what
+    stages: Sequence[str] = ()  # the parts of each stage
+
+    def of(self, stage: int) -> Costs:
+        return self.costs if isinstance(self.costs, Costs) else self.costs[stage]
+
+
+def price(
+    name: str,
+    ranks: int,
+    microbatches: int,
+    *,
+    given: Mapping[str, float],
+    recompute: bool = False,
+    model: str | None = None,
+    shape: Mapping[str, Any] | None = None,
+    measure: Path | None = None,
+    assignments: Sequence[str] = (),
+) -> Priced:
+    """The ``given`` fields of Costs; or those modelled for ``model`` in a ``shape`` (``stage_costs.modelled``); or
+    those that are measured of a TOML file of ``shardfuse train``, with ``assignments`` over the file's settings.
+
+    Raises ValueError where two of them are given, and for what each says of its values.
+    """
+    timeline.order(name, ranks, microbatches)  # says what is wrong with these
+    sources = [option for option, value in (("--model", model), ("--measure", measure)) if value is not None]
+    if len(sources) == 2:
+        raise ValueError("--model and --measure both give costs: leave one of them out")
+    if shape and model is None:
+        raise ValueError(f"--{next(iter(shape))} is said of a --model, and none is given")
+    if assignments and measure is None:
+        raise ValueError(f"--set {assignments[0]} is said of a file to --measure, and none is given")
+    twice = given.keys() - {"held"} if sources else ()
+    if twice:
+        raise ValueError(f"{sources[0]} has costs of its own: leave out --{min(twice)}-cost, or {sources[0]}")
+    if measure is not None:
+        held = given.get("held", 1.0)
+        return _measured(name, ranks, microbatches, measure, assignments, recompute=recompute, held=held)
+    if model is not None:
+        known = {"tokens": TOKENS, "length": TOKENS, **(shape or {})}
+        known["arch"] = known.pop("target", "sm_90")
+        costs, unit = replace(stage_costs.modelled(model, **known), **given), "us"
+    else:
+        costs, unit = Costs(**given), ""
+    return Priced(costs.recomputed() if recompute else costs, unit)
+
+
+def _measured(
+    name: str, ranks: int, microbatches: int, file: Path, assignments: Sequence[str], *, recompute: bool, held: float
+) -> Priced:
+    """In ms, and cut in stages as is best by them: with ``parallel.partition = "measured"`` the run is cut so too."""
+    from ..training.settings import parse_assignment, read_settings, resolve
+    from ..training.stages import part_costs
+
+    changes = dict(map(parse_assignment, assignments)) | ({"parallel.recompute": True} if recompute else {})
+    settings = read_settings(file, changes)
+    parallel = settings.parallel
+    if parallel.tp > 1:
+        raise ValueError(
+            f"{file}: parallel.tp = {parallel.tp}: costs are measured in this process alone; pass --set parallel.tp=1, "
+            "or have those of a shard modelled: --model with --tp"
+        )
+    dp = parallel.dp or 1
+    alone = replace(
+        parallel, dp=dp, pp=1, schedule=None, microbatches=microbatches
+    )  # the pipeline is the one asked for
+    settings = resolve(replace(settings, parallel=alone), parallel.rep * dp)
+    layout, count = find(name).layout, ranks * find(name).stages_per_rank
+    balanced([1.0] * (settings.model.num_layers + 2), count, layout=layout, ranks=ranks)  # or there are too few parts
+    with console(stderr=True).status("measuring an embedding, a block and a head"):
+        costs = [each.scaled(1e3) for each in part_costs(settings, name)]
+    ranges = balanced([each.step for each in costs], count, layout=layout, ranks=ranks)
+    stages = [stage_costs.joined([costs[part] for part in each], first=each.start == 0) for each in ranges]
+    size = -(-settings.share(parallel.rep * dp) // microbatches)
+    return Priced(
+        [replace(each, held=held) for each in stages],
+        "ms",
+        {"embedding": costs[0], "a block": costs[1], "head and loss": costs[-1]},
+        f"ms for {size} x {settings.data.seq} tokens, {parallel.precision}, measured on {settings.device}",
+        [_words(each, len(costs)) for each in ranges],
+    )
+
+
+def _words(stage: range, count: int) -> str:
+    """What a stage of a model of ``count`` parts consists of."""
+    blocks = len(range(max(stage.start, 1), min(stage.stop, count - 1)))
+    words = ["embedding"] if stage.start == 0 else []
+    words += [f"{blocks} block{'s' * (blocks > 1)}"] if blocks else []
+    words += ["head"] if stage.stop == count else []
+    return " + ".join(words)

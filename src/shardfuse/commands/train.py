@@ -1,0 +1,214 @@
+"""``shardfuse train``: a run of a TOML file and flags, over processes that it or torchrun started."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ..training.launch import Stopped, WorkerError, launch, stop_signals
+from ..training.layout import remarks
+from ..training.run import train_run
+from ..training.run_folder import RunFolder
+from ..training.settings import RunSettings, parse_assignment, read_settings, resolve
+from ..training.stopping import StopFile
+from ..training.trainer import RunResult
+
+# Flag -> the setting that it changes.
+FLAGS = {
+    "steps": "steps",
+    "seed": "seed",
+    "out": "out",
+    "start": "start",
+    "device": "device",
+    "data": "data.path",
+    "seq": "data.seq",
+    "batch": "data.batch",
+    "lr": "optimizer.lr",
+    "rep": "parallel.rep",
+    "dp": "parallel.dp",
+    "pp": "parallel.pp",
+    "tp": "parallel.tp",
+    "zero": "parallel.zero",
+    "schedule": "parallel.schedule",
+    "microbatches": "parallel.microbatches",
+    "precision": "parallel.precision",
+    "recompute": "parallel.recompute",
+    "offload": "parallel.offload",
+    "overlap": "parallel.overlap",
+    "sequence_parallel": "parallel.sequence_parallel",
+}
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What ``shardfuse train`` can be told.
+
+    ``file`` is the TOML file, ``flags`` the values of :data:`FLAGS` that were given, ``assignments`` "SETTING=VALUE"
+    for all others. ``processes`` to start (None: what the degrees make up; under torchrun its own take part), ``port``
+    where they meet (None: any that is free), ``restarts`` after a failure. ``resume`` goes on with the run in the
+    folder.
+    """
+
+    file: Path | None = None
+    flags: dict[str, Any] = field(default_factory=dict)
+    assignments: tuple[str, ...] = ()
+    processes: int | None = None
+    port: int | None = None
+    restarts: int = 3
+    resume: bool = False
+    json: bool = False
+
+    def settings(self) -> RunSettings:
+        """The file with the flags in it, which win. Raises as ``read_settings`` does."""
+        changes = dict(map(parse_assignment, self.assignments))
+        changes |= {FLAGS[flag]: value for flag, value in self.flags.items()}
+        return read_settings(self.file, changes)
+
+
+def run_train(options: TrainOptions) -> int:
+    """Train; 0 when the run is complete or a signal ended it in good order, 130 after Ctrl-C, 1 on an error."""
+    if _started_by_torchrun():
+        return _take_part(options)
+    console = Console(highlight=False)
+    try:
+        with stop_signals():
+            settings, processes = _resolved(options)
+            result = _train(options, settings, processes, console)
+    except Stopped as stop:
+        _leave_bar(console)
+        print(f"stopped by {stop}; --resume goes on from the newest checkpoint", file=sys.stderr)
+        return 128 + stop.signum
+    except WorkerError as error:
+        _leave_bar(console)
+        if os.environ.get("SHARDFUSE_DEBUG", "0") != "0":
+            traceback.print_exc()
+            print(error.trace, file=sys.stderr)
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    _show_result(result, settings, console, options)
+    return _exit_code(result)
+
+
+def _started_by_torchrun() -> bool:
+    """By it, or by anything else that sets what it sets; ValueError where that is one of several, and less is set."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
+    world = os.environ.get("WORLD_SIZE", "1")
+    if missing and world != "1":
+        raise ValueError(
+            f"WORLD_SIZE = {world}: this process is one of several, and {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set; let torchrun start them, or set what it sets"
+        )
+    return not missing
+
+
+def _take_part(options: TrainOptions) -> int:
+    """This process is one of a run's ranks."""
+    world = int(os.environ["WORLD_SIZE"])
+    if options.processes not in (None, world):
+        raise ValueError(f"--processes {options.processes}: {world} were started already; leave it away")
+    settings = resolve(options.settings(), world)
+    console = Console(highlight=False)
+    first = os.environ["RANK"] == "0"
+    if first:
+        _show_remarks(settings, console)
+    result = train_run(settings, options.resume)
+    if first:
+        _show_result(result, settings, console, options)
+    return _exit_code(result)
+
+
+def _resolved(options: TrainOptions) -> tuple[RunSettings, int]:
+    """The settings, and how many processes they take. ValueError where they cannot work on this machine."""
+    settings = options.settings()
+    parallel = settings.parallel
+    processes = options.processes or parallel.rep * (parallel.dp or 1) * parallel.pp * parallel.tp
+    settings = resolve(settings, processes)
+    if settings.device == "cuda" and processes > torch.cuda.device_count():
+        raise ValueError(
+            f"{processes} processes: this machine has {torch.cuda.device_count()} GPUs, and every process needs one; "
+            "start fewer, choose --device cpu, or let torchrun start them on several machines"
+        )
+    return settings, processes
+
+
+def _train(options: TrainOptions, settings: RunSettings, processes: int, console: Console) -> RunResult:
+    """Start the processes and see them through, the first signal asking them to stop after their step."""
+
+    def ask(signum: int) -> None:
+        stop_file.write(signum)
+        console.print("\nstopping after this step; once more to stop at once", markup=False)
+
+    with (
+        RunFolder(Path(settings.out), resume=options.resume),
+        tempfile.TemporaryDirectory(prefix="shardfuse-") as folder,
+    ):
+        stop_file = StopFile(Path(folder) / "stop")
+        console.print(_heading(settings, processes), markup=False, soft_wrap=True)
+        _show_remarks(settings, console)
+        results = launch(
+            train_run,
+            settings,
+            options.resume,
+            stop_file,
+            processes=processes,
+            port=options.port,
+            max_restarts=options.restarts,
+            on_stop=ask,
+        )
+    return results[0]
+
+
+def _heading(settings: RunSettings, processes: int) -> str:
+    parallel, model = settings.parallel, settings.model
+    degrees = {name: getattr(parallel, name) for name in ("rep", "dp", "pp", "tp") if getattr(parallel, name) > 1}
+    spread = ", ".join(f"{name}={degree}" for name, degree in degrees.items()) or "alone"
+    more = f", ZeRO {parallel.zero}" if parallel.zero else ""
+    more += f", {parallel.schedule}" if parallel.pp > 1 else ""
+    more += f", {parallel.microbatches} micro-batches" if parallel.microbatches else ""
+    return (
+        f"{processes} process{'es' if processes > 1 else ''} ({spread}{more}) on {settings.device}, "
+        f"{parallel.precision}: {model.num_layers} layers of width {model.hidden_size}, {settings.steps} steps of "
+        f"{settings.tokens_per_step:,} tokens, into {settings.out}"
+    )
+
+
+def _show_remarks(settings: RunSettings, console: Console) -> None:
+    for remark in remarks(settings):
+        console.print(f"warning: {remark}", markup=False, soft_wrap=True)
+
+
+def _show_result(result: RunResult, settings: RunSettings, console: Console, options: TrainOptions) -> None:
+    held_out = "" if result.held_out is None else f", held out {result.held_out:.4f}"
+    loss = "" if math.isnan(result.loss) else f", loss {result.loss:.4f}{held_out}"
+    speed = f", {result.tokens_per_second:,.0f} tokens/s" if result.tokens_per_second else ""
+    console.print(f"step {result.steps} of {settings.steps}{loss}{speed}", markup=False)
+    if result.stopped_by and result.steps < settings.steps:
+        console.print(f"stopped by {signal.Signals(result.stopped_by).name}; --resume goes on from here", markup=False)
+    if options.json:
+        values = dataclasses.asdict(result)
+        print(json.dumps({name: None if value != value else value for name, value in values.items()}))
+
+
+def _exit_code(result: RunResult) -> int:
+    """128 + 2 after Ctrl-C; who ends a run with another signal, as schedulers do, gets what they asked for."""
+    return 130 if result.stopped_by == signal.SIGINT else 0
+
+
+def _leave_bar(console: Console) -> None:
+    """A worker that was ended leaves its progress bar on the terminal, unfinished, and the cursor hidden."""
+    if console.is_terminal:
+        console.show_cursor(True)
+        console.print()

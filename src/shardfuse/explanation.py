@@ -1,0 +1,218 @@
+"""What a model will run, and why: one table, before anything runs."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+from torch import nn
+
+from .layers import late_sum
+from .layers.linear import RowParallelLinear
+from .layers.module import Crossing, Joint, ShardedModule
+from .parallel.overlap.memory import reserve
+from .parallel.overlap.policy import Path
+from .parallel.core.sharding import spec_of
+
+
+@dataclass(frozen=True)
+class Row:
+    """One op of one module, or of several layers that differ in nothing but their number."""
+
+    path: str  # "model.layers.*.mlp.c_fc": the star stands for a layer's number
+    kind: str  # the module's class
+    op: str
+    runs: str  # "triton", "reference", or "refused" where the implementation asked for cannot run
+    why: str
+    layout: str  # "weight [1024/2, 256], bias [1024/2]"
+    parameters: int  # on this rank, in one layer
+    layers: int = 1
+    crosses: tuple[Crossing, ...] = ()  # what crosses ranks, and how it meets the product beside it
+    shared_by: tuple[str, ...] = ()  # the layers beside this one that share that: "k_proj", "v_proj"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """:func:`explain`'s answer: print it, or go through ``rows``."""
+
+    device: torch.device
+    ranks: int
+    parameters: int  # of the whole model
+    parameters_per_rank: int
+    rows: tuple[Row, ...]
+    memory: str = (
+        ""  # a table of what its exchanges take of symmetric memory, for an input and where ranks could use it
+    )
+
+    def __rich__(self) -> Group:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("module", no_wrap=True)
+        for name in ("kind", "op", "runs", "why", "layout"):
+            table.add_column(name, overflow="fold")
+        table.add_column("per rank", justify="right", no_wrap=True)
+        for row in self.rows:
+            count = f"{row.layers} x {row.parameters:,}" if row.layers > 1 else f"{row.parameters:,}"
+            cells = (row.path, row.kind, row.op, row.runs, row.why, row.layout)
+            table.add_row(*map(escape, cells), count)
+        head = (
+            f"{self.device}, {self.ranks} tensor-parallel rank{'s' if self.ranks > 1 else ''}, "
+            f"{self.parameters:,} parameters, {self.parameters_per_rank:,} per rank"
+        )
+        across = [self._across()] if any(row.crosses for row in self.rows) else []
+        return Group(head, table, *across, *([escape(self.memory)] if self.memory else []))
+
+    def _across(self) -> Table:
+        """What crosses ranks."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in ("module", "in", "across ranks", "path", "exposed us", "why"):
+            table.add_column(name, no_wrap=name in ("module", "path"), justify="right" if "us" in name else "left")
+        for row in self.rows:
+            for position, crossing in enumerate(row.crosses):
+                others = f"\n  with {', '.join(row.shared_by)}" if row.shared_by and position == 0 else ""
+                table.add_row(escape(row.path + others), *map(escape, _told(crossing)))
+        return table
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=160).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+
+def explain(model: nn.Module, x: torch.Tensor | torch.device | str | None = None) -> Explanation:
+    """Say per module of ``model`` which implementation runs and why, how it is sharded, and what a rank holds.
+
+    ``x`` is an input or a device; None asks for where the parameters are. Nothing is run, and no other rank is asked.
+    How collectives meet the products beside them depends on the number of tokens, as does the symmetric memory that
+    takes: an input has it. Under autocast ask under autocast: it decides on the dtype. A collective that several layers
+    share is listed at the first. Modules that are not this package's are listed where they own parameters.
+    """
+    device, tokens = _device(model, x), _tokens(model, x)
+    rows: dict[Row, Row] = {}
+    for row in _rows(model, device, tokens):
+        seen = rows.get(row)
+        rows[row] = row if seen is None else replace(row, layers=seen.layers + 1)
+    specs = [spec_of(param) for param in model.parameters()]  # tied parameters once
+    return Explanation(
+        device=device,
+        ranks=max((spec.group.size for spec in specs), default=1),
+        parameters=sum(spec.logical_shape.numel() for spec in specs),
+        parameters_per_rank=sum(spec.local_shape.numel() for spec in specs),
+        rows=tuple(rows.values()),
+        memory="\n".join(reserve.budgets(model, tokens, device)) if tokens else "",
+    )
+
+
+def _device(model: nn.Module, x: torch.Tensor | torch.device | str | None) -> torch.device:
+    if isinstance(x, torch.Tensor):
+        return x.device
+    if x is not None:
+        return torch.device(x)
+    return next((param.device for param in model.parameters()), torch.device("cpu"))
+
+
+def _tokens(model: nn.Module, x: Any) -> int | None:
+    """How many tokens ``x`` is of, those of all ranks together: ids [B, S] or [T], or activations [..., D]."""
+    if not isinstance(x, torch.Tensor):
+        return None
+    if not x.is_floating_point():
+        return x.numel()
+    tokens = x.shape[:-1].numel()
+    # All layers but the row-parallel one take this rank's share of a sequence that is split.
+    split = getattr(model, "sequence_parallel", False) and not isinstance(model, RowParallelLinear)
+    group: Any = getattr(model, "group", None)
+    return tokens * group.size if split else tokens
+
+
+def _rows(model: nn.Module, device: torch.device, tokens: int | None) -> Iterator[Row]:
+    taken, joints = _taken(model), _joints(model)
+    names = {module: path.rpartition(".")[2] for path, module in model.named_modules()}
+    for path, module in model.named_modules():
+        own = list(module.named_parameters(recurse=False))
+        ops = _ops(module, device)
+        if not own and not ops:
+            continue
+        joint = joints.get(module)
+        for position, (op, runs, why) in enumerate(ops or [("", "torch", "not a layer of this package")]):
+            first = position == 0  # parameters are told once, beside the first op
+            crosses = _crosses(module, device, tokens, taken.get(module), joint) if first else ()
+            yield Row(
+                path=re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) or "(model)",
+                kind=type(module).__name__,
+                op=op,
+                runs=runs,
+                why=why,
+                layout=", ".join(_layout(name, param) for name, param in own) if first else "",
+                parameters=sum(spec_of(param).local_shape.numel() for _, param in own) if first else 0,
+                crosses=crosses,
+                shared_by=tuple(names[layer] for layer in joint.layers[1:]) if joint and crosses else (),
+            )
+
+
+def _ops(module: nn.Module, device: torch.device) -> list[tuple[str, str, str]]:
+    """(op, implementation, reason) of every op that the module itself runs."""
+    runs: Any = getattr(module, "runs", None)
+    if runs is None:
+        return []
+    try:
+        return [(op, choice.impl, choice.reason) for op, choice in runs(device)]
+    except (RuntimeError, ValueError) as error:  # impl="triton" where it cannot run: forward will say the same
+        return [("", "refused", str(error))]
+
+
+def _taken(model: nn.Module) -> dict[nn.Module, RowParallelLinear]:
+    """By norm the layer whose sum over the ranks it may take."""
+    found: dict[nn.Module, RowParallelLinear] = {}
+    for module in model.modules():
+        takers: Any = getattr(module, "takers", None)
+        found.update(takers() if callable(takers) else {})
+    return found
+
+
+def _joints(model: nn.Module) -> dict[nn.Module, Joint]:
+    """By layer the layers that run as one with it."""
+    found: dict[nn.Module, Joint] = {}
+    for module in model.modules():
+        joints: Any = getattr(module, "joints", None)
+        found.update((layer, joint) for joint in (joints() if callable(joints) else []) for layer in joint.layers)
+    return found
+
+
+def _crosses(
+    module: nn.Module, device: torch.device, tokens: int | None, takes: RowParallelLinear | None, joint: Joint | None
+) -> tuple[Crossing, ...]:
+    if not isinstance(module, ShardedModule) or module.group.size == 1:
+        return ()
+    if joint is not None and module is not joint.layers[0]:  # the first one tells
+        return ()
+    try:
+        path = None if takes is None else late_sum.told(takes, module, device, tokens)
+        late = [] if path is None else [Crossing("decoding", late_sum.OP, path)]
+        return (*module.crosses(device, tokens, joint), *late)
+    except (RuntimeError, ValueError) as error:  # forward will say the same
+        return (Crossing("", "", Path("refused", reason=str(error))),)
+
+
+def _told(crossing: Crossing) -> tuple[str, ...]:
+    """When, what, how, the microseconds of it that nothing hides, and why so."""
+    if crossing.path is None:
+        return crossing.when, crossing.op, "per call", "", "it depends on the number of tokens: pass an input"
+    kind, pieces, reason, exposed_s = crossing.path
+    how = f"{kind} in {pieces}" if kind == "chunked" else kind
+    return crossing.when, crossing.op, how, "" if exposed_s is None else f"{exposed_s * 1e6:,.0f}", reason
+
+
+def _layout(name: str, param: torch.Tensor) -> str:
+    spec = spec_of(param)
+    sizes = [
+        f"{size}/{spec.group.size}" if dim == spec.shard_dim and spec.group.size > 1 else str(size)
+        for dim, size in enumerate(spec.logical_shape)
+    ]
+    return f"{name} [{', '.join(sizes)}]"

@@ -1,0 +1,227 @@
+"""``make gpu DRY=1``: the whole path of a GPU run on a CPU, resumed after a cut and with a benchmark that hangs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardfuse.bench.gpu import gpu_run, journal
+from shardfuse.bench.harness.report import Row
+
+pytestmark = pytest.mark.interpret
+
+OP = "dropout"
+SOME = [OP]  # and what measures it: every phase, for a twentieth of what all ops take
+
+
+@pytest.fixture(scope="module")
+def finished(
+    own_interpreter: None, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """A dry run of some ops from the command line, and its directory."""
+    return _rehearse(tmp_path_factory.mktemp("gpu") / "out", "--only", ",".join(SOME))
+
+
+def _rehearse(out: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+    command = [sys.executable, "-m", "shardfuse.bench.gpu", "--dry", "--out", str(out), *options]
+    environment = os.environ | {"SHARDFUSE_COMMIT": "abc123", "SHARDFUSE_DIRTY": "0"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment), out
+
+
+def _events(out: Path, event: str, **content: Any) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+    return [e for e in lines if e["event"] == event and all(e[name] == value for name, value in content.items())]
+
+
+def test_every_phase_runs_and_is_green(finished):
+    _check_green(*finished, *gpu_run._selection(SOME))
+
+
+@pytest.mark.nightly
+def test_every_op_and_benchmark_is_green(own_interpreter, tmp_path):
+    _check_green(*_rehearse(tmp_path / "out"), *gpu_run._selection(()))
+
+
+def _check_green(
+    done: subprocess.CompletedProcess[str], out: Path, ops: list[str], benchmarks: list[gpu_run.Benchmark]
+) -> None:
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [e["name"] for e in _events(out, "phase")] == ["smoke", "compile", "tests", "benchmarks"]
+    assert {e["op"] for e in _events(out, "smoke", ok=True)} == set(ops)
+    assert [e["lane"] for e in _events(out, "pytest", ok=True)] == ["cpu", "gpu"]
+    assert {e["bench"] for e in _events(out, "row")} == {benchmark.name for benchmark in benchmarks}
+    assert [e["good"] for e in _events(out, "finished")] == [True]
+
+
+def test_kernels_are_compiled_before_any_row(finished):
+    _, out = finished
+    kinds = [json.loads(line)["event"] for line in (out / "events.jsonl").read_text().splitlines()]
+    last_compiled = max(i for i, kind in enumerate(kinds) if kind == "compiled")
+    assert last_compiled < kinds.index("row")
+
+
+def test_at_most_eight_files_and_a_table_at_the_end(finished):
+    done, out = finished
+    assert len(list(out.iterdir())) <= 8
+    assert "numbers mean nothing" in done.stdout
+    assert (out / "summary.txt").read_text().rstrip() in done.stdout
+
+
+def test_results_carry_their_origin_and_are_not_filed(finished, tmp_path, capsys):
+    _, out = finished
+    found = json.loads((out / "results.json").read_text())[OP]
+    assert (found["dry"], found["gate"], found["origin"]["commit"]) == (True, "green", "abc123")
+    assert found["origin"]["dirty"] is False
+    assert gpu_run.accept(out, tmp_path) == 1
+    assert "dry run" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_cut_run_is_resumed_and_a_hanging_benchmark_is_killed(finished, tmp_path):
+    """Three rows are there from a call that was cut short; the first process of this call stops after one row."""
+    _, out = finished
+    (tmp_path / "events.jsonl").write_text("".join(_cut(out, rows=3)))
+    stopped: list[int] = []
+
+    def stop_once(event: dict[str, Any]) -> None:
+        if event["event"] == "row" and not stopped:
+            stopped.append(list(run.journal.of("started"))[-1]["pid"])
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    options = gpu_run.Options(tmp_path, (OP,), dry=True, quiet_s=10.0)
+    run = gpu_run.GpuRun(options, on_event=stop_once)
+    run.benchmarks = [benchmark for benchmark in run.benchmarks if benchmark.name == OP]  # one is enough to be cut
+    code = run.run()
+
+    with pytest.raises(ProcessLookupError):
+        os.kill(stopped[0], 0)
+    assert [e["bench"] for e in run.journal.of("hung")] == [OP]
+    assert code == 1 or not _lost(tmp_path)  # a lost row makes the call fail; stopped between two, none is lost
+    assert len(list(run.journal.of("started", bench=OP))) == 2  # it went on after the row that hung
+    keys = [_key(e) for e in _events(tmp_path, "row", bench=OP)]
+    assert len(keys) == len(set(keys)), "a row was measured twice"
+    assert set(keys) | _lost(tmp_path) == {_key(e) for e in _events(out, "row", bench=OP)}
+
+
+def _cut(out: Path, *, rows: int) -> list[str]:
+    """The first lines of a finished run's events, up to so many rows of OP, and half a line more."""
+    lines = (out / "events.jsonl").read_text().splitlines(keepends=True)
+    events = [json.loads(line) for line in lines]
+    of_op = [i for i, e in enumerate(events) if e["event"] == "row" and e["bench"] == OP]
+    return [*lines[: of_op[rows - 1] + 1], '{"event": "ro']
+
+
+def _key(event: dict[str, Any]) -> tuple[str, str, str]:
+    return Row.from_record(event).key
+
+
+def _lost(out: Path) -> set[tuple[str, ...]]:
+    return {tuple(e["key"]) for e in _events(out, "hung") if e["key"]}
+
+
+# --- the parts, without a run -----------------------------------------------------------------------------------------
+
+
+def _row(key: tuple[str, str, str], **changes: Any) -> dict[str, Any]:
+    row = Row(key[0], key[1], 1.0, 2.0, key[2], 2.0, None, None).record()
+    return {"bench": OP, "source": "s1"} | row | changes
+
+
+def test_journal_forgets_rows_of_other_sources(tmp_path):
+    first = journal.Journal(tmp_path / "events.jsonl", dry=False)
+    first.add("row", **_row(("a", "b", "c")))
+    first.add("row", **_row(("d", "e", "f"), source="s0"))
+    first.add("hung", bench=OP, source="s1", key=["g", "h", "i"])
+    first.close()
+    again = journal.Journal(tmp_path / "events.jsonl", dry=False)
+    assert again.done(OP, "s1") == {("a", "b", "c"), ("g", "h", "i")}
+    assert again.lost(OP, "s1") == {("g", "h", "i")}
+    assert again.done(OP, "s2") == set()
+    assert [row.key for row in again.outcome(OP, "s1").rows] == [("a", "b", "c")]
+    assert list(again.of("row")) == []  # of this call
+    again.close()
+
+
+def test_journal_keeps_dry_rows_apart(tmp_path):
+    dry = journal.Journal(tmp_path / "events.jsonl", dry=True)
+    dry.add("row", **_row(("a", "b", "c")))
+    dry.close()
+    with contextlib.closing(journal.Journal(tmp_path / "events.jsonl", dry=False)) as again:
+        assert again.done(OP, "s1") == set()
+
+
+ORIGIN = {"device": "NVIDIA H100 80GB HBM3", "torch": "2.9.0", "triton": "3.5.0", "date": "2031-05-01"}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"device": "NVIDIA H200"}, "H100 80GB HBM3 with torch 2.9.0 .* NVIDIA H200 with torch 2.9.0"),
+        ({"torch": "2.10.0"}, "torch 2.9.0 .* torch 2.10.0"),
+        ({"triton": "3.6.0"}, "triton 3.5.0, .* triton 3.6.0"),
+    ],
+    ids=["device", "torch", "triton"],
+)
+def test_resume_on_another_machine_is_refused(tmp_path, change, told):
+    path = tmp_path / "events.jsonl"
+    first = journal.Journal(path, dry=False, origin=ORIGIN)
+    first.add("run", origin=ORIGIN)
+    first.close()
+    before = path.read_text()
+    with pytest.raises(ValueError, match=f"{told}.*choose another place"):
+        journal.Journal(path, dry=False, origin=ORIGIN | change)
+    assert path.read_text() == before
+    journal.Journal(path, dry=True, origin=ORIGIN | change).close()  # dry rows are kept apart anyway
+    journal.Journal(path, dry=False, origin=ORIGIN | {"date": "2031-05-02"}).close()
+
+
+@pytest.mark.parametrize(("dry", "lanes"), [(True, [("gpu", 1)]), (False, [("gpu", 2), (gpu_run.OP_SUITE, 1)])])
+def test_the_ops_own_tests_run_on_a_gpu(tmp_path, monkeypatch, dry, lanes):
+    tests = ("tests/bench/test_bench.py", "tests/kernels/test_linear_act.py")
+    if dry:
+        tests = tests[1:]
+    run = gpu_run.GpuRun(gpu_run.Options(tmp_path, (OP,), dry=True, tests=tests))
+    run.options = dataclasses.replace(run.options, dry=dry)
+    ran: list[tuple[str, int]] = []
+    monkeypatch.setattr(run, "_pytest", lambda lane, markers, files, until, env: ran.append((markers, len(files))))
+    run._gpu_tests()
+    run.journal.close()
+    assert ran == lanes
+
+
+def test_selection_by_op():
+    ops, chosen = gpu_run._selection(["linear_act"])
+    assert ops == ["linear_act"]
+    assert {benchmark.name for benchmark in chosen} == {"linear_act", "linear_backward", "mlp", "small_m"}
+    assert {benchmark.name for benchmark in gpu_run._selection(["gated_linear"])[1]} == {"gated"}
+    with pytest.raises(ValueError, match="no op called 'nonsense'"):
+        gpu_run._selection(["nonsense"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["--out", "OUT"]], ids=["no directory", "no GPU"])
+def test_what_cannot_run_says_so(capsys, monkeypatch, tmp_path, arguments):
+    monkeypatch.setattr(gpu_run.torch.cuda, "is_available", lambda: False)
+    try:
+        code = gpu_run.main([argument.replace("OUT", str(tmp_path / "out")) for argument in arguments])
+    except SystemExit as left:
+        code = left.code
+    assert code == 2
+    assert "error:" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", gpu_run.OP_TESTS)
+def test_kernel_tests_put_their_tensors_where_the_kernels_run(name):
+    (file,) = Path(__file__).parents[1].rglob(name)
+    text = file.read_text()
+    assert "pytest.mark.interpret" in text
+    assert "torch.cuda.is_available()" in text

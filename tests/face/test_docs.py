@@ -1,0 +1,167 @@
+"""The Python that the files below docs/ show runs.
+
+What a process alone can run, runs as it stands. What wants a mesh runs over two processes, with other degrees in the
+place of its own; over as many processes as it says in ``make test-all``.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shardfuse as sf
+
+DOCUMENTS = Path(__file__).parents[2] / "docs"
+PYTHON = {
+    f"{file.stem}-{index}": source
+    for file in DOCUMENTS.glob("*.md")
+    for index, source in enumerate(re.findall(r"```python\n(.*?)```", file.read_text(), re.DOTALL))
+}
+CONFIG: dict[str, Any] = {
+    "style": "gated",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_layers": 4,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "max_positions": 8,
+}
+# What init_mesh is given where there are two processes, and how many the snippet asks for by itself.
+TRAINING = {"parallelism-0": ("pp=2", 8), "training-0": ("dp=2", 4)}
+PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY = "parallelism-1", "checkpoints-0", "checkpoints-1", "overlap-0"
+
+
+def test_every_snippet_is_run():
+    assert PYTHON.keys() == {*TRAINING, PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY}
+
+
+def _run(source: str, **given: Any) -> dict[str, Any]:
+    """The names that are there after a snippet: what was ``given`` to it, and its own."""
+    exec(compile(source, "snippet", "exec"), given)
+    return given
+
+
+# --- over processes ---------------------------------------------------------------------------------------------------
+
+
+def _training_body(rank: int, world: int, source: str) -> float:
+    """The last loss of a snippet that trains; every rank gives it the same rows."""
+    rows = torch.arange(8 * 9).view(8, 9) % CONFIG["vocab_size"]
+    tokens, targets = rows[:, :-1], rows[:, 1:]
+    config, batches = sf.TransformerConfig(**CONFIG), [(tokens, targets)] * 2
+    return _run(source, torch=torch, config=config, tokens=tokens, targets=targets, batches=batches)["loss"].item()
+
+
+@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["two", "as-it-stands"])
+def test_what_trains_over_a_mesh(ranks: Any, name: str, whole: bool):
+    degrees, world = TRAINING[name]
+    source, meshes = re.subn(r"(?<=init_mesh\()[^)]+", degrees, PYTHON[name])
+    assert meshes == 1
+    losses = ranks(world, _training_body, PYTHON[name]) if whole else ranks(2, _training_body, source)
+    assert len(set(losses)) == 1
+    assert math.isfinite(losses[0])
+
+
+class Attention(nn.Module):
+    """Heads of 8, as many as the projections give."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (proj(x).unflatten(-1, (-1, 8)).transpose(1, 2) for proj in (self.wq, self.wk, self.wv))
+        return self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Gated(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention, self.mlp = Attention(width), Gated(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+class Plain(nn.Module):
+    """A decoder in the names of Llama's own code, of nothing but stock layers, that returns its mean loss."""
+
+    def __init__(self, vocabulary: int = 24, width: int = 32) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(2))
+        self.output = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.output(x).flatten(0, 1), targets.flatten())
+
+
+def _plain_body(rank: int, world: int, source: str) -> None:
+    model = Plain().double()
+    tokens = torch.arange(4 * 7).view(4, 7) * 5 % 24
+    batch = tokens[:, :-1], tokens[:, 1:]
+    expected = model(*batch).detach()
+    left = _run(source, sf=sf, model=model, mesh=sf.init_mesh(dp=world // 2, tp=2))  # replicas read the same here
+    assert isinstance(model.layers[0].mlp, sf.ParallelMLP)
+    torch.testing.assert_close(left["model"].step(*batch), expected)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_a_plain_model(ranks: Any, world: int):
+    ranks(world, _plain_body, PYTHON[PLAIN])
+
+
+# --- in a process alone -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    given = {"dataset": list(range(403)), "mesh": None, "model": sf.parallelize(nn.Linear(4, 4))}
+    optimizer = torch.optim.AdamW(given["model"].parameters())
+    given |= {"optimizer": optimizer, "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 2)}
+    first = _run(PYTHON[CHECKPOINTS], steps=1010, **given)
+    assert first["resumed"] is None
+    again = _run(PYTHON[CHECKPOINTS], steps=1010, **given)
+    assert again["resumed"] == (1000, {"note": "JSON"})
+    assert again["step"] == 1010
+    assert again["batch"].tolist() == first["batch"].tolist()
+
+
+def test_to_and_from_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    sf.export_hf(sf.ParallelTransformer(sf.TransformerConfig(**CONFIG)), "folder")
+    _run(PYTHON[HUGGING_FACE], mesh=None)
+    given, exported = (
+        {file.name: file.read_bytes() for file in Path(name).iterdir()} for name in ("folder", "exported")
+    )
+    assert len(given) > 1
+    assert exported == given
+
+
+def test_memory_is_taken_once(capsys: pytest.CaptureFixture[str]):
+    _run(PYTHON[MEMORY], sf=sf, model=sf.ParallelTransformer(sf.TransformerConfig(**CONFIG)))
+    assert "no symmetric memory" in capsys.readouterr().out

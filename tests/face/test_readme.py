@@ -1,0 +1,156 @@
+"""What the documents say is so: their Python runs, their commands, targets, files and variables exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardfuse
+from shardfuse.cli import app
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+FLOORS = ("kernels", "parallel", "layers", "training", "serving", "bench", "shardfuse")
+
+
+@pytest.mark.parametrize("source", EXAMPLES, ids=range(len(EXAMPLES)))
+def test_examples_run(source, tmp_path, monkeypatch, capsys):
+    (tmp_path / "example.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("example.py", run_name="__main__")
+    assert capsys.readouterr().out
+
+
+@pytest.mark.ranks
+def test_the_drop_in_example_gives_the_same_loss_over_two_processes(tmp_path):
+    (tmp_path / "example.py").write_text(EXAMPLES[0])
+    (alone,) = _losses([sys.executable, "example.py"], tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    together = _losses([*torchrun, "example.py"], tmp_path)
+    assert together == pytest.approx([alone, alone], abs=1e-4)  # the last digit that it prints
+
+
+# It sleeps, as what stands does: reading a stack that changes may crash the process, since the reader takes no lock.
+SLOW = """
+import os, time
+def stands_here():
+    while "stands_here" not in open(f"standing-{os.getpid()}").read():
+        time.sleep(0.05)
+stands_here()
+print("loss 1.5000", end="loss 1.5000")
+"""
+
+
+def test_a_program_that_does_not_end_is_told_with_where_it_stands(tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    assert _losses([sys.executable, "slow.py"], tmp_path, stuck_s=0.1) == [1.5, 1.5]
+    stack = re.compile(r'^---- .* slow\.py\n(.|\n)*slow\.py", line [45] in stands_here$', re.MULTILINE)
+    assert stack.search(_standing(tmp_path))
+    waiting = [sys.executable, "-c", "import threading; threading.Event().wait()"]
+    with pytest.raises(pytest.fail.Exception, match="did not end within 1 s") as caught:
+        _losses(waiting, tmp_path, limit_s=1.0)
+    assert stack.search(str(caught.value))
+
+
+LIMIT_S = 240.0  # for a process to import torch and train five steps, on a machine that is busy with other things
+STUCK_S = 180.0  # a process that has not ended by then writes down where it stands
+GRACE_S = 40.0  # for torchrun to end its workers: it gives them 30
+# Python runs this in every process before anything else: torchrun's own and its workers' too.
+WATCH = """
+import faulthandler, os, sys
+_file = open(os.path.join({folder!r}, f"standing-{{os.getpid()}}"), "w")
+print("----", *sys.orig_argv, file=_file, flush=True)
+faulthandler.dump_traceback_later({seconds}, file=_file)
+"""
+
+
+def _losses(command: list[str], folder: Path, *, limit_s: float = LIMIT_S, stuck_s: float = STUCK_S) -> list[float]:
+    """What each process printed last as its loss. Fails with each one's stack where they do not come to an end."""
+    (folder / "sitecustomize.py").write_text(WATCH.format(folder=str(folder), seconds=stuck_s))
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            out, errors = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            errors = _ended(process)
+            pytest.fail(f"{command} did not end within {limit_s:.0f} s\n{_standing(folder)}\nits errors:\n{errors}")
+        except BaseException:
+            process.terminate()
+            raise
+    assert process.returncode == 0, errors
+    # torchrun's workers do not buffer: a text and its newline are two writes, and another's text may come between.
+    return [float(loss) for loss in re.findall(r"loss (\d+\.\d{4})", out)]
+
+
+def _ended(process: subprocess.Popen[str]) -> str:
+    """End ``process`` and what it started; what it wrote to its standard error."""
+    process.terminate()  # not kill: torchrun ends its workers when it is asked to stop
+    try:
+        return process.communicate(timeout=GRACE_S)[1]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return "(it did not stop when it was asked to, or somebody else holds its pipes)"
+
+
+def _standing(folder: Path) -> str:
+    """The stacks that ``WATCH`` had processes write. One of which only the command is there was not stuck in Python."""
+    return "\n".join(file.read_text() for file in sorted(folder.glob("standing-*")))
+
+
+def test_the_drop_in_example_is_short():
+    assert len([line for line in EXAMPLES[0].splitlines() if line.strip()]) <= 20
+
+
+def test_every_make_target_exists():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)) | {"test-LANE"}
+    mentioned = set(re.findall(r"`make ([a-zA-Z-]+)", README)) | set(
+        re.findall(r"^\$ make ([a-z-]+)", README, re.MULTILINE)
+    )
+    assert {"demo", "test"} <= mentioned <= targets
+
+
+def test_every_command_is_in_the_table():
+    import typer.main
+
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    expected = {name for name in commands if name != "bench"} | {f"bench {name}" for name in commands["bench"].commands}
+    mentioned = set(re.findall(r"^\| `shardfuse ((?:bench )?[a-z]+)", README, re.MULTILINE))
+    assert mentioned == expected
+
+
+def test_every_public_name_is_mentioned():
+    names = set(shardfuse.__all__) - {"__version__"}
+    assert not {name for name in names if f"`{name}`" not in README}
+
+
+def test_every_variable_is_in_the_table():
+    sources = [file.read_text() for floor in FLOORS for file in (ROOT / floor).rglob("*.py")]
+    sources.append((ROOT / "Makefile").read_text())
+    used = set(re.findall(r"SHARDFUSE_[A-Z_]*[A-Z]", "\n".join(sources)))
+    rows = re.findall(r"^\| (`SHARDFUSE_.*?) \|", README, re.MULTILINE)
+    listed = set(re.findall(r"`(SHARDFUSE_[A-Z_]+)`", "\n".join(rows)))
+    assert used == listed
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_every_file_that_is_named_exists(document):
+    text = (ROOT / document).read_text()
+    named = set(re.findall(rf"`((?:{'|'.join((*FLOORS, 'tests'))})/[\w./]*)[ `]", text))
+    named |= set(re.findall(r"\]\(([\w./]+)\)", text))
+    assert named
+    missing = {name for name in named if not (ROOT / name).exists()}
+    assert missing <= {"bench/results/"}  # comes with the first run on a GPU

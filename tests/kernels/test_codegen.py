@@ -1,0 +1,281 @@
+"""Every shipped configuration compiles ahead of time and its machine code is fit to ship; and the check can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardfuse.kernels.dev import codegen, codegen_report, registry
+from shardfuse.kernels.dev.codegen import Report, problems
+from shardfuse.kernels.runtime import dispatch
+from shardfuse.kernels.runtime.chips import CHIPS
+
+needs_triton = pytest.mark.skipif(dispatch.triton_version() is None, reason="Triton is not installed")
+
+SIDE_TRITON = os.environ.get("SHARDFUSE_SIDE_TRITON") or None
+SUPPORT = Path(__file__).parents[1] / "support"
+CONSTRAINTS = Path(__file__).parents[2].joinpath("constraints.txt").read_text().split()
+# Every n-th build of an op for a target: a sixth of those of the one that is tuned first, a few of the others, fewer
+# under the side Triton.
+# `make codegen-all` compiles the rest, and test_the_record_is_whole looks for what it wrote.
+STEPS = {"sm_80": 32, "sm_90": 6, "sm_100": 32, "gfx942": 32}
+SIDE_STEPS = {"sm_80": 48, "sm_90": 12, "sm_100": 48, "gfx942": 48}
+# Configurations are chosen by what the compilers of the record make of them. Another one allocates registers otherwise,
+# and may spill a few where those just did not.
+RECORDED = {path.stem.removeprefix("triton-") for path in codegen_report.FOLDER.glob("triton-*.json")}
+FEW_SPILLS = 8
+MOST_BUILDS = 200  # compiled by the installed Triton here
+
+
+def _sample(steps: dict[str, int]) -> list[registry.Build]:
+    return [build for op, target in OPS_AND_TARGETS for build in registry.op(op).builds(target)[:: steps[target]]]
+
+
+# fp8 has no kernels where the chip has no e4m3.
+OPS_AND_TARGETS = [
+    (op, target) for op, spec in registry.ops().items() for target in registry.TARGETS if spec.builds(target)
+]
+
+
+def _by_op_and_target(reports: list[Report]) -> dict[tuple[str, str], list[Report]]:
+    grouped: dict[tuple[str, str], list[Report]] = {}
+    for report in reports:
+        grouped.setdefault((report.op, report.target), []).append(report)
+    return grouped
+
+
+@pytest.fixture(scope="module")
+def installed() -> dict[tuple[str, str], list[Report]]:
+    """Reports of STEPS' share of the builds, compiled by the installed Triton."""
+    builds = _sample(STEPS)
+    assert len(builds) <= MOST_BUILDS
+    return _by_op_and_target(codegen.compile_builds(builds))
+
+
+@pytest.fixture(scope="module")
+def side() -> dict[tuple[str, str], list[Report]]:
+    """Reports of a share of the builds, compiled by the other Triton."""
+    if SIDE_TRITON is None:
+        pytest.skip("SHARDFUSE_SIDE_TRITON does not name a folder with another Triton (make test sets it)")
+    return _by_op_and_target(codegen.compile_builds(_sample(SIDE_STEPS), side_triton=SIDE_TRITON))
+
+
+def _faults(reports: list[Report]) -> str:
+    return "\n".join(f"{report.config}: {problem}" for report in reports for problem in problems(_judged(report)))
+
+
+def _judged(report: Report) -> Report:
+    if report.triton in RECORDED or report.spills > FEW_SPILLS:
+        return report
+    return dataclasses.replace(report, spills=0)
+
+
+@pytest.mark.codegen
+@needs_triton
+@pytest.mark.parametrize(("op", "target"), OPS_AND_TARGETS)
+def test_every_build_is_fit_to_ship(installed, op, target):
+    assert installed[op, target]
+    assert not _faults(installed[op, target])
+    assert {report.triton for report in installed[op, target]} == {dispatch.triton_version()}
+
+
+@pytest.mark.codegen
+@needs_triton
+@pytest.mark.parametrize(("op", "target"), OPS_AND_TARGETS)
+def test_builds_are_fit_to_ship_under_the_other_triton(side, op, target):
+    assert side[op, target]
+    assert not _faults(side[op, target])
+    assert dispatch.triton_version() not in {report.triton for report in side[op, target]}
+
+
+@pytest.mark.codegen
+@needs_triton
+@pytest.mark.parametrize("where", ["installed", "side"])
+def test_the_record_is_whole(where):
+    """All builds, those that no test compiles too, stand in the committed record, compiled from today's sources."""
+    if where == "side" and SIDE_TRITON is None:
+        pytest.skip("SHARDFUSE_SIDE_TRITON does not name a folder with another Triton (make test sets it)")
+    version = str(dispatch.triton_version())
+    if where == "installed" and f"triton=={version}" not in CONSTRAINTS and not codegen_report.path(version).exists():
+        pytest.skip(f"no record is kept of Triton {version}, only of the pinned one and of the lowest")
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if where == "side":
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [SIDE_TRITON, env.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "shardfuse.kernels.dev.codegen_report", "--check"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, f"run `make codegen-all` and commit what it writes:\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.codegen
+@needs_triton
+def test_hopper_gemms_use_its_units(installed):
+    """Not everything may hide behind an exemption."""
+    gemms = [
+        report
+        for report in installed["linear_act", "sm_90"]
+        if report.wants_wgmma and "bf16" in report.config and "tma" in report.config
+    ]
+    assert gemms
+    assert {(report.wgmma, report.tma, report.exempt) for report in gemms} == {(True, True, None)}
+
+
+@pytest.fixture(scope="module")
+def samples() -> dict[str, tuple[Report, list[str]]]:
+    """What codegen says of kernels made to be faulted, by configuration."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = SUPPORT / "codegen_samples.py"
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return {name: (Report(**report), found) for name, (report, found) in json.loads(done.stdout).items()}
+
+
+@pytest.mark.codegen
+@needs_triton
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("good", []),
+        ("spills", ["spills"]),
+        ("too-much-shared", ["shared memory"]),
+        ("short-blocks", ["without wgmma"]),
+        ("pointers", ["without TMA"]),
+        ("exempt", []),
+        ("old-chip", []),
+        ("spills-on-amd", ["spills"]),
+    ],
+)
+def test_faulty_kernels_are_found_out(samples, name, expected):
+    report, found = samples[name]
+    assert len(found) == len(expected), found
+    assert all(words in problem for words, problem in zip(expected, found))
+    assert 0 < report.registers <= CHIPS[report.target].registers_per_thread
+
+
+@pytest.mark.codegen
+@needs_triton
+def test_a_good_kernel_reads_as_it_was_written(samples):
+    report, _ = samples["good"]
+    # Three stages of 128x64 and 128x64 bf16 tiles, and a few barriers.
+    assert 3 * 2 * 128 * 64 * 2 <= report.shared_bytes < 3 * 2 * 128 * 64 * 2 + 1024
+    assert (report.wgmma, report.tma, report.num_warps, report.spills) == (True, True, 8, 0)
+
+
+@pytest.mark.codegen
+@needs_triton
+def test_a_build_that_cannot_be_made_becomes_a_report(capsys):
+    build = registry.op("linear_act").builds("sm_90")[0]
+    unknown = dataclasses.replace(build, config="nonesuch")
+    [report] = codegen.compile_builds([unknown, unknown])
+    assert "nonesuch" in report.error
+    assert problems(report) == [f"does not compile: {report.error}"]
+    assert report.row() == {
+        "op": "linear_act", "config": "nonesuch", "target": "sm_90", "registers": None, "spills": None,
+        "shared_bytes": None, "wgmma": None, "tma": None, "occupancy": None, "exempt": None, "gemm": None,
+        "flops": None, "bytes": None, "waves": None, "predicted_us": None, "peak_share": None, "bound": None,
+    }  # fmt: skip
+
+
+@pytest.mark.codegen
+@needs_triton
+def test_inspect_ends_with_one_line_of_json(installed, capfd):
+    assert codegen.inspect("rms_norm", "sm_90", json=True) == 0
+    out, err = capfd.readouterr()
+    rows = json.loads(out)
+    assert out.count("\n") == 1
+    assert len(rows) == len(registry.op("rms_norm").builds("sm_90"))
+    assert all(report.row() in rows for report in installed["rms_norm", "sm_90"])
+    assert all(tuple(row) == codegen.FIELDS for row in rows)
+    assert f"{len(rows)} builds, no problems" in err
+
+
+@needs_triton
+def test_inspect_prints_a_table_and_fails_on_problems(monkeypatch, capsys):
+    spilled = Report("linear_act", "fwd-128", "sm_90", registers=255, spills=46, shared_bytes=1024, blocks_per_sm=1)
+    broken = Report("linear_act", "fwd-256", "sm_90", error="CompilationError: no")
+    monkeypatch.setattr(codegen, "compile_builds", lambda builds, **options: [spilled, broken])
+    assert codegen.inspect("linear_act", "sm_90") == 1
+    out, err = capsys.readouterr()
+    assert "linear_act on sm_90 (NVIDIA H100)" in out
+    assert [cell.strip() for cell in _line_with("fwd-128", out).split("│")[1:5]] == ["fwd-128", "255", "46", "1.0"]
+    assert "failed" in _line_with("fwd-256", out)
+    assert "linear_act fwd-128 on sm_90: spills: 46 instructions" in err
+    assert "linear_act fwd-256 on sm_90: does not compile: CompilationError: no" in err
+    assert "2 builds, 2 problems" in err
+
+
+def _line_with(words: str, text: str) -> str:
+    return next(line for line in text.splitlines() if words in line)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("question", "complaint"),
+    [
+        ({"op": "nonesuch"}, "no op called 'nonesuch': known are all_gather_linear, all_reduce_rmsnorm, copy_blocks"),
+        ({"op": "linear_act", "target": "sm_91"}, "no target called 'sm_91': known are sm_80, sm_90"),
+        ({}, "name one op (all_gather_linear, all_reduce_rmsnorm, copy_blocks"),
+        ({"op": "linear_act", "all_ops": True}, "name one op (all_gather_linear, all_reduce_rmsnorm, copy_blocks"),
+        ({"op": "linear_act", "jobs": 0}, "jobs=0: expected at least 1"),
+    ],
+)
+def test_inspect_refuses_what_makes_no_sense(question, complaint, capsys):
+    assert codegen.inspect(**question) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: {complaint}")
+    assert err.count("\n") == 1
+
+
+def test_inspect_without_triton_says_what_to_do(monkeypatch, capsys):
+    monkeypatch.setattr(dispatch, "triton_version", lambda: None)
+    assert codegen.inspect("linear_act") == 2
+    assert "pip install triton" in capsys.readouterr().err
+
+
+def test_a_process_that_interprets_does_not_compile(monkeypatch):
+    monkeypatch.setattr(dispatch, "triton_version", lambda: "3.7.1")
+    monkeypatch.setattr(dispatch, "interpreting", lambda: True)
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET is set"):
+        codegen.require_compiler()
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, []),
+        ({"wgmma": False}, ["without wgmma"]),
+        ({"tma": False}, ["without TMA"]),
+        ({"wgmma": False, "tma": False}, ["without wgmma", "without TMA"]),
+        ({"tma": False, "exempt": "rows of 66 bytes"}, []),
+        ({"tma": False, "exempt": "rows of 66 bytes", "spills": 1}, ["spills"]),  # no exemption covers spills
+        ({"exempt": "rows of 66 bytes"}, ["needs no exemption"]),  # excuses do not outlive their reason
+        ({"target": "sm_80", "wgmma": False, "tma": False}, []),
+        ({"shared_bytes": 227 * 1024}, []),
+        ({"shared_bytes": 227 * 1024 + 1}, ["shared memory"]),
+        ({"blocks_per_sm": 0}, ["no block fits"]),
+        ({"error": "no"}, ["does not compile"]),
+    ],
+)
+def test_problems(changes, expected):
+    fine = Report("op", "config", "sm_90", wgmma=True, tma=True, blocks_per_sm=1, wants_wgmma=True, wants_tma=True)
+    found = problems(dataclasses.replace(fine, **changes))
+    assert len(found) == len(expected), found
+    assert all(words in problem for words, problem in zip(expected, found))
+
+
+@pytest.mark.codegen
+@needs_triton
+def test_launches_past_the_binder_are_those_that_it_would_make():
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = SUPPORT / "past_binder.py"
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["faults"] == []
+    assert found["counts"]["past the binder"] > found["counts"]["first"] > 100

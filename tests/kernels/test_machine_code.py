@@ -1,0 +1,92 @@
+"""Counting instructions in listings, and what fits on a chip."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardfuse.kernels.dev import registry
+from shardfuse.kernels.dev.machine_code import MachineCode, read_amdgcn, read_cubin, read_sass
+from shardfuse.kernels.runtime.chips import CHIPS
+
+SASS = """
+Resource usage:
+ Function gemm:
+  REG:154 STACK:16 SHARED:1024 LOCAL:0 CONSTANT[0]:592 TEXTURE:0 SURFACE:0 SAMPLER:0
+ Function helper:
+  REG:40 STACK:0 SHARED:0 LOCAL:0 CONSTANT[0]:592 TEXTURE:0 SURFACE:0 SAMPLER:0
+
+	code for sm_90a
+		Function : gemm
+        /*0000*/                   LDC R1, c[0x0][0x28] ;                    /* 0x00000a00ff017b82 */
+                                                                             /* 0x000e620000000800 */
+        /*0010*/              @!P0 STL [R1], R3 ;                            /* 0x0000000000027919 */
+        /*0020*/                   LDL.LU.64 R4, [R1+0x8] ;                  /* 0x0000000000027919 */
+        /*0030*/               @P2 LDL R5, [R1] ;                            /* 0x0000000000027919 */
+        /*0040*/             @!UP1 UTMALDG.2D [UR16], [UR14] ;               /* 0x00000000000479c3 */
+        /*0050*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24 ;
+        /*0060*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0070*/                   LDGSTS.E.BYPASS.128 [R9], [R2.64] ;       /* HGMMA in a comment is no instruction */
+        /*10080*/                  UTMASTG.2D [UR16], [UR14] ;               /* 0x0000000000027919 */
+"""
+
+GCN = """
+gemm:
+	s_load_dwordx2 s[4:5], s[0:1], 0x0
+	v_mfma_f32_32x32x8_bf16 a[0:15], v[0:1], v[2:3], a[0:15]
+	scratch_store_dwordx4 off, v[32:35], off offset:192 ; 16-byte Folded Spill
+	scratch_load_dword v0, off, off offset:4 ; 4-byte Folded Reload
+; scratch_load_dword in a comment
+  - .agpr_count:     256
+    .vgpr_count:     512
+    .vgpr_spill_count: 345
+"""
+
+
+def test_sass_is_counted_by_opcode():
+    assert read_sass(SASS) == MachineCode(registers=154, spills=3, wgmma=2, tma=1)
+
+
+def test_gcn_is_counted_by_opcode():
+    assert read_amdgcn(GCN) == MachineCode(registers=512, spills=2, wgmma=0, tma=0)
+
+
+@pytest.mark.parametrize("text", ["", "nothing of the kind", "  REG:154 STACK:16", SASS.replace("REG:", "R:")])
+def test_a_listing_in_another_format_is_an_error_not_zero_spills(text):
+    with pytest.raises(RuntimeError, match="found in"):
+        read_sass(text)
+
+
+def test_a_failing_disassembler_is_an_error():
+    with pytest.raises(RuntimeError, match="could not read a cubin of 5 bytes"):
+        read_cubin(b"bytes", "false")
+
+
+def test_there_is_a_chip_for_every_target():
+    assert CHIPS.keys() == registry.TARGETS.keys()
+    assert all(CHIPS[name].warp_size == warp_size for name, (_, _, warp_size) in registry.TARGETS.items())
+
+
+@pytest.mark.parametrize(
+    ("target", "registers", "shared_bytes", "num_warps", "blocks"),
+    [
+        ("sm_90", 32, 0, 4, 16),  # every warp slot taken
+        ("sm_90", 32, 0, 1, 32),  # the most blocks that an SM tracks
+        ("sm_90", 128, 0, 8, 2),
+        ("sm_90", 129, 0, 8, 1),  # 136 after rounding up: 15 warps
+        ("sm_90", 255, 0, 8, 1),
+        ("sm_90", 255, 0, 16, 0),  # 512 threads of 256 registers: twice the register file
+        ("sm_90", 64, 113 * 1024, 4, 2),
+        ("sm_90", 64, 113 * 1024 + 1, 4, 1),  # each block pays 1 KiB more than it asked for
+        ("sm_90", 64, 227 * 1024, 4, 1),
+        ("sm_90", 64, 227 * 1024 + 1, 4, 0),
+        ("sm_80", 64, 100 * 1024, 4, 1),
+        ("gfx942", 146, 16 * 1024, 4, 3),  # 3 wavefronts per SIMD, as LLVM says
+        ("gfx942", 512, 0, 4, 1),
+        ("gfx942", 64, 64 * 1024, 4, 1),
+        ("gfx942", 64, 64 * 1024 + 1, 4, 0),
+    ],
+)
+def test_blocks_per_sm(target, registers, shared_bytes, num_warps, blocks):
+    chip = CHIPS[target]
+    assert chip.blocks_per_sm(registers, shared_bytes, num_warps) == blocks
+    assert chip.occupancy(registers, shared_bytes, num_warps) == blocks * num_warps / chip.max_warps_per_sm

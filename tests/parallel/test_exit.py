@@ -1,0 +1,97 @@
+"""A process that imports shardfuse ends well, whatever gloo's threads still hold."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardfuse.parallel.core import gloo_threads
+
+# Its end finds a tensor that only a thread of gloo's can free, which needs Python's lock for it.
+_SCRIPT = """
+import atexit, sys, weakref
+import torch
+import torch.distributed as dist
+
+atexit.register(lambda: print("freed" if freed() is None else "held", flush=True))  # runs after shardfuse's
+import shardfuse
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = dist.group.WORLD  # keeps the threads, even if the group is destroyed
+sys.setswitchinterval(1000)  # the lock changes hands where this thread releases it, and nowhere else
+for _ in range(100):
+    source = torch.ones(1)
+    freed = weakref.ref(source)
+    done = dist.all_gather([torch.zeros(1)], source, async_op=True).get_future()
+    del source
+    while not done.done():
+        pass
+    if freed() is not None:
+        break
+else:
+    sys.exit("gloo's thread freed the tensor each time before it could be seen")
+"""
+
+
+def _run(code: str) -> tuple[int, str]:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
+    return done.returncode, done.stdout.strip() + done.stderr.strip()
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_interpreter_ends_after_gloos_threads_have_let_go(code: int):
+    assert _run(f"{_SCRIPT}\nsys.exit({code})") == (code, "freed")
+
+
+def _meet_late(rank: int, world: int) -> list[bool]:
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["looked"])
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    settled = [gloo_threads.settle(0.05)] if rank == 0 else []
+    store.set("looked", "")
+    work.wait()
+    return [*settled, gloo_threads.settle()]
+
+
+@pytest.mark.ranks
+def test_a_collective_under_way_is_waited_for_so_long(ranks: Any):
+    assert ranks(2, _meet_late) == [[False, True], [True]]
+
+
+def _task(folder: Path, name: str, wait: str | None) -> None:
+    (folder / name).mkdir()
+    (folder / name / "comm").write_text(f"{gloo_threads.THREAD}\n")
+    if wait is not None:
+        (folder / name / "syscall").write_text(wait + "\n")
+
+
+@pytest.mark.parametrize(
+    ("waits", "settled"),
+    [
+        ([], True),
+        (["202 0x1 0x189 0x0 0x0 0x0 0xffffffff 0x7 0x7"], True),
+        (["202 0x1 0x189 0x0 0x7 0x0 0xffffffff 0x7 0x7"], False),  # for a peer or Python's lock: with a time limit
+        (["202 0x1 0x189 0x0 0x0 0x0 0xffffffff 0x7 0x7", "running"], False),
+        (["-1 0x7 0x7"], False),  # a page that is read in
+        ([None], False),  # a system that does not say
+    ],
+)
+def test_idle_threads_wait_for_work_without_a_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: list[str | None], settled: bool
+):
+    for number, wait in enumerate(waits):
+        _task(tmp_path, str(number), wait)
+    monkeypatch.setattr(gloo_threads, "TASKS", tmp_path)
+    assert gloo_threads.settle(gloo_threads.LIMIT_S if settled else 0.0) == settled
+
+
+def test_a_system_without_proc_has_nothing_to_look_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gloo_threads, "TASKS", tmp_path / "missing")
+    assert gloo_threads.settle()

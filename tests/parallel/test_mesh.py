@@ -1,0 +1,232 @@
+"""The device mesh and its groups: degrees, coordinates, and what is said when they do not fit."""
+
+from __future__ import annotations
+
+import copy
+import os
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardfuse.parallel.core import mesh as meshes
+from shardfuse.parallel.core.mesh import (
+    SINGLE,
+    Group,
+    data_coordinate,
+    data_group,
+    degree,
+    everyone,
+    init_mesh,
+    shutdown,
+    tp_group,
+    whole_group,
+)
+
+
+def test_a_process_alone_needs_nothing() -> None:
+    assert init_mesh() is None
+    assert init_mesh(dp=1, pp=1, tp=1) is None
+    assert not dist.is_initialized()
+    assert tp_group(None) is SINGLE
+    assert tp_group(SINGLE) is SINGLE
+    assert everyone() is SINGLE
+    assert data_coordinate(None) == (0, 1)
+    assert data_group(None) is whole_group(None) is SINGLE
+    assert degree(None, "dp") == 1
+    shutdown()
+
+
+@pytest.mark.parametrize(
+    ("degrees", "message"),
+    [
+        ({"tp": 2}, r"dp=1 \* pp=1 \* tp=2 = 2, but 1 process was started; change the degrees, or start 2 processes"),
+        ({"dp": 2}, r"dp=2 \* pp=1 does not divide the 1 processes that were started"),
+        ({"pp": 0}, r"pp=0: expected at least 1"),
+        ({"rep": 0}, r"rep=0: expected at least 1"),
+        ({"rep": 2, "tp": 1}, r"rep=2 \* dp=1 \* pp=1 \* tp=1 = 2, but 1 process was started"),
+    ],
+)
+def test_degrees_that_do_not_fit_one_process(degrees: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        init_mesh(**degrees)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "shape"),
+    [
+        ({}, (1, 1, 1, 8)),
+        ({"dp": 2}, (1, 2, 1, 4)),
+        ({"dp": 2, "pp": 2}, (1, 2, 2, 2)),
+        ({"dp": 8, "tp": 1}, (1, 8, 1, 1)),
+        ({"rep": 2, "dp": 2}, (2, 2, 1, 2)),
+        ({"rep": 3}, None),
+        ({"dp": 3}, None),
+        ({"tp": 3}, None),
+        ({"dp": 2, "tp": 2}, None),
+    ],
+)
+def test_what_is_left_of_the_world_is_tensor_parallel(degrees: dict[str, int], shape: tuple[int, ...] | None) -> None:
+    arguments = {"rep": 1, "dp": 1, "pp": 1, "tp": None, **degrees}
+    if shape is None:
+        with pytest.raises(ValueError, match="8 processes"):
+            meshes._mesh_shape(**arguments, world=8)
+    else:
+        assert meshes._mesh_shape(**arguments, world=8) == shape
+
+
+def _coordinates(rank: int, world: int) -> tuple[Any, ...]:
+    mesh = init_mesh(dp=2, tp=2)
+    assert mesh is not None
+    assert mesh.mesh_dim_names == ("dp", "pp", "tp")
+    group = tp_group(mesh)
+    assert group.mesh is not None
+    assert everyone() == Group(dist.group.WORLD, rank, world, None)
+    return group.rank, group.size, dist.get_process_group_ranks(group.pg), group.mesh.ndim, data_coordinate(mesh)
+
+
+@pytest.mark.ranks
+def test_tensor_parallel_ranks_are_neighbours_and_see_the_same_batch(ranks: Any) -> None:
+    assert ranks(4, _coordinates) == [
+        (0, 2, [0, 1], 1, (0, 2)),
+        (1, 2, [0, 1], 1, (0, 2)),
+        (0, 2, [2, 3], 1, (1, 2)),
+        (1, 2, [2, 3], 1, (1, 2)),
+    ]
+
+
+def _hybrid(rank: int, world: int) -> tuple[Any, ...]:
+    mesh = init_mesh(rep=2, dp=2, tp=1)
+    assert mesh is not None
+    assert mesh.mesh_dim_names == ("rep", "dp", "pp", "tp")
+    assert [degree(mesh, dim) for dim in ("rep", "dp", "pp", "tp", "cp")] == [2, 2, 1, 1, 1]
+    data, whole = data_group(mesh), whole_group(mesh)
+    assert (data.rank, data.size) == data_coordinate(mesh)
+    assert whole == everyone()
+    assert whole_group(data) is data
+    plain = init_mesh(dp=2, tp=2)
+    assert plain is not None
+    groups = tp_group(mesh), data, whole_group(mesh["dp", "tp"]), data_group(plain)
+    return data_coordinate(mesh), *(dist.get_process_group_ranks(group.pg) for group in groups)
+
+
+@pytest.mark.ranks
+def test_hybrid_meshes_read_different_data_along_two_dimensions(ranks: Any) -> None:
+    for rank, found in enumerate(ranks(4, _hybrid)):
+        node = rank // 2 * 2
+        assert found == ((rank, 4), [rank], [0, 1, 2, 3], [node, node + 1], [rank % 2, rank % 2 + 2])
+
+
+def _timeouts(rank: int, world: int) -> list[float]:
+    """Seconds that collectives of every group wait, in a world that was there before."""
+    mesh = init_mesh(rep=2, dp=2, tp=1, timeout=timedelta(seconds=77))
+    assert mesh is not None
+    later = init_mesh(pp=2)  # says nothing: as long as the others
+    assert later is not None
+    groups = everyone(), data_group(mesh), whole_group(mesh["dp", "tp"])
+    pgs = [group.pg for group in groups] + mesh.get_all_groups() + later.get_all_groups()
+    return [pg._get_backend(torch.device("cpu")).options._timeout.total_seconds() for pg in pgs]
+
+
+@pytest.mark.ranks
+def test_a_timeout_bounds_every_group(ranks: Any) -> None:
+    assert ranks(4, _timeouts) == [[77.0] * (3 + 4 + 3)] * 4
+
+
+def _process_groups(rank: int, world: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = tp_group(pairs[rank // 2])
+    assert (group.rank, group.size) == (rank % 2, 2)
+    assert group.pg is pairs[rank // 2]
+    assert group.mesh is not None
+    assert group.mesh.mesh.tolist() == [[0, 1], [2, 3]][rank // 2]
+    assert tp_group(group) is group
+
+
+def _meshes(rank: int, world: int) -> list[str]:
+    named = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "tp"))
+    line = init_device_mesh("cpu", (4,))
+    for mesh, want in (
+        (named, (rank % 2, 2)),
+        (named["rows"], (rank // 2, 2)),
+        (named["tp"], (rank % 2, 2)),
+        (line, (rank, 4)),
+    ):
+        group = tp_group(mesh)
+        assert (group.rank, group.size) == want
+    assert tp_group(named, "rows").rank == rank // 2
+    messages = []
+    for wrong in (init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), init_device_mesh("cpu", (2, 2)), 7):
+        try:
+            tp_group(wrong)  # type: ignore[arg-type]
+        except (ValueError, TypeError) as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.mark.ranks
+def test_a_group_from_any_mesh(ranks: Any) -> None:
+    assert ranks(4, _meshes)[0] == [
+        "mesh: its dimensions ('a', 'b') hold no 'tp', so which ranks share a tensor is open; "
+        "pass a one-dimensional sub-mesh (mesh['b'])",
+        "mesh: it has 2 dimensions without names; pass a one-dimensional mesh, or name one 'tp'",
+        "mesh: expected a DeviceMesh, ProcessGroup, Group or None, not int",
+    ]
+
+
+@pytest.mark.ranks
+def test_a_group_from_a_process_group(ranks: Any) -> None:
+    ranks(4, _process_groups)
+
+
+def _copied(rank: int, world: int) -> bool:
+    group = tp_group(init_mesh())
+    return copy.deepcopy({"group": group})["group"] is group
+
+
+@pytest.mark.ranks
+def test_a_copied_module_stays_in_its_group(ranks: Any) -> None:
+    assert ranks(2, _copied) == [True, True]
+
+
+def _from_environment(rank: int, world: int, port: int) -> tuple[Any, ...]:
+    """Leave the pool's process group and start as under torchrun, which sets the environment."""
+    shutdown()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        group = tp_group(init_mesh(tp=world, timeout=timedelta(seconds=60)))
+    finally:
+        del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    return group.rank, group.size, dist.get_backend()
+
+
+@pytest.mark.ranks
+def test_torch_distributed_starts_from_torchruns_environment(ranks: Any) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert ranks(2, _from_environment, port) == [(0, 2, "gloo"), (1, 2, "gloo")]
+
+
+def test_a_port_in_use_is_said() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        program = "from shardfuse.parallel.core.mesh import init_mesh; init_mesh(device_type='cpu')"
+        result = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert result.returncode == 1
+    assert f"RuntimeError: init_mesh: the 2 processes could not meet at 127.0.0.1:{port}" in result.stderr

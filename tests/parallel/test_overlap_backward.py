@@ -1,0 +1,294 @@
+"""The backward of layers in pieces: what it keeps, that it needs each collective, and whoever may ask for gradients (a
+pipeline's split backward, one gradient at a time, activation checkpointing, main_grad, FSDP2, torch.compile).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from overlap_case import (
+    KIND,
+    KINDS,
+    SP,
+    D,
+    T,
+    close,
+    local_dy,
+    local_leaves,
+    recompute_options,
+    reference,
+    run_backward,
+    run_forward,
+    whole_operands,
+    world_group,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from shardfuse.kernels.linear import parts
+from shardfuse.parallel.core import collectives
+from shardfuse.parallel.core.mesh import Group, tp_group
+from shardfuse.parallel.linear import column_linear
+from shardfuse.parallel.pipeline.split_backward import stage_backward_input, stage_backward_weight
+
+pytestmark = pytest.mark.ranks
+
+
+# --- what backward needs ----------------------------------------------------------------------------------------------
+
+
+def _kept_body(rank: int, world: int) -> list[dict[str, int]]:
+    """Bytes kept for backward under the shapes of x: whole, and this rank's."""
+    found = []
+    for kind in KINDS:
+        kept = {}
+        for way in ("none", "chunked"):
+            leaves = local_leaves(whole_operands(), kind, rank, world, True)
+            storages: dict[int, int] = {}
+
+            def keep(tensor: torch.Tensor, storages: dict[int, int] = storages) -> torch.Tensor:
+                storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                y = run_forward(leaves, kind, world_group(), sequence_parallel=True, overlap=way)
+            kept[way] = sum(storages.values())
+            y.sum().backward()
+        found.append(kept)
+    return found
+
+
+def test_only_the_own_rows_of_the_input_are_kept(ranks: Any):
+    for found in ranks(2, _kept_body):
+        for kept in found:
+            assert kept["none"] - kept["chunked"] == 8 * T * D // 2
+
+
+def _omit_body(rank: int, world: int, kind: str, sequence_parallel: bool) -> list[str]:
+    """The sites at which a collective may be left out unnoticed."""
+    whole, group, unnoticed = whole_operands(), world_group(), []
+
+    def run() -> dict[str, torch.Tensor]:
+        leaves = local_leaves(whole, kind, rank, world, sequence_parallel)
+        y = run_forward(leaves, kind, group, sequence_parallel=sequence_parallel, overlap="chunked")
+        return run_backward(y, local_dy(whole, leaves, rank, sequence_parallel), leaves)
+
+    collectives.reset_counts()
+    expected = run()
+    sites = sorted({site for what, site in collectives.calls if what != "gather_objects"})
+    assert len(sites) == (5 if sequence_parallel else 2)
+    for site in sites:
+        collectives.reset_counts()
+        with collectives.omit(site):
+            found = run()
+        assert site not in collectives.sites_seen()
+        if all(torch.equal(found[name], value) for name, value in expected.items()):
+            unnoticed.append(site)
+    return unnoticed
+
+
+@pytest.mark.parametrize("kind", ["layers", "mlp"])
+@SP
+def test_a_collective_left_out_is_noticed(ranks: Any, kind: str, sequence_parallel: bool):
+    assert ranks(2, _omit_body, kind, sequence_parallel) == [[], []]
+
+
+# --- what it may be asked for -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _products() -> Iterator[Counter[str]]:
+    """The rows that each product was formed of inside, in units of all tokens; weight gradients by their number."""
+    counts: Counter[str] = Counter()
+    names = ("forward", "gated_forward", "input_grad", "input_grad_act", "input_grad_gated", "activation_grad")
+    originals = {name: getattr(parts, name) for name in (*names, "param_grads")}
+
+    def noting(name: str) -> Any:
+        def note(first: Any, *args: Any, **kwargs: Any) -> Any:
+            if name == "param_grads":
+                counts["weights"] += sum(args[1])
+            else:
+                counts[name] += (first if isinstance(first, torch.Tensor) else first[0]).shape[0]
+            return originals[name](first, *args, **kwargs)
+
+        return note
+
+    for name in originals:
+        setattr(parts, name, noting(name))
+    try:
+        yield counts
+    finally:
+        for name, original in originals.items():
+            setattr(parts, name, original)
+        for name in names:
+            counts[name] //= T
+
+
+def _split_body(rank: int, world: int, kind: str, sequence_parallel: bool) -> None:
+    """The two passes of a pipeline's split backward: every product and every collective once over both."""
+    whole, group = whole_operands(), world_group()
+    expected = reference(whole, kind, rank, world, sequence_parallel)
+    for options in recompute_options(kind):
+        leaves = local_leaves(whole, kind, rank, world, sequence_parallel)
+        params = [leaf for name, leaf in leaves.items() if name != "x"]
+        dy = local_dy(whole, leaves, rank, sequence_parallel)
+        y = run_forward(leaves, kind, group, sequence_parallel=sequence_parallel, overlap="chunked", **options)
+        found, ran = {"y": y.detach().clone()}, []
+        collectives.reset_counts()
+        with _products() as counts:
+            _, groups = stage_backward_input([y], [dy], [leaves["x"]], iter(params))
+        ran.append((+counts, set(collectives.sites_seen())))
+        with _products() as counts:
+            stage_backward_weight(iter(params), groups)
+        ran.append((+counts, {site for _, site in collectives.calls} - ran[0][1]))
+        assert set(collectives.calls.values()) == {1}
+        _check_split(ran, kind, sequence_parallel, options.get("recompute", 0))
+        found |= {name: leaf.grad for name, leaf in leaves.items()}
+        assert all(close(value, expected[name]) for name, value in found.items()), options
+
+
+def _check_split(ran: list[Any], kind: str, sequence_parallel: bool, level: int) -> None:
+    (inputs, sites), (weights, later) = ran
+    if kind == "layers":
+        assert inputs == Counter(input_grad=2, activation_grad=2)
+        assert sites == ({"out.grad", "in.grad"} if sequence_parallel else {"in.grad"})
+        assert later == ({"in.again"} if sequence_parallel else set())
+    else:
+        gated = kind == "gated"
+        assert inputs == Counter(input_grad=1) + Counter(["input_grad_gated" if gated else "input_grad_act"]) + (
+            Counter(["gated_forward" if gated else "forward"]) if level == 2 else Counter()
+        )
+        again = {"mlp.in.again"} if sequence_parallel else set()
+        assert sites == {"mlp.in.grad"} | ({"mlp.out.grad"} if sequence_parallel else set()) | (
+            again if level == 2 else set()
+        )
+        assert later == (set() if level == 2 else again)
+    assert weights == Counter(weights=2 if kind == "mlp" else 3)
+
+
+@KIND
+@SP
+def test_split_backward_runs_each_product_and_collective_once(ranks: Any, kind: str, sequence_parallel: bool):
+    ranks(2, _split_body, kind, sequence_parallel)
+
+
+def _one_by_one_body(rank: int, world: int, kind: str) -> None:
+    """Each gradient in a pass of its own, over one graph."""
+    whole = whole_operands()
+    expected = reference(whole, kind, rank, world, True)
+    for options in recompute_options(kind):
+        leaves = local_leaves(whole, kind, rank, world, True)
+        y = run_forward(leaves, kind, world_group(), sequence_parallel=True, overlap="chunked", **options)
+        collectives.reset_counts()
+        dy = local_dy(whole, leaves, rank, True)
+        for name in reversed(leaves):
+            (grad,) = torch.autograd.grad(y, leaves[name], dy, retain_graph=True)
+            assert close(grad, expected[name]), (options, name)
+        assert collectives.sites_seen() == ["mlp.in.again", "mlp.in.grad", "mlp.out.grad"]
+        assert set(collectives.calls.values()) == {1}
+
+
+@pytest.mark.parametrize("kind", ["mlp", "gated"])
+def test_gradients_asked_for_one_by_one(ranks: Any, kind: str):
+    ranks(2, _one_by_one_body, kind)
+
+
+def _one_by_one_column_body(rank: int, world: int) -> None:
+    leaves = local_leaves(whole_operands(), "layers", rank, world, True)
+    del leaves["w2"], leaves["b2"]
+    options: dict[str, Any] = {"sequence_parallel": True, "site": "in", "activation": "silu"}
+    found = {}
+    for way in ("none", "chunked"):
+        weights, biases = [leaves["w1"], leaves["w3"]], [leaves["b1"], leaves["b3"]]
+        ys = column_linear(leaves["x"], weights, biases, world_group(), overlap=way, **options)
+        dys = [torch.full_like(y, i + 1.0) for i, y in enumerate(ys)]
+        collectives.reset_counts()
+        found[way] = [torch.autograd.grad(ys, leaf, dys, retain_graph=True)[0] for leaf in leaves.values()]
+    assert collectives.calls == {("all_gather", "in.again"): 1, ("reduce_scatter", "in.grad"): 1}
+    assert all(close(ours, theirs) for ours, theirs in zip(found["chunked"], found["none"]))
+
+
+def test_a_column_layers_gradients_asked_for_one_by_one(ranks: Any):
+    ranks(2, _one_by_one_column_body)
+
+
+def _wrapped_body(rank: int, world: int, sequence_parallel: bool) -> None:
+    """Recomputed by activation checkpointing, and added up in main_grad."""
+    whole, group = whole_operands(), world_group()
+    for kind in KINDS:
+        expected = reference(whole, kind, rank, world, sequence_parallel)
+        options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "overlap": "chunked"}
+        leaves = local_leaves(whole, kind, rank, world, sequence_parallel)
+        dy = local_dy(whole, leaves, rank, sequence_parallel)
+        y = checkpoint(run_forward, leaves, kind, group, use_reentrant=False, **options)
+        found = run_backward(y, dy, leaves)
+        assert all(close(value, expected[name]) for name, value in found.items()), kind
+
+        leaves = local_leaves(whole, kind, rank, world, sequence_parallel)
+        for leaf in leaves.values():
+            leaf.main_grad = torch.zeros_like(leaf, requires_grad=False)
+        for _ in range(2):
+            run_forward(leaves, kind, group, fuse_wgrad_accumulation=True, **options).backward(dy)
+        for name, leaf in leaves.items():
+            assert close(leaf.grad if name == "x" else leaf.main_grad, 2 * expected[name]), (kind, name)
+
+
+@SP
+def test_checkpointing_and_main_grad(ranks: Any, sequence_parallel: bool):
+    ranks(2, _wrapped_body, sequence_parallel)
+
+
+class _Module(torch.nn.Module):
+    """A gated MLP over parameters that are this rank's parts."""
+
+    def __init__(self, leaves: dict[str, torch.Tensor], group: Group, way: str) -> None:
+        super().__init__()
+        self.group, self.way = group, way
+        for name, leaf in leaves.items():
+            if name != "x":
+                setattr(self, name, torch.nn.Parameter(leaf.detach().clone()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        leaves = {"x": x, **dict(self.named_parameters())}
+        return run_forward(leaves, "gated", self.group, sequence_parallel=True, overlap=self.way)
+
+
+def _fsdp_body(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    group, whole, found = tp_group(mesh), whole_operands(), {}
+    for way in ("none", "chunked"):
+        module = _Module(local_leaves(whole, "gated", group.rank, 2, True), group, way)
+        fully_shard(module, mesh=mesh["dp"])
+        x = (
+            local_leaves(whole, "gated", group.rank, 2, True)["x"].detach() + mesh.get_local_rank("dp")
+        ).requires_grad_()
+        module(x).sum().backward()
+        found[way] = {"x": x.grad} | {name: p.grad.to_local() for name, p in module.named_parameters()}
+    assert all(close(found["chunked"][name], value) for name, value in found["none"].items())
+
+
+def test_under_fsdp(ranks: Any):
+    ranks(4, _fsdp_body)
+
+
+def _compiled_body(rank: int, world: int) -> None:
+    whole, group = whole_operands(), world_group()
+    leaves = local_leaves(whole, "layers", rank, world, True)
+    step = lambda leaves, **options: run_forward(leaves, "layers", group, sequence_parallel=True, **options)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    found = run_backward(compiled(leaves, overlap="chunked"), local_dy(whole, leaves, rank, True), leaves)
+    expected = reference(whole, "layers", rank, world, True)
+    assert all(close(value, expected[name]) for name, value in found.items())
+    with pytest.raises(Exception, match=r"strict=True, but under torch\.compile"):
+        compiled(leaves, overlap="chunked", strict=True)
+    torch._dynamo.reset()
+
+
+def test_torch_compile_gets_the_plain_composition(ranks: Any):
+    ranks(2, _compiled_body)

@@ -1,0 +1,87 @@
+"""Processes that were started again meet each other, whatever the dead ones left in the store that torchrun keeps."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from shardfuse.parallel.core import rendezvous
+from shardfuse.parallel.core.rendezvous import LEADER, start_name
+
+WAIT = timedelta(seconds=60)
+
+
+@pytest.fixture
+def server() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _meet(server: dist.TCPStore, rank: int, world: int, timeout: timedelta = WAIT) -> str:
+    """As a process does: with a connection of its own."""
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return start_name(store, rank, world, timeout)
+
+
+def test_every_start_has_a_name_of_its_own(server: dist.TCPStore):
+    names = []
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(3):
+            started = [pool.submit(_meet, server, rank, 3) for rank in (2, 0, 1)]
+            (name,) = {each.result() for each in started}
+            names.append(name)
+    assert len(set(names)) == 3
+    assert start_name(server, 0, 1, WAIT) not in names
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_whoever_comes_first_does_not_follow_a_dead_rank_0(
+    server: dist.TCPStore, complete: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """The dead start had met, or its rank 0 still waited for somebody."""
+    monkeypatch.setattr(rendezvous, "PATIENCE", timedelta(milliseconds=50))
+    old = "shardfuse/old"
+    server.set(LEADER, old)
+    server.set(f"{old}/1", "dead")
+    if complete:
+        server.set(f"{old}/answers", "dead")
+    with ThreadPoolExecutor(3) as pool:
+        early = [pool.submit(_meet, server, rank, 3) for rank in (1, 2)]
+        while server.get(f"{old}/1") == b"dead" or not server.check([f"{old}/2"]):
+            assert not any(map(Future.done, early))
+        (name,) = {_meet(server, 0, 3), *(each.result() for each in early)}
+    assert name != old
+
+
+def test_a_rank_0_that_does_not_come_is_waited_for_so_long(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rendezvous, "PATIENCE", timedelta(milliseconds=50))
+    server.set(LEADER, "shardfuse/old")
+    with pytest.raises(dist.DistStoreError, match="rank 0 of 2 did not come within"):
+        _meet(server, 1, 2, timedelta(seconds=0.3))
+    with pytest.raises(dist.DistStoreError):
+        _meet(server, 0, 2, timedelta(seconds=0.3))
+
+
+def test_without_a_store_of_torchruns_there_is_none(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    assert rendezvous.agent_store(None) is None
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert rendezvous.agent_store(None) is None
+
+
+def test_processes_under_torchrun_use_its_store_under_a_new_name(
+    server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch
+):
+    server.set("default", "of the dead")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": server.port, "RANK": 0, "WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    found = rendezvous.agent_store(WAIT)
+    assert found is not None
+    store, rank, world = found
+    assert (rank, world) == (0, 1)
+    assert not store.check(["default"])
+    store.set("default", "of the living")
+    assert server.get("default") == b"of the dead"

@@ -1,0 +1,441 @@
+"""The engine: what it generates, when, and what it does when things run out or go wrong.
+
+Models compute in fp64. Batched and solo forwards then differ by 1e-14 or so, and the oracle asserts that no choice of
+a token ever hung on less than a million times that: equal tokens are required, ties are excluded, nothing is retried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from serving_case import STYLES, build, config_of, exact
+
+from shardfuse.kernels.runtime import dispatch
+from shardfuse.layers.transformer import ParallelTransformer
+from shardfuse.parallel.core.mesh import init_mesh
+from shardfuse.serving import Engine, EngineStats, Request, TokenEvent
+
+MARGIN = 1e-8  # between the best two logits, which are of order 1
+
+
+@torch.no_grad()
+def _solo(model: ParallelTransformer, request: Request, margin: float = MARGIN) -> list[int]:
+    """The answer to ``request`` alone and without a cache: the whole sequence anew for each token."""
+    tokens = list(request.prompt)
+    answer: list[int] = []
+    generator = torch.Generator().manual_seed(request.seed)
+    while len(answer) < request.max_new_tokens and not (answer and answer[-1] in request.stop):
+        logits = model.gather_logits(model(torch.tensor([tokens])))[0, -1]
+        if request.temperature > 0:
+            answer.append(_inverse_cdf(logits, request.temperature, generator))
+        else:
+            best = logits.topk(2).values
+            assert best[0] - best[1] > margin
+            answer.append(int(logits.argmax()))
+        tokens.append(answer[-1])
+    return answer
+
+
+def _inverse_cdf(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    """The token in whose share of [0, 1) the next random number falls."""
+    u = torch.rand((), generator=generator, dtype=torch.float64).item()
+    edges = torch.softmax(logits / temperature, 0).cumsum(0)
+    assert (edges - u).abs().min() > MARGIN
+    return int((edges <= u).sum())
+
+
+def _requests() -> list[Request]:
+    """Seven of different lengths, arriving at different steps, greedy and sampled, one that stops early."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(3, 9, 0), (11, 4, 0), (1, 12, 0), (20, 7, 2), (6, 1, 3), (2, 10, 3), (9, 8, 9)]
+    return [
+        Request(
+            torch.randint(32, (prompt,), generator=generator).tolist(),
+            max_new_tokens=new,
+            stop=(5, 17) if i == 2 else (),
+            temperature=0.8 if i % 3 == 1 else 0.0,
+            seed=100 + i,
+            arrival=arrival,
+        )
+        for i, (prompt, new, arrival) in enumerate(shapes)
+    ]
+
+
+def _answers(events: Iterable[TokenEvent], count: int) -> list[list[int]]:
+    answers: list[list[int]] = [[] for _ in range(count)]
+    for event in events:
+        if event.token is not None:
+            answers[event.request].append(event.token)
+    return answers
+
+
+def _drained(engine: Engine) -> bool:
+    return not engine.busy and engine._allocator.used_blocks == 0
+
+
+# --- what is generated ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_rolling_batch_equals_solo_forward(style: str, block_size: int) -> None:
+    """Requests outnumber slots and arrive at different steps; prompts are cut by the budget; tokens stream."""
+    model, requests = exact(style), _requests()
+    expected = [_solo(model, request) for request in requests]
+    assert len({token for answer in expected for token in answer}) > 10  # not a model that repeats itself
+
+    engine = Engine(model, num_blocks=160 // block_size, block_size=block_size, max_slots=3, max_step_tokens=8)
+    numbers = [engine.add(request) for request in requests]
+    assert numbers == list(range(7))
+    steps: list[list[TokenEvent]] = []
+    while engine.busy:
+        steps.append(engine.step())
+    assert _answers((event for step in steps for event in step), 7) == expected
+    assert _drained(engine)
+
+    for request, number in zip(requests, numbers):
+        when = [i for i, step in enumerate(steps) for event in step if event.request == number]
+        assert when[0] >= request.arrival
+        assert len(set(when)) == len(when)  # one token a step: nothing is held back
+        ends = [event.finish for step in steps for event in step if event.request == number]
+        stopped = expected[number][-1] in request.stop
+        assert ends == [None] * (len(ends) - 1) + ["stop" if stopped else "length"]
+    assert max(len(step) for step in steps) == engine.stats.peak_slots == 3
+    assert engine.stats.preemptions == 0
+
+
+def test_an_answer_ends_at_its_stop_token() -> None:
+    model = exact("gelu")
+    whole = _solo(model, Request([3, 1, 4], max_new_tokens=12))
+    stop = whole[5]
+    cut = whole[: whole.index(stop) + 1]
+    engine = Engine(model, num_blocks=8)
+    engine.add(Request([3, 1, 4], max_new_tokens=12, stop=[stop]))
+    events = list(engine.run())
+    assert [event.token for event in events] == cut
+    assert events[-1].finish == "stop"
+
+
+@pytest.mark.parametrize(("num_blocks", "block_size"), [(30, 1), (14, 2), (8, 4), (11, 4)])
+def test_preemption_loses_nothing(num_blocks: int, block_size: int) -> None:
+    """Blocks run out: requests give way and start over, and the tokens, sampled ones too, are the same."""
+    model, requests = exact("gated"), _requests()
+    engine = Engine(model, num_blocks=num_blocks, block_size=block_size, max_slots=4, max_step_tokens=16)
+    assert engine.generate(requests) == [_solo(model, request) for request in requests]
+    assert engine.stats.preemptions > 0
+    assert engine.stats.recomputed_tokens > 0
+    assert engine.stats.peak_blocks <= num_blocks
+    assert _drained(engine)
+
+
+@settings(max_examples=20)
+@given(
+    order=st.permutations(range(7)),
+    spare_blocks=st.integers(0, 8),
+    block_size=st.sampled_from([1, 2, 4]),
+    max_slots=st.integers(1, 7),
+    more_tokens=st.integers(0, 20),
+)
+def test_sizes_and_order_change_no_token(
+    order: list[int], spare_blocks: int, block_size: int, max_slots: int, more_tokens: int
+) -> None:
+    model, requests = exact("gated"), _requests()
+    engine = Engine(
+        model,
+        num_blocks=-(-26 // block_size) + spare_blocks,  # 26 tokens: the longest request's
+        block_size=block_size,
+        max_slots=max_slots,
+        max_step_tokens=max_slots + more_tokens,
+    )
+    answers = engine.generate([requests[i] for i in order])
+    assert answers == [_answers_of_gated()[i] for i in order]
+    assert _drained(engine)
+
+
+@functools.cache
+def _answers_of_gated() -> list[list[int]]:
+    return [_solo(exact("gated"), request) for request in _requests()]
+
+
+@pytest.mark.interpret
+def test_the_kernels_serve_a_model() -> None:
+    """The same loop over the interpreted kernels, in fp32: every token is one that fp32 rounding can explain."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = build("gelu", dtype=torch.float32)
+    requests = [Request([1, 2, 3], max_new_tokens=3), Request([9, 8, 7, 6, 5, 4, 3, 2], max_new_tokens=3)]
+    rounded = []
+    for request in requests:
+        tokens = torch.tensor([[*request.prompt, *_solo(exact("gelu"), request)]])
+        with torch.no_grad():
+            rounded.append((model(tokens) - exact("gelu")(tokens)).abs().max().item())
+    engine = Engine(model.to(device), num_blocks=8, block_size=4, max_slots=2, impl="triton")
+    for request, answer in zip(requests, engine.generate(requests)):
+        with torch.no_grad():
+            logits = exact("gelu")(torch.tensor([[*request.prompt, *answer]]))[0]
+        for token, row in zip(answer, logits[len(request.prompt) - 1 :]):
+            # Twice the error that the stock forward makes in fp32, for the best logit and for the chosen one.
+            assert row[token] >= row.max() - 4 * max(rounded)
+    assert _drained(engine)
+
+
+def _serve_on_rank(rank: int, world: int, style: str, num_blocks: int) -> tuple[list[list[int]], int]:
+    mesh = init_mesh(tp=world, device_type="cpu")
+    engine = Engine(build(style, mesh), num_blocks=num_blocks, block_size=4, max_slots=3, max_step_tokens=8)
+    return engine.generate(_requests()), engine.stats.preemptions
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("style", STYLES)
+def test_ranks_agree_with_the_unsharded_model(style: str, ranks: Any) -> None:
+    expected = [_solo(exact(style), request) for request in _requests()]
+    for answers, preemptions in ranks(2, _serve_on_rank, style, num_blocks=8):
+        assert answers == expected
+        assert preemptions > 0
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "window": {"attention_window": 5},
+    "softcap": {"attention_softcap": 0.5},
+    "sinks": {"attention_sinks": True},
+    "all": {"attention_window": 9, "attention_softcap": 2.0, "attention_sinks": True, "rope_interleaved": True},
+}
+
+
+def _variant(name: str, dtype: torch.dtype) -> ParallelTransformer:
+    torch.manual_seed(0)
+    config = dataclasses.replace(config_of("gated"), **VARIANTS[name])
+    model = ParallelTransformer(config, dtype=dtype).eval()
+    with torch.no_grad():
+        for block in model.model.layers:
+            if block.self_attn.sinks is not None:
+                block.self_attn.sinks.copy_(torch.linspace(-1.0, 3.0, config.num_heads))
+    return model
+
+
+# (max_slots, max_step_tokens, block_size): alone and whole; shared and cut; cut everywhere, in odd pages.
+COMPANIES = ((1, 64, None), (4, 64, 16), (3, 4, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_windows_softcaps_and_sinks_are_served(name: str, dtype: torch.dtype) -> None:
+    """The training forward's greedy tokens, whatever shares a request's steps and however its prompt is cut."""
+    model = _variant(name, dtype)
+    requests = [dataclasses.replace(request, temperature=0.0) for request in _requests()]
+    expected = [_solo(model, request, margin=1e-8 if dtype == torch.float64 else 1e-4) for request in requests]
+    assert expected != [_solo(exact("gated"), request) for request in requests]
+    for slots, step_tokens, block_size in COMPANIES:
+        sizes = {"max_slots": slots, "max_step_tokens": step_tokens, "block_size": block_size}
+        assert Engine(model, num_blocks=64, **sizes).generate(requests) == expected
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
+def test_a_quantised_cache_answers_alike_in_any_company(kv_dtype: str) -> None:
+    model, requests = exact("gelu"), _requests()
+    alone = [Engine(model, num_blocks=64, kv_dtype=kv_dtype).generate([request])[0] for request in requests]
+    engine = Engine(model, num_blocks=64, block_size=4, max_slots=3, max_step_tokens=8, kv_dtype=kv_dtype)
+    assert engine._cache.data.element_size() == 1
+    assert engine.generate(requests) == alone
+    assert alone != [_solo(model, request) for request in requests]  # or the cache is not quantised
+
+
+def test_invariance_is_asked_for_while_the_model_computes() -> None:
+    seen = []
+
+    class Watched(_FailsOnce):
+        def __call__(self, tokens: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            seen.append(dispatch.row_invariant())
+            return super().__call__(tokens, **kwargs)
+
+    for invariant in (False, True):
+        Engine(Watched(exact("gelu"), 0), num_blocks=4, invariant=invariant).generate([Request([1], max_new_tokens=1)])
+    assert seen == [False, True]
+    assert not dispatch.row_invariant()
+
+
+# --- coming and going -------------------------------------------------------------------------------------------------
+
+
+def test_cancelled_requests_leave_and_the_others_do_not_notice() -> None:
+    model = exact("gelu")
+    engine = Engine(model, num_blocks=16, block_size=4, max_slots=2)
+    kept = Request([3], max_new_tokens=9)
+    done, running, staying, waiting, coming = (
+        engine.add(request)
+        for request in (
+            Request([1], max_new_tokens=1),
+            Request([2], max_new_tokens=20),
+            kept,
+            Request([4], max_new_tokens=20),
+            Request([5], max_new_tokens=9, arrival=50),
+        )
+    )
+    events = [event for _ in range(3) for event in engine.step()]
+    assert [event.request for event in events if event.finish] == [done]
+    assert [engine.cancel(number) for number in (done, running, waiting, coming)] == [False, True, True, True]
+    assert not engine.cancel(running)
+
+    events += list(engine.run())
+    cancelled = [event for event in events if event.finish == "cancelled"]
+    assert cancelled == [TokenEvent(number, None, "cancelled") for number in (running, waiting, coming)]
+    assert _answers(events, 5)[staying] == _solo(model, kept)
+    assert engine.stats.steps == 10
+    assert _drained(engine)
+    with pytest.raises(ValueError, match="no request 5"):
+        engine.cancel(5)
+
+
+def test_requests_may_come_while_others_run() -> None:
+    model, first, second = exact("gated"), Request([1, 2], max_new_tokens=6), Request([3, 4, 5], max_new_tokens=5)
+    engine = Engine(model, num_blocks=16)
+    engine.add(first)
+    events = []
+    for event in engine.run():
+        events.append(event)
+        if len(events) == 2:
+            engine.add(second)
+    assert _answers(events, 2) == [_solo(model, first), _solo(model, second)]
+
+
+def test_an_idle_step_passes_the_time() -> None:
+    engine = Engine(exact("gelu"), num_blocks=4)
+    assert engine.step() == []
+    assert not engine.busy
+    engine.add(Request([1], max_new_tokens=1, arrival=3))
+    assert [len(engine.step()) for _ in range(3)] == [0, 0, 1]
+    engine.add(Request([1], max_new_tokens=1, arrival=2))  # long past: at once
+    assert len(engine.step()) == 1
+    assert engine.stats.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request([]), "prompt is empty"),
+        (Request([1, 32]), r"prompt\[1\] is 32: expected 0 to 31"),
+        (Request([-1]), r"prompt\[0\] is -1"),
+        (Request([1.5]), "expected whole numbers"),  # type: ignore[list-item]
+        (Request([1] * 20, max_new_tokens=13), "make 33: expected at most max_model_len=32"),
+        (Request([1] * 9, max_new_tokens=9), "need 5 blocks of 4 tokens: the cache has 4"),
+        (Request([1], max_new_tokens=0), "max_new_tokens=0"),
+        (Request([1], max_new_tokens=4, temperature=-1.0), "temperature=-1"),
+        (Request([1], max_new_tokens=4, temperature=float("nan")), "temperature=nan"),
+        (Request([1], max_new_tokens=4, seed=2**64), "seed="),
+        (Request([1], max_new_tokens=4, seed=1.5), "seed=1.5: expected a whole number"),  # type: ignore[arg-type]
+        (Request([1], max_new_tokens=2.5), "max_new_tokens=2.5: expected a whole"),  # type: ignore[arg-type]
+        (Request([1], stop=3), "stop=3: expected a collection"),  # type: ignore[arg-type]
+        (Request([1], temperature="a"), "temperature='a': expected a number"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_bad_request_is_refused_and_the_engine_goes_on(request_: Request, message: str) -> None:
+    model, good = exact("gelu"), Request([7, 8, 9], max_new_tokens=6)
+    engine = Engine(model, num_blocks=4, block_size=4, max_model_len=32)
+    number = engine.add(good)
+    events = engine.step()
+    with pytest.raises(ValueError, match=message):
+        engine.add(request_)
+    events += list(engine.run())
+    assert {event.request for event in events} == {number}
+    assert _answers(events, 1) == [_solo(model, good)]
+    with pytest.raises(ValueError, match=message):
+        engine.generate([good, request_])
+    assert _drained(engine)
+
+
+def test_the_longest_request_that_fits_is_served() -> None:
+    """17 tokens in 4 blocks of 4: the last one is never stored."""
+    request = Request([1] * 9, max_new_tokens=8)
+    engine = Engine(exact("gelu"), num_blocks=4, block_size=4)
+    assert engine.generate([request]) == [_solo(exact("gelu"), request)]
+    assert engine.stats.peak_blocks == 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"num_blocks": 0}, "num_blocks=0"),
+        ({"num_blocks": 4, "block_size": 0}, "block_size=0"),
+        ({"num_blocks": 4, "kv_dtype": "fp4"}, "kv_dtype='fp4': expected None or one of fp8, int8"),
+        ({"num_blocks": 4, "max_slots": 0}, "max_slots=0"),
+        ({"num_blocks": 4, "max_model_len": 65}, "max_model_len=65: expected 2 to 64"),
+        ({"num_blocks": 4, "max_step_tokens": 2}, "max_step_tokens=2 is less than max_slots=8"),
+    ],
+)
+def test_engine_refuses(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(exact("gelu"), **sizes)
+
+
+def test_generate_wants_an_idle_engine() -> None:
+    engine = Engine(exact("gelu"), num_blocks=4)
+    engine.add(Request([1], max_new_tokens=2))
+    with pytest.raises(RuntimeError, match="other requests"):
+        engine.generate([Request([1], max_new_tokens=2)])
+
+
+class _FailsOnce:
+    """A model that breaks down in its n-th call."""
+
+    def __init__(self, model: ParallelTransformer, call: int) -> None:
+        self.model, self.calls_left = model, call
+        self.config, self.group = model.config, model.group
+        self.gather_logits, self.parameters = model.gather_logits, model.parameters
+
+    def __call__(self, tokens: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        self.calls_left -= 1
+        if self.calls_left == 0:
+            raise RuntimeError("out of memory")
+        return self.model(tokens, **kwargs)
+
+
+@pytest.mark.parametrize("call", [1, 2, 9])
+def test_a_failed_step_can_be_taken_again(call: int) -> None:
+    model, requests = exact("gelu"), _requests()
+    engine = Engine(_FailsOnce(model, call), num_blocks=11, block_size=4, max_slots=3, max_step_tokens=8)
+    for request in requests:
+        engine.add(request)
+    engine.add(Request([1], max_new_tokens=2))
+    engine.cancel(7)
+    events: list[TokenEvent] = []
+    failures = 0
+    while engine.busy:
+        try:
+            events += engine.step()
+        except RuntimeError:
+            failures += 1
+    assert failures == 1
+    assert _answers(events, 8)[:7] == [_solo(model, request) for request in requests]
+    assert TokenEvent(7, None, "cancelled") in events
+    assert _drained(engine)
+
+
+# --- statistics -------------------------------------------------------------------------------------------------------
+
+
+def test_stats_of_a_known_run() -> None:
+    """6 tokens of prompt in steps of 4 + 2, then 3 decodes; blocks of 4."""
+    engine = Engine(exact("gelu"), num_blocks=8, block_size=4, max_slots=2, max_step_tokens=4)
+    engine.generate([Request([1, 2, 3, 4, 5, 6], max_new_tokens=4)])
+    stats = engine.stats
+    assert (stats.steps, stats.prefill_tokens, stats.generated_tokens, stats.decode_tokens) == (5, 6, 4, 3)
+    assert (stats.peak_slots, stats.peak_blocks, stats.recomputed_tokens, stats.preemptions) == (1, 3, 0, 0)
+    # Stored after each step: 4, 6, 7, 8, 9 tokens in 1, 2, 2, 2, 3 blocks.
+    assert (stats.slot_steps, stats.unused_slot_steps) == (40, 6)
+    assert stats.kv_waste == 6 / 40
+    assert stats.prefill_seconds > 0
+    assert stats.decode_seconds > 0
+
+
+def test_rates() -> None:
+    stats = EngineStats(
+        prefill_tokens=30, generated_tokens=12, decode_tokens=10, prefill_seconds=2.0, decode_seconds=4.0
+    )
+    assert (stats.prefill_tokens_per_s, stats.decode_tokens_per_s, stats.tokens_per_s) == (15.0, 2.5, 2.0)
+    assert EngineStats().tokens_per_s == EngineStats().kv_waste == 0.0

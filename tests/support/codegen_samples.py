@@ -1,0 +1,71 @@
+"""Kernels made to be faulted: run as a program, it compiles each and prints {name: [report, problems]} as JSON.
+
+A program of its own because the tests' process interprets its kernels and so cannot compile any.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import torch
+import triton
+import triton.language as tl
+
+from shardfuse.kernels.dev import codegen
+from shardfuse.kernels.dev.registry import Build
+
+
+@triton.jit
+def _tma_gemm_kernel(a_ptr, b_ptr, c_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """C [M, N] = A [M, K] @ B [N, K]^T through tensor descriptors."""
+    a = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
+    b = tl.make_tensor_descriptor(b_ptr, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
+    c = tl.make_tensor_descriptor(c_ptr, [M, N], [N, 1], [BLOCK_M, BLOCK_N])
+    start_m, start_n = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start_k in range(0, K, BLOCK_K):
+        acc = tl.dot(a.load([start_m, start_k]), b.load([start_n, start_k]).T, acc)
+    c.store([start_m, start_n], acc.to(tl.bfloat16))
+
+
+@triton.jit
+def _pointer_gemm_kernel(
+    a_ptr, b_ptr, c_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """The same with pointers, for sizes that the blocks divide: no TMA."""
+    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start_k in range(0, K, BLOCK_K):
+        a = tl.load(a_ptr + offs_m[:, None] * K + start_k + offs_k[None, :])
+        b = tl.load(b_ptr + offs_n[None, :] * K + start_k + offs_k[:, None])
+        acc = tl.dot(a, b, acc)
+    tl.store(c_ptr + offs_m[:, None] * N + offs_n[None, :], acc.to(tl.bfloat16))
+
+
+def _build(fn, config: str, target: str, blocks: tuple[int, int, int], num_warps: int, num_stages: int) -> Build:
+    size = 4096
+    matrix = torch.empty(size, size, dtype=torch.bfloat16, device="meta")
+    names = ("a_ptr", "b_ptr", "c_ptr", "M", "N", "K", "BLOCK_M", "BLOCK_N", "BLOCK_K")
+    args = dict(zip(names, (matrix, matrix, matrix, size, size, size, *blocks)))
+    return Build("sample", config, target, fn, args, num_warps, num_stages, wants_wgmma=True, wants_tma=True)
+
+
+BUILDS = [
+    _build(_tma_gemm_kernel, "good", "sm_90", (128, 128, 64), 8, 3),
+    _build(_tma_gemm_kernel, "spills", "sm_90", (256, 256, 32), 4, 2),
+    _build(_tma_gemm_kernel, "too-much-shared", "sm_90", (128, 256, 64), 8, 5),
+    _build(_tma_gemm_kernel, "short-blocks", "sm_90", (16, 128, 64), 4, 2),
+    _build(_pointer_gemm_kernel, "pointers", "sm_90", (64, 64, 32), 4, 2),
+    dataclasses.replace(
+        _build(_pointer_gemm_kernel, "exempt", "sm_90", (64, 64, 32), 4, 2), exempt="a sample without TMA"
+    ),
+    _build(_pointer_gemm_kernel, "old-chip", "sm_80", (64, 64, 32), 4, 2),
+    _build(_pointer_gemm_kernel, "spills-on-amd", "gfx942", (256, 256, 32), 4, 2),
+]
+
+if __name__ == "__main__":
+    reports = [codegen.compile_build(build) for build in BUILDS]
+    print(json.dumps({report.config: [dataclasses.asdict(report), codegen.problems(report)] for report in reports}))

@@ -1,0 +1,36 @@
+"""What the compiler makes of products that wait and products that send, for sm_90: one line of JSON.
+
+A script of its own, because Triton decides when it is imported whether it interprets.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from shardfuse.kernels.dev import registry
+
+OPS = ("all_gather_linear", "linear_reduce_scatter", "all_reduce_rmsnorm")
+
+
+def _compiled(build: registry.Build) -> dict[str, Any]:
+    signature, constexprs, attrs = build.specialise()
+    source = ASTSource(fn=build.fn, signature=signature, constexprs=constexprs, attrs=attrs)
+    options = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+    kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    tile = build.tile
+    return {
+        "config": build.config,
+        "ptx": [line.strip() for line in kernel.asm["ptx"].splitlines()],
+        "shared": kernel.metadata.shared,
+        "stage": 0 if tile is None else (tile.block_m + tile.block_n) * tile.block_k * build.gemm.dtype.itemsize,
+        "stages": build.num_stages,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps({op: _compiled(registry.op(op).builds("sm_90")[0]) for op in OPS}))

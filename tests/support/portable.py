@@ -1,0 +1,130 @@
+"""``make test-portable``: the tests that compare numbers, as other processors would compute them.
+
+Four runs, in each of which OpenBLAS (numpy, so interpreted products), torch's own kernels, MKL and the number of
+threads are told to be other ones than this machine's. At the end: how near to its budget each kind of comparison came.
+A budget counts as found out by arithmetic, not by one machine's luck, while every error stays below half of it.
+
+    python tests/support/portable.py [arguments for pytest]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import NamedTuple
+
+LOGS = Path(os.environ.get("SHARDFUSE_MARGINS", ".portable")).resolve()
+HALF = 0.5
+SHOWN = 12
+AT_ONCE = 2  # processes; each has threads of its own
+LANES = "not (codegen or packaging or demo or nightly or gpu or multigpu)"
+
+# What each run sets. The values act on different libraries, so four runs meet them all.
+RUNS: tuple[dict[str, str], ...] = (
+    {"OPENBLAS_CORETYPE": "Haswell", "ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"},
+    {"OPENBLAS_CORETYPE": "SkylakeX", "MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "2"},
+    {"OPENBLAS_CORETYPE": "Sandybridge", "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "4"},
+    {"OPENBLAS_CORETYPE": "Prescott", "ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"},
+)
+# Instructions that a value needs; without them the process would die.
+NEEDS = {
+    "Haswell": ("avx2", "fma"),
+    "SkylakeX": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
+    "Sandybridge": ("avx",),
+    "Nehalem": ("sse4_2",),
+    "Prescott": ("pni",),
+    "avx2": ("avx2", "fma"),
+}
+
+
+def lacking(value: str) -> list[str]:
+    """The instructions that ``value`` needs and this processor lacks: all, where the system lists none."""
+    cpu = Path("/proc/cpuinfo")
+    found = re.search(r"^flags\s*:(.*)$", cpu.read_text(), re.M) if cpu.exists() else None
+    has = set(found[1].split()) if found else set()
+    return [name for name in NEEDS.get(value, ()) if name not in has]
+
+
+class Margin(NamedTuple):
+    """One comparison: what its error was of its budget."""
+
+    ratio: float
+    kind: str
+    test: str
+    name: str
+
+
+def margins(folder: Path) -> Iterator[Margin]:
+    """What tests/support/margins.py wrote there."""
+    for path in folder.glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            entry = json.loads(line)
+            yield Margin(entry["ratio"], entry["kind"], entry["test"], entry["name"])
+
+
+def run_half(number: int, half: str, settings: dict[str, str], arguments: list[str]) -> tuple[bool, list[str]]:
+    """One process of a run: (whether all passed, what failed and pytest's last line)."""
+    folder = LOGS / str(number)
+    log = folder / f"half-{half[0]}.log"
+    environment = {**os.environ, **settings, "SHARDFUSE_MARGINS": str(folder)}
+    command = [sys.executable, "-m", "pytest", "-q", "--numeric", "-m", LANES, "--part", half, *arguments]
+    with log.open("w") as output:
+        code = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode
+    lines = log.read_text().splitlines()
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    said = [f"run {number}, half {half}: {line}" for line in failed + lines[-1:]]
+    return code in (0, 5), said  # 5: nothing was chosen
+
+
+def main(arguments: list[str]) -> int:
+    shutil.rmtree(LOGS, ignore_errors=True)
+    halves = []
+    for number, wanted in enumerate(RUNS, start=1):
+        settings = {name: value for name, value in wanted.items() if not lacking(value)}
+        print(f"run {number}: " + " ".join(f"{name}={value}" for name, value in settings.items()))
+        for name in wanted.keys() - settings.keys():
+            value = wanted[name]
+            print(f"  skipped: {name}={value}, which needs {', '.join(lacking(value))}: not on this processor")
+        (LOGS / str(number)).mkdir(parents=True)
+        halves += [(number, half, settings) for half in ("1/2", "2/2")]
+    start, green = time.monotonic(), True
+    # Two at a time, whichever run they belong to: no core waits for a run's longer half.
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for job in as_completed([pool.submit(run_half, *half, arguments) for half in halves]):
+            passed, said = job.result()
+            green = green and passed
+            print(f"{time.monotonic() - start:6.0f} s  " + "\n          ".join(said), flush=True)
+    every = [margin for number in range(1, len(RUNS) + 1) for margin in margins(LOGS / str(number))]
+    return 0 if report(every) and green else 1
+
+
+def report(every: list[Margin]) -> bool:
+    """Print the comparisons that came nearest to their budgets; whether all stayed below half of them."""
+    worst: dict[str, Margin] = {}
+    for margin in every:
+        test = margin.test.partition("[")[0]
+        # Past its budget is what a test wants to see refused; had another one seen it, that would have failed.
+        if margin.ratio <= 1 and (test not in worst or margin.ratio > worst[test].ratio):
+            worst[test] = margin
+    print(f"\nthe largest error over its budget, of {len(every)} comparisons in {len(worst)} tests:")
+    for margin in sorted(worst.values(), reverse=True)[:SHOWN]:
+        print(f"  {margin.ratio:.2f}  {margin.test} {margin.name}".rstrip())
+    near = sum(round(margin.ratio, 2) > HALF for margin in worst.values())  # half: the reference's own computation
+    print(f"{near} tests came nearer than {HALF:g} to a budget")
+    refused = [margin for margin in every if margin.ratio > 1]
+    if refused:
+        least = min(refused)
+        print(f"the smallest error that was refused, of {len(refused)}: {least.ratio:.2f}  {least.test} {least.name}")
+    return bool(every) and not near
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

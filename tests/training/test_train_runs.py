@@ -1,0 +1,209 @@
+"""Short training runs: stopped and gone on with, killed, started again, and refused."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardfuse import ParallelTransformer, TransformerConfig, load_hf
+from shardfuse.commands.train import TrainOptions, run_train
+from shardfuse.parallel.checkpoint.checkpoint import save_checkpoint
+from shardfuse.training.metrics import read_lines
+from shardfuse.training.run_folder import RunFolder
+from shardfuse.training.stopping import StopFile
+
+_SUPPORT = str(Path(__file__).parents[1] / "support")
+ZBV = {"pp": 2, "schedule": "zbv"}
+SHORT: dict[str, Any] = {
+    "model": {"num_layers": 1},
+    "checkpoint": {"every": 1, "asynchronous": False, "export": False},
+    "log": {"eval_batches": 0, "eval_every": False},
+}
+
+
+@pytest.fixture(scope="module")
+def case() -> Iterator[Any]:
+    """tests/support/train_case.py, importable here and in the workers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(_SUPPORT)
+        patch.setenv("PYTHONPATH", _SUPPORT, prepend=os.pathsep)
+        yield importlib.import_module("train_case")
+
+
+def test_pipeline_stopped_after_a_step_goes_on_as_if_it_had_not_been(ranks: Any, case: Any, tmp_path: Path):
+    for out, options in (("whole", {}), ("parts", {"stop_after": 1}), ("parts", {"resume": True})):
+        settings = case.settings(tmp_path / out, 2, steps=3, parallel=ZBV, model={"num_layers": 2})
+        results = ranks(2, case.run_body, settings.to_json(), **options)
+        stops = "stop_after" in options
+        assert {(result.steps, result.stopped_by) for result in results} == {(1, signal.SIGTERM) if stops else (3, 0)}
+        assert {result.resumed_at for result in results} == {1 if "resume" in options else 0}
+        assert (tmp_path / out / "model").exists() is not stops
+    assert len(case.lines(tmp_path / "whole")) == 3
+    assert case.lines(tmp_path / "parts") == case.lines(tmp_path / "whole")
+    ours, theirs = (load_hf(tmp_path / out / "model").state_dict() for out in ("whole", "parts"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_killed_worker_of_the_command_is_replaced(
+    ranks: Any, case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    sections = {**SHORT, "steps": 2, "parallel": {"dp": 2, "zero": 1}}
+    ranks(2, case.run_body, case.settings(tmp_path / "whole", 2, **sections).to_json())
+    case.write_toml(tmp_path / "run.toml", case.values(tmp_path / "killed", **sections))
+    monkeypatch.setattr("shardfuse.commands.train.train_run", case.die_once)
+    assert run_train(TrainOptions(tmp_path / "run.toml")) == 0
+    out, _ = capfd.readouterr()
+    assert "started again (1): going on from step 1 of 2" in out
+    assert case.lines(tmp_path / "killed") == case.lines(tmp_path / "whole")
+
+
+# --- under torchrun ---------------------------------------------------------------------------------------------------
+
+
+def _under_torchrun_body(
+    rank: int, world: int, text: str, port: int | None, job: str, restarts: list[int], resume: bool = False
+) -> Any:
+    """The run of settings ``text``, each rank of a machine of its own whose agent counts restarts; what is refused.
+
+    ``port`` is of the store that the agents keep, None where they keep none.
+    """
+    from shardfuse.training.run import train_run
+    from shardfuse.training.settings import RunSettings
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHELASTIC_RUN_ID", job)
+        patch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts[rank]))
+        if port is not None:
+            patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+            patch.setenv("MASTER_ADDR", "127.0.0.1")
+            patch.setenv("MASTER_PORT", str(port))
+        try:
+            return train_run(RunSettings.from_json(text), resume).resumed_at
+        except ValueError as error:
+            return str(error)
+
+
+def _server() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_restart_goes_on_only_where_the_start_was_let_in(ranks: Any, case: Any, tmp_path: Path):
+    agent, other = _server(), _server()
+    texts = [case.settings(tmp_path / "run", 2, steps=steps, **SHORT).to_json() for steps in (1, 2)]
+
+    def start(steps: int, agent: dist.TCPStore, restarts: list[int], **options: Any) -> Any:
+        (said,) = set(ranks(2, _under_torchrun_body, texts[steps - 1], agent.port, "none", restarts, **options))
+        return said
+
+    assert start(1, agent, [0, 0]) == 0
+    for restarts in ([0, 0], [1, 0], [2, 1]):  # another torchrun's first attempt, and those that it makes of it
+        assert "holds an earlier run" in start(2, other, restarts)
+    assert start(2, agent, [0, 1]) == 1  # one machine's agent alone counted the restart, or none did
+    assert start(2, other, [0, 0], resume=True) == 2
+    assert start(2, other, [1, 0]) == 2  # complete, and a process died as it left
+
+
+def test_unfinished_run_of_a_named_job_is_gone_on_with(ranks: Any, case: Any, tmp_path: Path):
+    """Where no store outlives the processes, and where the same job was launched anew."""
+    out = tmp_path / "run"
+    texts = [case.settings(out, 2, steps=steps, **SHORT).to_json() for steps in (1, 2)]
+    ranks(2, case.run_body, texts[0])
+    with RunFolder(out, resume=True, job="job"):
+        pass
+    assert ranks(2, _under_torchrun_body, texts[1], None, "job", [0, 0]) == [1, 1]
+    for said in ranks(2, _under_torchrun_body, texts[1], None, "job", [0, 0]):
+        assert "holds an earlier run" in said
+
+
+def test_half_set_environment_is_no_run_of_one_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    options = TrainOptions(flags={"out": str(tmp_path / "run"), "steps": 1, "device": "cpu"})
+    with pytest.raises(ValueError, match=r"^WORLD_SIZE = 2: .* MASTER_ADDR and MASTER_PORT are not set; let torchrun"):
+        run_train(options)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(ValueError, match=r" and MASTER_PORT is not set;"):
+        run_train(options)
+    assert not (tmp_path / "run").exists()
+
+
+# --- what --resume finds ----------------------------------------------------------------------------------------------
+
+
+def _refusal_body(rank: int, world: int, text: str) -> tuple[str, bool]:
+    """What this rank says of the settings, and whether it left the other ones."""
+    from shardfuse.training.run import train_run
+    from shardfuse.training.settings import RunSettings
+
+    with pytest.raises(ValueError) as caught:
+        train_run(RunSettings.from_json(text), True, StopFile(Path("/nonexistent")))
+    return str(caught.value), not dist.is_initialized()
+
+
+def _refused(ranks: Any, settings: Any) -> str:
+    """The one line that both ranks end with."""
+    first, second = ranks(2, _refusal_body, settings.to_json())
+    assert first == second
+    said, left = first
+    assert left
+    assert "\n" not in said
+    return str(said)
+
+
+def test_more_sequences_than_there_are_is_one_clear_error_on_every_rank(ranks: Any, case: Any, tmp_path: Path):
+    said = _refused(ranks, case.settings(tmp_path / "run", 2, data={"batch": 1 << 30}))
+    assert said.startswith("data.batch = 1073741824: ")
+    assert "sequences of 16 tokens; use a smaller batch" in said
+
+
+def test_tokens_are_counted_over_batches_of_several_sizes(ranks: Any, case: Any, tmp_path: Path):
+    out = tmp_path / "run"
+    for steps, batch in ((2, 4), (3, 2), (4, 2)):
+        sections = {**SHORT, "steps": steps, "data": {"batch": batch}}
+        if steps == 4:  # of a version that did not count
+            manifest = out / "checkpoints" / "step-00000003" / "checkpoint.json"
+            saved = json.loads(manifest.read_text())
+            assert saved["extra"].pop("tokens") == 160
+            manifest.write_text(json.dumps(saved))
+        ranks(1, case.run_body, case.settings(out, 1, **sections).to_json(), resume=True)
+    assert [line["tokens"] for line in read_lines(out / "metrics.jsonl")] == [64, 128, 160, 3 * 32 + 32]
+
+
+def test_checkpoints_that_resume_cannot_go_on_from(ranks: Any, case: Any, tmp_path: Path):
+    out, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    ranks(2, case.run_body, case.settings(out, 2, steps=2, **SHORT).to_json())
+    said = _refused(ranks, case.settings(out, 2, steps=1, **SHORT))
+    assert said.startswith(f"steps = 1: the run in {out} is past that, at step 2; pass --steps with more")
+
+    longer, newest = case.settings(out, 2, steps=3, **SHORT), checkpoints / "step-00000002"
+    (tensors, *_) = sorted(newest.glob("*.distcp"))
+    tensors.write_bytes(tensors.read_bytes()[:-8])
+    said = _refused(ranks, longer)
+    assert said.startswith(f"{tensors}: cut short")
+    assert said.endswith(f"; --resume takes step-00000001 once {newest} (mv {newest} {newest}.torn) is out of the way")
+    (newest / "checkpoint.json").write_text("{")
+    assert f"(mv {newest} {newest}.torn)" in _refused(ranks, longer)
+    newest.rename(f"{newest}.torn")
+    assert {result.resumed_at for result in ranks(2, case.run_body, longer.to_json(), resume=True)} == {1}
+
+    for path in checkpoints.iterdir():
+        (path / "checkpoint.json").write_text("{")
+    assert "there is no other one: choose another --out" in _refused(ranks, longer)
+    shutil.rmtree(checkpoints)
+    torch.manual_seed(0)
+    foreign = ParallelTransformer(TransformerConfig(num_layers=1, hidden_size=8, num_heads=1, intermediate_size=8))
+    save_checkpoint(checkpoints / "step-00000001", foreign, extra={"settings": "mine"})
+    said = _refused(ranks, longer)
+    assert said.startswith(f"{checkpoints / 'step-00000001'}: not a checkpoint that shardfuse train wrote")
