@@ -35,7 +35,7 @@ from rich.table import Table
 from ..kernels.dev import shapes
 from ..parallel.core import collectives
 from ..parallel.core.mesh import Group, init_mesh, shutdown, tp_group
-from ..parallel.overlap import link_model, policy, strategies
+from ..parallel.overlap import link_model, policy
 from ..parallel.overlap import link_profile as profiles
 from ..parallel.overlap.link_profile import COLLECTIVES, OPS, Link, Profile, Row, bucket, dtype_name
 from ..parallel.overlap.memory.sizes import DECODE_TOKENS
@@ -57,7 +57,7 @@ FEW = tuple(1 << power for power in range(DECODE_TOKENS.bit_length()))  # tokens
 CPU_WIDTHS, CPU_TOKENS = ((256, 1024), (1024, 4096)), (64, 512)  # (D, F) on a CPU
 SOURCES = (
     "parallel/core/collectives.py",
-    *(f"parallel/overlap/{name}.py" for name in ("strategies", "in_kernel", "partial_sum", "memory/channel")),
+    *(f"parallel/overlap/{name}.py" for name in ("strategies", "partial_sum", "memory/channel")),
     *(f"kernels/{name}" for name in ("linear", "comm", "norm")),
     *(f"kernels/runtime/{name}.py" for name in ("signals", "signals_triton", "device")),
     "bench/calibrate.py",
@@ -274,7 +274,9 @@ class Run:
         """What a piece of a chunked operation costs: a gather of next to nothing, in many."""
         call = link_model.Call(GATHER, self.group.size * PIECES, 16, 16, self.dtype, self.group.size)
         rig = Rig.of(call, self.group, self.device)
-        return self._alone(partial(rig.result, policy.Path("chunked", PIECES))) / ((self.group.size - 1) * PIECES + 1)
+        return self._alone(partial(rig.result, policy.OverlapPlan("chunked", PIECES))) / (
+            (self.group.size - 1) * PIECES + 1
+        )
 
     def _hides(self, product: Callable[[], Any], product_s: float) -> float:
         """At which share of its speed products run while an all-reduce is under way."""
@@ -316,13 +318,13 @@ class Run:
     def _key(self, call: link_model.Call) -> tuple[str, str, int, str, str]:
         return call.op, dtype_name(call.dtype), call.R, self.link, bucket(call.T, call.K, call.N)
 
-    def _paths(self, call: link_model.Call) -> list[policy.Path]:
-        paths = [policy.Path("chunked", pieces) for pieces in link_model.pieces_of(call)]
+    def _paths(self, call: link_model.Call) -> list[policy.OverlapPlan]:
+        paths = [policy.OverlapPlan("chunked", pieces) for pieces in link_model.pieces_of(call)]
         if self.link == "node" and policy.kernel_unavailable(self.group, self.device) is None:
-            paths.append(policy.Path("kernel"))
+            paths.append(policy.OverlapPlan("kernel"))
         return paths
 
-    def _checked(self, call: link_model.Call, paths: Sequence[policy.Path]) -> Rig:
+    def _checked(self, call: link_model.Call, paths: Sequence[policy.OverlapPlan]) -> Rig:
         """A rig on which ``paths`` may be timed. Raises _WrongResult on every rank where a result is wrong on one."""
         rig = Rig.of(call, self.group, self.device)
         verdicts = [str(verdict) for path in paths for verdict in rig.verdicts(path) if not verdict.ok]
@@ -350,17 +352,17 @@ class Run:
                 self._time(self._checked(end, these), these, shares)
         return shares.row(self._key(call))
 
-    def _first(self, paths: list[policy.Path]) -> list[policy.Path]:
+    def _first(self, paths: list[policy.OverlapPlan]) -> list[policy.OverlapPlan]:
         """Rank 0's: another rank may see other paths in front."""
         return collectives.gather_objects(paths, self.group, site=SITE)[0]
 
-    def _time(self, rig: Rig, paths: Sequence[policy.Path], shares: Shares) -> None:
+    def _time(self, rig: Rig, paths: Sequence[policy.OverlapPlan], shares: Shares) -> None:
         for path in paths:
             shares.add(path, *self._share(rig, path))
 
-    def _share(self, rig: Rig, path: policy.Path) -> tuple[float, float, float]:
+    def _share(self, rig: Rig, path: policy.OverlapPlan) -> tuple[float, float, float]:
         """A path's share of plain's time, that time in seconds, and how far each was from itself."""
-        ours, plain = self._compare(partial(rig.result, path), partial(rig.result, strategies.PLAIN))
+        ours, plain = self._compare(partial(rig.result, path), partial(rig.result, policy.OverlapPlan()))
         spread = max(side.noise or 0.0 for side in (ours, plain))
         return ours.value / plain.value, plain.value * 1e-6, spread
 

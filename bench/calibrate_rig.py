@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
 
 import torch
 
 from ..kernels.dev.accuracy import Verdict, judge
-from ..kernels.linear import parts
+from ..kernels.linear import Product, functional
 from ..kernels.norm import rms_norm
-from ..kernels.runtime.dispatch import Choice
 from ..parallel.core.mesh import Group
-from ..parallel.overlap import partial_sum, policy, strategies
+from ..parallel.overlap import partial_sum, policy
 from ..parallel.overlap.link_model import GATHER, NORM, SCATTER, Call
 from ..parallel.overlap.link_profile import Row, bucket_ends
 
@@ -44,47 +41,41 @@ class Rig:
         operands = (x, weight * call.K**-0.5, stream)
         return cls(call, group, *[t.to(device, call.dtype) for t in operands])
 
-    def result(self, path: policy.Path) -> torch.Tensor:
+    def result(self, path: policy.OverlapPlan) -> torch.Tensor:
         """The operation by one path: [T, N], or a reduce-scatter's [T/R, N].
 
         The product outside of the kernel path is the one that a layer would run, stock torch where a table of
         measurements says that it is faster: asked as layers ask, once, with the rows that this rank has.
         """
-        _, choice = parts.prepare(self.x, [self.weight], [None], "identity", "auto")
+        _, choice = functional.prepare(self.x, [self.weight], [None], "identity", "auto")
+        product = Product.linear_act(self.x, [self.weight], [None], "identity", choice)
+        strategy = path.strategy(self.group)
         if self.call.op == GATHER:
-            (y,), _ = strategies.gather(self.x, self.group, partial(self._multiply, choice), path, site=SITE)
+            (y,), _ = strategy.all_gather_linear(product, site=SITE)
             return y
-        addend = partial(self._addend, choice)
         if self.call.op == NORM:
-            return self._normed(addend, path)
-        start = strategies.start_scatter if self.call.op == SCATTER else strategies.start_reduce
-        return start(self.call.T, self.group, addend, path, like=self.x, width=self.call.N, site=SITE)()
+            return self._normed(product, path)
+        if self.call.op == SCATTER:
+            return strategy.linear_reduce_scatter(product, site=SITE).wait()
+        return strategy.linear_all_reduce(product, site=SITE).wait()
 
-    def _normed(self, addend: strategies.ComputeAddend, path: policy.Path) -> torch.Tensor:
+    def _normed(self, product: Product, path: policy.OverlapPlan) -> torch.Tensor:
         if path.kind == "kernel":
-            unsummed = partial_sum.Addend(addend(strategies.ALL, None), None, self.group, SITE)
-            y, _ = partial_sum.all_reduce_norm(
+            (rows,) = product.compute()
+            unsummed = partial_sum.PartialSum(rows, None, self.group, SITE)
+            y, _ = partial_sum.fused_allreduce_norm(
                 unsummed, self.stream, self.stream[0], eps=1e-6, weight_offset=0.0, impl="triton"
             )
             return y
-        y = strategies.reduce(self.call.T, self.group, addend, path, site=SITE)
+        y = path.strategy(self.group).linear_all_reduce(product, site=SITE, async_op=False).wait()
         return rms_norm(y, self.stream[0], residual=self.stream)[0]
 
-    def _multiply(self, choice: Choice, rows: torch.Tensor, part: slice, remote: Any) -> tuple[torch.Tensor, ...]:
-        extra = {} if remote is None else {"remote": remote}
-        return tuple(parts.forward(rows, [self.weight], [None], "identity", choice, save=False, **extra)[0])
-
-    def _addend(self, choice: Choice, part: slice, remote: Any) -> Any:
-        if remote is not None:
-            return parts.send_forward(self.x, self.weight, remote)
-        return self._multiply(choice, strategies.cut(self.x, part), part, None)[0]
-
-    def verdicts(self, path: policy.Path) -> Iterator[Verdict]:
+    def verdicts(self, path: policy.OverlapPlan) -> Iterator[Verdict]:
         """The path against plain in fp64, allowed twice the error of plain in its own precision."""
         doubled = {name: getattr(self, name).double() for name in ("x", "weight", "stream")}
-        exact = replace(self, **doubled).result(strategies.PLAIN)
+        exact = replace(self, **doubled).result(policy.OverlapPlan())
         name = f"{self.call.op} {path.kind} in {path.pieces}"
-        yield judge(name, self.result(path), self.result(strategies.PLAIN), exact, terms=max(self.x.shape))
+        yield judge(name, self.result(path), self.result(policy.OverlapPlan()), exact, terms=max(self.x.shape))
 
 
 def ends_of(call: Call) -> list[Call]:
@@ -112,17 +103,17 @@ class Shares:
 
     plain_s: float = 0.0
     noise: float = 0.0  # the largest
-    worst: dict[policy.Path, float] = field(default_factory=dict)
+    worst: dict[policy.OverlapPlan, float] = field(default_factory=dict)
 
-    def add(self, path: policy.Path, share: float, plain_s: float, noise: float) -> None:
+    def add(self, path: policy.OverlapPlan, share: float, plain_s: float, noise: float) -> None:
         self.plain_s = self.plain_s or plain_s
         self.noise = max(self.noise, noise)
         self.worst[path] = max(self.worst.get(path, 0.0), share)
 
-    def fastest(self) -> policy.Path:
+    def fastest(self) -> policy.OverlapPlan:
         return min(self.worst, key=self.worst.__getitem__)
 
-    def winners(self) -> list[policy.Path]:
+    def winners(self) -> list[policy.OverlapPlan]:
         """What plain may yet lose to: nothing else can be chosen, whatever it does on other shapes."""
         return [path for path, share in self.worst.items() if share < 1 - policy.MARGIN]
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..kernels.dev import codegen, registry, workers
 from ..kernels.dev.registry import Build, Case, OpSpec
 from ..kernels.linear import config as gemms
-from ..kernels.linear import parts
+from ..kernels.linear import functional, reference
 from ..kernels.linear.config import Gemm, GemmConfig
 from ..kernels.linear.tuned import SOURCES, bucket
 from ..kernels.runtime import device
@@ -26,35 +26,24 @@ _REFERENCE = Choice("reference", "what the launch is compared with")
 _SAVING = ("linear_act_fwd", "gated_linear_fwd")  # their last argument: store what only the backward pass reads
 
 
-def _forward(x: Any, weights: Any, biases: Any, residual: Any, activation: str, save: bool) -> list[torch.Tensor]:
-    ys, zs = parts.forward(x, weights, biases, activation, _REFERENCE, residual=residual, save=save)
-    return ys + zs
-
-
 def _wgrad(dzs: Any, x: Any, want_bias: Any) -> list[torch.Tensor | None]:
-    dws, dbs = parts.param_grads(dzs, x, [True] * len(dzs), want_bias, _REFERENCE)
+    dws, dbs = functional.param_grads(dzs, x, [True] * len(dzs), want_bias, _REFERENCE)
     return [*dws, *dbs]
 
 
 def _wgrad_(dzs: Any, x: Any, dws: Any, dbs: Any) -> list[torch.Tensor | None]:
     wanted = [db is not None for db in dbs]
-    parts.param_grads(dzs, x, [True] * len(dzs), wanted, _REFERENCE, into=dws, bias_into=dbs)
+    functional.param_grads(dzs, x, [True] * len(dzs), wanted, _REFERENCE, into=dws, bias_into=dbs)
     return []
 
 
 # The plain-torch twin of every op of schemas.py that launches a GEMM, with its arguments; results in its order.
 REFERENCES: dict[str, Callable[..., Sequence[torch.Tensor | None]]] = {
-    "linear_act_fwd": _forward,
-    "gated_linear_fwd": lambda x, w, b, activation, save: parts.gated_forward(
-        x, w, b, activation, _REFERENCE, save=save
-    ),
-    "linear_dgrad": lambda dzs, weights: [parts.input_grad(dzs, weights, _REFERENCE)],
-    "linear_dgrad_act": lambda dy, w, z, activation, rebuild: parts.input_grad_act(
-        dy, w, z, activation, _REFERENCE, rebuild=rebuild
-    ),
-    "linear_dgrad_gated": lambda dy, w, g, u, activation, rebuild: parts.input_grad_gated(
-        dy, w, g, u, activation, _REFERENCE, rebuild=rebuild
-    ),
+    "linear_act_fwd": reference.linear_act_fwd,
+    "gated_linear_fwd": reference.gated_linear_fwd,
+    "linear_dgrad": lambda dzs, weights: [reference.linear_dgrad(dzs, weights)],
+    "linear_dgrad_act": reference.linear_dgrad_act,
+    "linear_dgrad_gated": reference.linear_dgrad_gated,
     "linear_wgrad": _wgrad,
     "linear_wgrad_": _wgrad_,
 }

@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from ..parallel.core.mesh import MeshLike, tp_group
-from ..parallel.overlap.partial_sum import Addend
+from ..parallel.overlap import partial_sum
+from ..parallel.overlap.partial_sum import PartialSum
+from ..parallel.overlap.policy import OverlapPlan
 from ..parallel.zero.recompute import recomputed
 from . import dropout as masks
 from .attention.attention import AttentionCache, ParallelAttention
 from .attention.rope import Rope, Rotary
 from .config import TransformerConfig
-from .late_sum import last_layer, owing, waits
 from .linear import RowParallelLinear
 from .mlp import ParallelMLP
 from .module import untouched
@@ -31,10 +32,10 @@ class ParallelBlock(nn.Module):
     ``main_grad`` (see ``attach_main_grads``). ``overlap`` and ``strict`` are as in
     :class:`~shardfuse.layers.linear.ColumnParallelLinear`.
 
-    Where nobody looks, the sums with x are formed inside: attention and MLP are then asked for more than their branch.
-    A submodule with hooks, of another class or wrapped is called as its stock twin would be, for its branch alone.
-    Over several ranks, without gradients and with few tokens, the sum over the ranks may be the norm's as well: they
-    are then asked for less (``parallel/overlap/partial_sum.py``).
+    Residual adds are fused into the projection's epilogue, or into the norm that follows, unless the submodule is
+    hooked or replaced: one with hooks, of another class or wrapped is called as its stock twin would be. Over several
+    ranks, in inference with few tokens, the norm that follows may form the sum over the ranks as well: attention and
+    MLP then return a :class:`~shardfuse.parallel.overlap.partial_sum.PartialSum`.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class ParallelBlock(nn.Module):
 
         With ``join=False`` the MLP's branch may come back beside the stream that it is to join, (stream, branch,
         dropout), and x may be such a triple: the norm that comes next adds them up in its own kernel. Where that norm
-        is ``then``, the branch may even be an :class:`~shardfuse.parallel.overlap.partial_sum.Addend`.
+        is ``then``, the branch may even be an :class:`~shardfuse.parallel.overlap.partial_sum.PartialSum`.
         """
         attention = {
             "batch_size": batch_size,
@@ -137,11 +138,11 @@ class ParallelBlock(nn.Module):
             return recomputed(self._forward, one, attention, join, None, place, random=random)
         return self._forward(x, attention, join, None if join else then, place)
 
-    def takers(self, then: nn.Module | None = None) -> list[tuple[nn.Module, RowParallelLinear]]:
+    def deferred_sums(self, then: nn.Module | None = None) -> list[tuple[nn.Module, RowParallelLinear]]:
         """The norms that may take a sum over the ranks, each with the layer whose sum it is."""
         pairs = (
-            (self.post_attention_layernorm, owing(self.self_attn, "o_proj", norm=self.post_attention_layernorm)),
-            (then, owing(self.mlp, "down_proj", "c_proj", norm=then)),
+            (self.post_attention_layernorm, deferrable(self.self_attn, "o_proj", norm=self.post_attention_layernorm)),
+            (then, deferrable(self.mlp, "down_proj", "c_proj", norm=then)),
         )
         return [(norm, last) for norm, last in pairs if norm is not None and last is not None]
 
@@ -164,19 +165,19 @@ class ParallelBlock(nn.Module):
         )
         # In one process both sums are in the epilogues of the products before them.
         alone = self.group.size == 1 and dropout is None
-        late = self.group.size > 1 and dropout is None and not torch.is_grad_enabled()
+        inference = self.group.size > 1 and dropout is None and not torch.is_grad_enabled()
         norm = self.post_attention_layernorm
         if alone and last_layer(self.self_attn, "o_proj") is not None:
             after: Stream = self.self_attn(y, residual=stream, **attention)
-        elif late and waits(owing(self.self_attn, "o_proj", norm=norm), norm, y):
-            after = stream, self.self_attn(y, partial=True, **attention), None
+        elif inference and can_defer(deferrable(self.self_attn, "o_proj", norm=norm), norm, y):
+            after = stream, self.self_attn.partial_sum(y, **attention), None
         else:
             after = stream, self.self_attn(y, **attention), dropout
         y, stream = normed(norm, after, ATTENTION, impl=self.impl)
         if alone and last_layer(self.mlp, "down_proj", "c_proj") is not None:
             return self.mlp(y, residual=stream)
-        if late and waits(owing(self.mlp, "down_proj", "c_proj", norm=then), then, y):
-            return stream, self.mlp(y, partial=True), None
+        if inference and can_defer(deferrable(self.mlp, "down_proj", "c_proj", norm=then), then, y):
+            return stream, self.mlp.partial_sum(y), None
         out = stream, self.mlp(y), dropout
         return joined(out, impl=self.impl) if join else out
 
@@ -185,7 +186,7 @@ class ParallelBlock(nn.Module):
 ATTENTION, MLP = 0, 1
 
 # What flows between blocks: x, or x and a branch that has yet to join it, perhaps one that has yet to be summed.
-Stream = torch.Tensor | tuple[torch.Tensor, torch.Tensor | Addend, masks.Dropout | None]
+Stream = torch.Tensor | tuple[torch.Tensor, torch.Tensor | PartialSum, masks.Dropout | None]
 
 
 def normed(norm: nn.Module, x: Stream, stream: int, *, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,7 +197,7 @@ def normed(norm: nn.Module, x: Stream, stream: int, *, impl: str) -> tuple[torch
     if isinstance(x, torch.Tensor):
         return norm(x, carry=True)
     x, branch, dropout = x
-    if isinstance(branch, Addend):
+    if isinstance(branch, PartialSum):
         return norm.after_sum(branch, x)  # type: ignore[operator]
     return norm(branch, residual=x, dropout=dropout, stream=stream)
 
@@ -206,8 +207,8 @@ def joined(x: Stream, stream: int = MLP, *, impl: str) -> torch.Tensor:
     if isinstance(x, torch.Tensor):
         return x
     x, branch, dropout = x
-    if isinstance(branch, Addend):
-        branch = branch.summed()
+    if isinstance(branch, PartialSum):
+        branch = branch.reduce()
     return x + branch if dropout is None else dropout.apply(branch, stream, x, impl=impl)
 
 
@@ -215,3 +216,48 @@ def make_norm(config: TransformerConfig, **place: Any) -> LayerNorm | RMSNorm:
     """The norm of the config's style."""
     kind = RMSNorm if config.gated else LayerNorm
     return kind(config.hidden_size, eps=config.norm_eps, weight_offset=config.norm_offset, **place)
+
+
+# --- the all-reduce of a row-parallel layer, in the norm that follows
+# -----------------------------------------------------
+
+
+def last_layer(module: nn.Module, *names: str) -> nn.Module | None:
+    """The layer of ``module`` that comes last, called one of ``names``; None where it or ``module`` is not plain."""
+    last = next((getattr(module, name) for name in names if hasattr(module, name)), None)
+    return last if last is not None and untouched(module) and untouched(last) else None
+
+
+def deferrable(module: nn.Module, *names: str, norm: nn.Module | None) -> RowParallelLinear | None:
+    """The layer at the end of ``module`` whose sum over several ranks ``norm`` could form: both plain modules."""
+    if not (isinstance(norm, RMSNorm) and untouched(norm)):
+        return None
+    last = last_layer(module, *names)
+    if not isinstance(last, RowParallelLinear) or last.group.size == 1 or last.sequence_parallel:
+        return None
+    return last
+
+
+def can_defer(last: RowParallelLinear | None, norm: nn.Module | None, x: torch.Tensor) -> bool:
+    """Whether the sum of ``last``, a :func:`deferrable` layer, waits for ``norm`` with the tokens of x [..., D]."""
+    if last is None or torch.is_grad_enabled():  # training pays for no more than this
+        return False
+    site = f"{last.site}.out"
+    return partial_sum.can_defer_all_reduce(x, group=last.group, site=site, **_sizes(last, norm))
+
+
+def preview_deferred(
+    last: RowParallelLinear, norm: nn.Module | None, device: torch.device, tokens: int | None
+) -> OverlapPlan | None:
+    """How the sum of a :func:`deferrable` layer crosses the ranks in ``norm``; None where it does not."""
+    return partial_sum.preview_deferred(tokens, group=last.group, device=device, **_sizes(last, norm))
+
+
+def _sizes(last: RowParallelLinear, norm: Any) -> dict[str, Any]:
+    return {
+        "dtype": torch.promote_types(last.weight.dtype, norm.weight.dtype),
+        "features_in": last.in_features // last.group.size,
+        "features_out": last.out_features,
+        "overlap": last.overlap,
+        "impl": norm.impl,
+    }

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..kernels.runtime.dispatch import Choice
-from ..parallel.core import functional
+from ..parallel.core import mappings
 from ..parallel.core.mesh import MeshLike
 from .module import Init, Runs, ShardedModule, check_divides
 
@@ -54,8 +54,8 @@ class VocabParallelEmbedding(ShardedModule):
         elsewhere = (rows < 0) | (rows >= weight.shape[0])
         x = F.embedding(rows.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0)
         if self.sequence_parallel:
-            return functional.reduce_scatter_to(x, self.group, dim=0, site="embedding")
-        return functional.reduce_from(x, self.group, site="embedding")
+            return mappings.reduce_scatter_to(x, self.group, dim=0, site="embedding")
+        return mappings.reduce_from(x, self.group, site="embedding")
 
     def _lookup_whole(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from ..kernels.linear import ACTIVATIONS, linear_act, linear_act_choice
-from ..parallel.core import functional
+from ..parallel.core import mappings
 from ..parallel.core.mesh import MeshLike
-from ..parallel.linear import column_linear, partial_row_linear, row_linear
+from ..parallel.core.options import TPOptions
+from ..parallel.linear import column_linear, row_linear
 from ..parallel.overlap.memory.sizes import layer_slots
-from ..parallel.overlap.partial_sum import Addend
-from ..parallel.overlap.policy import Path, check_overlap, preview
-from .module import Crosses, Crossing, Init, Joint, Runs, ShardedModule, check_divides
+from ..parallel.overlap.partial_sum import PartialSum
+from ..parallel.overlap.policy import OverlapPlan, check_overlap, preview
+from .module import CollectiveInfo, CollectiveInfos, FusedGroup, Init, Runs, ShardedModule, check_divides
 
 
 class _ParallelLinear(ShardedModule):
@@ -26,9 +27,23 @@ class _ParallelLinear(ShardedModule):
     bias: nn.Parameter | None
     in_features: int
     out_features: int
+    fuse_wgrad_accumulation: bool
     overlap: str
     strict: bool
     impl: str
+    site: str
+
+    def tp_options(self, site: str) -> TPOptions:
+        """What ``parallel/linear.py`` is told of this layer; ``site`` says which of its collectives."""
+        return TPOptions(
+            self.group,
+            sequence_parallel=self.sequence_parallel,
+            fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
+            impl=self.impl,
+            overlap=self.overlap,
+            strict=self.strict,
+            site=f"{self.site}.{site}",
+        )
 
     def slots(self, tokens: int) -> dict[str, int]:
         """By channel the bytes of a slot that this layer's exchanges of ``tokens`` take where the kernel makes them."""
@@ -41,10 +56,10 @@ class _ParallelLinear(ShardedModule):
 
     def _crossing(
         self, when: str, op: str, device: torch.device, tokens: int | None, features_in: int, features_out: int
-    ) -> Crossing:
+    ) -> CollectiveInfo:
         """What ``op`` will do with this layer's weight and ``tokens``."""
         if tokens is None:
-            return Crossing(when, op, None)
+            return CollectiveInfo(when, op, None)
         shape = {"tokens": tokens, "features_in": features_in, "features_out": features_out}
         path = preview(
             op,
@@ -56,7 +71,7 @@ class _ParallelLinear(ShardedModule):
             strict=self.strict,
             impl=self.impl,
         )
-        return Crossing(when, op, path)
+        return CollectiveInfo(when, op, path)
 
     def _computes_in(self, device: torch.device) -> torch.dtype:
         """The dtype of operands on ``device``: that to which autocast, where it is on, takes the weight's."""
@@ -130,34 +145,36 @@ class ColumnParallelLinear(_ParallelLinear):
             )
         (y,) = project(x, self)
         if self.gather_output:
-            y = functional.gather_from(y, self.group, dim=-1, site=f"{self.site}.gather")
+            y = mappings.gather_from(y, self.group, dim=-1, site=f"{self.site}.gather")
         return y
 
     def runs(self, device: torch.device) -> Runs:
         return [(self.op, linear_act_choice(self.weight.dtype, device, self.impl, op=self.op))]
 
-    def crosses(self, device: torch.device, tokens: int | None, joint: Joint | None = None) -> Crosses:
-        joint = Joint((self,)) if joint is None else joint
-        local = sum(layer.out_features for layer in joint.layers) // self.group.size
+    def collectives(
+        self, device: torch.device, tokens: int | None, fused_group: FusedGroup | None = None
+    ) -> CollectiveInfos:
+        fused_group = FusedGroup((self,)) if fused_group is None else fused_group
+        local = sum(layer.out_features for layer in fused_group.layers) // self.group.size
         op = "linear_reduce_scatter" if self.sequence_parallel else "linear_all_reduce"
         if self.overlap == "auto":  # parallel/linear.py says why
             why = "dx's sum travels under the weights' gradients as it is"
-            backward = Crossing("backward", op, None if tokens is None else Path(reason=why))
+            backward = CollectiveInfo("backward", op, None if tokens is None else OverlapPlan(reason=why))
         else:
             backward = self._crossing("backward", op, device, tokens, local, self.in_features)
         if not self.sequence_parallel:
             return [backward]
         forward = self._crossing("forward", "all_gather_linear", device, tokens, self.in_features, local)
-        return [forward, *self._gathered_again(forward.path, joint), backward]
+        return [forward, *self._gathered_again(forward.path, fused_group), backward]
 
-    def _gathered_again(self, forward: Path | None, joint: Joint) -> Crosses:
+    def _gathered_again(self, forward: OverlapPlan | None, fused_group: FusedGroup) -> CollectiveInfos:
         """The gather of x in backward, where forward kept this rank's tokens only."""
-        if joint.runs_again:
-            return [Crossing("backward", "all_gather_linear", forward)]
+        if fused_group.runs_again:
+            return [CollectiveInfo("backward", "all_gather_linear", forward)]
         if self.overlap in ("auto", "none") or (forward is not None and forward.kind == "plain"):
             return []
         why = "this rank's tokens alone are kept; the others' travel again under the product that forms dx"
-        return [Crossing("backward", "all_gather", None if forward is None else Path(reason=why))]
+        return [CollectiveInfo("backward", "all_gather", None if forward is None else OverlapPlan(reason=why))]
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, activation={self.activation}, {self.sharding_repr()}"
@@ -171,19 +188,8 @@ def project(x: torch.Tensor, *layers: ColumnParallelLinear) -> tuple[torch.Tenso
     first = layers[0]
     if first.sequence_parallel:
         check_tokens(x)
-    return column_linear(
-        x,
-        [layer.weight for layer in layers],
-        [layer.bias for layer in layers],
-        first.group,
-        activation=first.activation,
-        sequence_parallel=first.sequence_parallel,
-        fuse_wgrad_accumulation=first.fuse_wgrad_accumulation,
-        impl=first.impl,
-        overlap=first.overlap,
-        strict=first.strict,
-        site=f"{first.site}.in",
-    )
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    return column_linear(x, weights, biases, first.tp_options("in"), activation=first.activation)
 
 
 def check_tokens(x: torch.Tensor) -> None:
@@ -246,32 +252,20 @@ class RowParallelLinear(_ParallelLinear):
             )
         if residual is not None:
             raise ValueError("residual: what the ranks' products add up to has no epilogue; add it to the result")
-        return row_linear(
-            x,
-            self.weight,
-            self.bias,
-            self.group,
-            sequence_parallel=self.sequence_parallel,
-            fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
-            impl=self.impl,
-            overlap=self.overlap,
-            strict=self.strict,
-            site=f"{self.site}.out",
-        )
+        return row_linear(x, self.weight, self.bias, self.tp_options("out"))
 
-    def addend(self, x: torch.Tensor) -> Addend:
-        """This rank's part of :meth:`forward`, for whom the sum waits; without gradients."""
-        return self.owed(partial_row_linear(x, self.weight, impl=self.impl))
-
-    def owed(self, rows: torch.Tensor) -> Addend:
-        """``rows`` [..., F], this rank's product, as what is still to be summed."""
-        (bias,) = self.local("bias")
-        return Addend(rows, bias, self.group, f"{self.site}.out")
+    def partial_sum(self, x: torch.Tensor) -> PartialSum:
+        """This rank's part of :meth:`forward`, still to be summed over the ranks; nothing is sent. Inference only."""
+        assert not torch.is_grad_enabled(), "a deferred all-reduce is inference-only"
+        weight, bias = self.local("weight", "bias")
+        return PartialSum(linear_act(x, weight, impl=self.impl), bias, self.group, f"{self.site}.out")
 
     def runs(self, device: torch.device) -> Runs:
         return [("linear_act", linear_act_choice(self.weight.dtype, device, self.impl))]
 
-    def crosses(self, device: torch.device, tokens: int | None, joint: Joint | None = None) -> Crosses:
+    def collectives(
+        self, device: torch.device, tokens: int | None, fused_group: FusedGroup | None = None
+    ) -> CollectiveInfos:
         local = self.in_features // self.group.size
         if not self.sequence_parallel:
             return [self._crossing("forward", "linear_all_reduce", device, tokens, local, self.out_features)]

@@ -10,10 +10,13 @@ from torch import nn
 from ..kernels.linear import ACTIVATIONS, apply_activation, gated_linear, linear_act_choice
 from ..kernels.runtime.dispatch import settled
 from ..parallel.core.mesh import MeshLike, tp_group
+from ..parallel.core.options import TPOptions
+from ..parallel.core.sharding import local_tensors
 from ..parallel.mlp import RECOMPUTE, fused_mlp
+from ..parallel.overlap.partial_sum import PartialSum
 from ..parallel.overlap.policy import check_overlap
 from .linear import ColumnParallelLinear, RowParallelLinear, check_tokens, project
-from .module import Joint, check_divides, untouched
+from .module import FusedGroup, check_divides, untouched
 
 SITE = "mlp"
 
@@ -75,8 +78,15 @@ class ParallelMLP(nn.Module):
         self.recompute = recompute
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.impl = impl
-        self.overlap = check_overlap(overlap)
-        self.strict = strict
+        self._options = TPOptions(
+            self.group,
+            sequence_parallel=self.sequence_parallel,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            impl=impl,
+            overlap=check_overlap(overlap),
+            strict=strict,
+            site=SITE,
+        )
         common: dict[str, Any] = {
             "bias": not gated if bias is None else bias,
             "mesh": self.group,
@@ -100,38 +110,29 @@ class ParallelMLP(nn.Module):
             self.c_fc = ColumnParallelLinear(hidden_size, ffn_size, activation=self.activation, **common)
             self.c_proj = RowParallelLinear(ffn_size, hidden_size, **common)
 
-    def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None, partial: bool = False) -> Any:
-        """``residual``, of the result's shape and dtype and in a group of one only, is added in the last epilogue.
-
-        With ``partial``, and without gradients, the result is this rank's
-        :class:`~shardfuse.parallel.overlap.partial_sum.Addend`.
-        """
-        if self._composed(x):
-            return self._one_after_another(x, residual, partial)
+    def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """``residual``, of the result's shape and dtype and in a group of one only, is added in the last epilogue."""
         *first, last = layers = self._layers()
-        if not all(map(untouched, layers)):
-            return self._one_after_another(x, residual, partial)
+        if self._composed(x) or not all(map(untouched, layers)):
+            h = self._hidden(x)
+            return last(h) if residual is None else last(h, residual=residual)
         if self.sequence_parallel:
             check_tokens(x)
-        y = fused_mlp(
+        return fused_mlp(
             x,
             [layer.weight for layer in first],
             [layer.bias for layer in first],
             last.weight,
             last.bias,
-            self.group,
+            self._options,
             activation=self.activation,
-            sequence_parallel=self.sequence_parallel,
             recompute=self.recompute,
-            fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
-            impl=self.impl,
-            overlap=self.overlap,
-            strict=self.strict,
-            site=SITE,
             residual=residual,
-            partial=partial,
         )
-        return last.owed(y) if partial else y
+
+    def partial_sum(self, x: torch.Tensor) -> PartialSum:
+        """This rank's part of :meth:`forward`, still to be summed over the ranks. Inference only, tokens replicated."""
+        return self._layers()[-1].partial_sum(self._hidden(x))
 
     def _composed(self, x: torch.Tensor) -> bool:
         """Whether the layers run one after another although they could be one."""
@@ -141,36 +142,30 @@ class ParallelMLP(nn.Module):
             return False
         return settled(self.impl, x) or not linear_act_choice(x.dtype, x.device, self.impl).triton
 
-    def _one_after_another(self, x: torch.Tensor, residual: torch.Tensor | None, partial: bool) -> Any:
-        added = {} if residual is None else {"residual": residual}
+    def _hidden(self, x: torch.Tensor) -> torch.Tensor:
+        """h of x, by the first layer as a layer of its own."""
         if not self.gated:
-            h = self.c_fc(x)
-            return self.c_proj.addend(h) if partial else self.c_proj(h, **added)
+            return self.c_fc(x)
         gate, up, activation = self.gate_proj, self.up_proj, self.activation
         if not (untouched(gate) and untouched(up)):
-            h = apply_activation(gate(x), activation) * up(x)
-        elif self.group.size == 1:
-            h = gated_linear(
-                x,
-                gate.weight,
-                up.weight,
-                gate.bias,
-                up.bias,
-                activation=activation,
-                fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
-                impl=self.impl,
-            )
-        else:
+            return apply_activation(gate(x), activation) * up(x)
+        if self.group.size > 1 and (torch.is_grad_enabled() or self.sequence_parallel):
             g, u = project(x, gate, up)
-            h = apply_activation(g, activation) * u
-        return self.down_proj.addend(h) if partial else self.down_proj(h, **added)
+            return apply_activation(g, activation) * u
+        return gated_linear(  # nothing crosses ranks
+            x,
+            *local_tensors(gate.weight, up.weight, gate.bias, up.bias),
+            activation=activation,
+            fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
+            impl=self.impl,
+        )
 
-    def joints(self) -> list[Joint]:
+    def fused_groups(self) -> list[FusedGroup]:
         """The layers that share a product and its collectives."""
         *first, last = self._layers()
         if all(map(untouched, [*first, last])):
-            return [Joint(tuple(first), runs_again=self.recompute == 2)]
-        return [Joint(tuple(first))] if all(map(untouched, first)) else []
+            return [FusedGroup(tuple(first), runs_again=self.recompute == 2)]
+        return [FusedGroup(tuple(first))] if all(map(untouched, first)) else []
 
     def _layers(self) -> list[Any]:
         return [self.gate_proj, self.up_proj, self.down_proj] if self.gated else [self.c_fc, self.c_proj]

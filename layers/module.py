@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..kernels.runtime.dispatch import Choice
-from ..parallel.core import functional
+from ..parallel.core import mappings
 from ..parallel.core.mesh import Group, MeshLike, tp_group
 from ..parallel.core.sharding import (
     PARAM_MODES,
@@ -22,26 +22,36 @@ from ..parallel.core.sharding import (
     parameter_seed,
     tag,
 )
-from ..parallel.overlap.policy import Path
+from ..parallel.overlap.policy import OverlapPlan
 
-__all__ = ["Absent", "Crosses", "Crossing", "Init", "Joint", "Runs", "ShardedModule", "check_divides", "untouched"]
+__all__ = [
+    "Absent",
+    "CollectiveInfo",
+    "CollectiveInfos",
+    "FusedGroup",
+    "Init",
+    "Runs",
+    "ShardedModule",
+    "check_divides",
+    "untouched",
+]
 
 # The ops a module runs, each with its choice of implementation.
 Runs = list[tuple[str, Choice]]
 
 
-class Crossing(NamedTuple):
+class CollectiveInfo(NamedTuple):
     """A collective of a module's, and how it will meet the product beside it."""
 
     when: str  # "forward" or "backward", or "decoding": forward without gradients and with few tokens
     op: str
-    path: Path | None  # None: it depends on how many tokens come
+    path: OverlapPlan | None  # None: it depends on how many tokens come
 
 
-Crosses = list[Crossing]
+CollectiveInfos = list[CollectiveInfo]
 
 
-class Joint(NamedTuple):
+class FusedGroup(NamedTuple):
     """Column-parallel layers that the module around them runs as one: one product, and one collective each way."""
 
     layers: tuple[Any, ...]
@@ -151,16 +161,19 @@ class ShardedModule(nn.Module):
         tensors = self.local(*names)
         if not self.sequence_parallel:
             return tensors
-        return functional.copy_all_to(tensors, self.group, site=site)
+        return mappings.copy_all_to(tensors, self.group, site=site)
 
     def runs(self, device: torch.device) -> Runs:
         """The ops that forward runs on ``device``, each with its choice of implementation."""
         return []
 
-    def crosses(self, device: torch.device, tokens: int | None, joint: Joint | None = None) -> Crosses:
+    def collectives(
+        self, device: torch.device, tokens: int | None, fused_group: FusedGroup | None = None
+    ) -> CollectiveInfos:
         """What crosses ranks for ``tokens`` on ``device`` under a choice of ways, in a group of several.
 
-        ``joint`` is what the layer is the first of. Asks nobody: one rank may call it alone. Raises what a call would.
+        ``fused_group`` is what the layer is the first of. Asks nobody: one rank may call it alone. Raises what a call
+        would.
         """
         return []
 

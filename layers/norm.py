@@ -14,7 +14,7 @@ import torch
 
 from ..kernels.norm import layer_norm, norm_choice, rms_norm
 from ..parallel.core.mesh import MeshLike
-from ..parallel.overlap.partial_sum import Addend, all_reduce_norm
+from ..parallel.overlap.partial_sum import PartialSum, fused_allreduce_norm
 from .dropout import Dropout
 from .module import Init, Runs, ShardedModule
 
@@ -107,7 +107,9 @@ class RMSNorm(_Norm):
         (weight,) = self.local_repeated("weight", site="norm")
         return rms_norm(x, weight, eps=self.eps, weight_offset=self.weight_offset, impl=self.impl, **options)
 
-    def after_sum(self, addend: Addend, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(s), s) of s = residual + the sum over the ranks of ``addend``, in one launch."""
+    def after_sum(self, partial_sum: PartialSum, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm(s), s) of s = residual + the sum over the ranks of ``partial_sum``, in one launch."""
         (weight,) = self.local("weight")
-        return all_reduce_norm(addend, residual, weight, eps=self.eps, weight_offset=self.weight_offset, impl=self.impl)
+        return fused_allreduce_norm(
+            partial_sum, residual, weight, eps=self.eps, weight_offset=self.weight_offset, impl=self.impl
+        )

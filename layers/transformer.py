@@ -15,11 +15,11 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from ..parallel.core import functional
+from ..parallel.core import mappings
 from ..parallel.core.mesh import Group, MeshLike, tp_group
 from ..parallel.core.random import check_alike
 from ..parallel.core.sharding import named_seed, parameter_seed
-from ..parallel.overlap.partial_sum import Addend
+from ..parallel.overlap.partial_sum import PartialSum
 from ..parallel.overlap.policy import check_overlap
 from ..parallel.pipeline.partition import Part
 from . import dropout as masks
@@ -202,7 +202,7 @@ class ParallelTransformer(nn.Module):
         x: Stream = self.model.embed_tokens(tokens)
         for block, late in zip(self.model.layers, self._followers()):
             x = block(x, cache=cache, rope=rope, join=not late, **late)
-        if isinstance(x, tuple) and isinstance(x[1], Addend):  # of all tokens, like every rank's
+        if isinstance(x, tuple) and isinstance(x[1], PartialSum):  # of all tokens, like every rank's
             y, _ = normed(self.model.norm, x, MLP, impl=self.impl)
             return self.lm_head(y[cache.logit_indices])
         return self.lm_head(self.model.norm(joined(x, impl=self.impl)[cache.logit_indices]))
@@ -223,10 +223,12 @@ class ParallelTransformer(nn.Module):
         norms: list[Any] = [getattr(block, "input_layernorm", None) for block in blocks] + [self.model.norm]
         return [None if seen[i] or seen[i + 1] else norms[i + 1] for i in range(len(blocks))]
 
-    def takers(self) -> list[tuple[nn.Module, RowParallelLinear]]:
+    def deferred_sums(self) -> list[tuple[nn.Module, RowParallelLinear]]:
         """The norms that may take a sum over the ranks, each with the layer whose sum it is."""
         between = zip(self.model.layers, self._norms_between())
-        return [pair for block, norm in between if isinstance(block, ParallelBlock) for pair in block.takers(norm)]
+        return [
+            pair for block, norm in between if isinstance(block, ParallelBlock) for pair in block.deferred_sums(norm)
+        ]
 
     def _dropped(self, x: torch.Tensor, place: masks.Place | None = None) -> torch.Tensor:
         """The embeddings, in training without ``config.embedding_dropout`` of them."""
@@ -302,7 +304,7 @@ class ParallelTransformer(nn.Module):
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """[..., V/R] -> [..., V] on every rank."""
-        return functional.gather_from(logits, self.group, dim=-1, site="head.gather")
+        return mappings.gather_from(logits, self.group, dim=-1, site="head.gather")
 
     @torch.no_grad()
     def init_weights(self, seed: int | None = None) -> None:

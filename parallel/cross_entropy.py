@@ -24,22 +24,20 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from ..kernels.cross_entropy import chunks, op, reference, schemas
 from ..kernels.cross_entropy.reference import STATISTICS, Loss
-from ..kernels.linear import parts
+from ..kernels.linear import functional
 from ..kernels.runtime import autograd, dispatch
 from ..kernels.runtime.dispatch import Choice
-from .core import collectives, functional
+from .core import collectives, mappings
 from .core.mesh import SINGLE, Group
 from .core.operands import close_grads, open_params
 from .core.sharding import local_tensors, unwrap
-from .linear import reduce_input_grad
-from .overlap import strategies
+from .overlap.strategies import InFlight, Pending
 
 IGNORE_INDEX = -100  # torch's: a target that counts for nothing
 NAME = "linear_cross_entropy"
@@ -143,14 +141,14 @@ class _Call(NamedTuple):
     grad: bool  # whether autograd is on: inside a function's forward it never is
     alone: bool  # whether autograd functions leave what hidden states cross ranks to others
 
-    def exchange(self, stats: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin to gather the ranks' statistics [4, t]; what is returned waits and gives all of them, [R, 4, t].
+    def exchange(self, stats: torch.Tensor) -> Pending:
+        """Begin to gather the ranks' statistics [4, t]: all of them, [R, 4, t].
 
         By a sum over slots of which each rank fills its own: the collectives have a sum that runs in the background.
         """
         slots = stats.new_zeros(self.group.size, *stats.shape)
         slots[self.group.rank] = stats
-        return collectives.start_all_reduce(slots, self.group, site=f"{self.site}.statistics")
+        return Pending(collectives.start_all_reduce(slots, self.group, site=f"{self.site}.statistics"))
 
 
 def _run(
@@ -159,13 +157,15 @@ def _run(
     compiling = torch.compiler.is_compiling()
     if call.group.size > 1 and compiling:
         if call.sequence_parallel:
-            hidden = functional.all_gather_from(hidden, call.group, dim=0, site=f"{call.site}.in")
+            hidden = mappings.all_gather_from(hidden, call.group, dim=0, site=f"{call.site}.in")
         else:
-            hidden = functional.copy_to(hidden, call.group, site=f"{call.site}.in")
+            hidden = mappings.copy_to(hidden, call.group, site=f"{call.site}.in")
         weight, bias = local_tensors(weight, bias)
         call = call._replace(alone=True)
     elif _is_small(call, hidden, weight):
-        rows, weight, bias = parts.cast((parts.as_rows(hidden), *local_tensors(weight, bias)), [call.dtype] * 3)
+        rows, weight, bias = functional.cast(
+            (functional.as_rows(hidden), *local_tensors(weight, bias)), [call.dtype] * 3
+        )
         flat = targets if targets.dim() == 1 else targets.reshape(-1)
         try:
             found = reference.linear_cross_entropy(rows, weight, bias, flat, call.loss, call.reduction)
@@ -220,8 +220,8 @@ class _Total(torch.autograd.Function):
         if call.group.size == 1:
             losses, *grads = schemas.once(*operands, *call.loss, call.chunk, want, call.choice.triton)
         else:
-            with strategies.InFlight() as flights:
-                exchange = lambda stats: flights.add(call.exchange(stats))
+            with InFlight() as flights:
+                exchange = lambda stats: flights.add(call.exchange(stats)).wait
                 losses, *grads = chunks.once(*operands, call.loss, call.choice, want, call.chunk, exchange)
         loss = losses.sum()
         inverse = None
@@ -242,9 +242,9 @@ class _Total(torch.autograd.Function):
         reuse = not autograd.keeps_graph()
         dhidden = None
         dparams: list[torch.Tensor | None] = []
-        with strategies.InFlight() as flights:
+        with InFlight() as flights:
             if want_hidden:
-                finish = flights.add(_reduce(ctx, _scaled(drows, scale, drows.dtype, reuse)))
+                summing = flights.add(_reduce(ctx, _scaled(drows, scale, drows.dtype, reuse)))
             into = autograd.destinations(ctx, ctx.buffers)
             for i, (grad, want, buffer) in enumerate(zip(formed, want_params, into)):
                 factor = scale if i == 0 else scale[0]
@@ -256,7 +256,7 @@ class _Total(torch.autograd.Function):
                 else:
                     dparams.append(_scaled(grad, factor, ctx.dtypes[1 + i], reuse))
             if want_hidden:
-                dhidden = finish()
+                dhidden = summing.wait()
         return None, None, *close_grads(ctx, dhidden, dparams)
 
 
@@ -295,27 +295,28 @@ class _PerToken(torch.autograd.Function):
         drows, dweight, dbias = (
             grad if w and buffer is None else None for grad, w, buffer in zip(grads, want, [None, *into])
         )
-        dhidden = None if drows is None else _reduce(ctx, drows)()
+        dhidden = None if drows is None else _reduce(ctx, drows).wait()
         return None, None, *close_grads(ctx, dhidden, [dweight, dbias])
 
 
 def _open(ctx: Any, call: _Call, hidden: torch.Tensor, weight: Any, bias: Any) -> list[Any]:
     """Rows, weight and bias as plain tensors in the dtype to compute in; all tokens' rows."""
     plain = open_params(ctx, hidden, (weight, bias), call.fuse_wgrad_accumulation and call.grad)
-    hidden, weight, bias = parts.cast((hidden, *plain), [call.dtype] * 3)
+    hidden, weight, bias = functional.cast((hidden, *plain), [call.dtype] * 3)
     if call.sequence_parallel and not call.alone:
         hidden = collectives.all_gather(hidden, call.group, site=f"{call.site}.in")
     ctx.shape = hidden.shape
-    return [parts.as_rows(hidden), weight, bias]
+    return [functional.as_rows(hidden), weight, bias]
 
 
-def _reduce(ctx: Any, drows: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Begin to sum this rank's addend to the rows' gradient; what is returned gives that of the hidden states."""
+def _reduce(ctx: Any, drows: torch.Tensor) -> Pending:
+    """Begin to sum this rank's addend to the rows' gradient: that of the hidden states."""
     call = ctx.call
     dhidden = drows.view(ctx.shape)
     if call.alone or call.group.size == 1:
-        return lambda: dhidden
-    return reduce_input_grad(dhidden, call.group, call.sequence_parallel, f"{call.site}.in")
+        return Pending(lambda: dhidden)
+    start = collectives.start_reduce_scatter if call.sequence_parallel else collectives.start_all_reduce
+    return Pending(start(dhidden, call.group, site=f"{call.site}.in.grad"))
 
 
 def _scaled(grad: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, reuse: bool) -> torch.Tensor:
@@ -375,7 +376,7 @@ def _prepare(
             f"1 to {rows * group.size}"
         )
     dtype, device = _dtype(name, hidden, own_weight, own_bias), hidden.device
-    choice = parts.linear_act_choice(dtype, device, impl, op=name)
+    choice = functional.linear_act_choice(dtype, device, impl, op=name)
     dispatch.count(NAME, choice.impl)
     whole = Loss(vocab_size, 0, vocab_size, ignore_index, label_smoothing, z_loss, softcap)
     loss = whole.part(group.rank * rows, rows)
@@ -416,7 +417,7 @@ def _check_operands(
 
 def _dtype(name: str, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.dtype:
     """What to compute in: autocast's dtype, or that of all operands."""
-    autocast = parts.autocast_dtype(hidden)
+    autocast = functional.autocast_dtype(hidden)
     for what, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if tensor is None:
             continue

@@ -23,29 +23,19 @@ Level 1 is the selective recomputation of Korthikanti et al. (arXiv:2205.05198),
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..kernels.linear import apply_activation, parts
+from ..kernels.linear import Product, apply_activation, functional
 from ..kernels.runtime import autograd
 from ..kernels.runtime.dispatch import Choice
 from .core import collectives
-from .core.mesh import Group
 from .core.operands import Params, autocast, close_grads, open_params
-from .linear import (
-    NO_OVERLAP,
-    Paths,
-    column_paths,
-    gather_output_grad,
-    row_addend,
-    row_paths,
-    shaped,
-    start_input_grad,
-    sum_output,
-)
-from .overlap import strategies
+from .core.options import TPOptions
+from .linear import shaped, sum_input_grad
+from .overlap.policy import LayerOverlap, column_overlap, row_overlap
+from .overlap.strategies import InFlight, Pending, beside
 
 RECOMPUTE = (0, 1, 2)
 
@@ -56,54 +46,36 @@ def fused_mlp(
     biases: Params,
     out_weight: Any,
     out_bias: Any,
-    group: Group,
+    options: TPOptions,
     *,
     activation: str,
-    sequence_parallel: bool = False,
     recompute: int = 0,
-    fuse_wgrad_accumulation: bool = False,
-    impl: str = "auto",
-    overlap: str = "none",
-    strict: bool = False,
-    site: str,
     residual: torch.Tensor | None = None,
-    partial: bool = False,
 ) -> torch.Tensor:
     """The layer above; with two ``weights``, gate and up, it is gated. Parameters are DTensors or plain.
 
     ``residual``, of the result's shape and dtype, is added in the last product's epilogue: for a group of one only.
-    With ``partial``, and without gradients, the result is this rank's addend to y, without b2 (:mod:`partial_sum`).
-    ``fuse_wgrad_accumulation``, ``overlap`` and ``strict`` are as in :func:`linear.column_linear`.
-    Under torch.compile for a group of one only. Raises ValueError for operands that do not fit.
+    Under torch.compile for a group of one only. Raises ValueError for operands that do not fit, RuntimeError for an
+    overlap that ``strict`` insists on and that cannot be had.
     """
-    options = (activation, sequence_parallel, recompute, fuse_wgrad_accumulation, impl, overlap, strict, site)
-    call = _Call(group, *options, n=len(weights), grad=torch.is_grad_enabled(), partial=partial)
-    assert not (partial and call.grad), "a sum that waits has no gradient"
-    if residual is not None and group.size > 1:
+    call = _Call(options.now(), activation, recompute, n=len(weights))
+    if residual is not None and options.group.size > 1:
         raise ValueError("residual: what the ranks' products add up to has no epilogue; add it to the result")
-    if residual is not None and residual.dtype != (parts.autocast_dtype(x) or x.dtype):
+    if residual is not None and residual.dtype != (functional.autocast_dtype(x) or x.dtype):
         # Under autocast over a wider stream: a sum in the wider dtype, as torch's.
-        return residual + _MLP.apply(call, None, x, *weights, *biases, out_weight, out_bias)
+        return residual + FusedMLP.apply(call, None, x, *weights, *biases, out_weight, out_bias)
     if residual is x:  # torch.compile takes no tensor twice
         residual = x.view_as(x)
-    return _MLP.apply(call, residual, x, *weights, *biases, out_weight, out_bias)
+    return FusedMLP.apply(call, residual, x, *weights, *biases, out_weight, out_bias)
 
 
 class _Call(NamedTuple):
     """The options of one call."""
 
-    group: Group
+    options: TPOptions
     activation: str
-    sequence_parallel: bool
     recompute: int
-    fuse_wgrad_accumulation: bool
-    impl: str
-    overlap: str
-    strict: bool
-    site: str
     n: int  # weights of the first layer
-    grad: bool  # whether autograd is on: inside a function's forward it never is
-    partial: bool  # whether the sum over the ranks is left to others
 
     @property
     def gated(self) -> bool:
@@ -114,180 +86,188 @@ class _Call(NamedTuple):
         """Whether h is z: nothing lies between the layers."""
         return self.activation == "identity" and not self.gated
 
+    def first(
+        self, rows: torch.Tensor, weights: Params, biases: Params, choice: Choice, *, save_preact: bool
+    ) -> Product:
+        """h of the rows; with ``save_preact`` also [z] or [g, u], nothing where h is z."""
+        kind = Product.gated_linear if self.gated else Product.linear_act
+        return kind(rows, weights, biases, self.activation, choice, save_preact=save_preact)
 
-class _MLP(torch.autograd.Function):
+    def activated(self, zs: Params) -> torch.Tensor:
+        """h of [z] or [g, u]."""
+        h = apply_activation(zs[0], self.activation)
+        return h * zs[1] if self.gated else h
+
+
+class _Left(NamedTuple):
+    """What a pass of backward leaves for the next one over the same graph."""
+
+    dy: torch.Tensor  # every token's
+    x: torch.Tensor | None
+    h: torch.Tensor | None
+    zs: Params
+    dzs: Any  # the list, None where it was not formed
+
+
+class FusedMLP(torch.autograd.Function):
+    """The layer above: a column-parallel product, the activation, a row-parallel product.
+
+    x_shard, y_shard, dx_shard, dy_shard  [T/R, D]   this rank's tokens; without sequence parallelism all, [T, D]
+    x, dy                                 [T, D]     every rank's, gathered
+    w_shard (one, or gate and up)         [F/R, D]
+    out_weight                            [D, F/R]
+    zs, h, dzs                            [T, F/R]   [z], or [g, u]
+
+    forward    x = all_gather(x_shard);  h, zs = act(x @ w_shard^T + b);
+               y_shard = reduce_scatter(h @ out_weight^T) + b2, or all_reduce
+    backward   dy = all_gather(dy_shard);  dzs = (dy @ out_weight) * act'(zs), in one product;
+               dx_shard = reduce_scatter(sum_i dz_i @ w_i), or all_reduce, under
+               dout_weight = dy^T @ h and dw_i = dz_i^T @ x
+    """
+
     @staticmethod
-    def forward(ctx: Any, call: _Call, residual: torch.Tensor | None, x: torch.Tensor, *params: Any) -> torch.Tensor:
-        n = call.n
-        plain = open_params(ctx, x, params, call.fuse_wgrad_accumulation and call.grad)
+    def forward(ctx: Any, call: _Call, residual: torch.Tensor | None, x_shard: torch.Tensor, *params: Any) -> Any:
+        options, n = call.options, call.n
+        alone, site = options.group.size == 1, options.site
+        plain = open_params(ctx, x_shard, params, options.fuse_wgrad_accumulation and options.grad)
         op = "gated_linear" if call.gated else "linear_act"
-        dtype, first = parts.prepare(x, plain[:n], plain[n : 2 * n], call.activation, call.impl, op=op)
-        x, *operands = autocast((x, *plain), dtype)
+        dtype, first = functional.prepare(x_shard, plain[:n], plain[n : 2 * n], call.activation, options.impl, op=op)
+        x_shard, *operands = autocast((x_shard, *plain), dtype)
         weights, biases, (out_weight, out_bias) = operands[:n], operands[n : 2 * n], operands[2 * n :]
 
-        # What backward will read: the first layer's input x, the hidden h, and what leads from dy to dz.
-        _, _, need_x, *need = [needed and call.grad for needed in ctx.needs_input_grad]
+        # What backward will read: the first layer's input x, the hidden h, and what leads from dy to the dzs.
+        _, _, need_x, *need = [needed and options.grad for needed in ctx.needs_input_grad]
         need_dz, need_h, need_rows = need_x or any(need[: 2 * n]), need[2 * n], any(need[:n])
         again = call.recompute == 2 and (need_dz or need_h)
         keep_h = need_h and (call.recompute == 0 or call.bare) and not again
+        save_preact = (need_dz or (need_h and not keep_h)) and not again
 
-        alone = call.group.size == 1
-        first_paths = column_paths(call, x, weights, biases, call.activation)
-        rows = parts.as_rows(x)
-        save = (need_dz or (need_h and not keep_h)) and not again
-        h, zs, whole = _hidden(rows, weights, biases, call, first, first_paths, ".in", save=save)
-        _, second = parts.prepare(h, [out_weight], [out_bias], "identity", call.impl)
-        second_paths = NO_OVERLAP if call.partial else row_paths(call, h, out_weight, out_bias)
+        check = lambda: functional.check(x_shard, weights, biases, call.activation)
+        into = column_overlap(options, x_shard, weights, check)
+        rows = functional.as_rows(x_shard)
+        product = call.first(rows, weights, biases, first, save_preact=save_preact)
+        if options.sequence_parallel:
+            keep = not into.gathers_again
+            (h, *zs), x = into.forward.all_gather_linear(product, site=f"{site}.in", keep=keep)
+        else:
+            (h, *zs), x = product.compute(), rows
+
+        _, second = functional.prepare(h, [out_weight], [out_bias], "identity", options.impl)
+        check = lambda: functional.check(h, [out_weight], [out_bias], "identity")
+        out = row_overlap(options, h, out_weight, check)
         if alone:  # bias and residual ride in the product
             if residual is not None:
-                residual = parts.check_residual(residual, x, out_weight, dtype)
-            (y,), _ = parts.forward(h, [out_weight], [out_bias], "identity", second, residual=residual)
-        elif call.partial:
-            y = row_addend(h, out_weight, second)
+                residual = functional.check_residual(residual, x_shard, out_weight, dtype)
+            (y_shard,) = Product.linear_act(
+                h, [out_weight], [out_bias], "identity", second, residual=residual
+            ).compute()
         else:
-            y = sum_output(h, out_weight, out_bias, second, call, second_paths.forward, f"{call.site}.out")
+            product = Product.linear_act(h, [out_weight], [None], "identity", second)
+            if options.sequence_parallel:
+                pending = out.forward.linear_reduce_scatter(product, bias=out_bias, site=f"{site}.out")
+            else:
+                pending = out.forward.linear_all_reduce(product, bias=out_bias, site=f"{site}.out", async_op=False)
+            y_shard = pending.wait()
 
-        ctx.call, ctx.choices, ctx.paths, ctx.x_shape = call, (first, second), (first_paths, second_paths), x.shape
-        ctx.shard = call.sequence_parallel and not alone and (again or first_paths.gathers_again)
+        ctx.call, ctx.choices, ctx.overlap, ctx.x_shape = call, (first, second), (into, out), x_shard.shape
+        ctx.keeps_shard = options.sequence_parallel and not alone and (again or into.gathers_again)
         ctx.save_for_backward(
-            None if not (need_rows or again) else rows if ctx.shard else whole,
+            None if not (need_rows or again) else rows if ctx.keeps_shard else x,
             h if keep_h else None,
             out_weight if need_dz else None,
             *(weight if need_x or again else None for weight in weights),
             *(bias if again else None for bias in biases),
             *zs,
         )
-        return shaped(y, x.shape[:-1])
+        return shaped(y_shard, x_shard.shape[:-1])
 
     @staticmethod
     @autograd.first_order
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        call, n = ctx.call, ctx.call.n
+    def backward(ctx: Any, dy_shard: torch.Tensor) -> tuple[Any, ...]:
+        call, n, options = ctx.call, ctx.call.n, ctx.call.options
         first, second = ctx.choices
-        first_paths, second_paths = ctx.paths
+        into, out = ctx.overlap
+        site = options.site
         kept, h, out_weight, *rest = ctx.saved_tensors
         weights, biases, zs = rest[:n], rest[n : 2 * n], rest[2 * n :]
         want = autograd.wanted(ctx)
         _, want_residual, want_x, *want_params = want
         want_dz, want_h = want_x or any(want_params[: 2 * n]), want_params[2 * n]
 
-        x: Any = None if ctx.shard else kept
-        dys: Any = None
-        dzs: Any = None
-        left = autograd.recall(ctx, [dy])
-        if left is not None:
-            dys, x, h, zs, dzs = left
+        left: _Left | None = autograd.recall(ctx, [dy_shard])
+        dy, x, h, zs, dzs = left or _Left(None, None if ctx.keeps_shard else kept, h, zs, None)  # type: ignore[arg-type]
         if call.recompute == 2 and h is None and (want_dz or want_h):
-            h, zs, x = _hidden(kept, weights, biases, call, first, first_paths, ".in.again", save=True, again=True)
+            h, zs, x = _first_again(call, kept, weights, biases, first, into)
+
+        # Through the second layer and the activation: dy, dzs, and h where it is needed and was not kept.
         form_dzs = want_dz and dzs is None
-        rebuild = form_dzs and h is None and ctx.needs_input_grad[3 + 2 * n]  # for this pass or a later one
-
-        def through_second(dys: torch.Tensor, part: slice, remote: Any) -> Sequence[torch.Tensor]:
-            if not form_dzs:
-                return ()
-            own = [strategies.cut(z, part) for z in zs]
-            return _through_second(dys, out_weight, own, call, second, rebuild=rebuild, remote=remote)
-
-        if dys is None:
-            rows, path = parts.as_rows(dy), second_paths.backward
-            found, dys = gather_output_grad(rows, through_second, call, path, f"{call.site}.out")
+        recompute_act = form_dzs and h is None and ctx.needs_input_grad[3 + 2 * n]  # for this pass or a later one
+        rows = functional.as_rows(dy_shard) if dy is None else dy
+        if call.bare:
+            product = Product.input_grad([rows], [out_weight], second)
         else:
-            found = through_second(dys, strategies.ALL, None)
+            product = Product.input_grad_act(rows, out_weight, zs, call.activation, second, recompute_act=recompute_act)
+        found: Any = ()
+        if dy is not None or not options.sequence_parallel:
+            dy, found = rows, product.compute() if form_dzs else ()
+        elif form_dzs:
+            keep = autograd.keeps_graph()  # a later pass may ask for the rows again
+            found, dy = out.backward.all_gather_linear(product, site=f"{site}.out.grad", keep=keep)
+        else:
+            dy = collectives.all_gather(rows, options.group, site=f"{site}.out.grad")
         if form_dzs:
-            dzs, h = found[:n], found[n] if rebuild else h
+            dzs, h = found[:n], found[n] if recompute_act else h
         if want_h and h is None:
-            h = _activated(zs, call)
+            h = call.activated(zs)
 
-        gather_again = x is None and any(want_params[:n])
-        site = f"{call.site}.in"
-        with strategies.InFlight() as flights:
-            if gather_again:
-                finish_gather = flights.add(collectives.start_all_gather(kept, call.group, site=f"{site}.again"))
-            if want_x:  # it travels while the weights get their gradients
-                finish = flights.add(start_input_grad(dzs, weights, first, call, first_paths.backward, site))
-            into = autograd.destinations(ctx, ctx.buffers)
-            hides = f"{site}.grad"
-            out_grads = strategies.product(hides, _param_grads, [dys], h, want_params[2 * n :], into[2 * n :], second)
-            if gather_again:
-                x = finish_gather()
-            grads: list[Any] = [None] * (2 * n)
+        # dx travels while the weights get their gradients.
+        gather = x is None and any(want_params[:n])
+        buffers = autograd.destinations(ctx, ctx.buffers)
+        dws: list[Any] = [None] * n
+        dbs: list[Any] = [None] * n
+        dx_shard = None
+        with InFlight() as flights:
+            if gather:
+                gathering = flights.add(
+                    Pending(collectives.start_all_gather(kept, options.group, site=f"{site}.in.again"))
+                )
+            if want_x:
+                summing = flights.add(sum_input_grad(options, into.backward, dzs, weights, first, f"{site}.in"))
+            hides = f"{site}.in.grad"
+            (dout_weight,), (dout_bias,) = _param_grads(hides, [dy], h, want_params[2 * n :], buffers[2 * n :], second)
+            if gather:
+                x = gathering.wait()
             if want_dz:
-                grads = strategies.product(hides, _param_grads, dzs, x, want_params[: 2 * n], into[: 2 * n], first)
-            dx = finish().view(ctx.x_shape) if want_x else None
+                dws, dbs = _param_grads(hides, dzs, x, want_params[: 2 * n], buffers[: 2 * n], first)
+            if want_x:
+                dx_shard = summing.wait().view(ctx.x_shape)
         spent = zs if dzs else ()
-        autograd.remember(ctx, [dy], (dys, x, h, () if dzs else zs, dzs), want, spent=spent)
-        return None, dy if want_residual else None, *close_grads(ctx, dx, [*grads, *out_grads])
+        autograd.remember(ctx, [dy_shard], _Left(dy, x, h, () if dzs else zs, dzs), want, spent=spent)
+        grads = close_grads(ctx, dx_shard, [*dws, *dbs, dout_weight, dout_bias])
+        return None, dy_shard if want_residual else None, *grads
 
 
-def _hidden(
-    rows: torch.Tensor,
-    weights: Params,
-    biases: Params,
-    call: _Call,
-    choice: Choice,
-    paths: Paths,
-    suffix: str,
-    *,
-    save: bool,
-    again: bool = False,
-) -> tuple[torch.Tensor, Sequence[torch.Tensor], torch.Tensor]:
-    """The first layer: h; with ``save`` [z] or [g, u], nothing where h is z; every token's x, ``rows`` being ours.
-
-    ``again`` in backward, where x is wanted for the weights' gradients.
-    """
-
-    def product(rows: torch.Tensor, part: slice, remote: Any) -> Sequence[torch.Tensor]:
-        if not call.gated:
-            (h,), zs = parts.forward(rows, weights, biases, call.activation, choice, save=save, remote=remote)
-            return h, *zs
-        h, g, u = parts.gated_forward(rows, weights, biases, call.activation, choice, save=save, remote=remote)
-        return (h,) if g is None or u is None else (h, g, u)
-
-    if call.sequence_parallel:
-        keep = again or not paths.gathers_again
-        site = call.site + suffix
-        (h, *zs), whole = strategies.gather(rows, call.group, product, paths.forward, site=site, keep=keep)
+def _first_again(
+    call: _Call, kept: torch.Tensor, weights: Params, biases: Params, choice: Choice, overlap: LayerOverlap
+) -> tuple[torch.Tensor, Params, torch.Tensor]:
+    """The first layer once more, in backward: h, the zs and every token's x, which the weights' gradients want."""
+    product = call.first(kept, weights, biases, choice, save_preact=True)
+    if call.options.sequence_parallel:
+        (h, *zs), x = overlap.forward.all_gather_linear(product, site=f"{call.options.site}.in.again")
     else:
-        (h, *zs), whole = product(rows, strategies.ALL, None), rows
-    return h, zs, whole
-
-
-def _activated(zs: Sequence[torch.Tensor], call: _Call) -> torch.Tensor:
-    """h of [z] or [g, u]."""
-    h = apply_activation(zs[0], call.activation)
-    return h * zs[1] if call.gated else h
-
-
-def _through_second(
-    dys: torch.Tensor,
-    out_weight: torch.Tensor,
-    zs: Sequence[torch.Tensor],
-    call: _Call,
-    choice: Choice,
-    *,
-    rebuild: bool,
-    remote: Any,
-) -> Sequence[torch.Tensor]:
-    """From dy to [dz] or [dg, du], in one product, and with ``rebuild`` h."""
-    if call.bare:
-        return [parts.input_grad([dys], [out_weight], choice, remote=remote)]
-    options: dict[str, Any] = {"rebuild": rebuild, "remote": remote}
-    found = (
-        parts.input_grad_gated(dys, out_weight, zs[0], zs[1], call.activation, choice, **options)
-        if call.gated
-        else parts.input_grad_act(dys, out_weight, zs[0], call.activation, choice, **options)
-    )
-    return [x for x in found if x is not None]
+        (h, *zs), x = product.compute(), kept
+    return h, zs, x
 
 
 def _param_grads(
-    dzs: Sequence[torch.Tensor],
-    x: torch.Tensor,
-    want: Sequence[bool],
-    into: Sequence[torch.Tensor | None],
-    choice: Choice,
-) -> list[torch.Tensor | None]:
-    """The gradients of a layer's weights and then its biases, where wanted and not added to a buffer."""
+    hides: str, dzs: Params, x: torch.Tensor | None, want: Any, into: Any, choice: Choice
+) -> tuple[list[Any], list[Any]]:
+    """The gradients of a layer's weights and its biases, where wanted and not added to a buffer."""
     n = len(dzs)
-    dws, dbs = parts.param_grads(dzs, x, want[:n], want[n:], choice, into=into[:n], bias_into=into[n:])
-    return [*dws, *dbs]
+    return beside(
+        hides,
+        functional.param_grads,
+        *(dzs, x, want[:n], want[n:], choice),
+        into=into[:n],
+        bias_into=into[n:],
+    )

@@ -23,9 +23,7 @@ from rich.table import Table
 from ...kernels.dev.accuracy import Verdict
 from ...kernels.runtime import dispatch
 from .. import suites
-from . import (
-    provenance,
-)
+from . import provenance
 from .benchmark import Benchmark, Measurement, Settings
 from .progress import Progress
 from .records import Outcome, RowKey, earlier, header, left, record

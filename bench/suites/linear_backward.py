@@ -17,7 +17,7 @@ import torch
 
 from ...kernels.dev.accuracy import Verdict
 from ...kernels.dev.shapes import SHORT, TOKENS, grid
-from ...kernels.linear import linear_act, linear_act_choice, parts
+from ...kernels.linear import Product, functional, linear_act, linear_act_choice
 from ...kernels.runtime.cost import PASSES, pass_bytes
 from ...kernels.runtime.dispatch import Choice
 from ..harness import problem
@@ -157,13 +157,13 @@ def _forward(operands: Operands, activation: str, impl: str) -> tuple[torch.Tens
 
 @torch.no_grad()
 def _ours_dgrad(operands: Operands, activation: str, choice: Choice) -> torch.Tensor:
-    dz, _ = parts.input_grad_act(operands.x, operands.after, operands.zs[0], activation, choice)
+    (dz,) = Product.input_grad_act(operands.x, operands.after, operands.zs[:1], activation, choice).compute()
     return dz
 
 
 @torch.no_grad()
 def _ours_wgrad(operands: Operands, activation: str, choice: Choice) -> tuple[torch.Tensor, torch.Tensor]:
-    (dw,), (db,) = parts.param_grads(operands.dys, operands.x, [True], [True], choice)
+    (dw,), (db,) = functional.param_grads(operands.dys, operands.x, [True], [True], choice)
     assert dw is not None
     assert db is not None
     return dw, db
@@ -171,7 +171,7 @@ def _ours_wgrad(operands: Operands, activation: str, choice: Choice) -> tuple[to
 
 @torch.no_grad()
 def _ours_into(operands: Operands, activation: str, choice: Choice) -> None:
-    parts.param_grads(operands.dys, operands.x, [True], [False], choice, into=operands.buffers)
+    functional.param_grads(operands.dys, operands.x, [True], [False], choice, into=operands.buffers)
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------

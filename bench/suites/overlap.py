@@ -23,7 +23,7 @@ from ...kernels.comm import all_gather_linear, linear_all_reduce, linear_reduce_
 from ...kernels.dev.accuracy import Verdict
 from ...kernels.dev.cases import comm as cases
 from ...kernels.dev.registry import Case, OpSpec, to_double
-from ...kernels.linear import linear_act, linear_act_choice, parts, reference
+from ...kernels.linear import Product, linear_act, linear_act_choice, reference
 from ...kernels.runtime.signals import Gathered, in_one_process, rows_of
 from ...parallel.overlap import link_model
 from ..harness import virtual_ranks
@@ -49,7 +49,7 @@ _LARGE, _SMALL = (8192, 8192, 28672), (4096, 4096, 16384)
 _SHORT = {GATHER.name: "gather", SCATTER.name: "scatter", REDUCE.name: "reduce"}
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
-Product = Callable[[], torch.Tensor]
+Run = Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def warm(settings: Settings, name: str) -> None:
 # --- one rank's product, every flag set -------------------------------------------------------------------------------
 
 
-def _waiting(problem: Problem, drawn: dict[str, Any]) -> Product:
+def _waiting(problem: Problem, drawn: dict[str, Any]) -> Run:
     """The product of a rank in the middle, over the whole chip, whose rows are all there."""
     T, _, _, R = problem.sizes
     x = drawn["x"]
@@ -184,14 +184,13 @@ def _waiting(problem: Problem, drawn: dict[str, Any]) -> Product:
     return _forward(problem, drawn, Gathered([x] * R, signals, transport.pieces_for(-(-T // R))))
 
 
-def _forward(problem: Problem, drawn: dict[str, Any], remote: Gathered | None = None) -> Product:
+def _forward(problem: Problem, drawn: dict[str, Any], remote: Gathered | None = None) -> Run:
     x = drawn["x"]
     choice = linear_act_choice(x.dtype, x.device, "triton")
 
     def run() -> torch.Tensor:
         arguments = x, drawn["weights"], drawn["biases"], problem.activation, choice
-        ys, _ = parts.forward(*arguments, save=False, remote=remote)
-        return ys[0]
+        return Product.linear_act(*arguments).compute(remote)[0]
 
     return run
 

@@ -233,7 +233,7 @@ BENCHMARK = Benchmark(
             "layers/attention/attention.py",
             "layers/block.py",
         ),
-        *("layers/module.py", "parallel/linear.py", "parallel/core/functional.py", "parallel/core/collectives.py"),
+        *("layers/module.py", "parallel/linear.py", "parallel/core/mappings.py", "parallel/core/collectives.py"),
         *("parallel/mlp.py", "parallel/core/operands.py", "parallel/core/sharding.py"),
     ),
     devices=("cpu",),

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..linear import linear_act_choice, parts
+from ..linear import Product, functional, linear_act_choice
 from ..runtime import dispatch
 from ..runtime.dispatch import Choice
 from ..runtime.signals import (
@@ -76,7 +76,7 @@ def all_gather_linear(
     weights = [weight] if isinstance(weight, torch.Tensor) else list(weight)
     biases = [bias] * len(weights) if bias is None or isinstance(bias, torch.Tensor) else list(bias)
     whole = peers[signals.rank]
-    parts.check(whole, weights, biases, activation, op=op)
+    functional.check(whole, weights, biases, activation, op=op)
     first, last = rows_of(signals.rank, len(peers), whole.shape[0])
     _check("all_gather_linear", x, (last - first, whole.shape[1]), peers, whole.shape, signals, weights, biases)
     pieces = transport.pieces_for(-(-whole.shape[0] // len(peers))) if pieces is None else pieces
@@ -171,12 +171,9 @@ def _gather_in_kernel(
 ) -> list[torch.Tensor]:
     whole = peers[signals.rank]
     sent = transport.start_push(x.contiguous(), peers, signals, pieces)
-    remote = Gathered(peers, signals, pieces)
-    if gated:
-        h, _, _ = parts.gated_forward(whole, weights, biases, activation, choice, save=False, remote=remote)
-        ys = [h]
-    else:
-        ys, _ = parts.forward(whole, weights, biases, activation, choice, save=False, remote=remote)
+    arriving = Gathered(peers, signals, pieces)
+    kind = Product.gated_linear if gated else Product.linear_act
+    ys = kind(whole, weights, biases, activation, choice).compute(arriving)
     if not any(y.numel() for y in ys):  # no product has waited, and all ranks have to hear of each other
         transport.wait_for_rows(signals, pieces)
     sent()
@@ -196,7 +193,7 @@ def _send_and_add(
     impl: str,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     gather = op == "linear_all_reduce"
-    parts.check(x, [weight], [bias], "identity")
+    functional.check(x, [weight], [bias], "identity")
     (tokens, _), width, ranks = x.shape, weight.shape[0], len(peers)
     shape = all_reduce_shape(tokens, width, ranks) if gather else reduce_scatter_shape(tokens, width, ranks)
     _check(op, x, x.shape, peers, shape, signals, [weight], [bias, residual])
@@ -213,7 +210,7 @@ def _send_and_add(
         from . import reduce  # Triton, only when a kernel runs
 
         if tokens:
-            parts.send_forward(x, weight, Scattered(peers, signals))
+            Product.linear_act(x, [weight], [None], "identity", choice).send(Scattered(peers, signals))
         else:  # no tile raises a flag, and all ranks have to hear of each other
             raise_flags(signals, 0, 0, range(ranks))
         outs = reduce.reduce_scattered(

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from ..linear import parts
+from ..linear import Product, functional
 from ..runtime import alloc
 from ..runtime.dispatch import Choice
 from . import reference
@@ -99,8 +99,10 @@ def once(
     def finish(span: slice, logits: torch.Tensor, stats: Callable[[], torch.Tensor] | None) -> None:
         _gradient_(logits, targets[span], None if stats is None else stats(), None, loss, choice, losses[span])
         if drows is not None:
-            drows[span] = parts.input_grad([logits], [weight], choice)
-        parts.param_grads([logits], rows[span], [want_weight], [want_bias], choice, into=[dweight], bias_into=[dbias])
+            (drows[span],) = Product.input_grad([logits], [weight], choice).compute()
+        functional.param_grads(
+            [logits], rows[span], [want_weight], [want_bias], choice, into=[dweight], bias_into=[dbias]
+        )
 
     in_flight = 1 if exchange is None else 2
     if chunk is None:
@@ -155,8 +157,9 @@ def again(
         logits = _logits(rows, weight[span], None if bias is None else bias[span], choice)
         _gradient_(logits, targets, stats[None], gain, part, choice, None)
         if drows is not None:
-            drows += parts.input_grad([logits], [weight[span]], choice)
-        (dw,), (db,) = parts.param_grads(
+            (addend,) = Product.input_grad([logits], [weight[span]], choice).compute()
+            drows += addend
+        (dw,), (db,) = functional.param_grads(
             [logits],
             rows,
             [want_weight],
@@ -178,7 +181,7 @@ def _spans(length: int, step: int) -> Iterator[slice]:
 
 
 def _logits(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, choice: Choice) -> torch.Tensor:
-    (logits,), _ = parts.forward(rows, [weight], [bias], "identity", choice, save=False)
+    (logits,) = Product.linear_act(rows, [weight], [bias], "identity", choice).compute()
     return logits
 
 

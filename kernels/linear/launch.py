@@ -309,7 +309,7 @@ def _steps(call: _Call) -> tuple[str, ...]:
     return tuple(steps)
 
 
-def _check_sizes(x: torch.Tensor, weights: Matrices) -> None:
+def _check_sizes(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
     """ValueError for sizes that 32 bits cannot hold, before anything is allocated. Strides and offsets have 64."""
     for name, matrix in (("x", x), *(("weight", weight) for weight in weights)):
         if max(matrix.shape) > _LARGEST:
@@ -321,14 +321,14 @@ def _check_sizes(x: torch.Tensor, weights: Matrices) -> None:
 
 def linear_act_fwd(
     x: torch.Tensor,
-    weights: Matrices,
-    biases: Optional,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
     residual: torch.Tensor | None,
     activation: str,
     save_preact: bool,
-    remote: Gathered | None = None,
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """y_i = act(z_i) + residual in one launch, and the z_i = x @ W_i^T + b_i if they are to be saved.
+    arriving: Gathered | None = None,
+) -> list[torch.Tensor]:
+    """y_i = act(z_i) + residual in one launch, then the z_i = x @ W_i^T + b_i if they are to be saved.
 
     x [T, D], W_i [F_i, D], b_i [F_i] or None, residual [T, F] (with one weight) or None -> y_i, z_i [T, F_i].
     """
@@ -339,23 +339,23 @@ def linear_act_fwd(
     run_gemm(
         "nt",
         (x,) * len(weights),
-        weights,
+        tuple(weights),
         tuple(zip(ys, zs)) if save_preact else tuple((y,) for y in ys),
         activation=activation,
-        biases=biases,
+        biases=tuple(biases),
         sources=None if residual is None else ((residual.contiguous(),),),
-        remote=remote,
+        remote=arriving,
     )
-    return ys, zs
+    return ys + zs
 
 
 def gated_linear_fwd(
     x: torch.Tensor,
-    weights: Matrices,
-    biases: Optional,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
     activation: str,
     save_preacts: bool,
-    remote: Gathered | None = None,
+    arriving: Gathered | None = None,
 ) -> list[torch.Tensor]:
     """h = act(g) * u in one launch, and g = x @ W_g^T + b_g, u = x @ W_u^T + b_u if they are to be saved.
 
@@ -364,20 +364,23 @@ def gated_linear_fwd(
     _check_sizes(x, weights)
     outs = [alloc.empty((x.shape[0], weights[0].shape[0]), x.dtype, x.device) for _ in range(3 if save_preacts else 1)]
     run_gemm(
-        *("nt", (x, x), weights, (tuple(outs),)),
+        *("nt", (x, x), tuple(weights), (tuple(outs),)),
         combine="gated",
         epilogue="gated",
         activation=activation,
-        biases=biases,
-        remote=remote,
+        biases=tuple(biases),
+        remote=arriving,
     )
     return outs
 
 
-def linear_dgrad(dzs: Matrices, weights: Matrices, remote: Gathered | None = None) -> torch.Tensor:
+def linear_dgrad(
+    dzs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], arriving: Gathered | None = None
+) -> torch.Tensor:
     """dx = sum_i dz_i @ W_i, added up in the accumulator. dz_i [T, F_i], W_i [F_i, D] -> dx [T, D]."""
     dx = alloc.empty((dzs[0].shape[0], weights[0].shape[1]), dzs[0].dtype, dzs[0].device)
-    run_gemm("nn", dzs, weights, ((dx,),), combine="chained" if len(dzs) > 1 else "grouped", remote=remote)
+    combine = "chained" if len(dzs) > 1 else "grouped"
+    run_gemm("nn", tuple(dzs), tuple(weights), ((dx,),), combine=combine, remote=arriving)
     return dx
 
 
@@ -397,17 +400,17 @@ def linear_dgrad_act(
     weight: torch.Tensor,
     z: torch.Tensor,
     activation: str,
-    rebuild: bool,
-    remote: Gathered | None = None,
+    recompute_act: bool,
+    arriving: Gathered | None = None,
 ) -> list[torch.Tensor]:
-    """dz = (dy @ W) * act'(z), and h = act(z) with ``rebuild``. dy [T, D], W [D, F], z [T, F] -> dz, h [T, F]."""
-    outs = [alloc.empty(z.shape, z.dtype, z.device) for _ in range(2 if rebuild else 1)]
+    """dz = (dy @ W) * act'(z), and h = act(z) with ``recompute_act``. dy [T, D], W [D, F], z [T, F] -> dz, h [T, F]."""
+    outs = [alloc.empty(z.shape, z.dtype, z.device) for _ in range(2 if recompute_act else 1)]
     run_gemm(
         *("nn", (dy,), (weight,), (tuple(outs),)),
         epilogue="act_grad",
         activation=activation,
         sources=((z.contiguous(),),),
-        remote=remote,
+        remote=arriving,
     )
     return outs
 
@@ -418,14 +421,14 @@ def linear_dgrad_gated(
     g: torch.Tensor,
     u: torch.Tensor,
     activation: str,
-    rebuild: bool,
-    remote: Gathered | None = None,
+    recompute_act: bool,
+    arriving: Gathered | None = None,
 ) -> list[torch.Tensor]:
-    """With dh = dy @ W: dg = dh * u * act'(g), du = dh * act(g), and h = act(g) * u with ``rebuild``.
+    """With dh = dy @ W: dg = dh * u * act'(g), du = dh * act(g), and h = act(g) * u with ``recompute_act``.
 
     dy [T, D], W [D, F], g and u [T, F] -> dg, du, h [T, F].
     """
-    outs = [alloc.empty(g.shape, g.dtype, g.device) for _ in range(3 if rebuild else 2)]
+    outs = [alloc.empty(g.shape, g.dtype, g.device) for _ in range(3 if recompute_act else 2)]
     run_gemm(
         "nn",
         (dy,),
@@ -434,27 +437,37 @@ def linear_dgrad_gated(
         epilogue="gated_grad",
         activation=activation,
         sources=((g.contiguous(), u.contiguous()),),
-        remote=remote,
+        remote=arriving,
     )
     return outs
 
 
-def linear_wgrad(
-    dzs: Matrices, x: torch.Tensor, want_bias: Sequence[bool]
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """dW_i = dz_i^T @ x and, where wanted, db_i = sum_T dz_i, in one launch.
+def linear_wgrad(dzs: Sequence[torch.Tensor], x: torch.Tensor, want_bias: Sequence[bool]) -> list[torch.Tensor]:
+    """dW_i = dz_i^T @ x and then, where wanted, db_i = sum_T dz_i, in one launch.
 
     dz_i [T, F_i], x [T, D] -> dW_i [F_i, D], db_i [F_i].
     """
     dws = [alloc.empty((dz.shape[1], x.shape[1]), x.dtype, x.device) for dz in dzs]
     dbs = [alloc.empty((dz.shape[1],), x.dtype, x.device) if want else None for dz, want in zip(dzs, want_bias)]
-    run_gemm("tn", dzs, (x,) * len(dzs), tuple((dw,) for dw in dws), row_sums=tuple(dbs))
-    return dws, dbs
+    run_gemm("tn", tuple(dzs), (x,) * len(dzs), tuple((dw,) for dw in dws), row_sums=tuple(dbs))
+    return dws + [db for db in dbs if db is not None]
 
 
-def linear_wgrad_(dzs: Matrices, x: torch.Tensor, dws: Matrices, dbs: Optional) -> None:
-    """The same, added to what ``dws`` and ``dbs`` hold, in their own precision. They are contiguous."""
-    run_gemm("tn", dzs, (x,) * len(dzs), tuple((dw,) for dw in dws), epilogue="accumulate", row_sums=dbs)
+def linear_wgrad_(
+    dzs: Sequence[torch.Tensor], x: torch.Tensor, dws: Sequence[torch.Tensor], dbs: Sequence[torch.Tensor | None]
+) -> None:
+    """The same, added to what the buffers ``dws`` and ``dbs`` hold, in their own precision.
+
+    Raises ValueError for a buffer that is not contiguous.
+    """
+    for buffer in (*dws, *dbs):
+        if buffer is not None and not buffer.is_contiguous():
+            raise ValueError(
+                f"linear_wgrad_: a buffer has shape {tuple(buffer.shape)} and strides {buffer.stride()}: expected one "
+                "that is contiguous"
+            )
+    targets = tuple((dw,) for dw in dws)
+    run_gemm("tn", tuple(dzs), (x,) * len(dzs), targets, epilogue="accumulate", row_sums=tuple(dbs))
 
 
 def act_grad(dy: torch.Tensor, z: torch.Tensor, activation: str) -> torch.Tensor:

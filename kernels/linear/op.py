@@ -9,7 +9,8 @@ import torch
 
 from ..runtime import autograd, dispatch
 from ..runtime.dispatch import Choice
-from . import parts
+from . import functional
+from .product import Product
 
 Optional = tuple["torch.Tensor | None", ...]
 
@@ -72,7 +73,7 @@ def linear_act(
     many = not isinstance(weight, torch.Tensor)
     alone = isinstance(weight, torch.Tensor) and (bias is None or isinstance(bias, torch.Tensor))
     if alone and not fuse_wgrad_accumulation and dispatch.settled(impl, x):
-        return parts.plain_forward(x, (weight,), (bias,), activation, residual)  # type: ignore[arg-type]
+        return functional.plain_forward(x, (weight,), (bias,), activation, residual)  # type: ignore[arg-type]
     weights = (weight,) if isinstance(weight, torch.Tensor) else tuple(weight)
     if isinstance(bias, torch.Tensor) or bias is None:
         biases: Optional = (bias,) * len(weights)
@@ -80,11 +81,11 @@ def linear_act(
             raise ValueError("linear_act: bias is one tensor but weight is a sequence; pass a bias or None for each")
     else:
         biases = tuple(bias)
-    dtype, choice = parts.prepare(x, weights, biases, activation, impl, residual)
+    dtype, choice = functional.prepare(x, weights, biases, activation, impl, residual)
     if choice.triton or fuse_wgrad_accumulation:
         outputs = _linear_act(x, weights, biases, residual, activation, fuse_wgrad_accumulation, dtype, choice)
     else:
-        outputs = parts.reference_forward(x, weights, biases, activation, residual)
+        outputs = functional.reference_forward(x, weights, biases, activation, residual)
     return outputs if many else outputs[0]
 
 
@@ -109,18 +110,18 @@ def gated_linear(
     """
     weights, biases = (gate_weight, up_weight), (gate_bias, up_bias)
     if not fuse_wgrad_accumulation and dispatch.settled(impl, x):
-        return parts.plain_forward(x, weights, biases, activation, op="gated_linear")
-    dtype, choice = parts.prepare(x, weights, biases, activation, impl, op="gated_linear")
+        return functional.plain_forward(x, weights, biases, activation, op="gated_linear")
+    dtype, choice = functional.prepare(x, weights, biases, activation, impl, op="gated_linear")
     if not choice.triton and not fuse_wgrad_accumulation:
-        return parts.reference_gated(x, weights, biases, activation)
+        return functional.reference_gated(x, weights, biases, activation)
     params = (*weights, *biases)
     grad = _wants_grad(x, *params)
     call = _Call("gated_linear", activation, choice, dtype, 2, _buffers(grad and fuse_wgrad_accumulation, params))
     if grad:
         return _GatedLinear.apply(call, x, *params)
     rows, _, operands = _operands(call, x, None, params)
-    h, _, _ = parts.gated_forward(rows, operands[:2], operands[2:], activation, choice, save=False)
-    return parts.shaped(h, x)
+    (h,) = Product.gated_linear(rows, operands[:2], operands[2:], activation, choice).compute()
+    return functional.shaped(h, x)
 
 
 class _Call(NamedTuple):
@@ -157,8 +158,8 @@ def _linear_act(
         ys = _LinearAct.apply(call, x, residual, *params)
     else:
         rows, residual, operands = _operands(call, x, residual, params)
-        ys, _ = parts.forward(rows, operands[:n], operands[n:], activation, choice, residual=residual, save=False)
-        ys = tuple([parts.shaped(y, x) for y in ys])
+        product = Product.linear_act(rows, operands[:n], operands[n:], activation, choice, residual=residual)
+        ys = tuple([functional.shaped(y, x) for y in product.compute()])
     return ys if late is None else (ys[0] + late,)
 
 
@@ -170,8 +171,8 @@ def _operands(
     Under autocast that casts them. It happens within the autograd functions: these then stand next to the parameters
     in the graph, and can tell whether a parameter's gradient is to be returned or may go to its ``main_grad``.
     """
-    x, residual, *operands = parts.cast((x, residual, *params), [call.dtype] * (2 + len(params)))
-    return parts.as_rows(x), None if residual is None else parts.as_rows(residual), operands
+    x, residual, *operands = functional.cast((x, residual, *params), [call.dtype] * (2 + len(params)))
+    return functional.as_rows(x), None if residual is None else functional.as_rows(residual), operands
 
 
 def _wants_grad(*tensors: torch.Tensor | None) -> bool:
@@ -194,8 +195,10 @@ class _LinearAct(torch.autograd.Function):
         # Of several outputs, those whose own operands want no gradient have none.
         wants = [need_x or need_residual or need_w or need_b for need_w, need_b in zip(need[:n], need[n:])]
         save = need_x or any(need)
-        ys, zs = parts.forward(rows, weights, biases, call.activation, call.choice, residual=residual, save=save)
-        ys = [parts.shaped(y, x) for y in ys]
+        found = Product.linear_act(
+            rows, weights, biases, call.activation, call.choice, residual=residual, save_preact=save
+        ).compute()
+        ys, zs = [functional.shaped(y, x) for y in found[:n]], found[n:]
         ctx.mark_non_differentiable(*(y for y, want in zip(ys, wants) if not want))
         ctx.set_materialize_grads(False)
         weights = weights if need_x else [None] * n
@@ -216,15 +219,15 @@ class _LinearAct(torch.autograd.Function):
         given = [i for i, dy in enumerate(dys) if dy is not None]
         dzs = autograd.recall(ctx, dys)
         if dzs is None and (want_x or any(want_params) or autograd.keeps_graph()):  # the next pass recalls them
-            dzs = [None if dy is None else parts.as_rows(dy) for dy in dys]
+            dzs = [None if dy is None else functional.as_rows(dy) for dy in dys]
             if zs:
-                dzs = [dz if dz is None else parts.activation_grad(dz, z, call.activation, call.choice)
+                dzs = [dz if dz is None else functional.act_grad(dz, z, call.activation, call.choice)
                        for dz, z in zip(dzs, zs)]  # fmt: skip
         dx: torch.Tensor | None = None
         grads: list[torch.Tensor | None] = [None] * (2 * n)
         if want_x and given:
-            dx = parts.input_grad([dzs[i] for i in given], [weights[i] for i in given], call.choice)
-            dx = parts.shaped(dx, next(dy for dy in dys if dy is not None))
+            (dx,) = Product.input_grad([dzs[i] for i in given], [weights[i] for i in given], call.choice).compute()
+            dx = functional.shaped(dx, next(dy for dy in dys if dy is not None))
         if any(want_params):
             grads = _param_grads(ctx, dzs, x, want_params)
         autograd.remember(ctx, dys, dzs, want, spent=zs)
@@ -238,11 +241,12 @@ class _GatedLinear(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, x: torch.Tensor, *params: Any) -> torch.Tensor:
         _, need_x, *need = ctx.needs_input_grad
         rows, _, operands = _operands(call, x, None, params)
-        h, g, u = parts.gated_forward(rows, operands[:2], operands[2:], call.activation, call.choice)
+        product = Product.gated_linear(rows, operands[:2], operands[2:], call.activation, call.choice, save_preact=True)
+        h, g, u = product.compute()
         weights = operands[:2] if need_x else [None, None]
         ctx.save_for_backward(rows if any(need[:2]) else None, *weights, g, u)
         ctx.call = call
-        return parts.shaped(h, x)
+        return functional.shaped(h, x)
 
     @staticmethod
     @autograd.first_order
@@ -252,8 +256,11 @@ class _GatedLinear(torch.autograd.Function):
         _, want_x, *want_params = want
         dzs = autograd.recall(ctx, [dh])
         if dzs is None:
-            dzs = parts.gated_activation_grad(parts.as_rows(dh), g, u, ctx.call.activation, ctx.call.choice)
-        dx = parts.shaped(parts.input_grad(dzs, weights, ctx.call.choice), dh) if want_x else None
+            dzs = functional.gated_act_grad(functional.as_rows(dh), g, u, ctx.call.activation, ctx.call.choice)
+        dx: torch.Tensor | None = None
+        if want_x:
+            (dx,) = Product.input_grad(dzs, weights, ctx.call.choice).compute()
+            dx = functional.shaped(dx, dh)
         grads = _param_grads(ctx, dzs, x, want_params)
         autograd.remember(ctx, [dh], dzs, want, spent=(g, u))
         return None, dx, *grads
@@ -271,7 +278,7 @@ def _param_grads(
     given = [i for i, dz in enumerate(dzs) if dz is not None]
     if given:
         of_weights, of_biases = ([half + i for i in given] for half in (0, n))
-        dws, dbs = parts.param_grads(
+        dws, dbs = functional.param_grads(
             [dzs[i] for i in given],  # type: ignore[misc]
             x,
             [want[i] for i in of_weights],

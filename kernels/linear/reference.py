@@ -3,8 +3,9 @@
     linear_act     y_i = act(x @ W_i^T + b_i) [+ residual]
     gated_linear   h = act(g) * u,  g = x @ W_g^T + b_g,  u = x @ W_u^T + b_u
 
-x [..., D], W_i [F_i, D], b_i [F_i] or None, y_i [..., F_i]; residual, g, u, h [..., F]. With them the gradients that
-backward forms by hand: what torch's own autograd computes, as functions of what forward saved.
+x [..., D], W_i [F_i, D], b_i [F_i] or None, y_i [..., F_i]; residual, g, u, h [..., F]. Below them stands a twin, of
+the same name and signature, of each launch in ``launch.py``: what torch's own autograd computes, as functions of what
+forward saved.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def apply_activation(z: torch.Tensor, activation: str) -> torch.Tensor:
     return ACTIVATIONS[activation](z)
 
 
-def activation_grad(dy: torch.Tensor, z: torch.Tensor, activation: str) -> torch.Tensor:
+def act_grad(dy: torch.Tensor, z: torch.Tensor, activation: str) -> torch.Tensor:
     """dy * act'(z), outside autograd: the functions that torch's own backward calls, where it has one."""
     if activation == "identity":
         return dy
@@ -58,11 +59,11 @@ def activation_grad(dy: torch.Tensor, z: torch.Tensor, activation: str) -> torch
     return torch.ops.aten.gelu_backward(dy, z, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def gated_activation_grad(
+def gated_act_grad(
     dh: torch.Tensor, g: torch.Tensor, u: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of h = act(g) * u: dg = dh * u * act'(g), du = dh * act(g)."""
-    return activation_grad(dh * u, g, activation), dh * apply_activation(g, activation)
+    return act_grad(dh * u, g, activation), dh * apply_activation(g, activation)
 
 
 def linear_act(
@@ -84,3 +85,56 @@ def gated_linear(
     """act(g) * u [..., F] of the gate and up weights [F, D]; differentiable by torch's own autograd."""
     g, u = (F.linear(x, w, b) for w, b in zip(weights, biases))
     return ACTIVATIONS[activation](g) * u
+
+
+def linear_act_fwd(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    residual: torch.Tensor | None,
+    activation: str,
+    save_preact: bool,
+) -> list[torch.Tensor]:
+    """y_i = act(z_i) [+ residual], then with ``save_preact`` the z_i = x @ W_i^T + b_i."""
+    zs = [F.linear(x, w, b) for w, b in zip(weights, biases)]
+    ys = [apply_activation(z, activation) for z in zs]
+    if residual is not None:
+        ys = [y + residual for y in ys]
+    return ys + zs if save_preact else ys
+
+
+def gated_linear_fwd(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    activation: str,
+    save_preacts: bool,
+) -> list[torch.Tensor]:
+    """h = act(g) * u, then with ``save_preacts`` g and u."""
+    g, u = (F.linear(x, w, b) for w, b in zip(weights, biases))
+    h = apply_activation(g, activation) * u
+    return [h, g, u] if save_preacts else [h]
+
+
+def linear_dgrad(dzs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """dx = sum_i dz_i @ W_i."""
+    dx = dzs[0] @ weights[0]
+    for dz, w in zip(dzs[1:], weights[1:]):
+        dx.addmm_(dz, w)
+    return dx
+
+
+def linear_dgrad_act(
+    dy: torch.Tensor, weight: torch.Tensor, z: torch.Tensor, activation: str, recompute_act: bool
+) -> list[torch.Tensor]:
+    """dz = (dy @ W) * act'(z), then with ``recompute_act`` h = act(z)."""
+    dz = act_grad(dy @ weight, z, activation)
+    return [dz, apply_activation(z, activation)] if recompute_act else [dz]
+
+
+def linear_dgrad_gated(
+    dy: torch.Tensor, weight: torch.Tensor, g: torch.Tensor, u: torch.Tensor, activation: str, recompute_act: bool
+) -> list[torch.Tensor]:
+    """With dh = dy @ W: dg = dh * u * act'(g), du = dh * act(g), then with ``recompute_act`` h = act(g) * u."""
+    dg, du = gated_act_grad(dy @ weight, g, u, activation)
+    return [dg, du, apply_activation(g, activation) * u] if recompute_act else [dg, du]

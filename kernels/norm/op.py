@@ -10,7 +10,7 @@ import torch
 from ..dropout import op as dropout
 from ..dropout import reference as dropout_reference
 from ..dropout import schemas as dropout_schemas
-from ..linear.parts import as_rows, shaped
+from ..linear.functional import as_rows, shaped
 from ..runtime import autograd, dispatch
 from ..runtime.dispatch import Choice
 from . import reference, schemas

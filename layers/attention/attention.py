@@ -9,9 +9,10 @@ import torch
 from ...kernels.rope import apply_rope, rope_choice
 from ...parallel.core.mesh import MeshLike
 from ...parallel.core.random import sharded_draws
+from ...parallel.overlap.partial_sum import PartialSum
 from ..config import check_heads, default_head_dim
 from ..linear import ColumnParallelLinear, RowParallelLinear, project
-from ..module import Init, Joint, Runs, ShardedModule, check_divides
+from ..module import FusedGroup, Init, Runs, ShardedModule, check_divides
 from .rope import Rope, Rotary, rope_tables
 from .sdpa import attend, choose_path
 
@@ -128,17 +129,42 @@ class ParallelAttention(ShardedModule):
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
         residual: torch.Tensor | None = None,
-        partial: bool = False,
-    ) -> Any:
+    ) -> torch.Tensor:
         """Attend over each sequence of the batch, or, with ``cache``, over what the cache holds of it.
 
         ``positions`` are [S], shared by all sequences, or [B*S]; default 0..S-1. With ``cu_seqlens`` x is [T, D], a
         packed batch (see :func:`shardfuse.layers.attention.sdpa.attend`), and positions are [T], by default from 0 in
         each sequence. With a cache x is [T, D], tokens of any sequences, and positions are [T]. ``rope`` hands in ready
         tables (``rope_tables`` of the positions). ``residual``, of the result's shape and in a group of one only, is
-        added in the output projection's epilogue. With ``partial``, and without gradients, the result is this rank's
-        :class:`~shardfuse.parallel.overlap.partial_sum.Addend`.
+        added in the output projection's epilogue.
         """
+        out = self.core_attention(
+            x,
+            batch_size=batch_size,
+            positions=positions,
+            cache=cache,
+            rope=rope,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+        )
+        return self.o_proj(out) if residual is None else self.o_proj(out, residual=residual)
+
+    def partial_sum(self, x: torch.Tensor, **attention: Any) -> PartialSum:
+        """This rank's part of :meth:`forward`, still to be summed over the ranks. Inference only."""
+        return self.o_proj.partial_sum(self.core_attention(x, **attention))
+
+    def core_attention(
+        self,
+        x: torch.Tensor,
+        *,
+        batch_size: int | None = None,
+        positions: torch.Tensor | None = None,
+        cache: AttentionCache | None = None,
+        rope: Rope | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> torch.Tensor:
+        """:meth:`forward` up to its output projection: this rank's heads side by side, [..., N/R * H]."""
         if cu_seqlens is not None and not (batch_size is cache is None):
             raise ValueError("cu_seqlens says what the sequences are: leave out batch_size, and a cache knows its own")
         if cu_seqlens is None and max_seqlen is not None:
@@ -147,14 +173,10 @@ class ParallelAttention(ShardedModule):
             )
         q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)  # [T, heads/R * H] or [B, S, heads/R * H]
         if cache is not None:
-            out = self._attend_cached(q, k, v, positions, cache, rope)
-        elif cu_seqlens is not None:
-            out = self._attend_packed(q, k, v, positions, rope, cu_seqlens, max_seqlen)
-        else:
-            out = self._attend(q, k, v, batch_size, positions, rope)
-        if partial:
-            return self.o_proj.addend(out)
-        return self.o_proj(out) if residual is None else self.o_proj(out, residual=residual)
+            return self._attend_cached(q, k, v, positions, cache, rope)
+        if cu_seqlens is not None:
+            return self._attend_packed(q, k, v, positions, rope, cu_seqlens, max_seqlen)
+        return self._attend(q, k, v, batch_size, positions, rope)
 
     def _attend(
         self,
@@ -235,9 +257,9 @@ class ParallelAttention(ShardedModule):
         with sharded_draws(self.group, q.device):
             return attend(q, k, v, dropout_p=self.dropout_p, **options)
 
-    def joints(self) -> list[Joint]:
+    def fused_groups(self) -> list[FusedGroup]:
         """The layers that share a product and its collectives."""
-        return [Joint((self.q_proj, self.k_proj, self.v_proj))]
+        return [FusedGroup((self.q_proj, self.k_proj, self.v_proj))]
 
     def runs(self, device: torch.device) -> Runs:
         path = choose_path(

@@ -294,122 +294,150 @@ class _Swap:
             work.wait()
 
 
-def start_gather_pieces(
-    x: torch.Tensor, group: Group, pieces: int, *, site: str
-) -> tuple[torch.Tensor, Iterator[slice]]:
-    """Begin to gather the rows of ``x`` [n, ...], n > 0, from all ranks: (whole [R n, ...], parts).
+class GatherPieces:
+    """An all-gather of the rows of ``x`` [n, ...], n > 0, each shard in up to ``pieces`` pieces: ``whole`` [R n, ...].
 
-    ``parts`` yields slices of the whole's rows once these are there: the own shard first, then the shards of rank + 1,
-    rank + 2, ..., each in up to ``pieces`` pieces. When it has come to its end, ``x`` may be written to.
+    :meth:`arriving` yields slices of the whole's rows once these are there: the own shard first, then the shards of
+    rank + 1, rank + 2, .... When it has come to its end, ``x`` may be written to. As a context it waits, where what is
+    inside fails, for what was posted.
     """
-    n, size, rank = x.shape[0], group.size, group.rank
-    others = [(rank + step) % size for step in range(1, size)]
-    own = slice(rank * n, (rank + 1) * n)
-    if not _begin("all_gather", x, site):
-        return torch.cat([x] * size), iter([own, *(slice(s * n, (s + 1) * n) for s in others)])
-    shard, whole = x.contiguous(), alloc.empty((size * n, *x.shape[1:]), x.dtype, x.device)
-    flights = []
-    for source in others:
-        to = (2 * rank - source) % size  # as far behind as the source is ahead
-        for rows in cuts(n, pieces):
-            part = slice(source * n + rows.start, source * n + rows.stop)
-            post = partial(_Swap, shard[rows], to, whole[part], source, group, GATHER_TAG)
-            flights.append((part, _Flight("all_gather", site, post)))
-    whole[own] = shard
 
-    def parts() -> Iterator[slice]:
-        yield own
-        for part, flight in flights:
-            flight.wait()
+    def __init__(self, x: torch.Tensor, group: Group, pieces: int, *, site: str) -> None:
+        n, size, rank = x.shape[0], group.size, group.rank
+        others = [(rank + step) % size for step in range(1, size)]
+        self._own = slice(rank * n, (rank + 1) * n)
+        self._flights: list[tuple[slice, _Flight | None]] = []
+        if not _begin("all_gather", x, site):
+            self.whole = torch.cat([x] * size)
+            self._flights = [(slice(source * n, (source + 1) * n), None) for source in others]
+            return
+        shard = x.contiguous()
+        self.whole = alloc.empty((size * n, *x.shape[1:]), x.dtype, x.device)
+        for source in others:
+            to = (2 * rank - source) % size  # as far behind as the source is ahead
+            for rows in cuts(n, pieces):
+                part = slice(source * n + rows.start, source * n + rows.stop)
+                post = partial(_Swap, shard[rows], to, self.whole[part], source, group, GATHER_TAG)
+                self._flights.append((part, _Flight("all_gather", site, post)))
+        self.whole[self._own] = shard
+
+    def arriving(self) -> Iterator[slice]:
+        yield self._own
+        arrived = []
+        while self._flights:
+            part, flight = self._flights.pop(0)  # whoever lands after a failure must not wait for it again
+            if flight is not None:
+                flight.wait()
+                arrived.append(flight)
             yield part
-        for _, flight in flights:
+        for flight in arrived:
             flight.settle()
 
-    return whole, parts()
+    def __enter__(self) -> GatherPieces:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception):
+            _land([flight for _, flight in self._flights if flight is not None])
 
 
-def start_scatter_pieces(
-    tokens: int, group: Group, pieces: int, addend: Callable[[slice], torch.Tensor], *, site: str
-) -> Callable[[], torch.Tensor]:
-    """Begin a reduce-scatter of rows that are still to be made: ``addend(part)`` gives this rank's [n, ...] of them.
+class _SumPieces:
+    """A sum over the ranks of ``tokens`` > 0 rows that are still being formed, in ``parts`` to be formed in this order.
 
-    It is asked for the shard of rank + 1 first, in up to ``pieces`` pieces, and for the own one last and whole; what
-    another rank owns leaves as soon as it is there. The result waits, adds up in order of rank with one rounding, and
-    returns this rank's rows [tokens/R, ...]. Raises ValueError unless ``tokens``, > 0, divide by the group's size.
+    Each part leaves when :meth:`send` is given it; :meth:`wait` returns the sum. As a context it waits, where what is
+    inside fails, for what was posted.
     """
-    size, rank = group.size, group.rank
-    if tokens % size:
-        raise ValueError(
-            f"{site}: {tokens} rows do not divide by the group's {size} ranks; make them a multiple of {size}"
-        )
-    n = tokens // size
-    flights: list[_Flight] = []
-    addends: torch.Tensor | None = None  # of all ranks, to the own rows
-    with _landing(flights):
-        for owner in [(rank + step) % size for step in range(1, size + 1)]:
-            source = (2 * rank - owner) % size
-            for rows in cuts(n, 1 if owner == rank else pieces):
-                y = addend(slice(owner * n + rows.start, owner * n + rows.stop)).contiguous()
-                if addends is None:
-                    goes = _begin("reduce_scatter", y[:1], site, times=tokens)
-                    addends = alloc.empty((size, n, *y.shape[1:]), y.dtype, y.device)
-                if owner == rank:
-                    addends[rank] = y
-                elif goes:
-                    post = partial(_Swap, y, owner, addends[source, rows], source, group, SCATTER_TAG)
-                    flights.append(_Flight("reduce_scatter", site, post))
 
-    def finish() -> torch.Tensor:
-        assert addends is not None
-        for flight in flights:
+    parts: list[slice]
+
+    def __init__(self, tokens: int, group: Group, site: str) -> None:
+        self.tokens, self.group, self.site = tokens, group, site
+        self._flights: list[_Flight] = []
+        self._out: torch.Tensor | None = None
+        self._goes = True  # False: a test leaves it out
+
+    def send(self, part: slice, y: torch.Tensor) -> None:
+        """``y`` [n, ...] is this rank's addend to the rows ``part``."""
+        raise NotImplementedError
+
+    def wait(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def __enter__(self) -> _SumPieces:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, Exception):
+            _land(self._flights)
+
+
+class ScatterPieces(_SumPieces):
+    """A reduce-scatter: the shard of rank + 1 first, in up to ``pieces`` pieces, and the own one last and whole.
+
+    Sums are formed in order of rank with one rounding. Raises ValueError unless ``tokens`` divide by the group's size.
+    """
+
+    def __init__(self, tokens: int, group: Group, pieces: int, *, site: str) -> None:
+        super().__init__(tokens, group, site)
+        check_rows(tokens, group, site)
+        self._n = n = tokens // group.size
+        self.parts = [
+            slice(owner * n + rows.start, owner * n + rows.stop)
+            for owner in [(group.rank + step) % group.size for step in range(1, group.size + 1)]
+            for rows in cuts(n, 1 if owner == group.rank else pieces)
+        ]
+
+    def send(self, part: slice, y: torch.Tensor) -> None:
+        y, n, rank = y.contiguous(), self._n, self.group.rank
+        if self._out is None:  # the addends of all ranks to the own rows
+            self._goes = _begin("reduce_scatter", y[:1], self.site, times=self.tokens)
+            self._out = alloc.empty((self.group.size, n, *y.shape[1:]), y.dtype, y.device)
+        owner = part.start // n
+        if owner == rank:
+            self._out[rank] = y
+        elif self._goes:
+            source = (2 * rank - owner) % self.group.size
+            received = self._out[source, part.start - owner * n : part.stop - owner * n]
+            post = partial(_Swap, y, owner, received, source, self.group, SCATTER_TAG)
+            self._flights.append(_Flight("reduce_scatter", self.site, post))
+
+    def wait(self) -> torch.Tensor:
+        assert self._out is not None
+        for flight in self._flights:
             flight.wait()
-        for flight in flights:
+        for flight in self._flights:
             flight.settle()
-        return addends.sum(0, dtype=addends.dtype) if goes else addends[rank]
-
-    return finish
+        return self._out.sum(0, dtype=self._out.dtype) if self._goes else self._out[self.group.rank]
 
 
-def start_all_reduce_pieces(
-    tokens: int, group: Group, pieces: int, addend: Callable[[slice], torch.Tensor], *, site: str
-) -> Callable[[], torch.Tensor]:
-    """Begin to sum rows that are still to be made: ``addend(part)`` gives this rank's [n, ...] of them.
+class ReducePieces(_SumPieces):
+    """An all-reduce in up to ``pieces`` parts, in order: each is summed while the next is formed."""
 
-    It is asked for up to ``pieces`` parts of ``tokens`` > 0 rows in order, and each is summed while the next is made.
-    The result waits for the sums [tokens, ...] and returns them.
-    """
-    flights: list[_Flight] = []
-    out: torch.Tensor | None = None
-    with _landing(flights):
-        for part in cuts(tokens, pieces):
-            y = addend(part)
-            if out is None:
-                goes = _begin("all_reduce", y[:1], site, times=tokens)
-                out = alloc.empty((tokens, *y.shape[1:]), y.dtype, y.device)
-            out[part] = y
-            if goes:
-                post = partial(_all_reduce, out[part], group, "sum", async_op=True)
-                flights.append(_Flight("all_reduce", site, post))
+    def __init__(self, tokens: int, group: Group, pieces: int, *, site: str) -> None:
+        super().__init__(tokens, group, site)
+        self.parts = cuts(tokens, pieces)
 
-    def finish() -> torch.Tensor:
-        assert out is not None
-        for flight in flights:
+    def send(self, part: slice, y: torch.Tensor) -> None:
+        if self._out is None:
+            self._goes = _begin("all_reduce", y[:1], self.site, times=self.tokens)
+            self._out = alloc.empty((self.tokens, *y.shape[1:]), y.dtype, y.device)
+        self._out[part] = y
+        if self._goes:
+            post = partial(_all_reduce, self._out[part], self.group, "sum", async_op=True)
+            self._flights.append(_Flight("all_reduce", self.site, post))
+
+    def wait(self) -> torch.Tensor:
+        assert self._out is not None
+        for flight in self._flights:
             flight.wait()
-        return out
-
-    return finish
+        return self._out
 
 
-@contextmanager
-def _landing(flights: list[_Flight]) -> Iterator[None]:
-    """Where what is inside fails, wait for the ``flights`` that it posted; the failure then goes on."""
-    try:
-        yield
-    except Exception:
-        for step in [*(flight.wait for flight in flights), *(flight.settle for flight in flights)]:
-            with suppress(Exception):  # of interest is what failed first
-                step()
-        raise
+def _land(flights: list[_Flight]) -> None:
+    """Wait for ``flights`` after a failure, which is the one to report: theirs are ignored."""
+    for step in [*(flight.wait for flight in flights), *(flight.settle for flight in flights)]:
+        with suppress(Exception):
+            step()
 
 
 def cuts(n: int, pieces: int) -> list[slice]:
@@ -436,6 +464,15 @@ def check_divides(shape: Sequence[int], dim: int, group: Group, site: str) -> No
         )
 
 
+def check_rows(tokens: int, group: Group, site: str) -> None:
+    """ValueError unless ``tokens`` rows split evenly over the ranks."""
+    if tokens % group.size:
+        raise ValueError(
+            f"{site}: {tokens} rows do not divide by the group's {group.size} ranks; make them a multiple of "
+            f"{group.size}"
+        )
+
+
 def _dimension(x: torch.Tensor, dim: int, site: str) -> int:
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"{site}: dim={dim} is not a dimension of a tensor of shape {list(x.shape)}")
@@ -452,7 +489,7 @@ def _begin(kind: str, x: torch.Tensor, site: str, times: int = 1) -> bool:
 
 
 def count(kind: str, nbytes: int, site: str) -> None:
-    """Count a collective of ``nbytes`` at ``site``: here, and wherever else one is made (:mod:`in_kernel`)."""
+    """Count a collective of ``nbytes`` at ``site``: here, and wherever else one is made (:mod:`strategies`)."""
     if not torch.compiler.is_compiling():
         calls[kind, site] += 1
         payload[kind, site] += nbytes

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.linear.parts import cast
+from ...kernels.linear.functional import cast
 from ...kernels.runtime import autograd
 from .sharding import unwrap, wrap_grads
 

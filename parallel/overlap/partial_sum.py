@@ -1,6 +1,6 @@
 """A sum over the ranks that waits for the norm behind it: in a step of decoding, one launch where there were two.
 
-    row-parallel product    x @ W^T on this rank: an Addend [T, D], of which nothing has been sent
+    row-parallel product    x @ W^T on this rank: an PartialSum [T, D], of which nothing has been sent
     residual stream         carries the addend to the norm that comes next
     the norm                s = sum over ranks of the addends + bias + stream,  y = RMSNorm(s): ``all_reduce_rmsnorm``
 
@@ -21,20 +21,20 @@ import torch
 from ...kernels.comm import all_reduce_rmsnorm
 from ...kernels.comm.reduce_config import pick_shots
 from ...kernels.comm.reduce_op import all_reduce_rmsnorm_shape
-from ...kernels.linear.parts import as_rows
+from ...kernels.linear.functional import as_rows
 from ...kernels.runtime import dispatch
 from ..core import collectives
 from ..core.mesh import Group
 from .memory.channel import capturing
 from .memory.pool import SymmetricArena
 from .memory.sizes import DECODE_TOKENS, decode_channel, decode_slots
-from .policy import Path, choose, preview
+from .policy import OverlapPlan, preview, select
 
 OP = "all_reduce_rmsnorm"
 
 
 @dataclass(frozen=True)
-class Addend:
+class PartialSum:
     """A row-parallel layer's result that is still to be summed over the ranks."""
 
     rows: torch.Tensor  # [..., D], this rank's part
@@ -42,13 +42,13 @@ class Addend:
     group: Group
     site: str  # of the collective
 
-    def summed(self) -> torch.Tensor:
-        """The sum by a collective of its own, for whoever cannot form it with what follows."""
+    def reduce(self) -> torch.Tensor:
+        """The sum by a collective of its own, where nothing that follows can form it."""
         y = collectives.all_reduce(self.rows, self.group, site=self.site, inplace=True)
         return y if self.bias is None else y.add_(self.bias)
 
 
-def may_wait(
+def can_defer_all_reduce(
     x: torch.Tensor,
     features_out: int,
     group: Group,
@@ -68,7 +68,7 @@ def may_wait(
     tokens = x.shape[:-1].numel()
     if torch.is_grad_enabled() or collectives.left_out(site) or not _eligible(tokens, overlap, x.device):
         return False
-    path = choose(
+    path = select(
         OP,
         group,
         tokens=tokens,
@@ -83,7 +83,7 @@ def may_wait(
     return path.kind == "kernel" and _has_room(tokens, features_out, dtype, group, x.device)
 
 
-def told(
+def preview_deferred(
     tokens: int | None,
     features_out: int,
     group: Group,
@@ -93,8 +93,8 @@ def told(
     features_in: int,
     overlap: str,
     impl: str,
-) -> Path | None:
-    """The path that :func:`may_wait` would go by, without asking anybody; None where no sum of ``tokens`` waits."""
+) -> OverlapPlan | None:
+    """The plan that :func:`can_defer_all_reduce` would go by, without a collective; None where it would refuse."""
     if tokens is None or not _eligible(tokens, overlap, device):
         return None
     path = preview(
@@ -117,8 +117,8 @@ def _eligible(tokens: int, overlap: str, device: torch.device) -> bool:
     return not (dispatch.row_invariant() or torch.is_autocast_enabled(device.type))
 
 
-def all_reduce_norm(
-    addend: Addend, residual: torch.Tensor, weight: torch.Tensor, *, eps: float, weight_offset: float, impl: str
+def fused_allreduce_norm(
+    addend: PartialSum, residual: torch.Tensor, weight: torch.Tensor, *, eps: float, weight_offset: float, impl: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y, s), as ``rms_norm`` with a residual gives them, of the sum of all ranks' ``addend``; ``residual`` [..., D].
 

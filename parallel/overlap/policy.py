@@ -1,6 +1,6 @@
 """Which way a linear layer's collective goes: inside the kernel, in chunks, or plainly before or after the product.
 
-``choose`` is a pure function of a profile (:mod:`link_profile`), an operation and its shape. In this order:
+``select`` is a pure function of a profile (:mod:`link_profile`), an operation and its shape. In this order:
 
     1. what ``overlap`` asks for: "none" is plain, "chunked" is chunked, "kernel" is the kernel or, where it cannot run,
        plain with the reason (RuntimeError with ``strict``); a product without features is always plain
@@ -20,7 +20,7 @@ from __future__ import annotations
 import pathlib
 import platform
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,9 +32,12 @@ from ...kernels.linear import linear_act_choice
 from ...kernels.runtime import autograd, dispatch
 from ..core import collectives
 from ..core.mesh import Group
+from ..core.options import TPOptions
 from . import link_model
 from .link_model import Call
 from .link_profile import OPS, Profile, Row, bucket, dtype_name, load, parse
+from .memory.pool import SymmetricArena
+from .strategies import Chunked, InKernel, Plain, Strategy
 
 OVERLAPS = ("auto", "kernel", "chunked", "none")
 MARGIN = 0.03  # of plain's time, by which another path must have been faster
@@ -44,15 +47,30 @@ DEFAULT_PIECES = 2  # of a shard, where nothing is known
 REMEMBERED = 4096  # choices of a group: serving has as many shapes as it has numbers of tokens
 CALIBRATE = "shardfuse bench calibrate"
 NOTHING = "nothing to send or to multiply"
+Tensors = Sequence[torch.Tensor]
 
 
-class Path(NamedTuple):
+class OverlapPlan(NamedTuple):
     """How one collective and the product beside it are run."""
 
     kind: str = "plain"  # "kernel", "chunked" or "plain"
     pieces: int = 1  # chunked: of each rank's shard, or of all rows for an all-reduce
     reason: str = ""
     exposed_s: float | None = None  # seconds of communication that no product hides, as expected; None: unknown
+
+    def strategy(self, group: Group) -> Strategy:
+        """What runs it."""
+        if self.kind == "chunked":
+            return Chunked(group, self.pieces)
+        return InKernel(group) if self.kind == "kernel" else Plain(group)
+
+
+class LayerOverlap(NamedTuple):
+    """How a linear layer's collectives run, forward and in backward."""
+
+    forward: Strategy
+    backward: Strategy
+    gathers_again: bool = False  # whether backward gathers a column layer's input once more
 
 
 class _Unasked:
@@ -67,7 +85,7 @@ class _Agreed:
     link: str  # "node", or "network" where the group spans machines
     device_type: str = "cpu"
     unavailable: str | type[_Unasked] | None = _Unasked
-    paths: dict[Any, Path] = field(default_factory=dict)
+    paths: dict[Any, OverlapPlan] = field(default_factory=dict)
 
 
 # By the process group's identity and the device; an entry goes when its group does.
@@ -81,7 +99,7 @@ def check_overlap(overlap: str) -> str:
     return overlap
 
 
-def choose(
+def select(
     op: str,
     group: Group,
     *,
@@ -94,7 +112,7 @@ def choose(
     strict: bool = False,
     impl: str = "auto",
     device_counted: bool = False,
-) -> Path:
+) -> OverlapPlan:
     """The path of ``op``, "all_gather_linear", "linear_reduce_scatter", "linear_all_reduce" or "all_reduce_rmsnorm".
 
     ``tokens`` T are those of the whole product [T, K] @ [K, N] that this rank forms, ``features_in`` K and
@@ -107,10 +125,10 @@ def choose(
     RuntimeError with ``strict`` where ``overlap`` asks for what cannot run.
     """
     if group.size == 1:
-        return Path(reason="one rank")
+        return OverlapPlan(reason="one rank")
     if torch.compiler.is_compiling():
         check_compiled(overlap, strict)
-        return Path(reason="under torch.compile only the plain composition runs")
+        return OverlapPlan(reason="under torch.compile only the plain composition runs")
     agreed = _agreed.get((id(group.pg), device))
     settled = device_counted and agreed is not None and agreed.unavailable is not _Unasked
     if not settled and (agreed is None or agreed.device_type == "cuda") and _capturing(device):
@@ -132,6 +150,70 @@ def choose(
     return path
 
 
+def column_overlap(options: TPOptions, x: torch.Tensor, weights: Tensors, check: Callable[[], Any]) -> LayerOverlap:
+    """For a column-parallel layer act(x @ W_i^T + b_i): x [..., D], this rank's tokens with sequence parallelism.
+
+    ``check`` looks at the operands before anything is sent that a failure would strand.
+    """
+    plain = Plain(options.group)
+    if options.overlap == "none" or options.group.size == 1:
+        return LayerOverlap(plain, plain)
+    tokens, sizes = x.shape[:-1].numel(), (x.shape[-1], sum(w.shape[0] for w in weights))
+    asked = options.overlap != "auto"
+    forward = backward = OverlapPlan()
+    op = "linear_all_reduce"
+    if options.sequence_parallel:
+        tokens *= options.group.size
+        forward = _layer_plan("all_gather_linear", options, tokens, *sizes, x)
+        op = "linear_reduce_scatter"
+    # The plain sum of dx travels under the products of the weights' gradients as it is, and rows that are kept need no
+    # second gather: "auto" does neither, since neither was measured.
+    if asked and options.grad:
+        backward = _layer_plan(op, options, tokens, *sizes[::-1], x)
+    if forward.kind != "plain" or backward.kind != "plain":
+        check()
+    group = options.group
+    again = asked and forward.kind != "plain"
+    return LayerOverlap(forward.strategy(group), backward.strategy(group), gathers_again=again)
+
+
+def row_overlap(options: TPOptions, x: torch.Tensor, weight: torch.Tensor, check: Callable[[], Any]) -> LayerOverlap:
+    """For a row-parallel layer x @ W^T + b, likewise. Backward's plan is made in forward: what ``strict`` refuses is
+    refused before anything has run."""
+    plain = Plain(options.group)
+    if options.overlap == "none" or options.group.size == 1:
+        return LayerOverlap(plain, plain)
+    tokens, sizes = x.shape[:-1].numel(), (x.shape[-1], weight.shape[0])
+    backward = OverlapPlan()
+    if options.sequence_parallel:
+        forward = _layer_plan("linear_reduce_scatter", options, tokens, *sizes, x)
+        if options.grad:
+            backward = _layer_plan("all_gather_linear", options, tokens, *sizes[::-1], x)
+    else:
+        forward = _layer_plan("linear_all_reduce", options, tokens, *sizes, x)
+    if forward.kind != "plain" or backward.kind != "plain":
+        check()
+    return LayerOverlap(forward.strategy(options.group), backward.strategy(options.group))
+
+
+def _layer_plan(
+    op: str, options: TPOptions, tokens: int, features_in: int, features_out: int, like: torch.Tensor
+) -> OverlapPlan:
+    """For a product [tokens, features_in] -> [tokens, features_out] and its collective."""
+    return select(
+        op,
+        options.group,
+        tokens=tokens,
+        features_in=features_in,
+        features_out=features_out,
+        dtype=like.dtype,
+        device=like.device,
+        overlap=options.overlap,
+        strict=options.strict,
+        impl=options.impl,
+    )
+
+
 def preview(
     op: str,
     group: Group,
@@ -144,14 +226,14 @@ def preview(
     overlap: str = "auto",
     strict: bool = False,
     impl: str = "auto",
-) -> Path:
-    """What :func:`choose` would say, without a collective: one rank may ask alone.
+) -> OverlapPlan:
+    """What :func:`select` would say, without a collective: one rank may ask alone.
 
     Before the first choice of the group this rank's own profile counts, and the kernel as one that can run. Raises what
-    :func:`choose` raises.
+    :func:`select` raises.
     """
     if group.size == 1:
-        return Path(reason="one rank")
+        return OverlapPlan(reason="one rank")
     call = _call(op, tokens, features_in, features_out, dtype, group, overlap)
     agreed = _agreed.get((id(group.pg), device)) or _Agreed(load(device), "node", device.type)
     unsure = agreed.unavailable is _Unasked
@@ -163,20 +245,22 @@ def preview(
     return path
 
 
-def pure_choice(profile: Profile | None, link: str, call: Call, *, unavailable: str | None, device_type: str) -> Path:
+def pure_selection(
+    profile: Profile | None, link: str, call: Call, *, unavailable: str | None, device_type: str
+) -> OverlapPlan:
     """The choice under ``overlap="auto"``; ``unavailable`` is why the kernel cannot run, or None."""
     if call.T < 1 or min(call.K, call.N) < 1:
-        return Path(reason=NOTHING)
+        return OverlapPlan(reason=NOTHING)
     if profile is None:
-        return Path(reason=f"nothing is known of this node's links: {CALIBRATE}")
+        return OverlapPlan(reason=f"nothing is known of this node's links: {CALIBRATE}")
     if profile.dry:
-        return Path(reason="the profile is of a dry run, whose figures mean nothing")
+        return OverlapPlan(reason="the profile is of a dry run, whose figures mean nothing")
     row = _row(profile, link, call)
     if row is not None:
         return _by_measurement(profile, link, call, row, unavailable)
     if device_type == "cpu":
         why = "gloo works on the cores that form the products"
-        return Path(reason=f"{why}, and this shape was not measured: {CALIBRATE}")
+        return OverlapPlan(reason=f"{why}, and this shape was not measured: {CALIBRATE}")
     return _by_model(profile, link, call, unavailable)
 
 
@@ -196,9 +280,7 @@ def kernel_unavailable(group: Group, device: torch.device) -> str | None:
     defaults = [default for _, default in said]
     if len(set(defaults)) > 1:
         return f"SHARDFUSE_IMPL is not the same on all ranks ({', '.join(defaults)})"
-    from . import in_kernel
-
-    return in_kernel.unavailable(group, device)
+    return SymmetricArena.of(group, device=device).probe()
 
 
 def _without_kernel(call: Call, device: torch.device, impl: str) -> str | None:
@@ -293,7 +375,7 @@ def _call(op: str, tokens: int, K: int, N: int, dtype: torch.dtype, group: Group
     return Call(op, tokens, K, N, dtype, group.size)
 
 
-def _decide(agreed: _Agreed, call: Call, overlap: str, strict: bool, without_kernel: str | None) -> Path:
+def _decide(agreed: _Agreed, call: Call, overlap: str, strict: bool, without_kernel: str | None) -> OverlapPlan:
     profile, link = agreed.profile, agreed.link
     unavailable = without_kernel
     if unavailable is None and isinstance(agreed.unavailable, str):
@@ -302,33 +384,33 @@ def _decide(agreed: _Agreed, call: Call, overlap: str, strict: bool, without_ker
         unavailable = "the group spans machines"
     if overlap == "auto" and dispatch.row_invariant():
         why = "row_invariance: paths add up differently, and which one is best depends on the number of tokens"
-        return Path("plain", 1, why, _exposed(profile, link, call, "plain"))
+        return OverlapPlan("plain", 1, why, _exposed(profile, link, call, "plain"))
     if overlap == "auto":
-        return pure_choice(profile, link, call, unavailable=unavailable, device_type=agreed.device_type)
+        return pure_selection(profile, link, call, unavailable=unavailable, device_type=agreed.device_type)
     if overlap == "none":
-        return Path("plain", 1, "overlap='none'", _exposed(profile, link, call, "plain"))
+        return OverlapPlan("plain", 1, "overlap='none'", _exposed(profile, link, call, "plain"))
     if min(call.K, call.N) < 1:
-        return Path(reason=NOTHING)
+        return OverlapPlan(reason=NOTHING)
     if overlap == "chunked" and call.op == link_model.NORM:
-        return Path(
+        return OverlapPlan(
             "plain", 1, f"{call.op} is one launch: there is nothing to cut", _exposed(profile, link, call, "plain")
         )
     if overlap == "chunked":
         pieces = _best_pieces(profile, link, call)
-        return Path("chunked", pieces, "overlap='chunked'", _exposed(profile, link, call, "chunked", pieces))
+        return OverlapPlan("chunked", pieces, "overlap='chunked'", _exposed(profile, link, call, "chunked", pieces))
     if unavailable:
         return _refused(call.op, overlap, strict, unavailable, _exposed(profile, link, call, "plain"))
-    return Path("kernel", 1, "overlap='kernel'", _exposed(profile, link, call, "kernel"))
+    return OverlapPlan("kernel", 1, "overlap='kernel'", _exposed(profile, link, call, "kernel"))
 
 
-def _refused(op: str, overlap: str, strict: bool, why: str, exposed_s: float | None = None) -> Path:
+def _refused(op: str, overlap: str, strict: bool, why: str, exposed_s: float | None = None) -> OverlapPlan:
     """Plain in place of what was asked for; with ``strict`` RuntimeError."""
     if strict:
         raise RuntimeError(
             f"{op}: overlap={overlap!r} was asked for with strict=True, but {why}; pass overlap='auto', or "
             "strict=False to let the plain path take over"
         )
-    return Path("plain", 1, why, exposed_s)
+    return OverlapPlan("plain", 1, why, exposed_s)
 
 
 def check_compiled(overlap: str, strict: bool) -> None:
@@ -352,12 +434,12 @@ def _refuse_compiled(overlap: str) -> None:
 _refuse_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _captured(op: str, overlap: str, strict: bool, device_counted: bool) -> Path:
+def _captured(op: str, overlap: str, strict: bool, device_counted: bool) -> OverlapPlan:
     """In a graph that is being captured nobody can wait for a peer, agree on anything or count exchanges."""
     why = "a CUDA graph is being captured"
     if device_counted:  # by a kernel: what is missing is the agreement
         why += ", and the ranks have not agreed before: run the same step once outside of it"
-    return Path(reason=why) if overlap in ("auto", "none") else _refused(op, overlap, strict, why)
+    return OverlapPlan(reason=why) if overlap in ("auto", "none") else _refused(op, overlap, strict, why)
 
 
 def _capturing(device: torch.device) -> bool:
@@ -384,40 +466,40 @@ def fastest(row: Row, *, unavailable: str | None, most: int | None = None) -> tu
     return best if won else ("plain", 1)
 
 
-def _by_measurement(profile: Profile, link: str, call: Call, row: Row, unavailable: str | None) -> Path:
+def _by_measurement(profile: Profile, link: str, call: Call, row: Row, unavailable: str | None) -> OverlapPlan:
     """The fastest path of a measured bucket."""
     most = call.T if call.op == link_model.REDUCE else call.T // call.R
     kind, pieces = fastest(row, unavailable=unavailable, most=most)
     where = f"measured ({row.bucket} {row.dtype}, {row.ranks} ranks)"
     exposed = _exposed(profile, link, call, kind, pieces)
     if kind == "plain":
-        return Path("plain", 1, f"{where}: nothing else is faster", exposed)
+        return OverlapPlan("plain", 1, f"{where}: nothing else is faster", exposed)
     seconds = row.chunked_s[pieces] if kind == "chunked" else row.kernel_s
     assert seconds is not None
-    return Path(kind, pieces, f"{where}: {seconds / row.plain_s:.2f} of plain's time", exposed)
+    return OverlapPlan(kind, pieces, f"{where}: {seconds / row.plain_s:.2f} of plain's time", exposed)
 
 
-def _by_model(profile: Profile, link: str, call: Call, unavailable: str | None) -> Path:
+def _by_model(profile: Profile, link: str, call: Call, unavailable: str | None) -> OverlapPlan:
     """The path that should be fastest; another than plain only by a clear margin."""
     source = "modelled from this node's links" if profile.measured else "projected"
     advice = f"not measured on this node: {CALIBRATE}"
     plain = link_model.predict(profile, link, call, "plain")
     if plain is None:
         between = "between machines" if link == "network" else "of this kind"
-        return Path(reason=f"the profile has no figures for links {between}: {CALIBRATE}")
+        return OverlapPlan(reason=f"the profile has no figures for links {between}: {CALIBRATE}")
     if call.T < MODEL_TOKENS:
-        return Path("plain", 1, f"{source}: too few tokens to trust a model; {advice}", plain.exposed_s)
+        return OverlapPlan("plain", 1, f"{source}: too few tokens to trust a model; {advice}", plain.exposed_s)
     paths = [("chunked", pieces) for pieces in link_model.pieces_of(call)]
     paths += [] if unavailable else [("kernel", 1)]
     found = {path: link_model.predict(profile, link, call, *path) for path in paths}
     totals = {path: estimate.total_s for path, estimate in found.items() if estimate is not None}
     best = min(totals, key=totals.__getitem__, default=None)
     if best is None or totals[best] >= plain.total_s * (1 - MODEL_MARGIN):
-        return Path("plain", 1, f"{source}: no gain worth the risk; {advice}", plain.exposed_s)
+        return OverlapPlan("plain", 1, f"{source}: no gain worth the risk; {advice}", plain.exposed_s)
     why = f"{source}: {totals[best] / plain.total_s:.2f} of plain's time, {advice}"
     if not profile.measured:  # published figures say what to expect, not that nothing is lost
-        return Path("plain", 1, f"projected: {best[0]} might take {why.partition(': ')[2]}", plain.exposed_s)
-    return Path(*best, why, _exposed(profile, link, call, *best))
+        return OverlapPlan("plain", 1, f"projected: {best[0]} might take {why.partition(': ')[2]}", plain.exposed_s)
+    return OverlapPlan(*best, why, _exposed(profile, link, call, *best))
 
 
 def _best_pieces(profile: Profile | None, link: str, call: Call) -> int:

@@ -1,26 +1,23 @@
-"""Collectives that travel while the products beside them run: one signature for each, several ways to go.
+"""How a linear layer's product and the collective beside it run: three strategies with the same three methods.
 
-    operation        collective        the product                              what comes out
-    gather           all-gather        of rows as they arrive                   its results [T, F_i], the rows [T, D]
-    start_scatter    reduce-scatter    of rows, those of other ranks first      this rank's rows of the sum [T/R, N]
-    start_reduce     all-reduce        of rows, from the first to the last      the sum [T, N]
+    method                  collective       the product                           returns
+    all_gather_linear       all-gather       of rows as they arrive                its results [T, F_i], the rows [T, D]
+    linear_reduce_scatter   reduce-scatter   of rows, those of other ranks first   this rank's rows of the sum [T/R, N]
+    linear_all_reduce       all-reduce       of rows, from the first to the last   the sum [T, N]
 
-A :class:`links.Path` says which way:
+    Plain      the whole collective, then the whole product, or the other way round; a sum that was started travels
+               under whatever the caller does before it waits
+    Chunked    rows in pieces, each sent by a message of its own (:mod:`collectives`): any transport, any device
+    InKernel   the product's own tiles wait for the rows they need, or go to the owners of their rows, through symmetric
+               memory (``memory/``): where all ranks reach each other's
 
-    plain      the whole collective, then the whole product, or the other way round; what a start began still travels
-               under whatever the caller does before it finishes
-    chunked    rows in pieces, each sent by a message of its own (:mod:`collectives`): any transport, any device
-    kernel     the product's own tiles wait for the rows they need, or send what they have formed to its owner
-               (:mod:`in_kernel`): where all ranks reach each other's memory
+A product is a value (``kernels/linear/product.py``); a strategy replaces its rows and says when it runs. Under each
+strategy a collective counts as one, with the same payload at the same site, and every row goes through its product
+once. On all ranks T, the strategy and the order of calls are the same; a call may begin before others have finished.
 
-The caller's ``compute`` makes the product of some rows. It gets ``part``, the slice of the T rows that they are
-(:data:`ALL` for all of them), to cut what else goes into the product (:func:`cut`). On every way a collective counts as
-one, with the same payload at the same site, and every row goes through its product once. On all ranks T, the path and
-the order of calls are the same; a call may begin before others have finished.
-
-Where a product fails (memory runs out, say), what travels at the time is waited for, and the error then goes on
-(:class:`InFlight`). If all ranks fail alike, the next call finds everything in order. If some do, the others wait for
-them in vain, for as long as the process group's or the arena's timeout lets them, and the step is void on every rank.
+Where a product fails (memory runs out, say), what travels at the time is waited for, and the error then goes on. If all
+ranks fail alike, the next call finds everything in order. If some do, the others wait for them in vain, for as long as
+the process group's or the memory pool's timeout lets them, and the step is void on every rank.
 
 Cutting the transfer so that the product starts before its end is the decomposition of Wang et al., "Overlap
 Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
@@ -28,183 +25,276 @@ Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol
 
 import torch
 
+from ...kernels.comm import all_reduce_shape, reduce_scatter_shape, transport
+from ...kernels.linear import Product
 from ...kernels.runtime import alloc
-from ...kernels.runtime.signals import ExchangeTimeout
+from ...kernels.runtime.signals import ExchangeTimeout, Gathered, Scattered
 from ..core import collectives
 from ..core.mesh import Group
-from . import in_kernel
-from .policy import Path
+from .memory.pool import Channel, SymmetricArena
 
-PLAIN = Path()
-ALL = slice(None)
+GATHER, REDUCE = "gather", "reduce"  # the channels of InKernel: for rows that are gathered, and for addends
 
-# (rows [n, D], part, remote) -> results [n, F_i]; and (part, remote) -> this rank's addend to those rows [n, N].
-# ``remote`` is None unless the product itself is to receive or send its rows.
-ComputeGathered = Callable[[torch.Tensor, slice, Any], Sequence[torch.Tensor]]
-ComputeAddend = Callable[[slice, Any], torch.Tensor]
-Finish = Callable[[], torch.Tensor]
-Result = TypeVar("Result")
+
+class Pending:
+    """A collective under way; :meth:`wait`, called once, returns what it came to, plus the ``bias``."""
+
+    __slots__ = ("_bias", "_finish")
+
+    def __init__(self, finish: Callable[[], torch.Tensor], bias: torch.Tensor | None = None) -> None:
+        self._finish, self._bias = finish, bias
+
+    def wait(self) -> torch.Tensor:
+        y = self._finish()
+        return y if self._bias is None else y.add_(self._bias)
 
 
 class InFlight:
-    """What was started in a ``with`` block and is still to be finished there.
+    """What starts in a ``with`` block and is waited for there.
 
-    An error that leaves the block finishes it first, so that it neither holds memory nor meets the next collective, and
-    goes on. Not after an ExchangeTimeout: a peer that did not come would only be waited for again.
+    An error that leaves the block waits for the rest first, so that it neither holds memory nor meets the next
+    collective. Not after an ExchangeTimeout: a peer that did not come would only be waited for again.
     """
 
     __slots__ = ("_pending",)
 
     def __init__(self) -> None:
-        self._pending: list[Callable[[], Any]] = []
+        self._pending: list[Pending] = []
 
-    def add(self, finish: Callable[[], Result]) -> Callable[[], Result]:
-        """``finish``, to be called once in the block."""
+    def add(self, pending: Pending) -> Pending:
+        """``pending``, to be waited for once in the block."""
         if torch.compiler.is_compiling():  # which cannot follow what comes, and of what it captures nothing travels yet
-            return finish
-        self._pending.append(finish)
+            return pending
 
-        def once() -> Result:
-            self._pending.remove(finish)
-            return finish()
+        def once() -> torch.Tensor:
+            self._pending.remove(pending)
+            return pending.wait()
 
-        return once
+        self._pending.append(pending)
+        return Pending(once)
 
     def __enter__(self) -> InFlight:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception) and not isinstance(error, ExchangeTimeout):
-            for finish in self._pending:
-                with suppress(Exception):  # of interest is what failed first
-                    finish()
+            for pending in self._pending:
+                with suppress(Exception):  # the first failure is the one to report
+                    pending.wait()
 
 
-def gather(
-    x: torch.Tensor, group: Group, compute: ComputeGathered, path: Path, *, site: str, keep: bool = True
-) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """All-gather the rows of ``x`` [T/R, D] and ``compute`` on them: (results, each [T, F_i]; the rows [T, D]).
+class Strategy(Protocol):
+    """What the three have in common. ``site`` names the collective."""
 
-    Without ``keep`` the rows may be gone when the next rows are gathered in this group.
-    """
-    if _in_kernel(path, x.shape[0], site):
-        collectives.count("all_gather", x.nbytes, site)
-        return in_kernel.gather(x, group, partial(product, site, compute), site=site, keep=keep)
-    if path.kind == "chunked" and x.shape[0]:
-        whole, parts = collectives.start_gather_pieces(x, group, path.pieces, site=site)
+    def all_gather_linear(
+        self, product: Product, *, site: str, keep: bool = True
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Gather the product's rows [T/R, D] from all ranks and compute it on them: (results, the rows [T, D]).
+
+        What its epilogue reads is of all T rows. Without ``keep`` the rows may be gone when the next rows are gathered
+        in this group.
+        """
+        ...
+
+    def linear_reduce_scatter(self, product: Product, *, bias: torch.Tensor | None = None, site: str) -> Pending:
+        """Compute this rank's addend [T, N] and begin to sum it: this rank's rows of the sum [T/R, N], plus ``bias``.
+
+        Raises ValueError unless T divides by the group's size.
+        """
+        ...
+
+    def linear_all_reduce(
+        self, product: Product, *, bias: torch.Tensor | None = None, site: str, async_op: bool = True
+    ) -> Pending:
+        """The same for all rows of the sum [T, N], on every rank. ``async_op=False``: the caller waits at once."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """One after the other."""
+
+    group: Group
+
+    def all_gather_linear(
+        self, product: Product, *, site: str, keep: bool = True
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        whole = collectives.all_gather(product.rows[0], self.group, site=site)
+        return compute(product.of(whole), site), whole
+
+    def linear_reduce_scatter(self, product: Product, *, bias: torch.Tensor | None = None, site: str) -> Pending:
+        (y,) = compute(product, site)
+        return Pending(collectives.start_reduce_scatter(y, self.group, site=site), bias)
+
+    def linear_all_reduce(
+        self, product: Product, *, bias: torch.Tensor | None = None, site: str, async_op: bool = True
+    ) -> Pending:
+        (y,) = compute(product, site)
+        if async_op:
+            return Pending(collectives.start_all_reduce(y, self.group, site=site), bias)
+        total = collectives.all_reduce(y, self.group, site=site, inplace=True)  # stays on one stream
+        return Pending(lambda: total, bias)
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """Each rank's shard in up to ``pieces`` pieces; for an all-reduce, all rows in as many."""
+
+    group: Group
+    pieces: int
+
+    def all_gather_linear(
+        self, product: Product, *, site: str, keep: bool = True
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        if not product.tokens:
+            return Plain(self.group).all_gather_linear(product, site=site)
+        gathering = collectives.GatherPieces(product.rows[0], self.group, self.pieces, site=site)
         outs: list[torch.Tensor] = []
-        with InFlight() as flights:
-            flights.add(partial(deque, parts, maxlen=0))  # what is left of them
-            for part in parts:
-                _place(outs, product(site, compute, whole[part], part, None), part, whole.shape[0])
-        return outs, whole
-    whole = collectives.all_gather(x, group, site=site)
-    return list(product(site, compute, whole, ALL, None)), whole
+        with gathering:
+            for part in gathering.arriving():
+                results = compute(product.of(gathering.whole[part], part), site)
+                if not outs:
+                    tokens = len(gathering.whole)
+                    outs = [alloc.empty((tokens, *y.shape[1:]), y.dtype, y.device) for y in results]
+                for out, y in zip(outs, results):
+                    out[part] = y
+        return outs, gathering.whole
+
+    def linear_reduce_scatter(self, product: Product, *, bias: torch.Tensor | None = None, site: str) -> Pending:
+        if not product.tokens:
+            return Plain(self.group).linear_reduce_scatter(product, bias=bias, site=site)
+        return self._sum(collectives.ScatterPieces, product, bias, site)
+
+    def linear_all_reduce(
+        self, product: Product, *, bias: torch.Tensor | None = None, site: str, async_op: bool = True
+    ) -> Pending:
+        if not product.tokens:
+            return Plain(self.group).linear_all_reduce(product, bias=bias, site=site)
+        return self._sum(collectives.ReducePieces, product, bias, site)
+
+    def _sum(self, kind: Any, product: Product, bias: torch.Tensor | None, site: str) -> Pending:
+        summing = kind(product.tokens, self.group, self.pieces, site=site)
+        with summing:
+            for part in summing.parts:
+                (y,) = compute(product.part(part), site)
+                summing.send(part, y)
+        return Pending(summing.wait, bias)
 
 
-def start_scatter(
-    tokens: int,
-    group: Group,
-    compute: ComputeAddend,
-    path: Path,
-    *,
-    like: torch.Tensor | None = None,
-    width: int = 0,
-    bias: torch.Tensor | None = None,
-    site: str,
-) -> Finish:
-    """``compute`` this rank's addend to ``tokens`` rows and begin to sum them; the result waits for the own [T/R, N].
+@dataclass(frozen=True)
+class InKernel:
+    """Inside the kernels, over the channels of the group's memory pool.
 
-    ``bias`` [N] is added to the sum. The kernel path has to know beforehand the addend's dtype and device, those of
-    ``like``, and its ``width`` N. Raises ValueError unless ``tokens`` divide by the group's size.
+    An exchange begins when the one before it on its channel has been read, in the order of the stream on which both
+    run, and ends whatever fails meanwhile. Rows that are gathered have been pushed before their product is formed, so
+    one that fails leaves them to be waited for. Addends that were not formed nobody can wait for: their exchange is
+    abandoned, and ranks meet before the next one (``Channel.abandon``).
+
+    A collective of no rows goes plainly, and so does one that a test leaves out.
     """
-    if _in_kernel(path, tokens, site):
-        if tokens % group.size:
-            raise ValueError(f"{site}: {tokens} rows do not divide by the group's {group.size} ranks")
-        return _start_sum("reduce_scatter", tokens, group, compute, like, width, bias, site)
-    if path.kind == "chunked" and tokens:
-        addend = lambda part: product(site, compute, part, None)
-        return _then_add(collectives.start_scatter_pieces(tokens, group, path.pieces, addend, site=site), bias)
-    return _then_add(collectives.start_reduce_scatter(product(site, compute, ALL, None), group, site=site), bias)
+
+    group: Group
+
+    def all_gather_linear(
+        self, product: Product, *, site: str, keep: bool = True
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        if not product.tokens or collectives.left_out(site):
+            return Plain(self.group).all_gather_linear(product, site=site)
+        x = product.rows[0].contiguous()  # which takes memory, so not in the middle of an exchange
+        collectives.count("all_gather", x.nbytes, site)
+        channel, peers, signals = self._begin(GATHER, (x.shape[0] * self.group.size, x.shape[1]), x, site)
+        pieces = transport.pieces_for(x.shape[0])
+        collectives.note("start", "all_gather", site)
+        pushed = transport.start_push(x, peers, signals, pieces)
+        whole = peers[self.group.rank]
+        try:
+            outs = compute(product.of(whole), site, arriving=Gathered(peers, signals, pieces))
+            if not any(y.numel() for y in outs):  # nothing was computed that would have waited
+                transport.wait_for_rows(signals, pieces)
+        except Exception:
+            _end_after_error(channel, pushed, partial(transport.wait_for_rows, signals, pieces))
+            raise
+        pushed()
+        collectives.note("end", "all_gather", site)
+        try:
+            return outs, whole.clone() if keep else whole
+        finally:
+            channel.end()
+
+    def linear_reduce_scatter(self, product: Product, *, bias: torch.Tensor | None = None, site: str) -> Pending:
+        if not product.tokens or collectives.left_out(site):
+            return Plain(self.group).linear_reduce_scatter(product, bias=bias, site=site)
+        collectives.check_rows(product.tokens, self.group, site)
+        return self._sum("reduce_scatter", product, bias, site)
+
+    def linear_all_reduce(
+        self, product: Product, *, bias: torch.Tensor | None = None, site: str, async_op: bool = True
+    ) -> Pending:
+        if not product.tokens or collectives.left_out(site):
+            return Plain(self.group).linear_all_reduce(product, bias=bias, site=site)
+        return self._sum("all_reduce", product, bias, site)
+
+    def _sum(self, kind: str, product: Product, bias: torch.Tensor | None, site: str) -> Pending:
+        from ...kernels.comm import reduce  # Triton, only when a kernel runs
+
+        tokens, width, like = product.tokens, product.width, product.rows[0]
+        everywhere = kind == "all_reduce"
+        collectives.count(kind, tokens * width * like.element_size(), site)
+        shape = (all_reduce_shape if everywhere else reduce_scatter_shape)(tokens, width, self.group.size)
+        channel, peers, signals = self._begin(REDUCE, shape, like, site)
+        collectives.note("start", kind, site)
+        try:
+            collectives.note("start", "product", site)
+            product.send(Scattered(peers, signals))
+            collectives.note("end", "product", site)
+        except Exception:
+            channel.abandon()
+            raise
+
+        def finish() -> torch.Tensor:
+            try:
+                (y,) = reduce.reduce_scattered(peers, signals, tokens, width, like.dtype, bias=bias, gather=everywhere)
+            except Exception:
+                channel.abandon()
+                raise
+            collectives.note("end", kind, site)
+            channel.end()
+            return y
+
+        return Pending(finish)
+
+    def _begin(self, name: str, shape: Sequence[int], like: torch.Tensor, site: str) -> tuple[Channel, Any, Any]:
+        nbytes = torch.Size(shape).numel() * like.element_size()
+        channel = SymmetricArena.of(self.group, device=like.device).channel(name, nbytes)
+        return channel, *channel.begin(shape, like.dtype, op=site)
 
 
-def start_reduce(
-    tokens: int,
-    group: Group,
-    compute: ComputeAddend,
-    path: Path,
-    *,
-    like: torch.Tensor | None = None,
-    width: int = 0,
-    bias: torch.Tensor | None = None,
-    site: str,
-) -> Finish:
-    """The same for all rows of the sum, [T, N], on every rank."""
-    if _in_kernel(path, tokens, site):
-        return _start_sum("all_reduce", tokens, group, compute, like, width, bias, site)
-    if path.kind == "chunked" and tokens:
-        addend = lambda part: product(site, compute, part, None)
-        return _then_add(collectives.start_all_reduce_pieces(tokens, group, path.pieces, addend, site=site), bias)
-    return _then_add(collectives.start_all_reduce(product(site, compute, ALL, None), group, site=site), bias)
+def _end_after_error(channel: Channel, *steps: Callable[[], None]) -> None:
+    """End an exchange whose product failed: take the steps that are left, and ignore what fails in them."""
+    try:
+        for step in steps:
+            step()
+        channel.end()
+    except Exception:
+        channel.abandon()
 
 
-def reduce(tokens: int, group: Group, compute: ComputeAddend, path: Path, *, site: str, **options: Any) -> torch.Tensor:
-    """:func:`start_reduce` where nothing is left to do before its end: the plain way then stays on one stream."""
-    if path.kind == "plain":
-        y = collectives.all_reduce(product(site, compute, ALL, None), group, site=site, inplace=True)
-        return _then_add(lambda: y, options.get("bias"))()
-    return start_reduce(tokens, group, compute, path, site=site, **options)()
+def compute(product: Product, site: str, *, arriving: Gathered | None = None) -> list[torch.Tensor]:
+    """The product under which the collective of ``site`` may travel; :data:`collectives.events` says when it ran."""
+    return beside(site, product.compute, arriving)
 
 
-def _in_kernel(path: Path, rows: int, site: str) -> bool:
-    """A collective that a test leaves out, and one of no rows, goes the plain way."""
-    return path.kind == "kernel" and rows > 0 and not collectives.left_out(site)
-
-
-def _start_sum(
-    kind: str,
-    tokens: int,
-    group: Group,
-    compute: ComputeAddend,
-    like: torch.Tensor | None,
-    width: int,
-    bias: torch.Tensor | None,
-    site: str,
-) -> Finish:
-    assert like is not None, "the kernel's slots are laid out before it has formed anything"
-    collectives.count(kind, tokens * width * like.element_size(), site)
-    send = partial(product, site, compute)
-    return in_kernel.start_sum(tokens, group, send, like, width, bias=bias, everywhere=kind == "all_reduce", site=site)
-
-
-def _then_add(finish: Finish, bias: torch.Tensor | None) -> Finish:
-    return finish if bias is None else lambda: finish().add_(bias)
-
-
-def product(site: str, work: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-    """Run a product under which the collective of ``site`` may travel, and note when."""
+def beside(site: str, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``work(*args)``, noted as a product under which the collective of ``site`` may travel."""
     collectives.note("start", "product", site)
     result = work(*args, **kwargs)
     collectives.note("end", "product", site)
     return result
-
-
-def cut(x: torch.Tensor, part: slice) -> torch.Tensor:
-    """The rows ``part`` of ``x`` [T, ...]; itself where that is all of them."""
-    return x if part.start is None else x[part]
-
-
-def _place(outs: list[torch.Tensor], results: Sequence[torch.Tensor], part: slice, tokens: int) -> None:
-    """Put the ``results`` for the rows ``part`` where they belong; the first ones say what there is to hold."""
-    if not outs:
-        outs += [alloc.empty((tokens, *y.shape[1:]), y.dtype, y.device) for y in results]
-    for out, y in zip(outs, results):
-        out[part] = y

@@ -15,11 +15,12 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-from .layers import late_sum
+from .layers import block
 from .layers.linear import RowParallelLinear
-from .layers.module import Crossing, Joint, ShardedModule
+from .layers.module import CollectiveInfo, FusedGroup, ShardedModule
+from .parallel.overlap import partial_sum
 from .parallel.overlap.memory import reserve
-from .parallel.overlap.policy import Path
+from .parallel.overlap.policy import OverlapPlan
 from .parallel.core.sharding import spec_of
 
 
@@ -35,7 +36,7 @@ class Row:
     layout: str  # "weight [1024/2, 256], bias [1024/2]"
     parameters: int  # on this rank, in one layer
     layers: int = 1
-    crosses: tuple[Crossing, ...] = ()  # what crosses ranks, and how it meets the product beside it
+    crosses: tuple[CollectiveInfo, ...] = ()  # what crosses ranks, and how it meets the product beside it
     shared_by: tuple[str, ...] = ()  # the layers beside this one that share that: "k_proj", "v_proj"
 
 
@@ -132,17 +133,17 @@ def _tokens(model: nn.Module, x: Any) -> int | None:
 
 
 def _rows(model: nn.Module, device: torch.device, tokens: int | None) -> Iterator[Row]:
-    taken, joints = _taken(model), _joints(model)
+    taken, fused_groups = _taken(model), _fused_groups(model)
     names = {module: path.rpartition(".")[2] for path, module in model.named_modules()}
     for path, module in model.named_modules():
         own = list(module.named_parameters(recurse=False))
         ops = _ops(module, device)
         if not own and not ops:
             continue
-        joint = joints.get(module)
+        fused_group = fused_groups.get(module)
         for position, (op, runs, why) in enumerate(ops or [("", "torch", "not a layer of this package")]):
             first = position == 0  # parameters are told once, beside the first op
-            crosses = _crosses(module, device, tokens, taken.get(module), joint) if first else ()
+            crosses = _crosses(module, device, tokens, taken.get(module), fused_group) if first else ()
             yield Row(
                 path=re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) or "(model)",
                 kind=type(module).__name__,
@@ -152,7 +153,7 @@ def _rows(model: nn.Module, device: torch.device, tokens: int | None) -> Iterato
                 layout=", ".join(_layout(name, param) for name, param in own) if first else "",
                 parameters=sum(spec_of(param).local_shape.numel() for _, param in own) if first else 0,
                 crosses=crosses,
-                shared_by=tuple(names[layer] for layer in joint.layers[1:]) if joint and crosses else (),
+                shared_by=tuple(names[layer] for layer in fused_group.layers[1:]) if fused_group and crosses else (),
             )
 
 
@@ -171,36 +172,37 @@ def _taken(model: nn.Module) -> dict[nn.Module, RowParallelLinear]:
     """By norm the layer whose sum over the ranks it may take."""
     found: dict[nn.Module, RowParallelLinear] = {}
     for module in model.modules():
-        takers: Any = getattr(module, "takers", None)
-        found.update(takers() if callable(takers) else {})
+        deferred_sums: Any = getattr(module, "deferred_sums", None)
+        found.update(deferred_sums() if callable(deferred_sums) else {})
     return found
 
 
-def _joints(model: nn.Module) -> dict[nn.Module, Joint]:
+def _fused_groups(model: nn.Module) -> dict[nn.Module, FusedGroup]:
     """By layer the layers that run as one with it."""
-    found: dict[nn.Module, Joint] = {}
+    found: dict[nn.Module, FusedGroup] = {}
     for module in model.modules():
-        joints: Any = getattr(module, "joints", None)
-        found.update((layer, joint) for joint in (joints() if callable(joints) else []) for layer in joint.layers)
+        groups: Any = getattr(module, "fused_groups", None)
+        for group in groups() if callable(groups) else []:
+            found.update(dict.fromkeys(group.layers, group))
     return found
 
 
 def _crosses(
-    module: nn.Module, device: torch.device, tokens: int | None, takes: RowParallelLinear | None, joint: Joint | None
-) -> tuple[Crossing, ...]:
+    module: nn.Module, device: torch.device, tokens: int | None, takes: RowParallelLinear | None, fused_group: FusedGroup | None
+) -> tuple[CollectiveInfo, ...]:
     if not isinstance(module, ShardedModule) or module.group.size == 1:
         return ()
-    if joint is not None and module is not joint.layers[0]:  # the first one tells
+    if fused_group is not None and module is not fused_group.layers[0]:  # the first one tells
         return ()
     try:
-        path = None if takes is None else late_sum.told(takes, module, device, tokens)
-        late = [] if path is None else [Crossing("decoding", late_sum.OP, path)]
-        return (*module.crosses(device, tokens, joint), *late)
+        path = None if takes is None else block.preview_deferred(takes, module, device, tokens)
+        late = [] if path is None else [CollectiveInfo("decoding", partial_sum.OP, path)]
+        return (*module.collectives(device, tokens, fused_group), *late)
     except (RuntimeError, ValueError) as error:  # forward will say the same
-        return (Crossing("", "", Path("refused", reason=str(error))),)
+        return (CollectiveInfo("", "", OverlapPlan("refused", reason=str(error))),)
 
 
-def _told(crossing: Crossing) -> tuple[str, ...]:
+def _told(crossing: CollectiveInfo) -> tuple[str, ...]:
     """When, what, how, the microseconds of it that nothing hides, and why so."""
     if crossing.path is None:
         return crossing.when, crossing.op, "per call", "", "it depends on the number of tokens: pass an input"

@@ -25,7 +25,7 @@ from shardfuse.bench.harness import one_writer
 from shardfuse.bench.harness.one_writer import only_writer
 from shardfuse.bench.harness.timing import Timing
 from shardfuse.kernels.dev.accuracy import Verdict
-from shardfuse.kernels.linear import parts
+from shardfuse.kernels.linear import Product, functional
 from shardfuse.kernels.runtime.dispatch import Choice
 from shardfuse.parallel.core.mesh import tp_group
 from shardfuse.parallel.overlap import link_profile, policy
@@ -144,7 +144,7 @@ def _red(rank: int, world: int, out: str) -> tuple[int, tuple[str, ...], int]:
     """One rank's chunks come out wrong."""
     right = calibrate.Rig.result
 
-    def wrong(rig: calibrate.Rig, path: policy.Path) -> torch.Tensor:
+    def wrong(rig: calibrate.Rig, path: policy.OverlapPlan) -> torch.Tensor:
         y = right(rig, path)
         return y * 2 if rank == 1 and path.kind == "chunked" else y
 
@@ -167,9 +167,9 @@ def test_a_wrong_result_is_not_timed(ranks: Any, tmp_path: Path):
 
 # Shares of plain's time by path: on the listed shape (each time that it is timed there), at the low end of its bucket
 # and at the high end. At the low end a rank's 3 rows do not make 4 pieces.
-ONE, TWO, FOUR = (policy.Path("chunked", pieces) for pieces in (1, 2, 4))
-KERNEL = policy.Path("kernel")
-SHARES: dict[policy.Path, tuple[list[float], ...]] = {
+ONE, TWO, FOUR = (policy.OverlapPlan("chunked", pieces) for pieces in (1, 2, 4))
+KERNEL = policy.OverlapPlan("kernel")
+SHARES: dict[policy.OverlapPlan, tuple[list[float], ...]] = {
     ONE: ([0.6, 0.65], [0.7], [0.68]),
     TWO: ([0.7], [0.75], [1.1]),
     FOUR: ([0.8], [], [0.9]),
@@ -185,7 +185,7 @@ def _worst(rank: int, world: int, out: str) -> tuple[list[float], float, list[An
     }
     timed: list[Any] = []
 
-    def share(rig: calibrate.Rig, path: policy.Path) -> tuple[float, float, float]:
+    def share(rig: calibrate.Rig, path: policy.OverlapPlan) -> tuple[float, float, float]:
         shape = (rig.call.T, rig.call.K, rig.call.N)
         timed.append((shape, path))
         found = left[shape, path].pop(0)
@@ -270,15 +270,16 @@ def test_plain_runs_what_a_layer_would_run(op: str, wins: str | None, monkeypatc
         asked.append(tuple(x.shape))
         return wins
 
-    def forward(x: torch.Tensor, weights: Any, biases: Any, activation: str, choice: Choice, **_: Any) -> Any:
-        ran.append(choice.impl)
-        return [x @ weights[0].t()], []
+    def compute(product: Product, arriving: Any = None) -> list[torch.Tensor]:
+        ran.append(product.choice.impl)
+        return [product.rows[0] @ product.weights[0].t()]
 
     choice = lambda *_, stock_wins=None, **__: Choice("reference" if stock_wins else "triton", "")
-    for name, value in {"measured": measured, "forward": forward, "linear_act_choice": choice}.items():
-        monkeypatch.setattr(parts, name, value)
+    for name, value in {"measured": measured, "linear_act_choice": choice}.items():
+        monkeypatch.setattr(functional, name, value)
+    monkeypatch.setattr(Product, "compute", compute)
     rig = calibrate.Rig.of(Call(op, 8, 16, 32, torch.float32, 2), tp_group(None), torch.device("cpu"))
-    rig.result(policy.Path())
+    rig.result(policy.OverlapPlan())
     assert asked == [(4 if op == GATHER else 8, 16)]
     assert ran == ["reference" if wins else "triton"]
 
@@ -334,7 +335,7 @@ def _chosen(rank: int, world: int, path: str) -> tuple[str, str]:
     like = {"dtype": torch.float32, "device": torch.device("cpu")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(link_profile.VARIABLE, path)
-        dry = policy.choose(GATHER, group, **shape, **like)
+        dry = policy.select(GATHER, group, **shape, **like)
         content = json.loads(Path(path).read_text()) | {"dry": False}
         for row in content["rows"]:
             row |= {"plain_s": 1.0, "noise": 0.0, "chunked_s": {"2": 0.5}}
@@ -342,7 +343,7 @@ def _chosen(rank: int, world: int, path: str) -> tuple[str, str]:
         if rank == 0:
             Path(path).write_text(json.dumps(content))
         policy.forget(group)
-        measured = policy.choose(GATHER, group, **shape, **like)
+        measured = policy.select(GATHER, group, **shape, **like)
     return dry.reason, f"{measured.kind} in {measured.pieces}, {measured.reason}"
 
 
@@ -389,7 +390,7 @@ def test_times_are_compared_with_a_sync_and_rounds_that_ranks_share(monkeypatch:
 def test_a_verdict_compares_with_plain_in_fp64():
     call = Call(REDUCE, 4, 8, 8, torch.float32, 1)
     rig = calibrate.Rig.of(call, tp_group(None), torch.device("cpu"))
-    (verdict,) = rig.verdicts(policy.Path())
+    (verdict,) = rig.verdicts(policy.OverlapPlan())
     assert isinstance(verdict, Verdict)
     assert verdict.ok
     assert verdict.error > 0

@@ -276,9 +276,9 @@ def test_transforms_and_forward_mode_take_torchs_own_functions_at_any_size():
         torch.testing.assert_close(found, wanted)
 
 
-def test_calls_are_counted_and_small_ones_are_stock(monkeypatch):
+def test_calls_are_counted_and_small_ones_are_stock(request):
     hidden, weight, bias = leaves()
-    products = count_products(monkeypatch)
+    products = count_products(request)
     before = dispatch.counts["linear_cross_entropy", "reference"]
     loss = linear_cross_entropy(hidden, weight, draw_targets(), bias, impl="reference")
     (dhidden,) = torch.autograd.grad(loss, hidden, create_graph=True)

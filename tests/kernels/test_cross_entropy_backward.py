@@ -46,8 +46,8 @@ def _on_device():
 @pytest.mark.parametrize("frozen", ["hidden", "weight", "bias"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_only_the_gradients_asked_for(impl, reduction, frozen, monkeypatch):
-    products = count_products(monkeypatch)
+def test_only_the_gradients_asked_for(impl, reduction, frozen, request):
+    products = count_products(request)
     tensors, targets, gain = leaves(), draw_targets(), gain_for(reduction)
     names = ["hidden", "weight", "bias"]
     tensors[names.index(frozen)].requires_grad_(False)
@@ -66,8 +66,8 @@ def test_only_the_gradients_asked_for(impl, reduction, frozen, monkeypatch):
     }
 
 
-def test_without_gradients_nothing_is_formed(monkeypatch):
-    products = count_products(monkeypatch)
+def test_without_gradients_nothing_is_formed(request):
+    products = count_products(request)
     hidden, weight, bias = leaves()
     targets = draw_targets()
     with torch.no_grad():
@@ -78,9 +78,9 @@ def test_without_gradients_nothing_is_formed(monkeypatch):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_split_backward(reduction, monkeypatch):
+def test_a_split_backward(reduction, request):
     """Inputs in one pass, parameters in the next: a scalar loss repeats nothing, and both give the whole gradients."""
-    products = count_products(monkeypatch)
+    products = count_products(request)
     (hidden, weight, bias), targets, gain = leaves(), draw_targets(), gain_for(reduction)
     options = {"reduction": reduction, "chunk_tokens": 64}
     whole = with_grads(linear_cross_entropy, (hidden, weight, bias), targets, gain, **options)

@@ -20,13 +20,8 @@ from torch import nn
 
 from shardfuse.layers import ColumnParallelLinear
 from shardfuse.parallel.checkpoint import storage
-from shardfuse.parallel.checkpoint.checkpoint import (
-    full_state_dict,
-    load_checkpoint,
-    read_extra,
-    save_checkpoint,
-)
-from shardfuse.parallel.core import functional
+from shardfuse.parallel.checkpoint.checkpoint import full_state_dict, load_checkpoint, read_extra, save_checkpoint
+from shardfuse.parallel.core import mappings
 from shardfuse.parallel.core.mesh import SINGLE, Group, tp_group
 from shardfuse.parallel.core.sharding import ShardSpec, draw_shard, local_tensor, make_parameter, named_seed
 
@@ -54,8 +49,8 @@ class Net(nn.Module):
 
     def loss(self, x: torch.Tensor, group: Group) -> torch.Tensor:
         up, down, bias, norm, temperature = (local_tensor(getattr(self, name)) for name in SHAPES)
-        hidden = (functional.copy_to(x * norm, group, site="in") @ up.t() + bias).tanh()
-        y = functional.reduce_from(hidden @ down.t(), group, site="out")
+        hidden = (mappings.copy_to(x * norm, group, site="in") @ up.t() + bias).tanh()
+        y = mappings.reduce_from(hidden @ down.t(), group, site="out")
         return (y * temperature).square().mean()
 
 

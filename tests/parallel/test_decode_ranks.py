@@ -16,7 +16,7 @@ import shardfuse
 from shardfuse import Engine, ParallelTransformer, Request, TransformerConfig
 from shardfuse.kernels.dev import accuracy
 from shardfuse.kernels.runtime import dispatch
-from shardfuse.layers.late_sum import waits
+from shardfuse.layers.block import can_defer
 from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.mesh import tp_group
 from shardfuse.parallel.core.sharding import local_tensor
@@ -172,8 +172,8 @@ def _unsuited_body(rank: int, world: int) -> dict[str, bool]:
 
     def asked(tokens: int = 3, **options: Any) -> bool:
         model = _model(SHORT, **KERNEL | {"strict": False} | options)
-        norm, last = model.takers()[0]
-        return waits(last, norm, torch.zeros(tokens, 8, dtype=last.weight.dtype))
+        norm, last = model.deferred_sums()[0]
+        return can_defer(last, norm, torch.zeros(tokens, 8, dtype=last.weight.dtype))
 
     found = {"gradients": asked()}
     with torch.no_grad():
@@ -191,7 +191,7 @@ def _unsuited_body(rank: int, world: int) -> dict[str, bool]:
             ("sequence parallelism", SHORT, {"sequence_parallel": True}),
             ("LayerNorm", TransformerConfig(**vars(SHORT) | {"style": "gelu"}), {}),
         ):
-            found[name] = bool(_model(config, **KERNEL, **options).takers())
+            found[name] = bool(_model(config, **KERNEL, **options).deferred_sums())
         dropping = _model(TransformerConfig(**vars(SHORT) | {"residual_dropout": 0.1}), **KERNEL).train()
         with _counted() as launches:
             dropping(TOKENS)
@@ -233,7 +233,7 @@ def _capture_body(rank: int, world: int) -> list[int]:
     """Sums that wait in a capture before a run outside of it, in that run, and in a capture after it."""
     group = tp_group(dist.group.WORLD)
     model, found = _model(SHORT, overlap="kernel", impl="triton"), []
-    policy.choose(
+    policy.select(
         NORM, group, tokens=3, features_in=8, features_out=16, dtype=torch.float32, device=TOKENS.device,
         overlap="kernel", impl="triton", device_counted=True,
     )  # fmt: skip

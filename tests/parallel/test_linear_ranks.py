@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from products import PARAM_GRADS, around
 
 from shardfuse.kernels.dev import accuracy
-from shardfuse.kernels.linear import parts
+from shardfuse.kernels.linear import functional
 from shardfuse.kernels.runtime import dispatch
 from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.mesh import Group, tp_group
+from shardfuse.parallel.core.options import TPOptions
 from shardfuse.parallel.core.sharding import ShardSpec, make_parameter, unwrap
 from shardfuse.parallel.linear import column_linear, row_linear
 from shardfuse.parallel.pipeline.split_backward import stage_backward_input, stage_backward_weight
@@ -47,8 +49,9 @@ def _params(whole: dict[str, torch.Tensor], params: str = "dtensor") -> dict[str
 
 def _mlp(x: torch.Tensor, p: dict[str, Any], group: Group | None = None, **options: Any) -> torch.Tensor:
     group = group or tp_group(dist.group.WORLD)
-    (h,) = column_linear(x, [p["w1"]], [p["b1"]], group, activation="gelu_tanh", site="in", **options)
-    return row_linear(h, p["w2"], p["b2"], group, site="out", **options)
+    into, out = (TPOptions(group, site=site, **options) for site in ("in", "out"))
+    (h,) = column_linear(x, [p["w1"]], [p["b1"]], into, activation="gelu_tanh")
+    return row_linear(h, p["w2"], p["b2"], out)
 
 
 def _stock(x: torch.Tensor, p: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -172,22 +175,26 @@ def _split_body(rank: int, world: int, sequence_parallel: bool) -> list[Any]:
 def _noted() -> Iterator[list[str]]:
     """The products and collectives of backward inside."""
     calls: list[str] = []
-    places = [(parts, "activation_grad"), (parts, "input_grad"), (parts, "param_grads")]
+    places = [(functional, "act_grad")]
     places += [(collectives, name) for name in ("all_gather", "start_all_reduce", "start_reduce_scatter")]
     originals = [getattr(*place) for place in places]
 
     def noting(name: str, original: Any) -> Any:
         def note(*args: Any, **kwargs: Any) -> Any:
-            wanted = sum(args[2]) if name == "param_grads" else 1  # of the weights
-            calls.extend([name] * wanted)
+            calls.append(name)
             return original(*args, **kwargs)
 
         return note
 
+    def noted(name: str, run: Any, of: Any) -> Any:
+        calls.extend([name] * (sum(of[2]) if name == PARAM_GRADS else 1))
+        return run()
+
     for (module, name), original in zip(places, originals):
         setattr(module, name, noting(name, original))
     try:
-        yield calls
+        with around(noted):
+            yield calls
     finally:
         for (module, name), original in zip(places, originals):
             setattr(module, name, original)
@@ -195,7 +202,7 @@ def _noted() -> Iterator[list[str]]:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 def test_split_backward_runs_each_product_and_collective_once(ranks: Any, sequence_parallel: bool):
-    inputs = ["input_grad", "activation_grad", "input_grad", "start_all_reduce"]
+    inputs = ["input_grad", "act_grad", "input_grad", "start_all_reduce"]
     if sequence_parallel:
         inputs = ["all_gather", *inputs[:-1], "start_reduce_scatter"]
     for ran in ranks(2, _split_body, sequence_parallel):
@@ -229,21 +236,18 @@ def test_gradients_are_added_to_buffers(ranks: Any, sequence_parallel: bool):
 
 def _saving_body(rank: int, world: int) -> list[bool]:
     """Whether forward was asked for the pre-activation, with autograd and without."""
-    saving, forward = [], parts.forward
+    saving: list[bool] = []
 
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        saving.append(kwargs["save"])
-        return forward(*args, **kwargs)
+    def noted(name: str, run: Any, of: Any) -> Any:
+        saving.append(of.epilogue.save_preact)
+        return run()
 
-    whole, group = _whole(), tp_group(dist.group.WORLD)
+    whole, options = _whole(), TPOptions(tp_group(dist.group.WORLD))
     p = _params(whole)
-    parts.forward = noted
-    try:
-        column_linear(whole["x"], [p["w1"]], [p["b1"]], group, activation="gelu_tanh", site="in")
+    with around(noted):
+        column_linear(whole["x"], [p["w1"]], [p["b1"]], options, activation="gelu_tanh")
         with torch.no_grad():
-            column_linear(whole["x"], [p["w1"]], [p["b1"]], group, activation="gelu_tanh", site="in")
-    finally:
-        parts.forward = forward
+            column_linear(whole["x"], [p["w1"]], [p["b1"]], options, activation="gelu_tanh")
     return saving
 
 
@@ -288,7 +292,7 @@ def test_no_token_and_a_single_one(ranks: Any):
 def _order_body(rank: int, world: int) -> list[str]:
     """The order in which backward starts to sum dx, forms the first layer's weight gradients, and takes the sum."""
     events: list[str] = []
-    start, param_grads = collectives.start_all_reduce, parts.param_grads
+    start, param_grads = collectives.start_all_reduce, functional.param_grads
 
     def noted_start(x: torch.Tensor, group: Any, *, site: str) -> Callable[[], torch.Tensor]:
         events.append("start")
@@ -304,12 +308,12 @@ def _order_body(rank: int, world: int) -> list[str]:
         events.append("weights")
         return param_grads(*args, **kwargs)
 
-    collectives.start_all_reduce, parts.param_grads = noted_start, noted_param_grads
+    collectives.start_all_reduce, functional.param_grads = noted_start, noted_param_grads
     try:
         whole = _whole()
         _mlp(whole["x"].clone().requires_grad_(), _params(whole)).backward(whole["dy"])
     finally:
-        collectives.start_all_reduce, parts.param_grads = start, param_grads
+        collectives.start_all_reduce, functional.param_grads = start, param_grads
     return events
 
 

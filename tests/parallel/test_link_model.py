@@ -126,7 +126,8 @@ def test_shipped_figures_are_told_and_measured_links_need_a_margin(arch: str):
                 assert path.exposed_s == best.exposed_s < plain.exposed_s
     assert kinds == {"plain", "chunked"}
     assert (
-        "between machines" in policy.pure_choice(profile, "network", call, unavailable=None, device_type="cuda").reason
+        "between machines"
+        in policy.pure_selection(profile, "network", call, unavailable=None, device_type="cuda").reason
     )
 
 

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from products import PARAM_GRADS, around
 from torch import nn
 
 from shardfuse import ParallelMLP, tp_group
 from shardfuse.bench.harness.stock import StockGatedMLP, StockMLP
 from shardfuse.kernels.dev import accuracy
-from shardfuse.kernels.linear import apply_activation, parts
+from shardfuse.kernels.linear import apply_activation, functional
 from shardfuse.kernels.runtime import dispatch
 from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.sharding import local_tensors, spec_of
@@ -180,27 +181,17 @@ def test_only_what_wants_a_gradient_gets_one(gated: bool, level: int, monkeypatc
 def _counted() -> Iterator[Counter[str]]:
     """How often each product runs inside."""
     counts: Counter[str] = Counter()
-    products = ("forward", "gated_forward", "input_grad", "input_grad_act", "input_grad_gated", "param_grads")
-    originals = {name: getattr(parts, name) for name in products}
 
-    def noting(name: str) -> Any:
-        def note(*args: Any, **kwargs: Any) -> Any:
-            if name == "param_grads":
-                counts["weight gradient"] += sum(args[2])
-                counts["bias gradient"] += sum(args[3])
-            else:
-                counts[name] += 1
-            return originals[name](*args, **kwargs)
+    def noted(name: str, run: Any, of: Any) -> Any:
+        if name == PARAM_GRADS:
+            counts["weight gradient"] += sum(of[2])
+            counts["bias gradient"] += sum(of[3])
+        else:
+            counts[name] += 1
+        return run()
 
-        return note
-
-    for name in products:
-        setattr(parts, name, noting(name))
-    try:
+    with around(noted):
         yield counts
-    finally:
-        for name, original in originals.items():
-            setattr(parts, name, original)
 
 
 @GATED
@@ -486,7 +477,7 @@ def test_what_torch_compile_traces_over_ranks_computes_the_same(ranks: Any, gate
 def _order_body(rank: int, world: int) -> list[str]:
     """The order in which backward starts to sum dx, forms weight gradients, and takes the sum."""
     events: list[str] = []
-    start, param_grads = collectives.start_all_reduce, parts.param_grads
+    start, param_grads = collectives.start_all_reduce, functional.param_grads
 
     def noted_start(x: torch.Tensor, group: Any, *, site: str) -> Any:
         events.append("start")
@@ -497,12 +488,12 @@ def _order_body(rank: int, world: int) -> list[str]:
         events.append("weights")
         return param_grads(*args, **kwargs)
 
-    collectives.start_all_reduce, parts.param_grads = noted_start, noted_param_grads
+    collectives.start_all_reduce, functional.param_grads = noted_start, noted_param_grads
     try:
         ours, _ = _pair(False, recompute=1, mesh=tp_group(dist.group.WORLD))
         ours(_x()).sum().backward()
     finally:
-        collectives.start_all_reduce, parts.param_grads = start, param_grads
+        collectives.start_all_reduce, functional.param_grads = start, param_grads
     return events
 
 

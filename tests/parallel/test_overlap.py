@@ -32,19 +32,23 @@ from overlap_case import (
     whole_operands,
     world_group,
 )
+from products import around
 
 from shardfuse.kernels.dev import accuracy
-from shardfuse.kernels.linear import parts
-from shardfuse.parallel import linear
+from shardfuse.kernels.linear import Product
+from shardfuse.kernels.runtime.dispatch import Choice
 from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.mesh import Group, tp_group
+from shardfuse.parallel.core.options import TPOptions
 from shardfuse.parallel.linear import column_linear, row_linear
-from shardfuse.parallel.overlap import strategies
-from shardfuse.parallel.overlap.policy import Path
+from shardfuse.parallel.overlap import policy
+from shardfuse.parallel.overlap.policy import OverlapPlan
 
 pytestmark = pytest.mark.ranks
 
-CHUNKED = Path("chunked", 2)
+CHUNKED = OverlapPlan("chunked", 2)
+PLAIN = OverlapPlan()
+REFERENCE = Choice("reference", "in plain torch")
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
 
@@ -63,42 +67,43 @@ def _operations_body(rank: int, world: int, tokens: int) -> list[str]:
     group, wrong = world_group(), []
     rows, weight = _operands(world, tokens)
     shards, own = tokens // world, slice(rank * tokens // world, (rank + 1) * tokens // world)
-    asked: list[slice] = []
+    formed: list[list[int]] = []  # which rows each product was formed of, by their first number
+    for i, x in enumerate(rows):
+        x[:, 0] = torch.arange(tokens) + 1000 * i
 
-    def gathered(x: torch.Tensor, part: slice, remote: Any) -> tuple[torch.Tensor, ...]:
-        asked.append(part)
-        return x @ weight, x.sum(1)
+    def noted(name: str, run: Any, of: Product) -> Any:
+        formed.append([int(number) % 1000 for number in of.rows[0][:, 0]])
+        return run()
 
-    def addend(part: slice, remote: Any) -> torch.Tensor:
-        asked.append(part)
-        return strategies.cut(rows[rank], part) @ weight
-
-    shard = rows[0][own]
+    gathered = Product.linear_act(rows[0][own], [weight.t(), weight[:, :2].t()], [None] * 2, "identity", REFERENCE)
+    addend = Product.input_grad([rows[rank]], [weight], REFERENCE)
     total = torch.stack(rows).sum(0) @ weight
-    for path in (strategies.PLAIN, *(Path("chunked", pieces) for pieces in (1, 2, 5, tokens + 1))):
+    for path in (PLAIN, *(OverlapPlan("chunked", pieces) for pieces in (1, 2, 5, tokens + 1))):
+        strategy = path.strategy(group)
         found: dict[str, Any] = {}
         counts = []
         for name, run in {
-            "gather": lambda path=path: strategies.gather(shard, group, gathered, path, site="s"),
-            "scatter": lambda path=path: strategies.start_scatter(tokens, group, addend, path, site="s")(),
-            "start_reduce": lambda path=path: strategies.start_reduce(tokens, group, addend, path, site="s")(),
-            "reduce": lambda path=path: strategies.reduce(tokens, group, addend, path, site="s"),
+            "gather": lambda way=strategy: way.all_gather_linear(gathered, site="s"),
+            "scatter": lambda way=strategy: way.linear_reduce_scatter(addend, site="s").wait(),
+            "start_reduce": lambda way=strategy: way.linear_all_reduce(addend, site="s").wait(),
+            "reduce": lambda way=strategy: way.linear_all_reduce(addend, site="s", async_op=False).wait(),
         }.items():
-            asked.clear()
+            formed.clear()
             collectives.reset_counts()
-            found[name] = run()
+            with around(noted):
+                found[name] = run()
             counts += [*collectives.calls.items(), *collectives.payload.items()]
             if path.kind == "chunked" and tokens:
-                if sorted(i for part in asked for i in range(part.start, part.stop)) != list(range(tokens)):
-                    wrong.append(f"{path} {name}: rows asked for: {asked}")
+                if sorted(row for part in formed for row in part) != list(range(tokens)):
+                    wrong.append(f"{path} {name}: rows formed: {formed}")
                 place = {"gather": 0, "scatter": -1}.get(name)
-                if place is not None and asked[place] != own:
-                    wrong.append(f"{path} {name}: the own rows are not where they cost nobody time: {asked}")
+                if place is not None and formed[place] != list(range(own.start, own.stop)):
+                    wrong.append(f"{path} {name}: the own rows are not where they cost nobody time: {formed}")
                 pieces = {"gather": world * path.pieces, "scatter": world * path.pieces}.get(name, path.pieces)
-                if len(asked) > pieces:
-                    wrong.append(f"{path} {name}: {len(asked)} products")
-        (y, sums), whole = found["gather"]
-        expected = [(y, rows[0] @ weight), (sums, rows[0].sum(1)), (whole, rows[0])]
+                if len(formed) > pieces:
+                    wrong.append(f"{path} {name}: {len(formed)} products")
+        (y, narrow), whole = found["gather"]
+        expected = [(y, rows[0] @ weight), (narrow, rows[0] @ weight[:, :2]), (whole, rows[0])]
         expected += [(found["scatter"], total[own]), (found["reduce"], total), (found["start_reduce"], total)]
         wrong += [f"{path} {i}" for i, (ours, theirs) in enumerate(expected) if not close(ours, theirs)]
         nbytes = 8 * tokens * FFN
@@ -122,13 +127,14 @@ def _few_rows_body(rank: int, world: int) -> list[str]:
     wrong = []
     for tokens in (1, 2, 7):
         rows, weight = _operands(world, tokens)
-        addend = lambda part, remote, x=rows[rank], weight=weight: strategies.cut(x, part) @ weight
-        total = strategies.reduce(tokens, world_group(), addend, Path("chunked", 4), site="s")
+        addend = Product.input_grad([rows[rank]], [weight], REFERENCE)
+        in_four = OverlapPlan("chunked", 4).strategy(world_group())
+        total = in_four.linear_all_reduce(addend, site="s", async_op=False).wait()
         if not close(total, torch.stack(rows).sum(0) @ weight):
             wrong.append(f"{tokens} rows")
         if tokens % world:
             with pytest.raises(ValueError, match=rf"s: {tokens} rows do not divide by the group's {world} ranks"):
-                strategies.start_scatter(tokens, world_group(), addend, CHUNKED, site="s")
+                CHUNKED.strategy(world_group()).linear_reduce_scatter(addend, site="s")
     return wrong
 
 
@@ -139,10 +145,8 @@ def test_fewer_rows_than_ranks(ranks: Any, world: int):
 
 def _rounding_body(rank: int, world: int) -> list[float]:
     x = torch.full((world, 1), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
-    finish = strategies.start_scatter(
-        world, world_group(), lambda part, remote: strategies.cut(x, part), CHUNKED, site="s"
-    )
-    return finish().flatten().tolist()
+    addend = Product.input_grad([x], [torch.ones(1, 1, dtype=torch.bfloat16)], REFERENCE)
+    return CHUNKED.strategy(world_group()).linear_reduce_scatter(addend, site="s").wait().flatten().tolist()
 
 
 def test_a_sum_in_pieces_rounds_once(ranks: Any):
@@ -162,11 +166,12 @@ def _in_flight_body(rank: int, world: int, members: list[list[int]]) -> list[str
     letter = torch.full((2,), float(group.rank))  # the caller's own, posted before and taken after all of ours
     posted = dist.isend(letter, group=group.pg, group_dst=(group.rank + 1) % size)
     for i in range(6):
-        scaled = lambda part, remote, i=i: strategies.cut(mine, part) * (i + 1)
-        start = (strategies.start_scatter, strategies.start_reduce)[i % 2]
-        path = (CHUNKED, Path("chunked", 3), strategies.PLAIN)[i % 3]
-        started.append((i, start(4 * size, group, scaled, path, site=f"s{i}")))
-        (doubled,), whole = strategies.gather(rows[0][own] + i, group, lambda x, *_: (x * 2,), CHUNKED, site=f"g{i}")
+        scaled = Product.input_grad([mine], [torch.eye(3) * (i + 1)], REFERENCE)
+        strategy = (CHUNKED, OverlapPlan("chunked", 3), PLAIN)[i % 3].strategy(group)
+        start = (strategy.linear_reduce_scatter, strategy.linear_all_reduce)[i % 2]
+        started.append((i, start(scaled, site=f"s{i}").wait))
+        twice = Product.input_grad([rows[0][own] + i], [torch.eye(3) * 2], REFERENCE)
+        (doubled,), whole = CHUNKED.strategy(group).all_gather_linear(twice, site=f"g{i}")
         small = collectives.all_reduce(torch.tensor([1.0]), group, site="small")  # by exchange between two ranks
         if small.item() != size or not torch.equal(whole, rows[0] + i) or not torch.equal(doubled, whole * 2):
             wrong.append(f"gather {i}")
@@ -365,26 +370,21 @@ def _steady_products(seconds: float) -> Iterator[None]:
     """Every product takes so long by the clock, as on a device of its own: on a busy machine no longer than on an idle
     one, and no other rank waits for the core.
     """
-    names = ("forward", "input_grad", "param_grads")
-    originals = {(parts, name): getattr(parts, name) for name in names} | {(linear, "choose"): linear.choose}
 
-    def steady(original: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            end = time.monotonic() + seconds
-            result = original(*args, **kwargs)
-            time.sleep(max(0.0, end - time.monotonic()))
-            return result
+    def steady(name: str, run: Any, of: Any) -> Any:
+        end = time.monotonic() + seconds
+        result = run()
+        time.sleep(max(0.0, end - time.monotonic()))
+        return result
 
-        return run
-
-    for name in names:
-        setattr(parts, name, steady(getattr(parts, name)))
-    linear.choose = lambda *_, **options: Path(options["overlap"])  # few pieces, hence few products to wait for
+    select = policy.select
+    # Few pieces, hence few products to wait for.
+    policy.select = lambda *_, **options: OverlapPlan(options["overlap"])  # type: ignore[assignment]
     try:
-        yield
+        with around(steady):
+            yield
     finally:
-        for place, original in originals.items():
-            setattr(*place, original)
+        policy.select = select
 
 
 def _delay_body(rank: int, world: int, sequence_parallel: bool) -> dict[str, float]:
@@ -396,9 +396,9 @@ def _delay_body(rank: int, world: int, sequence_parallel: bool) -> dict[str, flo
     def timed(**options: Any) -> float:
         dist.barrier()
         start = time.monotonic()
-        (y,) = column_linear(leaves["x"], [w1], [b1], group, site="in", **options)
+        (y,) = column_linear(leaves["x"], [w1], [b1], TPOptions(group, site="in", **options))
         if sequence_parallel:  # without, a row layer's last piece has nothing to hide under
-            y = row_linear(y, w2, b2, group, site="out", **options)
+            y = row_linear(y, w2, b2, TPOptions(group, site="out", **options))
         y.sum().backward()
         return time.monotonic() - start
 
@@ -445,14 +445,15 @@ def test_operands_that_do_not_fit_leave_nothing_behind(ranks: Any):
 
 def _exchange(kind: str, group: Group) -> None:
     x = torch.ones(2 * group.size, 4)
-    addend = lambda part, remote: strategies.cut(x, part)
+    same = Product.input_grad([x], [torch.eye(4)], REFERENCE)
+    strategy = CHUNKED.strategy(group)
     if kind == "gather":
-        strategies.gather(x, group, lambda rows, *_: (rows,), CHUNKED, site="mlp.in")
+        strategy.all_gather_linear(same, site="mlp.in")
     elif kind == "plain":
         collectives.all_gather(x, group, site="mlp.in")
     else:
-        start = strategies.start_scatter if kind == "scatter" else strategies.start_reduce
-        start(2 * group.size, group, addend, CHUNKED, site="mlp.in")()
+        start = strategy.linear_reduce_scatter if kind == "scatter" else strategy.linear_all_reduce
+        start(same, site="mlp.in").wait()
 
 
 def _gone_body(rank: int, world: int, kind: str) -> str:

@@ -27,13 +27,15 @@ from overlap_case import (
     whole_operands,
     world_group,
 )
+from products import NAMES, PARAM_GRADS, around
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from shardfuse.kernels.linear import parts
+from shardfuse.kernels.linear import functional
 from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.mesh import Group, tp_group
+from shardfuse.parallel.core.options import TPOptions
 from shardfuse.parallel.linear import column_linear
 from shardfuse.parallel.pipeline.split_backward import stage_backward_input, stage_backward_weight
 
@@ -106,27 +108,26 @@ def test_a_collective_left_out_is_noticed(ranks: Any, kind: str, sequence_parall
 def _products() -> Iterator[Counter[str]]:
     """The rows that each product was formed of inside, in units of all tokens; weight gradients by their number."""
     counts: Counter[str] = Counter()
-    names = ("forward", "gated_forward", "input_grad", "input_grad_act", "input_grad_gated", "activation_grad")
-    originals = {name: getattr(parts, name) for name in (*names, "param_grads")}
+    act_grad = functional.act_grad
 
-    def noting(name: str) -> Any:
-        def note(first: Any, *args: Any, **kwargs: Any) -> Any:
-            if name == "param_grads":
-                counts["weights"] += sum(args[1])
-            else:
-                counts[name] += (first if isinstance(first, torch.Tensor) else first[0]).shape[0]
-            return originals[name](first, *args, **kwargs)
+    def noted(name: str, run: Any, of: Any) -> Any:
+        if name == PARAM_GRADS:
+            counts["weights"] += sum(of[2])
+        else:
+            counts[name] += of.tokens
+        return run()
 
-        return note
+    def noted_act_grad(dy: torch.Tensor, *args: Any) -> torch.Tensor:
+        counts["act_grad"] += dy.shape[0]
+        return act_grad(dy, *args)
 
-    for name in originals:
-        setattr(parts, name, noting(name))
+    functional.act_grad = noted_act_grad  # type: ignore[assignment]
     try:
-        yield counts
+        with around(noted):
+            yield counts
     finally:
-        for name, original in originals.items():
-            setattr(parts, name, original)
-        for name in names:
+        functional.act_grad = act_grad
+        for name in (*NAMES.values(), "act_grad"):
             counts[name] //= T
 
 
@@ -156,7 +157,7 @@ def _split_body(rank: int, world: int, kind: str, sequence_parallel: bool) -> No
 def _check_split(ran: list[Any], kind: str, sequence_parallel: bool, level: int) -> None:
     (inputs, sites), (weights, later) = ran
     if kind == "layers":
-        assert inputs == Counter(input_grad=2, activation_grad=2)
+        assert inputs == Counter(input_grad=2, act_grad=2)
         assert sites == ({"out.grad", "in.grad"} if sequence_parallel else {"in.grad"})
         assert later == ({"in.again"} if sequence_parallel else set())
     else:
@@ -202,11 +203,11 @@ def test_gradients_asked_for_one_by_one(ranks: Any, kind: str):
 def _one_by_one_column_body(rank: int, world: int) -> None:
     leaves = local_leaves(whole_operands(), "layers", rank, world, True)
     del leaves["w2"], leaves["b2"]
-    options: dict[str, Any] = {"sequence_parallel": True, "site": "in", "activation": "silu"}
     found = {}
     for way in ("none", "chunked"):
         weights, biases = [leaves["w1"], leaves["w3"]], [leaves["b1"], leaves["b3"]]
-        ys = column_linear(leaves["x"], weights, biases, world_group(), overlap=way, **options)
+        options = TPOptions(world_group(), sequence_parallel=True, overlap=way, site="in")
+        ys = column_linear(leaves["x"], weights, biases, options, activation="silu")
         dys = [torch.full_like(y, i + 1.0) for i, y in enumerate(ys)]
         collectives.reset_counts()
         found[way] = [torch.autograd.grad(ys, leaf, dys, retain_graph=True)[0] for leaf in leaves.values()]

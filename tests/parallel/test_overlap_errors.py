@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import count
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from overlap_case import local_dy, local_leaves, run_backward, run_forward, whole_operands
+from products import around
 
-from shardfuse.kernels.linear import parts
 from shardfuse.parallel.core.mesh import Group, tp_group
 from shardfuse.parallel.cross_entropy import linear_cross_entropy
 from shardfuse.parallel.overlap.memory.pool import SymmetricArena
@@ -32,28 +32,19 @@ LIMIT_S = 2.0  # that a rank waits for another, where one does not come
 
 @contextmanager
 def _failing(name: str = "", at: int = -1) -> Iterator[list[tuple[str, int]]]:
-    """The products inside, by name and number; call ``at`` of ``parts.<name>`` runs out of memory in place of it."""
-    originals = {each: getattr(parts, each) for each in PRODUCTS}
+    """The products inside, by name and number; number ``at`` of those called ``name`` runs out of memory instead."""
+    numbers: Counter[str] = Counter()
     seen: list[tuple[str, int]] = []
 
-    def noted(each: str) -> Any:
-        numbers = count()
+    def noted(each: str, run: Any, of: Any) -> Any:
+        seen.append((each, numbers[each]))
+        numbers[each] += 1
+        if seen[-1] == (name, at):
+            raise torch.OutOfMemoryError(f"no memory in {name} {at}")
+        return run()
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            seen.append((each, next(numbers)))
-            if seen[-1] == (name, at):
-                raise torch.OutOfMemoryError(f"no memory in {name} {at}")
-            return originals[each](*args, **kwargs)
-
-        return run
-
-    for each in PRODUCTS:
-        setattr(parts, each, noted(each))
-    try:
+    with around(noted):
         yield seen
-    finally:
-        for each, original in originals.items():
-            setattr(parts, each, original)
 
 
 def _step(group: Group, kind: str, sequence_parallel: bool, way: str) -> dict[str, torch.Tensor]:

@@ -36,6 +36,7 @@ from shardfuse.kernels.dev import accuracy
 from shardfuse.kernels.linear import launch
 from shardfuse.kernels.runtime import dispatch
 from shardfuse.parallel.core import collectives
+from shardfuse.parallel.core.options import TPOptions
 from shardfuse.parallel.linear import column_linear, row_linear
 from shardfuse.parallel.overlap import policy
 from shardfuse.parallel.overlap.memory.pool import SymmetricArena
@@ -197,7 +198,7 @@ def _probe_body(rank: int, world: int) -> tuple[str, str]:
         group = world_group()
         x, weight = torch.ones(4, D), torch.ones(D, D)
         before = dispatch.counts.copy()
-        path = policy.choose(
+        path = policy.select(
             "linear_all_reduce", group, tokens=4, features_in=D, features_out=D, dtype=x.dtype, device=x.device,
             overlap="kernel", impl="triton",
         )  # fmt: skip
@@ -217,14 +218,14 @@ def _featureless_body(rank: int, world: int) -> list[str]:
     group, wrong = world_group(), []
     for out_features, in_features in ((0, D), (D, 0)):
         for sequence_parallel in (False, True):
-            options: dict[str, Any] = {"sequence_parallel": sequence_parallel, "site": "s", **IN_KERNEL}
+            options = TPOptions(group, sequence_parallel=sequence_parallel, site="s", **IN_KERNEL)
             for column in (True, False):
                 x = torch.ones(4, in_features, requires_grad=True)
                 weight = torch.ones(out_features, in_features, requires_grad=True)
                 if column:
-                    (y,) = column_linear(x, [weight], [None], group, **options)
+                    (y,) = column_linear(x, [weight], [None], options)
                 else:
-                    y = row_linear(x, weight, None, group, **options)
+                    y = row_linear(x, weight, None, options)
                 y.sum().backward()
                 rows = (8 if column else 2) if sequence_parallel else 4
                 if y.shape != (rows, out_features) or y.any() or x.grad.any() or weight.grad.shape != weight.shape:

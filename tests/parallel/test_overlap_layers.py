@@ -116,16 +116,14 @@ def test_every_overlap_computes_the_same(ranks: Any, sequence_parallel: bool):
 
 def _reached(rank: int, world: int, sequence_parallel: bool) -> dict[str, set[tuple[str, str, bool]]]:
     """(operation, overlap, strict) that each kind of layer asks for."""
-    from shardfuse.parallel import linear
-
     asked: set[tuple[str, str, bool]] = set()
-    choose = linear.choose
+    choose = policy.select
 
-    def noted(op: str, group: Any, *, overlap: str, strict: bool, **shape: Any) -> policy.Path:
+    def noted(op: str, group: Any, *, overlap: str, strict: bool, **shape: Any) -> policy.OverlapPlan:
         asked.add((op, overlap, strict))
         return choose(op, group, overlap=overlap, strict=strict, **shape)
 
-    linear.choose = noted  # type: ignore[assignment]
+    policy.select = noted  # type: ignore[assignment]
     found = {}
     try:
         for name in LAYERS:
@@ -133,7 +131,7 @@ def _reached(rank: int, world: int, sequence_parallel: bool) -> dict[str, set[tu
             _outputs(name, world, torch.float32, sequence_parallel=sequence_parallel, overlap="chunked", strict=True)
             found[name] = set(asked)
     finally:
-        linear.choose = choose  # type: ignore[assignment]
+        policy.select = choose  # type: ignore[assignment]
     return found
 
 
@@ -254,10 +252,8 @@ def test_explain_tells_way_reason_and_what_is_exposed(ranks: Any, tmp_path: Path
 
 def _agrees(rank: int, world: int, sequence_parallel: bool) -> list[str]:
     """Where explain and a step differ: in what they ask for, and how often; in what crosses ranks, and how often."""
-    from shardfuse.parallel import linear
-
     group, differing = tp_group(dist.group.WORLD), []
-    choose = linear.choose
+    choose = policy.select
     for name, more in EXPLAINED:
         model = LAYERS[name](mesh=group, sequence_parallel=sequence_parallel, **{"overlap": "chunked", **more})
         x, options = _input(name, world, sequence_parallel)
@@ -267,7 +263,7 @@ def _agrees(rank: int, world: int, sequence_parallel: bool) -> list[str]:
             told, ran = _noting(choose), _noting(choose)
             collectives.reset_counts()
             with pytest.MonkeyPatch.context() as patch, torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
-                patch.setattr(linear, "choose", ran)
+                patch.setattr(policy, "select", ran)
                 patch.setattr("shardfuse.layers.linear.preview", told)
                 explanation = shardfuse.explain(model, x)
                 _forward(model, x, options).sum().backward()
@@ -289,10 +285,10 @@ EXPLAINED: list[tuple[str, dict[str, Any]]] = [
 class _noting:
     """``choose``, and what it was asked for how often."""
 
-    def __init__(self, choose: Callable[..., policy.Path]) -> None:
+    def __init__(self, choose: Callable[..., policy.OverlapPlan]) -> None:
         self.choose, self.asked = choose, Counter[Any]()
 
-    def __call__(self, op: str, group: Any, **options: Any) -> policy.Path:
+    def __call__(self, op: str, group: Any, **options: Any) -> policy.OverlapPlan:
         if options["overlap"] != "none":  # layers do not even ask then
             self.asked[(op, *(options[each] for each in ("tokens", "features_in", "features_out", "dtype")))] += 1
         return self.choose(op, group, **options)
@@ -325,9 +321,9 @@ def test_explain_tells_what_then_crosses_ranks(ranks: Any, sequence_parallel: bo
 
 def test_layers_that_somebody_looks_at_share_nothing():
     mlp = shardfuse.ParallelMLP(D, FFN, gated=True, recompute=2)
-    (joint,) = mlp.joints()
-    assert (joint.layers, joint.runs_again) == ((mlp.gate_proj, mlp.up_proj), True)
+    (fused_group,) = mlp.fused_groups()
+    assert (fused_group.layers, fused_group.runs_again) == ((mlp.gate_proj, mlp.up_proj), True)
     mlp.down_proj.register_forward_hook(lambda *args: None)
-    assert mlp.joints() == [(joint.layers, False)]
+    assert mlp.fused_groups() == [(fused_group.layers, False)]
     mlp.up_proj.register_forward_hook(lambda *args: None)
-    assert mlp.joints() == []
+    assert mlp.fused_groups() == []

@@ -67,7 +67,7 @@ def test_a_measurement_stands_for_its_bucket_ranks_and_dtype_alone():
     for other in (call_of(T=256), call_of(K=128), call_of(N=64), call_of(SCATTER), call_of()._replace(R=4)):
         assert choose_pure(profile_of(row_of()), other).kind == "plain"
     assert choose_pure(profile_of(row_of()), call_of()._replace(dtype=torch.bfloat16)).kind == "plain"
-    between_machines = policy.pure_choice(
+    between_machines = policy.pure_selection(
         profile_of(row_of()), "network", call_of(), unavailable=None, device_type="cpu"
     )
     assert between_machines.kind == "plain"
@@ -163,25 +163,25 @@ def test_a_missing_file_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
 
 def test_one_rank_has_nothing_to_choose():
     for overlap in policy.OVERLAPS:
-        assert policy.choose(GATHER, SINGLE, **SHAPE, overlap=overlap, strict=True).kind == "plain"
+        assert policy.select(GATHER, SINGLE, **SHAPE, overlap=overlap, strict=True).kind == "plain"
 
 
 def _asked(rank: int, world: int) -> dict[str, Any]:
     group = tp_group(dist.group.WORLD)
     found: dict[str, Any] = {
-        overlap: policy.choose(GATHER, group, **SHAPE, overlap=overlap) for overlap in policy.OVERLAPS
+        overlap: policy.select(GATHER, group, **SHAPE, overlap=overlap) for overlap in policy.OVERLAPS
     }
     calls = {
-        "strict": lambda: policy.choose(GATHER, group, **SHAPE, overlap="kernel", strict=True),
-        "op": lambda: policy.choose("all_gather", group, **SHAPE),
-        "overlap": lambda: policy.choose(GATHER, group, **SHAPE, overlap="yes"),
+        "strict": lambda: policy.select(GATHER, group, **SHAPE, overlap="kernel", strict=True),
+        "op": lambda: policy.select("all_gather", group, **SHAPE),
+        "overlap": lambda: policy.select(GATHER, group, **SHAPE, overlap="yes"),
     }
     for name, call in calls.items():
         with pytest.raises((RuntimeError, ValueError)) as caught:
             call()
         found[name] = f"{type(caught.value).__name__}: {caught.value}"
     found["preview"] = policy.preview(GATHER, group, **SHAPE)
-    found["once"] = policy.choose(GATHER, group, **SHAPE) is policy.choose(GATHER, group, **SHAPE)
+    found["once"] = policy.select(GATHER, group, **SHAPE) is policy.select(GATHER, group, **SHAPE)
     found["counted"] = list(collectives.calls)
     return found
 
@@ -216,13 +216,13 @@ def test_a_kernel_that_can_run_is_taken_where_it_won(monkeypatch: pytest.MonkeyP
     asked: list[Any] = []
     monkeypatch.setattr(policy, "kernel_unavailable", lambda *args: asked.append(args))
     for _ in range(2):
-        assert policy.choose(GATHER, group, **SHAPE).kind == "kernel"
-        assert policy.choose(GATHER, group, **SHAPE, overlap="kernel", strict=True).kind == "kernel"
+        assert policy.select(GATHER, group, **SHAPE).kind == "kernel"
+        assert policy.select(GATHER, group, **SHAPE, overlap="kernel", strict=True).kind == "kernel"
     assert len(asked) == 1
     monkeypatch.setattr(agreed, "link", "network")
     agreed.paths.clear()
     with pytest.raises(RuntimeError, match="the group spans machines"):
-        policy.choose(GATHER, group, **SHAPE, overlap="kernel", strict=True)
+        policy.select(GATHER, group, **SHAPE, overlap="kernel", strict=True)
 
 
 class _Pg:
@@ -233,24 +233,24 @@ def test_an_unneeded_kernel_is_not_asked_for(monkeypatch: pytest.MonkeyPatch):
     group = Group(pg := _Pg(), 0, 2, None)
     monkeypatch.setattr(policy, "_agreed", {(id(pg), CPU): policy._Agreed(profile_of(row_of()), "node")})
     monkeypatch.setattr(policy, "kernel_unavailable", lambda *args: pytest.fail("asked"))
-    assert policy.choose(GATHER, group, **SHAPE).kind == "chunked"
-    assert policy.choose(GATHER, group, **SHAPE, overlap="none").kind == "plain"
+    assert policy.select(GATHER, group, **SHAPE).kind == "chunked"
+    assert policy.select(GATHER, group, **SHAPE, overlap="none").kind == "plain"
 
 
 def test_under_torch_compile_strict_refuses(monkeypatch: pytest.MonkeyPatch):
     group = Group(_Pg(), 0, 2, None)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert policy.choose(GATHER, group, **SHAPE, overlap="chunked").kind == "plain"
+    assert policy.select(GATHER, group, **SHAPE, overlap="chunked").kind == "plain"
     with pytest.raises(RuntimeError, match=r"under torch\.compile only the plain composition runs: leave"):
-        policy.choose(GATHER, group, **SHAPE, overlap="chunked", strict=True)
+        policy.select(GATHER, group, **SHAPE, overlap="chunked", strict=True)
 
 
 def test_a_choice_made_before_is_a_look_up(monkeypatch: pytest.MonkeyPatch):
     group = Group(pg := _Pg(), 0, 2, None)
     monkeypatch.setattr(policy, "_agreed", {(id(pg), CPU): policy._Agreed(profile_of(row_of()), "node")})
-    policy.choose(GATHER, group, **SHAPE)
+    policy.select(GATHER, group, **SHAPE)
     monkeypatch.setattr(policy, "_decide", lambda *args: pytest.fail("decided again"))
-    call = lambda: policy.choose(GATHER, group, **SHAPE)
+    call = lambda: policy.select(GATHER, group, **SHAPE)
     table = {(GATHER, 64, 32, 16): 1}
     look_up = lambda: table[GATHER, 64, 32, 16]
     ours, plain = (min(timeit.repeat(each, number=2000, repeat=7)) for each in (call, look_up))
@@ -262,10 +262,10 @@ def test_a_choice_under_a_transform_is_not_taken_outside(monkeypatch: pytest.Mon
     group = Group(pg := _Pg(), 0, 2, None)
     monkeypatch.setattr(policy, "_agreed", {(id(pg), CPU): policy._Agreed(profile_of(), "node", unavailable=None)})
     monkeypatch.setattr(policy, "_without_kernel", lambda *args: autograd.transformed())
-    chosen: list[policy.Path] = []
+    chosen: list[policy.OverlapPlan] = []
 
     def choose(x: torch.Tensor) -> torch.Tensor:
-        chosen.append(policy.choose(GATHER, group, **SHAPE, overlap="kernel"))
+        chosen.append(policy.select(GATHER, group, **SHAPE, overlap="kernel"))
         return x
 
     with forward_ad.dual_level():
@@ -285,15 +285,15 @@ def test_a_capture_takes_what_was_agreed_before(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(policy, "kernel_unavailable", lambda *args: pytest.fail("asked in a capture"))
     monkeypatch.setattr(policy, "_without_kernel", lambda *args: None)
     for _ in range(2):  # nothing agreed on; then a profile, but not yet whether memory works
-        path = policy.choose(NORM, group, **asked, device_counted=True)
+        path = policy.select(NORM, group, **asked, device_counted=True)
         assert path.kind == "plain"
         assert "the ranks have not agreed before: run the same step once outside of it" in path.reason
         known[id(pg), CPU] = agreed
     agreed.unavailable = None
-    assert policy.choose(NORM, group, **asked, device_counted=True).kind == "kernel"
-    assert policy.choose(NORM, group, **asked) == (policy.Path(reason="a CUDA graph is being captured"))
+    assert policy.select(NORM, group, **asked, device_counted=True).kind == "kernel"
+    assert policy.select(NORM, group, **asked) == (policy.OverlapPlan(reason="a CUDA graph is being captured"))
     with pytest.raises(RuntimeError, match="but a CUDA graph is being captured"):
-        policy.choose(REDUCE, group, **asked, strict=True)
+        policy.select(REDUCE, group, **asked, strict=True)
 
 
 def test_the_norms_sum_is_one_launch_or_plain(monkeypatch: pytest.MonkeyPatch):
@@ -301,9 +301,9 @@ def test_the_norms_sum_is_one_launch_or_plain(monkeypatch: pytest.MonkeyPatch):
     row = Row(NORM, "fp32", 2, "node", WHERE, 10.0, {}, 5.0)
     agreed = policy._Agreed(profile_of(row), "node", unavailable=None)
     monkeypatch.setattr(policy, "_agreed", {(id(pg), CPU): agreed})
-    path = policy.choose(NORM, group, **SHAPE, overlap="chunked")
+    path = policy.select(NORM, group, **SHAPE, overlap="chunked")
     assert (path.kind, path.reason) == ("plain", "all_reduce_rmsnorm is one launch: there is nothing to cut")
-    assert "the norm runs the reference" in policy.choose(NORM, group, **SHAPE, overlap="kernel").reason
+    assert "the norm runs the reference" in policy.select(NORM, group, **SHAPE, overlap="kernel").reason
     assert choose_pure(profile_of(row), call_of(NORM), unavailable=None).kind == "kernel"
     assert choose_pure(profile_of(), call_of(NORM), unavailable=None).kind == "plain"
 
@@ -314,7 +314,7 @@ def test_choices_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(policy, "_agreed", {(id(pg), CPU): agreed})
     monkeypatch.setattr(policy, "REMEMBERED", 3)
     for tokens in range(1, 9):
-        policy.choose(GATHER, group, **SHAPE | {"tokens": tokens})
+        policy.select(GATHER, group, **SHAPE | {"tokens": tokens})
         assert len(agreed.paths) <= 3
 
 
@@ -326,7 +326,7 @@ def _different_files(rank: int, world: int, folder: str, contents: list[str]) ->
     with _named(contents[rank], Path(folder, str(rank))):
         group = tp_group(dist.group.WORLD)
         alone = policy.preview(GATHER, group, **SHAPE)
-        together = policy.choose(GATHER, group, **SHAPE)
+        together = policy.select(GATHER, group, **SHAPE)
         return alone, together, policy.preview(GATHER, group, **SHAPE) == together
 
 
@@ -348,9 +348,9 @@ def _broken_file(rank: int, world: int, folder: str) -> list[str]:
         group = tp_group(dist.group.WORLD)
         for _ in range(2):  # nothing is left over that would make the second one hang
             with pytest.raises(ValueError) as caught:
-                policy.choose(GATHER, group, **SHAPE)
+                policy.select(GATHER, group, **SHAPE)
             messages.append(str(caught.value))
-    policy.choose(GATHER, group, **SHAPE)
+    policy.select(GATHER, group, **SHAPE)
     return messages
 
 
@@ -365,10 +365,10 @@ def test_a_file_that_rank_0_cannot_read_is_refused_on_every_rank(ranks: Any, tmp
 
 def _forgotten(rank: int, world: int, folder: str) -> tuple[str, str]:
     group = tp_group(dist.group.WORLD)
-    before = policy.choose(GATHER, group, **SHAPE).kind
+    before = policy.select(GATHER, group, **SHAPE).kind
     with _named(_text(profile_of(row_of())), Path(folder, str(rank))):
         policy.forget(group)
-        return before, policy.choose(GATHER, group, **SHAPE).kind
+        return before, policy.select(GATHER, group, **SHAPE).kind
 
 
 @pytest.mark.ranks
@@ -382,8 +382,8 @@ def _gone(rank: int, world: int) -> tuple[int, int]:
     """What is remembered of a group while it is there, and after."""
     pg = dist.new_group([0, 1])
     key = id(pg)
-    policy.choose(GATHER, tp_group(pg), **SHAPE)
-    policy.choose(GATHER, tp_group(dist.group.WORLD), **SHAPE)
+    policy.select(GATHER, tp_group(pg), **SHAPE)
+    policy.select(GATHER, tp_group(dist.group.WORLD), **SHAPE)
     there = sum(known == key for known, _ in policy._agreed)
     dist.destroy_process_group(pg)
     del pg

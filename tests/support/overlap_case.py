@@ -16,6 +16,7 @@ from shardfuse.kernels.dev import accuracy
 from shardfuse.kernels.linear import apply_activation
 from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.mesh import Group, tp_group
+from shardfuse.parallel.core.options import TPOptions
 from shardfuse.parallel.linear import column_linear, row_linear
 from shardfuse.parallel.mlp import fused_mlp
 
@@ -63,10 +64,14 @@ def run_forward(leaves: dict[str, Any], kind: str, group: Group, **options: Any)
     first = [name for name in ("1", "3") if "w" + name in leaves]
     weights, biases = [leaves["w" + name] for name in first], [leaves["b" + name] for name in first]
     if kind != "layers":
-        options |= {"activation": "silu" if kind == "gated" else "gelu_tanh", "site": "mlp"}
-        return fused_mlp(leaves["x"], weights, biases, leaves["w2"], leaves["b2"], group, **options)
-    g, u = column_linear(leaves["x"], weights, biases, group, activation="gelu_tanh", site="in", **options)
-    return row_linear(g + u, leaves["w2"], leaves["b2"], group, site="out", **options)
+        recompute = options.pop("recompute", 0)
+        activation = "silu" if kind == "gated" else "gelu_tanh"
+        told = TPOptions(group, site="mlp", **options)
+        operands = leaves["x"], weights, biases, leaves["w2"], leaves["b2"]
+        return fused_mlp(*operands, told, activation=activation, recompute=recompute)
+    into, out = (TPOptions(group, site=site, **options) for site in ("in", "out"))
+    g, u = column_linear(leaves["x"], weights, biases, into, activation="gelu_tanh")
+    return row_linear(g + u, leaves["w2"], leaves["b2"], out)
 
 
 def stock_forward(leaves: dict[str, torch.Tensor], kind: str) -> torch.Tensor:

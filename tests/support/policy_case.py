@@ -26,9 +26,9 @@ def call_of(op: str = GATHER, T: int = 64, K: int = 32, N: int = 16) -> Call:
     return Call(op, T, K, N, torch.float32, 2)
 
 
-def choose_pure(profile: Profile | None, call: Call | None = None, **more: Any) -> policy.Path:
+def choose_pure(profile: Profile | None, call: Call | None = None, **more: Any) -> policy.OverlapPlan:
     options = {"unavailable": "no memory", "device_type": "cpu"} | more
-    return policy.pure_choice(profile, "node", call or call_of(), **options)
+    return policy.pure_selection(profile, "node", call or call_of(), **options)
 
 
 LINK = Link(start_s=0.0, alpha_s=1.0, bytes_per_s=4.0)

@@ -74,7 +74,8 @@ def run_half(number: int, half: str, settings: dict[str, str], arguments: list[s
     """One process of a run: (whether all passed, what failed and pytest's last line)."""
     folder = LOGS / str(number)
     log = folder / f"half-{half[0]}.log"
-    environment = {**os.environ, **settings, "SHARDFUSE_MARGINS": str(folder)}
+    # Passive: two processes of several threads share the cores, and one's idle threads must not spin on the other's.
+    environment = {**os.environ, **settings, "SHARDFUSE_MARGINS": str(folder), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-m", "pytest", "-q", "--numeric", "-m", LANES, "--part", half, *arguments]
     with log.open("w") as output:
         code = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode

@@ -133,7 +133,8 @@ def _launch(case: Case) -> None:
     residual = x.new_empty(T, F) if case.options["residual"] else None
     save = activation != "identity"
     launch.linear_act_fwd(x, weights, biases, residual, activation, False)
-    ys, zs = launch.linear_act_fwd(x, weights, biases, residual, activation, save)
+    found = launch.linear_act_fwd(x, weights, biases, residual, activation, save)
+    ys, zs = found[: len(weights)], found[len(weights) :]
     dzs = tuple(launch.act_grad(y, z, activation) for y, z in zip(ys, zs)) if save else tuple(ys)
     launch.linear_dgrad(dzs, weights)
     launch.linear_wgrad(dzs, x, [case.options["bias"]] * len(widths))
@@ -145,7 +146,8 @@ def _launch_projection(size: shapes.Projection) -> None:
     x = torch.empty(size.T, size.D, dtype=_BF16, device="meta")
     weights = tuple(x.new_empty(width, size.D) for width in size.widths)
     biases = tuple(x.new_empty(width) if size.bias else None for width in size.widths)
-    ys, _ = launch.linear_act_fwd(x, weights, biases, None, size.activation, size.activation != "identity")
+    found = launch.linear_act_fwd(x, weights, biases, None, size.activation, size.activation != "identity")
+    ys = found[: len(weights)]
     launch.linear_dgrad(tuple(ys), weights)
     launch.linear_wgrad(tuple(ys), x, [size.bias] * len(weights))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...linear import op, parts
+from ...linear import Product, functional, op
 from ...runtime.dispatch import Choice
 from .. import shapes
 from ..registry import Case, OpSpec
@@ -31,7 +31,14 @@ SOURCES = (
         "linear/launch.py",
         "linear/config.py",
     ),
-    *("linear/schemas.py", "linear/parts.py", "linear/op.py", "linear/reference.py", "runtime/autograd.py"),
+    *(
+        "linear/schemas.py",
+        "linear/functional.py",
+        "linear/product.py",
+        "linear/op.py",
+        "linear/reference.py",
+        "runtime/autograd.py",
+    ),
     *("runtime/device.py", "runtime/dispatch.py", "runtime/library.py", "runtime/alloc.py", "runtime/tuning.py"),
 )
 
@@ -176,16 +183,16 @@ def _dgrad_act_inputs(case: Case, on: torch.device, seed: int) -> dict[str, Any]
     return {"dy": draw(T, D), "weight": draw(D, F, scale=D**-0.5), "z": draw(T, F)}
 
 
+def _through(inputs: dict[str, Any], preacts: tuple[str, ...], case: Case, impl: str) -> list[torch.Tensor]:
+    """The results of a backward through a layer and the activation before it."""
+    operands = inputs["dy"], inputs["weight"], [inputs[name] for name in preacts]
+    recompute_act = case.options["rebuild"]
+    product = Product.input_grad_act(*operands, case.options["activation"], _choice(impl), recompute_act=recompute_act)
+    return product.compute()
+
+
 def _dgrad_act_run(inputs: dict[str, Any], case: Case, impl: str) -> dict[str, torch.Tensor]:
-    dz, h = parts.input_grad_act(
-        inputs["dy"],
-        inputs["weight"],
-        inputs["z"],
-        case.options["activation"],
-        _choice(impl),
-        rebuild=case.options["rebuild"],
-    )
-    return {"dz": dz} if h is None else {"dz": dz, "h": h}
+    return dict(zip(("dz", "h"), _through(inputs, ("z",), case, impl)))
 
 
 def _dgrad_act_launch(case: Case) -> None:
@@ -242,16 +249,7 @@ def _dgrad_gated_inputs(case: Case, on: torch.device, seed: int) -> dict[str, An
 
 
 def _dgrad_gated_run(inputs: dict[str, Any], case: Case, impl: str) -> dict[str, torch.Tensor]:
-    dg, du, h = parts.input_grad_gated(
-        inputs["dy"],
-        inputs["weight"],
-        inputs["g"],
-        inputs["u"],
-        case.options["activation"],
-        _choice(impl),
-        rebuild=case.options["rebuild"],
-    )
-    return {"dg": dg, "du": du} if h is None else {"dg": dg, "du": du, "h": h}
+    return dict(zip(("dg", "du", "h"), _through(inputs, ("g", "u"), case, impl)))
 
 
 def _dgrad_gated_launch(case: Case) -> None:
@@ -317,7 +315,9 @@ def _wgrad_inputs(case: Case, on: torch.device, seed: int) -> dict[str, Any]:
 
 def _wgrad_run(inputs: dict[str, Any], case: Case, impl: str) -> dict[str, torch.Tensor]:
     dw, db = inputs["dw"].clone(), None if inputs["db"] is None else inputs["db"].clone()
-    parts.param_grads([inputs["dz"]], inputs["x"], [True], [db is not None], _choice(impl), into=[dw], bias_into=[db])
+    functional.param_grads(
+        [inputs["dz"]], inputs["x"], [True], [db is not None], _choice(impl), into=[dw], bias_into=[db]
+    )
     return {"dw": dw} if db is None else {"dw": dw, "db": db}
 
 

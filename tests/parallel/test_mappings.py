@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from shardfuse.parallel.core import collectives, functional
+from shardfuse.parallel.core import collectives, mappings
 from shardfuse.parallel.core.mesh import SINGLE, Group, tp_group
 
 WORLDS = (2, 3, 4)
@@ -64,20 +64,20 @@ def _check_table(rank: int, world: int) -> None:
             _assert_equal(x.grad, want)
 
     mine = everyone[rank]
-    run(functional.copy_to, mine, mine)
-    run_backward(functional.copy_to, mine.shape, mine, total)
-    run(functional.reduce_from, mine, total)
-    run_backward(functional.reduce_from, mine.shape, mine, mine)
+    run(mappings.copy_to, mine, mine)
+    run_backward(mappings.copy_to, mine.shape, mine, total)
+    run(mappings.reduce_from, mine, total)
+    run_backward(mappings.reduce_from, mine.shape, mine, mine)
     for dim in (0, 1, 2, -1):
         gathered, scattered, own = torch.cat(everyone, dim), _shard(total, group, dim), _shard(mine, group, dim)
-        run(functional.all_gather_from, mine, gathered, dim=dim)
-        run_backward(functional.all_gather_from, own.shape, mine, scattered, dim=dim)
-        run(functional.reduce_scatter_to, mine, scattered, dim=dim)
-        run_backward(functional.reduce_scatter_to, gathered.shape, mine, gathered, dim=dim)
-        run(functional.split_to, mine, own, dim=dim)
-        run_backward(functional.split_to, gathered.shape, mine, gathered, dim=dim)
-        run(functional.gather_from, mine, gathered, dim=dim)
-        run_backward(functional.gather_from, own.shape, mine, own, dim=dim)
+        run(mappings.all_gather_from, mine, gathered, dim=dim)
+        run_backward(mappings.all_gather_from, own.shape, mine, scattered, dim=dim)
+        run(mappings.reduce_scatter_to, mine, scattered, dim=dim)
+        run_backward(mappings.reduce_scatter_to, gathered.shape, mine, gathered, dim=dim)
+        run(mappings.split_to, mine, own, dim=dim)
+        run_backward(mappings.split_to, gathered.shape, mine, gathered, dim=dim)
+        run(mappings.gather_from, mine, gathered, dim=dim)
+        run_backward(mappings.gather_from, own.shape, mine, own, dim=dim)
 
 
 @pytest.mark.ranks
@@ -94,21 +94,21 @@ def _network(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor_parallel(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, group: Group) -> torch.Tensor:
-    x = functional.copy_to(x, group, site="in")
-    return functional.reduce_from(_network(x, a, b), group, site="out")
+    x = mappings.copy_to(x, group, site="in")
+    return mappings.reduce_from(_network(x, a, b), group, site="out")
 
 
 def _sequence_parallel(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, group: Group) -> torch.Tensor:
-    x = functional.all_gather_from(x, group, dim=0, site="in")
-    return functional.reduce_scatter_to(_network(x, a, b), group, dim=0, site="out")
+    x = mappings.all_gather_from(x, group, dim=0, site="in")
+    return mappings.reduce_scatter_to(_network(x, a, b), group, dim=0, site="out")
 
 
 def _gathered_and_split(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, group: Group) -> torch.Tensor:
     """The hidden layer gathered, used whole by every rank, and split again on the way."""
-    hidden = (functional.copy_to(x, group, site="in") @ a).square()
-    hidden = functional.gather_from(hidden, group, dim=-1, site="gather")
-    hidden = functional.split_to(hidden, group, dim=-1, site="split")
-    return functional.reduce_from(hidden @ b, group, site="out")
+    hidden = (mappings.copy_to(x, group, site="in") @ a).square()
+    hidden = mappings.gather_from(hidden, group, dim=-1, site="gather")
+    hidden = mappings.split_to(hidden, group, dim=-1, site="split")
+    return mappings.reduce_from(hidden @ b, group, site="out")
 
 
 NETWORKS: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {  # and whether x and y are split over tokens
@@ -165,7 +165,7 @@ def _check_copy_all(rank: int, world: int) -> None:
     everyone = [(_integers(seed, 3, 2), _integers(seed + 9, 4)) for seed in range(world)]
 
     def copies(*xs: torch.Tensor | None) -> tuple[Any, ...]:
-        return functional.copy_all_to(xs, group, site="norm")
+        return mappings.copy_all_to(xs, group, site="norm")
 
     for run in (copies, torch.compile(copies, fullgraph=True, backend="aot_eager")):
         matrix, vector = (torch.zeros_like(grad).requires_grad_() for grad in everyone[rank])
@@ -210,7 +210,7 @@ def test_each_collective_has_a_site_of_its_own(ranks: Any) -> None:
 def _check_uneven(rank: int, world: int) -> list[str]:
     group = tp_group(dist.group.WORLD)
     messages = []
-    for function in (functional.split_to, functional.reduce_scatter_to):
+    for function in (mappings.split_to, mappings.reduce_scatter_to):
         try:
             function(torch.zeros(2, 5), group, dim=1, site="tokens")
         except ValueError as error:
@@ -227,7 +227,7 @@ def test_uneven_splits_are_refused(ranks: Any) -> None:
 
 def _check_second_order(rank: int, world: int) -> str:
     x = torch.ones(2, requires_grad=True)
-    y = functional.copy_to(x, tp_group(dist.group.WORLD), site="a").pow(3).sum()
+    y = mappings.copy_to(x, tp_group(dist.group.WORLD), site="a").pow(3).sum()
     (grad,) = torch.autograd.grad(y, x, create_graph=True)
     try:
         grad.sum().backward()
@@ -265,13 +265,13 @@ def test_compiles_without_graph_breaks(ranks: Any, world: int) -> None:
 
 def test_a_group_of_one_is_the_identity() -> None:
     x = torch.randn(3, 5).t().requires_grad_()
-    for function in (functional.copy_to, functional.reduce_from):
+    for function in (mappings.copy_to, mappings.reduce_from):
         assert function(x, SINGLE, site="a") is x
     for function in (
-        functional.all_gather_from,
-        functional.reduce_scatter_to,
-        functional.split_to,
-        functional.gather_from,
+        mappings.all_gather_from,
+        mappings.reduce_scatter_to,
+        mappings.split_to,
+        mappings.gather_from,
     ):
         assert function(x, SINGLE, dim=1, site="a") is x
-    assert functional.copy_all_to([x, None], SINGLE, site="a") == (x, None)
+    assert mappings.copy_all_to([x, None], SINGLE, site="a") == (x, None)

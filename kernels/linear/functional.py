@@ -1,10 +1,7 @@
-"""``linear_act`` taken apart, for callers that put a collective between its steps.
+"""The steps of a linear layer outside autograd: checks, the choice of implementation, gradients of its parameters.
 
-Plain functions on rows, outside autograd: x [T, D], W_i [F_i, D], b_i [F_i] or None, z_i and dz_i [T, F_i]. ``choice``
-comes from :func:`linear_act_choice`, once for all steps of a call.
-
-With ``remote`` the rows of the first operand are still on their way from other ranks when the kernel starts
-(``remote.py``); the kernel is the only implementation that can wait for them.
+Plain functions on rows: x [T, D], W_i [F_i, D], b_i [F_i] or None, z_i and dz_i [T, F_i]. ``choice`` comes from
+:func:`prepare`, once for all steps of a call. ``product.py`` has the layer's other products.
 """
 
 from __future__ import annotations
@@ -18,7 +15,6 @@ import torch.nn.functional as F
 from ..runtime import autograd, dispatch, tuning
 from ..runtime import device as target
 from ..runtime.dispatch import Choice
-from ..runtime.signals import Gathered, Scattered
 from . import reference, schemas, tuned
 from .config import Gemm
 from .reference import ACTIVATIONS
@@ -280,145 +276,21 @@ def reference_gated(
         raise
 
 
-def forward(
-    x: torch.Tensor,
-    weights: Tensors,
-    biases: Sequence[torch.Tensor | None],
-    activation: str,
-    choice: Choice,
-    *,
-    residual: torch.Tensor | None = None,
-    save: bool = True,
-    remote: Gathered | None = None,
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """y_i = act(z_i) [+ residual], z_i = x @ W_i^T + b_i: (ys, zs).
-
-    No zs without ``save``, and none for the identity, whose backward needs none.
-    """
-    n = len(weights)
-    save = save and activation != "identity"
-    if remote is not None:
-        return _launch().linear_act_fwd(x, tuple(weights), tuple(biases), residual, activation, save, remote)
-    if choice.triton:
-        out = schemas.linear_act_fwd(x, weights, biases, residual, activation, save)
-        return list(out[:n]), list(out[n:])
-    zs = list(reference_forward(x, weights, biases, "identity"))
-    ys = [reference.apply_activation(z, activation) for z in zs]
-    if residual is not None:
-        ys = [y + residual for y in ys]
-    return ys, zs if save else []
-
-
-def gated_forward(
-    x: torch.Tensor,
-    weights: Tensors,
-    biases: Sequence[torch.Tensor | None],
-    activation: str,
-    choice: Choice,
-    *,
-    save: bool = True,
-    remote: Gathered | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """h = act(g) * u of the gate and up weights: (h, g, u); g and u are None without ``save``."""
-    if remote is not None:
-        h, *saved = _launch().gated_linear_fwd(x, tuple(weights), tuple(biases), activation, save, remote)
-    elif choice.triton:
-        h, *saved = schemas.gated_linear_fwd(x, weights, biases, activation, save)
-    else:
-        saved = list(reference_forward(x, weights, biases, "identity"))
-        h = reference.apply_activation(saved[0], activation) * saved[1]
-    return (h, saved[0], saved[1]) if save else (h, None, None)
-
-
-def activation_grad(dy: torch.Tensor, z: torch.Tensor, activation: str, choice: Choice) -> torch.Tensor:
+def act_grad(dy: torch.Tensor, z: torch.Tensor, activation: str, choice: Choice) -> torch.Tensor:
     """dz = dy * act'(z)."""
     if choice.triton:
         return schemas.act_grad(dy, z, activation)
-    return reference.activation_grad(dy, z, activation)
+    return reference.act_grad(dy, z, activation)
 
 
-def gated_activation_grad(
+def gated_act_grad(
     dh: torch.Tensor, g: torch.Tensor, u: torch.Tensor, activation: str, choice: Choice
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dg = dh * u * act'(g) and du = dh * act(g)."""
     if choice.triton:
         dg, du = schemas.gated_act_grad(dh, g, u, activation)
         return dg, du
-    return reference.gated_activation_grad(dh, g, u, activation)
-
-
-def input_grad(dzs: Tensors, weights: Tensors, choice: Choice, *, remote: Gathered | None = None) -> torch.Tensor:
-    """dx = sum_i dz_i @ W_i, [T, D]. With ``remote`` there is one dz, which arrives."""
-    if remote is not None:
-        return _launch().linear_dgrad(tuple(dzs), tuple(weights), remote)
-    if choice.triton:
-        return schemas.linear_dgrad(dzs, weights)
-    dx = dzs[0] @ weights[0]
-    for dz, w in zip(dzs[1:], weights[1:]):
-        dx.addmm_(dz, w)
-    return dx
-
-
-def input_grad_act(
-    dy: torch.Tensor,
-    weight: torch.Tensor,
-    z: torch.Tensor,
-    activation: str,
-    choice: Choice,
-    *,
-    rebuild: bool = False,
-    remote: Gathered | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Through a linear layer and the activation before it: dz = (dy @ W) * act'(z), and with ``rebuild`` h = act(z).
-
-    dy [T, D], W [D, F] (as nn.Linear(F, D) stores it), z [T, F] -> dz, h [T, F].
-    """
-    if remote is not None:
-        dz, *h = _launch().linear_dgrad_act(dy, weight, z, activation, rebuild, remote)
-        return dz, h[0] if rebuild else None
-    if choice.triton:
-        dz, *h = schemas.linear_dgrad_act(dy, weight, z, activation, rebuild)
-        return dz, h[0] if rebuild else None
-    dz = reference.activation_grad(dy @ weight, z, activation)
-    return dz, reference.apply_activation(z, activation) if rebuild else None
-
-
-def input_grad_gated(
-    dy: torch.Tensor,
-    weight: torch.Tensor,
-    g: torch.Tensor,
-    u: torch.Tensor,
-    activation: str,
-    choice: Choice,
-    *,
-    rebuild: bool = False,
-    remote: Gathered | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The same through h = act(g) * u: dg, du, and with ``rebuild`` h; all [T, F]."""
-    if remote is not None:
-        dg, du, *h = _launch().linear_dgrad_gated(dy, weight, g, u, activation, rebuild, remote)
-        return dg, du, h[0] if rebuild else None
-    if choice.triton:
-        dg, du, *h = schemas.linear_dgrad_gated(dy, weight, g, u, activation, rebuild)
-        return dg, du, h[0] if rebuild else None
-    dg, du = reference.gated_activation_grad(dy @ weight, g, u, activation)
-    return dg, du, reference.apply_activation(g, activation) * u if rebuild else None
-
-
-def send_forward(x: torch.Tensor, weight: torch.Tensor, remote: Scattered) -> None:
-    """This rank's addend x @ W^T [T, F], to the owners of its rows."""
-    _launch().send_product("nt", (x,), (weight,), remote)
-
-
-def send_input_grad(dzs: Tensors, weights: Tensors, remote: Scattered) -> None:
-    """This rank's addend dx = sum_i dz_i @ W_i [T, D], likewise."""
-    _launch().send_product("nn", tuple(dzs), tuple(weights), remote)
-
-
-def _launch() -> Any:
-    from . import launch  # Triton, only when a kernel runs
-
-    return launch
+    return reference.gated_act_grad(dh, g, u, activation)
 
 
 def param_grads(

@@ -1,0 +1,26 @@
+"""What a tensor-parallel layer's call is told besides its operands: one value, handed on as it is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .mesh import Group
+
+
+class TPOptions(NamedTuple):
+    """The options of one call of a column- or row-parallel layer, or of an MLP made of both."""
+
+    group: Group
+    sequence_parallel: bool = False
+    fuse_wgrad_accumulation: bool = False  # add the parameters' gradients to their ``main_grad``
+    impl: str = "auto"
+    overlap: str = "none"  # "auto", "kernel", "chunked" or "none": see overlap/policy.py
+    strict: bool = False  # RuntimeError where ``overlap`` cannot be had, instead of the plain way
+    site: str = "linear"  # of its collectives
+    grad: bool = False  # whether autograd is on: inside a function's forward it never is
+
+    def now(self) -> TPOptions:
+        """The same with ``grad`` as it is at this moment."""
+        return self._replace(grad=torch.is_grad_enabled())

@@ -1,0 +1,46 @@
+"""The products of a step, watched: every ``Product.compute``, ``Product.send`` and ``functional.param_grads``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from shardfuse.kernels.linear import Product, functional
+
+# (layout, epilogue) -> what tests call it; one that is sent: "send_" and the same.
+NAMES = {
+    ("nt", "act"): "forward",
+    ("nt", "gated"): "gated_forward",
+    ("nn", "act"): "input_grad",
+    ("nn", "act_grad"): "input_grad_act",
+    ("nn", "gated_grad"): "input_grad_gated",
+}
+PARAM_GRADS = "param_grads"
+
+# (name, run, of): calls ``run`` or does not; ``of`` is the Product, or the arguments of param_grads.
+Around = Callable[[str, Callable[[], Any], Any], Any]
+
+
+@contextmanager
+def around(each: Around) -> Iterator[None]:
+    """Within the block every product goes through ``each``, which returns its results."""
+    compute, send, param_grads = Product.compute, Product.send, functional.param_grads
+
+    def name(product: Product) -> str:
+        return NAMES[product.layout, product.epilogue.kind]
+
+    def computed(product: Product, *args: Any) -> Any:
+        return each(name(product), lambda: compute(product, *args), product)
+
+    def sent(product: Product, *args: Any) -> Any:
+        return each(f"send_{name(product)}", lambda: send(product, *args), product)
+
+    def formed(*args: Any, **kwargs: Any) -> Any:
+        return each(PARAM_GRADS, lambda: param_grads(*args, **kwargs), args)
+
+    Product.compute, Product.send, functional.param_grads = computed, sent, formed  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        Product.compute, Product.send, functional.param_grads = compute, send, param_grads  # type: ignore[method-assign]
