@@ -18,7 +18,7 @@ from .attention.rope import Rope, Rotary
 from .config import TransformerConfig
 from .linear import RowParallelLinear
 from .mlp import ParallelMLP
-from .module import untouched
+from .module import is_plain_module
 from .norm import LayerNorm, RMSNorm
 
 
@@ -105,7 +105,7 @@ class ParallelBlock(nn.Module):
 
     def forward(
         self,
-        x: Stream,
+        x: ResidualStream,
         *,
         batch_size: int | None = None,
         positions: torch.Tensor | None = None,
@@ -115,7 +115,7 @@ class ParallelBlock(nn.Module):
         max_seqlen: int | None = None,
         join: bool = True,
         then: nn.Module | None = None,
-        place: masks.Place | None = None,
+        place: masks.RngOffset | None = None,
     ) -> Any:
         """See :meth:`ParallelAttention.forward` for what the arguments mean. ``place`` decides on the masks of dropout
         where x is a piece of the batch; None draws some.
@@ -148,12 +148,12 @@ class ParallelBlock(nn.Module):
 
     def _forward(
         self,
-        x: Stream,
+        x: ResidualStream,
         attention: dict[str, Any],
         join: bool,
         then: nn.Module | None,
-        place: masks.Place | None = None,
-    ) -> Stream:
+        place: masks.RngOffset | None = None,
+    ) -> ResidualStream:
         y, stream = normed(self.input_layernorm, x, MLP, impl=self.impl)
         dropout = masks.draw(
             self.dropout_p,
@@ -168,7 +168,7 @@ class ParallelBlock(nn.Module):
         inference = self.group.size > 1 and dropout is None and not torch.is_grad_enabled()
         norm = self.post_attention_layernorm
         if alone and last_layer(self.self_attn, "o_proj") is not None:
-            after: Stream = self.self_attn(y, residual=stream, **attention)
+            after: ResidualStream = self.self_attn(y, residual=stream, **attention)
         elif inference and can_defer(deferrable(self.self_attn, "o_proj", norm=norm), norm, y):
             after = stream, self.self_attn.partial_sum(y, **attention), None
         else:
@@ -186,12 +186,12 @@ class ParallelBlock(nn.Module):
 ATTENTION, MLP = 0, 1
 
 # What flows between blocks: x, or x and a branch that has yet to join it, perhaps one that has yet to be summed.
-Stream = torch.Tensor | tuple[torch.Tensor, torch.Tensor | PartialSum, masks.Dropout | None]
+ResidualStream = torch.Tensor | tuple[torch.Tensor, torch.Tensor | PartialSum, masks.Dropout | None]
 
 
-def normed(norm: nn.Module, x: Stream, stream: int, *, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
+def normed(norm: nn.Module, x: ResidualStream, stream: int, *, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm(x), x), where a branch that waits joins first, its mask drawn from ``stream``."""
-    if not untouched(norm):
+    if not is_plain_module(norm):
         x = joined(x, stream, impl=impl)
         return norm(x), x
     if isinstance(x, torch.Tensor):
@@ -202,7 +202,7 @@ def normed(norm: nn.Module, x: Stream, stream: int, *, impl: str) -> tuple[torch
     return norm(branch, residual=x, dropout=dropout, stream=stream)
 
 
-def joined(x: Stream, stream: int = MLP, *, impl: str) -> torch.Tensor:
+def joined(x: ResidualStream, stream: int = MLP, *, impl: str) -> torch.Tensor:
     """x with the branch that waits beside it, its mask drawn from ``stream``."""
     if isinstance(x, torch.Tensor):
         return x
@@ -225,12 +225,12 @@ def make_norm(config: TransformerConfig, **place: Any) -> LayerNorm | RMSNorm:
 def last_layer(module: nn.Module, *names: str) -> nn.Module | None:
     """The layer of ``module`` that comes last, called one of ``names``; None where it or ``module`` is not plain."""
     last = next((getattr(module, name) for name in names if hasattr(module, name)), None)
-    return last if last is not None and untouched(module) and untouched(last) else None
+    return last if last is not None and is_plain_module(module) and is_plain_module(last) else None
 
 
 def deferrable(module: nn.Module, *names: str, norm: nn.Module | None) -> RowParallelLinear | None:
     """The layer at the end of ``module`` whose sum over several ranks ``norm`` could form: both plain modules."""
-    if not (isinstance(norm, RMSNorm) and untouched(norm)):
+    if not (isinstance(norm, RMSNorm) and is_plain_module(norm)):
         return None
     last = last_layer(module, *names)
     if not isinstance(last, RowParallelLinear) or last.group.size == 1 or last.sequence_parallel:

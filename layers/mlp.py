@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..kernels.linear import ACTIVATIONS, apply_activation, gated_linear, linear_act_choice
-from ..kernels.runtime.dispatch import settled
+from ..kernels.runtime.dispatch import uses_reference
 from ..parallel.core.mesh import MeshLike, tp_group
 from ..parallel.core.options import TPOptions
 from ..parallel.core.sharding import local_tensors
@@ -16,7 +16,7 @@ from ..parallel.mlp import RECOMPUTE, fused_mlp
 from ..parallel.overlap.partial_sum import PartialSum
 from ..parallel.overlap.policy import check_overlap
 from .linear import ColumnParallelLinear, RowParallelLinear, check_tokens, project
-from .module import FusedGroup, check_divides, untouched
+from .module import FusedGroup, check_divides, is_plain_module
 
 SITE = "mlp"
 
@@ -113,7 +113,7 @@ class ParallelMLP(nn.Module):
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
         """``residual``, of the result's shape and dtype and in a group of one only, is added in the last epilogue."""
         *first, last = layers = self._layers()
-        if self._composed(x) or not all(map(untouched, layers)):
+        if self._composed(x) or not all(map(is_plain_module, layers)):
             h = self._hidden(x)
             return last(h) if residual is None else last(h, residual=residual)
         if self.sequence_parallel:
@@ -140,14 +140,14 @@ class ParallelMLP(nn.Module):
             return torch.compiler.is_compiling()
         if self.recompute or self.fuse_wgrad_accumulation:
             return False
-        return settled(self.impl, x) or not linear_act_choice(x.dtype, x.device, self.impl).triton
+        return uses_reference(self.impl, x) or not linear_act_choice(x.dtype, x.device, self.impl).triton
 
     def _hidden(self, x: torch.Tensor) -> torch.Tensor:
         """h of x, by the first layer as a layer of its own."""
         if not self.gated:
             return self.c_fc(x)
         gate, up, activation = self.gate_proj, self.up_proj, self.activation
-        if not (untouched(gate) and untouched(up)):
+        if not (is_plain_module(gate) and is_plain_module(up)):
             return apply_activation(gate(x), activation) * up(x)
         if self.group.size > 1 and (torch.is_grad_enabled() or self.sequence_parallel):
             g, u = project(x, gate, up)
@@ -163,9 +163,9 @@ class ParallelMLP(nn.Module):
     def fused_groups(self) -> list[FusedGroup]:
         """The layers that share a product and its collectives."""
         *first, last = self._layers()
-        if all(map(untouched, [*first, last])):
+        if all(map(is_plain_module, [*first, last])):
             return [FusedGroup(tuple(first), runs_again=self.recompute == 2)]
-        return [FusedGroup(tuple(first))] if all(map(untouched, first)) else []
+        return [FusedGroup(tuple(first))] if all(map(is_plain_module, first)) else []
 
     def _layers(self) -> list[Any]:
         return [self.gate_proj, self.up_proj, self.down_proj] if self.gated else [self.c_fc, self.c_proj]

@@ -33,7 +33,7 @@ __all__ = [
     "Runs",
     "ShardedModule",
     "check_divides",
-    "untouched",
+    "is_plain_module",
 ]
 
 # The ops a module runs, each with its choice of implementation.
@@ -67,7 +67,7 @@ class Init:
     bound: float | None = None
 
 
-def untouched(module: nn.Module) -> bool:
+def is_plain_module(module: nn.Module) -> bool:
     """Whether ``module`` is one of this package's own and nobody wants to hear of its calls.
 
     Only then may a module around it read its parameters in place of calling it, or ask it to do more than its stock

@@ -64,8 +64,8 @@ class _Norm(ShardedModule):
             return self._norm(x, carry=True) if carry else self._norm(x)
         dropped: dict[str, Any] = {}
         if dropout is not None:
-            p, ticket, row_start = dropout
-            dropped = {"dropout_p": p, "ticket": ticket, "row_start": row_start, "stream": stream}
+            p, rng_key, row_start = dropout
+            dropped = {"dropout_p": p, "rng_key": rng_key, "row_start": row_start, "stream": stream}
         return self._norm(x, residual=residual, **dropped)
 
     def runs(self, device: torch.device) -> Runs:

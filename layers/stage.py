@@ -10,7 +10,7 @@ from torch import nn
 from ..parallel.pipeline.partition import Part
 from . import dropout as masks
 from .attention.rope import rope_tables
-from .block import MLP, Stream, joined, normed
+from .block import MLP, ResidualStream, joined, normed
 from .config import TransformerConfig
 from .module import Absent
 from .transformer import Decoder, ParallelTransformer
@@ -60,7 +60,7 @@ class TransformerStage(ParallelTransformer):
         batch_size: int | None = None,
         positions: torch.Tensor | None = None,
         scale: float = 1.0,
-        draws: masks.Draws | None = None,
+        draws: masks.RngState | None = None,
     ) -> torch.Tensor:
         """The next stage's x; of the last stage the sum of the targets' losses times ``scale``, [1] in fp32 (fp64 for
         fp64), or without ``targets`` the logits [B*S, V/R].
@@ -79,7 +79,7 @@ class TransformerStage(ParallelTransformer):
         rope = rope_tables(positions, self.rotary, length=length)
         row = 0 if draws is None else draws.pass_by(self.parts.start, batch_size * length)
         places = {part: None if draws is None else draws.place(part, row) for part in self.parts}
-        stream: Stream = self._embedded(x, places[0]) if self.first else x
+        stream: ResidualStream = self._embedded(x, places[0]) if self.first else x
         for part in self._blocks():
             block = self.model.layers[part - 1]
             stream = block(stream, rope=rope, join=False, batch_size=batch_size, place=places[part])
@@ -90,7 +90,7 @@ class TransformerStage(ParallelTransformer):
             return self.lm_head(y)
         return torch.stack((self._loss(y, targets.reshape(-1), "sum") * scale,))  # no view: FSDP2 warns of them
 
-    def _embedded(self, tokens: torch.Tensor, place: masks.Place | None) -> torch.Tensor:
+    def _embedded(self, tokens: torch.Tensor, place: masks.RngOffset | None) -> torch.Tensor:
         return self._dropped(self.model.embed_tokens(tokens.reshape(-1)), place)
 
     def _blocks(self) -> range:

@@ -25,12 +25,12 @@ from ..parallel.pipeline.partition import Part
 from . import dropout as masks
 from .attention.attention import AttentionCache, packed_positions
 from .attention.rope import Rotary, rope_tables
-from .block import MLP, ParallelBlock, Stream, joined, make_norm, normed
+from .block import MLP, ParallelBlock, ResidualStream, joined, make_norm, normed
 from .config import TransformerConfig
 from .embedding import VocabParallelEmbedding, check_tokens
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
-from .module import Absent, ShardedModule, untouched
+from .module import Absent, ShardedModule, is_plain_module
 
 
 class ServingCache(AttentionCache, Protocol):
@@ -164,7 +164,7 @@ class ParallelTransformer(nn.Module):
             elif positions.shape != tokens.shape:
                 raise ValueError(f"positions {list(positions.shape)}: expected {list(tokens.shape)}")
         rope = rope_tables(positions, self.rotary, length=length)
-        x: Stream = self._dropped(self.model.embed_tokens(tokens.reshape(-1)))
+        x: ResidualStream = self._dropped(self.model.embed_tokens(tokens.reshape(-1)))
         for block, late in zip(self.model.layers, self._followers()):
             x = block(x, rope=rope, join=False, **late, **how)
         y, _ = normed(self.model.norm, x, MLP, impl=self.impl)
@@ -175,7 +175,9 @@ class ParallelTransformer(nn.Module):
 
     def _loss(self, y: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
         head = self.lm_head
-        if targets.numel() * head.weight.shape[0] // self.group.size * 4 <= FUSED_LOSS_BYTES or not untouched(head):
+        if targets.numel() * head.weight.shape[0] // self.group.size * 4 <= FUSED_LOSS_BYTES or not is_plain_module(
+            head
+        ):
             return vocab_parallel_cross_entropy(head(y), targets.long(), self.group, reduction=reduction)
         return linear_cross_entropy(
             y,
@@ -199,7 +201,7 @@ class ParallelTransformer(nn.Module):
                 f"positions {given}"
             )
         rope = rope_tables(positions, self.rotary)
-        x: Stream = self.model.embed_tokens(tokens)
+        x: ResidualStream = self.model.embed_tokens(tokens)
         for block, late in zip(self.model.layers, self._followers()):
             x = block(x, cache=cache, rope=rope, join=not late, **late)
         if isinstance(x, tuple) and isinstance(x[1], PartialSum):  # of all tokens, like every rank's
@@ -219,7 +221,7 @@ class ParallelTransformer(nn.Module):
     def _norms_between(self) -> list[nn.Module | None]:
         """The norm behind each block, None where somebody would see what flows to it."""
         blocks = list(self.model.layers)
-        seen = [not (isinstance(block, ParallelBlock) and untouched(block)) for block in blocks] + [False]
+        seen = [not (isinstance(block, ParallelBlock) and is_plain_module(block)) for block in blocks] + [False]
         norms: list[Any] = [getattr(block, "input_layernorm", None) for block in blocks] + [self.model.norm]
         return [None if seen[i] or seen[i + 1] else norms[i + 1] for i in range(len(blocks))]
 
@@ -230,7 +232,7 @@ class ParallelTransformer(nn.Module):
             pair for block, norm in between if isinstance(block, ParallelBlock) for pair in block.deferred_sums(norm)
         ]
 
-    def _dropped(self, x: torch.Tensor, place: masks.Place | None = None) -> torch.Tensor:
+    def _dropped(self, x: torch.Tensor, place: masks.RngOffset | None = None) -> torch.Tensor:
         """The embeddings, in training without ``config.embedding_dropout`` of them."""
         self._check_draws(x.device)
         dropout = masks.draw(
@@ -378,14 +380,14 @@ class ParallelTransformer(nn.Module):
         dtype = next(self.parameters()).dtype if dtype is None else dtype
         return torch.empty(rows // ranks, self.config.hidden_size, dtype=dtype, device="meta")
 
-    def draws(self, device: torch.device) -> masks.Draws | None:
+    def draws(self, device: torch.device) -> masks.RngState | None:
         """What decides on the masks of the step that begins, for all its micro-batches and stages; None: nothing is
         dropped. Collective the first time."""
         if not self._check_draws(device):
             return None
         config = self.config
         blocks = [config.residual_dropout] * config.num_layers
-        return masks.Draws([config.embedding_dropout, *blocks, 0.0], device)
+        return masks.RngState([config.embedding_dropout, *blocks, 0.0], device)
 
     def _tie(self) -> None:
         embedding, head = self.model.embed_tokens, self.lm_head

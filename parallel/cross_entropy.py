@@ -237,7 +237,7 @@ class _Total(torch.autograd.Function):
     @autograd.first_order
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[Any, ...]:
         inverse, drows, *formed = ctx.saved_tensors
-        _, _, want_hidden, *want_params = autograd.wanted(ctx)
+        _, _, want_hidden, *want_params = autograd.needed_grads(ctx)
         scale = (dloss if inverse is None else dloss * inverse).view(1, 1)
         reuse = not autograd.keeps_graph()
         dhidden = None
@@ -284,7 +284,7 @@ class _PerToken(torch.autograd.Function):
         call = ctx.call
         rows, weight, bias, targets, stats = ctx.saved_tensors
         operands = rows, weight, bias, targets
-        _, _, *want = autograd.wanted(ctx)
+        _, _, *want = autograd.needed_grads(ctx)
         gain = dlosses.reshape(-1).to(stats.dtype).contiguous()
         into = autograd.destinations(ctx, ctx.buffers)
         grads: Any

@@ -129,10 +129,10 @@ class AllGatherLinear(torch.autograd.Function):
         options, n, site = ctx.options, ctx.n, ctx.options.site
         kept, *rest = ctx.saved_tensors
         weights, zs = rest[:n], rest[n:]
-        want = autograd.wanted(ctx)
+        want = autograd.needed_grads(ctx)
         _, _, want_x, *want_params = want
 
-        dzs, x = autograd.recall(ctx, dys) or (None, None)
+        dzs, x = autograd.load_saved(ctx, dys) or (None, None)
         if dzs is None:
             dzs = [functional.as_rows(dy) for dy in dys]
             if zs:
@@ -160,7 +160,7 @@ class AllGatherLinear(torch.autograd.Function):
             )
             if want_x:
                 dx_shard = summing.wait().view(ctx.x_shape)
-        autograd.remember(ctx, dys, (dzs, x if ctx.overlap.gathers_again else None), want, spent=zs)
+        autograd.save_for_next_pass(ctx, dys, (dzs, x if ctx.overlap.gathers_again else None), want, released=zs)
         return None, None, *close_grads(ctx, dx_shard, [*dws, *dbs])
 
 
@@ -203,10 +203,10 @@ class LinearReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, dy_shard: torch.Tensor) -> tuple[Any, ...]:
         options = ctx.options
         rows, weight = ctx.saved_tensors
-        want = autograd.wanted(ctx)
+        want = autograd.needed_grads(ctx)
         _, want_x, want_weight, want_bias = want
 
-        dy = autograd.recall(ctx, [dy_shard])
+        dy = autograd.load_saved(ctx, [dy_shard])
         if dy is None and not options.sequence_parallel:
             dy = functional.as_rows(dy_shard)
         product = Product.input_grad([functional.as_rows(dy_shard) if dy is None else dy], [weight], ctx.choice)
@@ -222,7 +222,7 @@ class LinearReduceScatter(torch.autograd.Function):
         dws, dbs = functional.param_grads(
             [dy], rows, [want_weight], [want_bias], ctx.choice, into=[into], bias_into=[bias_into]
         )
-        autograd.remember(ctx, [dy_shard], dy, want)
+        autograd.save_for_next_pass(ctx, [dy_shard], dy, want)
         return None, *close_grads(ctx, None if dx_shard is None else dx_shard.view(ctx.x_shape), [*dws, *dbs])
 
 

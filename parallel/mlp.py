@@ -190,11 +190,11 @@ class FusedMLP(torch.autograd.Function):
         site = options.site
         kept, h, out_weight, *rest = ctx.saved_tensors
         weights, biases, zs = rest[:n], rest[n : 2 * n], rest[2 * n :]
-        want = autograd.wanted(ctx)
+        want = autograd.needed_grads(ctx)
         _, want_residual, want_x, *want_params = want
         want_dz, want_h = want_x or any(want_params[: 2 * n]), want_params[2 * n]
 
-        left: _Left | None = autograd.recall(ctx, [dy_shard])
+        left: _Left | None = autograd.load_saved(ctx, [dy_shard])
         dy, x, h, zs, dzs = left or _Left(None, None if ctx.keeps_shard else kept, h, zs, None)  # type: ignore[arg-type]
         if call.recompute == 2 and h is None and (want_dz or want_h):
             h, zs, x = _first_again(call, kept, weights, biases, first, into)
@@ -241,8 +241,8 @@ class FusedMLP(torch.autograd.Function):
                 dws, dbs = _param_grads(hides, dzs, x, want_params[: 2 * n], buffers[: 2 * n], first)
             if want_x:
                 dx_shard = summing.wait().view(ctx.x_shape)
-        spent = zs if dzs else ()
-        autograd.remember(ctx, [dy_shard], _Left(dy, x, h, () if dzs else zs, dzs), want, spent=spent)
+        released = zs if dzs else ()
+        autograd.save_for_next_pass(ctx, [dy_shard], _Left(dy, x, h, () if dzs else zs, dzs), want, released=released)
         grads = close_grads(ctx, dx_shard, [*dws, *dbs, dout_weight, dout_bias])
         return None, dy_shard if want_residual else None, *grads
 

@@ -165,7 +165,7 @@ class ParallelModel(nn.Module):
         self.mesh, self.pipeline, self.microbatches, self.precision = mesh, pipeline, microbatches, precision
         self.stages = tuple(stages)  # not children: they share the module's
         self._divisible = hasattr(module, "pipeline_parts")
-        self._readers = data_coordinate(mesh)[1]
+        self._data_parallel_size = data_coordinate(mesh)[1]
         self._data: Group = data_group(mesh)
         self._group = whole_group(_group_of(module) if mesh is None else mesh)
         self._parameters_here = tuple(module.parameters())  # as the optimizer has them
@@ -177,11 +177,11 @@ class ParallelModel(nn.Module):
     def step(self, *batch: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Forward and backward of ``tokens`` [B, S] and ``targets`` [B, S] (int64; -100 counts for nothing).
 
-        This rank's share of the step's batch: ranks that differ along dp (and rep) alone pass different ones, of any
-        sizes; all others the same. Returns the mean loss over all valid targets of all of them, an fp32 scalar (fp64
-        for fp64), the same on every rank. Adds to ``.grad`` the gradients of that mean, summed over the ranks, however
-        the batch was divided among ranks and micro-batches. ``positions`` [S] or [B, S] are by default 0 to S - 1. A
-        collective.
+        This rank's share of the step's batch: ranks that differ along dp (and dp_replicate) alone pass different ones,
+        of any sizes; all others the same. Returns the mean loss over all valid targets of all of them, an fp32 scalar
+        (fp64 for fp64), the same on every rank. Adds to ``.grad`` the gradients of that mean, summed over the ranks,
+        however the batch was divided among ranks and micro-batches. ``positions`` [S] or [B, S] are by default 0 to S -
+        1. A collective.
 
         A batch with fewer sequences than micro-batches is filled up with some that count for nothing. A step that fails
         midway leaves nothing behind for the next one, but perhaps a part of its gradients: call ``zero_grad``.
@@ -288,22 +288,24 @@ class ParallelModel(nn.Module):
         return inputs, targets
 
     def _scale(self, inputs: list[torch.Tensor], targets: torch.Tensor, positions: torch.Tensor | None) -> float:
-        """What turns sums over this rank's targets into its addend of the mean that engines form over readers."""
+        """The factor from sums over this rank's targets to its share of the mean over all data-parallel ranks."""
         problem = self._problem(inputs, targets, positions)
         said = torch.stack([_valid(targets), torch.tensor(float(problem is not None), device=targets.device).double()])
         valid, refused = collectives.all_reduce(said, self._data, site="step.targets").tolist()
         if problem is not None:
             raise problem
         if refused:
-            raise ValueError(f"{refused:.0f} of {self._readers} ranks that read data refused their batch, and say why")
+            raise ValueError(
+                f"{refused:.0f} of {self._data_parallel_size} ranks that read data refused their batch, and say why"
+            )
         if not valid:
             raise ValueError("no target of this step is valid: all of them are -100")
-        return self._readers / valid
+        return self._data_parallel_size / valid
 
     def _problem(
         self, inputs: list[torch.Tensor], targets: torch.Tensor, positions: torch.Tensor | None
     ) -> ValueError | None:
-        """Why this rank's batch cannot be taken: said by all readers before any of them begins."""
+        """Why this rank's batch cannot be taken: said by all data-parallel ranks before any of them begins."""
         count, rows = self.microbatches, targets.shape[0]
         if not self._divisible:
             if rows >= count:
@@ -330,7 +332,7 @@ class ParallelModel(nn.Module):
 
     def _mean(self, loss: torch.Tensor) -> torch.Tensor:
         whole = collectives.all_reduce(loss.detach().sum(), self._data, site="step.loss")
-        return whole.to(torch.promote_types(loss.dtype, torch.float32)) / self._readers
+        return whole.to(torch.promote_types(loss.dtype, torch.float32)) / self._data_parallel_size
 
     def _accumulate(self, parts: list[_Part], scale: float) -> torch.Tensor:
         (stage,) = self.stages

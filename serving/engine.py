@@ -65,9 +65,9 @@ class Engine:
         model: see :class:`ServableModel`; call ``model.eval()`` first where it drops anything.
         num_blocks: of the cache.
         block_size: token slots of each; default 256 on a CPU and 16 on a GPU.
-        max_slots: how many requests run at once.
+        max_num_seqs: how many requests run at once.
         max_model_len: the longest prompt and answer together; default the model's ``max_positions``.
-        max_step_tokens: tokens per step, over all requests; longer prompts are computed in several steps.
+        max_num_batched_tokens: tokens per step, over all requests; longer prompts are computed in several steps.
         kv_dtype: of the cache, ``"fp8"`` (e4m3) or ``"int8"`` with a scale for each token and head; None: the model's.
         invariant: whether a request's answer must not depend on what shares its steps, nor on how its prompt is cut. On
             a GPU every matrix product and attention then computes a token the same way in any company, at a price; on
@@ -83,9 +83,9 @@ class Engine:
         *,
         num_blocks: int,
         block_size: int | None = None,
-        max_slots: int = 8,
+        max_num_seqs: int = 8,
         max_model_len: int | None = None,
-        max_step_tokens: int = 512,
+        max_num_batched_tokens: int = 512,
         kv_dtype: str | None = None,
         invariant: bool = False,
         impl: str = "auto",
@@ -105,7 +105,9 @@ class Engine:
         weight = next(iter(model.parameters()))
         block_size = default_block_size(weight.device) if block_size is None else block_size
         self._allocator = BlockAllocator(num_blocks, block_size)
-        self._scheduler = Scheduler(self._allocator, max_slots=max_slots, max_step_tokens=max_step_tokens)
+        self._scheduler = Scheduler(
+            self._allocator, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        )
         self._cache = PagedKVCache(
             config.num_layers,
             num_blocks,

@@ -48,21 +48,22 @@ class Chunk:
 class Scheduler:
     """Queues, slots and the token budget over one :class:`BlockAllocator`.
 
-    ``max_slots`` bounds the running sequences, ``max_step_tokens`` the tokens of a step; it is at least ``max_slots``,
-    so that each running sequence moves on in every step. ``preemptions`` counts how often blocks ran out.
+    ``max_num_seqs`` bounds the running sequences, ``max_num_batched_tokens`` the tokens of a step; it is at least
+    ``max_num_seqs``, so that each running sequence moves on in every step. ``preemptions`` counts how often blocks ran
+    out.
     """
 
-    def __init__(self, allocator: BlockAllocator, *, max_slots: int, max_step_tokens: int) -> None:
-        if max_slots < 1:
-            raise ValueError(f"max_slots={max_slots}: expected at least 1")
-        if max_step_tokens < max_slots:
+    def __init__(self, allocator: BlockAllocator, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs={max_num_seqs}: expected at least 1")
+        if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
-                f"max_step_tokens={max_step_tokens} is less than max_slots={max_slots}: each running request wants "
-                "one token a step; raise the former or lower the latter"
+                f"max_num_batched_tokens={max_num_batched_tokens} is less than max_num_seqs={max_num_seqs}: each "
+                "running request wants one token a step; raise the former or lower the latter"
             )
         self.allocator = allocator
-        self.max_slots = max_slots
-        self.max_step_tokens = max_step_tokens
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []  # in order of admission
         self.preemptions = 0
@@ -79,7 +80,7 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, with room in the cache for all of them; empty when nothing waits or runs."""
         chunks: list[Chunk] = []
-        budget = self.max_step_tokens
+        budget = self.max_num_batched_tokens
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
@@ -101,7 +102,7 @@ class Scheduler:
 
     def _admits(self) -> bool:
         """Whether the head of the queue may run."""
-        if not self.waiting or len(self.running) == self.max_slots:
+        if not self.waiting or len(self.running) == self.max_num_seqs:
             return False
         needed = self.allocator.blocks_for(len(self.waiting[0].tokens))
         return needed + len(self.running) <= self.allocator.free_blocks

@@ -45,7 +45,7 @@ def check_layout(settings: RunSettings) -> None:
             splits_backward=schedule.splits_backward,
             offload=parallel.offload,
             precision=None if parallel.precision == "fp32" else parallel.precision,
-            shares=parallel.rep * parallel.dp,
+            shares=parallel.dp_replicate * parallel.dp,
         )
         assert parallel.microbatches is not None  # resolve() filled it in
         check_microbatches(parallel.schedule, parallel.microbatches, parallel.pp)
@@ -81,21 +81,22 @@ def remarks(settings: RunSettings) -> list[str]:
     parallel = settings.parallel
     assert parallel.dp is not None  # resolve() filled it in
     found = []
-    if parallel.zero and parallel.dp == 1 and parallel.rep > 1:
+    if parallel.zero and parallel.dp == 1 and parallel.dp_replicate > 1:
         found.append(
-            f"zero = {parallel.zero} shards nothing: shards are counted by dp, which is 1, and rep = {parallel.rep} "
-            f"are whole replicas; leave rep out to shard over all {parallel.rep}, or lower tp or pp and raise dp for "
-            "replicas of shards"
+            f"zero = {parallel.zero} shards nothing: shards are counted by dp, which is 1, and dp_replicate = "
+            f"{parallel.dp_replicate} are whole replicas; leave dp_replicate out to shard over all "
+            f"{parallel.dp_replicate}, or lower tp or pp and raise dp for replicas of shards"
         )
-    readers = parallel.rep * parallel.dp
-    sequences = settings.share(readers)
+    data_parallel_size = parallel.dp_replicate * parallel.dp
+    sequences = settings.share(data_parallel_size)
     empty = padding(parallel, sequences)
     if empty:
         fewer = [n for n in range(parallel.microbatches or 1, 0, -1) if _fills(parallel, n, sequences)]
         instead = f", or microbatches = {fewer[0]}" if fewer else ""
         found.append(
             f"{parallel.microbatches} micro-batches of the {sequences} sequences that a rank has of a step: {empty} "
-            f"more, which count for nothing, fill them up; use data.batch = {readers * (sequences + empty)}{instead}"
+            "more, which count for nothing, fill them up; use data.batch = "
+            f"{data_parallel_size * (sequences + empty)}{instead}"
         )
     return found
 

@@ -84,7 +84,7 @@ def train_run(settings: RunSettings, resume: bool, stop_file: StopFile | None = 
     parallel = settings.parallel
     assert parallel.dp is not None  # resolve() filled it in
     mesh = meshes.init_mesh(
-        rep=parallel.rep,
+        dp_replicate=parallel.dp_replicate,
         dp=parallel.dp,
         pp=parallel.pp,
         tp=parallel.tp,

@@ -54,13 +54,13 @@ class DataSettings:
 class ParallelSettings:
     """How the run spreads over processes: the options of ``parallelize``, and of the model.
 
-    ``rep`` copies of ``dp`` shards of ``pp`` stages of ``tp`` ranks; ``dp`` None is what the others leave of the
-    processes. ``microbatches`` parts of a rank's batch go through the model one after another, with a pipeline or
+    ``dp_replicate`` copies of ``dp`` shards of ``pp`` stages of ``tp`` ranks; ``dp`` None is what the others leave of
+    the processes. ``microbatches`` parts of a rank's batch go through the model one after another, with a pipeline or
     without. ``partition`` says what a pipeline's stages are evened out by: "modelled" FLOPs or "measured" seconds. None
     leaves a choice to ``parallelize``, that of ``microbatches`` to :func:`resolve`.
     """
 
-    rep: int = 1
+    dp_replicate: int = 1
     dp: int | None = None
     pp: int = 1
     tp: int = 1
@@ -79,7 +79,7 @@ class ParallelSettings:
             self,
             "parallel",
             1,
-            *(name for name in ("rep", "dp", "pp", "tp", "microbatches") if getattr(self, name) is not None),
+            *(name for name in ("dp_replicate", "dp", "pp", "tp", "microbatches") if getattr(self, name) is not None),
         )
         _one_of(self, "parallel", "zero", ZERO_STAGES)
         _one_of(self, "parallel", "precision", PRECISIONS)
@@ -89,14 +89,14 @@ class ParallelSettings:
 
     def over(self, processes: int) -> ParallelSettings:
         """The same with ``dp`` filled in. ValueError where the degrees do not make up ``processes``."""
-        others = self.rep * self.pp * self.tp
+        others = self.dp_replicate * self.pp * self.tp
         dp = processes // others if self.dp is None else self.dp
         if not dp or dp * others != processes:
             shown = "" if self.dp is None else f"dp={self.dp} * "
             wanted = f"a multiple of {others}" if self.dp is None else str(self.dp * others)
             raise ValueError(
-                f"{shown}rep={self.rep} * pp={self.pp} * tp={self.tp} does not make up the {processes} "
-                f"process{'es' if processes > 1 else ''} of this run; change the degrees, or start {wanted}"
+                f"{shown}dp_replicate={self.dp_replicate} * pp={self.pp} * tp={self.tp} does not make up the "
+                f"{processes} process{'es' if processes > 1 else ''} of this run; change the degrees, or start {wanted}"
             )
         return dataclasses.replace(self, dp=dp)
 
@@ -212,11 +212,11 @@ class RunSettings:
             )
 
     def share(self, shares: int) -> int:
-        """Sequences of a step for each of ``shares`` readers of the data. ValueError where they do not divide."""
+        """Sequences of a step for each of ``shares`` data-parallel ranks. ValueError where they do not divide."""
         if self.data.batch % shares:
             raise ValueError(
-                f"data.batch = {self.data.batch}: it does not divide over rep * dp = {shares} readers of the data; use "
-                f"a multiple of {shares}"
+                f"data.batch = {self.data.batch}: it does not divide over dp_replicate * dp = {shares} data-parallel "
+                f"ranks; use a multiple of {shares}"
             )
         return self.data.batch // shares
 
@@ -269,7 +269,7 @@ def resolve(settings: RunSettings, processes: int) -> RunSettings:
     device = settings.device or ("cuda" if available else "cpu")
     parallel = settings.parallel.over(processes)
     assert parallel.dp is not None
-    share = settings.share(parallel.rep * parallel.dp)
+    share = settings.share(parallel.dp_replicate * parallel.dp)
     if parallel.microbatches is None:
         parallel = dataclasses.replace(parallel, microbatches=layout.default_count(parallel, share))
     resolved = dataclasses.replace(settings, device=device, parallel=parallel)

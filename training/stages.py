@@ -22,7 +22,7 @@ def part_costs(settings: RunSettings, schedule: str, *, mesh: DeviceMesh | None 
     assert parallel.dp is not None, "not resolved"
     return measured_costs(
         settings.model,
-        -(-settings.share(parallel.rep * parallel.dp) // microbatches),
+        -(-settings.share(parallel.dp_replicate * parallel.dp) // microbatches),
         settings.data.seq,
         mesh=mesh,
         device=settings.device,

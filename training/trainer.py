@@ -71,8 +71,8 @@ class Trainer:
         self.step = 0
         self.tokens_seen = 0  # in these steps, which may have had batches of several sizes
         data = settings.data
-        self._rank, self._readers = data_coordinate(mesh)
-        self._share = settings.share(self._readers)
+        self._rank, self._data_parallel_size = data_coordinate(mesh)
+        self._share = settings.share(self._data_parallel_size)
         self.tokens = load_tokens(data.path, seq=data.seq, vocab_size=settings.model.vocab_size)
         if len(self.tokens.train) < data.batch:
             raise ValueError(

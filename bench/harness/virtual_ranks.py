@@ -1,6 +1,6 @@
 """R virtual ranks on one device: how exchanges between ranks are timed where there is one GPU.
 
-On a GPU every rank is a stream of one process, with copies on a second one, in an arena of virtual ranks
+On a GPU every rank is a stream of one process, with copies on a second one, in a pool of virtual ranks
 (``parallel/overlap/memory/pool.py``). Ranks wait for each other inside their kernels, so the programs of all of them
 have to be on the chip at once: each rank gets an equal share of the multiprocessors and launches no more programs than
 that (``kernels/runtime/device.slots``). Three things would make a wait last for ever, and every wait gives up after
@@ -28,7 +28,7 @@ import torch
 
 from ...kernels.runtime import device as chips
 from ...kernels.runtime.signals import EPOCH, ExchangeTimeout, Signals, describe, in_one_process
-from ...parallel.overlap.memory.pool import SymmetricArena
+from ...parallel.overlap.memory.pool import SymmetricMemoryPool
 from ...parallel.overlap.memory.sizes import layout, own_slots
 
 TIMEOUT_S = 4.0  # of a wait: longer than any call that is timed here, shorter than a watchdog's patience
@@ -98,7 +98,7 @@ class VirtualRanks(ABC):
     def captured(self, body: Body) -> Body:
         """``body`` of each rank as a CUDA graph of its own, which the result replays; on a CPU ``body`` itself."""
 
-    def settled(self, body: Body, rounds: int = ROUNDS) -> list[Any]:
+    def uses_reference(self, body: Body, rounds: int = ROUNDS) -> list[Any]:
         """What the ranks return from the last of ``rounds`` calls; raises as :meth:`check`."""
         found = []
         for _ in range(rounds):
@@ -128,10 +128,10 @@ class OnStreams(VirtualRanks):
             )
         slot = math.prod(shape) * dtype.itemsize
         total = layout({**own_slots(size), _NAME: slot}, size)[1]
-        self._arenas = SymmetricArena.virtual(size, total, device, timeout_s=TIMEOUT_S)
-        self._channels = [arena.channel(_NAME, slot) for arena in self._arenas]
-        for arena in self._arenas:  # which waits for the device, as nothing may once a kernel spins
-            arena.settle()
+        self._pools = SymmetricMemoryPool.virtual(size, total, device, timeout_s=TIMEOUT_S)
+        self._channels = [pool.channel(_NAME, slot) for pool in self._pools]
+        for pool in self._pools:  # which waits for the device, as nothing may once a kernel spins
+            pool.settle()
         self._streams = [torch.cuda.Stream(device) for _ in range(size)]
         self._alone: list[Signals] | None = None  # of the exchanges made inside alone()
 
@@ -193,8 +193,8 @@ class OnStreams(VirtualRanks):
             channel.check()
 
     def close(self) -> None:
-        for arena in self._arenas:
-            arena.close()
+        for pool in self._pools:
+            pool.close()
 
     def _ready(self, peers: list[torch.Tensor], signals: Signals) -> tuple[list[torch.Tensor], Signals]:
         if self._alone is not None:

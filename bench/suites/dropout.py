@@ -112,7 +112,7 @@ def _trained(call: Side, inputs: Inputs) -> object:
 
 
 def _ours(case: Case, impl: str, inputs: Inputs) -> torch.Tensor:
-    return dropout(inputs["x"], case.options["p"], inputs["ticket"], residual=inputs["residual"], impl=impl)
+    return dropout(inputs["x"], case.options["p"], inputs["rng_key"], residual=inputs["residual"], impl=impl)
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------

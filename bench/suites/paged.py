@@ -23,7 +23,7 @@ import torch
 from ...kernels.dev.accuracy import Verdict
 from ...kernels.paged_attention import paged_attention, plan_attention, reference
 from ...kernels.paged_attention.op import split_cache
-from ...kernels.paged_attention.options import QUANTISED, Mods
+from ...kernels.paged_attention.options import QUANTISED, AttentionOptions
 from ..harness.benchmark import Measurement, Settings, Work
 from ..harness.gate import check_outputs
 from ..harness.timing import Call, Timing, compare, compare_fixed, input_sets
@@ -283,7 +283,7 @@ def _check(operands: Operands, impl: str) -> list[Verdict]:
 
 def _reference(operands: Operands) -> torch.Tensor:
     o = operands
-    mods = Mods(o.step.head_size**-0.5, k_scale=o.k_scale, v_scale=o.v_scale)
+    mods = AttentionOptions(o.step.head_size**-0.5, k_scale=o.k_scale, v_scale=o.v_scale)
     k_cache, v_cache = split_cache(o.kv_cache, o.step.head_size)
     return reference.paged_attention(o.q, k_cache, v_cache, o.block_tables, o.seq_lens, o.query_start_loc, mods)[0]
 

@@ -2,8 +2,8 @@
 
 R ranks share T tokens: rank r owns rows [r * per, (r + 1) * per) of them, per = ceil(T / R), and the last ranks may own
 fewer or none. ``peers`` and ``signals`` are two halves of one exchange over symmetric memory, which
-``SymmetricArena.channel(...).begin(...)`` makes (``parallel/overlap/memory/pool.py``); every rank calls the same op, in
-the same order. Layers differentiate through ``parallel/overlap/strategies.py``, which puts the same pieces into
+``SymmetricMemoryPool.channel(...).begin(...)`` makes (``parallel/overlap/memory/pool.py``); every rank calls the same
+op, in the same order. Layers differentiate through ``parallel/overlap/strategies.py``, which puts the same pieces into
 autograd functions.
 
 All-gather and product in one kernel: Jangda et al., "Breaking the computation and communication abstraction barrier"

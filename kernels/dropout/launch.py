@@ -13,7 +13,7 @@ from .reference import threshold
 def dropout(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    ticket: torch.Tensor,
+    rng_key: torch.Tensor,
     p: float,
     stream: int,
     row_start: int,
@@ -31,7 +31,7 @@ def dropout(
     args = {
         "x_ptr": x,
         "residual_ptr": residual,
-        "ticket_ptr": ticket,
+        "rng_key_ptr": rng_key,
         "y_ptr": y,
         "R": rows,
         "C": cols,

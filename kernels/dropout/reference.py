@@ -2,7 +2,7 @@
 
 The word that decides on element (row, column) is one of the four that Philox4x32-10 makes (Salmon et al., "Parallel
 random numbers: as easy as 1, 2, 3", SC 2011) of the counter (column // 4, row, row >> 32, stream) under a 64-bit key,
-the ticket. Nothing is stored: backward, a recomputed forward and every rank that holds the element draw it again, and
+the rng_key. Nothing is stored: backward, a recomputed forward and every rank that holds the element draw it again, and
 ranks that hold different parts of a tensor draw different parts of one mask, which is the same at every degree of
 tensor parallelism. The kernels (``triton.py``) draw bit for bit the same mask.
 """
@@ -24,7 +24,7 @@ def threshold(p: float) -> int:
 
 
 def keep_mask(
-    ticket: torch.Tensor,
+    rng_key: torch.Tensor,
     p: float,
     rows: int,
     cols: int,
@@ -33,11 +33,11 @@ def keep_mask(
     row_start: int = 0,
     col_start: int = 0,
 ) -> torch.Tensor:
-    """True where an element stays: bool [rows, cols] on the device of ``ticket`` (int64 [1]).
+    """True where an element stays: bool [rows, cols] on the device of ``rng_key`` (int64 [1]).
 
     The tensor's rows and columns are those from ``row_start`` and ``col_start``, a multiple of 4, of the whole.
     """
-    on = ticket.device
+    on = rng_key.device
     quads = torch.arange(col_start // 4, col_start // 4 + -(-cols // 4), device=on)
     mask = torch.empty(rows, len(quads), 4, dtype=torch.bool, device=on)
     step = max(1, _CHUNK // max(1, 4 * len(quads)))
@@ -45,7 +45,7 @@ def keep_mask(
         count = min(step, rows - first)
         row = torch.arange(row_start + first, row_start + first + count, device=on)[:, None]
         counter = [quads[None, :].expand(count, -1), row & _WORD, row >> 32, torch.full_like(row, stream)]
-        for i, word in enumerate(philox(counter, ticket)):
+        for i, word in enumerate(philox(counter, rng_key)):
             mask[first : first + count, :, i] = word >= threshold(p)
     return mask.view(rows, 4 * len(quads))[:, :cols]
 

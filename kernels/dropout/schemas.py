@@ -9,18 +9,18 @@ import torch
 from ..runtime import library
 
 
-def _kernel(x: Any, residual: Any, ticket: Any, p: float, stream: int, row_start: int, col_start: int) -> torch.Tensor:
+def _kernel(x: Any, residual: Any, rng_key: Any, p: float, stream: int, row_start: int, col_start: int) -> torch.Tensor:
     from . import launch  # Triton, only when a kernel runs
 
-    return launch.dropout(x, residual, ticket, p, stream, row_start, col_start)
+    return launch.dropout(x, residual, rng_key, p, stream, row_start, col_start)
 
 
-def _fake(x: Any, residual: Any, ticket: Any, p: float, stream: int, row_start: int, col_start: int) -> torch.Tensor:
+def _fake(x: Any, residual: Any, rng_key: Any, p: float, stream: int, row_start: int, col_start: int) -> torch.Tensor:
     return x.new_empty(x.shape)
 
 
 dropout = library.register(
-    "dropout(Tensor x, Tensor? residual, Tensor ticket, float p, SymInt stream, SymInt row_start, SymInt col_start)"
+    "dropout(Tensor x, Tensor? residual, Tensor rng_key, float p, SymInt stream, SymInt row_start, SymInt col_start)"
     " -> Tensor",
     _kernel,
     _fake,

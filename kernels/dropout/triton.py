@@ -7,14 +7,14 @@ import triton.language as tl
 
 
 @triton.jit
-def keep_mask(ticket, stream, threshold, rows, first_col, COLS: tl.constexpr):
+def keep_mask(rng_key, stream, threshold, rows, first_col, COLS: tl.constexpr):
     """Which elements of a block stay: int1 [R, COLS], for the whole tensor's ``rows`` (int64 [R]) and the columns from
     ``first_col`` on. That and COLS are multiples of 4: one draw of Philox decides on four elements of a row.
     """
     zero = tl.zeros([rows.shape[0], COLS // 4], tl.uint32)
     quads = (first_col // 4 + tl.arange(0, COLS // 4)).to(tl.uint32)[None, :] + zero
     low, high = rows.to(tl.uint32)[:, None] + zero, (rows >> 32).to(tl.uint32)[:, None] + zero
-    a, b, c, d = tl.philox(ticket, quads, low, high, zero + stream.to(tl.uint32))
+    a, b, c, d = tl.philox(rng_key, quads, low, high, zero + stream.to(tl.uint32))
     words = tl.join(tl.join(a, c), tl.join(b, d)).reshape(rows.shape[0], COLS)  # a, b, c, d of each draw in a row
     return words >= threshold.to(tl.uint32)
 
@@ -23,7 +23,7 @@ def keep_mask(ticket, stream, threshold, rows, first_col, COLS: tl.constexpr):
 def _dropout_kernel(
     x_ptr,
     residual_ptr,  # contiguous, as y; or None
-    ticket_ptr,
+    rng_key_ptr,
     y_ptr,
     R,
     C,
@@ -44,7 +44,7 @@ def _dropout_kernel(
     cols = first_col + tl.arange(0, BLOCK_C)
     inside = (rows < R)[:, None] & (cols < C)[None, :]
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
-    keep = keep_mask(tl.load(ticket_ptr), mask_stream, threshold, row_start + rows, col_start + first_col, BLOCK_C)
+    keep = keep_mask(tl.load(rng_key_ptr), mask_stream, threshold, row_start + rows, col_start + first_col, BLOCK_C)
     y = tl.where(keep, x * scale, 0.0)
     if residual_ptr is not None:
         y += tl.load(residual_ptr + rows[:, None] * residual_stride + cols[None, :], mask=inside, other=0.0).to(

@@ -72,7 +72,7 @@ def linear_act(
     """
     many = not isinstance(weight, torch.Tensor)
     alone = isinstance(weight, torch.Tensor) and (bias is None or isinstance(bias, torch.Tensor))
-    if alone and not fuse_wgrad_accumulation and dispatch.settled(impl, x):
+    if alone and not fuse_wgrad_accumulation and dispatch.uses_reference(impl, x):
         return functional.plain_forward(x, (weight,), (bias,), activation, residual)  # type: ignore[arg-type]
     weights = (weight,) if isinstance(weight, torch.Tensor) else tuple(weight)
     if isinstance(bias, torch.Tensor) or bias is None:
@@ -109,7 +109,7 @@ def gated_linear(
     and the two factors before the activation.
     """
     weights, biases = (gate_weight, up_weight), (gate_bias, up_bias)
-    if not fuse_wgrad_accumulation and dispatch.settled(impl, x):
+    if not fuse_wgrad_accumulation and dispatch.uses_reference(impl, x):
         return functional.plain_forward(x, weights, biases, activation, op="gated_linear")
     dtype, choice = functional.prepare(x, weights, biases, activation, impl, op="gated_linear")
     if not choice.triton and not fuse_wgrad_accumulation:
@@ -214,10 +214,10 @@ class _LinearAct(torch.autograd.Function):
         call, n = ctx.call, ctx.call.n
         x, *rest = ctx.saved_tensors
         weights, zs = rest[:n], rest[n:]
-        want = autograd.wanted(ctx)
+        want = autograd.needed_grads(ctx)
         _, want_x, want_residual, *want_params = want
         given = [i for i, dy in enumerate(dys) if dy is not None]
-        dzs = autograd.recall(ctx, dys)
+        dzs = autograd.load_saved(ctx, dys)
         if dzs is None and (want_x or any(want_params) or autograd.keeps_graph()):  # the next pass recalls them
             dzs = [None if dy is None else functional.as_rows(dy) for dy in dys]
             if zs:
@@ -230,7 +230,7 @@ class _LinearAct(torch.autograd.Function):
             dx = functional.shaped(dx, next(dy for dy in dys if dy is not None))
         if any(want_params):
             grads = _param_grads(ctx, dzs, x, want_params)
-        autograd.remember(ctx, dys, dzs, want, spent=zs)
+        autograd.save_for_next_pass(ctx, dys, dzs, want, released=zs)
         return None, dx, dys[0] if want_residual else None, *grads
 
 
@@ -252,9 +252,9 @@ class _GatedLinear(torch.autograd.Function):
     @autograd.first_order
     def backward(ctx: Any, dh: torch.Tensor) -> Any:
         x, *weights, g, u = ctx.saved_tensors
-        want = autograd.wanted(ctx)
+        want = autograd.needed_grads(ctx)
         _, want_x, *want_params = want
-        dzs = autograd.recall(ctx, [dh])
+        dzs = autograd.load_saved(ctx, [dh])
         if dzs is None:
             dzs = functional.gated_act_grad(functional.as_rows(dh), g, u, ctx.call.activation, ctx.call.choice)
         dx: torch.Tensor | None = None
@@ -262,7 +262,7 @@ class _GatedLinear(torch.autograd.Function):
             (dx,) = Product.input_grad(dzs, weights, ctx.call.choice).compute()
             dx = functional.shaped(dx, dh)
         grads = _param_grads(ctx, dzs, x, want_params)
-        autograd.remember(ctx, [dh], dzs, want, spent=(g, u))
+        autograd.save_for_next_pass(ctx, [dh], dzs, want, released=(g, u))
         return None, dx, *grads
 
 

@@ -18,7 +18,7 @@ Optional = torch.Tensor | None
 
 
 class _Dropping(NamedTuple):
-    """What decides on a mask, beside the ticket."""
+    """What decides on a mask, beside the rng_key."""
 
     p: float
     stream: int
@@ -89,7 +89,7 @@ def norm_fwd(
     residual: Optional,
     weight: Optional,
     bias: Optional,
-    ticket: Optional,
+    rng_key: Optional,
     centred: bool,
     eps: float,
     weight_offset: float,
@@ -101,7 +101,7 @@ def norm_fwd(
     """y in ``dtype``, rstd, the mean if ``centred``, s if there is a residual.
 
     x and residual [T, D], weight and bias [D] -> y and s [T, D], rstd and mean [T] fp32. Nothing is dropped without a
-    ticket.
+    rng_key.
     """
     T, D = x.shape
     where = x.device
@@ -114,7 +114,7 @@ def norm_fwd(
     if residual is not None:
         s = alloc.empty((T, D), torch.promote_types(x.dtype, residual.dtype), where)
     if y.numel():
-        tensors = (x, residual, weight, bias, ticket, y, s, rstd, mean)
+        tensors = (x, residual, weight, bias, rng_key, y, s, rstd, mean)
         run, grid = _forward(
             device.architecture(where),
             T,
@@ -139,7 +139,7 @@ def norm_bwd(
     weight: Optional,
     rstd: torch.Tensor,
     mean: Optional,
-    ticket: Optional,
+    rng_key: Optional,
     weight_offset: float,
     p: float,
     stream: int,
@@ -167,7 +167,7 @@ def norm_bwd(
         parts: Grads = [None, None]
         if some_input:
             weight = weight if weight is None else weight.contiguous()
-            tensors = (dy, ds, s, weight, rstd, mean, ticket, *inputs)
+            tensors = (dy, ds, s, weight, rstd, mean, rng_key, *inputs)
             parts = _input_grads(tensors, params if together else None, weight_offset, _Dropping(p, stream, row_start))
         if sums:
             _add_up(parts if together else _param_grads(dy, s, rstd, mean, params), params)

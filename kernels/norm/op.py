@@ -50,7 +50,7 @@ def rms_norm(
     eps: float = 1e-6,
     weight_offset: float = 0.0,
     dropout_p: float = 0.0,
-    ticket: Optional = None,
+    rng_key: Optional = None,
     stream: int = 0,
     row_start: int = 0,
     impl: str = "auto",
@@ -63,7 +63,7 @@ def rms_norm(
     weight_offset: float = 0.0,
     residual: Optional = None,
     dropout_p: float = 0.0,
-    ticket: Optional = None,
+    rng_key: Optional = None,
     stream: int = 0,
     row_start: int = 0,
     carry: bool = False,
@@ -82,7 +82,7 @@ def rms_norm(
         dropout_p: the share of x that is dropped before the residual is added; needs a residual.
         carry: without a residual, return x as well. What is computed from that x, beside y, has its gradient added up
             with the norm's own in backward's one kernel.
-        ticket, stream, row_start: what the mask is drawn from; see :func:`shardfuse.kernels.dropout.dropout`.
+        rng_key, stream, row_start: what the mask is drawn from; see :func:`shardfuse.kernels.dropout.dropout`.
         impl: "auto", "triton" or "reference"; see ``kernels/runtime/dispatch.py``.
 
     Returns:
@@ -98,7 +98,7 @@ def rms_norm(
     Backward keeps s, which is a result anyway, and one number per row (layer_norm: two). A row's result does not depend
     on the rows beside it, and all sums are added in a fixed order.
     """
-    if not dropout_p and dispatch.settled(impl, x) and _plain(x, weight, None, residual, weight_offset, carry):
+    if not dropout_p and dispatch.uses_reference(impl, x) and _plain(x, weight, None, residual, weight_offset, carry):
         s = x if residual is None else x + residual
         try:
             y = torch.rms_norm(s, s.shape[-1:], weight, eps)  # what F.rms_norm calls
@@ -108,7 +108,7 @@ def rms_norm(
         dispatch.count("rms_norm", "reference")
         return y if residual is None and not carry else (y, s)
     call = _Call("rms_norm", eps, weight_offset, dropout_p, stream, row_start, carry)
-    return _norm(call, x, weight, None, residual, ticket, impl)
+    return _norm(call, x, weight, None, residual, rng_key, impl)
 
 
 @overload
@@ -144,7 +144,7 @@ def layer_norm(
     eps: float = 1e-5,
     weight_offset: float = 0.0,
     dropout_p: float = 0.0,
-    ticket: Optional = None,
+    rng_key: Optional = None,
     stream: int = 0,
     row_start: int = 0,
     impl: str = "auto",
@@ -158,7 +158,7 @@ def layer_norm(
     weight_offset: float = 0.0,
     residual: Optional = None,
     dropout_p: float = 0.0,
-    ticket: Optional = None,
+    rng_key: Optional = None,
     stream: int = 0,
     row_start: int = 0,
     carry: bool = False,
@@ -169,7 +169,7 @@ def layer_norm(
     LayerNorm (Ba et al., arXiv:1607.06450) over the last dimension; the variance is over D, not D - 1. bias [D] or
     None. Everything else is as in :func:`rms_norm`.
     """
-    if not dropout_p and dispatch.settled(impl, x) and _plain(x, weight, bias, residual, weight_offset, carry):
+    if not dropout_p and dispatch.uses_reference(impl, x) and _plain(x, weight, bias, residual, weight_offset, carry):
         s = x if residual is None else x + residual
         try:
             y = torch.layer_norm(s, s.shape[-1:], weight, bias, eps)  # what F.layer_norm calls
@@ -179,7 +179,7 @@ def layer_norm(
         dispatch.count("layer_norm", "reference")
         return y if residual is None and not carry else (y, s)
     call = _Call("layer_norm", eps, weight_offset, dropout_p, stream, row_start, carry)
-    return _norm(call, x, weight, bias, residual, ticket, impl)
+    return _norm(call, x, weight, bias, residual, rng_key, impl)
 
 
 def norm_choice(op: str, device: torch.device, impl: str = "auto", *dtypes: torch.dtype) -> Choice:
@@ -223,7 +223,7 @@ def _plain(
 
 
 def _norm(
-    call: _Call, x: torch.Tensor, weight: Optional, bias: Optional, residual: Optional, ticket: Optional, impl: str
+    call: _Call, x: torch.Tensor, weight: Optional, bias: Optional, residual: Optional, rng_key: Optional, impl: str
 ) -> Any:
     _check(call.op, x, weight, bias, residual)
     # torch.compile has to have looked at each number before the autograd function does (2.13 loses it otherwise).
@@ -237,16 +237,16 @@ def _norm(
                 f"{call.op}: dropout_p={call.p} without a residual: expected the residual that the dropped x is added "
                 "to; call dropout() before the norm where there is none"
             )
-        dropout.check(call.p, ticket, x.device, stream=call.stream, row_start=call.row_start)
+        dropout.check(call.p, rng_key, x.device, stream=call.stream, row_start=call.row_start)
     else:
-        ticket, call = None, call._replace(stream=0, row_start=0)
+        rng_key, call = None, call._replace(stream=0, row_start=0)
     tensors = [t for t in (x, residual, weight, bias) if t is not None]
     choice = norm_choice(call.op, x.device, impl, *[t.dtype for t in tensors])
     dispatch.count(call.op, choice.impl)
     if call.carry and residual is not None:
         raise ValueError(f"{call.op}: carry=True beside a residual: the sum is what carries on, and is returned anyway")
     if not choice.triton:
-        found = _reference(call, x, residual, weight, bias, ticket)
+        found = _reference(call, x, residual, weight, bias, rng_key)
         return (found, x) if call.carry else found
     if x.shape[-1] > _LARGEST or x.shape[:-1].numel() > _LARGEST:
         raise ValueError(
@@ -257,12 +257,12 @@ def _norm(
         residual = x.view_as(x)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         if not call.carry:
-            return _Norm.apply(call, ticket, x, residual, weight, bias)
+            return _Norm.apply(call, rng_key, x, residual, weight, bias)
         if x.requires_grad and not torch.compiler.is_compiling():
-            return _Norm.apply(call, ticket, x, residual, weight, bias)
+            return _Norm.apply(call, rng_key, x, residual, weight, bias)
         # A compiler adds gradients up where it likes, and returns no input.
-        return _Norm.apply(call._replace(carry=False), ticket, x, residual, weight, bias), x
-    y, s, _, _ = _forward(call, ticket, x, residual, weight, bias)
+        return _Norm.apply(call._replace(carry=False), rng_key, x, residual, weight, bias), x
+    y, s, _, _ = _forward(call, rng_key, x, residual, weight, bias)
     if call.carry:
         return y, x
     return y if s is None else (y, s)
@@ -294,14 +294,16 @@ def _result_dtype(s: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def _reference(
-    call: _Call, x: torch.Tensor, residual: Optional, weight: Optional, bias: Optional, ticket: Optional
+    call: _Call, x: torch.Tensor, residual: Optional, weight: Optional, bias: Optional, rng_key: Optional
 ) -> Any:
     s = x
     if residual is not None:
         keep = None
-        if ticket is not None:
+        if rng_key is not None:
             rows, cols = x.shape[:-1].numel(), x.shape[-1]
-            keep = dropout_reference.keep_mask(ticket, call.p, rows, cols, stream=call.stream, row_start=call.row_start)
+            keep = dropout_reference.keep_mask(
+                rng_key, call.p, rows, cols, stream=call.stream, row_start=call.row_start
+            )
         s = reference.residual_sum(x, residual, keep, call.p)
     dtype = _result_dtype(s.dtype, s.device)
     if call.centred:
@@ -312,7 +314,7 @@ def _reference(
 
 
 def _forward(
-    call: _Call, ticket: Optional, x: torch.Tensor, residual: Optional, weight: Optional, bias: Optional
+    call: _Call, rng_key: Optional, x: torch.Tensor, residual: Optional, weight: Optional, bias: Optional
 ) -> tuple[torch.Tensor, Optional, torch.Tensor, Optional]:
     """y, s (None without a residual), rstd, mean (None for RMSNorm), by the kernel."""
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
@@ -321,7 +323,7 @@ def _forward(
         None if residual is None else as_rows(residual),
         weight,
         bias,
-        ticket,
+        rng_key,
         call.centred,
         call.eps,
         call.weight_offset,
@@ -342,15 +344,15 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any,
         call: _Call,
-        ticket: Optional,
+        rng_key: Optional,
         x: torch.Tensor,
         residual: Optional,
         weight: Optional,
         bias: Optional,
     ) -> Any:
-        y, s, rstd, mean = _forward(call, ticket, x, residual, weight, bias)
+        y, s, rstd, mean = _forward(call, rng_key, x, residual, weight, bias)
         # The tensors that the caller holds, not views of their memory: torch notices if they are written to.
-        ctx.save_for_backward(ticket, x if s is None else s, weight, rstd, mean)
+        ctx.save_for_backward(rng_key, x if s is None else s, weight, rstd, mean)
         ctx.call = call
         ctx.dtypes = tuple([None if t is None else t.dtype for t in (x, residual, weight, bias)])
         ctx.set_materialize_grads(False)  # often only one of the results has a gradient
@@ -363,18 +365,18 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     @autograd.first_order
     def backward(ctx: Any, *dys: Any) -> Any:
-        want = autograd.wanted(ctx)
+        want = autograd.needed_grads(ctx)
         dy, ds = dys if len(dys) == 2 else (*dys, None)
         if dy is None:
             return None, None, *_from_sum(ctx, ds, *want[2:4]), None, None
-        ticket, s, weight, rstd, mean = ctx.saved_tensors
+        rng_key, s, weight, rstd, mean = ctx.saved_tensors
         call = ctx.call
         inputs = want[2] or want[3]
-        params = autograd.recall(ctx, dys)
+        params = autograd.load_saved(ctx, dys)
         # Beside the inputs' gradients those of the parameters cost no pass of their own: a later one finds them formed.
         form = params is None and (inputs or any(want[4:]))
         dtypes = [dtype if yes else None for dtype, yes in zip(ctx.dtypes, want[2:4])]
-        shared = dtypes[0] == dtypes[1] and ticket is None
+        shared = dtypes[0] == dtypes[1] and rng_key is None
         if shared:
             dtypes[1] = None
         dtypes += [dtype if form and need else None for dtype, need in zip(ctx.dtypes[2:], ctx.needs_input_grad[4:])]
@@ -388,7 +390,7 @@ class _Norm(torch.autograd.Function):
                     weight,
                     rstd,
                     mean,
-                    ticket,
+                    rng_key,
                     call.weight_offset,
                     call.p,
                     call.stream,
@@ -401,7 +403,7 @@ class _Norm(torch.autograd.Function):
         if shared:
             dresidual = dx
         params = fresh if form else params
-        autograd.remember(ctx, dys, params, want)
+        autograd.save_for_next_pass(ctx, dys, params, want)
         return None, None, dx, dresidual, *[t if yes else None for t, yes in zip(params or (None, None), want[4:])]
 
 
@@ -412,10 +414,12 @@ def _from_sum(ctx: Any, ds: Optional, want_x: bool, want_residual: bool) -> tupl
     call, (x_dtype, residual_dtype) = ctx.call, ctx.dtypes[:2]
     dx = None
     if want_x:
-        ticket = ctx.saved_tensors[0]
+        rng_key = ctx.saved_tensors[0]
         dx = ds
-        if ticket is not None:
-            dx = dropout_schemas.dropout(as_rows(ds).contiguous(), None, ticket, call.p, call.stream, call.row_start, 0)
+        if rng_key is not None:
+            dx = dropout_schemas.dropout(
+                as_rows(ds).contiguous(), None, rng_key, call.p, call.stream, call.row_start, 0
+            )
             dx = shaped(dx, ds)
         dx = dx.to(x_dtype)
     return dx, ds.to(residual_dtype) if want_residual else None

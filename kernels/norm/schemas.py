@@ -24,7 +24,7 @@ def _fwd_fake(
     residual: Any,
     weight: Any,
     bias: Any,
-    ticket: Any,
+    rng_key: Any,
     centred: bool,
     eps: float,
     weight_offset: float,
@@ -53,7 +53,7 @@ def _bwd_fake(
     weight: Any,
     rstd: Any,
     mean: Any,
-    ticket: Any,
+    rng_key: Any,
     weight_offset: float,
     p: float,
     stream: int,
@@ -68,13 +68,13 @@ def _bwd_fake(
 
 
 norm_fwd = library.register(
-    "norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? ticket, bool centred, float eps, "
+    "norm_fwd(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? rng_key, bool centred, float eps, "
     "float weight_offset, float p, SymInt stream, SymInt row_start, ScalarType dtype) -> Tensor[]",
     _fwd_kernel,
     _fwd_fake,
 )
 norm_bwd = library.register(
-    "norm_bwd(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor rstd, Tensor? mean, Tensor? ticket, "
+    "norm_bwd(Tensor dy, Tensor? ds, Tensor s, Tensor? weight, Tensor rstd, Tensor? mean, Tensor? rng_key, "
     "float weight_offset, float p, SymInt stream, SymInt row_start, ScalarType? dx_dtype, "
     "ScalarType? dresidual_dtype, ScalarType? dweight_dtype, ScalarType? dbias_dtype) -> Tensor[]",
     _bwd_kernel,

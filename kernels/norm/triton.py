@@ -44,9 +44,9 @@ def _scale(weight_ptr, weight_offset, cols, D: tl.constexpr):
 
 
 @triton.jit
-def _drop(x, ticket_ptr, rows, first_col, row_start, mask_stream, threshold, kept_scale, COLS: tl.constexpr):
+def _drop(x, rng_key_ptr, rows, first_col, row_start, mask_stream, threshold, kept_scale, COLS: tl.constexpr):
     """Dropout of a tile that begins at column ``first_col``. Its own transpose, and so its own gradient."""
-    keep = keep_mask(tl.load(ticket_ptr), mask_stream, threshold, row_start + rows, first_col, COLS)
+    keep = keep_mask(tl.load(rng_key_ptr), mask_stream, threshold, row_start + rows, first_col, COLS)
     return tl.where(keep, x * kept_scale, 0.0)
 
 
@@ -75,13 +75,13 @@ def _merge(
 
 @triton.jit
 def _take_in(
-    x_ptr, residual_ptr, s_ptr, ticket_ptr, rows, cols, mask, c, stride_xt, stride_rt,
+    x_ptr, residual_ptr, s_ptr, rng_key_ptr, rows, cols, mask, c, stride_xt, stride_rt,
     kept_scale, threshold, mask_stream, row_start, D: tl.constexpr, ALIGN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """The tile of s at column c, stored if it is not x itself."""
     s = _load(x_ptr, rows, cols, mask, stride_xt, ALIGN, "")
-    if ticket_ptr is not None:
-        s = _drop(s, ticket_ptr, rows, c, row_start, mask_stream, threshold, kept_scale, BLOCK_D)
+    if rng_key_ptr is not None:
+        s = _drop(s, rng_key_ptr, rows, c, row_start, mask_stream, threshold, kept_scale, BLOCK_D)
     if residual_ptr is not None:
         s += _load(residual_ptr, rows, cols, mask, stride_rt, ALIGN, "")
         s = s.to(s_ptr.dtype.element_ty).to(tl.float32)  # what is normalised is what is returned
@@ -103,7 +103,7 @@ def _norm_fwd_kernel(
     residual_ptr,  # [T, D] or None
     weight_ptr,  # [D] or None
     bias_ptr,  # [D] or None
-    ticket_ptr,  # one int64, or None: nothing is dropped
+    rng_key_ptr,  # one int64, or None: nothing is dropped
     y_ptr,  # [T, D]
     s_ptr,  # [T, D] where there is a residual, else None
     rstd_ptr,  # [T] fp32
@@ -130,14 +130,14 @@ def _norm_fwd_kernel(
     mean = tl.zeros((BLOCK_T,), tl.float32)
     squares = tl.zeros((BLOCK_T,), tl.float32)
     s = _take_in(
-        x_ptr, residual_ptr, s_ptr, ticket_ptr, rows, cols, mask, 0, stride_xt, stride_rt,
+        x_ptr, residual_ptr, s_ptr, rng_key_ptr, rows, cols, mask, 0, stride_xt, stride_rt,
         kept_scale, threshold, mask_stream, row_start, D, ALIGN, BLOCK_D,
     )  # fmt: skip
     mean, squares = _merge(mean, squares, s, mask, 0, D, BLOCK_D, CENTRED, True)
     for c in range(BLOCK_D, D, BLOCK_D):
         mask = (rows < T)[:, None] & (c + cols < D)[None, :]
         more = _take_in(
-            x_ptr, residual_ptr, s_ptr, ticket_ptr, rows, c + cols, mask, c, stride_xt, stride_rt,
+            x_ptr, residual_ptr, s_ptr, rng_key_ptr, rows, c + cols, mask, c, stride_xt, stride_rt,
             kept_scale, threshold, mask_stream, row_start, D, ALIGN, BLOCK_D,
         )  # fmt: skip
         mean, squares = _merge(mean, squares, more, mask, c, D, BLOCK_D, CENTRED, False)
@@ -192,7 +192,7 @@ def _beside(ds_ptr, rows, cols, mask, stride_dst, ALIGN: tl.constexpr):
 
 @triton.jit
 def _give_back(
-    g, xhat, rstd, mean_gx, mean_g, beside, dx_ptr, dresidual_ptr, ticket_ptr, rows, cols, mask, c,
+    g, xhat, rstd, mean_gx, mean_g, beside, dx_ptr, dresidual_ptr, rng_key_ptr, rows, cols, mask, c,
     kept_scale, threshold, mask_stream, row_start, D: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Store the tile at column c of the gradients of residual and x."""
@@ -200,8 +200,8 @@ def _give_back(
     if dresidual_ptr is not None:
         _store(dresidual_ptr, ds, rows, cols, mask, D)
     if dx_ptr is not None:
-        if ticket_ptr is not None:
-            ds = _drop(ds, ticket_ptr, rows, c, row_start, mask_stream, threshold, kept_scale, BLOCK_D)
+        if rng_key_ptr is not None:
+            ds = _drop(ds, rng_key_ptr, rows, c, row_start, mask_stream, threshold, kept_scale, BLOCK_D)
         _store(dx_ptr, ds, rows, cols, mask, D)
 
 
@@ -225,7 +225,7 @@ def _norm_bwd_kernel(
     weight_ptr,  # [D] or None
     rstd_ptr,  # [T] fp32
     mean_ptr,  # [T] fp32, or None for RMSNorm
-    ticket_ptr,  # one int64, or None
+    rng_key_ptr,  # one int64, or None
     dx_ptr,  # [T, D] or None
     dresidual_ptr,  # [T, D] or None
     dweight_ptr,  # [programs, D] fp32, the sums of each program's rows, or None
@@ -291,7 +291,7 @@ def _norm_bwd_kernel(
             more_dweight += (dweight[i] + dy * xhat,)
             more_dbias += (dbias[i] + dy,)
             _give_back(
-                g, xhat, rstd, mean_gx, mean_g, beside, dx_ptr, dresidual_ptr, ticket_ptr, rows, here, mask,
+                g, xhat, rstd, mean_gx, mean_g, beside, dx_ptr, dresidual_ptr, rng_key_ptr, rows, here, mask,
                 i * BLOCK_D, kept_scale, threshold, mask_stream, row_start, D, BLOCK_D,
             )  # fmt: skip
         dweight = more_dweight
@@ -314,7 +314,7 @@ def _norm_bwd_wide_kernel(
     weight_ptr,
     rstd_ptr,
     mean_ptr,
-    ticket_ptr,
+    rng_key_ptr,
     dx_ptr,
     dresidual_ptr,
     T,
@@ -356,7 +356,7 @@ def _norm_bwd_wide_kernel(
         )  # fmt: skip
         beside = _beside(ds_ptr, rows, c + cols, mask, stride_dst, ALIGN)
         _give_back(
-            g, xhat, rstd, mean_gx, mean_g, beside, dx_ptr, dresidual_ptr, ticket_ptr, rows, c + cols, mask,
+            g, xhat, rstd, mean_gx, mean_g, beside, dx_ptr, dresidual_ptr, rng_key_ptr, rows, c + cols, mask,
             c, kept_scale, threshold, mask_stream, row_start, D, BLOCK_D,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import torch
 
-from .options import REFUSED, Mods
+from .options import REFUSED, AttentionOptions
 
 _HALVES = (torch.float16, torch.bfloat16)
 _CODES = (torch.float8_e4m3fn, torch.int8)
@@ -34,7 +34,7 @@ def check(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
-    mods: Mods,
+    mods: AttentionOptions,
     *,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
@@ -98,7 +98,7 @@ def check_contents(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
-    mods: Mods,
+    mods: AttentionOptions,
     *,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,

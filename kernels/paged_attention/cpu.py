@@ -32,7 +32,7 @@ from einops import rearrange
 
 from . import reference
 from .cpu_pages import CPU, Pages, Partial, at, attend, bias_of, bits_of, converted, flash, flashes
-from .options import Mods
+from .options import AttentionOptions
 
 _SHORT = 16  # queries of a sequence, at most, for which pages are visited where they lie
 _BRIDGED_BYTES = 64 << 10  # of pages that nobody asked for, read along to keep what lies around them one view
@@ -58,7 +58,7 @@ def paged_attention(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
-    mods: Mods,
+    mods: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``reference.paged_attention``, arguments and results."""
     tokens, heads, _ = q.shape
@@ -80,7 +80,11 @@ def paged_attention(
 
 
 def _batches(
-    block_tables: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor, page_size: int, mods: Mods
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    page_size: int,
+    mods: AttentionOptions,
 ) -> list[tuple[_Span, ...]]:
     """The sequences with queries: those with equally few together, those with many alone."""
     tables, lens, starts = block_tables.tolist(), seq_lens.tolist(), query_start_loc.tolist()
@@ -147,7 +151,7 @@ class _Visits(NamedTuple):
     bags: torch.Tensor  # [S * R'], where each begins
 
 
-def _short(q: torch.Tensor, pool: Pages, batch: tuple[_Span, ...], mods: Mods) -> Partial:
+def _short(q: torch.Tensor, pool: Pages, batch: tuple[_Span, ...], mods: AttentionOptions) -> Partial:
     """q [S * Q, N, H], Q queries of each sequence -> out [S * Q, N, Hv], lse [S * Q, N]."""
     queries, heads = batch[0].queries, (q.shape[1], pool.k.shape[1])
     page_bytes = (pool.k[0].numel() + pool.v[0].numel()) * pool.k.element_size()
@@ -208,7 +212,7 @@ def _visits(
     runs = [slice(*run) for run in pairwise((*starts, len(pages)))]
     asked = [visit for mine in of_owner for visit in mine]
     whose, where = (torch.tensor(x, device=CPU) for x in (owners, firsts))
-    mods = Mods(1.0, *kind[:2], prefix_lens=torch.empty(0, device=CPU) if kind[2] else None)
+    mods = AttentionOptions(1.0, *kind[:2], prefix_lens=torch.empty(0, device=CPU) if kind[2] else None)
     mask = _mask(whose, where, batch, page_size, heads, dtype, mods)
     return _Visits(pages, runs, whose, where, asked, mask, *_bags(of_owner, heads[0] * batch[0].queries))
 
@@ -231,7 +235,7 @@ def _mask(
     page_size: int,
     heads: tuple[int, int],
     dtype: torch.dtype,
-    mods: Mods,
+    mods: AttentionOptions,
 ) -> _Mask:
     """The mask of visits by ``owners`` to pages that begin at the positions ``firsts``."""
     queries = batch[0].queries
@@ -249,7 +253,9 @@ def _mask(
     return _Mask(slots, seen, bias_of(seen, distance, heads, dtype, mods))
 
 
-def _visit_again(rows: torch.Tensor, pool: Pages, visits: _Visits, mask: _Mask, results: Partial, mods: Mods) -> None:
+def _visit_again(
+    rows: torch.Tensor, pool: Pages, visits: _Visits, mask: _Mask, results: Partial, mods: AttentionOptions
+) -> None:
     """Put right the results of pages that are owned in part: one at a time, over the slots that are seen alone."""
     outs, lses = results
     owned = mask.seen.any(1)  # [E, B]
@@ -284,7 +290,7 @@ def _merge_visits(outs: torch.Tensor, lses: torch.Tensor, visits: _Visits) -> Pa
 # ------------------------------------------------------------------------------------------------------ long queries
 
 
-def _long(q: torch.Tensor, pool: Pages, batch: Sequence[_Span], mods: Mods) -> Partial:
+def _long(q: torch.Tensor, pool: Pages, batch: Sequence[_Span], mods: AttentionOptions) -> Partial:
     """q [Q, N, H] of one sequence -> out [Q, N, Hv], lse [Q, N]."""
     (span,) = batch
     context = span.length - span.queries
@@ -309,7 +315,7 @@ def _long(q: torch.Tensor, pool: Pages, batch: Sequence[_Span], mods: Mods) -> P
     return out, lse
 
 
-def _plain(pool: Pages, mods: Mods) -> bool:
+def _plain(pool: Pages, mods: AttentionOptions) -> bool:
     others = (mods.window, mods.tree_mask, mods.prefix_lens, mods.alibi_slopes)
     return mods.causal and flashes(pool, mods) and all(x is None for x in others)
 
@@ -332,7 +338,7 @@ def _joined(pool: Pages, span: _Span, keys: range) -> Pages:
     return pool.map(join)
 
 
-def _causal(q: torch.Tensor, segment: Pages, mods: Mods) -> Partial:
+def _causal(q: torch.Tensor, segment: Pages, mods: AttentionOptions) -> Partial:
     """The step's queries q [Q, N, H] over its own keys [1, K, Q, ...]."""
     heads = rearrange(q, "q (k g) h -> k g q h", k=segment.k.shape[1])
     k, v = (x[0].unsqueeze(1).expand(-1, heads.shape[1], -1, -1) for x in (segment.k, segment.v))
@@ -340,7 +346,9 @@ def _causal(q: torch.Tensor, segment: Pages, mods: Mods) -> Partial:
     return out.flatten(1, 2)[None], lse.flatten(1, 2)[None]
 
 
-def _over_segment(q: torch.Tensor, segment: Pages, keys: range, block: slice, span: _Span, mods: Mods) -> list[Partial]:
+def _over_segment(
+    q: torch.Tensor, segment: Pages, keys: range, block: slice, span: _Span, mods: AttentionOptions
+) -> list[Partial]:
     """The queries ``block`` of the sequence, q [Q, N, H], over a segment of its keys; nothing where they see none."""
     rows = _grouped(q, 1, segment.k.shape[1])
     context = span.length - span.queries
@@ -363,7 +371,7 @@ def _over_segment(q: torch.Tensor, segment: Pages, keys: range, block: slice, sp
     return parts
 
 
-def _pieces(first: int, last: int, span: _Span, mods: Mods) -> list[tuple[range, bool]]:
+def _pieces(first: int, last: int, span: _Span, mods: AttentionOptions) -> list[tuple[range, bool]]:
     """Keys that queries at positions ``first`` to ``last`` may see, in ranges; which of these want a mask.
 
     What all of them see wants none, and is most of a long sequence.

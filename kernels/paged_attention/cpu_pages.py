@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import reference
-from .options import QUANTISED, Mods
+from .options import QUANTISED, AttentionOptions
 
 CPU = torch.device("cpu")  # whatever the default is
 _CONVERTED_BYTES = 2 << 20  # of pages in fp32 at a time: they stay in a core's cache
@@ -51,12 +51,12 @@ def at(x: torch.Tensor | None, where: slice | torch.Tensor) -> torch.Tensor | No
     return None if x is None else x[where]
 
 
-def flashes(pool: Pages, mods: Mods) -> bool:
+def flashes(pool: Pages, mods: AttentionOptions) -> bool:
     """Whether torch's FlashAttention does the products."""
     return mods.softcap is None and pool.k.shape[-1] == pool.v.shape[-1]
 
 
-def attend(q: torch.Tensor, pages: Pages, bias: torch.Tensor | None, mods: Mods) -> Partial:
+def attend(q: torch.Tensor, pages: Pages, bias: torch.Tensor | None, mods: AttentionOptions) -> Partial:
     """q [E, K, R, H] over pages [E, K, B, ...], each over its own -> out [E, K, R, Hv], lse [E, K, R].
 
     ``bias`` [E, 1 or K, 1 or R, B] is added to the scores.
@@ -84,7 +84,7 @@ def attend(q: torch.Tensor, pages: Pages, bias: torch.Tensor | None, mods: Mods)
 
 
 def bias_of(
-    seen: torch.Tensor, distance: torch.Tensor, heads: tuple[int, int], dtype: torch.dtype, mods: Mods
+    seen: torch.Tensor, distance: torch.Tensor, heads: tuple[int, int], dtype: torch.dtype, mods: AttentionOptions
 ) -> torch.Tensor | None:
     """What masks and ALiBi add to scores: seen and distance [E, Q, B], (N, K) heads -> [E, 1 or K, G * Q, B].
 

@@ -14,7 +14,7 @@ from ..runtime import alloc, device
 from . import plan_triton
 from . import triton as kernels
 from .config import Problem
-from .options import Mods
+from .options import AttentionOptions
 from .plan import Section, max_units, sections
 
 _LOG2E = math.log2(math.e)
@@ -63,7 +63,7 @@ def _check_plan(key: int, asked: Problem) -> None:
 
 
 def _problem(
-    tensors: Tensors, mods: Mods, invariant: bool, max_query_len: int | None, max_seq_len: int | None
+    tensors: Tensors, mods: AttentionOptions, invariant: bool, max_query_len: int | None, max_seq_len: int | None
 ) -> Problem:
     q, k_cache, v_cache, block_tables, seq_lens, _ = tensors
     kv_heads = k_cache.shape[1]
@@ -95,7 +95,7 @@ def _problem(
 
 
 def make_plan(
-    tensors: Tensors, mods: Mods, invariant: bool, max_query_len: int | None, max_seq_len: int | None
+    tensors: Tensors, mods: AttentionOptions, invariant: bool, max_query_len: int | None, max_seq_len: int | None
 ) -> Plan:
     """The plan of :func:`paged_attention_fwd` for checked input; what it points to is not read but for lengths."""
     problem = _problem(tensors, mods, invariant, max_query_len, max_seq_len)
@@ -136,7 +136,7 @@ def _planning_of(problem: Problem, section: Section) -> device.Prepared:
         "reach": max_units(problem, config, 2**31 - config.unit),
         "smallest": config.smallest_split,
         "balance": section.balance,
-        "max_slots": section.max_slots,
+        "max_num_seqs": section.max_num_seqs,
         "max_items": section.max_items,
         "header_at": section.header_at,
         "items_at": section.items_at,
@@ -168,7 +168,7 @@ class _Layout(NamedTuple):
 
 def paged_attention_fwd(
     tensors: Tensors,
-    mods: Mods,
+    mods: AttentionOptions,
     invariant: bool,
     max_query_len: int | None,
     max_seq_len: int | None,
@@ -238,7 +238,7 @@ def _launches(problem: Problem, layout: _Layout, kinds: tuple[Any, ...]) -> tupl
 
 
 def _launches_of(problem: Problem, section: Section, layout: _Layout) -> _Launches:
-    rows = section.max_slots * problem.kv_heads * section.part_rows
+    rows = section.max_num_seqs * problem.kv_heads * section.part_rows
     if layout.page_size * max(layout.k_strides[2], layout.v_strides[2]) >= 2**31:
         raise ValueError(
             f"paged_attention: slots of kv_cache are {max(layout.k_strides[2], layout.v_strides[2])} elements apart, "
@@ -246,7 +246,7 @@ def _launches_of(problem: Problem, section: Section, layout: _Layout) -> _Launch
         )
     attend = _attending(problem, section, layout, rows)
     grid = (section.max_items, problem.kv_heads, 1)
-    if not section.max_slots:
+    if not section.max_num_seqs:
         return _Launches(attend, grid, None, (0, 0, 0), 0)
     merge_grid = (section.max_merges, problem.kv_heads, min(_MERGE_ROWS, section.part_rows))
     merge = _merging(problem, section, layout, rows)

@@ -10,7 +10,7 @@ import torch
 from ..runtime import dispatch, library
 from ..runtime.dispatch import Choice
 from . import checks, cpu, reference
-from .options import Mods
+from .options import AttentionOptions
 
 if TYPE_CHECKING:
     from .launch import Plan
@@ -90,7 +90,7 @@ def paged_attention(
     Raises ValueError for input that does not fit together, RuntimeError when a gradient would be needed.
     """
     k_cache, v_cache = _split_checked(kv_cache, q)
-    mods = Mods(
+    mods = AttentionOptions(
         q.shape[-1] ** -0.5 if scale is None else scale,
         *(causal, window, softcap, sinks, alibi_slopes, prefix_lens, tree_mask, k_scale, v_scale),
     )
@@ -126,7 +126,7 @@ def plan_attention(
     Returns None where no kernel would run; ``plan=None`` is what such calls take.
     """
     k_cache, v_cache = _split_checked(kv_cache, q)
-    mods = Mods(1.0, causal, window, prefix_lens=prefix_lens, tree_mask=tree_mask)
+    mods = AttentionOptions(1.0, causal, window, prefix_lens=prefix_lens, tree_mask=tree_mask)
     if not _choose(q, k_cache, v_cache, impl).triton:
         return None
     from . import launch
@@ -225,7 +225,7 @@ def _paged_attention(
     check: bool | None,
     impl: str,
 ) -> list[torch.Tensor]:
-    mods = Mods(
+    mods = AttentionOptions(
         *(scale, causal, window, softcap, sinks, alibi_slopes, prefix_lens, tree_mask, k_scale, v_scale),
     )
     tensors = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)

@@ -20,7 +20,7 @@ REFUSED = {
 }
 
 
-class Mods(NamedTuple):
+class AttentionOptions(NamedTuple):
     """How scores are formed and which keys are seen; ``reference.py`` has the formulas.
 
     Letters: T tokens of this step, S sequences, N query heads, K KV heads, B block size.

@@ -25,7 +25,7 @@ from itertools import pairwise
 import torch
 from einops import einsum, rearrange
 
-from .options import Mods
+from .options import AttentionOptions
 
 _SCORES_AT_ONCE = 2**24  # scores held at a time: queries of a long prefill go in chunks
 
@@ -37,7 +37,7 @@ def paged_attention(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
-    mods: Mods,
+    mods: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend; see above.
 
@@ -77,7 +77,7 @@ def visible(
     keys: torch.Tensor,
     length: int | torch.Tensor,
     context: int | torch.Tensor,
-    mods: Mods,
+    mods: AttentionOptions,
     *,
     prefix_len: torch.Tensor | None = None,
     tree: torch.Tensor | None = None,
@@ -109,7 +109,7 @@ def visible(
 
 def scores(
     products: torch.Tensor,
-    mods: Mods,
+    mods: AttentionOptions,
     *,
     k_scale: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
@@ -142,7 +142,7 @@ def _attend(
     table: torch.Tensor,
     positions: torch.Tensor,
     seen: torch.Tensor,
-    mods: Mods,
+    mods: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries of one sequence: q [Q, N, H], positions [Q, 1], seen [Q, L] -> [Q, N, Hv], [Q, N]."""
     # A masked score becomes weight 0, but 0 * NaN is NaN: what nobody sees must not be there at all.

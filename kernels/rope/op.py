@@ -51,7 +51,7 @@ def apply_rope(
     _check(q, k, cos, sin)
     if inplace:
         _check_inplace(q, k)
-    if dispatch.settled(impl, q):
+    if dispatch.uses_reference(impl, q):
         choice = _REFERENCE
     else:
         choice = rope_choice(q.device, impl, unsupported=_unsupported(q, k, cos, sin, inplace))
@@ -157,7 +157,7 @@ def _rotated_back(ctx: Any, dys: tuple[torch.Tensor | None, ...]) -> list[torch.
     """The gradients of q and k: those that are there and wanted, rotated by the opposite angles in one launch."""
     cos, sin = ctx.saved_tensors
     # A single one is why this runs. (Of a view that was changed in place the engine knows another node than ours.)
-    want = autograd.wanted(ctx) if len(dys) > 1 else (True,)
+    want = autograd.needed_grads(ctx) if len(dys) > 1 else (True,)
     asked = [i for i, (dy, wanted) in enumerate(zip(dys, want)) if dy is not None and wanted]
     found: list[torch.Tensor | None] = [None, None]
     if asked:

@@ -2,18 +2,18 @@
 
 A graph may be walked more than once: pipelines with a zero-bubble schedule ask for the inputs' gradients in one pass
 and for the parameters' in a later one, ``torch.autograd.grad(loss, inputs)`` for some of the leaves. torch (2.13) sets
-``ctx.needs_input_grad`` when forward runs, so by it every pass would form every gradient. :func:`wanted` asks the
-engine instead, and :func:`remember` hands what a later pass needs again from one to the next, so that no product and no
-collective runs twice.
+``ctx.needs_input_grad`` when forward runs, so by it every pass would form every gradient. :func:`needed_grads` asks the
+engine instead, and :func:`save_for_next_pass` hands what a later pass needs again from one to the next, so that no
+product and no collective runs twice.
 
 Used like this, under :func:`first_order`, for gradients ``dys`` and saved intermediates of any kind::
 
-    want = wanted(ctx)
-    dz = recall(ctx, dys)
+    want = needed_grads(ctx)
+    dz = load_saved(ctx, dys)
     if dz is None:
         dz = ...
     ...                           # what `want` asks for, nothing else
-    remember(ctx, dys, dz, want)
+    save_for_next_pass(ctx, dys, dz, want)
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def wanted(ctx: Any) -> tuple[bool, ...]:
+def needed_grads(ctx: Any) -> tuple[bool, ...]:
     """For each argument of forward: does this pass of backward want its gradient?
 
     ``ctx.needs_input_grad`` under torch.compile, and where torch cannot be asked.
@@ -97,13 +97,13 @@ def destinations(ctx: Any, buffers: Sequence[torch.Tensor | None]) -> list[torch
     return [None if given else buffer for buffer, given in zip(buffers, returned)]
 
 
-def recall(ctx: Any, dys: Sequence[torch.Tensor | None]) -> Any:
+def load_saved(ctx: Any, dys: Sequence[torch.Tensor | None]) -> Any:
     """What an earlier pass left for this one, if it was given the very same ``dys``; else None.
 
     Raises RuntimeError where what would be read in its place was given up, against the promise of ``split_backward``.
     """
     left = _left(ctx, dys)
-    if left is None and getattr(ctx, "spent", False):
+    if left is None and getattr(ctx, "released", False):
         raise RuntimeError(
             "within split_backward() a graph was walked a second time from other gradients, or once more after all of "
             "them were formed: its intermediates are gone; leave split_backward() out"
@@ -134,18 +134,18 @@ def splitting() -> bool:
 _splitting = False
 
 
-def remember(
+def save_for_next_pass(
     ctx: Any,
     dys: Sequence[torch.Tensor | None],
     value: Any,
     want: Sequence[bool],
     *,
-    spent: Sequence[torch.Tensor | None] = (),
+    released: Sequence[torch.Tensor | None] = (),
 ) -> None:
     """At the end of a pass that served ``want``: leave ``value`` for the next one, or drop what is there.
 
-    It is kept only while the graph is, and while there is a gradient that no pass over ``dys`` has formed. ``spent``
-    are saved tensors of the function's own making that no pass will read which recalls ``value``: within
+    It is kept only while the graph is, and while there is a gradient that no pass over ``dys`` has formed. ``released``
+    are saved tensors of the function's own making that no pass will read that loads ``value``: within
     :func:`split_backward` they lose their memory.
     """
     if torch.compiler.is_compiling():
@@ -156,10 +156,10 @@ def remember(
     unfinished = any(need and not done for need, done in zip(ctx.needs_input_grad, want))
     if unfinished and _keeps_graph is not None and _keeps_graph():
         ctx.left = [(dy, None if dy is None else dy._version) for dy in dys], value, want
-        for tensor in spent if _splitting else ():
+        for tensor in released if _splitting else ():
             if tensor is not None:
                 tensor.untyped_storage().resize_(0)
-                ctx.spent = True
+                ctx.released = True
     else:
         ctx.left = None
 

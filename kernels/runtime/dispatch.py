@@ -127,7 +127,7 @@ def interpreter_breaks() -> str | None:
     return _INTERPRETER_BREAKS
 
 
-def settled(impl: str, on: torch.Tensor) -> bool:
+def uses_reference(impl: str, on: torch.Tensor) -> bool:
     """Whether :func:`choose` says "reference" of every call with ``impl`` on the device of ``on``."""
     impl = _AUTO if impl == "auto" else impl
     return impl == "reference" or (impl == "auto" and (on.is_cpu or on.is_meta))

@@ -254,11 +254,11 @@ class _Fp8Linear(torch.autograd.Function):
         call = ctx.call
         x_t, x_scale, weight_t, weight_scale = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        want = autograd.wanted(ctx)
+        want = autograd.needed_grads(ctx)
         _, want_x, want_weight, want_bias, _ = want
         buffer_w, buffer_b = _buffers(ctx)
         dx = dw = db = None
-        dyq = autograd.recall(ctx, [dy])
+        dyq = autograd.load_saved(ctx, [dy])
         if dyq is None and (want_x or want_weight):
             dyq = call.quantize(dy, E5M2, ctx.needs_input_grad[2], ctx.histories, 2)
         if want_x:
@@ -271,7 +271,7 @@ class _Fp8Linear(torch.autograd.Function):
             buffer_b.add_(dy.sum(0, dtype=buffer_b.dtype))
         elif want_bias:
             db = dy.sum(0, dtype=bias_dtype)
-        autograd.remember(ctx, [dy], dyq, want)
+        autograd.save_for_next_pass(ctx, [dy], dyq, want)
         return None, dx, dw, db, None
 
 

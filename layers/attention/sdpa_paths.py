@@ -160,7 +160,7 @@ class _RaggedWithSinks(torch.autograd.Function):
     @autograd.first_order
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, starts_q, starts_k, out, total, random_state = ctx.saved_tensors
-        want = autograd.wanted(ctx)
+        want = autograd.needed_grads(ctx)
         dq = dk = dv = dsinks = None
         if any(want[:3]):
             dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(

@@ -87,7 +87,7 @@ class Entry:
     """Calls of one kind at one site of one group in one step."""
 
     step: int
-    group: str  # the mesh's dimensions that its ranks differ in: "dp", "rep x dp"
+    group: str  # the mesh's dimensions that its ranks differ in: "dp", "dp_replicate x dp"
     ranks: int
     kind: str
     site: str

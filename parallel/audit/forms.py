@@ -5,13 +5,13 @@ reduced, both what this rank's pipeline stages and tensor-parallel part would be
 micro-batches of a pipeline or of accumulation); A bytes of activations [T, D] of one of them, L blocks in the stages.
 
     data parallelism     all-reduce   reduce-scatter   all-gather   all-gather, M = 1
-    zero 0, over rep x dp   G               -              -             -
+    zero 0, over dp_replicate x dp   G               -              -             -
     zero 1, 2, over dp      -               G             Psi           Psi       kept whole from the first micro-batch
                                                                                   to the last
     zero 3, over dp         -               G           2 M Psi        2 Psi      gathered in forward and in backward
     zero 3, in a pipeline   -               G          (M + 1) Psi     2 Psi      torch's stages keep them whole from a
                                                                                   backward to the end of a forward
-    hybrid, over rep      G / dp            -              -             -        on top of the rows over dp
+    hybrid, over dp_replicate      G / dp            -              -             -        on top of the rows over dp
 
 An all-reduce is a reduce-scatter and an all-gather, so one micro-batch moves 2 Psi up to stage 2 and 3 Psi in stage 3
 (Rajbhandari et al., arXiv:1910.02054, section 7). With accumulation, stage 3 moves (2 M + 1) Psi.
@@ -54,7 +54,7 @@ class Plan:
     """One rank's part in a step; bytes are those of one micro-batch where the module says so."""
 
     dp: int = 1
-    rep: int = 1
+    dp_replicate: int = 1
     tp: int = 1
     zero: int = 0
     microbatches: int = 1  # M: backward passes in a step
@@ -112,7 +112,7 @@ def expected(plan: Plan) -> list[Form]:
 def _data_parallel(plan: Plan) -> list[Form]:
     sites = (TORCH,)
     if plan.zero == 0:
-        group = " x ".join(name for name, size in (("rep", plan.rep), ("dp", plan.dp)) if size > 1)
+        group = " x ".join(name for name, size in (("dp_replicate", plan.dp_replicate), ("dp", plan.dp)) if size > 1)
         return [Form("gradients", group, "all_reduce", plan.gradients, sites)] if group else []
     forms = []
     if plan.dp > 1:
@@ -120,8 +120,8 @@ def _data_parallel(plan: Plan) -> list[Form]:
         times = plan.microbatches + again if plan.zero == 3 else 1
         forms.append(Form("gradients", "dp", "reduce_scatter", plan.gradients, sites))
         forms.append(Form("parameters", "dp", "all_gather", times * plan.parameters, sites))
-    if plan.rep > 1:
-        forms.append(Form("gradients of shards", "rep", "all_reduce", plan.gradients // plan.dp, sites))
+    if plan.dp_replicate > 1:
+        forms.append(Form("gradients of shards", "dp_replicate", "all_reduce", plan.gradients // plan.dp, sites))
     return forms
 
 

@@ -1,9 +1,9 @@
 """Which processes work together, and on what: the device mesh and its groups.
 
 A mesh has the dimensions ``("dp", "pp", "tp")``: data-parallel ranks, pipeline stages, tensor-parallel ranks. Hybrid
-sharding puts ``"rep"`` in front: parameters are then split over dp, and rep counts the replicas of these shards, one
-per node, say. Tensor-parallel ranks are neighbours, because they talk most. A process that is alone needs no mesh and
-no process group; everything then takes ``None``.
+sharding puts ``"dp_replicate"`` in front: parameters are then split over dp, and dp_replicate counts the replicas of
+these shards, one per node, say. Tensor-parallel ranks are neighbours, because they talk most. A process that is alone
+needs no mesh and no process group; everything then takes ``None``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from .rendezvous import agent_store
 
 MESH_DIMS = ("dp", "pp", "tp")
-HYBRID_DIMS = ("rep", *MESH_DIMS)
-DATA_DIMS = ("rep", "dp")  # over which batches differ
+HYBRID_DIMS = ("dp_replicate", *MESH_DIMS)
+DATA_DIMS = ("dp_replicate", "dp")  # over which batches differ
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ MeshLike = DeviceMesh | dist.ProcessGroup | Group | None
 
 def init_mesh(
     *,
-    rep: int = 1,
+    dp_replicate: int = 1,
     dp: int = 1,
     pp: int = 1,
     tp: int | None = None,
@@ -62,9 +62,10 @@ def init_mesh(
     timeout: timedelta | None = None,
     alone: bool = False,
 ) -> DeviceMesh | None:
-    """The mesh ``("dp", "pp", "tp")`` over all processes, with ``rep`` > 1 ``("rep", "dp", "pp", "tp")``; None when
-    this process is alone. ``alone`` asks for a mesh of one then (FSDP2, which offloads, wants one): torch.distributed
-    is initialised, and the current GPU is the mesh's.
+    """The mesh ``("dp", "pp", "tp")`` over all processes, behind a dimension ``"dp_replicate"`` where that is > 1.
+
+    None when this process is alone. ``alone`` asks for a mesh of one then (FSDP2, which offloads, wants one):
+    torch.distributed is initialised, and the current GPU is the mesh's.
 
     Reads what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and initialises torch.distributed
     if nobody has: gloo on a CPU, NCCL with ``device_type="cuda"``, which also selects this process's GPU.
@@ -72,11 +73,11 @@ def init_mesh(
     ``timeout`` bounds every collective of the processes and of the mesh's groups, those that are made of it later
     included; None is what the default process group has, which is torch's default where this starts it.
 
-    Raises ValueError where ``rep * dp * pp * tp`` is not the world size, a variable of torchrun's is missing, or a
-    machine has fewer GPUs than processes; RuntimeError where the processes cannot meet.
+    Raises ValueError where ``dp_replicate * dp * pp * tp`` is not the world size, a variable of torchrun's is missing,
+    or a machine has fewer GPUs than processes; RuntimeError where the processes cannot meet.
     """
     world = _world_size()
-    shape = _mesh_shape(rep, dp, pp, tp, world)
+    shape = _mesh_shape(dp_replicate, dp, pp, tp, world)
     single = world == 1 and not dist.is_initialized()
     if single and not alone:
         return None
@@ -106,7 +107,7 @@ def init_mesh(
     elif timeout is not None:
         set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.15
         set_timeout(timeout)
-    names = MESH_DIMS if rep == 1 else HYBRID_DIMS
+    names = MESH_DIMS if dp_replicate == 1 else HYBRID_DIMS
     mesh = init_device_mesh(device_type, shape[-len(names) :], mesh_dim_names=names)
     for pg in mesh.get_all_groups():
         share_timeout(pg)
@@ -138,12 +139,12 @@ def _check_variables(world: int) -> None:
         )
 
 
-def _mesh_shape(rep: int, dp: int, pp: int, tp: int | None, world: int) -> tuple[int, int, int, int]:
-    for name, degree in (("rep", rep), ("dp", dp), ("pp", pp), ("tp", tp)):
+def _mesh_shape(dp_replicate: int, dp: int, pp: int, tp: int | None, world: int) -> tuple[int, int, int, int]:
+    for name, degree in (("dp_replicate", dp_replicate), ("dp", dp), ("pp", pp), ("tp", tp)):
         if degree is not None and degree < 1:
             raise ValueError(f"init_mesh: {name}={degree}: expected at least 1")
-    others = f"rep={rep} * dp={dp} * pp={pp}" if rep > 1 else f"dp={dp} * pp={pp}"
-    rest = rep * dp * pp
+    others = f"dp_replicate={dp_replicate} * dp={dp} * pp={pp}" if dp_replicate > 1 else f"dp={dp} * pp={pp}"
+    rest = dp_replicate * dp * pp
     if tp is None:
         if world % rest:
             raise ValueError(
@@ -157,7 +158,7 @@ def _mesh_shape(rep: int, dp: int, pp: int, tp: int | None, world: int) -> tuple
             f"{'process was' if world == 1 else 'processes were'} started; change the degrees, or start "
             f"{rest * tp} processes (torchrun --nproc-per-node {rest * tp} ...)"
         )
-    return rep, dp, pp, tp
+    return dp_replicate, dp, pp, tp
 
 
 def _select_gpu() -> None:
@@ -226,10 +227,12 @@ def check_dims(mesh: DeviceMesh | None) -> None:
     if names is None and mesh.size() > 1:
         raise ValueError(
             f"the mesh's dimensions {list(mesh.shape)} have no names, so what is spread over them is open: make it by "
-            "init_mesh(), or name them (mesh_dim_names) 'rep', 'dp', 'pp' and 'tp'"
+            "init_mesh(), or name them (mesh_dim_names) 'dp_replicate', 'dp', 'pp' and 'tp'"
         )
-    if degree(mesh, "rep") > 1 and "dp" not in (names or ()):
-        raise ValueError("the mesh has a dimension 'rep', which repeats the shards of 'dp', and no 'dp': name it 'dp'")
+    if degree(mesh, "dp_replicate") > 1 and "dp" not in (names or ()):
+        raise ValueError(
+            "the mesh has a dimension 'dp_replicate', which repeats the shards of 'dp', and no 'dp': name it 'dp'"
+        )
     for name, size in zip(names or (), mesh.shape):
         if size > 1 and name not in HYBRID_DIMS:
             raise ValueError(

@@ -1,11 +1,11 @@
 """Random numbers that tensor-parallel ranks agree on.
 
-Dropout here is a function of a ticket and of where an element lies in the whole tensor (``kernels/dropout``). Ranks
-that draw the same tickets therefore draw the same mask where a tensor is replicated, and their own parts of one mask
+Dropout here is a function of an RNG key and of where an element lies in the whole tensor (``kernels/dropout``). Ranks
+that draw the same rng_keys therefore draw the same mask where a tensor is replicated, and their own parts of one mask
 where it is sharded: a run gives the same numbers at every degree of tensor parallelism. (Dropped attention weights are
 the exception: torch's own kernels draw them; see :func:`sharded_draws`.) Tickets come from torch's own generators,
 which ``torch.utils.checkpoint`` winds back for a recomputed forward and CUDA graphs advance, so all that is asked of a
-program is to seed them: alike within a tensor-parallel group and over the stages of a pipeline, which draw the tickets
+program is to seed them: alike within a tensor-parallel group and over the stages of a pipeline, which draw the rng_keys
 of all layers, differently between data-parallel replicas, whose tokens are different ones.
 """
 

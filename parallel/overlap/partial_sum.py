@@ -5,7 +5,7 @@
     the norm                s = sum over ranks of the addends + bias + stream,  y = RMSNorm(s): ``all_reduce_rmsnorm``
 
 With few tokens a product is over before its all-reduce could hide under it, and what is left to save is the calls. The
-kernel counts its exchanges itself, in channels of their own of the group's arena, "decode" for one round and "decode2"
+kernel counts its exchanges itself, in channels of their own of the group's pool, "decode" for one round and "decode2"
 for two, so a CUDA graph may capture it after one run outside. They have room for ``DECODE_TOKENS`` rows from their
 first use on: fewer tokens never move them.
 
@@ -26,7 +26,7 @@ from ...kernels.runtime import dispatch
 from ..core import collectives
 from ..core.mesh import Group
 from .memory.channel import capturing
-from .memory.pool import SymmetricArena
+from .memory.pool import SymmetricMemoryPool
 from .memory.sizes import DECODE_TOKENS, decode_channel, decode_slots
 from .policy import OverlapPlan, preview, select
 
@@ -128,10 +128,10 @@ def fused_allreduce_norm(
     rows, group, site = as_rows(addend.rows), addend.group, addend.site
     tokens, width = rows.shape
     collectives.count("all_reduce", rows.nbytes, site)
-    arena = SymmetricArena.of(group, device=rows.device)
+    pool = SymmetricMemoryPool.of(group, device=rows.device)
     shots = pick_shots(tokens, width, rows.element_size(), group.size)
     name = decode_channel(shots)
-    channel = arena.channel(name, decode_slots(width, rows.dtype, group.size)[name])
+    channel = pool.channel(name, decode_slots(width, rows.dtype, group.size)[name])
     shape = all_reduce_rmsnorm_shape(tokens, width, rows.dtype, group.size, rows.device, shots=shots)
     peers, signals = channel.device_counted(shape, rows.dtype, op=site)
     collectives.note("start", "all_reduce", site)
@@ -156,4 +156,4 @@ def _has_room(tokens: int, width: int, dtype: torch.dtype, group: Group, device:
     if not capturing():
         return True
     name = decode_channel(pick_shots(tokens, width, dtype.itemsize, group.size))
-    return SymmetricArena.of(group, device=device).ready(name, decode_slots(width, dtype, group.size)[name])
+    return SymmetricMemoryPool.of(group, device=device).ready(name, decode_slots(width, dtype, group.size)[name])

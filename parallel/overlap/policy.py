@@ -36,7 +36,7 @@ from ..core.options import TPOptions
 from . import link_model
 from .link_model import Call
 from .link_profile import OPS, Profile, Row, bucket, dtype_name, load, parse
-from .memory.pool import SymmetricArena
+from .memory.pool import SymmetricMemoryPool
 from .strategies import Chunked, InKernel, Plain, Strategy
 
 OVERLAPS = ("auto", "kernel", "chunked", "none")
@@ -280,7 +280,7 @@ def kernel_unavailable(group: Group, device: torch.device) -> str | None:
     defaults = [default for _, default in said]
     if len(set(defaults)) > 1:
         return f"SHARDFUSE_IMPL is not the same on all ranks ({', '.join(defaults)})"
-    return SymmetricArena.of(group, device=device).probe()
+    return SymmetricMemoryPool.of(group, device=device).probe()
 
 
 def _without_kernel(call: Call, device: torch.device, impl: str) -> str | None:

@@ -39,7 +39,7 @@ from ...kernels.runtime import alloc
 from ...kernels.runtime.signals import ExchangeTimeout, Gathered, Scattered
 from ..core import collectives
 from ..core.mesh import Group
-from .memory.pool import Channel, SymmetricArena
+from .memory.pool import Channel, SymmetricMemoryPool
 
 GATHER, REDUCE = "gather", "reduce"  # the channels of InKernel: for rows that are gathered, and for addends
 
@@ -273,7 +273,7 @@ class InKernel:
 
     def _begin(self, name: str, shape: Sequence[int], like: torch.Tensor, site: str) -> tuple[Channel, Any, Any]:
         nbytes = torch.Size(shape).numel() * like.element_size()
-        channel = SymmetricArena.of(self.group, device=like.device).channel(name, nbytes)
+        channel = SymmetricMemoryPool.of(self.group, device=like.device).channel(name, nbytes)
         return channel, *channel.begin(shape, like.dtype, op=site)
 
 

@@ -9,8 +9,8 @@
 
 (Rajbhandari et al., arXiv:1910.02054.) Psi is the size of the parameters; an all-reduce moves what a reduce-scatter and
 an all-gather move. Stages 1 and 2 are one: FSDP2 has no use for whole gradients after it has scattered their sum. With
-the dimension "rep" in the mesh, shards are spread over dp and repeated over rep (hybrid sharding): one more all-reduce,
-of the gradients' shards. Gradients are means over all data-parallel ranks.
+the dimension "dp_replicate" in the mesh, shards are spread over dp and repeated over dp_replicate (hybrid sharding):
+one more all-reduce, of the gradients' shards. Gradients are means over all data-parallel ranks.
 
 Parameters are sharded in groups, block by block, so that a block's gradients travel while the one before it is still
 in backward. They become DTensors over the data-parallel dimensions, in front of the tensor-parallel one; make the
@@ -122,8 +122,8 @@ def _wrap(
 
 
 def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """[dp], or [rep, dp] where shards are repeated."""
-    return mesh[DATA_DIMS] if degree(mesh, "rep") > 1 else mesh["dp"]
+    """[dp], or [dp_replicate, dp] where shards are repeated."""
+    return mesh[DATA_DIMS] if degree(mesh, "dp_replicate") > 1 else mesh["dp"]
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:

@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from .explanation import explain
     from .kernels.runtime.dispatch import row_invariance
-    from .kernels.dropout import dropout, new_ticket
+    from .kernels.dropout import dropout, new_rng_key
     from .kernels.kv_cache import copy_blocks_, gather_kv, norm_rope_write_kv_, swap_blocks_, write_kv_
     from .kernels.linear import gated_linear, linear_act
     from .kernels.norm import layer_norm, rms_norm
@@ -107,7 +107,7 @@ __all__ = [
     "main_grads_to_grads",
     "manual_seed",
     "merge_attention",
-    "new_ticket",
+    "new_rng_key",
     "norm_rope_write_kv_",
     "paged_attention",
     "parallelize",
@@ -181,7 +181,7 @@ _HOMES = {
     "main_grads_to_grads": "parallel.zero.main_grad",
     "manual_seed": "parallel.core.random",
     "merge_attention": "kernels.paged_attention",
-    "new_ticket": "kernels.dropout",
+    "new_rng_key": "kernels.dropout",
     "norm_rope_write_kv_": "kernels.kv_cache",
     "paged_attention": "kernels.paged_attention",
     "parallelize": "parallel.parallelize",

@@ -125,7 +125,7 @@ def train(
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences of a step, over all processes.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate after the warm-up.")] = None,
-    rep: Annotated[int | None, typer.Option(help="Replicas of the data-parallel shards (hybrid sharding).")] = None,
+    dp_replicate: Annotated[int | None, typer.Option(help="Replicas of the data-parallel shards (hybrid sharding).")] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree. Default: what the others leave.")] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline stages.")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
@@ -172,7 +172,7 @@ def audit(
     dp: Annotated[int, typer.Option(help="Data-parallel degree.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 1,
     tp: Annotated[int, typer.Option(help="Tensor-parallel degree.")] = 1,
-    rep: Annotated[int, typer.Option(help="Replicas of the data-parallel shards (hybrid sharding).")] = 1,
+    dp_replicate: Annotated[int, typer.Option(help="Replicas of the data-parallel shards (hybrid sharding).")] = 1,
     zero: Annotated[int, typer.Option(help="ZeRO stage, 0 to 3.")] = 0,
     schedule: Annotated[str | None, typer.Option(help="Pipeline schedule, such as 1f1b or zbv.")] = None,
     microbatches: Annotated[
@@ -198,7 +198,7 @@ def audit(
     from .commands.audit import Options
     from .commands.audit import audit as run_audit
 
-    degrees = {"dp": dp, "pp": pp, "tp": tp, "rep": rep, "zero": zero}
+    degrees = {"dp": dp, "pp": pp, "tp": tp, "dp_replicate": dp_replicate, "zero": zero}
     options = Options(
         **degrees,
         schedule=schedule,

@@ -126,7 +126,7 @@ def test_a_wrong_token_is_told_from_the_models():
     exact = copy.deepcopy(model).double()
     for temperature in (0.0, 0.7):
         request = Request(prompt=[5, 6, 7], max_new_tokens=8, temperature=temperature, seed=3)
-        engine = Engine(model, num_blocks=4, block_size=4, max_slots=1, max_model_len=11)
+        engine = Engine(model, num_blocks=4, block_size=4, max_num_seqs=1, max_model_len=11)
         (answer,) = engine.generate([request])
         assert agrees(model, exact, request, answer)
         for at, token in enumerate(answer):
@@ -293,7 +293,7 @@ def test_stopped_at_any_moment(
     _, errors = demo.communicate(timeout=20)
     leftovers.assert_none()
 
-    # The earlier output is untouched, and nothing half-written carries its name.
+    # The earlier output is is_plain_module, and nothing half-written carries its name.
     assert os.listdir(earlier) == ["report.json"]
     hidden = [name for name in os.listdir(tmp_path) if name != "out"]
     if signum != signal.SIGKILL:

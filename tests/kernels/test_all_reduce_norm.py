@@ -18,7 +18,7 @@ from shardfuse.kernels.norm import rms_norm
 from shardfuse.kernels.runtime import dispatch
 from shardfuse.kernels.runtime.signals import EPOCH, GAVE_UP, ExchangeTimeout, in_one_process, raise_flags, rows_of
 from shardfuse.parallel.core.mesh import tp_group
-from shardfuse.parallel.overlap.memory.pool import SymmetricArena
+from shardfuse.parallel.overlap.memory.pool import SymmetricMemoryPool
 
 CPU = torch.device("cpu")
 PROGRAMS = reduce_config.flagged_programs("interpreter")
@@ -217,13 +217,13 @@ def _slot_shape(call: Call, world: int) -> tuple[int, ...]:
     return world, -(-call.T // world), call.D
 
 
-def _exchange(call: Call, rank: int, world: int, arena: SymmetricArena) -> list[torch.Tensor]:
+def _exchange(call: Call, rank: int, world: int, pool: SymmetricMemoryPool) -> list[torch.Tensor]:
     given, shape = call.operands(world), _slot_shape(call, world)
     if call.device_counted:
-        channel = arena.channel("decode", 2**14)
+        channel = pool.channel("decode", 2**14)
         peers, signals = channel.device_counted(shape, call.dtype)
     else:
-        channel = arena.channel("reduce", 2**14)
+        channel = pool.channel("reduce", 2**14)
         peers, signals = channel.begin(shape, call.dtype)
     more = {"residual": given["residual"], "bias": given["bias"]}
     if call.mode in "12":
@@ -261,9 +261,9 @@ def _by_collectives(call: Call, rank: int, world: int) -> tuple[list[torch.Tenso
 
 def _exchange_all(rank: int, world: int, count: int, first_epoch: int) -> list[str]:
     """Twice, back to back and each rank in its own time: nothing but flags keeps them apart. Digests of the results."""
-    arena = SymmetricArena.of(tp_group(dist.group.WORLD), device="cpu", timeout_s=60.0, first_epoch=first_epoch)
+    pool = SymmetricMemoryPool.of(tp_group(dist.group.WORLD), device="cpu", timeout_s=60.0, first_epoch=first_epoch)
     for name in ("decode", "reduce"):
-        arena.channel(name, 2**14)
+        pool.channel(name, 2**14)
     delays = random.Random(rank)
     plan = _plan(count, world)
     rounds = []
@@ -271,7 +271,7 @@ def _exchange_all(rank: int, world: int, count: int, first_epoch: int) -> list[s
         rounds.append([])
         for call in plan:
             time.sleep(delays.choice([0, 0, 0, 0.002, 0.01]))
-            rounds[-1].append(_exchange(call, rank, world, arena))
+            rounds[-1].append(_exchange(call, rank, world, pool))
     for call, found, again in zip(plan, *rounds):
         low, oracle = _by_collectives(call, rank, world)
         assert all(map(torch.equal, found, again)), call

@@ -39,10 +39,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        want = autograd.wanted(ctx)
-        recalled = autograd.recall(ctx, [dy])
+        want = autograd.needed_grads(ctx)
+        recalled = autograd.load_saved(ctx, [dy])
         _Linear.passes.append({"want": want, "captured": autograd.captured(ctx), "recalled": recalled})
-        autograd.remember(ctx, [dy], len(_Linear.passes), want)
+        autograd.save_for_next_pass(ctx, [dy], len(_Linear.passes), want)
         x, w = ctx.saved_tensors
         _, want_x, want_w, want_b, _ = want
         return None, dy @ w if want_x else None, dy.t() @ x if want_w else None, dy.sum(0) if want_b else None, None
@@ -115,7 +115,7 @@ def test_a_torch_that_answers_by_itself_is_believed():
         needs_input_grad = (False, True, False)
         next_functions = ((object(), 0), (object(), 0))
 
-    assert autograd.wanted(Context()) == (False, True, False)
+    assert autograd.needed_grads(Context()) == (False, True, False)
 
 
 def test_passes_over_one_gradient_share_what_they_remember():
@@ -148,10 +148,10 @@ def test_another_gradient_recalls_nothing():
 
 def test_nothing_is_remembered_where_no_pass_can_follow(monkeypatch: pytest.MonkeyPatch):
     kept: list[bool] = []
-    remember = autograd.remember
+    save_for_next_pass = autograd.save_for_next_pass
 
     def noted(ctx: Any, *args: Any) -> None:
-        remember(ctx, *args)
+        save_for_next_pass(ctx, *args)
         kept.append(ctx.left is not None)
 
     monkeypatch.setattr(autograd, "remember", noted)

@@ -37,7 +37,7 @@ from shardfuse.kernels.runtime.signals import (
     rows_of,
 )
 from shardfuse.parallel.core.mesh import Group, everyone
-from shardfuse.parallel.overlap.memory.pool import SymmetricArena
+from shardfuse.parallel.overlap.memory.pool import SymmetricMemoryPool
 
 interpret = pytest.mark.interpret
 IMPLS = ["reference", pytest.param("triton", marks=interpret)]
@@ -80,16 +80,16 @@ def test_the_references_are_the_product_of_everything():
 # --- ranks that are processes -----------------------------------------------------------------------------------------
 
 
-def _arena(group: Group | None = None, **options: Any) -> SymmetricArena:
-    return SymmetricArena.of(group or everyone(), device="cpu", **options)
+def _pool(group: Group | None = None, **options: Any) -> SymmetricMemoryPool:
+    return SymmetricMemoryPool.of(group or everyone(), device="cpu", **options)
 
 
 @contextlib.contextmanager
-def _closing(arena: SymmetricArena) -> Iterator[SymmetricArena]:
+def _closing(pool: SymmetricMemoryPool) -> Iterator[SymmetricMemoryPool]:
     try:
-        yield arena
+        yield pool
     finally:
-        arena.close()
+        pool.close()
 
 
 def _drawn(seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
@@ -150,8 +150,8 @@ def _check_reduce(
 def _epochs_body(rank: int, world: int, epochs: int, first_epoch: int) -> list[int]:
     """Exchanges of all kinds and sizes, each rank late at random, back to back on two channels."""
     late = random.Random(rank)
-    with _closing(_arena(timeout_s=60.0, first_epoch=first_epoch, rebase_every=40)) as arena:
-        gather, reduce = arena.channel("gather", SLOT), arena.channel("reduce", SLOT)
+    with _closing(_pool(timeout_s=60.0, first_epoch=first_epoch, rebase_every=40)) as pool:
+        gather, reduce = pool.channel("gather", SLOT), pool.channel("reduce", SLOT)
         for number in range(epochs):
             same = random.Random(number)  # on all ranks
             T = same.choice([0, 1, world - 1, world, world + 1, 9, 33])
@@ -178,8 +178,8 @@ def test_many_exchanges_with_ranks_that_come_late(ranks: Any, world: int, epochs
 
 def _repeat_body(rank: int, world: int) -> list[torch.Tensor]:
     found = []
-    with _closing(_arena()) as arena:
-        channel = arena.channel("reduce", SLOT)
+    with _closing(_pool()) as pool:
+        channel = pool.channel("reduce", SLOT)
         for _ in range(3):
             time.sleep(random.Random(rank + len(found)).random() * 0.05)
             peers, signals = channel.begin(reduce_scatter_shape(33, 24, world), torch.float16)
@@ -196,10 +196,10 @@ def test_sums_come_out_the_same_bits_in_whatever_order_ranks_arrive(ranks: Any):
 
 
 def _subgroup_body(rank: int, world: int) -> None:
-    """Ranks {0, 2} and {1, 3}, each pair with an arena of its own, and all four with a third."""
+    """Ranks {0, 2} and {1, 3}, each pair with a pool of its own, and all four with a third."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     pair = Group(pairs[rank % 2], rank // 2, 2, None)
-    with _closing(_arena(pair)) as ours, _closing(_arena()) as all_:
+    with _closing(_pool(pair)) as ours, _closing(_pool()) as all_:
         mine, wide = ours.channel("gather", SLOT), all_.channel("gather", SLOT)
         for number in range(3):
             _check_gather(mine, rank // 2, 2, 20 + rank % 2, number, torch.float32)
@@ -213,8 +213,8 @@ def test_subgroups_and_the_world_side_by_side(ranks: Any):
 
 def _in_flight_body(rank: int, world: int) -> None:
     """Two layers' exchanges at once: what the first one gathered is read after the second one's sum."""
-    with _closing(_arena()) as arena:
-        gather, reduce = arena.channel("gather", SLOT), arena.channel("reduce", SLOT)
+    with _closing(_pool()) as pool:
+        gather, reduce = pool.channel("gather", SLOT), pool.channel("reduce", SLOT)
         for number in range(4):
             X = _drawn(number, 20, 32)
             first, last = rows_of(rank, world, 20)
@@ -244,8 +244,8 @@ def _faults(**faults: Any) -> Iterator[None]:
 
 def _dropped_body(rank: int, world: int) -> str:
     """Rank 1 keeps its second piece from rank 0."""
-    with _closing(_arena(timeout_s=PATIENCE)) as arena:
-        channel = arena.channel("gather", SLOT)
+    with _closing(_pool(timeout_s=PATIENCE)) as pool:
+        channel = pool.channel("gather", SLOT)
         _check_gather(channel, rank, world, 20, 1, torch.float32)
         peers, signals = channel.begin((20, 32), torch.float32)
         first, last = rows_of(rank, world, 20)
@@ -269,8 +269,8 @@ def test_a_piece_that_never_comes_is_named(ranks: Any):
 
 def _absent_body(rank: int, world: int, gather: bool) -> str:
     """Rank 2 does not take part in the second exchange."""
-    with _closing(_arena(timeout_s=PATIENCE)) as arena:
-        channel = arena.channel("reduce", SLOT)
+    with _closing(_pool(timeout_s=PATIENCE)) as pool:
+        channel = pool.channel("reduce", SLOT)
         for number in range(2):
             dist.barrier()
             if number == 1 and rank == 2:
@@ -324,8 +324,8 @@ def _own_rows_first_body(rank: int, world: int) -> int:
         return clock()
 
     looked.__triton_builtin__ = True  # type: ignore[attr-defined]
-    with _closing(_arena()) as arena, _faults(before=lambda: spinning.wait(60.0)):
-        channel = arena.channel("gather", T * K * 4)
+    with _closing(_pool()) as pool, _faults(before=lambda: spinning.wait(60.0)):
+        channel = pool.channel("gather", T * K * 4)
         peers, signals = channel.begin((T, K), torch.float32)
         signals_triton._host_clock = looked
         try:
@@ -406,8 +406,8 @@ def test_what_follows_a_sum_has_to_fit():
 
 def _invariant_body(rank: int, world: int) -> None:
     """Rows whose pitch no TMA takes: the product has to wait for them, whatever else it promises."""
-    with _closing(_arena()) as arena, dispatch.row_invariance():
-        channel = arena.channel("gather", SLOT)
+    with _closing(_pool()) as pool, dispatch.row_invariance():
+        channel = pool.channel("gather", SLOT)
         time.sleep(0.2 * rank)
         whole = _drawn(1, 20, 33)
         peers, signals = channel.begin((20, 33), torch.float32)

@@ -26,7 +26,7 @@ from shardfuse.kernels.linear import reference as linear
 from shardfuse.kernels.norm import reference as norms
 from shardfuse.kernels.runtime.signals import rows_of
 from shardfuse.parallel.core.mesh import everyone
-from shardfuse.parallel.overlap.memory.pool import SymmetricArena
+from shardfuse.parallel.overlap.memory.pool import SymmetricMemoryPool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -148,10 +148,10 @@ def _check_normed(name: str, outs: Any, total: torch.Tensor, rounded: torch.Tens
 def _body(rank: int, world: int, dtype: torch.dtype) -> str | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        arena = SymmetricArena.of(everyone(), device=DEVICE, timeout_s=PATIENCE)
+        pool = SymmetricMemoryPool.of(everyone(), device=DEVICE, timeout_s=PATIENCE)
         try:
-            channels = {name: arena.channel(name, SLOT) for name in ("gather", "reduce", "decode", "one", "two")}
-            why = arena.probe()
+            channels = {name: pool.channel(name, SLOT) for name in ("gather", "reduce", "decode", "one", "two")}
+            why = pool.probe()
             if why is not None:
                 return why
             with torch.no_grad():
@@ -163,10 +163,10 @@ def _body(rank: int, world: int, dtype: torch.dtype) -> str | None:
                 for shots, name in ((1, "one"), (2, "two")):
                     _decode(channels["decode"], channels[name], shots, dtype, 7)
             torch.cuda.synchronize()
-            arena.check()
-            arena.barrier()
+            pool.check()
+            pool.barrier()
         finally:
-            arena.close()
+            pool.close()
     return None
 
 

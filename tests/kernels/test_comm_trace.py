@@ -36,7 +36,7 @@ from shardfuse.kernels.runtime import signals as signals_module
 from shardfuse.kernels.runtime.signals import ExchangeTimeout, following, rows_of
 from shardfuse.parallel.core.mesh import everyone
 from shardfuse.parallel.overlap.memory.backends import wait_words
-from shardfuse.parallel.overlap.memory.pool import Channel, SymmetricArena
+from shardfuse.parallel.overlap.memory.pool import Channel, SymmetricMemoryPool
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -48,12 +48,12 @@ PATIENCE = 1.5  # seconds that a wait may take where it is in vain: more than ra
 
 
 @contextlib.contextmanager
-def _arena(**options: Any) -> Iterator[SymmetricArena]:
-    arena = SymmetricArena.of(everyone(), device="cpu", **options)
+def _pool(**options: Any) -> Iterator[SymmetricMemoryPool]:
+    pool = SymmetricMemoryPool.of(everyone(), device="cpu", **options)
     try:
-        yield arena
+        yield pool
     finally:
-        arena.close()
+        pool.close()
 
 
 # --- they keep to the protocol ----------------------------------------------------------------------------------------
@@ -82,9 +82,9 @@ def _decoding(calls: list[Call]) -> list[Call]:
 
 def _recorded_body(rank: int, world: int, first_epoch: int) -> list[tuple[list[Event], set[tuple[str, str, str]]]]:
     """All calls back to back, with flags that come late: what was recorded of host- and device-counted channels."""
-    with _arena(timeout_s=60.0, first_epoch=first_epoch) as arena, pytest.MonkeyPatch.context() as patch:
-        channels = [arena.channel("host", SLOT), arena.channel("device", SLOT)]
-        arena.settle()
+    with _pool(timeout_s=60.0, first_epoch=first_epoch) as pool, pytest.MonkeyPatch.context() as patch:
+        channels = [pool.channel("host", SLOT), pool.channel("device", SLOT)]
+        pool.settle()
         host, device = (Recorder(channel, patch, late=random.Random(rank)) for channel in channels)
         for number, call in enumerate(CALLS[world]):
             assert made(call, number, channels[0], host), call
@@ -223,9 +223,9 @@ def _seeded_body(rank: int, world: int, name: str, seeded: bool) -> tuple[str, l
     bug = BUGS[name]
     late = bug.schedule == "late"
     in_vain = late or "timeout" in bug.noticed
-    with _arena(timeout_s=PATIENCE if in_vain else 60.0) as arena, pytest.MonkeyPatch.context() as patch:
-        channel = arena.channel("bug", SLOT)
-        arena.settle()
+    with _pool(timeout_s=PATIENCE if in_vain else 60.0) as pool, pytest.MonkeyPatch.context() as patch:
+        channel = pool.channel("bug", SLOT)
+        pool.settle()
         recorder = Recorder(channel, patch)
         if seeded:
             bug.seed(patch, channel, recorder)
@@ -346,11 +346,11 @@ def _one_of_three(rank: int, name: str, folder: str) -> None:
     """A rank of a group in which rank 0 dies. What it is told is left in a file."""
     death = DEATHS[name]
     dist.init_process_group("gloo", init_method=f"file://{folder}/{name}", rank=rank, world_size=3)
-    with pytest.MonkeyPatch.context() as patch, _arena(timeout_s=60.0) as arena:
-        channel = arena.channel("dying", SLOT)
-        arena.settle()
+    with pytest.MonkeyPatch.context() as patch, _pool(timeout_s=60.0) as pool:
+        channel = pool.channel("dying", SLOT)
+        pool.settle()
         assert made(death.call, 0, channel, None, death.device_counts)
-        SymmetricArena.of(everyone(), device="cpu", timeout_s=PATIENCE)
+        SymmetricMemoryPool.of(everyone(), device="cpu", timeout_s=PATIENCE)
         if rank == 0:
             death.dies(patch)
         dist.barrier()

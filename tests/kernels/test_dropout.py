@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from shardfuse.kernels.dev import accuracy, registry
-from shardfuse.kernels.dropout import dropout, new_ticket, reference, schemas
+from shardfuse.kernels.dropout import dropout, new_rng_key, reference, schemas
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SPEC = registry.op("dropout")
@@ -58,8 +58,8 @@ def test_as_many_are_kept_as_p_says(p: float, impl: str):
 
 def test_masks_of_other_tickets_streams_and_places_are_independent():
     masks = [
-        reference.keep_mask(ticket, 0.5, 64, 64, stream=stream, row_start=row, col_start=col)
-        for ticket, stream, row, col in (
+        reference.keep_mask(rng_key, 0.5, 64, 64, stream=stream, row_start=row, col_start=col)
+        for rng_key, stream, row, col in (
             (TICKET, 0, 0, 0), (TICKET + 1, 0, 0, 0), (TICKET, 1, 0, 0), (TICKET, 0, 64, 0), (TICKET, 0, 0, 64),
             (TICKET, 0, 2**32, 0),
         )
@@ -102,7 +102,7 @@ def test_a_recomputed_forward_draws_the_same_mask():
     x = torch.randn(8, 64, device=DEVICE, requires_grad=True)
 
     def layer(x: torch.Tensor) -> torch.Tensor:
-        return dropout(x.square(), 0.5, new_ticket(x.device), impl="triton").sin()
+        return dropout(x.square(), 0.5, new_rng_key(x.device), impl="triton").sin()
 
     torch.manual_seed(3)
     (plain,) = torch.autograd.grad(layer(x).sum(), x)
@@ -125,7 +125,7 @@ def test_opcheck():
 @pytest.mark.parametrize("impl", ["triton", pytest.param("reference", marks=pytest.mark.nightly)])
 def test_compiles(impl: str):
     compiled = torch.compile(
-        lambda x, ticket: dropout(x, 0.3, ticket, residual=x, impl=impl),
+        lambda x, rng_key: dropout(x, 0.3, rng_key, residual=x, impl=impl),
         fullgraph=True,
         dynamic=True,
         backend="aot_eager",
@@ -148,9 +148,9 @@ def test_gradients_against_finite_differences():
     [
         ({"p": 1.0}, r"p=1.0: expected at least 0 and less than 1"),
         ({"p": -0.1}, r"p=-0.1"),
-        ({"ticket": None}, r"needs a ticket .* new_ticket\(x.device\) draws one"),
-        ({"ticket": torch.zeros(2, dtype=torch.int64)}, r"ticket is torch.int64 \[2\].*expected torch.int64 \[1\]"),
-        ({"ticket": torch.zeros(1)}, r"ticket is torch.float32"),
+        ({"rng_key": None}, r"needs an RNG key .* new_rng_key\(x.device\) draws one"),
+        ({"rng_key": torch.zeros(2, dtype=torch.int64)}, r"rng_key is torch.int64 \[2\].*expected torch.int64 \[1\]"),
+        ({"rng_key": torch.zeros(1)}, r"rng_key is torch.float32"),
         ({"col_start": 2}, r"a column that is a multiple of 4"),
         ({"stream": -1}, r"stream=-1"),
         ({"residual": torch.zeros(8)}, r"residual is torch.float32 \[8\]: expected x's torch.float32 \[2, 8\]"),
@@ -158,7 +158,7 @@ def test_gradients_against_finite_differences():
     ],
 )
 def test_bad_input(arguments: dict, message: str):
-    call = {"p": 0.1, "ticket": torch.zeros(1, dtype=torch.int64)} | arguments
+    call = {"p": 0.1, "rng_key": torch.zeros(1, dtype=torch.int64)} | arguments
     with pytest.raises(ValueError, match=message):
         dropout(torch.zeros(2, 8), **call)
 
@@ -172,7 +172,7 @@ def test_columns_far_to_the_right():
 
 
 def test_the_reference_has_second_derivatives_and_transforms():
-    x, ticket = torch.randn(3, 8, requires_grad=True), TICKET.cpu()
-    (dx,) = torch.autograd.grad(dropout(x.square(), 0.5, ticket).sum(), x, create_graph=True)
+    x, rng_key = torch.randn(3, 8, requires_grad=True), TICKET.cpu()
+    (dx,) = torch.autograd.grad(dropout(x.square(), 0.5, rng_key).sum(), x, create_graph=True)
     assert torch.equal(torch.autograd.grad(dx.sum(), x)[0] != 0, dx != 0)
-    assert torch.equal(torch.func.grad(lambda x: dropout(x.square(), 0.5, ticket).sum())(x.detach()), dx.detach())
+    assert torch.equal(torch.func.grad(lambda x: dropout(x.square(), 0.5, rng_key).sum())(x.detach()), dx.detach())

@@ -59,9 +59,9 @@ def test_kernels_match_the_oracle(name, case):
 def test_the_reference_is_what_its_docstring_says():
     """From the definitions, in fp64: offsets, a dropped share, statistics of the sum."""
     x, r, w, b = (torch.randn(*shape, dtype=torch.float64) for shape in ((6, 10), (6, 10), (10,), (10,)))
-    ticket = torch.tensor([7])
-    more = {"residual": r, "dropout_p": 0.4, "ticket": ticket, "stream": 2, "row_start": 9}
-    s = r + dropout(x, 0.4, ticket, stream=2, row_start=9)
+    rng_key = torch.tensor([7])
+    more = {"residual": r, "dropout_p": 0.4, "rng_key": rng_key, "stream": 2, "row_start": 9}
+    s = r + dropout(x, 0.4, rng_key, stream=2, row_start=9)
     y = s / (s.square().mean(1, keepdim=True) + 1e-3).sqrt() * (1 + w)
     for ours, expected in zip(rms_norm(x, w, eps=1e-3, weight_offset=1.0, **more), (y, s)):
         torch.testing.assert_close(ours, expected)
@@ -69,7 +69,7 @@ def test_the_reference_is_what_its_docstring_says():
     y = away / (away.square().mean(1, keepdim=True) + 1e-3).sqrt() * (1 + w) + b
     for ours, expected in zip(layer_norm(x, w, b, eps=1e-3, weight_offset=1.0, **more), (y, s)):
         torch.testing.assert_close(ours, expected)
-    assert (dropout(x, 0.4, ticket, stream=2, row_start=9) == 0).any()
+    assert (dropout(x, 0.4, rng_key, stream=2, row_start=9) == 0).any()
 
 
 @pytest.mark.interpret
@@ -313,19 +313,19 @@ def test_autocast_on_a_gpu_is_fp32(monkeypatch):
 @pytest.mark.interpret
 def test_opcheck():
     x, w, b = torch.randn(6, 20), torch.randn(20), torch.randn(20, dtype=torch.bfloat16)
-    r, ticket = torch.randn(6, 20, dtype=torch.bfloat16), torch.tensor([5])
+    r, rng_key = torch.randn(6, 20, dtype=torch.bfloat16), torch.tensor([5])
     utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     stats = torch.ones(6), torch.zeros(6)
     fp32, bf16 = torch.float32, torch.bfloat16
     for args in (
         (x, None, w, None, None, False, 1e-6, 1.0, 0.0, 0, 0, fp32),
-        (r, x, None, None, ticket, True, 1e-6, 0.0, 0.3, 1, 2, bf16),
+        (r, x, None, None, rng_key, True, 1e-6, 0.0, 0.3, 1, 2, bf16),
         (r, r, w, b, None, True, 1e-6, 0.0, 0.0, 0, 0, bf16),
     ):
         torch.library.opcheck(schemas.norm_fwd, args, test_utils=utils)
     for args in (
         (x, None, x, w, stats[0], None, None, 1.0, 0.0, 0, 0, fp32, None, fp32, None),
-        (r, x, x, None, *stats, ticket, 0.0, 0.3, 1, 2, bf16, fp32, None, None),
+        (r, x, x, None, *stats, rng_key, 0.0, 0.3, 1, 2, bf16, fp32, None, None),
         (x, None, x, w, *stats, None, 0.0, 0.0, 0, 0, None, None, fp32, bf16),
     ):
         torch.library.opcheck(schemas.norm_bwd, args, test_utils=utils)
@@ -336,12 +336,12 @@ def test_opcheck():
 def test_compile_fullgraph_dynamic(name):
     """One graph serves several token counts and equals eager, gradients included, masks too."""
     _, *params = leaves(name, 1, 16)
-    ticket = torch.tensor([11])
+    rng_key = torch.tensor([11])
     layer = SimpleNamespace(eps=1e-3, p=0.25, row_start=7)  # numbers of which torch.compile makes inputs
 
-    def call(x, r, ticket):
+    def call(x, r, rng_key):
         more = {"eps": layer.eps, "row_start": layer.row_start, "impl": "triton"}
-        y, s = NORMS[name](x, *params, residual=r, dropout_p=layer.p, ticket=ticket, **more)
+        y, s = NORMS[name](x, *params, residual=r, dropout_p=layer.p, rng_key=rng_key, **more)
         return y, *NORMS[name](s, *params, residual=r, **more)
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -350,7 +350,7 @@ def test_compile_fullgraph_dynamic(name):
         grads = [torch.randn(T, 16) for _ in range(3)]
         results = []
         for run in (call, compiled):
-            outs = run(x, r, ticket)
+            outs = run(x, r, rng_key)
             results.append((*outs, *torch.autograd.grad(outs, (x, r, *params), grads)))
         torch.testing.assert_close(*results, rtol=4 * EPS32, atol=4 * EPS32)
 
@@ -377,9 +377,9 @@ def test_on_a_cpu_the_plain_call_is_torchs_own(name):
         ({"weight": torch.ones(8, dtype=torch.int64)}, r"weight is torch\.int64: expected a floating-point dtype"),
         ({"residual": torch.ones(3, 1)}, r"residual has shape \(3, 1\).*expected \(3, 8\)"),
         ({"weight": torch.ones(8, device="meta")}, "x is on cpu but weight on meta; move them together"),
-        ({"dropout_p": 0.5, "ticket": torch.tensor([1])}, r"dropout_p=0\.5 without a residual"),
-        ({"dropout_p": 0.5, "residual": torch.ones(3, 8)}, "needs a ticket"),
-        ({"dropout_p": 1.5, "residual": torch.ones(3, 8), "ticket": torch.tensor([1])}, r"p=1\.5: expected"),
+        ({"dropout_p": 0.5, "rng_key": torch.tensor([1])}, r"dropout_p=0\.5 without a residual"),
+        ({"dropout_p": 0.5, "residual": torch.ones(3, 8)}, "needs an RNG key"),
+        ({"dropout_p": 1.5, "residual": torch.ones(3, 8), "rng_key": torch.tensor([1])}, r"p=1\.5: expected"),
     ],
 )
 def test_bad_input(change, message, impl):

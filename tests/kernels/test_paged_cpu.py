@@ -14,13 +14,13 @@ from shardfuse.kernels.dev.cases import paged_attention as cases
 from shardfuse.kernels.dev.cases import paged_features as features
 from shardfuse.kernels.paged_attention import cpu, cpu_pages, paged_attention, reference
 from shardfuse.kernels.paged_attention.op import split_cache
-from shardfuse.kernels.paged_attention.options import Mods
+from shardfuse.kernels.paged_attention.options import AttentionOptions
 from shardfuse.kernels.runtime import dispatch
 
 CPU = torch.device("cpu")
 CASES = (*features.pairwise(), *cases.SPEC.tagged("test"))
 OPTIONS = ("sinks", "alibi_slopes", "prefix_lens", "tree_mask", "k_scale", "v_scale")
-Call = tuple[tuple[torch.Tensor, ...], Mods]
+Call = tuple[tuple[torch.Tensor, ...], AttentionOptions]
 
 # What splits the work, set so that tiny batches take every way: (_SHORT, _SEGMENT, _BLOCK, _CONVERTED_BYTES).
 WAYS = {"long in pieces": (0, 32, 7, 1), "short": (100, 2048, 512, 1), "as it is": (16, 2048, 512, 2 << 20)}
@@ -30,7 +30,7 @@ def _call(case: Any) -> Call:
     """What ``walk.paged_attention`` takes."""
     inputs, asked = cases.make_inputs(case, CPU, seed=0), cases.asked(case)
     k_cache, v_cache = split_cache(inputs["kv_cache"], case.sizes["H"])
-    mods = Mods(
+    mods = AttentionOptions(
         *(case.sizes["H"] ** -0.5, asked["causal"], asked["window"], asked["softcap"]),
         *(inputs.get(name) for name in OPTIONS),
     )
@@ -68,7 +68,7 @@ def _decode(tables: list[list[int]], lens: list[int], *, blocks: int, page: int 
     block_tables = torch.tensor(tables, dtype=torch.int32)
     starts = torch.arange(count + 1, dtype=torch.int32) * queries
     rest = (block_tables, torch.tensor(lens, dtype=torch.int32), starts)
-    return (q, pool[..., :size], pool[..., size:], *rest), Mods(size**-0.5)
+    return (q, pool[..., :size], pool[..., size:], *rest), AttentionOptions(size**-0.5)
 
 
 def _attended(monkeypatch: pytest.MonkeyPatch) -> list[int]:

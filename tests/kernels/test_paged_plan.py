@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shardfuse.kernels.paged_attention import launch, paged_attention, plan_attention
 from shardfuse.kernels.paged_attention.config import Problem
-from shardfuse.kernels.paged_attention.options import Mods
+from shardfuse.kernels.paged_attention.options import AttentionOptions
 from shardfuse.kernels.paged_attention.plan import IDLE, ITEM, MERGE, WHOLE, Section, make_plan_on_host, sections
 from shardfuse.kernels.runtime import dispatch
 
@@ -92,7 +92,7 @@ def _check(problem: Problem, context: list[int], queries: list[int], prefixes: l
             else:
                 assert slot not in taken
                 taken.add(slot)
-                assert 0 <= slot < section.max_slots
+                assert 0 <= slot < section.max_num_seqs
             for row in range(first_row, min(first_row + config.block_m, q_len * problem.group)):
                 covered[seq, row].append((begin, max(begin, end)))
             assert length == ([*lengths, 0])[seq]
@@ -186,8 +186,8 @@ def test_bounds_leave_out_launches() -> None:
     assert len(sections(_problem(context, queries))) == 2
     few = sections(_problem(context, queries, max_rows=3, max_seq_len=20))
     assert len(few) == 1
-    assert few[0].max_slots == 0
-    assert sections(_problem(context, queries, max_rows=3))[0].max_slots > 0
+    assert few[0].max_num_seqs == 0
+    assert sections(_problem(context, queries, max_rows=3))[0].max_num_seqs > 0
 
 
 @pytest.mark.interpret
@@ -216,7 +216,7 @@ def test_the_device_makes_the_plan_of_the_host(mask: dict[str, Any], invariant: 
         torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
         torch.tensor(_starts(queries), dtype=torch.int32, device=DEVICE),
     )
-    plan = launch.make_plan(tensors, Mods(1.0, **options), invariant, None, None)
+    plan = launch.make_plan(tensors, AttentionOptions(1.0, **options), invariant, None, None)
     host = make_plan_on_host(plan.problem, lengths, _starts(queries), prefixes)
     made = plan.data.cpu()
     for section in sections(plan.problem):

@@ -49,7 +49,7 @@ def _equal(folder: Path, model: ParallelTransformer) -> bool:
 # Degrees of the mesh and options of parallelize; the files that weights go into.
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], int]] = {
     "zero-3": ({"dp": 2, "tp": 2}, {"zero": 3}, 1),
-    "hybrid": ({"rep": 2, "dp": 2}, {"zero": 1}, 1),
+    "hybrid": ({"dp_replicate": 2, "dp": 2}, {"zero": 1}, 1),
     "pipeline": ({"pp": 2, "tp": 2}, {"schedule": "1f1b"}, 2),
     "v-pipeline": ({"pp": 2, "dp": 2}, {"schedule": "zbv", "zero": 1}, 2),
 }

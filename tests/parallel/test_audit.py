@@ -148,15 +148,15 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
 def _step_body(rank: int, world: int, *many: Options) -> list[Outcome]:
     outcomes = []
     for options in many:
-        mesh = init_mesh(rep=options.rep, dp=options.dp, pp=options.pp, tp=options.tp)
+        mesh = init_mesh(dp_replicate=options.dp_replicate, dp=options.dp, pp=options.pp, tp=options.tp)
         assert mesh is not None
         outcomes.append(count_step(options, mesh))
     return outcomes
 
 
 STEPS = {
-    "zero0-hybrid": Options(rep=2, dp=2, zero=0, microbatches=2),
-    "zero1-hybrid": Options(rep=2, dp=2, zero=1),
+    "zero0-hybrid": Options(dp_replicate=2, dp=2, zero=0, microbatches=2),
+    "zero1-hybrid": Options(dp_replicate=2, dp=2, zero=1),
     "zero2-accumulated": Options(dp=2, tp=2, zero=2, microbatches=3),
     "zero3-sequence-recompute": Options(
         dp=2, tp=2, zero=3, microbatches=2, sequence_parallel=True, recompute=True, style="gelu"
@@ -242,10 +242,14 @@ def test_zero_moves_two_psi_or_three(zero: int, microbatches: int, one_way_psi: 
 
 
 def test_hybrid_sharding_and_pipelines():
-    hybrid = Plan(rep=2, dp=4, zero=3, parameters=100, gradients=200)
-    assert _payloads(hybrid) == {("dp", "reduce_scatter"): 200, ("dp", "all_gather"): 200, ("rep", "all_reduce"): 50}
-    assert _payloads(replace(hybrid, zero=0)) == {("rep x dp", "all_reduce"): 200}
-    piped = replace(hybrid, rep=1, microbatches=4, pipelined=True, activation=16, hops=3)
+    hybrid = Plan(dp_replicate=2, dp=4, zero=3, parameters=100, gradients=200)
+    assert _payloads(hybrid) == {
+        ("dp", "reduce_scatter"): 200,
+        ("dp", "all_gather"): 200,
+        ("dp_replicate", "all_reduce"): 50,
+    }
+    assert _payloads(replace(hybrid, zero=0)) == {("dp_replicate x dp", "all_reduce"): 200}
+    piped = replace(hybrid, dp_replicate=1, microbatches=4, pipelined=True, activation=16, hops=3)
     assert _payloads(piped)["dp", "all_gather"] == 500
     assert _payloads(piped)["pp", "send"] == 4 * 3 * 16
     assert _payloads(replace(piped, tp=2, sequence_parallel=True))["pp", "send"] == 4 * 3 * 8

@@ -39,7 +39,7 @@ CHAIN: list[dict[str, Any]] = [
     ALONE,
     {"dp": 2, "tp": 2, "zero": 3},
     {"pp": 2, "tp": 2, "schedule": "1f1b", "microbatches": 2},
-    {"rep": 2, "dp": 2, "zero": 3},
+    {"dp_replicate": 2, "dp": 2, "zero": 3},
     {"dp": 2, "pp": 2, "zero": 1, "schedule": "interleaved_zb", "microbatches": 4},
     {"tp": 4},
     {"dp": 3, "zero": 1},
@@ -53,7 +53,7 @@ SHORT: list[dict[str, Any]] = [  # over two processes, each degree and the ZeRO 
     {"pp": 2, "schedule": "zbv", "microbatches": 4},
     {"dp": 2, "zero": 1},
 ]
-DIMS = ("rep", "dp", "pp", "tp")
+DIMS = ("dp_replicate", "dp", "pp", "tp")
 
 
 def _world(layout: dict[str, Any]) -> int:

@@ -65,14 +65,19 @@ def _body(rank: int, world: int, cases: list[tuple[dict[str, int], int | None, d
             [
                 ({"dp": 2, "tp": 2}, 0, {}),
                 ({"dp": 2, "tp": 2}, 3, {"tie_embeddings": True, "sequence_parallel": True}),
-                ({"rep": 2, "dp": 2, "tp": 1}, 1, {}),
+                ({"dp_replicate": 2, "dp": 2, "tp": 1}, 1, {}),
             ],
             id="some",
         ),
         pytest.param(
             [
                 (dims, stage, {"tie_embeddings": tied})
-                for dims in ({"dp": 2, "tp": 2}, {"rep": 2, "dp": 2, "tp": 1}, {"rep": 2, "tp": 2}, {"dp": 4, "tp": 1})
+                for dims in (
+                    {"dp": 2, "tp": 2},
+                    {"dp_replicate": 2, "dp": 2, "tp": 1},
+                    {"dp_replicate": 2, "tp": 2},
+                    {"dp": 4, "tp": 1},
+                )
                 for stage in (0, 1, 3)
                 for tied in (False, True)
             ],
@@ -99,11 +104,11 @@ def _stages_body(rank: int, world: int) -> tuple[float, float, float]:
     own, tied = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
     own.grad, tied.grad = torch.full((3,), 1.0 + rank), torch.tensor([3.0, 4.0])
     clipper = GradientClipper([own, tied], float("inf"), mesh, copies={tied: 2})
-    norm, untouched = clipper.clip(), float(own.grad.sum())
+    norm, is_plain_module = clipper.clip(), float(own.grad.sum())
     if rank == 1:
         own.grad = tied.grad = None
     half = clipper.norm()
-    return float(norm) ** 2, untouched, float(half) ** 2
+    return float(norm) ** 2, is_plain_module, float(half) ** 2
 
 
 @pytest.mark.ranks

@@ -22,7 +22,7 @@ from shardfuse.parallel.core.mesh import tp_group
 from shardfuse.parallel.core.sharding import local_tensor
 from shardfuse.parallel.overlap import partial_sum, policy
 from shardfuse.parallel.overlap.memory import channel
-from shardfuse.parallel.overlap.memory.pool import SymmetricArena
+from shardfuse.parallel.overlap.memory.pool import SymmetricMemoryPool
 from shardfuse.parallel.overlap.memory.sizes import DECODE_TOKENS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.interpret]
@@ -211,7 +211,7 @@ def _serve_body(rank: int, world: int) -> list[tuple[list[list[int]], float]]:
     """Answers and how many sums waited in a step, plainly and late."""
     found = []
     for options in ({"overlap": "none"}, KERNEL):
-        engine = Engine(_model(**options), num_blocks=8, block_size=8, max_slots=2)
+        engine = Engine(_model(**options), num_blocks=8, block_size=8, max_num_seqs=2)
         requests = [Request([1, 2, 3], max_new_tokens=3), Request([9, 8], max_new_tokens=2, arrival=1)]
         with _counted() as launches:
             answers = engine.generate(requests)
@@ -257,18 +257,18 @@ def _growth_body(rank: int, world: int) -> tuple[bool, bool, str]:
     more = torch.arange(10).view(1, 10)
     with torch.no_grad():
         before = model(TOKENS)
-    arena = SymmetricArena.existing(model.group)
-    assert arena is not None
-    buffer = arena.settle()
+    pool = SymmetricMemoryPool.existing(model.group)
+    assert pool is not None
+    buffer = pool.settle()
     with _counted() as launches:
         model(more)
     assert not launches[NORM]  # with gradients
-    moved = arena.settle() is not buffer
+    moved = pool.settle() is not buffer
     with torch.no_grad():
         same = torch.equal(model(TOKENS), before)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(channel, "capturing", lambda: True)
-            arena.channel(partial_sum.decode_channel(1), 0).device_counted((1,), torch.float32)
+            pool.channel(partial_sum.decode_channel(1), 0).device_counted((1,), torch.float32)
     with pytest.raises(RuntimeError) as caught:
         model(more.repeat(4, 1))
     return moved, same, str(caught.value)
@@ -287,13 +287,13 @@ def _reserve_body(rank: int, world: int) -> tuple[str, str, str, bool, list[str]
     before = shardfuse.explain(model, x).memory
     budget = shardfuse.reserve_symmetric_memory(model, x.numel())
     after = shardfuse.explain(model, x).memory
-    arena = SymmetricArena.existing(model.group)
-    assert arena is not None
-    buffer = arena.settle()
+    pool = SymmetricMemoryPool.existing(model.group)
+    assert pool is not None
+    buffer = pool.settle()
     with torch.no_grad():
         model(TOKENS)
         model.model.layers[0].mlp(torch.zeros(x.numel(), 16))
-    enough = arena.settle() is buffer
+    enough = pool.settle() is buffer
     refused = []
     for tokens in (0, 1):
         try:

@@ -49,8 +49,8 @@ def test_a_process_alone_needs_nothing() -> None:
         ({"tp": 2}, r"dp=1 \* pp=1 \* tp=2 = 2, but 1 process was started; change the degrees, or start 2 processes"),
         ({"dp": 2}, r"dp=2 \* pp=1 does not divide the 1 processes that were started"),
         ({"pp": 0}, r"pp=0: expected at least 1"),
-        ({"rep": 0}, r"rep=0: expected at least 1"),
-        ({"rep": 2, "tp": 1}, r"rep=2 \* dp=1 \* pp=1 \* tp=1 = 2, but 1 process was started"),
+        ({"dp_replicate": 0}, r"dp_replicate=0: expected at least 1"),
+        ({"dp_replicate": 2, "tp": 1}, r"dp_replicate=2 \* dp=1 \* pp=1 \* tp=1 = 2, but 1 process was started"),
     ],
 )
 def test_degrees_that_do_not_fit_one_process(degrees: dict[str, int], message: str) -> None:
@@ -65,15 +65,15 @@ def test_degrees_that_do_not_fit_one_process(degrees: dict[str, int], message: s
         ({"dp": 2}, (1, 2, 1, 4)),
         ({"dp": 2, "pp": 2}, (1, 2, 2, 2)),
         ({"dp": 8, "tp": 1}, (1, 8, 1, 1)),
-        ({"rep": 2, "dp": 2}, (2, 2, 1, 2)),
-        ({"rep": 3}, None),
+        ({"dp_replicate": 2, "dp": 2}, (2, 2, 1, 2)),
+        ({"dp_replicate": 3}, None),
         ({"dp": 3}, None),
         ({"tp": 3}, None),
         ({"dp": 2, "tp": 2}, None),
     ],
 )
 def test_what_is_left_of_the_world_is_tensor_parallel(degrees: dict[str, int], shape: tuple[int, ...] | None) -> None:
-    arguments = {"rep": 1, "dp": 1, "pp": 1, "tp": None, **degrees}
+    arguments = {"dp_replicate": 1, "dp": 1, "pp": 1, "tp": None, **degrees}
     if shape is None:
         with pytest.raises(ValueError, match="8 processes"):
             meshes._mesh_shape(**arguments, world=8)
@@ -102,10 +102,10 @@ def test_tensor_parallel_ranks_are_neighbours_and_see_the_same_batch(ranks: Any)
 
 
 def _hybrid(rank: int, world: int) -> tuple[Any, ...]:
-    mesh = init_mesh(rep=2, dp=2, tp=1)
+    mesh = init_mesh(dp_replicate=2, dp=2, tp=1)
     assert mesh is not None
-    assert mesh.mesh_dim_names == ("rep", "dp", "pp", "tp")
-    assert [degree(mesh, dim) for dim in ("rep", "dp", "pp", "tp", "cp")] == [2, 2, 1, 1, 1]
+    assert mesh.mesh_dim_names == ("dp_replicate", "dp", "pp", "tp")
+    assert [degree(mesh, dim) for dim in ("dp_replicate", "dp", "pp", "tp", "cp")] == [2, 2, 1, 1, 1]
     data, whole = data_group(mesh), whole_group(mesh)
     assert (data.rank, data.size) == data_coordinate(mesh)
     assert whole == everyone()
@@ -125,7 +125,7 @@ def test_hybrid_meshes_read_different_data_along_two_dimensions(ranks: Any) -> N
 
 def _timeouts(rank: int, world: int) -> list[float]:
     """Seconds that collectives of every group wait, in a world that was there before."""
-    mesh = init_mesh(rep=2, dp=2, tp=1, timeout=timedelta(seconds=77))
+    mesh = init_mesh(dp_replicate=2, dp=2, tp=1, timeout=timedelta(seconds=77))
     assert mesh is not None
     later = init_mesh(pp=2)  # says nothing: as long as the others
     assert later is not None

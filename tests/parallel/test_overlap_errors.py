@@ -17,7 +17,7 @@ from products import around
 
 from shardfuse.parallel.core.mesh import Group, tp_group
 from shardfuse.parallel.cross_entropy import linear_cross_entropy
-from shardfuse.parallel.overlap.memory.pool import SymmetricArena
+from shardfuse.parallel.overlap.memory.pool import SymmetricMemoryPool
 
 pytestmark = [pytest.mark.ranks, pytest.mark.interpret]
 
@@ -120,7 +120,7 @@ def _one_body(rank: int, world: int, way: str) -> tuple[str, float]:
     """What each rank says where the last one fails and goes no further, and how long the others waited for it."""
     group = tp_group(dist.new_group(range(world), timeout=timedelta(seconds=LIMIT_S)))
     if way == "kernel":
-        SymmetricArena.of(group, device="cpu", timeout_s=LIMIT_S)
+        SymmetricMemoryPool.of(group, device="cpu", timeout_s=LIMIT_S)
     _step(group, "layers", True, way)
     message, start = "", time.monotonic()
     try:

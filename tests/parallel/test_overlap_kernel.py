@@ -39,7 +39,7 @@ from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.options import TPOptions
 from shardfuse.parallel.linear import column_linear, row_linear
 from shardfuse.parallel.overlap import policy
-from shardfuse.parallel.overlap.memory.pool import SymmetricArena
+from shardfuse.parallel.overlap.memory.pool import SymmetricMemoryPool
 from shardfuse.parallel.pipeline.split_backward import stage_backward_input, stage_backward_weight
 
 pytestmark = [pytest.mark.ranks, pytest.mark.interpret]
@@ -192,8 +192,8 @@ def test_the_choice_is_explained(ranks: Any):
 
 def _probe_body(rank: int, world: int) -> tuple[str, str]:
     """Memory that cannot be trusted: every rank falls back, and says why."""
-    original = SymmetricArena.probe
-    SymmetricArena.probe = lambda self, timeout_s=None: "probe: rank 1 does not reach rank 0"  # type: ignore[method-assign]
+    original = SymmetricMemoryPool.probe
+    SymmetricMemoryPool.probe = lambda self, timeout_s=None: "probe: rank 1 does not reach rank 0"  # type: ignore[method-assign]
     try:
         group = world_group()
         x, weight = torch.ones(4, D), torch.ones(D, D)
@@ -206,7 +206,7 @@ def _probe_body(rank: int, world: int) -> tuple[str, str]:
         assert weight.isfinite().all()
         return path.kind, path.reason
     finally:
-        SymmetricArena.probe = original  # type: ignore[method-assign]
+        SymmetricMemoryPool.probe = original  # type: ignore[method-assign]
 
 
 def test_memory_that_fails_its_probe_is_not_used(ranks: Any):

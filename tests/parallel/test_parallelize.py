@@ -41,7 +41,7 @@ CONFIG: dict[str, Any] = {
 class Combination(NamedTuple):
     """Degrees, engine and schedule."""
 
-    rep: int = 1
+    dp_replicate: int = 1
     dp: int = 1
     pp: int = 1
     tp: int = 1
@@ -54,10 +54,12 @@ class Combination(NamedTuple):
 
     @property
     def world(self) -> int:
-        return self.rep * self.dp * self.pp * self.tp
+        return self.dp_replicate * self.dp * self.pp * self.tp
 
     def __str__(self) -> str:
-        degrees = [f"{name}{getattr(self, name)}" for name in ("rep", "dp", "pp", "tp") if getattr(self, name) > 1]
+        degrees = [
+            f"{name}{getattr(self, name)}" for name in ("dp_replicate", "dp", "pp", "tp") if getattr(self, name) > 1
+        ]
         flags = [name for name in ("recompute", "sequence_parallel", "tied") if getattr(self, name)]
         return "-".join([*degrees, f"zero{self.zero}", self.schedule or "whole", self.style, *flags])
 
@@ -97,7 +99,7 @@ def _alone(case: Combination) -> tuple[list[float], list[float], dict[str, torch
 def _spread(rank: int, world: int, fields: tuple[Any, ...], microbatches: int | None) -> list[str]:
     case = Combination(*fields)
     expected, expected_norms, whole = _alone(case)
-    mesh = init_mesh(rep=case.rep, dp=case.dp, pp=case.pp, tp=case.tp)
+    mesh = init_mesh(dp_replicate=case.dp_replicate, dp=case.dp, pp=case.pp, tp=case.tp)
     with torch.device("meta"):
         model = ParallelTransformer(
             _config(case), mesh=mesh, dtype=torch.float64, sequence_parallel=case.sequence_parallel
@@ -145,7 +147,7 @@ CHOSEN = [
     C(pp=2, schedule="gpipe", recompute=True, style="gelu"),
     C(pp=2, schedule="1f1b", tied=True),
     C(dp=2, tp=2, zero=3),
-    C(rep=2, dp=2, zero=2),
+    C(dp_replicate=2, dp=2, zero=2),
     C(dp=2, pp=2, zero=0, schedule="interleaved_zb"),
     C(dp=2, pp=2, zero=3, schedule="interleaved_1f1b", tied=True),
     C(dp=2, pp=2, zero=2, schedule="dualpipev"),
@@ -158,7 +160,7 @@ BESIDE = [  # what _all() does not vary
     C(dp=2, pp=2, tp=2, zero=3, schedule="interleaved_1f1b", recompute=True, sequence_parallel=True),
     C(dp=2, pp=2, tp=2, zero=1, schedule="zbv", sequence_parallel=True),
     C(dp=2, pp=2, tp=2, zero=0, schedule="dualpipev", recompute=True, tied=True),
-    C(rep=2, dp=2, pp=2, zero=2, schedule="interleaved_zb", tied=True),
+    C(dp_replicate=2, dp=2, pp=2, zero=2, schedule="interleaved_zb", tied=True),
 ]
 MODELS = [(style, tied) for tied in (False, True) for style in ("gated", "gelu")]
 
@@ -173,7 +175,7 @@ def _all() -> list[Combination]:
         case = C(*mesh, zero=zero, schedule=schedule, recompute=recompute)
         if not 1 < case.world <= 4 or (case.pp > 1) != (schedule is not None):
             continue
-        if case.rep * case.dp == 1 and zero:
+        if case.dp_replicate * case.dp == 1 and zero:
             continue
         if schedule is not None and SCHEDULES[schedule].splits_backward and zero == 3:
             continue  # refused

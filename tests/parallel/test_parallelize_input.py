@@ -59,7 +59,7 @@ def _meshes_body(rank: int, world: int) -> list[str]:
         _said(lambda: zero.shard(torch.nn.Linear(4, 4), named("data"), zero=1)),
         _said(lambda: parallelize(_model(), zero=1)),
         _said(lambda: parallelize(root, mesh, zero=0)),
-        _said(lambda: parallelize(_model(), named("rep"))),
+        _said(lambda: parallelize(_model(), named("dp_replicate"))),
         _said(lambda: parallelize(_model(), init_mesh(tp=world))),
     ]
 
@@ -68,15 +68,16 @@ def test_meshes_over_which_ranks_would_train_apart_are_refused(ranks: Any):
     for said in ranks(2, _meshes_body):
         assert said == [
             "the mesh's dimensions [2] have no names, so what is spread over them is open: make it by init_mesh(), or "
-            "name them (mesh_dim_names) 'rep', 'dp', 'pp' and 'tp'",
+            "name them (mesh_dim_names) 'dp_replicate', 'dp', 'pp' and 'tp'",
             *(
-                f"the mesh has a dimension {name!r} of 2 ranks, over which nothing would be spread: expected 'rep', "
-                "'dp', 'pp', 'tp'; rename it, or pass the sub-mesh without it if its ranks are yours to keep alike"
+                f"the mesh has a dimension {name!r} of 2 ranks, over which nothing would be spread: expected "
+                "'dp_replicate', 'dp', 'pp', 'tp'; rename it, or pass the sub-mesh without it if its ranks are yours to "
+                "keep alike"
                 for name in ("data", "stage", "data")
             ),
             "zero=1 without a mesh shards nothing over the 2 processes: pass init_mesh()",
             "this FSDPParallelTransformer is sharded already: shard it once, or build it anew",
-            "the mesh has a dimension 'rep', which repeats the shards of 'dp', and no 'dp': name it 'dp'",
+            "the mesh has a dimension 'dp_replicate', which repeats the shards of 'dp', and no 'dp': name it 'dp'",
             "the model was built for 1 tensor-parallel rank(s) and the mesh has tp=2: build it with mesh=mesh",
         ]
 

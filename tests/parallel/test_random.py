@@ -18,7 +18,7 @@ from shardfuse import (
     save_checkpoint,
     tp_group,
 )
-from shardfuse.kernels.dropout import new_ticket
+from shardfuse.kernels.dropout import new_rng_key
 from shardfuse.parallel.core.random import check_alike
 from shardfuse.parallel.zero.clip import GradientClipper
 
@@ -28,9 +28,9 @@ CPU = torch.device("cpu")
 def test_seeds_depend_on_seed_and_step_alone():
     seeds = {(seed, step): manual_seed(seed, step=step) for seed in (0, 1) for step in (0, 1, 2)}
     assert len(set(seeds.values())) == 6
-    first = [int(new_ticket(CPU)) for _ in range(2)]
+    first = [int(new_rng_key(CPU)) for _ in range(2)]
     manual_seed(1, step=2)
-    assert [int(new_ticket(CPU)) for _ in range(2)] == first
+    assert [int(new_rng_key(CPU)) for _ in range(2)] == first
     assert first[0] != first[1]
     assert all(manual_seed(*key[:1], step=key[1]) == seed for key, seed in seeds.items())
 
@@ -39,15 +39,15 @@ def _drawn_body(rank: int, world: int, tp: int) -> tuple[int, str]:
     mesh = init_mesh(dp=world // tp, tp=tp)
     manual_seed(7, mesh, step=3)
     check_alike(tp_group(mesh), CPU)
-    ticket = int(new_ticket(CPU))
+    rng_key = int(new_rng_key(CPU))
     check_alike(tp_group(mesh), CPU)
     if rank == 1:
-        new_ticket(CPU)
+        new_rng_key(CPU)
     try:
         check_alike(tp_group(mesh), CPU)
     except RuntimeError as error:
-        return ticket, str(error)
-    return ticket, ""
+        return rng_key, str(error)
+    return rng_key, ""
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -18,7 +18,7 @@ from symmetric_case import (
     WIDTH,
     exchange,
     expected_rows,
-    make_arena,
+    make_pool,
     memory_held,
     pull,
     push,
@@ -31,16 +31,16 @@ from shardfuse.kernels.comm.reduce_op import all_reduce_rmsnorm_shape
 from shardfuse.kernels.runtime.signals import CHUNKS, COUNTERS, EPOCH, PHASES, STATE
 from shardfuse.parallel.core.mesh import Group, everyone
 from shardfuse.parallel.overlap.memory.channel import capturing
-from shardfuse.parallel.overlap.memory.pool import Channel, SymmetricArena, arena_bytes, model_slots
+from shardfuse.parallel.overlap.memory.pool import Channel, SymmetricMemoryPool, model_slots, pool_bytes
 from shardfuse.parallel.overlap.memory.sizes import ALIGN, layout, own_slots, pad_bytes, text
 
 # --- memory and exchanges ---------------------------------------------------------------------------------------------
 
 
 def _views_body(rank: int, world: int) -> None:
-    arena = make_arena()
-    channel = arena.channel("gather", SLOT)
-    assert (arena.rank, arena.size, channel.rank, channel.size) == (rank, world, rank, world)
+    pool = make_pool()
+    channel = pool.channel("gather", SLOT)
+    assert (pool.rank, pool.size, channel.rank, channel.size) == (rank, world, rank, world)
     starts = []
     for step in range(5):
         peers, signals = channel.begin((world, ROWS, WIDTH), torch.float32)
@@ -56,9 +56,9 @@ def _views_body(rank: int, world: int) -> None:
         channel.end()
     assert starts[0] != starts[1]
     assert starts == [starts[0], starts[1]] * 2 + [starts[0]]  # slots take turns
-    assert arena.channel("gather", SLOT // 2) is channel  # shared by whoever asks for it
-    assert make_arena() is arena
-    arena.check()
+    assert pool.channel("gather", SLOT // 2) is channel  # shared by whoever asks for it
+    assert make_pool() is pool
+    pool.check()
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -67,8 +67,8 @@ def test_what_a_rank_writes_its_peers_see(ranks: Any, world: int):
 
 
 def test_poisoned_slots_never_show_what_was_sent_two_exchanges_ago():
-    arenas = SymmetricArena.virtual(2, 1 << 16)
-    channels = [arena.channel("gather", SLOT) for arena in arenas]
+    pools = SymmetricMemoryPool.virtual(2, 1 << 16)
+    channels = [pool.channel("gather", SLOT) for pool in pools]
     shape = (2, ROWS, WIDTH)
     for step in range(4):
         begun = [channel.begin(shape, torch.float32) for channel in channels]
@@ -87,10 +87,10 @@ WRAPS = {
 
 
 def _wrap_body(rank: int, world: int, first: int, every: int, expected: list[int]) -> None:
-    arena = make_arena(first_epoch=first, rebase_every=every)
-    channel = arena.channel("gather", SLOT)
+    pool = make_pool(first_epoch=first, rebase_every=every)
+    channel = pool.channel("gather", SLOT)
     assert run_exchanges(channel, len(expected)) == expected
-    arena.barrier()
+    pool.barrier()
     own = exchange(channel, 0.0)[0].pads[rank]
     behind = (channel.epoch - own.to(torch.int64)).remainder(2**32)
     # Flags that nobody raises are brought along by a rebase, and stay where they were without one.
@@ -106,7 +106,7 @@ def test_epochs_wrap_and_flags_are_rebased(ranks: Any, name: str):
 def _groups_body(rank: int, world: int) -> list[str]:
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     pair = Group(pairs[rank % 2], rank // 2, 2, None)
-    whole, part = make_arena(), make_arena(pair, bytes=1 << 16)
+    whole, part = make_pool(), make_pool(pair, bytes=1 << 16)
     assert whole is not part
     channels = whole.channel("gather", SLOT), part.channel("gather", SLOT), part.channel("reduce", SLOT)
     begun = [channel.begin((channel.size, ROWS, WIDTH), torch.float32) for channel in channels]
@@ -124,7 +124,7 @@ def _groups_body(rank: int, world: int) -> list[str]:
     return [part.budget().splitlines()[0], said_by(lambda: part.channel("gather", 1 << 20), ValueError)]
 
 
-def test_two_arenas_and_subgroups_side_by_side(ranks: Any):
+def test_two_pools_and_subgroups_side_by_side(ranks: Any):
     for rank, (title, error) in enumerate(ranks(4, _groups_body)):
         members = [rank % 2, rank % 2 + 2]
         assert title == f"symmetric memory of the group of global ranks {members}, on each of 2 ranks"
@@ -132,7 +132,7 @@ def test_two_arenas_and_subgroups_side_by_side(ranks: Any):
 
 
 def _inference_body(rank: int, world: int) -> None:
-    channel = make_arena().channel("gather", SLOT)
+    channel = make_pool().channel("gather", SLOT)
     with torch.inference_mode():
         run_exchanges(channel, 2)
     peers, signals = channel.begin((world, ROWS, WIDTH), torch.float32)  # views that inference mode made
@@ -152,17 +152,17 @@ def test_inference_mode_leaves_nothing_that_training_cannot_use(ranks: Any):
 
 
 def _growth_body(rank: int, world: int) -> None:
-    arena = make_arena()
-    gather, last = arena.channel("gather", SLOT), arena.channel("last", SLOT)
+    pool = make_pool()
+    gather, last = pool.channel("gather", SLOT), pool.channel("last", SLOT)
     run_exchanges(gather, 3)
     run_exchanges(last, 2)
-    assert arena.channel("gather", 16 * SLOT) is gather  # moves the other one
+    assert pool.channel("gather", 16 * SLOT) is gather  # moves the other one
     assert run_exchanges(gather, 2) == [4, 5]
     assert run_exchanges(last, 2) == [3, 4]
     peers, _ = gather.begin((16 * SLOT // 4,), torch.float32)
     assert peers[rank].nbytes == 16 * SLOT
     assert "cannot move while an exchange is under way: exchange (channel 'gather', torch.float32 [960])" in said_by(
-        lambda: arena.channel("gather", 17 * SLOT)
+        lambda: pool.channel("gather", 17 * SLOT)
     )
 
 
@@ -172,13 +172,13 @@ def test_channels_grow_between_exchanges_and_go_on_counting(ranks: Any):
 
 def _reserve_body(rank: int, world: int) -> str:
     room = layout({**own_slots(world), "gather": SLOT}, world)[1]
-    arena = make_arena(bytes=room)
-    gather = arena.channel("gather", SLOT)
+    pool = make_pool(bytes=room)
+    gather = pool.channel("gather", SLOT)
     run_exchanges(gather, 1)
-    error = said_by(lambda: arena.channel("reduce", SLOT), ValueError)
+    error = said_by(lambda: pool.channel("reduce", SLOT), ValueError)
     needed = int(error.partition("make it with bytes=")[2].split()[0])
-    assert make_arena(bytes=needed) is arena
-    run_exchanges(arena.channel("reduce", SLOT), 2)
+    assert make_pool(bytes=needed) is pool
+    run_exchanges(pool.channel("reduce", SLOT), 2)
     assert run_exchanges(gather, 1) == [2]
     return error
 
@@ -193,9 +193,9 @@ def test_a_budget_that_is_too_small_is_refused_with_the_one_that_would_do(ranks:
 
 
 def test_budget_is_a_table_of_bytes_by_channel():
-    (arena, _) = SymmetricArena.virtual(2, 64 << 10)
-    arena.channel("gather", 1000)
-    assert arena.budget() == textwrap.dedent("""\
+    (pool, _) = SymmetricMemoryPool.virtual(2, 64 << 10)
+    pool.channel("gather", 1000)
+    assert pool.budget() == textwrap.dedent("""\
         symmetric memory, on each of 2 ranks
           channel  slots         bytes
           barrier  2 x 0 B       1.0 KiB
@@ -206,9 +206,9 @@ def test_budget_is_a_table_of_bytes_by_channel():
 
 
 @pytest.mark.parametrize(("ranks_", "tokens"), [(2, 7), (3, 7), (8, 4096)])
-def test_a_models_channels_fill_its_arena_to_the_byte(ranks_: int, tokens: int):
+def test_a_models_channels_fill_its_pool_to_the_byte(ranks_: int, tokens: int):
     sizes = {"hidden": 24, "tokens": tokens, "dtype": torch.bfloat16, "ranks": ranks_}
-    slots, needed = model_slots(**sizes), arena_bytes(**sizes)
+    slots, needed = model_slots(**sizes), pool_bytes(**sizes)
     shapes = {
         "gather": [(tokens, 24)],
         "reduce": [comm.reduce_scatter_shape(tokens, 24, ranks_), comm.all_reduce_shape(tokens, 24, ranks_)],
@@ -224,14 +224,14 @@ def test_a_models_channels_fill_its_arena_to_the_byte(ranks_: int, tokens: int):
     assert slots == {name: max(2 * math.prod(shape) for shape in those) for name, those in shapes.items()}
     assert model_slots(**sizes, ffn=96) == {name: 4 * nbytes for name, nbytes in slots.items()}
     for room, fits in ((needed, True), (needed - 1, False)):
-        arena = SymmetricArena.virtual(ranks_, room)[0]
+        pool = SymmetricMemoryPool.virtual(ranks_, room)[0]
         for name in ("gather", "reduce", "decode"):
-            arena.channel(name, slots[name])
+            pool.channel(name, slots[name])
         if fits:
-            arena.channel("decode2", slots["decode2"])
+            pool.channel("decode2", slots["decode2"])
         else:
             with pytest.raises(ValueError, match=f"bytes={needed} or more"):
-                arena.channel("decode2", slots["decode2"])
+                pool.channel("decode2", slots["decode2"])
 
 
 # --- its end ----------------------------------------------------------------------------------------------------------
@@ -240,43 +240,43 @@ def test_a_models_channels_fill_its_arena_to_the_byte(ranks_: int, tokens: int):
 def _freed_body(rank: int, world: int) -> None:
     gc.collect()  # of tests before
     assert memory_held() == (0, 0)
-    arena = make_arena()
-    channel = arena.channel("gather", SLOT)
+    pool = make_pool()
+    channel = pool.channel("gather", SLOT)
     peers = channel.begin((world, ROWS, WIDTH), torch.float32)[0]
     assert memory_held() == (world, world)
     dist.barrier()
     dist.destroy_process_group()
     peers[rank].fill_(1.0)  # a view holds its memory, and no more
-    for use in (arena.barrier, lambda: arena.channel("new", 1), arena.probe, arena.check):
-        assert "this arena was closed, or its process group destroyed" in said_by(use)
+    for use in (pool.barrier, lambda: pool.channel("new", 1), pool.probe, pool.check):
+        assert "this pool was closed, or its process group destroyed" in said_by(use)
     del peers
     assert memory_held() == (0, 0)
 
 
-def test_an_arena_goes_with_its_group(ranks: Any):
+def test_an_pool_goes_with_its_group(ranks: Any):
     ranks(2, _freed_body)
 
 
 def _kept_body(rank: int, world: int) -> None:
     """Somebody holds a destroyed group, as modules do."""
     kept = Group(dist.new_group([0, 1]), rank, world, None)
-    old = make_arena(kept)
+    old = make_pool(kept)
     old.barrier()
     dist.destroy_process_group(kept.pg)
     again = Group(dist.new_group([0, 1]), rank, world, None)
-    new = make_arena(again)
+    new = make_pool(again)
     assert new is not old
-    assert "this arena was closed" in said_by(old.barrier)
+    assert "this pool was closed" in said_by(old.barrier)
     new.barrier()
-    assert "process group has been destroyed" in said_by(lambda: make_arena(kept), ValueError)
+    assert "process group has been destroyed" in said_by(lambda: make_pool(kept), ValueError)
     new.close()
     new.close()
-    assert make_arena(again) is not new
+    assert make_pool(again) is not new
     assert "closed" in said_by(new.barrier)
-    make_arena(again).barrier()
+    make_pool(again).barrier()
 
 
-def test_a_new_group_never_meets_an_old_arena(ranks: Any):
+def test_a_new_group_never_meets_an_old_pool(ranks: Any):
     ranks(2, _kept_body)
 
 
@@ -285,15 +285,15 @@ def _cycles_body(rank: int, world: int, cycles: int) -> None:
     gc.collect()  # of tests before: the cycles need no collection
     counts = []
     for _ in range(cycles):
-        arena = make_arena(group, bytes=64 << 10)
-        arena.channel("gather", SLOT)
-        arena.barrier()
-        arena.close()
+        pool = make_pool(group, bytes=64 << 10)
+        pool.channel("gather", SLOT)
+        pool.barrier()
+        pool.close()
         counts.append(memory_held())
     assert counts == [(0, 0)] * cycles
 
 
-def test_fifty_arenas_leak_neither_files_nor_mappings(ranks: Any):
+def test_fifty_pools_leak_neither_files_nor_mappings(ranks: Any):
     ranks(2, _cycles_body, 50)
 
 
@@ -304,12 +304,12 @@ def test_fifty_arenas_leak_neither_files_nor_mappings(ranks: Any):
 def test_virtual_ranks_take_turns_in_one_thread(first_epoch: int):
     """Rank 0 sends before rank 1 has so much as asked for the channel."""
     world = 3
-    arenas = SymmetricArena.virtual(world, 1 << 16, first_epoch=first_epoch)
+    pools = SymmetricMemoryPool.virtual(world, 1 << 16, first_epoch=first_epoch)
     channels: list[Channel] = []
     for step in range(5):
         begun = []
-        for rank, arena in enumerate(arenas):
-            channel = arena.channel("gather", SLOT)
+        for rank, pool in enumerate(pools):
+            channel = pool.channel("gather", SLOT)
             peers, signals = channel.begin((world, ROWS, WIDTH), torch.float32)
             push(peers, signals, float(step))
             begun.append((channel, peers, signals))
@@ -318,48 +318,48 @@ def test_virtual_ranks_take_turns_in_one_thread(first_epoch: int):
             assert torch.equal(pull(peers, signals), expected_rows(world, float(step)))
             channel.end()
     assert len({channel.epoch for channel in channels}) == 1
-    assert [arena.probe() for arena in arenas] == [None] * world
+    assert [pool.probe() for pool in pools] == [None] * world
 
 
 def test_virtual_ranks_with_a_thread_each_meet_and_rebase():
     world, failures = 3, []
-    arenas = SymmetricArena.virtual(world, 1 << 16, timeout_s=TIMEOUT_S, rebase_every=2, first_epoch=2**31 - 4)
+    pools = SymmetricMemoryPool.virtual(world, 1 << 16, timeout_s=TIMEOUT_S, rebase_every=2, first_epoch=2**31 - 4)
 
-    def run(arena: SymmetricArena) -> None:
+    def run(pool: SymmetricMemoryPool) -> None:
         try:
-            run_exchanges(arena.channel("gather", SLOT), 7)
-            arena.barrier()
+            run_exchanges(pool.channel("gather", SLOT), 7)
+            pool.barrier()
         except BaseException as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=run, args=(arena,)) for arena in arenas]
+    threads = [threading.Thread(target=run, args=(pool,)) for pool in pools]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not failures
-    assert {arena._channels["gather"].epoch for arena in arenas} == {-(2**31) + 3}
+    assert {pool._channels["gather"].epoch for pool in pools} == {-(2**31) + 3}
 
 
 def test_channels_of_virtual_ranks_stay_where_they_are():
-    arenas = SymmetricArena.virtual(2, 1 << 16)
-    for arena in arenas:
-        channel = arena.channel("gather", SLOT)
+    pools = SymmetricMemoryPool.virtual(2, 1 << 16)
+    for pool in pools:
+        channel = pool.channel("gather", SLOT)
         channel.begin((1,), torch.float32)
         channel.end()
-    arenas[0].channel("behind", SLOT)  # moves nothing
+    pools[0].channel("behind", SLOT)  # moves nothing
     with pytest.raises(
         RuntimeError, match="channel 'gather' is in use, and the other virtual ranks have its addresses"
     ):
-        arenas[0].channel("gather", 2 * SLOT)
+        pools[0].channel("gather", 2 * SLOT)
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
 
 
 def test_device_counted_exchanges_see_both_slots():
-    arenas = SymmetricArena.virtual(2, 1 << 16, first_epoch=6)
-    channel, host = arenas[1].channel("decode", SLOT), arenas[1].channel("host", SLOT)
+    pools = SymmetricMemoryPool.virtual(2, 1 << 16, first_epoch=6)
+    channel, host = pools[1].channel("decode", SLOT), pools[1].channel("host", SLOT)
     peers, signals = channel.device_counted((ROWS, WIDTH), torch.float32, op="all_reduce_rmsnorm")
     host.begin((ROWS, WIDTH), torch.float32)
     host.end()
@@ -377,22 +377,22 @@ def test_device_counted_exchanges_see_both_slots():
     with pytest.raises(RuntimeError, match="the host counts its exchanges, so the device cannot"):
         host.device_counted((1,), torch.float32)
     with pytest.raises(RuntimeError, match="channel 'decode' is in use, and captured graphs may hold its addresses"):
-        arenas[1].channel("decode", 2 * SLOT)
+        pools[1].channel("decode", 2 * SLOT)
 
 
 def test_graph_capture(monkeypatch: pytest.MonkeyPatch):
     """The host's count cannot be captured, and memory cannot be had inside a capture; the rest can."""
-    (arena,) = SymmetricArena.virtual(1, 1 << 16)
-    channel, decode = arena.channel("gather", SLOT), arena.channel("decode", SLOT)
+    (pool,) = SymmetricMemoryPool.virtual(1, 1 << 16)
+    channel, decode = pool.channel("gather", SLOT), pool.channel("decode", SLOT)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert capturing()
     with pytest.raises(RuntimeError, match=r"channel 'gather': begin\(\) inside graph capture: .*device_counted"):
         channel.begin((1,), torch.float32)
-    with pytest.raises(RuntimeError, match=r"first use, which cannot be inside graph capture: probe\(\) the arena"):
+    with pytest.raises(RuntimeError, match=r"first use, which cannot be inside graph capture: probe\(\) the pool"):
         decode.device_counted((1,), torch.float32)
     monkeypatch.undo()
-    arena.settle()
+    pool.settle()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     decode.device_counted((1,), torch.float32)

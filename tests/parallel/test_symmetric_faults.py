@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from symmetric_case import ROWS, SLOT, WIDTH, make_arena, memory_held, run_exchanges, said_by
+from symmetric_case import ROWS, SLOT, WIDTH, make_pool, memory_held, run_exchanges, said_by
 
 from shardfuse.kernels.runtime.signals import ExchangeTimeout, Signals, raise_flags
 from shardfuse.parallel.core.mesh import SINGLE, Group, everyone
 from shardfuse.parallel.overlap.memory import backends, probe
 from shardfuse.parallel.overlap.memory.backends import MemoryUnavailable
-from shardfuse.parallel.overlap.memory.pool import SymmetricArena
+from shardfuse.parallel.overlap.memory.pool import SymmetricMemoryPool
 
 # --- whoever does not come --------------------------------------------------------------------------------------------
 
@@ -35,13 +35,13 @@ def _barrier_body(rank: int, world: int) -> list[str]:
     group = dist.new_group([1, 2, 3])
     if rank == 0:
         return []
-    arena = make_arena(Group(group, rank - 1, 3, None))
-    channel = arena.channel("gather", SLOT)
+    pool = make_pool(Group(group, rank - 1, 3, None))
+    channel = pool.channel("gather", SLOT)
     for _ in range(3):
-        arena.barrier()
+        pool.barrier()
     if rank == 3:
         return []
-    said = [said_by(lambda: arena.barrier(0.2), ExchangeTimeout), said_by(arena.barrier), said_by(arena.check)]
+    said = [said_by(lambda: pool.barrier(0.2), ExchangeTimeout), said_by(pool.barrier), said_by(pool.check)]
     return [*said, said_by(lambda: channel.begin((1,), torch.float32))]
 
 
@@ -58,8 +58,8 @@ def test_a_barrier_names_who_does_not_come(ranks: Any):
 
 
 def _rebase_body(rank: int, world: int) -> str:
-    arena = make_arena(timeout_s=0.2, rebase_every=2)
-    channel = arena.channel("gather", SLOT)
+    pool = make_pool(timeout_s=0.2, rebase_every=2)
+    channel = pool.channel("gather", SLOT)
     run_exchanges(channel, 2)
     if rank == 0:
         return ""
@@ -79,13 +79,13 @@ VICTIM = """
 
     rank, meeting = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=3)
-    arena = symmetric.SymmetricArena.of(everyone(), device="cpu", bytes=1 << 20)
-    arena.barrier()
+    pool = symmetric.SymmetricMemoryPool.of(everyone(), device="cpu", bytes=1 << 20)
+    pool.barrier()
     if rank == 1:
         symmetric.raise_flags = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     try:
-        arena.barrier(0.5)
+        pool.barrier(0.5)
     except ExchangeTimeout as error:
         print(f"{time.monotonic() - started:.2f} {error}", flush=True)
     os._exit(0)
@@ -118,8 +118,8 @@ def test_a_killed_rank_is_named_and_leaves_nothing_behind(tmp_path: Path):
 
 
 def test_a_reported_timeout_names_the_exchange_and_breaks_the_channel():
-    (arena, _) = SymmetricArena.virtual(2, 1 << 16)
-    channel, other = arena.channel("reduce", SLOT), arena.channel("gather", SLOT)
+    (pool, _) = SymmetricMemoryPool.virtual(2, 1 << 16)
+    channel, other = pool.channel("reduce", SLOT), pool.channel("gather", SLOT)
     for _ in range(2):
         channel.begin((ROWS, WIDTH), torch.float16)
         channel.end()
@@ -132,7 +132,7 @@ def test_a_reported_timeout_names_the_exchange_and_breaks_the_channel():
         "1 (chunk 5, exchange 3; its flag stands at 2)"
     )
     assert isinstance(caught.value, TimeoutError)
-    for use in (channel.check, arena.check, lambda: channel.begin((1,), torch.int8)):
+    for use in (channel.check, pool.check, lambda: channel.begin((1,), torch.int8)):
         with pytest.raises(RuntimeError, match=r"channel 'reduce' is broken since: linear_reduce_scatter"):
             use()
     other.begin((ROWS, WIDTH), torch.float16)
@@ -140,24 +140,24 @@ def test_a_reported_timeout_names_the_exchange_and_breaks_the_channel():
 
 
 def test_a_report_of_an_earlier_exchange_is_told_with_that_ones_name():
-    (arena,) = SymmetricArena.virtual(1, 1 << 16)
-    channel = arena.channel("decode", SLOT)
+    (pool,) = SymmetricMemoryPool.virtual(1, 1 << 16)
+    channel = pool.channel("decode", SLOT)
     for tokens in (1, 2, 3):
         _, signals = channel.begin((tokens, WIDTH), torch.float32, op="all_reduce_rmsnorm")
         channel.end()
     signals.report.copy_(torch.tensor([1, 1, 0, 0, 2, 1, 0, 0]))
     with pytest.raises(ExchangeTimeout, match=r"torch.float32 \[2, 5\]\): rank 0 waited in vain for sums from rank 0"):
-        arena.check()
+        pool.check()
 
 
 # --- the probe --------------------------------------------------------------------------------------------------------
 
 
 def _probe_body(rank: int, world: int) -> list[str | None]:
-    arena = make_arena()
-    channel = arena.channel("gather", SLOT)
-    answers = [arena.probe(), arena.probe()]
-    assert arena._channels["probe"].epoch == 2
+    pool = make_pool()
+    channel = pool.channel("gather", SLOT)
+    answers = [pool.probe(), pool.probe()]
+    assert pool._channels["probe"].epoch == 2
     run_exchanges(channel, 2)
     return answers
 
@@ -204,12 +204,12 @@ FAULTS = {
 
 
 def _bad_probe_body(rank: int, world: int, name: str) -> tuple[str | None, str]:
-    arena = make_arena()
+    pool = make_pool()
     attribute, fault, _ = FAULTS[name]
     with _patched(probe, attribute, fault if rank == 0 else getattr(probe, attribute)):
-        why = arena.probe(timeout_s=1.0)
-    assert arena.probe() == why
-    return why, said_by(lambda: arena.channel("gather", SLOT).begin((1,), torch.float32))
+        why = pool.probe(timeout_s=1.0)
+    assert pool.probe() == why
+    return why, said_by(lambda: pool.channel("gather", SLOT).begin((1,), torch.float32))
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -218,7 +218,7 @@ def test_probe_of_bad_memory_names_the_pair_on_every_rank(ranks: Any, name: str)
     assert others == [(why, later)] * 2
     assert re.search(FAULTS[name][2], why), why
     assert "\n" not in why
-    assert f"this arena is broken since: {why}" in later
+    assert f"this pool is broken since: {why}" in later
 
 
 def _refuse(path: str, *_: Any) -> str:
@@ -237,11 +237,11 @@ UNREACHABLE = {
 
 
 def _unreachable_body(rank: int, world: int, name: str) -> tuple[str | None, str]:
-    arena = make_arena()
+    pool = make_pool()
     function, fault, _ = UNREACHABLE[name]
     with _patched(backends.os, function, fault if rank == 1 else getattr(os, function)):
-        error = said_by(arena.barrier, MemoryUnavailable)
-        why = arena.probe()
+        error = said_by(pool.barrier, MemoryUnavailable)
+        why = pool.probe()
     gc.collect()  # errors hold the frames they came through, and what was mapped there
     assert memory_held() == (0, 0)
     return why, error
@@ -265,7 +265,7 @@ def _no_room(fd: int, offset: int, length: int) -> None:
 
 def _no_room_body(rank: int, world: int) -> str:
     with _patched(backends.os, "posix_fallocate", _no_room if rank == 0 else os.posix_fallocate):
-        return said_by(make_arena().barrier, MemoryUnavailable)
+        return said_by(make_pool().barrier, MemoryUnavailable)
 
 
 def test_memory_that_is_short_is_an_error_at_once(ranks: Any):
@@ -314,11 +314,11 @@ def test_gpus_without_a_link_are_told_by_torchs_own_words(monkeypatch: pytest.Mo
 def _shared_gpu_body(rank: int, world: int) -> str | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-        arena = make_arena(device="cuda:0", rebase_every=3)
-        why = arena.probe()
-        run_exchanges(arena.channel("gather", SLOT), 8)
-        arena.barrier()
-        arena.close()
+        pool = make_pool(device="cuda:0", rebase_every=3)
+        why = pool.probe()
+        run_exchanges(pool.channel("gather", SLOT), 8)
+        pool.barrier()
+        pool.close()
     return why
 
 
@@ -332,8 +332,8 @@ def test_processes_that_share_a_gpu(ranks: Any):
 
 
 def test_misuse_of_a_channel_says_what_to_do():
-    (arena,) = SymmetricArena.virtual(1, 1 << 16)
-    channel = arena.channel("gather", 64)
+    (pool,) = SymmetricMemoryPool.virtual(1, 1 << 16)
+    channel = pool.channel("gather", 64)
     with pytest.raises(RuntimeError, match=r"channel 'gather': end\(\) without begin\(\)"):
         channel.end()
     with pytest.raises(ValueError, match=r"\[4, 5\] takes 80 bytes and a slot has 64; ask for channel\('gather', 80\)"):
@@ -344,33 +344,33 @@ def test_misuse_of_a_channel_says_what_to_do():
     ):
         channel.begin((1,), torch.float32)
     with pytest.raises(ValueError, match="slot_bytes=-1: expected 0 or more"):
-        arena.channel("other", -1)
+        pool.channel("other", -1)
 
 
-def test_misuse_of_an_arena_says_what_to_do():
+def test_misuse_of_an_pool_says_what_to_do():
     for wrong, message in (
-        (lambda: SymmetricArena.of(SINGLE, device="cpu"), "a group of one rank has nobody to exchange with"),
-        (lambda: SymmetricArena.virtual(0, 1), "world=0: expected at least 1"),
-        (lambda: SymmetricArena.virtual(2, 1 << 16, "meta"), "device=meta: expected a CPU or a GPU"),
+        (lambda: SymmetricMemoryPool.of(SINGLE, device="cpu"), "a group of one rank has nobody to exchange with"),
+        (lambda: SymmetricMemoryPool.virtual(0, 1), "world=0: expected at least 1"),
+        (lambda: SymmetricMemoryPool.virtual(2, 1 << 16, "meta"), "device=meta: expected a CPU or a GPU"),
         (
-            lambda: SymmetricArena.virtual(2, 1 << 16, timeout_s=0.0),
+            lambda: SymmetricMemoryPool.virtual(2, 1 << 16, timeout_s=0.0),
             "timeout_s=0.0: expected a number of seconds above 0",
         ),
-        (lambda: SymmetricArena.virtual(2, 100), "the arena may take 100; make it with bytes=34816 or more"),
+        (lambda: SymmetricMemoryPool.virtual(2, 100), "the pool may take 100; make it with bytes=34816 or more"),
     ):
         with pytest.raises(ValueError, match=message):
             wrong()
 
 
 def _misuse_body(rank: int, world: int) -> list[str]:
-    arena = make_arena()
-    assert "the group's arena is on cpu; close() it first" in said_by(
-        lambda: SymmetricArena.of(everyone(), device="cuda:0"), ValueError
+    pool = make_pool()
+    assert "the group's pool is on cpu; close() it first" in said_by(
+        lambda: SymmetricMemoryPool.of(everyone(), device="cuda:0"), ValueError
     )
-    channel = arena.channel("gather", 64 if rank == 0 else 128)
+    channel = pool.channel("gather", 64 if rank == 0 else 128)
     said = said_by(lambda: channel.begin((1,), torch.float32))
-    arena.channel("gather", 128)
-    assert make_arena(timeout_s=2.5) is arena
+    pool.channel("gather", 128)
+    assert make_pool(timeout_s=2.5) is pool
     assert channel.begin((1,), torch.float32)[1].timeout_s == 2.5
     return [said]
 
@@ -389,12 +389,12 @@ WITHOUT_TRITON = """
     import sys
     sys.modules["triton"] = None
     import torch
-    from shardfuse.parallel.overlap.memory.pool import SymmetricArena
-    arena = SymmetricArena.virtual(1, 1 << 16)[0]
-    arena.channel("gather", 64).begin((4,), torch.float32)
-    arena.channel("gather", 64).end()
-    arena.barrier()
-    print(arena.probe(), "torch.distributed._symmetric_memory" in sys.modules)
+    from shardfuse.parallel.overlap.memory.pool import SymmetricMemoryPool
+    pool = SymmetricMemoryPool.virtual(1, 1 << 16)[0]
+    pool.channel("gather", 64).begin((4,), torch.float32)
+    pool.channel("gather", 64).end()
+    pool.barrier()
+    print(pool.probe(), "torch.distributed._symmetric_memory" in sys.modules)
 """
 
 

@@ -27,10 +27,15 @@ def _cases() -> list[Any]:
     some = [
         ({"dp": 2, "tp": 2}, 1, {"sequence_parallel": True}),
         ({"dp": 2, "tp": 2}, 3, {"style": "gated", "tie_embeddings": True, "recompute": True}),
-        ({"rep": 2, "dp": 2, "tp": 1}, 0, {}),
-        ({"rep": 2, "dp": 2, "tp": 1}, 3, {}),
+        ({"dp_replicate": 2, "dp": 2, "tp": 1}, 0, {}),
+        ({"dp_replicate": 2, "dp": 2, "tp": 1}, 3, {}),
     ]
-    meshes = ({"dp": 2, "tp": 2}, {"dp": 4, "tp": 1}, {"rep": 2, "dp": 2, "tp": 1}, {"rep": 2, "tp": 2})
+    meshes = (
+        {"dp": 2, "tp": 2},
+        {"dp": 4, "tp": 1},
+        {"dp_replicate": 2, "dp": 2, "tp": 1},
+        {"dp_replicate": 2, "tp": 2},
+    )
     whole = [
         (dims, stage, {"style": style, "tie_embeddings": tied, "sequence_parallel": sp, "recompute": again})
         for dims in meshes
@@ -38,7 +43,7 @@ def _cases() -> list[Any]:
         for style, tied, again in (("gelu", False, False), ("gelu", True, True), ("gated", True, False))
         for sp in {False, dims["tp"] > 1}
     ]
-    eights = [({"rep": 2, "dp": 2, "tp": 2}, stage, {"sequence_parallel": True}) for stage in (0, 1, 3)]
+    eights = [({"dp_replicate": 2, "dp": 2, "tp": 2}, stage, {"sequence_parallel": True}) for stage in (0, 1, 3)]
     return [
         pytest.param(4, some, id="some"),
         *(pytest.param(4, whole[i::4], id=f"all-{i}", marks=pytest.mark.nightly) for i in range(4)),
@@ -117,7 +122,7 @@ def test_a_step_sends_what_the_formula_says_and_nothing_between_micro_batches(ra
 
 
 def _hybrid_body(rank: int, world: int) -> dict[str, int]:
-    mesh = init_mesh(rep=2, dp=2, tp=1)
+    mesh = init_mesh(dp_replicate=2, dp=2, tp=1)
     model = build(mesh)
     zero.shard(model, mesh, zero=1)
     with Traffic() as traffic:

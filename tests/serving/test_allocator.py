@@ -99,7 +99,7 @@ def test_allocator_never_loses_or_shares_a_block(
 
 
 def test_prefill_and_decode_share_a_step_within_the_budget() -> None:
-    scheduler = Scheduler(BlockAllocator(100, 4), max_slots=3, max_step_tokens=10)
+    scheduler = Scheduler(BlockAllocator(100, 4), max_num_seqs=3, max_num_batched_tokens=10)
     first, second, third = sequences = [_sequence(0, 4, 9), _sequence(1, 11, 9), _sequence(2, 2, 9)]
     for sequence in sequences:
         scheduler.add(sequence)
@@ -118,7 +118,7 @@ def test_prefill_and_decode_share_a_step_within_the_budget() -> None:
 def test_the_youngest_gives_way_and_comes_back_first() -> None:
     """Two sequences outgrow the pool: the older goes on, the younger returns to the queue and computes again."""
     allocator = BlockAllocator(5, 2)
-    scheduler = Scheduler(allocator, max_slots=3, max_step_tokens=16)
+    scheduler = Scheduler(allocator, max_num_seqs=3, max_num_batched_tokens=16)
     old, young, late = _sequence(0, 4, 4), _sequence(1, 2, 5), _sequence(2, 1, 1)
     for sequence in (old, young, late):
         scheduler.add(sequence)
@@ -157,10 +157,10 @@ def test_recomputed_tokens_are_told_from_new_ones() -> None:
 
 
 def test_scheduler_refuses_sizes_that_stall() -> None:
-    with pytest.raises(ValueError, match="max_slots=0"):
-        Scheduler(BlockAllocator(4, 4), max_slots=0, max_step_tokens=8)
-    with pytest.raises(ValueError, match="max_step_tokens=7 is less than max_slots=8"):
-        Scheduler(BlockAllocator(4, 4), max_slots=8, max_step_tokens=7)
+    with pytest.raises(ValueError, match="max_num_seqs=0"):
+        Scheduler(BlockAllocator(4, 4), max_num_seqs=0, max_num_batched_tokens=8)
+    with pytest.raises(ValueError, match="max_num_batched_tokens=7 is less than max_num_seqs=8"):
+        Scheduler(BlockAllocator(4, 4), max_num_seqs=8, max_num_batched_tokens=7)
 
 
 @dataclass(frozen=True)
@@ -169,23 +169,23 @@ class Load:
 
     num_blocks: int
     block_size: int
-    max_slots: int
-    max_step_tokens: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
     requests: list[tuple[int, int, int]]
     cancelled: dict[int, int]
 
 
 @st.composite
 def _loads(draw: st.DrawFn) -> Load:
-    block_size, max_slots = draw(st.sampled_from([1, 4, 16])), draw(st.integers(1, 5))
+    block_size, max_num_seqs = draw(st.sampled_from([1, 4, 16])), draw(st.integers(1, 5))
     length = st.integers(1, 30)
     requests = draw(st.lists(st.tuples(length, length, st.integers(0, 20)), min_size=1, max_size=8))
     longest = max(-(-(prompt + new - 1) // block_size) for prompt, new, _ in requests)
     return Load(
         num_blocks=longest + draw(st.integers(0, 6)),
         block_size=block_size,
-        max_slots=max_slots,
-        max_step_tokens=max_slots + draw(st.integers(0, 40)),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 40)),
         requests=requests,
         cancelled=draw(st.dictionaries(st.integers(0, len(requests) - 1), st.integers(0, 40), max_size=2)),
     )
@@ -195,7 +195,7 @@ def _loads(draw: st.DrawFn) -> Load:
 def test_every_load_is_served(load: Load) -> None:
     """Limits hold in each step, everyone moves on, order is kept, and in the end no block is missing."""
     allocator = BlockAllocator(load.num_blocks, load.block_size)
-    scheduler = Scheduler(allocator, max_slots=load.max_slots, max_step_tokens=load.max_step_tokens)
+    scheduler = Scheduler(allocator, max_num_seqs=load.max_num_seqs, max_num_batched_tokens=load.max_num_batched_tokens)
     sequences = [_sequence(i, prompt, new) for i, (prompt, new, _) in enumerate(load.requests)]
     arrival_order: list[int] = []
     gone: set[int] = set()
@@ -226,8 +226,8 @@ def test_every_load_is_served(load: Load) -> None:
 def _check_step(load: Load, scheduler: Scheduler, chunks: list[Chunk]) -> None:
     allocator = scheduler.allocator
     assert [chunk.sequence for chunk in chunks] == scheduler.running  # nobody with a slot is left out
-    assert len(chunks) <= load.max_slots
-    assert sum(chunk.length for chunk in chunks) <= load.max_step_tokens
+    assert len(chunks) <= load.max_num_seqs
+    assert sum(chunk.length for chunk in chunks) <= load.max_num_batched_tokens
     for chunk in chunks:
         assert chunk.start == chunk.sequence.computed
         assert chunk.samples == (chunk.start + chunk.length == len(chunk.sequence.tokens))

@@ -91,7 +91,9 @@ def test_rolling_batch_equals_solo_forward(style: str, block_size: int) -> None:
     expected = [_solo(model, request) for request in requests]
     assert len({token for answer in expected for token in answer}) > 10  # not a model that repeats itself
 
-    engine = Engine(model, num_blocks=160 // block_size, block_size=block_size, max_slots=3, max_step_tokens=8)
+    engine = Engine(
+        model, num_blocks=160 // block_size, block_size=block_size, max_num_seqs=3, max_num_batched_tokens=8
+    )
     numbers = [engine.add(request) for request in requests]
     assert numbers == list(range(7))
     steps: list[list[TokenEvent]] = []
@@ -127,7 +129,7 @@ def test_an_answer_ends_at_its_stop_token() -> None:
 def test_preemption_loses_nothing(num_blocks: int, block_size: int) -> None:
     """Blocks run out: requests give way and start over, and the tokens, sampled ones too, are the same."""
     model, requests = exact("gated"), _requests()
-    engine = Engine(model, num_blocks=num_blocks, block_size=block_size, max_slots=4, max_step_tokens=16)
+    engine = Engine(model, num_blocks=num_blocks, block_size=block_size, max_num_seqs=4, max_num_batched_tokens=16)
     assert engine.generate(requests) == [_solo(model, request) for request in requests]
     assert engine.stats.preemptions > 0
     assert engine.stats.recomputed_tokens > 0
@@ -140,19 +142,19 @@ def test_preemption_loses_nothing(num_blocks: int, block_size: int) -> None:
     order=st.permutations(range(7)),
     spare_blocks=st.integers(0, 8),
     block_size=st.sampled_from([1, 2, 4]),
-    max_slots=st.integers(1, 7),
+    max_num_seqs=st.integers(1, 7),
     more_tokens=st.integers(0, 20),
 )
 def test_sizes_and_order_change_no_token(
-    order: list[int], spare_blocks: int, block_size: int, max_slots: int, more_tokens: int
+    order: list[int], spare_blocks: int, block_size: int, max_num_seqs: int, more_tokens: int
 ) -> None:
     model, requests = exact("gated"), _requests()
     engine = Engine(
         model,
         num_blocks=-(-26 // block_size) + spare_blocks,  # 26 tokens: the longest request's
         block_size=block_size,
-        max_slots=max_slots,
-        max_step_tokens=max_slots + more_tokens,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + more_tokens,
     )
     answers = engine.generate([requests[i] for i in order])
     assert answers == [_answers_of_gated()[i] for i in order]
@@ -175,7 +177,7 @@ def test_the_kernels_serve_a_model() -> None:
         tokens = torch.tensor([[*request.prompt, *_solo(exact("gelu"), request)]])
         with torch.no_grad():
             rounded.append((model(tokens) - exact("gelu")(tokens)).abs().max().item())
-    engine = Engine(model.to(device), num_blocks=8, block_size=4, max_slots=2, impl="triton")
+    engine = Engine(model.to(device), num_blocks=8, block_size=4, max_num_seqs=2, impl="triton")
     for request, answer in zip(requests, engine.generate(requests)):
         with torch.no_grad():
             logits = exact("gelu")(torch.tensor([[*request.prompt, *answer]]))[0]
@@ -187,7 +189,7 @@ def test_the_kernels_serve_a_model() -> None:
 
 def _serve_on_rank(rank: int, world: int, style: str, num_blocks: int) -> tuple[list[list[int]], int]:
     mesh = init_mesh(tp=world, device_type="cpu")
-    engine = Engine(build(style, mesh), num_blocks=num_blocks, block_size=4, max_slots=3, max_step_tokens=8)
+    engine = Engine(build(style, mesh), num_blocks=num_blocks, block_size=4, max_num_seqs=3, max_num_batched_tokens=8)
     return engine.generate(_requests()), engine.stats.preemptions
 
 
@@ -219,7 +221,7 @@ def _variant(name: str, dtype: torch.dtype) -> ParallelTransformer:
     return model
 
 
-# (max_slots, max_step_tokens, block_size): alone and whole; shared and cut; cut everywhere, in odd pages.
+# (max_num_seqs, max_num_batched_tokens, block_size): alone and whole; shared and cut; cut everywhere, in odd pages.
 COMPANIES = ((1, 64, None), (4, 64, 16), (3, 4, 3))
 
 
@@ -232,7 +234,7 @@ def test_windows_softcaps_and_sinks_are_served(name: str, dtype: torch.dtype) ->
     expected = [_solo(model, request, margin=1e-8 if dtype == torch.float64 else 1e-4) for request in requests]
     assert expected != [_solo(exact("gated"), request) for request in requests]
     for slots, step_tokens, block_size in COMPANIES:
-        sizes = {"max_slots": slots, "max_step_tokens": step_tokens, "block_size": block_size}
+        sizes = {"max_num_seqs": slots, "max_num_batched_tokens": step_tokens, "block_size": block_size}
         assert Engine(model, num_blocks=64, **sizes).generate(requests) == expected
 
 
@@ -240,7 +242,7 @@ def test_windows_softcaps_and_sinks_are_served(name: str, dtype: torch.dtype) ->
 def test_a_quantised_cache_answers_alike_in_any_company(kv_dtype: str) -> None:
     model, requests = exact("gelu"), _requests()
     alone = [Engine(model, num_blocks=64, kv_dtype=kv_dtype).generate([request])[0] for request in requests]
-    engine = Engine(model, num_blocks=64, block_size=4, max_slots=3, max_step_tokens=8, kv_dtype=kv_dtype)
+    engine = Engine(model, num_blocks=64, block_size=4, max_num_seqs=3, max_num_batched_tokens=8, kv_dtype=kv_dtype)
     assert engine._cache.data.element_size() == 1
     assert engine.generate(requests) == alone
     assert alone != [_solo(model, request) for request in requests]  # or the cache is not quantised
@@ -265,7 +267,7 @@ def test_invariance_is_asked_for_while_the_model_computes() -> None:
 
 def test_cancelled_requests_leave_and_the_others_do_not_notice() -> None:
     model = exact("gelu")
-    engine = Engine(model, num_blocks=16, block_size=4, max_slots=2)
+    engine = Engine(model, num_blocks=16, block_size=4, max_num_seqs=2)
     kept = Request([3], max_new_tokens=9)
     done, running, staying, waiting, coming = (
         engine.add(request)
@@ -363,9 +365,9 @@ def test_the_longest_request_that_fits_is_served() -> None:
         ({"num_blocks": 0}, "num_blocks=0"),
         ({"num_blocks": 4, "block_size": 0}, "block_size=0"),
         ({"num_blocks": 4, "kv_dtype": "fp4"}, "kv_dtype='fp4': expected None or one of fp8, int8"),
-        ({"num_blocks": 4, "max_slots": 0}, "max_slots=0"),
+        ({"num_blocks": 4, "max_num_seqs": 0}, "max_num_seqs=0"),
         ({"num_blocks": 4, "max_model_len": 65}, "max_model_len=65: expected 2 to 64"),
-        ({"num_blocks": 4, "max_step_tokens": 2}, "max_step_tokens=2 is less than max_slots=8"),
+        ({"num_blocks": 4, "max_num_batched_tokens": 2}, "max_num_batched_tokens=2 is less than max_num_seqs=8"),
     ],
 )
 def test_engine_refuses(sizes: dict[str, Any], message: str) -> None:
@@ -398,7 +400,7 @@ class _FailsOnce:
 @pytest.mark.parametrize("call", [1, 2, 9])
 def test_a_failed_step_can_be_taken_again(call: int) -> None:
     model, requests = exact("gelu"), _requests()
-    engine = Engine(_FailsOnce(model, call), num_blocks=11, block_size=4, max_slots=3, max_step_tokens=8)
+    engine = Engine(_FailsOnce(model, call), num_blocks=11, block_size=4, max_num_seqs=3, max_num_batched_tokens=8)
     for request in requests:
         engine.add(request)
     engine.add(Request([1], max_new_tokens=2))
@@ -421,7 +423,7 @@ def test_a_failed_step_can_be_taken_again(call: int) -> None:
 
 def test_stats_of_a_known_run() -> None:
     """6 tokens of prompt in steps of 4 + 2, then 3 decodes; blocks of 4."""
-    engine = Engine(exact("gelu"), num_blocks=8, block_size=4, max_slots=2, max_step_tokens=4)
+    engine = Engine(exact("gelu"), num_blocks=8, block_size=4, max_num_seqs=2, max_num_batched_tokens=4)
     engine.generate([Request([1, 2, 3, 4, 5, 6], max_new_tokens=4)])
     stats = engine.stats
     assert (stats.steps, stats.prefill_tokens, stats.generated_tokens, stats.decode_tokens) == (5, 6, 4, 3)

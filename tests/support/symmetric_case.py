@@ -1,4 +1,4 @@
-"""What tests of symmetric memory share: an arena, an exchange by hand, what a rank said and what memory it holds."""
+"""What tests of symmetric memory share: a pool, an exchange by hand, what a rank said and what memory it holds."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 from shardfuse.kernels.runtime.signals import Signals, raise_flags
 from shardfuse.parallel.core.mesh import Group, everyone
 from shardfuse.parallel.overlap.memory.backends import wait_words
-from shardfuse.parallel.overlap.memory.pool import Channel, SymmetricArena
+from shardfuse.parallel.overlap.memory.pool import Channel, SymmetricMemoryPool
 
 ROWS, WIDTH = 3, 5
 SLOT = 4 * 4 * ROWS * WIDTH  # up to four ranks' rows in fp32
 TIMEOUT_S = 60.0
 
 
-def make_arena(group: Group | None = None, **options: Any) -> SymmetricArena:
-    """The arena on the CPU of ``group``, or of all ranks, as ``SymmetricArena.of`` makes it."""
-    return SymmetricArena.of(group or everyone(), **{"device": "cpu", "timeout_s": TIMEOUT_S, **options})
+def make_pool(group: Group | None = None, **options: Any) -> SymmetricMemoryPool:
+    """The pool on the CPU of ``group``, or of all ranks, as ``SymmetricMemoryPool.of`` makes it."""
+    return SymmetricMemoryPool.of(group or everyone(), **{"device": "cpu", "timeout_s": TIMEOUT_S, **options})
 
 
 def said_by(run: Callable[[], Any], error: type[BaseException] = RuntimeError) -> str:

@@ -96,8 +96,8 @@ def test_costs_are_measured_for_the_micro_batches_of_the_run(given: int | None):
 def test_usual_settings_need_no_remark():
     for settings in (
         _settings(1, zero=1),
-        _settings(4, zero=1, rep=2),
-        _settings(4, rep=4),
+        _settings(4, zero=1, dp_replicate=2),
+        _settings(4, dp_replicate=4),
         _settings(2, microbatches=3),
         _settings(4, pp=2, schedule="zbv"),
     ):
@@ -105,8 +105,10 @@ def test_usual_settings_need_no_remark():
 
 
 def test_replicas_of_what_is_not_sharded_are_remarked_on():
-    (said,) = remarks(_settings(4, rep=2, tp=2, zero=1))
-    assert said.startswith("zero = 1 shards nothing: shards are counted by dp, which is 1, and rep = 2 are whole")
+    (said,) = remarks(_settings(4, dp_replicate=2, tp=2, zero=1))
+    assert said.startswith(
+        "zero = 1 shards nothing: shards are counted by dp, which is 1, and dp_replicate = 2 are whole"
+    )
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,9 @@ def test_bad_files_are_named(tmp_path: Path):
 # --- the mesh and the machine -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("degrees", "processes", "dp"), [({}, 4, 4), ({"tp": 2}, 4, 2), ({"rep": 2, "dp": 2}, 4, 2)])
+@pytest.mark.parametrize(
+    ("degrees", "processes", "dp"), [({}, 4, 4), ({"tp": 2}, 4, 2), ({"dp_replicate": 2, "dp": 2}, 4, 2)]
+)
 def test_data_parallel_degree_is_what_is_left(degrees: dict[str, int], processes: int, dp: int):
     assert ParallelSettings(**degrees).over(processes).dp == dp
 
@@ -151,9 +153,13 @@ def test_data_parallel_degree_is_what_is_left(degrees: dict[str, int], processes
 @pytest.mark.parametrize(
     ("degrees", "processes", "says"),
     [
-        ({"tp": 2}, 3, "rep=1 * pp=1 * tp=2 does not make up the 3 processes of this run; .* start a multiple of 2"),
+        (
+            {"tp": 2},
+            3,
+            "dp_replicate=1 * pp=1 * tp=2 does not make up the 3 processes of this run; .* start a multiple of 2",
+        ),
         ({"tp": 4}, 2, "does not make up the 2 processes"),
-        ({"dp": 2, "tp": 2}, 1, "dp=2 * rep=1 .* does not make up the 1 process of this run; .*, or start 4$"),
+        ({"dp": 2, "tp": 2}, 1, "dp=2 * dp_replicate=1 .* does not make up the 1 process of this run; .*, or start 4$"),
     ],
 )
 def test_degrees_that_do_not_fit_the_processes(degrees: dict[str, int], processes: int, says: str):
@@ -163,7 +169,7 @@ def test_degrees_that_do_not_fit_the_processes(degrees: dict[str, int], processe
 
 def test_batch_divides_over_the_readers():
     assert resolve(read_settings(None, {"device": "cpu"}), 4).share(4) == 2
-    with pytest.raises(ValueError, match=r"data.batch = 8: it does not divide over rep \* dp = 3 readers"):
+    with pytest.raises(ValueError, match=r"data.batch = 8: it does not divide over dp_replicate \* dp = 3 readers"):
         resolve(read_settings(None, {"device": "cpu"}), 3)
 
 

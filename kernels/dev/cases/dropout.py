@@ -37,7 +37,7 @@ CASES = (
 
 
 def make_inputs(case: Case, on: torch.device, seed: int) -> dict[str, Any]:
-    """x, the residual or None, the gradient to come, and a ticket."""
+    """x, the residual or None, the gradient to come, and an RNG key."""
     generator = torch.Generator(on).manual_seed(seed)
     shape = case.sizes["R"], case.sizes["C"]
 
@@ -48,7 +48,7 @@ def make_inputs(case: Case, on: torch.device, seed: int) -> dict[str, Any]:
         "x": draw().requires_grad_(),
         "residual": draw().requires_grad_() if case.options["residual"] else None,
         "dy": draw(),
-        "ticket": torch.empty(1, dtype=torch.int64, device=on).random_(generator=generator),
+        "rng_key": torch.empty(1, dtype=torch.int64, device=on).random_(generator=generator),
     }
 
 
@@ -57,7 +57,7 @@ def run(inputs: dict[str, Any], case: Case, impl: str) -> dict[str, torch.Tensor
     options = dict(case.options)
     del options["residual"]
     x, residual = inputs["x"], inputs["residual"]
-    y = dropout(x, ticket=inputs["ticket"], residual=residual, impl=impl, **options)
+    y = dropout(x, rng_key=inputs["rng_key"], residual=residual, impl=impl, **options)
     leaves = {"dx": x} | ({} if residual is None else {"dresidual": residual})
     return {"y": y.detach()} | dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), inputs["dy"])))
 
@@ -70,9 +70,9 @@ def builds(target: str) -> list[Build]:
     for case in SPEC.tagged("codegen"):
         x = torch.empty(case.sizes["R"], case.sizes["C"], dtype=case.dtype, device="meta")
         residual = torch.empty_like(x) if case.options["residual"] else None
-        ticket = torch.empty(1, dtype=torch.int64, device="meta")
+        rng_key = torch.empty(1, dtype=torch.int64, device="meta")
         with device.capture(target) as launches:
-            launch.dropout(x, residual, ticket, case.options["p"], 0, 0, 0)
+            launch.dropout(x, residual, rng_key, case.options["p"], 0, 0, 0)
         for item in launches:
             config = f"{item.config}-{_NAMES[case.dtype]}" + ("-residual" if case.options["residual"] else "")
             found[config] = Build("dropout", config, target, item.fn, item.args, item.num_warps, item.num_stages)

@@ -99,7 +99,7 @@ CASES = _once((*_TEST, *_BUILDS, *_BENCH))
 
 
 def make_inputs(case: Case, on: torch.device, seed: int) -> dict[str, Any]:
-    """x, residual, weight and bias as leaves, the gradients of y and s, and a ticket."""
+    """x, residual, weight and bias as leaves, the gradients of y and s, and an RNG key."""
     T, D = case.sizes["T"], case.sizes["D"]
     options = case.options
     generator = torch.Generator(on).manual_seed(seed)
@@ -122,8 +122,8 @@ def make_inputs(case: Case, on: torch.device, seed: int) -> dict[str, Any]:
         leaves["bias"] = draw(D, dtype=options["weight"]) if options["bias"] else None
     dtype = _FP32 if options["residual"] == "fp32" else case.dtype
     grads = {name: draw(T, D).to(dtype) for name in ("dy", "ds")}
-    ticket = torch.empty(1, dtype=torch.int64, device=on).random_(generator=generator)
-    return {name: t if t is None else t.requires_grad_() for name, t in leaves.items()} | grads | {"ticket": ticket}
+    rng_key = torch.empty(1, dtype=torch.int64, device=on).random_(generator=generator)
+    return {name: t if t is None else t.requires_grad_() for name, t in leaves.items()} | grads | {"rng_key": rng_key}
 
 
 def _run(name: str, inputs: dict[str, Any], case: Case, impl: str) -> dict[str, torch.Tensor]:
@@ -132,7 +132,7 @@ def _run(name: str, inputs: dict[str, Any], case: Case, impl: str) -> dict[str, 
     leaves = {key: inputs[key] for key in ("x", "residual", "weight", "bias") if inputs[key] is not None}
     call = {"eps": options["eps"], "weight_offset": options["weight_offset"], "impl": impl}
     if "residual" in leaves:
-        call |= {"residual": leaves["residual"], "dropout_p": options["p"], "ticket": inputs["ticket"]}
+        call |= {"residual": leaves["residual"], "dropout_p": options["p"], "rng_key": inputs["rng_key"]}
         call |= {"stream": 3, "row_start": 5}
     if name == "layer_norm":
         found: Any = op.layer_norm(inputs["x"], inputs["weight"], inputs["bias"], **call)
@@ -159,14 +159,14 @@ def _launch(name: str, case: Case) -> None:
         residual = torch.empty_like(x, dtype=_FP32 if options["residual"] == "fp32" else None)
     weight = x.new_empty(D)
     bias = x.new_empty(D) if centred else None
-    ticket = torch.empty(1, dtype=torch.int64, device="meta") if options["p"] else None
+    rng_key = torch.empty(1, dtype=torch.int64, device="meta") if options["p"] else None
     drawn = (options["weight_offset"], options["p"], 0, 0)
     s = x if residual is None else residual
-    y, rstd, *rest = launch.norm_fwd(x, residual, weight, bias, ticket, centred, options["eps"], *drawn, s.dtype)
+    y, rstd, *rest = launch.norm_fwd(x, residual, weight, bias, rng_key, centred, options["eps"], *drawn, s.dtype)
     mean = rest[0] if centred else None
-    apart = s.dtype if ticket is not None or s.dtype != x.dtype else None  # from dx
+    apart = s.dtype if rng_key is not None or s.dtype != x.dtype else None  # from dx
     params = case.dtype, case.dtype if centred else None
-    launch.norm_bwd(y, residual, s, weight, rstd, mean, ticket, *drawn, case.dtype, apart, *params)
+    launch.norm_bwd(y, residual, s, weight, rstd, mean, rng_key, *drawn, case.dtype, apart, *params)
 
 
 def _builds(name: str, target: str) -> Iterator[Build]:
@@ -182,7 +182,7 @@ def _builds(name: str, target: str) -> Iterator[Build]:
             ]
             steps += [str(item.config), _NAMES[case.dtype]]
             steps += ["residual"] if any(item.args.get(key) is not None for key in ("residual_ptr", "ds_ptr")) else []
-            steps += ["dropout"] if item.args.get("ticket_ptr") is not None else []
+            steps += ["dropout"] if item.args.get("rng_key_ptr") is not None else []
             if (config := "-".join(steps)) not in seen:
                 seen.add(config)
                 yield Build(name, config, target, item.fn, item.args, item.num_warps, item.num_stages)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...paged_attention.options import Mods
+from ...paged_attention.options import AttentionOptions
 from ...runtime import device
 from ..registry import Build, Case
 
@@ -38,7 +38,7 @@ def collect(target: str, cases: Iterable[Case]) -> list[Build]:
     return list(found.values())
 
 
-def _call(case: Case) -> tuple[Any, Mods]:
+def _call(case: Case) -> tuple[Any, AttentionOptions]:
     """What a case's call gets, as meta tensors."""
     n, kv_heads, h, hv, block_size = (case.sizes[name] for name in ("N", "K", "H", "Hv", "block_size"))
     options = {"causal": True, "window": None, "softcap": None, **case.options}
@@ -54,7 +54,7 @@ def _call(case: Case) -> tuple[Any, Mods]:
 
     kv_cache = tensor(sum(pages), kv_heads, block_size, h + hv, dtype=options.get("cache") or case.dtype)
     scales = {None: None, "tensor": tensor(1), "token": tensor(*kv_cache.shape[:3])}[options.get("scales")]
-    mods = Mods(
+    mods = AttentionOptions(
         1.0,
         options["causal"],
         options["window"],

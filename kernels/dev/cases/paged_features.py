@@ -1,7 +1,7 @@
 """What ``paged_attention`` can do, as axes with values, and the cases in which any two of them (or three) meet.
 
 ``pairwise`` is a covering array: a small set of cases in which every two values that are not refused together appear
-in one case. ``full`` is the same for every three. Which are refused is asked of ``options.Mods``. The page
+in one case. ``full`` is the same for every three. Which are refused is asked of ``options.AttentionOptions``. The page
 ``docs/paged_attention.md`` shows the pairs; ``python -m shardfuse.kernels.dev.cases.paged_features --write`` writes it.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ...paged_attention.options import REFUSED, Mods
+from ...paged_attention.options import REFUSED, AttentionOptions
 from .. import checkout
 from ..registry import Case
 
@@ -75,7 +75,7 @@ def refused(chosen: Iterable[tuple[str, str]]) -> str | None:
     some = torch.empty(0)
     scaled = asked["scales"] is not None if "scales" in asked else asked.get("cache") == "int8"
     cache = asked.get("cache", "int8" if scaled else "q")
-    mods = Mods(
+    mods = AttentionOptions(
         1.0,
         causal=asked.get("causal", True),
         window=asked.get("window"),

@@ -6,7 +6,7 @@
 | ``_SharedBody`` | processes on CPUs of one machine | files without a name (memfd), mapped by all |
 | ``_VirtualBody`` | parts of one process | one tensor |
 
-``pool.py`` builds arenas and channels on them.
+``pool.py`` builds pools and channels on them.
 """
 
 from __future__ import annotations

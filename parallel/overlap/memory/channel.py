@@ -1,4 +1,4 @@
-"""A channel: two slots of data in turn, flags, and the count of exchanges, on every rank. Made by an arena."""
+"""A channel: two slots of data in turn, flags, and the count of exchanges, on every rank. Made by a pool."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .backends import SymmetricBuffer
 from .sizes import aligned, pad_bytes
 
 if TYPE_CHECKING:
-    from .pool import SymmetricArena
+    from .pool import SymmetricMemoryPool
 
 _VIEWS = 64  # shapes whose views are kept
 _DOINGS = 64  # exchanges that can still be named when the device reports one
@@ -40,12 +40,12 @@ class Channel:
     Exchanges of one channel do not overlap on a rank; those of different channels may.
     """
 
-    def __init__(self, arena: SymmetricArena, name: str, slot_bytes: int, epoch: int, rebase_every: int) -> None:
+    def __init__(self, pool: SymmetricMemoryPool, name: str, slot_bytes: int, epoch: int, rebase_every: int) -> None:
         self.name, self.slot_bytes, self.epoch = name, slot_bytes, epoch
-        self.rank, self.size, self.device = arena.rank, arena.size, arena.device
-        self._arena, self._rebase_every, self._since_rebase = arena, rebase_every, 0
+        self.rank, self.size, self.device = pool.rank, pool.size, pool.device
+        self._pool, self._rebase_every, self._since_rebase = pool, rebase_every, 0
         with torch.inference_mode(False):  # tensors made inside could not be used outside
-            self._state = new_state(self.rank, self.size, arena.timeout_s, self.device)
+            self._state = new_state(self.rank, self.size, pool.timeout_s, self.device)
             self._state[EPOCH] = epoch
             self._report = torch.zeros(REPORT, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self._place: tuple[SymmetricBuffer, int, int] | None = None  # memory, offset, slot_bytes
@@ -142,7 +142,7 @@ class Channel:
         """Raise ExchangeTimeout if a wait of a kernel that has run was in vain, RuntimeError if that is known."""
         if self._broken is not None:
             raise RuntimeError(
-                f"channel {self.name!r} is broken since: {self._broken}; close() its arena on every rank, or start anew"
+                f"channel {self.name!r} is broken since: {self._broken}; close() its pool on every rank, or start anew"
             )
         if self._report[0]:
             known = dict(self._doings)
@@ -150,12 +150,12 @@ class Channel:
             self._broken = describe(self._report, self.rank, doing)
             raise ExchangeTimeout(self._broken)
 
-    # --- for the arena ------------------------------------------------------------------------------------------------
+    # --- for the pool ------------------------------------------------------------------------------------------------
 
     def bind(self, buffer: SymmetricBuffer, offset: int, resets: Sequence[int]) -> None:
         """Take this place in the memory and set the flags of the ranks ``resets`` there to the present epoch."""
         start, stride = offset + pad_bytes(self.size), aligned(self.slot_bytes)
-        if self._counts == "device":  # the arena has waited for its kernels
+        if self._counts == "device":  # the pool has waited for its kernels
             self.epoch = int(self._state[EPOCH])
         shape = (PHASES, self.size, CHUNKS)
         self._place = (buffer, offset, self.slot_bytes)
@@ -184,7 +184,7 @@ class Channel:
         """RuntimeError where somebody relies on where the channel lies."""
         if self._open is not None:
             raise RuntimeError(f"symmetric memory cannot move while an exchange is under way: {self._open}")
-        if self._captured or (self._counts and self._arena.is_virtual):
+        if self._captured or (self._counts and self._pool.is_virtual):
             holder = "captured graphs may hold" if self._counts == "device" else "the other virtual ranks have"
             raise RuntimeError(
                 f"symmetric memory cannot move: channel {self.name!r} is in use, and {holder} its addresses; ask for "
@@ -205,12 +205,12 @@ class Channel:
     def _prepare(self, counts: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         """Have memory; refuse what cannot be done."""
         self.check()
-        self._arena.settle()
+        self._pool.settle()
         if self._open is not None:
             raise RuntimeError(
                 f"channel {self.name!r}: {self._open}, number {self.epoch}, has not ended: end() has to follow the "
                 "launch of its last reader; if that failed (a step that ran out of memory, say), its peers are left "
-                "waiting: SymmetricArena.existing(group).close() on every rank, and the next step "
+                "waiting: SymmetricMemoryPool.existing(group).close() on every rank, and the next step "
                 "makes another"
             )
         if self._counts not in (None, counts):
@@ -221,19 +221,19 @@ class Channel:
         if nbytes > self.slot_bytes:
             raise ValueError(
                 f"channel {self.name!r}: {dtype} {list(shape)} takes {nbytes} bytes and a slot has {self.slot_bytes}; "
-                f"ask for channel({self.name!r}, {nbytes}) on every rank before, in an arena that has room for it"
+                f"ask for channel({self.name!r}, {nbytes}) on every rank before, in a pool that has room for it"
             )
         self._counts = counts
 
     def _rebase(self) -> None:
         """Bring all flags to the present epoch, with nobody between exchanges: long unused ones would seem ahead."""
-        self._arena.barrier()
+        self._pool.barrier()
         self._pads[self.rank].fill_(self.epoch)
-        self._arena.barrier()
+        self._pool.barrier()
         self._since_rebase = 0
 
     def _doing(self, op: str, shape: Sequence[int], dtype: torch.dtype) -> str:
-        return f"{op} (channel {self.name!r}{self._arena.whose}, {dtype} {list(shape)})"
+        return f"{op} (channel {self.name!r}{self._pool.whose}, {dtype} {list(shape)})"
 
     def _view(self, slot: int, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
         """Each rank's slot as a tensor, kept: R of them take longer to make than a kernel to launch."""
@@ -250,7 +250,7 @@ class Channel:
 
     def _signals(self, epoch: int | None, slot: int) -> Signals:
         return Signals(
-            self.rank, epoch, self._pads, self._tables[slot], self._state, self._report, self._arena.timeout_s
+            self.rank, epoch, self._pads, self._tables[slot], self._state, self._report, self._pool.timeout_s
         )
 
 

@@ -1,8 +1,8 @@
 """Memory that all ranks of a group can write, and the exchanges they make in it.
 
-A group has one *arena*, which all layers and pipeline stages share. In it are a few *channels* ("gather", "reduce",
-...): on every rank two slots for data, used in turn, and a pad of flags. One use of a channel by all ranks is an
-*exchange*; ``kernels/runtime/signals.py`` says how data and flags travel in one, docs/overlap.md why two slots are
+A group has one *memory pool*, which all layers and pipeline stages share. In it are a few *channels* ("gather",
+"reduce", ...): on every rank two slots for data, used in turn, and a pad of flags. One use of a channel by all ranks is
+an *exchange*; ``kernels/runtime/signals.py`` says how data and flags travel in one, docs/overlap.md why two slots are
 enough. The layout of one rank's memory:
 
     "barrier": pad int32 [PHASES, R, CHUNKS]  |  "probe": pad, slot 0, slot 1  |  the first other channel  |  ...
@@ -29,16 +29,16 @@ from ...core.mesh import Group
 from . import probe
 from .backends import Body, MemoryUnavailable, SymmetricBuffer, _SharedBody, _TorchBody, _VirtualBody, wait_words
 from .channel import Channel, capturing
-from .sizes import BARRIER, PROBE, arena_bytes, largest, layout, model_slots, own_slots, table, text
+from .sizes import BARRIER, PROBE, largest, layout, model_slots, own_slots, pool_bytes, table, text
 
-__all__ = ["Channel", "SymmetricArena", "SymmetricBuffer", "arena_bytes", "model_slots"]
+__all__ = ["Channel", "SymmetricBuffer", "SymmetricMemoryPool", "model_slots", "pool_bytes"]
 
 TIMEOUT_S = 120.0  # a peer may be compiling its kernels
 LONGEST_S = 2e6  # kernels count milliseconds in 32 bits
 REBASE_EVERY = 2**30  # exchanges: a flag that is left alone for 2^31 of them seems to be ahead
 
 
-class SymmetricArena:
+class SymmetricMemoryPool:
     """The symmetric memory of a group, as one rank sees it. Made by :meth:`of` or :meth:`virtual`.
 
     ``rank``, ``size`` and ``device`` are the group's and this rank's; ``timeout_s`` bounds every wait.
@@ -73,38 +73,40 @@ class SymmetricArena:
         timeout_s: float | None = None,
         first_epoch: int = 0,
         rebase_every: int = REBASE_EVERY,
-    ) -> SymmetricArena:
-        """The arena of ``group``, made if there is none. Collective. It is closed when the group goes.
+    ) -> SymmetricMemoryPool:
+        """The pool of ``group``, made if there is none. Collective. It is closed when the group goes.
 
         ``bytes`` is what it may take on each rank: taken at once, and a channel that does not fit is refused;
-        :func:`arena_bytes` says what a model needs. None: what its channels ask for. For an arena that exists, more
+        :func:`pool_bytes` says what a model needs. None: what its channels ask for. For a pool that exists, more
         ``bytes`` and another ``timeout_s`` (seconds; at first 120) replace the old ones. ``first_epoch`` and
-        ``rebase_every``, for an arena that is made, are for tests of long runs.
+        ``rebase_every``, for a pool that is made, are for tests of long runs.
 
         Raises ValueError for a group of one rank, a destroyed group, another device than before; RuntimeError where
         more bytes would move memory that is in use.
         """
         if group.size == 1:
-            raise ValueError("SymmetricArena.of: a group of one rank has nobody to exchange with; virtual(1, ...) has")
+            raise ValueError(
+                "SymmetricMemoryPool.of: a group of one rank has nobody to exchange with; virtual(1, ...) has"
+            )
         device = _indexed(device)
         _close_destroyed()
-        arena = _arenas.get(group.pg)
-        if arena is not None and not arena._closed:
-            arena._change(device, bytes, timeout_s)
-            return arena
+        pool = _pools.get(group.pg)
+        if pool is not None and not pool._closed:
+            pool._change(device, bytes, timeout_s)
+            return pool
         whose, current = _whose(group), _without_holding(group)
         body = _TorchBody(current, device) if device.type == "cuda" else _SharedBody(current, device)
-        arena = cls(body, bytes, TIMEOUT_S if timeout_s is None else timeout_s, first_epoch, rebase_every, whose)
-        _arenas[group.pg] = arena
-        # When the group goes, or the process ends. This holds the arena, and the arena does not hold the group.
-        arena._end = weakref.finalize(group.pg, arena.close)
-        return arena
+        pool = cls(body, bytes, TIMEOUT_S if timeout_s is None else timeout_s, first_epoch, rebase_every, whose)
+        _pools[group.pg] = pool
+        # When the group goes, or the process ends. This holds the pool, and the pool does not hold the group.
+        pool._end = weakref.finalize(group.pg, pool.close)
+        return pool
 
     @staticmethod
-    def existing(group: Group) -> SymmetricArena | None:
-        """The arena of ``group`` if there is one; asks nobody."""
-        arena = _arenas.get(group.pg)
-        return None if arena is None or arena._closed else arena
+    def existing(group: Group) -> SymmetricMemoryPool | None:
+        """The pool of ``group`` if there is one; asks nobody."""
+        pool = _pools.get(group.pg)
+        return None if pool is None or pool._closed else pool
 
     @classmethod
     def virtual(
@@ -116,22 +118,22 @@ class SymmetricArena:
         timeout_s: float = TIMEOUT_S,
         first_epoch: int = 0,
         rebase_every: int = REBASE_EVERY,
-    ) -> list[SymmetricArena]:
+    ) -> list[SymmetricMemoryPool]:
         """``world`` ranks in this process, each with ``bytes``: for tests, and for measurements on one GPU.
 
         Ranks that wait for each other on the host (:meth:`barrier`, a rebase) need a thread each, and a channel that
         has been used stays where it is.
         """
         if world < 1:
-            raise ValueError(f"SymmetricArena.virtual: world={world}: expected at least 1")
+            raise ValueError(f"SymmetricMemoryPool.virtual: world={world}: expected at least 1")
         team = _VirtualBody.team(world, bytes, _indexed(device))
         return [cls(body, bytes, timeout_s, first_epoch, rebase_every) for body in team]
 
     def channel(self, name: str, slot_bytes: int) -> Channel:
         """The channel ``name``, with slots of at least ``slot_bytes``: made, or grown, if need be. Collective.
 
-        Raises ValueError where the arena's bytes do not suffice, RuntimeError where memory would move that is in use,
-        or the arena is closed or broken.
+        Raises ValueError where the pool's bytes do not suffice, RuntimeError where memory would move that is in use,
+        or the pool is closed or broken.
         """
         if slot_bytes < 0:
             raise ValueError(f"channel {name!r}: slot_bytes={slot_bytes}: expected 0 or more")
@@ -155,7 +157,7 @@ class SymmetricArena:
     def barrier(self, timeout_s: float | None = None) -> None:
         """Wait, on the host, until all ranks are here and what each launched on its current stream is done. Collective.
 
-        Raises ExchangeTimeout after ``timeout_s`` (by default the arena's), which names the missing ranks; the arena is
+        Raises ExchangeTimeout after ``timeout_s`` (by default the pool's), which names the missing ranks; the pool is
         then broken.
         """
         channel = self._channels[BARRIER]
@@ -185,7 +187,7 @@ class SymmetricArena:
         """Why this memory cannot be trusted, in one line, or None. Collective; all ranks get the same answer.
 
         Every rank writes patterns into every peer's memory and gets them back, in both slots, within ``timeout_s`` (by
-        default the arena's). That memory cannot be had at all is an answer, too. Whoever asks again gets the first
+        default the pool's). That memory cannot be had at all is an answer, too. Whoever asks again gets the first
         answer. Memory that failed is not used again.
         """
         self._check_open()
@@ -217,7 +219,7 @@ class SymmetricArena:
     def settle(self) -> SymmetricBuffer:
         """The memory, with a place for every channel. Collective where channels have changed.
 
-        Raises MemoryUnavailable where there is none, RuntimeError where the arena is closed or broken, or a graph is
+        Raises MemoryUnavailable where there is none, RuntimeError where the pool is closed or broken, or a graph is
         being captured while memory is to be had.
         """
         self._check_open()
@@ -241,10 +243,10 @@ class SymmetricArena:
         return f"probe{self.whose}: {min(findings).text}" if findings else None
 
     def _change(self, device: torch.device, limit: int | None, timeout_s: float | None) -> None:
-        """What :meth:`of` wants of an arena that exists."""
+        """What :meth:`of` wants of a pool that exists."""
         if device != self.device:
             raise ValueError(
-                f"SymmetricArena.of: device={device}: the group's arena is on {self.device}; close() it first"
+                f"SymmetricMemoryPool.of: device={device}: the group's pool is on {self.device}; close() it first"
             )
         if timeout_s is not None:
             _check_timeout(timeout_s)
@@ -265,8 +267,8 @@ class SymmetricArena:
         if limit is not None and total > limit:
             channels = ", ".join(f"{name!r} (2 x {text(slot)})" for name, slot in slots.items())
             raise ValueError(
-                f"symmetric memory{self.whose}: the channels {channels} take {total} bytes on each rank, and the arena "
-                f"may take {limit}; make it with bytes={total} or more (arena_bytes says what a model needs)"
+                f"symmetric memory{self.whose}: the channels {channels} take {total} bytes on each rank, and the pool "
+                f"may take {limit}; make it with bytes={total} or more (pool_bytes says what a model needs)"
             )
         moves = self._buffer is not None and (limit or total) > self._buffer.nbytes
         for name, channel in self._channels.items():
@@ -277,7 +279,7 @@ class SymmetricArena:
         """Have memory that suffices, and give every channel whose place has changed its place in it."""
         if capturing():
             raise RuntimeError(
-                "symmetric memory is had at its first use, which cannot be inside graph capture: probe() the arena, or "
+                "symmetric memory is had at its first use, which cannot be inside graph capture: probe() the pool, or "
                 "warm up, with all channels at their full size before"
             )
         self._wait_for_device()  # what this rank has launched is over when the others hear that it is here
@@ -309,11 +311,13 @@ class SymmetricArena:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise RuntimeError("this arena was closed, or its process group destroyed; SymmetricArena.of makes another")
+            raise RuntimeError(
+                "this pool was closed, or its process group destroyed; SymmetricMemoryPool.of makes another"
+            )
 
     def _check_whole(self) -> None:
         if self._broken is not None:
-            raise RuntimeError(f"this arena is broken since: {self._broken}; close() it on every rank, or start anew")
+            raise RuntimeError(f"this pool is broken since: {self._broken}; close() it on every rank, or start anew")
 
     def _wait_for_device(self) -> None:
         if self.device.type == "cuda":
@@ -321,15 +325,15 @@ class SymmetricArena:
 
 
 # By ProcessGroup.
-_arenas: weakref.WeakKeyDictionary[Any, SymmetricArena] = weakref.WeakKeyDictionary()
+_pools: weakref.WeakKeyDictionary[Any, SymmetricMemoryPool] = weakref.WeakKeyDictionary()
 
 
 def _close_destroyed() -> None:
-    """A destroyed group may live on in a mesh, or in a module that kept it: its arena should not."""
-    for pg, arena in list(_arenas.items()):
+    """A destroyed group may live on in a mesh, or in a module that kept it: its pool should not."""
+    for pg, pool in list(_pools.items()):
         if not _exists(pg):
-            arena.close()
-            del _arenas[pg]
+            pool.close()
+            del _pools[pg]
 
 
 def _exists(pg: Any) -> bool:
@@ -342,7 +346,7 @@ def _exists(pg: Any) -> bool:
 def _whose(group: Group) -> str:
     """Which ranks of the world a group has, where it does not have all of them: to be put into errors."""
     if not _exists(group.pg):
-        raise ValueError("SymmetricArena.of: group: its process group has been destroyed; pass one that exists")
+        raise ValueError("SymmetricMemoryPool.of: group: its process group has been destroyed; pass one that exists")
     members = dist.get_process_group_ranks(group.pg)
     return "" if len(members) == dist.get_world_size() else f" of the group of global ranks {members}"
 
@@ -354,7 +358,7 @@ def _without_holding(group: Group) -> Callable[[], Group]:
     def current() -> Group:
         alive = pg()
         if alive is None:
-            raise RuntimeError("the arena's process group has gone; make another group, and SymmetricArena.of it")
+            raise RuntimeError("the pool's process group has gone; make another group, and SymmetricMemoryPool.of it")
         return Group(alive, rank, size, None)
 
     return current

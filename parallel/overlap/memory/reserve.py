@@ -14,12 +14,12 @@ from torch import nn
 
 from ...core.mesh import Group
 from .. import policy
-from .pool import SymmetricArena
+from .pool import SymmetricMemoryPool
 from .sizes import largest, own_slots, table
 
 
 class Needs(NamedTuple):
-    """What the layers of one group ask of its arena: the bytes of a slot by channel, each the largest of any layer."""
+    """What the layers of one group ask of its pool: the bytes of a slot by channel, each the largest of any layer."""
 
     group: Group
     device: torch.device
@@ -33,7 +33,7 @@ def reserve_symmetric_memory(model: nn.Module, tokens: int) -> str:
     ``overlap`` of "none" or "chunked" asks for is nothing. The result is a table of bytes to print, or says why the
     ranks have no such memory: layers then go other ways.
 
-    Raises ValueError for ``tokens`` below 1 and where the arena's own limit does not suffice, RuntimeError where a
+    Raises ValueError for ``tokens`` below 1 and where the pool's own limit does not suffice, RuntimeError where a
     captured graph holds addresses that would have to change.
     """
     if tokens < 1:
@@ -44,11 +44,11 @@ def reserve_symmetric_memory(model: nn.Module, tokens: int) -> str:
         if unavailable is not None:
             told.append(f"no symmetric memory: {unavailable}")
             continue
-        arena = SymmetricArena.of(group, device=device)
+        pool = SymmetricMemoryPool.of(group, device=device)
         for name, slot_bytes in slots.items():
-            arena.channel(name, slot_bytes)
-        arena.settle()
-        told.append(arena.budget())
+            pool.channel(name, slot_bytes)
+        pool.settle()
+        told.append(pool.budget())
     return "\n".join(told) or "no symmetric memory: no layer of this model exchanges rows in it"
 
 
@@ -72,9 +72,9 @@ def budgets(model: nn.Module, tokens: int, device: torch.device) -> Iterator[str
     for group, _, slots in needs(model, tokens):
         if policy.lacking(device) is not None:
             continue
-        arena = SymmetricArena.existing(group)
-        if arena is not None:
-            yield arena.budget(slots)
+        pool = SymmetricMemoryPool.existing(group)
+        if pool is not None:
+            yield pool.budget(slots)
             continue
         every = {**own_slots(group.size), **slots}
         yield table(every, group.size, None, f"symmetric memory, on each of {group.size} ranks")

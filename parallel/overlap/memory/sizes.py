@@ -1,4 +1,4 @@
-"""How many bytes symmetric memory takes: of a channel, of an arena, of a model."""
+"""How many bytes symmetric memory takes: of a channel, of a pool, of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALIGN = 256  # of whatever a kernel may read in wide pieces
 # so many from its first use on.
 DECODE_TOKENS = 64
 
-# Every arena's first channels.
+# Every pool's first channels.
 BARRIER = "barrier"
 PROBE = "probe"
 PROBE_WORDS = 1024  # int32, from each rank to each, there and back
@@ -34,7 +34,7 @@ def pad_bytes(ranks: int) -> int:
 
 
 def own_slots(ranks: int) -> dict[str, int]:
-    """The slots of an arena's own channels: a barrier has flags only, a probe int32 [2, R, PROBE_WORDS]."""
+    """The slots of a pool's own channels: a barrier has flags only, a probe int32 [2, R, PROBE_WORDS]."""
     return {BARRIER: 0, PROBE: 2 * ranks * PROBE_WORDS * 4}
 
 
@@ -119,7 +119,7 @@ def model_slots(
     }
 
 
-def arena_bytes(
+def pool_bytes(
     *,
     hidden: int,
     tokens: int,
@@ -128,13 +128,13 @@ def arena_bytes(
     ffn: int | None = None,
     decode_tokens: int = DECODE_TOKENS,
 ) -> int:
-    """What an arena with the channels of :func:`model_slots` takes on each rank."""
+    """What a pool with the channels of :func:`model_slots` takes on each rank."""
     slots = model_slots(hidden=hidden, tokens=tokens, dtype=dtype, ranks=ranks, ffn=ffn, decode_tokens=decode_tokens)
     return layout({**own_slots(ranks), **slots}, ranks)[1]
 
 
 def table(slots: Mapping[str, int], ranks: int, limit: int | None, title: str) -> str:
-    """The bytes of an arena by channel, for people."""
+    """The bytes of a pool by channel, for people."""
     rows = [("channel", "slots", "bytes")]
     rows += [(name, f"2 x {text(n)}", text(channel_bytes(n, ranks))) for name, n in slots.items()]
     total = text(layout(slots, ranks)[1])

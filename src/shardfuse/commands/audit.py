@@ -48,7 +48,7 @@ class Options:
     dp: int = 1
     pp: int = 1
     tp: int = 1
-    rep: int = 1
+    dp_replicate: int = 1
     zero: int = 0
     schedule: str | None = None
     microbatches: int | None = None
@@ -62,7 +62,7 @@ class Options:
 
     @property
     def processes(self) -> int:
-        return self.rep * self.dp * self.pp * self.tp
+        return self.dp_replicate * self.dp * self.pp * self.tp
 
     @property
     def stages(self) -> int:
@@ -91,7 +91,7 @@ class Options:
 
     def said(self) -> str:
         """The call, as a heading."""
-        degrees = [f"{name}={getattr(self, name)}" for name in ("rep", "dp", "pp", "tp") if getattr(self, name) > 1]
+        degrees = [f"{name}={getattr(self, name)}" for name in ("dp_replicate", "dp", "pp", "tp") if getattr(self, name) > 1]
         how = [f"zero={self.zero}", f"{self.passes} micro-batch{'es' * (self.passes > 1)}"]
         how += [self.schedule] if self.schedule else []
         how += ["sequence parallelism"] * self.sequence_parallel + ["recompute"] * self.recompute
@@ -134,7 +134,7 @@ def audit(options: Options, *, json: bool = False) -> int:
     Raises ValueError for options that do not go together.
     """
     if options.processes < 2:
-        raise ValueError("one process sends nothing: give at least one of --dp, --pp, --tp, --rep as 2 or more")
+        raise ValueError("one process sends nothing: give at least one of --dp, --pp, --tp, --dp-replicate as 2 or more")
     if options.schedule is not None:
         find(options.schedule)
     if options.overlap is not None:
@@ -153,7 +153,7 @@ def audit(options: Options, *, json: bool = False) -> int:
 
 def run(options: Options) -> Outcome:
     """One rank's part: the step that counts, after those that warm up."""
-    mesh = meshes.init_mesh(rep=options.rep, dp=options.dp, pp=options.pp, tp=options.tp, device_type="cpu")
+    mesh = meshes.init_mesh(dp_replicate=options.dp_replicate, dp=options.dp, pp=options.pp, tp=options.tp, device_type="cpu")
     assert mesh is not None
     try:
         return count_step(options, mesh)
@@ -207,7 +207,7 @@ def plan(options: Options, mesh: DeviceMesh, model: ParallelModel) -> Plan:
     ends = model.pipeline.copies() if model.pipeline is not None else ()
     return Plan(
         dp=options.dp,
-        rep=options.rep,
+        dp_replicate=options.dp_replicate,
         tp=options.tp,
         zero=options.zero,
         microbatches=options.passes,

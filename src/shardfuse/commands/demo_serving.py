@@ -45,7 +45,7 @@ def serve(model: ParallelTransformer, corpus: Corpus, console: Console, *, seed:
     requests = make_requests(corpus, seed)
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
     blocks = SLOTS * -(-longest // BLOCK_SIZE)
-    engine = Engine(model, num_blocks=blocks, block_size=BLOCK_SIZE, max_slots=SLOTS, max_model_len=longest)
+    engine = Engine(model, num_blocks=blocks, block_size=BLOCK_SIZE, max_num_seqs=SLOTS, max_model_len=longest)
     answers: list[list[int]] = [[] for _ in requests]
     for request in requests:
         engine.add(request)

@@ -89,14 +89,14 @@ def _measured(
     alone = replace(
         parallel, dp=dp, pp=1, schedule=None, microbatches=microbatches
     )  # the pipeline is the one asked for
-    settings = resolve(replace(settings, parallel=alone), parallel.rep * dp)
+    settings = resolve(replace(settings, parallel=alone), parallel.dp_replicate * dp)
     layout, count = find(name).layout, ranks * find(name).stages_per_rank
     balanced([1.0] * (settings.model.num_layers + 2), count, layout=layout, ranks=ranks)  # or there are too few parts
     with console(stderr=True).status("measuring an embedding, a block and a head"):
         costs = [each.scaled(1e3) for each in part_costs(settings, name)]
     ranges = balanced([each.step for each in costs], count, layout=layout, ranks=ranks)
     stages = [stage_costs.joined([costs[part] for part in each], first=each.start == 0) for each in ranges]
-    size = -(-settings.share(parallel.rep * dp) // microbatches)
+    size = -(-settings.share(parallel.dp_replicate * dp) // microbatches)
     return Priced(
         [replace(each, held=held) for each in stages],
         "ms",

@@ -36,7 +36,7 @@ FLAGS = {
     "seq": "data.seq",
     "batch": "data.batch",
     "lr": "optimizer.lr",
-    "rep": "parallel.rep",
+    "dp_replicate": "parallel.dp_replicate",
     "dp": "parallel.dp",
     "pp": "parallel.pp",
     "tp": "parallel.tp",
@@ -134,7 +134,7 @@ def _resolved(options: TrainOptions) -> tuple[RunSettings, int]:
     """The settings, and how many processes they take. ValueError where they cannot work on this machine."""
     settings = options.settings()
     parallel = settings.parallel
-    processes = options.processes or parallel.rep * (parallel.dp or 1) * parallel.pp * parallel.tp
+    processes = options.processes or parallel.dp_replicate * (parallel.dp or 1) * parallel.pp * parallel.tp
     settings = resolve(settings, processes)
     if settings.device == "cuda" and processes > torch.cuda.device_count():
         raise ValueError(
@@ -173,7 +173,7 @@ def _train(options: TrainOptions, settings: RunSettings, processes: int, console
 
 def _heading(settings: RunSettings, processes: int) -> str:
     parallel, model = settings.parallel, settings.model
-    degrees = {name: getattr(parallel, name) for name in ("rep", "dp", "pp", "tp") if getattr(parallel, name) > 1}
+    degrees = {name: getattr(parallel, name) for name in ("dp_replicate", "dp", "pp", "tp") if getattr(parallel, name) > 1}
     spread = ", ".join(f"{name}={degree}" for name, degree in degrees.items()) or "alone"
     more = f", ZeRO {parallel.zero}" if parallel.zero else ""
     more += f", {parallel.schedule}" if parallel.pp > 1 else ""
