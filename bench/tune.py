@@ -37,7 +37,7 @@ from rich.table import Table
 from ..kernels.dev import registry
 from ..kernels.dev.candidates import candidates, predicted_us
 from ..kernels.linear import config as gemms
-from ..kernels.linear.config import GemmConfig
+from ..kernels.linear.gemm import GemmConfig
 from ..kernels.linear.tuned import OP, SOURCES
 from ..kernels.runtime import device, dispatch, tuning
 from ..kernels.runtime.chips import CHIPS

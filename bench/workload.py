@@ -17,7 +17,7 @@ from ..kernels.dev import codegen, registry, workers
 from ..kernels.dev.registry import Build, Case, OpSpec
 from ..kernels.linear import config as gemms
 from ..kernels.linear import functional, reference
-from ..kernels.linear.config import Gemm, GemmConfig
+from ..kernels.linear.gemm import Gemm, GemmConfig
 from ..kernels.linear.tuned import SOURCES, bucket
 from ..kernels.runtime import device
 from ..kernels.runtime.dispatch import Choice

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..parallel.pipeline.partition import Part
+
 STYLES = ("gelu", "gated")
 # What transformers calls the ways of stretching rotary positions over longer sequences.
 SCALINGS = ("linear", "dynamic", "yarn", "longrope", "llama3")
@@ -151,3 +153,18 @@ def check_rope(head_dim: int, partial_rotary_factor: float, scaling: Mapping[str
         raise ValueError(f"rope_scaling={scaling!r}: expected a dict with a rope_type, or None")
     if rope_type(scaling) not in ("default", *SCALINGS):
         raise ValueError(f"rope_scaling with rope_type={rope_type(scaling)!r}: expected one of {', '.join(SCALINGS)}")
+
+
+def part_costs(config: TransformerConfig, length: int) -> list[Part]:
+    """The FLOPs of one token's forward through each part, a multiply-add counted as two, in sequences of ``length``.
+
+    Backward takes twice as much of every part, so for a partition it need not be counted. An embedding multiplies
+    nothing; what a block does beside its products takes time but is much the same in all of them.
+    """
+    width, heads = config.hidden_size, config.num_heads * config.head_dim
+    projections = width * (2 * heads + 2 * config.num_kv_heads * config.head_dim)
+    seen = min(length, config.attention_window or length)
+    scores = 2 * heads * seen / 2  # causal: half of them
+    products = projections + scores + (3 if config.gated else 2) * width * config.intermediate_size
+    blocks = [Part(f"model.layers.{index}", 2.0 * products) for index in range(config.num_layers)]
+    return [Part("model.embed_tokens", 0.0), *blocks, Part("lm_head", 2.0 * width * config.vocab_size)]

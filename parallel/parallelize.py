@@ -116,7 +116,7 @@ def parallelize(
     if stages > 1 and not divisible:
         raise ValueError(
             f"a pipeline wants a model that can be cut in stages, which {type(model).__name__} does not say how to: it "
-            "lacks pipeline_parts() and what else shardfuse.parallel.pipeline.pipeline.Divisible lists"
+            "lacks pipeline_parts() and what else shardfuse.parallel.pipeline.partition.Divisible lists"
         )
     if schedule is not None:
         assert mesh is not None

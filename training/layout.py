@@ -7,17 +7,38 @@ only a run with a schedule pays for them.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
+from ..layers.hf.folders import read_hf_config
 from ..layers.transformer import ParallelTransformer
 from ..parallel import compatibility
 from ..parallel.core.mesh import Group
 from ..parallel.pipeline.partition import balanced
+from .settings import ParallelSettings, RunSettings
 
-if TYPE_CHECKING:
-    from .settings import ParallelSettings, RunSettings
+
+def resolve(settings: RunSettings, processes: int) -> RunSettings:
+    """``settings`` with what follows from the machine, ``processes`` and the folder to start from filled in.
+
+    Raises ValueError where they do not fit, or the model cannot be divided so, and as ``read_hf_config`` does.
+    """
+    if settings.start is not None:
+        settings = dataclasses.replace(settings, model=read_hf_config(settings.start))
+        settings.check_length()
+    available = torch.cuda.is_available()
+    if settings.device == "cuda" and not available:
+        raise ValueError("device = 'cuda': this machine has no GPU that torch can use; choose --device cpu")
+    device = settings.device or ("cuda" if available else "cpu")
+    parallel = settings.parallel.over(processes)
+    assert parallel.dp is not None
+    share = settings.share(parallel.dp_replicate * parallel.dp)
+    if parallel.microbatches is None:
+        parallel = dataclasses.replace(parallel, microbatches=default_count(parallel, share))
+    resolved = dataclasses.replace(settings, device=device, parallel=parallel)
+    check_layout(resolved)
+    return resolved
 
 
 def check_layout(settings: RunSettings) -> None:

@@ -15,11 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import torch
-
 from ..layers.config import TransformerConfig
-from ..layers.hf.folders import read_hf_config
-from . import layout
 from .precision import PRECISIONS
 from .schedule import SHAPES
 
@@ -253,28 +249,6 @@ def read_settings(path: Path | None, changes: Mapping[str, Any]) -> RunSettings:
         return parse(values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}" if path is not None and not changes else str(error)) from None
-
-
-def resolve(settings: RunSettings, processes: int) -> RunSettings:
-    """``settings`` with what follows from the machine, ``processes`` and the folder to start from filled in.
-
-    Raises ValueError where they do not fit, or the model cannot be divided so, and as ``read_hf_config`` does.
-    """
-    if settings.start is not None:
-        settings = dataclasses.replace(settings, model=read_hf_config(settings.start))
-        settings.check_length()
-    available = torch.cuda.is_available()
-    if settings.device == "cuda" and not available:
-        raise ValueError("device = 'cuda': this machine has no GPU that torch can use; choose --device cpu")
-    device = settings.device or ("cuda" if available else "cpu")
-    parallel = settings.parallel.over(processes)
-    assert parallel.dp is not None
-    share = settings.share(parallel.dp_replicate * parallel.dp)
-    if parallel.microbatches is None:
-        parallel = dataclasses.replace(parallel, microbatches=layout.default_count(parallel, share))
-    resolved = dataclasses.replace(settings, device=device, parallel=parallel)
-    layout.check_layout(resolved)
-    return resolved
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:

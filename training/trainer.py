@@ -62,7 +62,7 @@ class Step:
 
 
 class Trainer:
-    """Everything of a run that changes from step to step. ``settings`` are resolved (``settings.resolve``)."""
+    """Everything of a run that changes from step to step. ``settings`` are resolved (``layout.resolve``)."""
 
     def __init__(self, settings: RunSettings, mesh: DeviceMesh | None) -> None:
         self.settings = settings

@@ -66,8 +66,8 @@ def wait_for_rows(signals: Signals, pieces: int) -> None:
     arguments = {
         "wait_ptrs": (pad, signals.state, signals.report),
         "epoch": signals.epoch,
-        "PARTS": pieces,
-        "LANES": triton.next_power_of_2(pieces * len(signals.pads)),
+        "PIECES": pieces,
+        "FLAGS": triton.next_power_of_2(pieces * len(signals.pads)),
         "CLOCK": clock_of(device.architecture(pad.device)),
     }
     device.launch(_wait_kernel, (1,), arguments, num_warps=1, num_stages=1, on=pad, config="wait")

@@ -9,6 +9,6 @@ from ..linear.remote import wait_for_all
 
 
 @triton.jit(do_not_specialize=["epoch"])
-def _wait_kernel(wait_ptrs, epoch, PARTS: tl.constexpr, LANES: tl.constexpr, CLOCK: tl.constexpr):
-    """Hold the stream until every rank's rows are here. ``wait_ptrs``, PARTS and LANES as in the GEMM. Grid: (1,)."""
-    wait_for_all(wait_ptrs, epoch, PARTS, LANES, CLOCK)
+def _wait_kernel(wait_ptrs, epoch, PIECES: tl.constexpr, FLAGS: tl.constexpr, CLOCK: tl.constexpr):
+    """Hold the stream until every rank's rows are here. ``wait_ptrs``, PIECES and FLAGS as in the GEMM. Grid: (1,)."""
+    wait_for_all(wait_ptrs, epoch, PIECES, FLAGS, CLOCK)

@@ -8,7 +8,8 @@ from itertools import product
 
 import torch
 
-from ..linear.config import Gemm, GemmConfig, pick_config
+from ..linear.config import pick_config
+from ..linear.gemm import Gemm, GemmConfig
 from ..linear.tuned import fits
 from ..runtime import cost, device
 from ..runtime.chips import CHIPS
@@ -76,11 +77,11 @@ def _grid(arch: str, gemm: Gemm) -> Iterator[GemmConfig]:
         if block_m * block_n <= 64 * 64 and warps == 8:  # too little for eight warps to share
             continue
         groups = _GROUPS if _cdiv(gemm.M, block_m) > min(_GROUPS) else _GROUPS[:1]
-        for swap, halves, group in product(
+        for swap, epilogue_subtile, group in product(
             _swaps(arch, gemm, block_m, block_n), _halves(gemm, block_n, splits), groups
         ):
             yield GemmConfig(
-                block_m, block_n, block_k, warps, stages, _takes_tma(arch, gemm), group, splits, halves, swap
+                block_m, block_n, block_k, warps, stages, _takes_tma(arch, gemm), group, splits, epilogue_subtile, swap
             )
 
 
@@ -122,7 +123,7 @@ def _swaps(arch: str, gemm: Gemm, block_m: int, block_n: int) -> tuple[bool, ...
 
 
 def _halves(gemm: Gemm, block_n: int, splits: int) -> tuple[bool, ...]:
-    """Whether the epilogue may take a tile in two halves; a split product has none, a gated one is never halved."""
+    """Whether the epilogue may take half a tile at a time; a split product has none, a gated one takes all of it."""
     return (False, True) if gemm.combine != "gated" and block_n >= 128 and splits == 1 else (False,)
 
 

@@ -58,8 +58,8 @@ class Build:
     wants_wgmma: bool = False  # asserted on sm_90
     wants_tma: bool = False  # asserted on sm_90
     exempt: str | None = None  # why wgmma or TMA is not expected although this is a GEMM on sm_90
-    gemm: Any = None  # what a matrix product was asked to do, linear.config.Gemm; what its cost is modelled from
-    tile: Any = None  # and in which configuration, linear.config.GemmConfig
+    gemm: Any = None  # what a matrix product was asked to do, linear.gemm.Gemm; what its cost is modelled from
+    tile: Any = None  # and in which configuration, linear.gemm.GemmConfig
 
     def specialise(self) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
         """(signature, constexprs, attrs) as ``triton.compiler.ASTSource`` takes them.

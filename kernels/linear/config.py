@@ -10,80 +10,13 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
 from ..runtime import device, tuning
 from ..runtime.chips import CHIPS
 from . import tuned
-
-
-@dataclass(frozen=True)
-class Gemm:
-    """C [M, N] = op(A) @ op(B) over K, as far as its configuration and its cost depend on it.
-
-    ``layout`` is "nt" (forward: x @ W^T), "nn" (dgrad: dz @ W) or "tn" (wgrad: dz^T @ x). Several operand pairs are
-    "grouped" (an output each; N, or M in wgrad, is their sum), "chained" (added up in one output; K is their sum) or
-    "gated" (two products of [M, N] whose tiles meet in one epilogue). ``epilogue`` names its steps in order:
-
-        scale       times the scales of fp8 operands
-        bias        plus b
-        act_grad    times act'(z), or the gradients of both factors of a gated layer
-        gelu_tanh   or another activation's name: that activation
-        preact      what the activation is applied to is stored beside the result
-        residual    plus a matrix
-        rebuild     act(z), or act(g) * u, is stored beside its gradient
-        row_sum     the row sums of op(A) are stored
-        accumulate  the result is added to what C holds
-    """
-
-    layout: str
-    M: int
-    N: int
-    K: int
-    dtype: torch.dtype
-    out_dtype: torch.dtype
-    combine: str = "grouped"
-    pairs: int = 1
-    epilogue: tuple[str, ...] = ()
-    reads: int = 0  # matrices [M, N] that the epilogue loads
-    writes: int = 1  # matrices [M, N] that it stores
-    precision: str = "ieee"  # of fp32 products: "ieee" or "tf32"
-    aligned: bool = True  # both operands have the alignment that TMA asks for
-    out_aligned: bool = True  # and so does what the epilogue reads and writes
-    fp32_sums: bool = False  # fp8 products leave the tensor core's short accumulator every block of K
-    row_invariant: bool = False  # a row's result may not depend on how many rows there are
-    remote: str = ""  # "gather": A's rows arrive while the kernel runs; "send": C's go to other ranks
-
-    @property
-    def tokens(self) -> int:
-        """T, the dimension that changes from batch to batch."""
-        return self.K if self.layout == "tn" else self.M
-
-
-@dataclass(frozen=True)
-class GemmConfig:
-    """Tile and pipeline of one GEMM launch."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    use_tma: bool
-    group_m: int = 8
-    split_k: int = 1  # partial products over K, summed in a fixed order by a second launch
-    halves: bool = False  # run the epilogue on half a tile at a time, in half the registers
-    swap: bool = False  # multiply (op(B)^T, op(A)^T): features fill the tensor core's rows where tokens are few
-
-    def __str__(self) -> str:
-        marks = "".join(
-            f"-{mark}" for mark, on in (("tma", self.use_tma), ("halves", self.halves), ("swap", self.swap)) if on
-        )
-        marks += f"-k{self.split_k}" if self.split_k > 1 else ""
-        return f"{self.block_m}x{self.block_n}x{self.block_k}-w{self.num_warps}-s{self.num_stages}{marks}"
-
+from .gemm import Gemm, GemmConfig
 
 _forced: GemmConfig | None = None
 
@@ -164,15 +97,15 @@ def _hopper(arch: str, gemm: Gemm) -> GemmConfig:
         stages = 4 if gemm.combine == "gated" else 5
         config = GemmConfig(max(16, _power_of_two(gemm.M)), 64, 2 * line, 4, stages, use_tma=True, swap=True)
         return dataclasses.replace(config, split_k=_splits(arch, config, gemm))
-    halves = _wants_halves(arch, gemm)
-    narrow = GemmConfig(128, 128, line, 8, 4 if arch == "sm_90" else 3, use_tma=True, halves=halves)
+    epilogue_subtile = _wants_subtile(arch, gemm)
+    narrow = GemmConfig(128, 128, line, 8, 4 if arch == "sm_90" else 3, use_tma=True, epilogue_subtile=epilogue_subtile)
     if gemm.row_invariant or _tiles(narrow, gemm) < 2 * CHIPS[arch].sms or _wants_narrow(arch, gemm):
         return dataclasses.replace(narrow, split_k=_splits(arch, narrow, gemm))
-    return GemmConfig(128, 256, line, 8, 3, use_tma=True, halves=halves)
+    return GemmConfig(128, 256, line, 8, 3, use_tma=True, epilogue_subtile=epilogue_subtile)
 
 
-def _wants_halves(arch: str, gemm: Gemm) -> bool:
-    """Whether the epilogue on a whole tile would spill. Two products leave too little shared memory to stage halves."""
+def _wants_subtile(arch: str, gemm: Gemm) -> bool:
+    """Whether the epilogue on a whole tile would spill. Two products leave too little shared memory for halves."""
     if gemm.combine == "gated":
         return False
     heavy = bool(gemm.reads) or "gelu_erf" in gemm.epilogue or not gemm.out_aligned
@@ -180,14 +113,14 @@ def _wants_halves(arch: str, gemm: Gemm) -> bool:
 
 
 def _wants_narrow(arch: str, gemm: Gemm) -> bool:
-    """Whether 128 x 256 accumulators would leave too few registers even for an epilogue on halves."""
+    """Whether 128 x 256 accumulators would leave too few registers even for an epilogue on half a tile."""
     if gemm.combine == "gated" or gemm.reads == 2 or gemm.fp32_sums or not gemm.out_aligned:
         return True
     if arch == "sm_100" and "accumulate" in gemm.epilogue:
         return True
     if arch == "sm_100" and {"gelu_erf", "residual"} <= set(gemm.epilogue):
         return True
-    return {"act_grad", "gelu_erf", "rebuild"} <= set(gemm.epilogue)
+    return {"act_grad", "gelu_erf", "recompute_act"} <= set(gemm.epilogue)
 
 
 def _through_pointers(arch: str, gemm: Gemm) -> GemmConfig:
@@ -200,8 +133,10 @@ def _through_pointers(arch: str, gemm: Gemm) -> GemmConfig:
     width = 64 if gemm.combine == "gated" or not gemm.aligned or gemm.reads == 2 else 128
     if gemm.combine == "gated" and (gemm.remote or not gemm.aligned):
         width = 32
-    halves = gemm.remote == "send" or (gemm.reads > 0 and "accumulate" not in gemm.epilogue)
-    config = GemmConfig(128, width, 64 if amd else 32, 8, 2 if amd else 4, use_tma=False, halves=halves)
+    epilogue_subtile = gemm.remote == "send" or (gemm.reads > 0 and "accumulate" not in gemm.epilogue)
+    config = GemmConfig(
+        128, width, 64 if amd else 32, 8, 2 if amd else 4, use_tma=False, epilogue_subtile=epilogue_subtile
+    )
     return dataclasses.replace(config, split_k=_splits(arch, config, gemm))
 
 

@@ -16,7 +16,7 @@ from ..runtime import autograd, dispatch, tuning
 from ..runtime import device as target
 from ..runtime.dispatch import Choice
 from . import reference, schemas, tuned
-from .config import Gemm
+from .gemm import Gemm
 from .reference import ACTIVATIONS
 
 Tensors = Sequence[torch.Tensor]

@@ -14,7 +14,8 @@ from ..runtime import alloc, device, dispatch, tuning
 from ..runtime.signals import Gathered, Remote, Scattered
 from ..runtime.signals_triton import clock_of
 from . import triton as kernels
-from .config import Gemm, GemmConfig, forced_config, pick_config
+from .config import forced_config, pick_config
+from .gemm import Gemm, GemmConfig
 
 Matrices = tuple[torch.Tensor, ...]
 Optional = tuple["torch.Tensor | None", ...]
@@ -73,8 +74,8 @@ class _Call(NamedTuple):
     tf32: bool
     row_invariant: bool
     remote: str  # "", "gather" or "send"
-    parts: int  # these two as the kernel takes them
-    lanes: int
+    pieces: int  # these two as the kernel takes them
+    flags: int
 
 
 @dataclass(frozen=True)
@@ -146,16 +147,16 @@ def _plan(call: _Call) -> _Plan:
             "BLOCK_K": config.block_k,
             "GROUP_M": config.group_m,
             "PRECISION": gemm.precision,
-            "LONGEST_SUM": config.block_k if gemm.fp32_sums else None,
+            "MAX_IMPRECISE_ACC": config.block_k if gemm.fp32_sums else None,
             **({"ROW_SCALES": False} if split else row_scales),
             "UPCAST": call.arch == device.INTERPRETER,
             "USE_TMA": config.use_tma,
             "OUT_ALIGNED": config.use_tma and gemm.out_aligned,
-            "HALVES": config.halves,
+            "EPILOGUE_SUBTILE": config.epilogue_subtile,
             # AMD's pipeliner gains nothing from it; several main loops in one tile cannot be flattened.
             "FLATTEN": not chained and not call.arch.startswith("gfx"),
-            "PARTS": call.parts,
-            "LANES": call.lanes,
+            "PIECES": call.pieces,
+            "FLAGS": call.flags,
             "CLOCK": clock_of(call.arch) if call.remote else "",
         },
         num_warps=config.num_warps,
@@ -257,7 +258,7 @@ def run_gemm(
 
 
 def _remoteness(remote: Remote | None) -> tuple[str, int, int]:
-    """Which end of the product lies on other ranks, and the kernel's PARTS and LANES."""
+    """Which end of the product lies on other ranks, and the kernel's PIECES and FLAGS."""
     if remote is None:
         return "", 0, 0
     if isinstance(remote, Gathered):
@@ -303,7 +304,7 @@ def _steps(call: _Call) -> tuple[str, ...]:
     steps += [call.activation] if call.activation != "identity" else []
     steps += ["preact"] if call.epilogue in ("act", "gated") and len(target) > 1 else []
     steps += ["residual"] if call.epilogue == "act" and source else []
-    steps += ["rebuild"] if gradient and len(target) > 1 + call.epilogue.startswith("gated") else []
+    steps += ["recompute_act"] if gradient and len(target) > 1 + call.epilogue.startswith("gated") else []
     steps += ["row_sum"] if row_sums and any(row_sums) else []
     steps += ["accumulate"] if call.epilogue == "accumulate" else []
     return tuple(steps)

@@ -69,7 +69,7 @@ def _multiply(
     TRANS_B: tl.constexpr,
     SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
-    LONGEST_SUM: tl.constexpr,
+    MAX_IMPRECISE_ACC: tl.constexpr,
     UPCAST: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
@@ -92,9 +92,9 @@ def _multiply(
             a_tile = a_tile.to(tl.float32)
             b_tile = b_tile.to(tl.float32)
         if SWAP:
-            acc = tl.dot(b_tile.T, a_tile.T, acc, input_precision=PRECISION, max_num_imprecise_acc=LONGEST_SUM)
+            acc = tl.dot(b_tile.T, a_tile.T, acc, input_precision=PRECISION, max_num_imprecise_acc=MAX_IMPRECISE_ACC)
         else:
-            acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION, max_num_imprecise_acc=LONGEST_SUM)
+            acc = tl.dot(a_tile, b_tile, acc, input_precision=PRECISION, max_num_imprecise_acc=MAX_IMPRECISE_ACC)
     return acc, row_sum
 
 
@@ -287,15 +287,15 @@ def _gemm_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr,  # of fp32 products: "ieee" or "tf32"
-    LONGEST_SUM: tl.constexpr,  # of fp8 products in the tensor core's own 14 bits before it is added in fp32; None: any
+    MAX_IMPRECISE_ACC: tl.constexpr,  # fp8 products summed in the tensor core's own 14 bits before fp32; None: any
     ROW_SCALES: tl.constexpr,  # scales by row and column, not one for each operand
     UPCAST: tl.constexpr,  # the interpreter's bf16 dot is wrong: multiply in fp32 there
     USE_TMA: tl.constexpr,
     OUT_ALIGNED: tl.constexpr,  # what the epilogue reads and writes has the alignment that TMA asks for
-    HALVES: tl.constexpr,  # run the epilogue on the left and the right half of a tile, in half the registers
+    EPILOGUE_SUBTILE: tl.constexpr,  # run the epilogue on the left and the right half of a tile, in half the registers
     FLATTEN: tl.constexpr,  # let the next tile's loads run under this tile's epilogue
-    PARTS: tl.constexpr,  # in which a rank's rows of A arrive
-    LANES: tl.constexpr,  # a power of two that is no less than the flags that are waited for, or raised
+    PIECES: tl.constexpr,  # in which a rank's rows of A arrive
+    FLAGS: tl.constexpr,  # a power of two that is no less than the flags that are waited for, or raised
     CLOCK: tl.constexpr,  # what waits are timed with
 ):
     # A block of an operand as it is stored.
@@ -305,7 +305,7 @@ def _gemm_kernel(
     B_COLS: tl.constexpr = BLOCK_K if TRANS_B else BLOCK_N
     ACC_ROWS: tl.constexpr = BLOCK_N if SWAP else BLOCK_M
     ACC_COLS: tl.constexpr = BLOCK_M if SWAP else BLOCK_N
-    OUT_N: tl.constexpr = BLOCK_N // 2 if HALVES else BLOCK_N
+    OUT_N: tl.constexpr = BLOCK_N // 2 if EPILOGUE_SUBTILE else BLOCK_N
     PAIRS: tl.constexpr = len(a_ptrs)
     OUTPUTS: tl.constexpr = len(target_ptrs)
     PARTIAL: tl.constexpr = EPILOGUE == "partial"
@@ -348,7 +348,7 @@ def _gemm_kernel(
                 first_k, last_k = 0, K
             m, n = tile_position(tile, first_row, M, N, BLOCK_M, BLOCK_N, GROUP_M)
             if wait_ptrs is not None:
-                m = wait_for_rows(m, min(m + BLOCK_M, M), M, wait_ptrs, epoch, PARTS, LANES, CLOCK, USE_TMA)
+                m = wait_for_rows(m, min(m + BLOCK_M, M), M, wait_ptrs, epoch, PIECES, FLAGS, CLOCK, USE_TMA)
             acc = tl.zeros((ACC_ROWS, ACC_COLS), dtype=tl.float32)
             row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
             if COMBINE == "gated":
@@ -366,14 +366,15 @@ def _gemm_kernel(
                     acc, row_sum = _multiply(
                         acc, row_sum, a_srcs[p], b_srcs[p], m, n, 0, Ks[p], M, N, Ks[p], a_strides[p], b_strides[p],
                         False,
-                        BLOCK_M, BLOCK_N, BLOCK_K, TRANS_A, TRANS_B, SWAP, PRECISION, LONGEST_SUM, UPCAST, USE_TMA,
+                        BLOCK_M, BLOCK_N, BLOCK_K, TRANS_A, TRANS_B, SWAP, PRECISION, MAX_IMPRECISE_ACC, UPCAST,
+                        USE_TMA,
                     )  # fmt: skip
             else:
                 acc_up = None
                 acc, row_sum = _multiply(
                     acc, row_sum, a_srcs[i], b_srcs[i], m, n, first_k, last_k, M, N, K, a_strides[i], b_strides[i],
                     row_sum_ptrs[i] is not None,
-                    BLOCK_M, BLOCK_N, BLOCK_K, TRANS_A, TRANS_B, SWAP, PRECISION, LONGEST_SUM, UPCAST, USE_TMA,
+                    BLOCK_M, BLOCK_N, BLOCK_K, TRANS_A, TRANS_B, SWAP, PRECISION, MAX_IMPRECISE_ACC, UPCAST, USE_TMA,
                 )  # fmt: skip
             if SWAP:
                 acc = acc.T
@@ -386,15 +387,15 @@ def _gemm_kernel(
                     _store_row_sum(row_sum_ptrs[i] + split * M, row_sum, m, M, n == 0, False, BLOCK_M)
             elif EPILOGUE == "send":
                 dtype: tl.constexpr = target_ptrs[i][0].dtype.element_ty
-                if HALVES:
+                if EPILOGUE_SUBTILE:
                     left, right = _halves(acc, BLOCK_M, BLOCK_N)
                     send_tile(left.to(dtype), m, n, M, N, send_ptrs, BLOCK_M, OUT_N)
                     send_tile(right.to(dtype), m, n + OUT_N, M, N, send_ptrs, BLOCK_M, OUT_N)
                 else:
                     send_tile(acc.to(dtype), m, n, M, N, send_ptrs, BLOCK_M, BLOCK_N)
-                announce(m, M, N, send_ptrs, epoch, BLOCK_M, BLOCK_N, LANES, CLOCK)
+                announce(m, M, N, send_ptrs, epoch, BLOCK_M, BLOCK_N, FLAGS, CLOCK)
             else:
-                if HALVES:
+                if EPILOGUE_SUBTILE:
                     left, right = _halves(acc, BLOCK_M, BLOCK_N)
                     _epilogue(
                         left, None, bias_ptrs[i:], scale_ptrs, sources, targets, m, n, M, N,
@@ -413,9 +414,9 @@ def _gemm_kernel(
                     _store_row_sum(row_sum_ptrs[i], row_sum, m, M, n == 0, EPILOGUE == "accumulate", BLOCK_M)
         tiles_before += tiles * splits
     if wait_ptrs is not None and tl.program_id(0) == 0:
-        wait_for_all(wait_ptrs, epoch, PARTS, LANES, CLOCK)
+        wait_for_all(wait_ptrs, epoch, PIECES, FLAGS, CLOCK)
     if EPILOGUE == "send" and tl.program_id(0) == 0:
-        announce_empty(T, send_ptrs, epoch, LANES)
+        announce_empty(T, send_ptrs, epoch, FLAGS)
 
 
 @triton.jit(do_not_specialize=["T"])

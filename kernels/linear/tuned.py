@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from ..runtime.chips import CHIPS, Chip
-
-if TYPE_CHECKING:
-    from .config import Gemm, GemmConfig
+from .gemm import Gemm, GemmConfig
 
 OP = "gemm"  # what entries are filed under: they are of one launch, whichever public op made it
 SOURCES = tuple(f"linear/{name}.py" for name in ("activations", "launch", "remote", "tiles", "triton"))
@@ -46,7 +42,7 @@ def fits(arch: str, gemm: Gemm, config: GemmConfig) -> bool:
 
     What the compiler makes of it (spills above all) only the compiler knows. On a chip that nobody described, True.
     """
-    if config.halves and gemm.combine == "gated":
+    if config.epilogue_subtile and gemm.combine == "gated":
         return False
     if config.split_k > 1 and (gemm.combine == "chained" or gemm.remote):
         return False
@@ -79,7 +75,7 @@ def shared_bytes(chip: Chip, gemm: Gemm, config: GemmConfig) -> int:
     if chip.name.startswith("AMD") or config.split_k > 1:
         return pipeline
     by_tma = config.use_tma and "accumulate" not in gemm.epilogue
-    width = config.block_n // 2 if config.halves else config.block_n
+    width = config.block_n // 2 if config.epilogue_subtile else config.block_n
     return pipeline + (1 + gemm.reads * by_tma) * config.block_m * width * gemm.out_dtype.itemsize
 
 

@@ -29,7 +29,7 @@ import torch
 from .chips import Chip
 
 if TYPE_CHECKING:
-    from ..linear.config import Gemm, GemmConfig
+    from ..linear.gemm import Gemm, GemmConfig
 
 LATENCY_US = 1.0  # of device memory under load
 SECOND_LAUNCH_US = 2.0  # between two dependent kernels of one stream

@@ -39,7 +39,8 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.comm.reduce_config import pick_shots
-from ...kernels.linear.config import Gemm, pick_config
+from ...kernels.linear.config import pick_config
+from ...kernels.linear.gemm import Gemm
 from ...kernels.runtime import cost
 from ...kernels.runtime.chips import CHIPS
 from .link_profile import COLLECTIVES, OPS, Link, Profile, dtype_name

@@ -7,9 +7,12 @@ has several, the best that moving one part at a time from any stage to any other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
 
 LAYOUTS = ("loop", "v")
 
@@ -19,6 +22,38 @@ class Part(NamedTuple):
 
     name: str
     cost: float
+
+
+class Divisible(Protocol):
+    """A model that can be cut in stages."""
+
+    training: bool
+
+    def pipeline_parts(self, length: int | None = None) -> list[Part]:
+        """The parts in order, with what each costs for a token in a sequence of ``length``."""
+
+    def keep(self, parts: Iterable[int]) -> None:
+        """Drop all other parts; the names of these stay."""
+
+    def stage(self, parts: range) -> nn.Module:
+        """A module of the consecutive ``parts``, which shares the model's submodules and names.
+
+        It takes what the stage before it returned (the first one: tokens [B, S]) and the keywords ``targets`` [B, S],
+        ``positions`` [B, S], ``batch_size`` (B), ``scale`` and ``draws`` (see :meth:`draws`). The last one returns the
+        sum of the losses times ``scale``, [1].
+        """
+
+    def tied_parameters(self) -> list[str]:
+        """The names of parameters that the first and the last part share."""
+
+    def check_batch(self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None) -> None:
+        """ValueError for a batch that the model could not take, the same on every rank."""
+
+    def boundary(self, batch: int, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """On meta, what a stage hands to the next for [batch, length] tokens."""
+
+    def draws(self, device: torch.device) -> Any:
+        """What decides on the randomness of a step, drawn alike by all ranks; None: there is none."""
 
 
 def owners(stages: int, ranks: int, layout: str = "loop") -> list[int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from ..core.random import own_draws
 from ..core.sharding import local_tensor
 from ..cross_entropy import IGNORE_INDEX
 from . import split_backward
-from .partition import Part, balanced, owners
+from .partition import Divisible, Part, balanced, owners
 from .schedules import SCHEDULES, Schedule, check_microbatches, find, forward_only, stages_of
 from .split_backward import SplitStage
 from .stage_costs import measured_parts
@@ -35,38 +35,6 @@ from .stage_costs import measured_parts
 __all__ = ["SCHEDULES", "Divisible", "Part", "Pipeline", "Schedule", "StageParts", "measured", "split"]
 
 CPU = torch.device("cpu")
-
-
-class Divisible(Protocol):
-    """A model that can be cut in stages."""
-
-    training: bool
-
-    def pipeline_parts(self, length: int | None = None) -> list[Part]:
-        """The parts in order, with what each costs for a token in a sequence of ``length``."""
-
-    def keep(self, parts: Iterable[int]) -> None:
-        """Drop all other parts; the names of these stay."""
-
-    def stage(self, parts: range) -> nn.Module:
-        """A module of the consecutive ``parts``, which shares the model's submodules and names.
-
-        It takes what the stage before it returned (the first one: tokens [B, S]) and the keywords ``targets`` [B, S],
-        ``positions`` [B, S], ``batch_size`` (B), ``scale`` and ``draws`` (see :meth:`draws`). The last one returns the
-        sum of the losses times ``scale``, [1].
-        """
-
-    def tied_parameters(self) -> list[str]:
-        """The names of parameters that the first and the last part share."""
-
-    def check_batch(self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None) -> None:
-        """ValueError for a batch that the model could not take, the same on every rank."""
-
-    def boundary(self, batch: int, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """On meta, what a stage hands to the next for [batch, length] tokens."""
-
-    def draws(self, device: torch.device) -> Any:
-        """What decides on the randomness of a step, drawn alike by all ranks; None: there is none."""
 
 
 class StageParts(NamedTuple):

@@ -12,20 +12,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ...kernels.dev import shapes
-from ...kernels.linear.config import Gemm, pick_config
+from ...kernels.linear.config import pick_config
+from ...kernels.linear.gemm import Gemm
 from ...kernels.runtime import autograd, cost
 from ...kernels.runtime.chips import CHIPS
+from .partition import Divisible
 from .split_backward import stage_backward_input, stage_backward_weight
 from .timeline import Costs
-
-if TYPE_CHECKING:
-    from .pipeline import Divisible
 
 ATTENTION_BACKWARD = 2.5
 

@@ -25,7 +25,8 @@ from shardfuse.kernels.dev.accuracy import judge
 from shardfuse.kernels.dev.cases import all_reduce_norm as reduce_cases
 from shardfuse.kernels.dev.registry import to_double
 from shardfuse.kernels.linear import linear_act
-from shardfuse.kernels.linear.config import Gemm, pick_config
+from shardfuse.kernels.linear.config import pick_config
+from shardfuse.kernels.linear.gemm import Gemm
 from shardfuse.kernels.runtime import device as chips
 from shardfuse.kernels.runtime.signals import ExchangeTimeout, raise_flags
 from shardfuse.parallel.overlap import link_model, link_profile

@@ -19,7 +19,8 @@ from shardfuse.bench import tune, workload
 from shardfuse.bench.gpu.journal import Journal
 from shardfuse.kernels.dev import registry
 from shardfuse.kernels.linear import schemas
-from shardfuse.kernels.linear.config import Gemm, GemmConfig, pick_config
+from shardfuse.kernels.linear.config import pick_config
+from shardfuse.kernels.linear.gemm import Gemm, GemmConfig
 from shardfuse.kernels.linear.tuned import SOURCES, bucket
 from shardfuse.kernels.runtime import device, dispatch, tuning
 

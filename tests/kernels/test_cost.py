@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from shardfuse.kernels.dev import codegen, registry
 from shardfuse.kernels.dev.candidates import VARIANT_PENALTY, candidates, predicted_us
-from shardfuse.kernels.linear.config import Gemm, GemmConfig, pick_config
+from shardfuse.kernels.linear.config import pick_config
+from shardfuse.kernels.linear.gemm import Gemm, GemmConfig
 from shardfuse.kernels.linear.tuned import fits, shared_bytes
 from shardfuse.kernels.runtime import cost, device, dispatch
 from shardfuse.kernels.runtime.chips import CHIPS

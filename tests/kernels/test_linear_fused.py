@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from shardfuse import ColumnParallelLinear, ParallelMLP
 from shardfuse.kernels.dev import accuracy, registry
 from shardfuse.kernels.linear import gated_linear, linear_act, schemas
-from shardfuse.kernels.linear.config import Gemm, GemmConfig, forced, pick_config
+from shardfuse.kernels.linear.config import forced, pick_config
+from shardfuse.kernels.linear.gemm import Gemm, GemmConfig
 from shardfuse.kernels.runtime import device, dispatch
 from shardfuse.kernels.runtime.chips import CHIPS
 
@@ -42,8 +43,8 @@ def test_kernels_match_the_oracle(spec, case):
 @pytest.mark.parametrize(
     "config",
     [
-        GemmConfig(32, 64, 32, 4, 2, use_tma=True, halves=True),
-        GemmConfig(32, 64, 32, 4, 2, use_tma=False, halves=True),
+        GemmConfig(32, 64, 32, 4, 2, use_tma=True, epilogue_subtile=True),
+        GemmConfig(32, 64, 32, 4, 2, use_tma=False, epilogue_subtile=True),
         GemmConfig(16, 32, 32, 4, 2, use_tma=True, split_k=3),
         GemmConfig(16, 32, 16, 4, 2, use_tma=False, split_k=7),  # more parts than K has blocks: some are empty
         GemmConfig(16, 32, 32, 4, 2, use_tma=True, swap=True),
@@ -55,7 +56,7 @@ def test_kernels_match_the_oracle(spec, case):
 def test_every_kind_of_configuration(spec, config):
     case = spec.tagged("test")[0]
     if spec.name == "gated_linear":
-        if config.halves:
+        if config.epilogue_subtile:
             pytest.skip("two products are never cut in halves: config.py says why")
         case = dataclasses.replace(case, options=case.options | {"bias": False})
     if config.swap and spec.name == "wgrad_accumulate":

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tuning_case import BF16, CONFIG, FP32, GEMM, KEY, entry_of, look_up, shipped_tables, table_of
 
 from shardfuse.kernels.dev import registry
-from shardfuse.kernels.linear.config import Gemm, GemmConfig
+from shardfuse.kernels.linear.gemm import Gemm, GemmConfig
 from shardfuse.kernels.linear.tuned import MAX_TOKENS, OP, SOURCES, bucket, fits
 from shardfuse.kernels.runtime import tuning
 

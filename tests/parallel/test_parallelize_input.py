@@ -71,8 +71,8 @@ def test_meshes_over_which_ranks_would_train_apart_are_refused(ranks: Any):
             "name them (mesh_dim_names) 'dp_replicate', 'dp', 'pp' and 'tp'",
             *(
                 f"the mesh has a dimension {name!r} of 2 ranks, over which nothing would be spread: expected "
-                "'dp_replicate', 'dp', 'pp', 'tp'; rename it, or pass the sub-mesh without it if its ranks are yours to "
-                "keep alike"
+                "'dp_replicate', 'dp', 'pp', 'tp'; rename it, or pass the sub-mesh without it if its ranks are yours "
+                "to keep alike"
                 for name in ("data", "stage", "data")
             ),
             "zero=1 without a mesh shards nothing over the 2 processes: pass init_mesh()",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardfuse.kernels.linear.config import Gemm, GemmConfig
+from shardfuse.kernels.linear.gemm import Gemm, GemmConfig
 from shardfuse.kernels.linear.tuned import OP, SOURCES
 from shardfuse.kernels.runtime import tuning
 

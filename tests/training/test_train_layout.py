@@ -11,8 +11,8 @@ import pytest
 from shardfuse.commands.train import TrainOptions, run_train
 from shardfuse.parallel.pipeline.timeline import Costs
 from shardfuse.training import stages
-from shardfuse.training.layout import padding, remarks
-from shardfuse.training.settings import RunSettings, parse, resolve
+from shardfuse.training.layout import padding, remarks, resolve
+from shardfuse.training.settings import RunSettings, parse
 
 
 def _settings(processes: int, batch: int = 8, **parallel: Any) -> RunSettings:

@@ -23,9 +23,10 @@ from shardfuse.parallel.core.mesh import SINGLE, everyone, init_mesh
 from shardfuse.parallel.pipeline.timeline import Costs
 from shardfuse.training import metrics, stages, throughput
 from shardfuse.training.data import DataError
+from shardfuse.training.layout import resolve
 from shardfuse.training.metrics import MetricsFile, Recorder, read_lines
 from shardfuse.training.run_folder import RunFolder, RunFolderError
-from shardfuse.training.settings import ParallelSettings, RunSettings, resolve
+from shardfuse.training.settings import ParallelSettings, RunSettings
 from shardfuse.training.stopping import Stop, StopFile
 from shardfuse.training.tokens import Windows, load_tokens
 from shardfuse.training.trainer import build_model

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from shardfuse.training.layout import resolve
 from shardfuse.training.schedule import SHAPES, make_scheduler, rate
-from shardfuse.training.settings import ParallelSettings, RunSettings, parse_assignment, read_settings, resolve
+from shardfuse.training.settings import ParallelSettings, RunSettings, parse_assignment, read_settings
 
 TOML = """
 steps = 40

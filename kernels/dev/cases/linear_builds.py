@@ -76,7 +76,7 @@ def build_of(op: str, item: device.Launch, target: str) -> Build:
     label += ["tf32" if gemm.precision == "tf32" else _NAMES[gemm.dtype]]
     label += [f"to_{_NAMES[gemm.out_dtype]}"] if gemm.out_dtype != gemm.dtype else []
     label += [f"{gemm.combine}{gemm.pairs}"] if gemm.pairs > 1 else []
-    label += [f"gather{args['PARTS']}"] if gemm.remote == "gather" else []
+    label += [f"gather{args['PIECES']}"] if gemm.remote == "gather" else []
     label += steps + _operands(args)
     label += ["odd"] if any(size % 16 for size in (*args["Ns"], *(args["Ms"] or args["Ks"]))) else []
     return Build(

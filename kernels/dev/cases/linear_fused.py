@@ -160,20 +160,20 @@ GATED: OpSpec = OpSpec(
 
 _ACTIVATIONS = ("gelu_tanh", "gelu_erf", "silu", "relu", "squared_relu", "quick_gelu")
 _DGRAD_ACT = (
-    *(_case(33, 40, 72, _FP32, "test", activation=a, rebuild=True) for a in _ACTIVATIONS),
-    _case(40, 64, 48, _BF16, "test", activation="gelu_tanh", rebuild=False),
-    _case(35, 33, 31, _FP16, "test", activation="gelu_erf", rebuild=True),
-    _case(3, 136, 64, _FP16, "test", activation="silu", rebuild=True),
-    _case(0, 16, 24, _FP32, "test", activation="silu", rebuild=True),
+    *(_case(33, 40, 72, _FP32, "test", activation=a, recompute_act=True) for a in _ACTIVATIONS),
+    _case(40, 64, 48, _BF16, "test", activation="gelu_tanh", recompute_act=False),
+    _case(35, 33, 31, _FP16, "test", activation="gelu_erf", recompute_act=True),
+    _case(3, 136, 64, _FP16, "test", activation="silu", recompute_act=True),
+    _case(0, 16, 24, _FP32, "test", activation="silu", recompute_act=True),
     *(
-        _case(8192, 4096, 16384, _BF16, "codegen", activation=a, rebuild=rebuild)
+        _case(8192, 4096, 16384, _BF16, "codegen", activation=a, recompute_act=recompute_act)
         for a in ("gelu_tanh", "gelu_erf", "silu", "relu")
-        for rebuild in (False, True)
+        for recompute_act in (False, True)
     ),
-    _case(16, 4096, 14336, _BF16, "codegen", activation="gelu_tanh", rebuild=True),
-    _case(4096, 4095, 4095, _BF16, "codegen", activation="gelu_erf", rebuild=True),
-    _case(4096, 4096, 4096, _FP32, "codegen", activation="gelu_erf", rebuild=True),
-    _case(4096, 4096, 4096, _FP32, "codegen", activation="gelu_erf", rebuild=True, tf32=True),
+    _case(16, 4096, 14336, _BF16, "codegen", activation="gelu_tanh", recompute_act=True),
+    _case(4096, 4095, 4095, _BF16, "codegen", activation="gelu_erf", recompute_act=True),
+    _case(4096, 4096, 4096, _FP32, "codegen", activation="gelu_erf", recompute_act=True),
+    _case(4096, 4096, 4096, _FP32, "codegen", activation="gelu_erf", recompute_act=True, tf32=True),
 )
 
 
@@ -186,7 +186,7 @@ def _dgrad_act_inputs(case: Case, on: torch.device, seed: int) -> dict[str, Any]
 def _through(inputs: dict[str, Any], preacts: tuple[str, ...], case: Case, impl: str) -> list[torch.Tensor]:
     """The results of a backward through a layer and the activation before it."""
     operands = inputs["dy"], inputs["weight"], [inputs[name] for name in preacts]
-    recompute_act = case.options["rebuild"]
+    recompute_act = case.options["recompute_act"]
     product = Product.input_grad_act(*operands, case.options["activation"], _choice(impl), recompute_act=recompute_act)
     return product.compute()
 
@@ -200,7 +200,7 @@ def _dgrad_act_launch(case: Case) -> None:
 
     T, D, F = _sizes(case)
     new = _meta(case)
-    launch.linear_dgrad_act(new(T, D), new(D, F), new(T, F), case.options["activation"], case.options["rebuild"])
+    launch.linear_dgrad_act(new(T, D), new(D, F), new(T, F), case.options["activation"], case.options["recompute_act"])
 
 
 def _dgrad_act_launch_projection(size: shapes.Projection) -> None:
@@ -230,15 +230,18 @@ DGRAD_ACT: OpSpec = OpSpec(
 # ---------------------------------------------------------------------------------------------- dgrad_gated
 
 _DGRAD_GATED = (
-    *(_case(33, 40, 72, _FP32, "test", activation=a, rebuild=True) for a in ("silu", "gelu_tanh", "gelu_erf", "relu")),
-    _case(40, 64, 48, _BF16, "test", activation="silu", rebuild=False),
-    _case(3, 136, 64, _FP16, "test", activation="silu", rebuild=True),
-    _case(0, 16, 24, _FP32, "test", activation="silu", rebuild=True),
-    *(_case(8192, 4096, 14336, _BF16, "codegen", activation="silu", rebuild=r) for r in (False, True)),
-    _case(8192, 4096, 14336, _BF16, "codegen", activation="gelu_tanh", rebuild=True),
-    _case(8192, 4096, 14336, _BF16, "codegen", activation="gelu_erf", rebuild=True),
-    _case(4096, 4095, 4095, _BF16, "codegen", activation="gelu_erf", rebuild=True),
-    _case(4096, 4096, 4096, _FP32, "codegen", activation="gelu_erf", rebuild=True, tf32=True),
+    *(
+        _case(33, 40, 72, _FP32, "test", activation=a, recompute_act=True)
+        for a in ("silu", "gelu_tanh", "gelu_erf", "relu")
+    ),
+    _case(40, 64, 48, _BF16, "test", activation="silu", recompute_act=False),
+    _case(3, 136, 64, _FP16, "test", activation="silu", recompute_act=True),
+    _case(0, 16, 24, _FP32, "test", activation="silu", recompute_act=True),
+    *(_case(8192, 4096, 14336, _BF16, "codegen", activation="silu", recompute_act=r) for r in (False, True)),
+    _case(8192, 4096, 14336, _BF16, "codegen", activation="gelu_tanh", recompute_act=True),
+    _case(8192, 4096, 14336, _BF16, "codegen", activation="gelu_erf", recompute_act=True),
+    _case(4096, 4095, 4095, _BF16, "codegen", activation="gelu_erf", recompute_act=True),
+    _case(4096, 4096, 4096, _FP32, "codegen", activation="gelu_erf", recompute_act=True, tf32=True),
 )
 
 
@@ -258,7 +261,9 @@ def _dgrad_gated_launch(case: Case) -> None:
     T, D, F = _sizes(case)
     new = _meta(case)
     options = case.options
-    launch.linear_dgrad_gated(new(T, D), new(D, F), new(T, F), new(T, F), options["activation"], options["rebuild"])
+    launch.linear_dgrad_gated(
+        new(T, D), new(D, F), new(T, F), new(T, F), options["activation"], options["recompute_act"]
+    )
 
 
 def _dgrad_gated_launch_projection(size: shapes.Projection) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
@@ -25,12 +25,28 @@ from ....kernels.runtime.signals import (
 from .backends import SymmetricBuffer
 from .sizes import aligned, pad_bytes
 
-if TYPE_CHECKING:
-    from .pool import SymmetricMemoryPool
-
 _VIEWS = 64  # shapes whose views are kept
 _DOINGS = 64  # exchanges that can still be named when the device reports one
 _BOTH = 2  # in place of a slot: the two of them
+
+
+class Owner(Protocol):
+    """What a channel asks of the pool that made it."""
+
+    rank: int
+    size: int
+    device: torch.device
+    timeout_s: float
+
+    @property
+    def is_virtual(self) -> bool: ...
+
+    @property
+    def whose(self) -> str: ...
+
+    def settle(self) -> SymmetricBuffer: ...
+
+    def barrier(self) -> None: ...
 
 
 class Channel:
@@ -40,7 +56,7 @@ class Channel:
     Exchanges of one channel do not overlap on a rank; those of different channels may.
     """
 
-    def __init__(self, pool: SymmetricMemoryPool, name: str, slot_bytes: int, epoch: int, rebase_every: int) -> None:
+    def __init__(self, pool: Owner, name: str, slot_bytes: int, epoch: int, rebase_every: int) -> None:
         self.name, self.slot_bytes, self.epoch = name, slot_bytes, epoch
         self.rank, self.size, self.device = pool.rank, pool.size, pool.device
         self._pool, self._rebase_every, self._since_rebase = pool, rebase_every, 0

@@ -7,16 +7,14 @@ memory that has not been seen to work.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from ....kernels.runtime.signals import ExchangeTimeout, raise_flags
 from .backends import wait_words
+from .channel import Channel
 from .sizes import PROBE_WORDS
-
-if TYPE_CHECKING:
-    from .channel import Channel
 
 EXCHANGES = 2  # one in each slot
 THERE, BACK = 0, 1  # the phases of one, and the halves of a slot

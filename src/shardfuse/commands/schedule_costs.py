@@ -74,7 +74,8 @@ def _measured(
     name: str, ranks: int, microbatches: int, file: Path, assignments: Sequence[str], *, recompute: bool, held: float
 ) -> Priced:
     """In ms, and cut in stages as is best by them: with ``parallel.partition = "measured"`` the run is cut so too."""
-    from ..training.settings import parse_assignment, read_settings, resolve
+    from ..training.layout import resolve
+    from ..training.settings import parse_assignment, read_settings
     from ..training.stages import part_costs
 
     changes = dict(map(parse_assignment, assignments)) | ({"parallel.recompute": True} if recompute else {})

@@ -21,7 +21,8 @@ from ..training.launch import Stopped, WorkerError, launch, stop_signals
 from ..training.layout import remarks
 from ..training.run import train_run
 from ..training.run_folder import RunFolder
-from ..training.settings import RunSettings, parse_assignment, read_settings, resolve
+from ..training.layout import resolve
+from ..training.settings import RunSettings, parse_assignment, read_settings
 from ..training.stopping import StopFile
 from ..training.trainer import RunResult
 
