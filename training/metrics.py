@@ -1,7 +1,10 @@
-"""What a run writes about itself: JSON lines always, TensorBoard's events where it is installed, NVTX ranges on a GPU.
+"""What a run says about itself: JSON lines, TensorBoard's events, NVTX ranges, use of a GPU's peak, a progress bar.
 
 ``metrics.jsonl`` holds one object a line, in order of their steps, and each step once: a run that goes on from a
 checkpoint first removes the lines of steps that it is going to repeat.
+
+Model FLOPs utilisation (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B): the arithmetic that the model needs,
+whatever a run computes twice, over what the GPUs could have done in that time.
 """
 
 from __future__ import annotations
@@ -10,11 +13,19 @@ import contextlib
 import json
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from ..kernels.runtime.chips import CHIPS, Chip
+from ..layers.config import TransformerConfig
+from .loop import Progress
 
 FILE = "metrics.jsonl"
 FOLDER = "tensorboard"
@@ -119,3 +130,89 @@ def span(name: str, device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.nvtx.range_pop()
+
+
+# parallel.precision -> the rate of chips.py that products run at. fp32 ones use tensor cores only where torch may.
+_RATES = {"bf16": "bf16", "fp16": "fp16"}
+
+
+def flops_per_token(config: TransformerConfig, seq: int) -> int:
+    """FLOPs of forward and backward per token of sequences of ``seq``: of matrix products alone.
+
+    A multiply-add counts as two, backward as twice the forward, and attention as causal: a token looks at half of the
+    sequence on average, or at its window.
+    """
+    width, inner = config.hidden_size, config.num_heads * config.head_dim
+    attention = width * (2 * inner + 2 * config.num_kv_heads * config.head_dim)
+    mlp = (3 if config.gated else 2) * width * config.intermediate_size
+    looked_at = min(seq / 2, config.attention_window or seq)
+    scores = 2 * looked_at * inner  # q k, and weights times v
+    forward = config.num_layers * (attention + mlp + scores) + width * config.vocab_size
+    return int(3 * 2 * forward)
+
+
+def chip_of(device: torch.device) -> Chip | None:
+    """The data sheet of a GPU that ``chips.py`` knows; None for others and for CPUs."""
+    if device.type != "cuda":
+        return None
+    names = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return CHIPS.get(names.gcnArchName.split(":")[0])
+    return CHIPS.get(f"sm_{names.major}{names.minor}")
+
+
+def peak_flops(chip: Chip, precision: str) -> float:
+    """The dense rate of ``chip`` for the products of ``precision``, FLOP/s."""
+    tf32 = torch.backends.cuda.matmul.allow_tf32 and "tf32" in chip.flops
+    return chip.flops[_RATES.get(precision, "tf32" if tf32 else "fp32")]
+
+
+LINE_EVERY = 5.0  # seconds, where there is no terminal
+
+
+class ProgressDisplay:
+    """A context manager to call with each step's ``Progress``."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._bar = Bar(
+            TextColumn("training"),
+            BarColumn(),
+            TextColumn("step {task.fields[step]}/{task.fields[steps]}"),
+            TextColumn("loss {task.fields[loss]:.3f}"),
+            TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+            TextColumn("{task.fields[left]:.0f} s left"),
+            console=console,
+            refresh_per_second=4,
+            transient=True,
+        )
+        self._task = self._bar.add_task("", total=1.0, step=0, steps=steps, loss=float("nan"), speed=0.0, left=0.0)
+        self._next_line = time.monotonic() + LINE_EVERY
+
+    def __enter__(self) -> ProgressDisplay:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._console.is_terminal:
+            self._bar.stop()
+
+    def __call__(self, at: Progress) -> None:
+        if self._console.is_terminal:
+            self._bar.update(
+                self._task,
+                completed=at.done,
+                step=at.step,
+                loss=at.loss,
+                speed=at.tokens_per_second,
+                left=at.seconds_left,
+            )
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + LINE_EVERY
+            self._console.print(
+                f"  step {at.step}/{self._steps}, loss {at.loss:.3f}, {at.tokens_per_second:,.0f} tokens/s, "
+                f"{at.seconds_left:.0f} s left",
+                highlight=False,
+            )

@@ -23,11 +23,11 @@ from ..parallel.core import mesh as meshes
 from ..parallel.core.mesh import Group, MeshLike
 from .config import TrainConfig
 from .data import load_corpus
+from .folders import RunFolder
 from .loop import TrainResult, build_model, build_optimizer, evaluate, train
-from .progress import ProgressDisplay
-from .run_folder import RunFolder
+from .metrics import ProgressDisplay
+from .restart import Stop, StopFile
 from .settings import RunSettings
-from .stopping import Stop, StopFile
 from .trainer import RunResult, Trainer
 from .trainer import train as run_trainer
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..layers.config import TransformerConfig
+from .optimizer import SHAPES
 from .precision import PRECISIONS
-from .schedule import SHAPES
 
 if sys.version_info >= (3, 11):
     import tomllib

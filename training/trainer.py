@@ -27,15 +27,12 @@ from ..parallel.core.mesh import data_coordinate, everyone
 from ..parallel.core.random import manual_seed
 from ..parallel.data import data_loader
 from ..parallel.parallelize import ParallelModel, parallelize
+from .folders import CHECKPOINTS, EXPORT, SETTINGS
 from .loop import Progress, peak_bytes
-from .metrics import Recorder, span
-from .optimizer import adamw
-from .resuming import check_resumable, torn_explained
-from .run_folder import CHECKPOINTS, EXPORT, SETTINGS
-from .schedule import make_scheduler
+from .metrics import Recorder, chip_of, flops_per_token, peak_flops, span
+from .optimizer import adamw, make_scheduler
+from .restart import Stop, check_resumable, torn_explained
 from .settings import RunSettings
-from .stopping import Stop
-from .throughput import chip_of, flops_per_token, peak_flops
 from .tokens import load_tokens
 
 

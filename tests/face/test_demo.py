@@ -28,7 +28,7 @@ from shardfuse.layers.transformer import ParallelTransformer
 from shardfuse.serving.engine import Engine
 from shardfuse.serving.request import Request
 from shardfuse.training.data import load_corpus
-from shardfuse.training.output import output_folder
+from shardfuse.training.folders import output_folder
 
 pytestmark = pytest.mark.demo
 

@@ -12,7 +12,7 @@ from shardfuse import TransformerConfig
 from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.mesh import init_mesh
 from shardfuse.training import loop
-from shardfuse.training.agreement import Agreement, compare_with_unsharded
+from shardfuse.training.checks import Agreement, compare_with_unsharded
 from shardfuse.training.config import TrainConfig
 from shardfuse.training.data import load_corpus
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from shardfuse.layers import TransformerConfig
-from shardfuse.layers.stage import part_costs
+from shardfuse.layers.config import part_costs
 from shardfuse.parallel.pipeline.partition import balanced, loads, owners
 
 

@@ -12,9 +12,9 @@ import torch
 
 from shardfuse.training.layout import resolve
 from shardfuse.training.metrics import FILE, read_lines
+from shardfuse.training.restart import StopFile
 from shardfuse.training.run import train_run
 from shardfuse.training.settings import RunSettings, parse
-from shardfuse.training.stopping import StopFile
 from shardfuse.training.trainer import RunResult
 
 STEPS = 8

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from shardfuse import load_hf
-from shardfuse.training.agreement import Agreement
+from shardfuse.training.checks import Agreement
 from shardfuse.training.launch import launch
 
 _SUPPORT = str(Path(__file__).parents[1] / "support")

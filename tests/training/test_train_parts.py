@@ -21,13 +21,13 @@ from shardfuse import ParallelTransformer, TransformerConfig
 from shardfuse.kernels.runtime.chips import CHIPS
 from shardfuse.parallel.core.mesh import SINGLE, everyone, init_mesh
 from shardfuse.parallel.pipeline.timeline import Costs
-from shardfuse.training import metrics, stages, throughput
+from shardfuse.training import metrics, stages
 from shardfuse.training.data import DataError
+from shardfuse.training.folders import RunFolder, RunFolderError
 from shardfuse.training.layout import resolve
 from shardfuse.training.metrics import MetricsFile, Recorder, read_lines
-from shardfuse.training.run_folder import RunFolder, RunFolderError
+from shardfuse.training.restart import Stop, StopFile
 from shardfuse.training.settings import ParallelSettings, RunSettings
-from shardfuse.training.stopping import Stop, StopFile
 from shardfuse.training.tokens import Windows, load_tokens
 from shardfuse.training.trainer import build_model
 
@@ -181,20 +181,20 @@ def test_flops_are_those_of_the_matrices(style: str):
         param.numel() for name, param in model.named_parameters() if param.dim() == 2 and "embed" not in name
     )
     scores = 3 * 2 * 2 * 16 / 2 * 32  # layers, two products, a multiply-add, half of 16 tokens, width of all heads
-    assert throughput.flops_per_token(config, 16) == 3 * (2 * matrices + scores)
+    assert metrics.flops_per_token(config, 16) == 3 * (2 * matrices + scores)
 
 
 def test_windows_bound_what_attention_looks_at():
     config = TransformerConfig(attention_window=4)
-    short, long = (throughput.flops_per_token(config, seq) for seq in (16, 1024))
-    assert short == long < throughput.flops_per_token(TransformerConfig(), 16)
+    short, long = (metrics.flops_per_token(config, seq) for seq in (16, 1024))
+    assert short == long < metrics.flops_per_token(TransformerConfig(), 16)
 
 
 def test_peaks_are_those_of_the_data_sheet():
     chip = CHIPS["sm_90"]
-    assert throughput.peak_flops(chip, "bf16") == 989e12
-    assert throughput.peak_flops(chip, "fp32") == 67e12
-    assert throughput.chip_of(torch.device("cpu")) is None
+    assert metrics.peak_flops(chip, "bf16") == 989e12
+    assert metrics.peak_flops(chip, "fp32") == 67e12
+    assert metrics.chip_of(torch.device("cpu")) is None
 
 
 # --- the folder -------------------------------------------------------------------------------------------------------

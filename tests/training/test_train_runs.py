@@ -18,9 +18,9 @@ import torch.distributed as dist
 from shardfuse import ParallelTransformer, TransformerConfig, load_hf
 from shardfuse.commands.train import TrainOptions, run_train
 from shardfuse.parallel.checkpoint.checkpoint import save_checkpoint
+from shardfuse.training.folders import RunFolder
 from shardfuse.training.metrics import read_lines
-from shardfuse.training.run_folder import RunFolder
-from shardfuse.training.stopping import StopFile
+from shardfuse.training.restart import StopFile
 
 _SUPPORT = str(Path(__file__).parents[1] / "support")
 ZBV = {"pp": 2, "schedule": "zbv"}

@@ -20,10 +20,10 @@ from shardfuse.parallel.core.mesh import init_mesh
 from shardfuse.parallel.core.sharding import local_tensor
 from shardfuse.parallel.zero.clip import GradientClipper
 from shardfuse.training import data, loop
-from shardfuse.training.agreement import Agreement, compare_with_unsharded
+from shardfuse.training.checks import Agreement, compare_with_unsharded
 from shardfuse.training.config import TrainConfig
 from shardfuse.training.data import Corpus, DataError, load_corpus
-from shardfuse.training.output import OutputError, output_folder, write_report
+from shardfuse.training.folders import OutputError, output_folder, write_report
 
 TINY = TransformerConfig(
     hidden_size=32,

@@ -28,13 +28,13 @@ from ..kernels.runtime import dispatch
 from ..kernels.dev import registry
 from ..layers.config import TransformerConfig
 from ..layers.transformer import ParallelTransformer
-from ..training.agreement import FACTOR, Agreement, compare_with_unsharded
+from ..training.checks import FACTOR, Agreement, compare_with_unsharded
 from ..training.config import TrainConfig
 from ..training.data import Corpus, bigram_nats, load_corpus, unigram_nats
-from ..training.exported import compare_with_transformers, same_weights
+from ..training.checks import compare_with_transformers, same_weights
 from ..training.launch import Stopped, WorkerError, available_cores, check_port, launch, stop_signals
 from ..training.loop import TrainResult, evaluate
-from ..training.output import REPORT, output_folder, write_report
+from ..training.folders import REPORT, output_folder, write_report
 from ..training.run import CHECKPOINT, EXPORT, evaluate_saved, load_trained, train_and_save
 
 MAKER = "shardfuse demo"

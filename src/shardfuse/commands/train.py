@@ -20,10 +20,10 @@ from rich.console import Console
 from ..training.launch import Stopped, WorkerError, launch, stop_signals
 from ..training.layout import remarks
 from ..training.run import train_run
-from ..training.run_folder import RunFolder
+from ..training.folders import RunFolder
 from ..training.layout import resolve
 from ..training.settings import RunSettings, parse_assignment, read_settings
-from ..training.stopping import StopFile
+from ..training.restart import StopFile
 from ..training.trainer import RunResult
 
 # Flag -> the setting that it changes.

@@ -1,4 +1,4 @@
-"""Does the sharded run compute what one process computes? The first steps, repeated alone, answer.
+"""Did a sharded run compute what one process computes, and is an exported folder the model that it came from?
 
 The sharded and the unsharded run do the same sums in another order, so their losses differ by rounding. How much that
 may be is not guessed: the unsharded steps run once more in fp64, and the distance of the fp32 losses from those says
@@ -9,11 +9,18 @@ further than the budget (``tests/face/test_demo_collectives.py`` leaves out each
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
+from ..kernels.dev.accuracy import Verdict, judge
+from ..layers.hf.folders import WEIGHTS
+from ..layers.transformer import ParallelTransformer
+from ..parallel.checkpoint.checkpoint import full_state_dict
 from .config import TrainConfig
 from .data import Corpus
 from .loop import build_model, build_optimizer, train
@@ -67,3 +74,28 @@ def _repeat(steps: int, config: TrainConfig, corpus: Corpus, dtype: torch.dtype)
 def _distance(losses: tuple[float, ...], reference: tuple[float, ...]) -> float:
     ours, theirs = np.asarray(losses), np.asarray(reference)
     return float(np.max(np.abs(ours - theirs) / np.abs(theirs), initial=0.0))
+
+
+def same_weights(folder: Path, model: ParallelTransformer) -> bool:
+    """Whether the folder holds exactly ``model``'s tensors."""
+    saved, ours = load_file(folder / WEIGHTS), full_state_dict(model)
+    if model.config.tie_embeddings:
+        ours.pop("lm_head.weight")
+    return saved.keys() == ours.keys() and all(torch.equal(saved[name], ours[name]) for name in ours)
+
+
+@torch.no_grad()
+def compare_with_transformers(folder: Path, model: ParallelTransformer, tokens: torch.Tensor) -> Verdict:
+    """Logits of transformers' own model of the folder against ours of ``tokens`` [B, S], judged by an fp64 run of ours.
+
+    ``model`` is whole, in one process. Raises ImportError without transformers.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    ours = copy.deepcopy(model).to("cpu").eval()
+    low, out = ours(tokens), theirs(tokens, use_cache=False).logits
+    return judge("logits", out, low, ours.double()(tokens))
