@@ -5,14 +5,14 @@ run removes: its writer holds a lock on it, which ends with the writer.
 
 A run's folder NAME::
 
-NAME/
-    settings.json         what the run was told, every default included
-    metrics.jsonl         a line per logged step
-    tensorboard/          the same for TensorBoard, where it is installed
-    checkpoints/          what the run can go on from
-    model/                the trained model as transformers loads it, once the run is complete
-    .lock                 held while a run is under way
-    .job                  what started the run, and under which name, until it is complete
+    NAME/
+        settings.json         what the run was told, every default included
+        metrics.jsonl         a line per logged step
+        tensorboard/          the same for TensorBoard, where it is installed
+        checkpoints/          what the run can go on from
+        model/                the trained model as transformers loads it, once the run is complete
+        .lock                 held while a run is under way
+        .job                  what started the run, and under which name, until it is complete
 """
 
 from __future__ import annotations

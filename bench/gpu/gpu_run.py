@@ -44,7 +44,7 @@ from . import summary
 from .journal import Event, Journal
 from .watchdog import Ending, watch
 
-MODULE = __package__ or "shardfuse.bench"
+HARNESS = f"{provenance.PACKAGE}.bench.harness"
 
 SMOKE_S = 120.0
 SMOKE_QUIET_S = 60.0  # a case takes a second or two, its compilation a few more
@@ -376,7 +376,7 @@ def _parts(items: Sequence[str], size: int) -> list[list[str]]:
 
 
 def _python(module: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", f"{MODULE}.{module}", *arguments]
+    return [sys.executable, "-m", f"{HARNESS}.{module}", *arguments]
 
 
 def _event(line: str) -> Event | None:
@@ -410,7 +410,9 @@ def accept(out: Path, results: Path = owed.RESULTS) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog=f"python -m {MODULE}.gpu", description="Test and measure on a GPU machine.")
+    parser = argparse.ArgumentParser(
+        prog="python -m shardfuse.bench.gpu", description="Test and measure on a GPU machine."
+    )
     parser.add_argument("--out", type=Path, help="directory for the results; an earlier call's is gone on with")
     parser.add_argument("--only", default="", help="ops, separated by commas: only these and what measures them")
     parser.add_argument("--dry", action="store_true", help="the same path on a CPU, tiny shapes, no measurement")

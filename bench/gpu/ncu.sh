@@ -13,9 +13,10 @@ command -v ncu >/dev/null || { echo "ncu is not on the PATH: install Nsight Comp
 
 op=$1
 shift
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-python=${PYTHON:-$(ls "$here"/../.venv/bin/python 2>/dev/null || echo python3)}
-one=("$python" "$here/run_in_place.py" shardfuse.bench.one "$op")
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
+python=${PYTHON:-$(ls "$root"/.venv/bin/python 2>/dev/null || echo python3)}
+one=("$python" -m shardfuse.bench.harness.one "$op")
 cases=()
 while [ $# -gt 0 ] && [ "$1" != "--" ]; do
     cases+=("$1")
@@ -25,7 +26,6 @@ done
 
 # Compile and warm first, in a process of its own: Triton's cache on disk serves the profiled one.
 "${one[@]}" "${cases[@]}" --limit 1
-# All processes: run_in_place.py replaces itself by the one that launches kernels.
 exec ncu --set full --clock-control none --target-processes all \
     --kernel-name-base function --kernel-name 'regex:^_' \
     --force-overwrite --export "${NCU_OUT:-$op}" "$@" \

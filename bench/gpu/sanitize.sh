@@ -13,9 +13,10 @@ command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is not on t
 
 op=$1
 shift
-here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-python=${PYTHON:-$(ls "$here"/../.venv/bin/python 2>/dev/null || echo python3)}
-one=("$python" "$here/run_in_place.py" shardfuse.bench.one "$op")
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+export PYTHONPATH="$root/src${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1
+python=${PYTHON:-$(ls "$root"/.venv/bin/python 2>/dev/null || echo python3)}
+one=("$python" -m shardfuse.bench.harness.one "$op")
 cases=()
 while [ $# -gt 0 ] && [ "$1" != "--" ]; do
     cases+=("$1")
@@ -24,6 +25,5 @@ done
 [ "${1:-}" = "--" ] && shift
 
 export PYTORCH_NO_CUDA_MEMORY_CACHING=1
-# All processes: run_in_place.py replaces itself by the one that launches kernels.
 exec compute-sanitizer --target-processes all --error-exitcode 1 "$@" \
     "${one[@]}" "${cases[@]}" --tag test

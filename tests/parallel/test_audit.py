@@ -40,8 +40,8 @@ def _calls_body(rank: int, world: int) -> list[tuple[Any, ...]]:
     other = 1 - rank
 
     def pieces() -> None:
-        _, parts = collectives.start_gather_pieces(small, group, 3, site="pieces")
-        assert len(list(parts)) == 4
+        gathering = collectives.GatherPieces(small, group, 3, site="pieces")
+        assert len(list(gathering.arriving())) == 4
 
     def send() -> None:
         buffer = torch.empty(8, 4)
