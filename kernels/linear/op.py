@@ -82,11 +82,26 @@ def linear_act(
     else:
         biases = tuple(bias)
     dtype, choice = functional.prepare(x, weights, biases, activation, impl, residual)
-    if choice.triton or fuse_wgrad_accumulation:
-        outputs = _linear_act(x, weights, biases, residual, activation, fuse_wgrad_accumulation, dtype, choice)
-    else:
+    if not choice.triton and not fuse_wgrad_accumulation:
         outputs = functional.reference_forward(x, weights, biases, activation, residual)
-    return outputs if many else outputs[0]
+        return outputs if many else outputs[0]
+    n, params = len(weights), (*weights, *biases)
+    late = None
+    if residual is not None and residual.dtype != dtype:  # under autocast: a sum in the wider dtype, as torch's
+        late, residual = residual, None
+    elif residual is x:  # torch.compile takes no tensor twice
+        residual = x.view_as(x)
+    grad = _wants_grad(x, residual, *params)
+    call = _Call("linear_act", activation, choice, dtype, n, _buffers(grad and fuse_wgrad_accumulation, params))
+    if grad:
+        ys = _LinearAct.apply(call, x, residual, *params)
+    else:
+        rows, residual, operands = _operands(call, x, residual, params)
+        product = Product.linear_act(rows, operands[:n], operands[n:], activation, choice, residual=residual)
+        ys = tuple([functional.shaped(y, x) for y in product.compute()])
+    if late is not None:
+        return ys[0] + late
+    return ys if many else ys[0]
 
 
 def gated_linear(
@@ -133,34 +148,6 @@ class _Call(NamedTuple):
     dtype: torch.dtype  # to compute in
     n: int  # weights
     buffers: Sequence[torch.Tensor | None]  # where the gradients of weights and biases are added, None: returned
-
-
-def _linear_act(
-    x: torch.Tensor,
-    weights: tuple[torch.Tensor, ...],
-    biases: Optional,
-    residual: torch.Tensor | None,
-    activation: str,
-    fuse_wgrad_accumulation: bool,
-    dtype: torch.dtype,
-    choice: Choice,
-) -> tuple[torch.Tensor, ...]:
-    n = len(weights)
-    params = (*weights, *biases)
-    late = None
-    if residual is not None and residual.dtype != dtype:  # under autocast: a sum in the wider dtype, as torch's
-        late, residual = residual, None
-    elif residual is x:  # torch.compile takes no tensor twice
-        residual = x.view_as(x)
-    grad = _wants_grad(x, residual, *params)
-    call = _Call("linear_act", activation, choice, dtype, n, _buffers(grad and fuse_wgrad_accumulation, params))
-    if grad:
-        ys = _LinearAct.apply(call, x, residual, *params)
-    else:
-        rows, residual, operands = _operands(call, x, residual, params)
-        product = Product.linear_act(rows, operands[:n], operands[n:], activation, choice, residual=residual)
-        ys = tuple([functional.shaped(y, x) for y in product.compute()])
-    return ys if late is None else (ys[0] + late,)
 
 
 def _operands(

@@ -134,35 +134,31 @@ class Product(NamedTuple):
     def compute(self, arriving: Gathered | None = None) -> list[torch.Tensor]:
         """The results, in the table's order.
 
-        With ``arriving`` the rows are still on their way from other ranks, and the kernel's tiles wait for them.
+        Launch, torch op and plain-torch twin of each kind have one name and signature. With ``arriving`` the rows are
+        still on their way from other ranks, and the kernel's tiles wait for them.
         """
+        x, weights = self.rows[0], self.weights
+        kind, activation, biases, residual, preacts, save_preact, recompute_act = self.epilogue
+        where: Any = schemas if self.choice.triton else reference
+        options: dict[str, Any] = {}
         if arriving is not None:
-            from . import launch  # Triton, only when a kernel runs
+            from . import launch as where  # Triton, only when a kernel runs
 
-            return self._run(launch, arriving=arriving)
-        if self.choice.triton:
-            return self._run(schemas)
+            options["arriving"] = arriving
         try:
-            return self._run(reference)
-        except (RuntimeError, KeyError):  # torch's own words may not speak of the caller's arguments
+            if kind == "gated":
+                return where.gated_linear_fwd(x, weights, biases, activation, save_preact, **options)
             if self.layout == "nt":
-                op = "gated_linear" if self.epilogue.kind == "gated" else "linear_act"
-                check(self.rows[0], self.weights, self.epilogue.biases, self.epilogue.activation, op=op)
+                return where.linear_act_fwd(x, weights, biases, residual, activation, save_preact, **options)
+            if kind == "act_grad":
+                return where.linear_dgrad_act(x, weights[0], *preacts, activation, recompute_act, **options)
+            if kind == "gated_grad":
+                return where.linear_dgrad_gated(x, weights[0], *preacts, activation, recompute_act, **options)
+            return [where.linear_dgrad(self.rows, weights, **options)]
+        except (RuntimeError, KeyError):
+            if where is reference and self.layout == "nt":  # torch's own words may not speak of the caller's arguments
+                check(x, weights, biases, activation, op="gated_linear" if kind == "gated" else "linear_act")
             raise
-
-    def _run(self, where: Any, **options: Any) -> list[torch.Tensor]:
-        """``where``: the module with the launch, the torch op or the plain-torch twin of each kind, by one name."""
-        x, weights, epilogue = self.rows[0], self.weights, self.epilogue
-        _, activation, biases, residual, preacts, save_preact, recompute_act = epilogue
-        if epilogue.kind == "gated":
-            return where.gated_linear_fwd(x, weights, biases, activation, save_preact, **options)
-        if self.layout == "nt":
-            return where.linear_act_fwd(x, weights, biases, residual, activation, save_preact, **options)
-        if epilogue.kind == "act_grad":
-            return where.linear_dgrad_act(x, weights[0], *preacts, activation, recompute_act, **options)
-        if epilogue.kind == "gated_grad":
-            return where.linear_dgrad_gated(x, weights[0], *preacts, activation, recompute_act, **options)
-        return [where.linear_dgrad(self.rows, weights, **options)]
 
     def send(self, to: Scattered) -> None:
         """Have the kernel's tiles leave for the ranks that own their rows, each of which adds up what it gets."""
