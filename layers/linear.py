@@ -86,7 +86,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     ``gather_output`` returns all features on every rank. ``fuse_wgrad_accumulation`` adds the parameters' gradients to
     their ``main_grad`` (see ``attach_main_grads``). ``overlap`` says how collectives travel under the products beside
-    them ("auto", "kernel", "chunked" or "none"; ``parallel/overlap/policy.py``); with ``strict`` one that cannot be had
+    them ("auto", "kernel", "chunked" or "none"; ``parallel/overlap/policy.py``); with ``strict`` an unavailable one
     raises RuntimeError. ``site`` names the layer's collectives. Weights start as those of nn.Linear do, or normal with
     ``init_std`` (and zero bias).
 

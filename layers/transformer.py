@@ -66,7 +66,7 @@ class ParallelTransformer(nn.Module):
     ``recompute`` keeps only every block's input for backward; ``mlp_recompute`` is ParallelMLP's ``recompute``, for the
     MLPs alone. ``fuse_wgrad_accumulation`` adds the linear layers' gradients to their parameters' ``main_grad`` (see
     ``attach_main_grads``). ``overlap`` says how collectives travel under the products beside them, ``strict`` that one
-    which cannot be had raises (see ``ColumnParallelLinear``). ``params`` is ``"dtensor"`` (FSDP2, distributed
+    which is unavailable raises (see ``ColumnParallelLinear``). ``params`` is ``"dtensor"`` (FSDP2, distributed
     checkpoints) or ``"local"`` (plain tensors). Fresh weights follow torch's global seed and are the same at every
     tensor-parallel degree; :meth:`init_weights` draws them again from a seed of its own.
 

@@ -47,7 +47,7 @@ def column_linear(
     """act(x @ W_i^T + b_i) for up to three weights [F_i/R, D], which share x's one collective.
 
     torch.compile, which orders the collectives itself, has no ``overlap``. Raises ValueError for operands that do not
-    fit, RuntimeError for an overlap that ``strict`` insists on and that cannot be had.
+    fit, RuntimeError for an unavailable overlap that ``strict`` insists on.
     """
     fused: dict[str, Any] = {"fuse_wgrad_accumulation": options.fuse_wgrad_accumulation, "impl": options.impl}
     if options.group.size == 1:

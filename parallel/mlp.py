@@ -56,7 +56,7 @@ def fused_mlp(
 
     ``residual``, of the result's shape and dtype, is added in the last product's epilogue: for a group of one only.
     Under torch.compile for a group of one only. Raises ValueError for operands that do not fit, RuntimeError for an
-    overlap that ``strict`` insists on and that cannot be had.
+    overlap that ``strict`` insists on and that is unavailable.
     """
     call = _Call(options.now(), activation, recompute, n=len(weights))
     if residual is not None and options.group.size > 1:

@@ -17,7 +17,7 @@ class TPOptions(NamedTuple):
     fuse_wgrad_accumulation: bool = False  # add the parameters' gradients to their ``main_grad``
     impl: str = "auto"
     overlap: str = "none"  # "auto", "kernel", "chunked" or "none": see overlap/policy.py
-    strict: bool = False  # RuntimeError where ``overlap`` cannot be had, instead of the plain way
+    strict: bool = False  # RuntimeError where ``overlap`` is unavailable, instead of the plain way
     site: str = "linear"  # of its collectives
     grad: bool = False  # whether autograd is on: inside a function's forward it never is
 

@@ -1,8 +1,8 @@
 """Where processes that torchrun started again find each other, and not those that died.
 
 torchrun's agent keeps a store that its processes meet in, and torch (2.13) hands them the same one each time that they
-are started: what the last ones left there, addresses of theirs included, is still in it. Who comes first reads that,
-waits for a process that is gone, and fails. The count of restarts does not tell one start from the next either: each
+are started: what the last ones left there, addresses of theirs included, is still in it. A restarted
+process can read stale addresses and hang. The count of restarts does not tell one start from the next either: each
 machine's agent counts those of its own (pytorch issue 135712). So rank 0 gives each start a name.
 """
 

@@ -10,7 +10,8 @@
 DeepSpeed learns from :class:`Mpu` which ranks share tensors and which share data, and from ``tensor_model_parallel`` of
 local parameters which are parts: it clips by the norm of the whole model. Gradients are means over data-parallel ranks.
 Stages 1 and 2 all-reduce whole gradients and then gather the parameters (DeepSpeed 0.19): 3 Psi, where zero=1 of this
-project moves 2. Save and load through the engine, whose the optimizer's state is.
+project moves 2. Save and load through the engine, which owns the optimizer's
+state.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ enough. The layout of one rank's memory:
     "barrier": pad int32 [PHASES, R, CHUNKS]  |  "probe": pad, slot 0, slot 1  |  the first other channel  |  ...
 
 "Collective" means here what it means elsewhere: all ranks make these calls, with the same arguments, in the same order.
-Memory is had at its first use, and anew when channels have been added or have grown since.
+Memory is allocated at first use and reallocated when channels are added or grow.
 
 ``channel.py`` has the channel, ``backends.py`` where memory comes from, ``sizes.py`` how
 much a model needs, ``probe.py`` the probe.
@@ -187,7 +187,7 @@ class SymmetricMemoryPool:
         """Why this memory cannot be trusted, in one line, or None. Collective; all ranks get the same answer.
 
         Every rank writes patterns into every peer's memory and gets them back, in both slots, within ``timeout_s`` (by
-        default the pool's). That memory cannot be had at all is an answer, too. Whoever asks again gets the first
+        default the pool's). Memory that cannot be allocated is an answer, too. Whoever asks again gets the first
         answer. Memory that failed is not used again.
         """
         self._check_open()
