@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 
 from ...kernels.dev import registry
-from ..harness import owed, provenance
+from ..harness import provenance, stale
 from ..harness.benchmark import Benchmark, Settings
 from ..harness.records import left, read_records, record
 from ..harness.report import console, write_json
@@ -54,7 +54,7 @@ SUMMARY_S = 5.0  # kept for the end
 STARTUP_S = 90.0  # importing torch on a busy machine
 GPU_SECONDS_PER_ROW = 0.5
 CASES_PER_PROCESS = 4
-DRY_TESTS = ("tests/bench/test_owed.py",)
+DRY_TESTS = ("tests/bench/test_stale.py",)
 # Their tests marked interpret make tensors where the kernels run.
 OP_TESTS = (
     "test_autograd_gate.py",
@@ -95,7 +95,7 @@ class Options:
     deadline_s: float = 520.0
     quiet_s: float = 90.0
     tests: tuple[str, ...] = ()
-    results: Path = owed.RESULTS
+    results: Path = stale.RESULTS
 
 
 @dataclass
@@ -212,7 +212,7 @@ class GpuRun:
 
     def _benchmark_all(self) -> None:
         gpu = provenance.slug(provenance.device_name(self.device))
-        order = owed.stalest_first(self.benchmarks, gpu, self.options.results)
+        order = stale.stalest_first(self.benchmarks, gpu, self.options.results)
         # Peers that compile for most of a minute come last: the clock may run out on them.
         for slow in (False, True):
             for benchmark in order:
@@ -393,7 +393,7 @@ def _how(ending: Ending) -> str:
     return f"{how} after {ending.seconds:.0f} s"
 
 
-def accept(out: Path, results: Path = owed.RESULTS) -> int:
+def accept(out: Path, results: Path = stale.RESULTS) -> int:
     """File what a finished run (its directory), or one ``bench run`` (its file), measured under bench/results/.
 
     Each record that is refused says why.
@@ -401,7 +401,7 @@ def accept(out: Path, results: Path = owed.RESULTS) -> int:
     refused = 0
     for found in read_records(out / "results.json" if out.is_dir() else out):
         try:
-            path, missing = owed.accept(found, results), len(found["missing"])
+            path, missing = stale.accept(found, results), len(found["missing"])
             print(f"{found['bench']}: {path}" + (f", planned rows missing: {missing}" if missing else ""))
         except ValueError as error:
             refused += 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import owed, provenance, roofline
+from . import provenance, roofline, stale
 from .records import read_records
 from .report import RATES, Row, console
 
@@ -33,7 +33,7 @@ class Result:
         return self.device != "cpu"
 
 
-def publish(paths: Sequence[Path], out: Path, *, results: Path = owed.RESULTS) -> list[Path]:
+def publish(paths: Sequence[Path], out: Path, *, results: Path = stale.RESULTS) -> list[Path]:
     """Write the table and the plots of the records in ``paths`` (by default the committed ones); what was written.
 
     ``paths`` hold one record (``bench run --out``, ``bench/results/``) or several by name (``make gpu``'s

@@ -370,9 +370,9 @@ def bench_calibrate(
     raise typer.Exit(calibrate(Options(ranks, device, out, short, dry), json=json))
 
 
-@bench_app.command("owed")
+@bench_app.command("stale")
 def bench_owed(json: Json = False, debug: Debug = False) -> None:
     """Print the GPU results that are missing or older than the code they measured."""
-    from .bench.harness.owed import owed
+    from .bench.harness.stale import show
 
-    raise typer.Exit(owed(json=json))
+    raise typer.Exit(show(json=json))

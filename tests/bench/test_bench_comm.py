@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardfuse.bench.harness import owed, projection, runner, virtual_ranks
+from shardfuse.bench.harness import projection, runner, stale, virtual_ranks
 from shardfuse.bench.harness.benchmark import Settings
 from shardfuse.bench.harness.report import Row
 from shardfuse.bench.harness.timing import Timing
@@ -120,7 +120,7 @@ def test_products_that_wait_have_the_tiles_of_those_that_do_not(arch: str):
 
 
 def test_results_are_owed(tmp_path: Path):
-    found = {item.name: item.state for item in owed.survey(tmp_path)}
+    found = {item.name: item.state for item in stale.survey(tmp_path)}
     assert found["overlap"] == found["all_reduce_norm"] == "missing"
     assert not set(overlap.BENCHMARK.ops + all_reduce_norm.BENCHMARK.ops) & found.keys()  # none lacks a benchmark
 

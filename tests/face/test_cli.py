@@ -35,7 +35,7 @@ def test_help_names_every_command(command):
     assert all(name in out for name in ("demo", "env", "inspect", "bench"))
     code, out, _ = command("bench", "--help")
     assert code == 0
-    assert all(name in out for name in ("list", "run", "owed"))
+    assert all(name in out for name in ("list", "run", "stale"))
 
 
 def test_runs_as_a_module():
@@ -150,7 +150,7 @@ def test_bench_list_and_owed(command):
     code, out, _ = command("bench", "list")
     assert code == 0
     assert all(name in out for name in ("linear_act", "mlp", "tp_dtensor"))
-    code, out, _ = command("bench", "owed", "--json")
+    code, out, _ = command("bench", "stale", "--json")
     assert code == 0
     assert isinstance(json.loads(out.splitlines()[-1]), list)
 

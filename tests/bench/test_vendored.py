@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardfuse.bench.harness import carried
+from shardfuse.bench.harness import vendored
 
 
 def _wheel(folder: Path, name: str, package: str) -> None:
@@ -23,17 +23,17 @@ def test_pure_wheels_are_carried_along(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(sys, "path", list(sys.path))
     _wheel(tmp_path, "a_peer_of_ours-1.0-py3-none-any.whl", "a_peer_of_ours")
     _wheel(tmp_path, "torch-0.0-py3-none-any.whl", "torch")  # what is installed stays
-    assert carried.carry(tmp_path) == ["a_peer_of_ours"]
+    assert vendored.carry(tmp_path) == ["a_peer_of_ours"]
     assert importlib.import_module("a_peer_of_ours").ANSWER == 42
     assert importlib.metadata.version("a_peer_of_ours") == "1.0"
-    assert carried.carry(tmp_path) == []
-    assert carried.carry(tmp_path / "none") == []
+    assert vendored.carry(tmp_path) == []
+    assert vendored.carry(tmp_path / "none") == []
 
 
 def test_wheels_that_cannot_be_carried_are_named(tmp_path: Path):
     (tmp_path / "x-1.0-py3-none-any.whl").write_bytes(b"PK cut short")
     with pytest.raises(ValueError, match=r"x-1\.0-py3-none-any\.whl: no wheel, or one that was cut short"):
-        carried.carry(tmp_path)
+        vendored.carry(tmp_path)
     _wheel(tmp_path, "a-1.0-cp311-cp311-linux_x86_64.whl", "a")
     with pytest.raises(ValueError, match="only pure wheels"):
-        carried.carry(tmp_path)
+        vendored.carry(tmp_path)

@@ -1,4 +1,4 @@
-"""Which results are owed: missing, older than their sources, or fresh."""
+"""Which results are stale: missing, older than their sources, or fresh."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardfuse.bench.gpu import gpu_run
-from shardfuse.bench.harness import owed, provenance
+from shardfuse.bench.harness import provenance, stale
 from shardfuse.bench.harness.benchmark import Benchmark
 from shardfuse.kernels.dev import registry
 
@@ -44,66 +44,66 @@ def _record(benchmark: Benchmark, date: str = "2031-05-01T00:00:00+00:00", **cha
 
 
 def _states(results: Path, benchmarks: list[Benchmark]) -> list[tuple[str, str, str]]:
-    found = owed.survey(results, benchmarks)
+    found = stale.survey(results, benchmarks)
     return [(item.gpu, item.name, item.state) for item in found if item.state != "unmeasured"]
 
 
 def test_without_any_result_everything_is_owed(tmp_path, capsys):
     nowhere = tmp_path / "nothing"
-    assert _states(nowhere, BOTH) == [(owed.ANY_GPU, "linear_act", "missing"), (owed.ANY_GPU, "mlp", "missing")]
-    assert owed.owed(json=True, results=nowhere) == 0
+    assert _states(nowhere, BOTH) == [(stale.ANY_GPU, "linear_act", "missing"), (stale.ANY_GPU, "mlp", "missing")]
+    assert stale.show(json=True, results=nowhere) == 0
     listed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {item["name"] for item in listed} >= {"linear_act", "mlp"}
-    assert "tp_dtensor" not in {item["name"] for item in listed}  # it runs on a CPU, where nothing is owed
+    assert "tp_dtensor" not in {item["name"] for item in listed}  # it runs on a CPU, where nothing is stale
 
 
 def test_filed_result_is_fresh_until_a_source_changes(tmp_path):
-    path = owed.accept(_record(BOTH[0]), tmp_path)
+    path = stale.accept(_record(BOTH[0]), tmp_path)
     assert path == tmp_path / FOLDER / "mlp.json"
     assert _states(tmp_path, BOTH[:1]) == [(FOLDER, "mlp", "fresh")]
 
     record = json.loads(path.read_text())
     record["sources"]["bench/harness/gate.py"] = "0" * 16
     path.write_text(json.dumps(record))
-    (item,) = (item for item in owed.survey(tmp_path, BOTH[:1]) if item.name == "mlp")
+    (item,) = (item for item in stale.survey(tmp_path, BOTH[:1]) if item.name == "mlp")
     assert item.state == "stale"
     assert "bench/harness/gate.py" in item.why
     assert "bench/suites/mlp.py" not in item.why
 
 
 def test_result_that_lacks_rows_stays_owed(tmp_path):
-    owed.accept(_record(BOTH[0], missing=[["t64", "forward, us", "eager"]]), tmp_path)
-    (item,) = (item for item in owed.survey(tmp_path, BOTH[:1]) if item.name == "mlp")
+    stale.accept(_record(BOTH[0], missing=[["t64", "forward, us", "eager"]]), tmp_path)
+    (item,) = (item for item in stale.survey(tmp_path, BOTH[:1]) if item.name == "mlp")
     assert item.state == "incomplete"
     assert item.why == "rows not measured: t64 | forward, us | eager"
 
 
 def test_short_result_stays_owed_and_never_replaces_a_whole_one(tmp_path):
     short = _record(BOTH[0], short=True)
-    path = owed.accept(short, tmp_path)
+    path = stale.accept(short, tmp_path)
     assert _states(tmp_path, BOTH[:1]) == [(FOLDER, "mlp", "short")]
-    owed.accept(short, tmp_path)
-    owed.accept(_record(BOTH[0]), tmp_path)
+    stale.accept(short, tmp_path)
+    stale.accept(_record(BOTH[0]), tmp_path)
     assert _states(tmp_path, BOTH[:1]) == [(FOLDER, "mlp", "fresh")]
     before = path.read_text()
     with pytest.raises(ValueError, match=r"short plan, and .* the whole one"):
-        owed.accept(short, tmp_path)
+        stale.accept(short, tmp_path)
     assert path.read_text() == before
 
 
 def test_stalest_comes_first(tmp_path):
     old, new = BOTH
     never = _benchmark("tp_dtensor")
-    stale = {"bench/harness/gate.py": "changed"}
-    owed.accept(_record(old, "2031-01-01T00:00:00+00:00", sources=stale), tmp_path)
-    owed.accept(_record(new, "2031-02-01T00:00:00+00:00", sources=stale), tmp_path)
-    order = [benchmark.name for benchmark in owed.stalest_first([new, never, old], FOLDER, tmp_path)]
+    changed = {"bench/harness/gate.py": "changed"}
+    stale.accept(_record(old, "2031-01-01T00:00:00+00:00", sources=changed), tmp_path)
+    stale.accept(_record(new, "2031-02-01T00:00:00+00:00", sources=changed), tmp_path)
+    order = [benchmark.name for benchmark in stale.stalest_first([new, never, old], FOLDER, tmp_path)]
     assert order == ["tp_dtensor", "mlp", "linear_act"]
 
 
 def test_ops_without_a_benchmark_are_named(tmp_path):
     measured = _benchmark("linear_act", ops=("linear_act",))
-    unmeasured = {item.name for item in owed.survey(tmp_path, [measured]) if item.state == "unmeasured"}
+    unmeasured = {item.name for item in stale.survey(tmp_path, [measured]) if item.state == "unmeasured"}
     assert unmeasured == registry.ops().keys() - {"linear_act"}
 
 
@@ -124,12 +124,12 @@ def test_ops_without_a_benchmark_are_named(tmp_path):
 )
 def test_what_is_no_result_is_not_filed(tmp_path, change, reason):
     with pytest.raises(ValueError, match=reason):
-        owed.accept(_record(BOTH[0], **change), tmp_path)
+        stale.accept(_record(BOTH[0], **change), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_every_benchmark_names_sources_that_exist():
-    for benchmark in owed.benchmarks().values():
+    for benchmark in stale.benchmarks().values():
         assert f"bench/suites/{benchmark.name}.py" in provenance.source_hashes(benchmark)
 
 
@@ -141,7 +141,7 @@ def test_what_picks_the_configuration_makes_results_stale(tmp_path, monkeypatch)
         "kernels/tuned/__init__.py",
     }
     assert names <= provenance.source_hashes(_benchmark("mlp", ops=("linear_act",))).keys()
-    assert "parallel/zero/main_grad.py" in provenance.source_hashes(owed.benchmarks()["mlp"])
+    assert "parallel/zero/main_grad.py" in provenance.source_hashes(stale.benchmarks()["mlp"])
     for file in ("here.json", "here.py", "notes.txt"):
         (tmp_path / file).touch()
     monkeypatch.setattr(provenance, "package_folder", lambda floor: tmp_path)

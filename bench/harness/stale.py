@@ -1,6 +1,6 @@
 """Which results are missing, lack rows, or are older than the code they measured.
 
-Results live in bench/results/<gpu>/<benchmark>.json and carry a hash of every source they depend on. Nothing is owed
+Results live in bench/results/<gpu>/<benchmark>.json and carry a hash of every source they depend on. Nothing is stale
 for a CPU: there only ratios count, and every run takes its own.
 """
 
@@ -30,7 +30,7 @@ _DEFAULTS = (None, "", "0", "auto")
 
 
 @dataclass(frozen=True)
-class Owed:
+class Stale:
     """One benchmark (or an op without one) on one GPU.
 
     ``state`` is "unmeasured" (an op that no benchmark measures), "missing", "stale", "incomplete" (planned rows were
@@ -49,12 +49,12 @@ class Owed:
         return _ORDER[self.state], self.date, self.gpu, self.name
 
 
-def survey(results: Path = RESULTS, candidates: Iterable[Benchmark] | None = None) -> list[Owed]:
+def survey(results: Path = RESULTS, candidates: Iterable[Benchmark] | None = None) -> list[Stale]:
     """Every benchmark that runs on a GPU, on every GPU with a folder of results, stalest first."""
     measurable = [b for b in (benchmarks().values() if candidates is None else candidates) if "cuda" in b.devices]
     gpus = sorted(folder.name for folder in results.iterdir() if folder.is_dir()) if results.is_dir() else []
     found = [_judge(results, gpu, benchmark) for gpu in gpus or [ANY_GPU] for benchmark in measurable]
-    return sorted([*found, *_without_benchmark(measurable)], key=lambda owed: owed.order)
+    return sorted([*found, *_without_benchmark(measurable)], key=lambda item: item.order)
 
 
 def stalest_first(chosen: Iterable[Benchmark], gpu: str, results: Path = RESULTS) -> list[Benchmark]:
@@ -62,16 +62,16 @@ def stalest_first(chosen: Iterable[Benchmark], gpu: str, results: Path = RESULTS
     return sorted(chosen, key=lambda benchmark: _judge(results, gpu, benchmark).order)
 
 
-def owed(*, json: bool = False, results: Path = RESULTS) -> int:
-    """Print what is owed, stalest first; 0. With ``json`` the last line is a list of objects."""
+def show(*, json: bool = False, results: Path = RESULTS) -> int:
+    """Print what is stale, stalest first; 0. With ``json`` the last line is a list of objects."""
     due = [item for item in survey(results) if item.state != "fresh"]
     if json:
         print(_dumps(due), flush=True)
         return 0
     if not due:
-        console().print("nothing is owed: every result is as new as its sources")
+        console().print("nothing is stale: every result is as new as its sources")
         return 0
-    table = Table(title="results owed, stalest first", title_justify="left", caption=_HOW)
+    table = Table(title="stale results, stalest first", title_justify="left", caption=_HOW)
     for column in ("GPU", "benchmark or op", "state", "why"):
         table.add_column(column, overflow="fold")
     for item in due:
@@ -83,7 +83,7 @@ def owed(*, json: bool = False, results: Path = RESULTS) -> int:
 def accept(record: dict[str, Any], results: Path = RESULTS) -> Path:
     """File a benchmark's record under its GPU; the path written.
 
-    A record that lacks planned rows is filed, and stays owed. Raises ValueError for what must not be filed: a dry
+    A record that lacks planned rows is filed, and stays stale. Raises ValueError for what must not be filed: a dry
     run, a red gate, a CPU, no rows, a tree that no commit names, an environment that changes what "ours" is, or a
     short run where the whole plan's result is.
     """
@@ -115,29 +115,29 @@ def accept(record: dict[str, Any], results: Path = RESULTS) -> Path:
     return path
 
 
-def _judge(results: Path, gpu: str, benchmark: Benchmark) -> Owed:
+def _judge(results: Path, gpu: str, benchmark: Benchmark) -> Stale:
     path = results / gpu / f"{benchmark.name}.json"
     if not path.is_file():
-        return Owed(gpu, benchmark.name, "missing", "", "never measured")
+        return Stale(gpu, benchmark.name, "missing", "", "never measured")
     record = json.loads(path.read_text())
     date = record["origin"]["date"]
     then, now = record["sources"], provenance.source_hashes(benchmark)
     changed = sorted(name for name in then.keys() | now.keys() if then.get(name) != now.get(name))
     if changed:
-        return Owed(gpu, benchmark.name, "stale", date, f"changed since {date[:10]}: {', '.join(changed)}")
+        return Stale(gpu, benchmark.name, "stale", date, f"changed since {date[:10]}: {', '.join(changed)}")
     if record["missing"]:
         rows = "; ".join(" | ".join(key) for key in record["missing"])
-        return Owed(gpu, benchmark.name, "incomplete", date, f"rows not measured: {rows}")
+        return Stale(gpu, benchmark.name, "incomplete", date, f"rows not measured: {rows}")
     if record["short"]:
-        return Owed(gpu, benchmark.name, "short", date, "only the short plan was measured")
-    return Owed(gpu, benchmark.name, "fresh", date, f"measured {date[:10]}")
+        return Stale(gpu, benchmark.name, "short", date, "only the short plan was measured")
+    return Stale(gpu, benchmark.name, "fresh", date, f"measured {date[:10]}")
 
 
-def _without_benchmark(measurable: Iterable[Benchmark]) -> Iterator[Owed]:
+def _without_benchmark(measurable: Iterable[Benchmark]) -> Iterator[Stale]:
     measured = {op for benchmark in measurable for op in benchmark.ops}
     for name in sorted(registry.ops().keys() - measured):
-        yield Owed(ANY_GPU, name, "unmeasured", "", "no benchmark measures this op")
+        yield Stale(ANY_GPU, name, "unmeasured", "", "no benchmark measures this op")
 
 
-def _dumps(due: Iterable[Owed]) -> str:
+def _dumps(due: Iterable[Stale]) -> str:
     return json.dumps([vars(item) for item in due])
