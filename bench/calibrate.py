@@ -22,12 +22,13 @@ import json as jsonlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import filelock
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -42,7 +43,6 @@ from ..parallel.overlap.memory.sizes import DECODE_TOKENS
 from ..training.launch import Stopped, launch
 from .calibrate_rig import SITE, Rig, Shares, ends_of
 from .harness import provenance
-from .harness.one_writer import only_writer
 from .harness.report import DRY_NOTE, console, write_json
 from .harness.timing import Timing, compare_fixed, copy_bandwidth
 
@@ -64,6 +64,30 @@ SOURCES = (
     "bench/calibrate_rig.py",
     *provenance.TUNED,
 )
+
+
+@contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Inside, no other process is inside for ``path``, by a lock on the file ``.NAME.lock`` in its folder.
+
+    Raises ValueError where another process is inside, or the file system has no locks.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        held = filelock.FileLock(lock, timeout=0, is_singleton=False)
+        held.acquire()
+    except filelock.Timeout:
+        raise ValueError(
+            f"{path} is being written by another run: wait for its end, or choose another file with --out"
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise ValueError(f"{lock} cannot be locked ({why}): choose a file elsewhere with --out") from None
+    try:
+        yield
+    finally:
+        held.release()
 
 
 @dataclass(frozen=True)
