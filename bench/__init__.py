@@ -1,1 +1,1 @@
-"""Floor 4: benchmarks behind a correctness gate. Shapes come from the ops' own folders: ``cases.py``, ``shapes.py``."""
+"""Floor 4: benchmarks behind a correctness gate. Shapes come from ``kernels/dev``: its cases and shapes."""

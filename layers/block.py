@@ -218,8 +218,7 @@ def make_norm(config: TransformerConfig, **place: Any) -> LayerNorm | RMSNorm:
     return kind(config.hidden_size, eps=config.norm_eps, weight_offset=config.norm_offset, **place)
 
 
-# --- the all-reduce of a row-parallel layer, in the norm that follows
-# -----------------------------------------------------
+# --- the all-reduce of a row-parallel layer, in the norm that follows -------------------------------------------------
 
 
 def last_layer(module: nn.Module, *names: str) -> nn.Module | None:

@@ -78,15 +78,8 @@ class ParallelMLP(nn.Module):
         self.recompute = recompute
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.impl = impl
-        self._options = TPOptions(
-            self.group,
-            sequence_parallel=self.sequence_parallel,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            impl=impl,
-            overlap=check_overlap(overlap),
-            strict=strict,
-            site=SITE,
-        )
+        self.overlap = check_overlap(overlap)
+        self.strict = strict
         common: dict[str, Any] = {
             "bias": not gated if bias is None else bias,
             "mesh": self.group,
@@ -124,10 +117,21 @@ class ParallelMLP(nn.Module):
             [layer.bias for layer in first],
             last.weight,
             last.bias,
-            self._options,
+            self._tp_options(),
             activation=self.activation,
             recompute=self.recompute,
             residual=residual,
+        )
+
+    def _tp_options(self) -> TPOptions:
+        return TPOptions(
+            self.group,
+            sequence_parallel=self.sequence_parallel,
+            fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
+            impl=self.impl,
+            overlap=self.overlap,
+            strict=self.strict,
+            site=SITE,
         )
 
     def partial_sum(self, x: torch.Tensor) -> PartialSum:

@@ -154,7 +154,11 @@ class AllGatherLinear(torch.autograd.Function):
             dws, dbs = beside(
                 f"{site}.grad",
                 functional.param_grads,
-                *(dzs, x, want_params[:n], want_params[n:], ctx.choice),
+                dzs,
+                x,
+                want_params[:n],
+                want_params[n:],
+                ctx.choice,
                 into=into[:n],
                 bias_into=into[n:],
             )
@@ -211,13 +215,15 @@ class LinearReduceScatter(torch.autograd.Function):
             dy = functional.as_rows(dy_shard)
         product = Product.input_grad([functional.as_rows(dy_shard) if dy is None else dy], [weight], ctx.choice)
         dx_shard = None
-        if dy is None and want_x:
+        if not want_x:
+            product = product.without_results()
+        if dy is None:
             keep = autograd.keeps_graph()  # a later pass may ask for the rows again
-            (dx_shard,), dy = ctx.overlap.backward.all_gather_linear(product, site=f"{options.site}.grad", keep=keep)
-        elif dy is None:
-            dy = collectives.all_gather(product.rows[0], options.group, site=f"{options.site}.grad")
-        elif want_x:
-            (dx_shard,) = product.compute()
+            found, dy = ctx.overlap.backward.all_gather_linear(product, site=f"{options.site}.grad", keep=keep)
+        else:
+            found = product.compute()
+        if want_x:
+            (dx_shard,) = found
         into, bias_into = autograd.destinations(ctx, ctx.buffers)
         dws, dbs = functional.param_grads(
             [dy], rows, [want_weight], [want_bias], ctx.choice, into=[into], bias_into=[bias_into]

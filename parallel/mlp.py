@@ -86,7 +86,7 @@ class _Call(NamedTuple):
         """Whether h is z: nothing lies between the layers."""
         return self.activation == "identity" and not self.gated
 
-    def first(
+    def first_product(
         self, rows: torch.Tensor, weights: Params, biases: Params, choice: Choice, *, save_preact: bool
     ) -> Product:
         """h of the rows; with ``save_preact`` also [z] or [g, u], nothing where h is z."""
@@ -131,7 +131,9 @@ class FusedMLP(torch.autograd.Function):
         alone, site = options.group.size == 1, options.site
         plain = open_params(ctx, x_shard, params, options.fuse_wgrad_accumulation and options.grad)
         op = "gated_linear" if call.gated else "linear_act"
-        dtype, first = functional.prepare(x_shard, plain[:n], plain[n : 2 * n], call.activation, options.impl, op=op)
+        dtype, first_choice = functional.prepare(
+            x_shard, plain[:n], plain[n : 2 * n], call.activation, options.impl, op=op
+        )
         x_shard, *operands = autocast((x_shard, *plain), dtype)
         weights, biases, (out_weight, out_bias) = operands[:n], operands[n : 2 * n], operands[2 * n :]
 
@@ -143,34 +145,41 @@ class FusedMLP(torch.autograd.Function):
         save_preact = (need_dz or (need_h and not keep_h)) and not again
 
         check = lambda: functional.check(x_shard, weights, biases, call.activation)
-        into = column_overlap(options, x_shard, weights, check)
+        in_overlap = column_overlap(options, x_shard, weights, check)
         rows = functional.as_rows(x_shard)
-        product = call.first(rows, weights, biases, first, save_preact=save_preact)
+        product = call.first_product(rows, weights, biases, first_choice, save_preact=save_preact)
         if options.sequence_parallel:
-            keep = not into.gathers_again
-            (h, *zs), x = into.forward.all_gather_linear(product, site=f"{site}.in", keep=keep)
+            keep = not in_overlap.gathers_again
+            (h, *zs), x = in_overlap.forward.all_gather_linear(product, site=f"{site}.in", keep=keep)
         else:
             (h, *zs), x = product.compute(), rows
 
-        _, second = functional.prepare(h, [out_weight], [out_bias], "identity", options.impl)
+        _, second_choice = functional.prepare(h, [out_weight], [out_bias], "identity", options.impl)
         check = lambda: functional.check(h, [out_weight], [out_bias], "identity")
-        out = row_overlap(options, h, out_weight, check)
+        out_overlap = row_overlap(options, h, out_weight, check)
         if alone:  # bias and residual ride in the product
             if residual is not None:
                 residual = functional.check_residual(residual, x_shard, out_weight, dtype)
             (y_shard,) = Product.linear_act(
-                h, [out_weight], [out_bias], "identity", second, residual=residual
+                h, [out_weight], [out_bias], "identity", second_choice, residual=residual
             ).compute()
         else:
-            product = Product.linear_act(h, [out_weight], [None], "identity", second)
+            product = Product.linear_act(h, [out_weight], [None], "identity", second_choice)
             if options.sequence_parallel:
-                pending = out.forward.linear_reduce_scatter(product, bias=out_bias, site=f"{site}.out")
+                pending = out_overlap.forward.linear_reduce_scatter(product, bias=out_bias, site=f"{site}.out")
             else:
-                pending = out.forward.linear_all_reduce(product, bias=out_bias, site=f"{site}.out", async_op=False)
+                pending = out_overlap.forward.linear_all_reduce(
+                    product, bias=out_bias, site=f"{site}.out", async_op=False
+                )
             y_shard = pending.wait()
 
-        ctx.call, ctx.choices, ctx.overlap, ctx.x_shape = call, (first, second), (into, out), x_shard.shape
-        ctx.keeps_shard = options.sequence_parallel and not alone and (again or into.gathers_again)
+        ctx.call, ctx.choices, ctx.overlap, ctx.x_shape = (
+            call,
+            (first_choice, second_choice),
+            (in_overlap, out_overlap),
+            x_shard.shape,
+        )
+        ctx.keeps_shard = options.sequence_parallel and not alone and (again or in_overlap.gathers_again)
         ctx.save_for_backward(
             None if not (need_rows or again) else rows if ctx.keeps_shard else x,
             h if keep_h else None,
@@ -185,8 +194,8 @@ class FusedMLP(torch.autograd.Function):
     @autograd.first_order
     def backward(ctx: Any, dy_shard: torch.Tensor) -> tuple[Any, ...]:
         call, n, options = ctx.call, ctx.call.n, ctx.call.options
-        first, second = ctx.choices
-        into, out = ctx.overlap
+        first_choice, second_choice = ctx.choices
+        in_overlap, out_overlap = ctx.overlap
         site = options.site
         kept, h, out_weight, *rest = ctx.saved_tensors
         weights, biases, zs = rest[:n], rest[n : 2 * n], rest[2 * n :]
@@ -197,24 +206,25 @@ class FusedMLP(torch.autograd.Function):
         left: _Left | None = autograd.load_saved(ctx, [dy_shard])
         dy, x, h, zs, dzs = left or _Left(None, None if ctx.keeps_shard else kept, h, zs, None)  # type: ignore[arg-type]
         if call.recompute == 2 and h is None and (want_dz or want_h):
-            h, zs, x = _first_again(call, kept, weights, biases, first, into)
+            h, zs, x = _first_again(call, kept, weights, biases, first_choice, in_overlap)
 
         # Through the second layer and the activation: dy, dzs, and h where it is needed and was not kept.
         form_dzs = want_dz and dzs is None
         recompute_act = form_dzs and h is None and ctx.needs_input_grad[3 + 2 * n]  # for this pass or a later one
         rows = functional.as_rows(dy_shard) if dy is None else dy
         if call.bare:
-            product = Product.input_grad([rows], [out_weight], second)
+            product = Product.input_grad([rows], [out_weight], second_choice)
         else:
-            product = Product.input_grad_act(rows, out_weight, zs, call.activation, second, recompute_act=recompute_act)
-        found: Any = ()
+            product = Product.input_grad_act(
+                rows, out_weight, zs, call.activation, second_choice, recompute_act=recompute_act
+            )
+        if not form_dzs:
+            product = product.without_results()
         if dy is not None or not options.sequence_parallel:
-            dy, found = rows, product.compute() if form_dzs else ()
-        elif form_dzs:
-            keep = autograd.keeps_graph()  # a later pass may ask for the rows again
-            found, dy = out.backward.all_gather_linear(product, site=f"{site}.out.grad", keep=keep)
+            dy, found = rows, product.compute()
         else:
-            dy = collectives.all_gather(rows, options.group, site=f"{site}.out.grad")
+            keep = autograd.keeps_graph()  # a later pass may ask for the rows again
+            found, dy = out_overlap.backward.all_gather_linear(product, site=f"{site}.out.grad", keep=keep)
         if form_dzs:
             dzs, h = found[:n], found[n] if recompute_act else h
         if want_h and h is None:
@@ -232,13 +242,17 @@ class FusedMLP(torch.autograd.Function):
                     Pending(collectives.start_all_gather(kept, options.group, site=f"{site}.in.again"))
                 )
             if want_x:
-                summing = flights.add(sum_input_grad(options, into.backward, dzs, weights, first, f"{site}.in"))
+                summing = flights.add(
+                    sum_input_grad(options, in_overlap.backward, dzs, weights, first_choice, f"{site}.in")
+                )
             hides = f"{site}.in.grad"
-            (dout_weight,), (dout_bias,) = _param_grads(hides, [dy], h, want_params[2 * n :], buffers[2 * n :], second)
+            (dout_weight,), (dout_bias,) = _param_grads(
+                hides, [dy], h, want_params[2 * n :], buffers[2 * n :], second_choice
+            )
             if gather:
                 x = gathering.wait()
             if want_dz:
-                dws, dbs = _param_grads(hides, dzs, x, want_params[: 2 * n], buffers[: 2 * n], first)
+                dws, dbs = _param_grads(hides, dzs, x, want_params[: 2 * n], buffers[: 2 * n], first_choice)
             if want_x:
                 dx_shard = summing.wait().view(ctx.x_shape)
         released = zs if dzs else ()
@@ -251,7 +265,7 @@ def _first_again(
     call: _Call, kept: torch.Tensor, weights: Params, biases: Params, choice: Choice, overlap: LayerOverlap
 ) -> tuple[torch.Tensor, Params, torch.Tensor]:
     """The first layer once more, in backward: h, the zs and every token's x, which the weights' gradients want."""
-    product = call.first(kept, weights, biases, choice, save_preact=True)
+    product = call.first_product(kept, weights, biases, choice, save_preact=True)
     if call.options.sequence_parallel:
         (h, *zs), x = overlap.forward.all_gather_linear(product, site=f"{call.options.site}.in.again")
     else:
@@ -267,7 +281,11 @@ def _param_grads(
     return beside(
         hides,
         functional.param_grads,
-        *(dzs, x, want[:n], want[n:], choice),
+        dzs,
+        x,
+        want[:n],
+        want[n:],
+        choice,
         into=into[:n],
         bias_into=into[n:],
     )

@@ -98,7 +98,7 @@ class VirtualRanks(ABC):
     def captured(self, body: Body) -> Body:
         """``body`` of each rank as a CUDA graph of its own, which the result replays; on a CPU ``body`` itself."""
 
-    def uses_reference(self, body: Body, rounds: int = ROUNDS) -> list[Any]:
+    def settled(self, body: Body, rounds: int = ROUNDS) -> list[Any]:
         """What the ranks return from the last of ``rounds`` calls; raises as :meth:`check`."""
         found = []
         for _ in range(rounds):

@@ -99,7 +99,7 @@ def check(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, Verdi
                 rounds = virtual_ranks.ROUNDS * (
                     2 if mode.replayed else 1
                 )  # what the device counts has two slots in turn
-                ys, ss = zip(*ranks.uses_reference(_ready(ranks, _ours(ranks, drawn, mode), mode), rounds))
+                ys, ss = zip(*ranks.settled(_ready(ranks, _ours(ranks, drawn, mode), mode), rounds))
                 found = {"y": torch.stack(ys), "s": torch.stack(ss)}
             same = replace(case, options={**case.options, "shots": mode.shots})
             for verdict in check_outputs(

@@ -141,7 +141,7 @@ def check(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, Verdi
             with _ranks(settings, problem) as ranks:
                 body = _ours(problem, ranks, drawn)
                 ranks.alone(body)
-                ys = ranks.uses_reference(body)
+                ys = ranks.settled(body)
             found = {"y": torch.cat(ys) if problem.spec is SCATTER else torch.stack(ys)}
             if problem.gathers:
                 found[FLAGGED] = _waiting(problem, drawn)()

@@ -157,8 +157,7 @@ def again(
         logits = _logits(rows, weight[span], None if bias is None else bias[span], choice)
         _gradient_(logits, targets, stats[None], gain, part, choice, None)
         if drows is not None:
-            (addend,) = Product.input_grad([logits], [weight[span]], choice).compute()
-            drows += addend
+            drows += Product.input_grad([logits], [weight[span]], choice).compute()[0]
         (dw,), (db,) = functional.param_grads(
             [logits],
             rows,

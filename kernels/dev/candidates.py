@@ -78,7 +78,7 @@ def _grid(arch: str, gemm: Gemm) -> Iterator[GemmConfig]:
             continue
         groups = _GROUPS if _cdiv(gemm.M, block_m) > min(_GROUPS) else _GROUPS[:1]
         for swap, epilogue_subtile, group in product(
-            _swaps(arch, gemm, block_m, block_n), _halves(gemm, block_n, splits), groups
+            _swaps(arch, gemm, block_m, block_n), _may_subtile(gemm, block_n, splits), groups
         ):
             yield GemmConfig(
                 block_m, block_n, block_k, warps, stages, _takes_tma(arch, gemm), group, splits, epilogue_subtile, swap
@@ -122,7 +122,7 @@ def _swaps(arch: str, gemm: Gemm, block_m: int, block_n: int) -> tuple[bool, ...
     return (False, True)
 
 
-def _halves(gemm: Gemm, block_n: int, splits: int) -> tuple[bool, ...]:
+def _may_subtile(gemm: Gemm, block_n: int, splits: int) -> tuple[bool, ...]:
     """Whether the epilogue may take half a tile at a time; a split product has none, a gated one takes all of it."""
     return (False, True) if gemm.combine != "gated" and block_n >= 128 and splits == 1 else (False,)
 

@@ -1,4 +1,4 @@
-"""What one GEMM launch is asked to do, and the tile and pipeline it does it with.
+"""The tile and pipeline that a GEMM launch runs with.
 
 ``pick_config`` is a pure function of chip and :class:`Gemm`: what was measured on the chip (``tuning.py``) where there
 is a measurement, the rules below elsewhere. Nothing is tuned while a model runs, and all ranks agree without asking.

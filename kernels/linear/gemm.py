@@ -15,15 +15,15 @@ class Gemm:
     "grouped" (an output each; N, or M in wgrad, is their sum), "chained" (added up in one output; K is their sum) or
     "gated" (two products of [M, N] whose tiles meet in one epilogue). ``epilogue`` names its steps in order:
 
-        scale       times the scales of fp8 operands
-        bias        plus b
-        act_grad    times act'(z), or the gradients of both factors of a gated layer
-        gelu_tanh   or another activation's name: that activation
-        preact      what the activation is applied to is stored beside the result
-        residual    plus a matrix
-        recompute_act     act(z), or act(g) * u, is stored beside its gradient
-        row_sum     the row sums of op(A) are stored
-        accumulate  the result is added to what C holds
+        scale          times the scales of fp8 operands
+        bias           plus b
+        act_grad       times act'(z), or the gradients of both factors of a gated layer
+        gelu_tanh      or another activation's name: that activation
+        preact         what the activation is applied to is stored beside the result
+        residual       plus a matrix
+        recompute_act  act(z), or act(g) * u, is stored beside its gradient
+        row_sum        the row sums of op(A) are stored
+        accumulate     the result is added to what C holds
     """
 
     layout: str

@@ -365,7 +365,10 @@ def gated_linear_fwd(
     _check_sizes(x, weights)
     outs = [alloc.empty((x.shape[0], weights[0].shape[0]), x.dtype, x.device) for _ in range(3 if save_preacts else 1)]
     run_gemm(
-        *("nt", (x, x), tuple(weights), (tuple(outs),)),
+        "nt",
+        (x, x),
+        tuple(weights),
+        (tuple(outs),),
         combine="gated",
         epilogue="gated",
         activation=activation,
@@ -407,7 +410,10 @@ def linear_dgrad_act(
     """dz = (dy @ W) * act'(z), and h = act(z) with ``recompute_act``. dy [T, D], W [D, F], z [T, F] -> dz, h [T, F]."""
     outs = [alloc.empty(z.shape, z.dtype, z.device) for _ in range(2 if recompute_act else 1)]
     run_gemm(
-        *("nn", (dy,), (weight,), (tuple(outs),)),
+        "nn",
+        (dy,),
+        (weight,),
+        (tuple(outs),),
         epilogue="act_grad",
         activation=activation,
         sources=((z.contiguous(),),),

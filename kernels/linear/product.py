@@ -117,6 +117,10 @@ class Product(NamedTuple):
         """The columns of its (first) result."""
         return self.weights[0].shape[0 if self.layout == "nt" else 1]
 
+    def without_results(self) -> Product:
+        """The same rows for no product: what gathers them gathers them all the same."""
+        return self._replace(weights=())
+
     # --- running it ---------------------------------------------------------------------------------------------------
 
     def of(self, rows: torch.Tensor, part: slice | None = None) -> Product:
@@ -138,8 +142,10 @@ class Product(NamedTuple):
         still on their way from other ranks, and the kernel's tiles wait for them.
         """
         x, weights = self.rows[0], self.weights
+        if not weights:
+            return []
         kind, activation, biases, residual, preacts, save_preact, recompute_act = self.epilogue
-        where: Any = schemas if self.choice.triton else reference
+        where: Any = schemas if self.choice.triton else reference  # schemas' ops run the functions of launch.py
         options: dict[str, Any] = {}
         if arriving is not None:
             from . import launch as where  # Triton, only when a kernel runs

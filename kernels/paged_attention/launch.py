@@ -136,7 +136,7 @@ def _planning_of(problem: Problem, section: Section) -> device.Prepared:
         "reach": max_units(problem, config, 2**31 - config.unit),
         "smallest": config.smallest_split,
         "balance": section.balance,
-        "max_num_seqs": section.max_num_seqs,
+        "max_slots": section.max_slots,
         "max_items": section.max_items,
         "header_at": section.header_at,
         "items_at": section.items_at,
@@ -238,7 +238,7 @@ def _launches(problem: Problem, layout: _Layout, kinds: tuple[Any, ...]) -> tupl
 
 
 def _launches_of(problem: Problem, section: Section, layout: _Layout) -> _Launches:
-    rows = section.max_num_seqs * problem.kv_heads * section.part_rows
+    rows = section.max_slots * problem.kv_heads * section.part_rows
     if layout.page_size * max(layout.k_strides[2], layout.v_strides[2]) >= 2**31:
         raise ValueError(
             f"paged_attention: slots of kv_cache are {max(layout.k_strides[2], layout.v_strides[2])} elements apart, "
@@ -246,7 +246,7 @@ def _launches_of(problem: Problem, section: Section, layout: _Layout) -> _Launch
         )
     attend = _attending(problem, section, layout, rows)
     grid = (section.max_items, problem.kv_heads, 1)
-    if not section.max_num_seqs:
+    if not section.max_slots:
         return _Launches(attend, grid, None, (0, 0, 0), 0)
     merge_grid = (section.max_merges, problem.kv_heads, min(_MERGE_ROWS, section.part_rows))
     merge = _merging(problem, section, layout, rows)

@@ -41,7 +41,7 @@ class Section:
     balance: int  # fair shares that the work of a KV head is cut into
     max_items: int
     max_merges: int
-    max_num_seqs: int
+    max_slots: int
     part_rows: int  # of a tile, that any sequence fills
     header_at: int
     items_at: int
@@ -67,13 +67,13 @@ def sections(problem: Problem) -> tuple[Section, ...]:
         max_tiles = problem.seqs + 1  # the padding too
         if tiles.upto is None or tiles.upto > config.block_m:
             max_tiles += problem.tokens * problem.group // config.block_m
-        max_num_seqs = balance * (_INVARIANT_SLOTS * config.block_m // part_rows if config.quantum else 2)
-        max_items = max_tiles + (max_num_seqs if config.quantum else balance)
+        max_slots = balance * (_INVARIANT_SLOTS * config.block_m // part_rows if config.quantum else 2)
+        max_items = max_tiles + (max_slots if config.quantum else balance)
         items_at = at + HEADER
         merges_at = items_at + max_items * ITEM
         end = merges_at + balance * MERGE
         where = (at, items_at, merges_at, end)
-        found.append(Section(tiles, balance, max_items, balance, max_num_seqs, part_rows, *where))
+        found.append(Section(tiles, balance, max_items, balance, max_slots, part_rows, *where))
         at = end
     return tuple(found)
 
@@ -118,7 +118,7 @@ def _plan_section(
     for t, u in zip(tiles, units):
         wanted = (u if config.quantum else triton.cdiv(u, fair)) if u > fair and t else 1
         slots += t * wanted if wanted > 1 else 0
-        splits.append(wanted if slots <= section.max_num_seqs else 1)
+        splits.append(wanted if slots <= section.max_slots else 1)
     items = merges = slots = 0
     for s in sorted(range(len(lens)), key=lambda s: splits[s] == 1):
         chunk = triton.cdiv(units[s], splits[s])

@@ -35,7 +35,7 @@ def _amounts(q_len, keys, above, upto, block_m, unit, reach, GROUP: tl.constexpr
 @triton.jit(
     do_not_specialize=[
         "num_seqs", "num_tokens", "max_keys", "window", "above", "upto", "block_m", "unit", "reach", "smallest",
-        "balance", "max_num_seqs", "max_items", "header_at", "items_at", "merges_at",
+        "balance", "max_slots", "max_items", "header_at", "items_at", "merges_at",
     ]
 )  # fmt: skip
 def _plan_kernel(
@@ -54,7 +54,7 @@ def _plan_kernel(
     reach,  # units that a tile sees at most
     smallest,
     balance,
-    max_num_seqs,
+    max_slots,
     max_items,
     header_at,
     items_at,
@@ -97,7 +97,7 @@ def _plan_kernel(
             splits = ((units.to(tl.int64) + fair - 1) // fair).to(tl.int32)
         splits = tl.where((units > fair) & (tiles > 0), splits, 1)
         needed = tl.where(splits > 1, tiles * splits, 0)
-        fits = wanted + tl.cumsum(needed, 0) <= max_num_seqs
+        fits = wanted + tl.cumsum(needed, 0) <= max_slots
         splits = tl.where(fits, splits, 1)
         wanted += tl.sum(needed, 0)
         is_split = splits > 1

@@ -25,7 +25,7 @@ class Launch:
     num_warps: int
     num_stages: int
     config: Any  # what the kernel's configuration function returned
-    gemm: Any = None  # what a matrix product was asked to do (linear/config.py), or None
+    gemm: Any = None  # what a matrix product was asked to do (linear/gemm.py), or None
 
 
 @dataclass(frozen=True)

@@ -307,6 +307,7 @@ class GatherPieces:
         others = [(rank + step) % size for step in range(1, size)]
         self._own = slice(rank * n, (rank + 1) * n)
         self._flights: list[tuple[slice, _Flight | None]] = []
+        self._arrived: list[_Flight] = []
         if not _begin("all_gather", x, site):
             self.whole = torch.cat([x] * size)
             self._flights = [(slice(source * n, (source + 1) * n), None) for source in others]
@@ -323,14 +324,13 @@ class GatherPieces:
 
     def arriving(self) -> Iterator[slice]:
         yield self._own
-        arrived = []
         while self._flights:
-            part, flight = self._flights.pop(0)  # whoever lands after a failure must not wait for it again
+            part, flight = self._flights.pop(0)  # a failure that follows must not wait for it again
             if flight is not None:
+                self._arrived.append(flight)
                 flight.wait()
-                arrived.append(flight)
             yield part
-        for flight in arrived:
+        for flight in self._arrived:
             flight.settle()
 
     def __enter__(self) -> GatherPieces:
@@ -338,7 +338,8 @@ class GatherPieces:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
-            _land([flight for _, flight in self._flights if flight is not None])
+            waiting = [flight for _, flight in self._flights if flight is not None]
+            _land(waiting, sent=[*self._arrived, *waiting])
 
 
 class _SumPieces:
@@ -368,7 +369,7 @@ class _SumPieces:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
-            _land(self._flights)
+            _land(self._flights, sent=self._flights)
 
 
 class ScatterPieces(_SumPieces):
@@ -433,9 +434,9 @@ class ReducePieces(_SumPieces):
         return self._out
 
 
-def _land(flights: list[_Flight]) -> None:
-    """Wait for ``flights`` after a failure, which is the one to report: theirs are ignored."""
-    for step in [*(flight.wait for flight in flights), *(flight.settle for flight in flights)]:
+def _land(flights: list[_Flight], sent: list[_Flight]) -> None:
+    """After a failure, which is the one to report: wait for ``flights``, and until what was ``sent`` is free."""
+    for step in [*(flight.wait for flight in flights), *(flight.settle for flight in sent)]:
         with suppress(Exception):
             step()
 

@@ -1,6 +1,6 @@
 """A sum over the ranks that waits for the norm behind it: in a step of decoding, one launch where there were two.
 
-    row-parallel product    x @ W^T on this rank: an PartialSum [T, D], of which nothing has been sent
+    row-parallel product    x @ W^T on this rank: a PartialSum [T, D], of which nothing has been sent
     residual stream         carries the addend to the norm that comes next
     the norm                s = sum over ranks of the addends + bias + stream,  y = RMSNorm(s): ``all_reduce_rmsnorm``
 
@@ -118,14 +118,14 @@ def _eligible(tokens: int, overlap: str, device: torch.device) -> bool:
 
 
 def fused_allreduce_norm(
-    addend: PartialSum, residual: torch.Tensor, weight: torch.Tensor, *, eps: float, weight_offset: float, impl: str
+    partial: PartialSum, residual: torch.Tensor, weight: torch.Tensor, *, eps: float, weight_offset: float, impl: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, s), as ``rms_norm`` with a residual gives them, of the sum of all ranks' ``addend``; ``residual`` [..., D].
+    """(y, s), as ``rms_norm`` with a residual gives them, of the sum of all ranks' ``partial``; ``residual`` [..., D].
 
     Raises what ``all_reduce_rmsnorm`` raises; RuntimeError where the channel is broken or would have to move although
     a captured graph holds its addresses.
     """
-    rows, group, site = as_rows(addend.rows), addend.group, addend.site
+    rows, group, site = as_rows(partial.rows), partial.group, partial.site
     tokens, width = rows.shape
     collectives.count("all_reduce", rows.nbytes, site)
     pool = SymmetricMemoryPool.of(group, device=rows.device)
@@ -141,7 +141,7 @@ def fused_allreduce_norm(
         peers=peers,
         signals=signals,
         residual=as_rows(residual),
-        bias=addend.bias,
+        bias=partial.bias,
         eps=eps,
         weight_offset=weight_offset,
         shots=shots,

@@ -128,16 +128,16 @@ class Plain:
         self, product: Product, *, site: str, keep: bool = True
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         whole = collectives.all_gather(product.rows[0], self.group, site=site)
-        return compute(product.of(whole), site), whole
+        return beside(site, product.of(whole).compute), whole
 
     def linear_reduce_scatter(self, product: Product, *, bias: torch.Tensor | None = None, site: str) -> Pending:
-        (y,) = compute(product, site)
+        (y,) = beside(site, product.compute)
         return Pending(collectives.start_reduce_scatter(y, self.group, site=site), bias)
 
     def linear_all_reduce(
         self, product: Product, *, bias: torch.Tensor | None = None, site: str, async_op: bool = True
     ) -> Pending:
-        (y,) = compute(product, site)
+        (y,) = beside(site, product.compute)
         if async_op:
             return Pending(collectives.start_all_reduce(y, self.group, site=site), bias)
         total = collectives.all_reduce(y, self.group, site=site, inplace=True)  # stays on one stream
@@ -160,12 +160,13 @@ class Chunked:
         outs: list[torch.Tensor] = []
         with gathering:
             for part in gathering.arriving():
-                results = compute(product.of(gathering.whole[part], part), site)
+                results = beside(site, product.of(gathering.whole[part], part).compute)
                 if not outs:
                     tokens = len(gathering.whole)
                     outs = [alloc.empty((tokens, *y.shape[1:]), y.dtype, y.device) for y in results]
                 for out, y in zip(outs, results):
                     out[part] = y
+                results = y = None  # a piece's memory serves the next one
         return outs, gathering.whole
 
     def linear_reduce_scatter(self, product: Product, *, bias: torch.Tensor | None = None, site: str) -> Pending:
@@ -184,7 +185,7 @@ class Chunked:
         summing = kind(product.tokens, self.group, self.pieces, site=site)
         with summing:
             for part in summing.parts:
-                (y,) = compute(product.part(part), site)
+                (y,) = beside(site, product.part(part).compute)
                 summing.send(part, y)
         return Pending(summing.wait, bias)
 
@@ -216,7 +217,7 @@ class InKernel:
         pushed = transport.start_push(x, peers, signals, pieces)
         whole = peers[self.group.rank]
         try:
-            outs = compute(product.of(whole), site, arriving=Gathered(peers, signals, pieces))
+            outs = beside(site, product.of(whole).compute, Gathered(peers, signals, pieces))
             if not any(y.numel() for y in outs):  # nothing was computed that would have waited
                 transport.wait_for_rows(signals, pieces)
         except Exception:
@@ -252,9 +253,7 @@ class InKernel:
         channel, peers, signals = self._begin(REDUCE, shape, like, site)
         collectives.note("start", kind, site)
         try:
-            collectives.note("start", "product", site)
-            product.send(Scattered(peers, signals))
-            collectives.note("end", "product", site)
+            beside(site, product.send, Scattered(peers, signals))
         except Exception:
             channel.abandon()
             raise
@@ -285,11 +284,6 @@ def _end_after_error(channel: Channel, *steps: Callable[[], None]) -> None:
         channel.end()
     except Exception:
         channel.abandon()
-
-
-def compute(product: Product, site: str, *, arriving: Gathered | None = None) -> list[torch.Tensor]:
-    """The product under which the collective of ``site`` may travel; :data:`collectives.events` says when it ran."""
-    return beside(site, product.compute, arriving)
 
 
 def beside(site: str, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

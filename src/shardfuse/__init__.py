@@ -23,15 +23,16 @@ except ModuleNotFoundError as error:
 
 if TYPE_CHECKING:
     from .explanation import explain
-    from .kernels.runtime.dispatch import row_invariance
     from .kernels.dropout import dropout, new_rng_key
     from .kernels.kv_cache import copy_blocks_, gather_kv, norm_rope_write_kv_, swap_blocks_, write_kv_
     from .kernels.linear import gated_linear, linear_act
     from .kernels.norm import layer_norm, rms_norm
     from .kernels.paged_attention import merge_attention, paged_attention, plan_attention
     from .kernels.rope import apply_rope
+    from .kernels.runtime.dispatch import row_invariance
     from .kernels.scaled_linear import fp8_linear, quantize, scaled_linear
     from .layers.attention.attention import ParallelAttention
+    from .layers.attention.paged import PagedAttention, PagedBatch, PagedKVCache, Span
     from .layers.block import ParallelBlock
     from .layers.config import TransformerConfig
     from .layers.embedding import VocabParallelEmbedding
@@ -41,19 +42,18 @@ if TYPE_CHECKING:
     from .layers.loss import vocab_parallel_cross_entropy
     from .layers.mlp import ParallelMLP
     from .layers.norm import LayerNorm, RMSNorm
-    from .layers.attention.paged import PagedAttention, PagedBatch, PagedKVCache, Span
     from .layers.style import ColumnParallel, FusedMLP, RowParallel, SequenceParallelNorm, VocabParallel
     from .layers.transformer import ParallelTransformer
     from .parallel.audit.audit import Audit
     from .parallel.checkpoint.checkpoint import full_state_dict, load_checkpoint, read_extra, save_checkpoint
     from .parallel.checkpoint.manager import Checkpointer
+    from .parallel.core.mesh import init_mesh, tp_group
+    from .parallel.core.random import manual_seed
     from .parallel.cross_entropy import linear_cross_entropy, linear_log_probs
     from .parallel.data import data_loader, data_sampler
-    from .parallel.zero.main_grad import attach_main_grads, main_grads_to_grads, zero_main_grads
-    from .parallel.core.mesh import init_mesh, tp_group
-    from .parallel.parallelize import ParallelModel, parallelize
-    from .parallel.core.random import manual_seed
     from .parallel.overlap.memory.reserve import reserve_symmetric_memory
+    from .parallel.parallelize import ParallelModel, parallelize
+    from .parallel.zero.main_grad import attach_main_grads, main_grads_to_grads, zero_main_grads
     from .serving.engine import Engine
     from .serving.request import Request, TokenEvent
 

@@ -125,7 +125,9 @@ def train(
     seq: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
     batch: Annotated[int | None, typer.Option(help="Sequences of a step, over all processes.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate after the warm-up.")] = None,
-    dp_replicate: Annotated[int | None, typer.Option(help="Replicas of the data-parallel shards (hybrid sharding).")] = None,
+    dp_replicate: Annotated[
+        int | None, typer.Option(help="Replicas of the data-parallel shards (hybrid sharding).")
+    ] = None,
     dp: Annotated[int | None, typer.Option(help="Data-parallel degree. Default: what the others leave.")] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline stages.")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
@@ -371,7 +373,7 @@ def bench_calibrate(
 
 
 @bench_app.command("stale")
-def bench_owed(json: Json = False, debug: Debug = False) -> None:
+def bench_stale(json: Json = False, debug: Debug = False) -> None:
     """Print the GPU results that are missing or older than the code they measured."""
     from .bench.harness.stale import show
 

@@ -18,10 +18,10 @@ from torch import nn
 from .layers import block
 from .layers.linear import RowParallelLinear
 from .layers.module import CollectiveInfo, FusedGroup, ShardedModule
+from .parallel.core.sharding import spec_of
 from .parallel.overlap import partial_sum
 from .parallel.overlap.memory import reserve
 from .parallel.overlap.policy import OverlapPlan
-from .parallel.core.sharding import spec_of
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,11 @@ def _fused_groups(model: nn.Module) -> dict[nn.Module, FusedGroup]:
 
 
 def _crosses(
-    module: nn.Module, device: torch.device, tokens: int | None, takes: RowParallelLinear | None, fused_group: FusedGroup | None
+    module: nn.Module,
+    device: torch.device,
+    tokens: int | None,
+    takes: RowParallelLinear | None,
+    fused_group: FusedGroup | None,
 ) -> tuple[CollectiveInfo, ...]:
     if not isinstance(module, ShardedModule) or module.group.size == 1:
         return ()

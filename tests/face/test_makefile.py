@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,17 @@ def test_what_failed_is_named_again_at_the_end(tmp_path: Path):
         ("ranks:", "FAILED tests/a.py::b"),
         ("interpret-3:", "gone"),
     }
+
+
+def test_lint_sees_every_module():
+    """The links below src/ show files that stand elsewhere: leaving those out must leave out nothing else."""
+    ruff = shutil.which("ruff", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if ruff is None:
+        pytest.skip("needs ruff")
+    root = MAKEFILE.parent
+    done = subprocess.run([ruff, "check", "--show-files"], cwd=root, capture_output=True, text=True, check=True)
+    seen = {str(Path(line).relative_to(root)) for line in done.stdout.splitlines() if line.endswith(".py")}
+    face = root / "src" / "shardfuse"
+    modules = [path for folder in (face, face / "commands") for path in folder.glob("*.py")]
+    modules += [path for floor in ("kernels", "parallel", "layers", "tests") for path in (root / floor).rglob("*.py")]
+    assert {str(path.relative_to(root)) for path in modules} <= seen

@@ -31,6 +31,8 @@ def around(each: Around) -> Iterator[None]:
         return NAMES[product.layout, product.epilogue.kind]
 
     def computed(product: Product, *args: Any) -> Any:
+        if not product.weights:  # it gathers rows and forms nothing
+            return compute(product, *args)
         return each(name(product), lambda: compute(product, *args), product)
 
     def sent(product: Product, *args: Any) -> Any:

@@ -1,8 +1,8 @@
 """``shardfuse audit``: does a training step send what it should? A small model over processes of this machine answers.
 
-Every rank counts one step (``parallel/audit/audit.py``) and holds it against the closed form (``parallel/audit/forms.py``);
-the table shows one rank of each pipeline stage, the verdict is about all. What links of other machines would take is
-projected from published figures (``parallel/audit/links.py``).
+Every rank counts one step (``parallel/audit/audit.py``) and holds it against the closed form
+(``parallel/audit/forms.py``); the table shows one rank of each pipeline stage, the verdict is about all. What links of
+other machines would take is projected from published figures (``parallel/audit/links.py``).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..bench.harness.report import console
 from ..layers.config import TransformerConfig
 from ..layers.transformer import ParallelTransformer
 from ..parallel.audit import forms, links
-from ..parallel.core import mesh as meshes
 from ..parallel.audit.audit import Audit, Entry, one_way
 from ..parallel.audit.forms import Line, Plan
+from ..parallel.core import mesh as meshes
+from ..parallel.core.sharding import local_tensor
 from ..parallel.overlap.policy import check_overlap
 from ..parallel.parallelize import ParallelModel, parallelize
 from ..parallel.pipeline.partition import owners
 from ..parallel.pipeline.schedules import default_microbatches, find
-from ..parallel.core.sharding import local_tensor
 from ..training.launch import Stopped, launch
 
 ROWS, LENGTH = 2, 8  # sequences of a micro-batch, and their tokens
@@ -91,7 +91,9 @@ class Options:
 
     def said(self) -> str:
         """The call, as a heading."""
-        degrees = [f"{name}={getattr(self, name)}" for name in ("dp_replicate", "dp", "pp", "tp") if getattr(self, name) > 1]
+        degrees = [
+            f"{name}={getattr(self, name)}" for name in ("dp_replicate", "dp", "pp", "tp") if getattr(self, name) > 1
+        ]
         how = [f"zero={self.zero}", f"{self.passes} micro-batch{'es' * (self.passes > 1)}"]
         how += [self.schedule] if self.schedule else []
         how += ["sequence parallelism"] * self.sequence_parallel + ["recompute"] * self.recompute
@@ -134,7 +136,9 @@ def audit(options: Options, *, json: bool = False) -> int:
     Raises ValueError for options that do not go together.
     """
     if options.processes < 2:
-        raise ValueError("one process sends nothing: give at least one of --dp, --pp, --tp, --dp-replicate as 2 or more")
+        raise ValueError(
+            "one process sends nothing: give at least one of --dp, --pp, --tp, --dp-replicate as 2 or more"
+        )
     if options.schedule is not None:
         find(options.schedule)
     if options.overlap is not None:
@@ -153,7 +157,9 @@ def audit(options: Options, *, json: bool = False) -> int:
 
 def run(options: Options) -> Outcome:
     """One rank's part: the step that counts, after those that warm up."""
-    mesh = meshes.init_mesh(dp_replicate=options.dp_replicate, dp=options.dp, pp=options.pp, tp=options.tp, device_type="cpu")
+    mesh = meshes.init_mesh(
+        dp_replicate=options.dp_replicate, dp=options.dp, pp=options.pp, tp=options.tp, device_type="cpu"
+    )
     assert mesh is not None
     try:
         return count_step(options, mesh)

@@ -22,20 +22,19 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from .demo_serving import BLOCK_SIZE, DemoServing, serve
 from ..explanation import explain
-from ..kernels.runtime import dispatch
 from ..kernels.dev import registry
+from ..kernels.runtime import dispatch
 from ..layers.config import TransformerConfig
 from ..layers.transformer import ParallelTransformer
-from ..training.checks import FACTOR, Agreement, compare_with_unsharded
+from ..training.checks import FACTOR, Agreement, compare_with_transformers, compare_with_unsharded, same_weights
 from ..training.config import TrainConfig
 from ..training.data import Corpus, bigram_nats, load_corpus, unigram_nats
-from ..training.checks import compare_with_transformers, same_weights
+from ..training.folders import REPORT, output_folder, write_report
 from ..training.launch import Stopped, WorkerError, available_cores, check_port, launch, stop_signals
 from ..training.loop import TrainResult, evaluate
-from ..training.folders import REPORT, output_folder, write_report
 from ..training.run import CHECKPOINT, EXPORT, evaluate_saved, load_trained, train_and_save
+from .demo_serving import BLOCK_SIZE, DemoServing, serve
 
 MAKER = "shardfuse demo"
 MODEL = TransformerConfig(

@@ -93,8 +93,8 @@ def _asked_of_torch() -> dict[str, Any]:
     try:
         import torch
 
-        from ..kernels.runtime import dispatch
         from ..kernels.dev import registry
+        from ..kernels.runtime import dispatch
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return {

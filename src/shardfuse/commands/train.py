@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..training.launch import Stopped, WorkerError, launch, stop_signals
-from ..training.layout import remarks
-from ..training.run import train_run
 from ..training.folders import RunFolder
-from ..training.layout import resolve
-from ..training.settings import RunSettings, parse_assignment, read_settings
+from ..training.launch import Stopped, WorkerError, launch, stop_signals
+from ..training.layout import remarks, resolve
 from ..training.restart import StopFile
+from ..training.run import train_run
+from ..training.settings import RunSettings, parse_assignment, read_settings
 from ..training.trainer import RunResult
 
 # Flag -> the setting that it changes.
@@ -174,7 +173,9 @@ def _train(options: TrainOptions, settings: RunSettings, processes: int, console
 
 def _heading(settings: RunSettings, processes: int) -> str:
     parallel, model = settings.parallel, settings.model
-    degrees = {name: getattr(parallel, name) for name in ("dp_replicate", "dp", "pp", "tp") if getattr(parallel, name) > 1}
+    degrees = {
+        name: getattr(parallel, name) for name in ("dp_replicate", "dp", "pp", "tp") if getattr(parallel, name) > 1
+    }
     spread = ", ".join(f"{name}={degree}" for name, degree in degrees.items()) or "alone"
     more = f", ZeRO {parallel.zero}" if parallel.zero else ""
     more += f", {parallel.schedule}" if parallel.pp > 1 else ""
