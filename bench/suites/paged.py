@@ -283,9 +283,9 @@ def _check(operands: Operands, impl: str) -> list[Verdict]:
 
 def _reference(operands: Operands) -> torch.Tensor:
     o = operands
-    mods = AttentionOptions(o.step.head_size**-0.5, k_scale=o.k_scale, v_scale=o.v_scale)
+    options = AttentionOptions(o.step.head_size**-0.5, k_scale=o.k_scale, v_scale=o.v_scale)
     k_cache, v_cache = split_cache(o.kv_cache, o.step.head_size)
-    return reference.paged_attention(o.q, k_cache, v_cache, o.block_tables, o.seq_lens, o.query_start_loc, mods)[0]
+    return reference.paged_attention(o.q, k_cache, v_cache, o.block_tables, o.seq_lens, o.query_start_loc, options)[0]
 
 
 def warm(steps: Sequence[Step], settings: Settings, name: str) -> None:

@@ -34,7 +34,7 @@ def check(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
-    mods: AttentionOptions,
+    options: AttentionOptions,
     *,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
@@ -60,34 +60,36 @@ def check(
     _check_kind("block_tables", block_tables, torch.int32, device)
     _check_kind("query_start_loc", query_start_loc, torch.int32, device)
     if torch.is_grad_enabled():
-        _check_no_grad(q, k_cache, v_cache, mods.sinks, mods.alibi_slopes, mods.k_scale, mods.v_scale)
+        _check_no_grad(q, k_cache, v_cache, options.sinks, options.alibi_slopes, options.k_scale, options.v_scale)
 
-    refused = mods.refused(k_cache.dtype)
+    refused = options.refused(k_cache.dtype)
     if refused is not None:
         raise ValueError(f"paged_attention refuses {refused}: {REFUSED[refused]}")
-    if not 0 < mods.scale < math.inf:
-        raise ValueError(f"paged_attention: scale is {mods.scale}: expected a positive number, such as H ** -0.5")
-    if mods.window is not None and mods.window < 1:
-        raise ValueError(f"paged_attention: window is {mods.window}: expected at least 1 key, or None for no window")
-    if mods.softcap is not None and not mods.softcap > 0:
-        raise ValueError(f"paged_attention: softcap is {mods.softcap}: expected a positive number, or None for no cap")
-    if mods.sinks is not None:
-        _check_row("sinks", mods.sinks, heads, "q's heads")
-        if not mods.sinks.is_floating_point():
-            raise ValueError(f"paged_attention: sinks is {mods.sinks.dtype}: expected a floating-point dtype")
-        _check_kind("sinks", mods.sinks, mods.sinks.dtype, device)
-    if mods.alibi_slopes is not None:
-        _check_row("alibi_slopes", mods.alibi_slopes, heads, "q's heads")
-        _check_fp32("alibi_slopes", mods.alibi_slopes, device)
-    if mods.prefix_lens is not None:
-        _check_row("prefix_lens", mods.prefix_lens, seqs, "seq_lens")
-        _check_kind("prefix_lens", mods.prefix_lens, torch.int32, device)
-    if mods.tree_mask is not None:
-        _check_tree(mods.tree_mask, tokens, max_query_len, device)
-    if mods.k_scale is not None:
-        _check_scale("k_scale", mods.k_scale, k_cache)
-    if mods.v_scale is not None:
-        _check_scale("v_scale", mods.v_scale, v_cache)
+    if not 0 < options.scale < math.inf:
+        raise ValueError(f"paged_attention: scale is {options.scale}: expected a positive number, such as H ** -0.5")
+    if options.window is not None and options.window < 1:
+        raise ValueError(f"paged_attention: window is {options.window}: expected at least 1 key, or None for no window")
+    if options.softcap is not None and not options.softcap > 0:
+        raise ValueError(
+            f"paged_attention: softcap is {options.softcap}: expected a positive number, or None for no cap"
+        )
+    if options.sinks is not None:
+        _check_row("sinks", options.sinks, heads, "q's heads")
+        if not options.sinks.is_floating_point():
+            raise ValueError(f"paged_attention: sinks is {options.sinks.dtype}: expected a floating-point dtype")
+        _check_kind("sinks", options.sinks, options.sinks.dtype, device)
+    if options.alibi_slopes is not None:
+        _check_row("alibi_slopes", options.alibi_slopes, heads, "q's heads")
+        _check_fp32("alibi_slopes", options.alibi_slopes, device)
+    if options.prefix_lens is not None:
+        _check_row("prefix_lens", options.prefix_lens, seqs, "seq_lens")
+        _check_kind("prefix_lens", options.prefix_lens, torch.int32, device)
+    if options.tree_mask is not None:
+        _check_tree(options.tree_mask, tokens, max_query_len, device)
+    if options.k_scale is not None:
+        _check_scale("k_scale", options.k_scale, k_cache)
+    if options.v_scale is not None:
+        _check_scale("v_scale", options.v_scale, v_cache)
     _check_bounds(max_query_len, max_seq_len, block_tables.shape[1], k_cache.shape[2])
 
 
@@ -98,7 +100,7 @@ def check_contents(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
-    mods: AttentionOptions,
+    options: AttentionOptions,
     *,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
@@ -124,15 +126,15 @@ def check_contents(
             )
         _check_bounded(s, "queries", queries, "max_query_len", max_query_len)
         _check_bounded(s, "tokens", length, "max_seq_len", max_seq_len)
-        if mods.tree_mask is not None and mods.tree_mask.shape[1] < queries:
+        if options.tree_mask is not None and options.tree_mask.shape[1] < queries:
             raise ValueError(
                 f"paged_attention: sequence {s} has {queries} queries: expected tree_mask with at least as many "
-                f"columns, not {mods.tree_mask.shape[1]}"
+                f"columns, not {options.tree_mask.shape[1]}"
             )
     if busy:
-        _check_tables(block_tables, busy, num_blocks, block_size, mods.window)
-    if mods.prefix_lens is not None:
-        for s, prefix in enumerate(mods.prefix_lens.tolist()):
+        _check_tables(block_tables, busy, num_blocks, block_size, options.window)
+    if options.prefix_lens is not None:
+        for s, prefix in enumerate(options.prefix_lens.tolist()):
             if prefix < 0:
                 raise ValueError(f"paged_attention: prefix_lens[{s}] is {prefix}: expected 0 or more tokens")
 

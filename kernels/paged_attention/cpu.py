@@ -58,23 +58,23 @@ def paged_attention(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
-    mods: AttentionOptions,
+    options: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As ``reference.paged_attention``, arguments and results."""
     tokens, heads, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(tokens, heads, v_cache.shape[-1])
     lse = torch.full((tokens, heads), float("-inf"), dtype=wide, device=CPU)
-    pool = Pages(k_cache, v_cache, mods.k_scale, mods.v_scale)
-    q = q if flashes(pool, mods) and k_cache.dtype == v_cache.dtype == q.dtype else q.to(wide)
-    for batch in _batches(block_tables, seq_lens, query_start_loc, k_cache.shape[2], mods):
+    pool = Pages(k_cache, v_cache, options.k_scale, options.v_scale)
+    q = q if flashes(pool, options) and k_cache.dtype == v_cache.dtype == q.dtype else q.to(wide)
+    for batch in _batches(block_tables, seq_lens, query_start_loc, k_cache.shape[2], options):
         rows = _rows(batch)
         part = _short if batch[0].queries <= _SHORT else _long
-        mine = part(q[rows], pool, batch, mods._replace(tree_mask=at(mods.tree_mask, rows)))
+        mine = part(q[rows], pool, batch, options._replace(tree_mask=at(options.tree_mask, rows)))
         out[rows], lse[rows] = mine[0].to(out.dtype), mine[1]
-    if mods.sinks is None:
+    if options.sinks is None:
         return out, lse
-    whole = torch.logaddexp(lse, mods.sinks.to(wide))
+    whole = torch.logaddexp(lse, options.sinks.to(wide))
     share = (lse - whole.masked_fill(whole == float("-inf"), 0.0)).exp_()
     return out.mul_(share.unsqueeze(-1).to(out.dtype)), whole
 
@@ -84,17 +84,17 @@ def _batches(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     page_size: int,
-    mods: AttentionOptions,
+    options: AttentionOptions,
 ) -> list[tuple[_Span, ...]]:
     """The sequences with queries: those with equally few together, those with many alone."""
     tables, lens, starts = block_tables.tolist(), seq_lens.tolist(), query_start_loc.tolist()
-    prefixes = [0] * len(lens) if mods.prefix_lens is None else mods.prefix_lens.tolist()
+    prefixes = [0] * len(lens) if options.prefix_lens is None else options.prefix_lens.tolist()
     found: dict[int, list[_Span]] = {}
     for s, (start, end) in enumerate(pairwise(starts)):
         if start == end:
             continue
         queries, length = end - start, lens[s]
-        first = 0 if mods.window is None else max(0, length - queries - mods.window + 1) // page_size
+        first = 0 if options.window is None else max(0, length - queries - options.window + 1) // page_size
         table = tuple(tables[s][first : -(-length // page_size)])
         together = queries if queries <= _SHORT else -s
         found.setdefault(together, []).append(_Span(start, queries, length, prefixes[s], first, table))
@@ -151,26 +151,26 @@ class _Visits(NamedTuple):
     bags: torch.Tensor  # [S * R'], where each begins
 
 
-def _short(q: torch.Tensor, pool: Pages, batch: tuple[_Span, ...], mods: AttentionOptions) -> Partial:
+def _short(q: torch.Tensor, pool: Pages, batch: tuple[_Span, ...], options: AttentionOptions) -> Partial:
     """q [S * Q, N, H], Q queries of each sequence -> out [S * Q, N, Hv], lse [S * Q, N]."""
     queries, heads = batch[0].queries, (q.shape[1], pool.k.shape[1])
     page_bytes = (pool.k[0].numel() + pool.v[0].numel()) * pool.k.element_size()
     wide = torch.promote_types(q.dtype, torch.float32)
-    kind = (mods.causal, mods.window, mods.prefix_lens is not None)
+    kind = (options.causal, options.window, options.prefix_lens is not None)
     visits = _visits(batch, pool.k.shape[2], _BRIDGED_BYTES // page_bytes, heads, kind, wide)
     mask = visits.mask
-    if not (mods.tree_mask is mods.alibi_slopes is None):
-        mask = _mask(visits.owners, visits.firsts, batch, pool.k.shape[2], heads, wide, mods)
+    if not (options.tree_mask is options.alibi_slopes is None):
+        mask = _mask(visits.owners, visits.firsts, batch, pool.k.shape[2], heads, wide, options)
     rows = _grouped(q, len(batch), heads[1])[visits.owners]
     found = []
     for run in visits.runs:
         first = visits.pages[run.start]
         pages = pool.at(slice(first, first + run.stop - run.start), slice(None), mask.slots)
-        found.append(attend(rows[run], pages, at(mask.bias, run), mods))
+        found.append(attend(rows[run], pages, at(mask.bias, run), options))
     outs, lses = found[0] if len(found) == 1 else (torch.cat(x) for x in zip(*found))
     out, lse = _merge_visits(outs, lses, visits)
     if out.sum().isnan():
-        _visit_again(rows, pool, visits, mask, (outs, lses), mods)
+        _visit_again(rows, pool, visits, mask, (outs, lses), options)
         out, lse = _merge_visits(outs, lses, visits)
     return _ungrouped(out, queries), _ungrouped(lse, queries)
 
@@ -212,8 +212,8 @@ def _visits(
     runs = [slice(*run) for run in pairwise((*starts, len(pages)))]
     asked = [visit for mine in of_owner for visit in mine]
     whose, where = (torch.tensor(x, device=CPU) for x in (owners, firsts))
-    mods = AttentionOptions(1.0, *kind[:2], prefix_lens=torch.empty(0, device=CPU) if kind[2] else None)
-    mask = _mask(whose, where, batch, page_size, heads, dtype, mods)
+    options = AttentionOptions(1.0, *kind[:2], prefix_lens=torch.empty(0, device=CPU) if kind[2] else None)
+    mask = _mask(whose, where, batch, page_size, heads, dtype, options)
     return _Visits(pages, runs, whose, where, asked, mask, *_bags(of_owner, heads[0] * batch[0].queries))
 
 
@@ -235,7 +235,7 @@ def _mask(
     page_size: int,
     heads: tuple[int, int],
     dtype: torch.dtype,
-    mods: AttentionOptions,
+    options: AttentionOptions,
 ) -> _Mask:
     """The mask of visits by ``owners`` to pages that begin at the positions ``firsts``."""
     queries = batch[0].queries
@@ -244,17 +244,17 @@ def _mask(
     context = lengths - queries
     positions = context + torch.arange(queries, device=CPU)[:, None]
     keys = firsts[:, None, None] + torch.arange(page_size, device=CPU)
-    tree = None if mods.tree_mask is None else mods.tree_mask.unflatten(0, (len(batch), queries))[owners]
-    prefix_len = None if mods.prefix_lens is None else prefixes
-    seen = reference.visible(positions, keys, lengths, context, mods, prefix_len=prefix_len, tree=tree)
+    tree = None if options.tree_mask is None else options.tree_mask.unflatten(0, (len(batch), queries))[owners]
+    prefix_len = None if options.prefix_lens is None else prefixes
+    seen = reference.visible(positions, keys, lengths, context, options, prefix_len=prefix_len, tree=tree)
     some = seen.flatten(0, 1).any(0).nonzero().flatten().tolist() or [0]
     slots = slice(some[0], some[-1] + 1)
     seen, distance = seen[..., slots], (positions - keys)[..., slots]
-    return _Mask(slots, seen, bias_of(seen, distance, heads, dtype, mods))
+    return _Mask(slots, seen, bias_of(seen, distance, heads, dtype, options))
 
 
 def _visit_again(
-    rows: torch.Tensor, pool: Pages, visits: _Visits, mask: _Mask, results: Partial, mods: AttentionOptions
+    rows: torch.Tensor, pool: Pages, visits: _Visits, mask: _Mask, results: Partial, options: AttentionOptions
 ) -> None:
     """Put right the results of pages that are owned in part: one at a time, over the slots that are seen alone."""
     outs, lses = results
@@ -267,7 +267,7 @@ def _visit_again(
             one, slots = slice(i, i + 1), slice(mask.slots.start + some[0], mask.slots.start + some[-1] + 1)
             page = pool.at(slice(visits.pages[i], visits.pages[i] + 1), slice(None), slots)
             bias = None if mask.bias is None else mask.bias[one, ..., some[0] : some[-1] + 1]
-            outs[one], lses[one] = attend(rows[one], page, bias, mods)
+            outs[one], lses[one] = attend(rows[one], page, bias, options)
 
 
 def _merge_visits(outs: torch.Tensor, lses: torch.Tensor, visits: _Visits) -> Partial:
@@ -290,11 +290,11 @@ def _merge_visits(outs: torch.Tensor, lses: torch.Tensor, visits: _Visits) -> Pa
 # ------------------------------------------------------------------------------------------------------ long queries
 
 
-def _long(q: torch.Tensor, pool: Pages, batch: Sequence[_Span], mods: AttentionOptions) -> Partial:
+def _long(q: torch.Tensor, pool: Pages, batch: Sequence[_Span], options: AttentionOptions) -> Partial:
     """q [Q, N, H] of one sequence -> out [Q, N, Hv], lse [Q, N]."""
     (span,) = batch
     context = span.length - span.queries
-    if _plain(pool, mods):  # one causal call over the step's own keys, and calls without a mask over those before
+    if _plain(pool, options):  # one causal call over the step's own keys, and calls without a mask over those before
         step, segments = span.queries, [*_cut(0, context, _SEGMENT), range(context, span.length)]
     else:
         step, segments = _BLOCK, _cut(span.first * pool.k.shape[2], span.length, _SEGMENT)
@@ -303,10 +303,10 @@ def _long(q: torch.Tensor, pool: Pages, batch: Sequence[_Span], mods: AttentionO
     for keys in segments:
         segment = converted(_joined(pool, span, keys), q.dtype)
         for block, found in zip(blocks, parts):
-            if keys.start == context and _plain(pool, mods):
-                found.append(_causal(q[block], segment, mods))
+            if keys.start == context and _plain(pool, options):
+                found.append(_causal(q[block], segment, options))
             else:
-                found += _over_segment(q[block], segment, keys, block, span, mods)
+                found += _over_segment(q[block], segment, keys, block, span, options)
     out = q.new_zeros(*q.shape[:2], pool.v.shape[-1])
     lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32), device=CPU)
     for block, found in zip(blocks, parts):
@@ -315,9 +315,9 @@ def _long(q: torch.Tensor, pool: Pages, batch: Sequence[_Span], mods: AttentionO
     return out, lse
 
 
-def _plain(pool: Pages, mods: AttentionOptions) -> bool:
-    others = (mods.window, mods.tree_mask, mods.prefix_lens, mods.alibi_slopes)
-    return mods.causal and flashes(pool, mods) and all(x is None for x in others)
+def _plain(pool: Pages, options: AttentionOptions) -> bool:
+    others = (options.window, options.tree_mask, options.prefix_lens, options.alibi_slopes)
+    return options.causal and flashes(pool, options) and all(x is None for x in others)
 
 
 def _cut(start: int, stop: int, step: int) -> list[range]:
@@ -338,55 +338,55 @@ def _joined(pool: Pages, span: _Span, keys: range) -> Pages:
     return pool.map(join)
 
 
-def _causal(q: torch.Tensor, segment: Pages, mods: AttentionOptions) -> Partial:
+def _causal(q: torch.Tensor, segment: Pages, options: AttentionOptions) -> Partial:
     """The step's queries q [Q, N, H] over its own keys [1, K, Q, ...]."""
     heads = rearrange(q, "q (k g) h -> k g q h", k=segment.k.shape[1])
     k, v = (x[0].unsqueeze(1).expand(-1, heads.shape[1], -1, -1) for x in (segment.k, segment.v))
-    out, lse = flash(heads, k, v, is_causal=True, scale=mods.scale)
+    out, lse = flash(heads, k, v, is_causal=True, scale=options.scale)
     return out.flatten(1, 2)[None], lse.flatten(1, 2)[None]
 
 
 def _over_segment(
-    q: torch.Tensor, segment: Pages, keys: range, block: slice, span: _Span, mods: AttentionOptions
+    q: torch.Tensor, segment: Pages, keys: range, block: slice, span: _Span, options: AttentionOptions
 ) -> list[Partial]:
     """The queries ``block`` of the sequence, q [Q, N, H], over a segment of its keys; nothing where they see none."""
     rows = _grouped(q, 1, segment.k.shape[1])
     context = span.length - span.queries
     positions = torch.arange(context + block.start, context + block.stop, device=CPU)[:, None]
-    tree = at(mods.tree_mask, block)
-    prefix = None if mods.prefix_lens is None else torch.tensor(span.prefix, device=CPU)
+    tree = at(options.tree_mask, block)
+    prefix = None if options.prefix_lens is None else torch.tensor(span.prefix, device=CPU)
     parts = []
-    for piece, masked in _pieces(context + block.start, context + block.stop - 1, span, mods):
+    for piece, masked in _pieces(context + block.start, context + block.stop - 1, span, options):
         some = range(max(piece.start, keys.start), min(piece.stop, keys.stop))
         if not some:
             continue
         bias = None
         if masked:
             where = torch.arange(some.start, some.stop, device=CPU)
-            seen = reference.visible(positions, where, span.length, context, mods, prefix_len=prefix, tree=tree)
+            seen = reference.visible(positions, where, span.length, context, options, prefix_len=prefix, tree=tree)
             wide = torch.promote_types(q.dtype, torch.float32)
-            bias = bias_of(seen[None], (positions - where)[None], (q.shape[1], rows.shape[1]), wide, mods)
+            bias = bias_of(seen[None], (positions - where)[None], (q.shape[1], rows.shape[1]), wide, options)
         slots = slice(some.start - keys.start, some.stop - keys.start)
-        parts.append(attend(rows, segment.at(slice(None), slice(None), slots), bias, mods))
+        parts.append(attend(rows, segment.at(slice(None), slice(None), slots), bias, options))
     return parts
 
 
-def _pieces(first: int, last: int, span: _Span, mods: AttentionOptions) -> list[tuple[range, bool]]:
+def _pieces(first: int, last: int, span: _Span, options: AttentionOptions) -> list[tuple[range, bool]]:
     """Keys that queries at positions ``first`` to ``last`` may see, in ranges; which of these want a mask.
 
     What all of them see wants none, and is most of a long sequence.
     """
     low = some_low = 0
     high = some_high = span.length
-    if mods.tree_mask is not None:
+    if options.tree_mask is not None:
         high = span.length - span.queries
-    elif mods.causal:
+    elif options.causal:
         high, some_high = (max(p + 1, min(span.prefix, span.length)) for p in (first, last))
-    if mods.window is not None:
-        low, some_low = (max(0, p - mods.window + 1) for p in (last, first))
-        if not mods.causal:
-            high, some_high = (min(span.length, p + mods.window) for p in (first, last))
-    if mods.alibi_slopes is not None or low >= high:
+    if options.window is not None:
+        low, some_low = (max(0, p - options.window + 1) for p in (last, first))
+        if not options.causal:
+            high, some_high = (min(span.length, p + options.window) for p in (first, last))
+    if options.alibi_slopes is not None or low >= high:
         return [(range(some_low, some_high), True)]
     return [(range(some_low, low), True), (range(low, high), False), (range(high, some_high), True)]
 

@@ -51,12 +51,12 @@ def at(x: torch.Tensor | None, where: slice | torch.Tensor) -> torch.Tensor | No
     return None if x is None else x[where]
 
 
-def flashes(pool: Pages, mods: AttentionOptions) -> bool:
+def flashes(pool: Pages, options: AttentionOptions) -> bool:
     """Whether torch's FlashAttention does the products."""
-    return mods.softcap is None and pool.k.shape[-1] == pool.v.shape[-1]
+    return options.softcap is None and pool.k.shape[-1] == pool.v.shape[-1]
 
 
-def attend(q: torch.Tensor, pages: Pages, bias: torch.Tensor | None, mods: AttentionOptions) -> Partial:
+def attend(q: torch.Tensor, pages: Pages, bias: torch.Tensor | None, options: AttentionOptions) -> Partial:
     """q [E, K, R, H] over pages [E, K, B, ...], each over its own -> out [E, K, R, Hv], lse [E, K, R].
 
     ``bias`` [E, 1 or K, 1 or R, B] is added to the scores.
@@ -66,17 +66,17 @@ def attend(q: torch.Tensor, pages: Pages, bias: torch.Tensor | None, mods: Atten
         parts = []
         for i in range(0, len(q), step):
             some = slice(i, i + step)
-            parts.append(attend(q[some], converted(pages.at(some), q.dtype), at(bias, some), mods))
+            parts.append(attend(q[some], converted(pages.at(some), q.dtype), at(bias, some), options))
         outs, lses = zip(*parts)
         return torch.cat(outs), torch.cat(lses)
-    if flashes(pages, mods):
-        out, lse = flash(q, pages.k, pages.v, attn_mask=bias, scale=mods.scale)
+    if flashes(pages, options):
+        out, lse = flash(q, pages.k, pages.v, attn_mask=bias, scale=options.scale)
     else:
-        scores = reference.scores(q @ pages.k.mT, mods)
+        scores = reference.scores(q @ pages.k.mT, options)
         scores = scores if bias is None else scores + bias
         lse = torch.logsumexp(scores, -1)
         out = (scores - lse.masked_fill(lse == float("-inf"), 0.0).unsqueeze(-1)).exp_() @ pages.v
-    if bias is None or (bias.shape[2] == 1 and mods.tree_mask is None):
+    if bias is None or (bias.shape[2] == 1 and options.tree_mask is None):
         return out, lse
     # FlashAttention says 0, not -inf, of a row that sees nothing. A single query, but for one of a tree, always sees
     # something of a page that is visited for it.
@@ -84,18 +84,18 @@ def attend(q: torch.Tensor, pages: Pages, bias: torch.Tensor | None, mods: Atten
 
 
 def bias_of(
-    seen: torch.Tensor, distance: torch.Tensor, heads: tuple[int, int], dtype: torch.dtype, mods: AttentionOptions
+    seen: torch.Tensor, distance: torch.Tensor, heads: tuple[int, int], dtype: torch.dtype, options: AttentionOptions
 ) -> torch.Tensor | None:
     """What masks and ALiBi add to scores: seen and distance [E, Q, B], (N, K) heads -> [E, 1 or K, G * Q, B].
 
     With one query and no ALiBi [E, 1, 1, B], and None where there is nothing to add.
     """
-    if mods.alibi_slopes is None and seen.all():
+    if options.alibi_slopes is None and seen.all():
         return None
     bias = torch.zeros(seen.shape, dtype=dtype, device=CPU).masked_fill_(~seen, float("-inf"))
     bias = bias[:, None, None]  # [E, 1, 1, Q, B]
-    if mods.alibi_slopes is not None:
-        bias = bias - mods.alibi_slopes.to(dtype).view(heads[1], -1, 1, 1) * distance.abs()[:, None, None]
+    if options.alibi_slopes is not None:
+        bias = bias - options.alibi_slopes.to(dtype).view(heads[1], -1, 1, 1) * distance.abs()[:, None, None]
     elif seen.shape[1] > 1:
         bias = bias.expand(-1, -1, heads[0] // heads[1], -1, -1)
     return bias.flatten(2, 3)

@@ -63,13 +63,13 @@ def _check_plan(key: int, asked: Problem) -> None:
 
 
 def _problem(
-    tensors: Tensors, mods: AttentionOptions, invariant: bool, max_query_len: int | None, max_seq_len: int | None
+    tensors: Tensors, options: AttentionOptions, invariant: bool, max_query_len: int | None, max_seq_len: int | None
 ) -> Problem:
     q, k_cache, v_cache, block_tables, seq_lens, _ = tensors
     kv_heads = k_cache.shape[1]
     group = q.shape[1] // kv_heads
     max_keys = block_tables.shape[1] * k_cache.shape[2]
-    window = mods.window
+    window = options.window
     if window is not None and window >= max_keys + q.shape[0]:
         window = None  # it holds every key, and sums with it stay within 32 bits
     return Problem(
@@ -84,10 +84,10 @@ def _problem(
         v_cache.shape[3],
         q.dtype,
         k_cache.dtype,
-        mods.causal,
+        options.causal,
         window,
-        mods.prefix_lens is not None,
-        mods.tree_mask is not None,
+        options.prefix_lens is not None,
+        options.tree_mask is not None,
         invariant,
         None if max_query_len is None else triton.next_power_of_2(max_query_len * group),
         None if max_seq_len is None else triton.next_power_of_2(max_seq_len),
@@ -95,11 +95,11 @@ def _problem(
 
 
 def make_plan(
-    tensors: Tensors, mods: AttentionOptions, invariant: bool, max_query_len: int | None, max_seq_len: int | None
+    tensors: Tensors, options: AttentionOptions, invariant: bool, max_query_len: int | None, max_seq_len: int | None
 ) -> Plan:
     """The plan of :func:`paged_attention_fwd` for checked input; what it points to is not read but for lengths."""
-    problem = _problem(tensors, mods, invariant, max_query_len, max_seq_len)
-    plan = Plan(problem, _make_plan(problem, tensors[4], tensors[5], mods.prefix_lens))
+    problem = _problem(tensors, options, invariant, max_query_len, max_seq_len)
+    plan = Plan(problem, _make_plan(problem, tensors[4], tensors[5], options.prefix_lens))
     if len(_recent) >= _KEPT_PROBLEMS:
         _recent.clear()
     _recent[plan.key] = problem
@@ -168,7 +168,7 @@ class _Layout(NamedTuple):
 
 def paged_attention_fwd(
     tensors: Tensors,
-    mods: AttentionOptions,
+    options: AttentionOptions,
     invariant: bool,
     max_query_len: int | None,
     max_seq_len: int | None,
@@ -180,20 +180,20 @@ def paged_attention_fwd(
     Raises ValueError for a plan that was made for another call.
     """
     q, k_cache, v_cache, block_tables, seq_lens, query_start_loc = tensors
-    problem = _problem(tensors, mods, invariant, max_query_len, max_seq_len)
+    problem = _problem(tensors, options, invariant, max_query_len, max_seq_len)
     out = alloc.empty((problem.tokens, q.shape[1], problem.v_size), q.dtype, q.device)
     lse = alloc.empty((problem.tokens, q.shape[1]), torch.float32, q.device)
     if not out.numel():
         return [out, lse]
     if plan is None:
-        plan = _make_plan(problem, seq_lens, query_start_loc, mods.prefix_lens)
+        plan = _make_plan(problem, seq_lens, query_start_loc, options.prefix_lens)
     else:
         _check_plan(plan_key, problem)
     q, block_tables = _dense(q), _dense(block_tables)
     k_cache, v_cache = (_stored(cache, problem.arch) for cache in (k_cache, v_cache))
-    tree = None if mods.tree_mask is None else _dense(mods.tree_mask).view(torch.uint8)
+    tree = None if options.tree_mask is None else _dense(options.tree_mask).view(torch.uint8)
     sinks, slopes, prefix_lens = (
-        x if x is None else x.contiguous() for x in (mods.sinks, mods.alibi_slopes, mods.prefix_lens)
+        x if x is None else x.contiguous() for x in (options.sinks, options.alibi_slopes, options.prefix_lens)
     )
     layout = _Layout(
         k_cache.shape[2],
@@ -202,22 +202,22 @@ def paged_attention_fwd(
         v_cache.stride(),
         block_tables.stride(0),
         None if tree is None else (tree.stride(0), tree.shape[1]),
-        _scale_strides(mods.k_scale),
-        _scale_strides(mods.v_scale),
-        mods.scale,
-        mods.softcap,
+        _scale_strides(options.k_scale),
+        _scale_strides(options.v_scale),
+        options.scale,
+        options.softcap,
         q.dtype == torch.float32 and device.allow_tf32(),
     )
     # The largest alignment is all that tells the partial results from other tensors, and torch's allocator gives it.
     given = (q, k_cache, v_cache, block_tables, plan, out, lse)
-    more = (sinks, slopes, prefix_lens, tree, mods.k_scale, mods.v_scale)
+    more = (sinks, slopes, prefix_lens, tree, options.k_scale, options.v_scale)
     for launched in _launches(problem, layout, _kinds(given + more)):
         parts = None
         if launched.part_size:
             parts = alloc.empty((launched.part_size,), torch.float32, q.device)
         launched.attend.launch(launched.grid, (*given, parts, *more), on=q)
         if launched.merge is not None:
-            launched.merge.launch(launched.merge_grid, (plan, parts, out, lse, sinks, mods.v_scale), on=q)
+            launched.merge.launch(launched.merge_grid, (plan, parts, out, lse, sinks, options.v_scale), on=q)
     return [out, lse]
 
 

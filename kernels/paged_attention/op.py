@@ -90,15 +90,15 @@ def paged_attention(
     Raises ValueError for input that does not fit together, RuntimeError when a gradient would be needed.
     """
     k_cache, v_cache = _split_checked(kv_cache, q)
-    mods = AttentionOptions(
+    options = AttentionOptions(
         q.shape[-1] ** -0.5 if scale is None else scale,
         *(causal, window, softcap, sinks, alibi_slopes, prefix_lens, tree_mask, k_scale, v_scale),
     )
     tensors = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
-    checks.check(*tensors, mods, max_query_len=max_query_len, max_seq_len=max_seq_len)
+    checks.check(*tensors, options, max_query_len=max_query_len, max_seq_len=max_seq_len)
     invariant = dispatch.row_invariant() if invariant is None else invariant
     planned = (None, 0) if plan is None else (plan.data, plan.key)
-    outs = _PAGED_ATTENTION(*tensors, *mods, max_query_len, max_seq_len, *planned, invariant, check, impl)
+    outs = _PAGED_ATTENTION(*tensors, *options, max_query_len, max_seq_len, *planned, invariant, check, impl)
     return (outs[0], outs[1]) if return_lse else outs[0]
 
 
@@ -126,14 +126,14 @@ def plan_attention(
     Returns None where no kernel would run; ``plan=None`` is what such calls take.
     """
     k_cache, v_cache = _split_checked(kv_cache, q)
-    mods = AttentionOptions(1.0, causal, window, prefix_lens=prefix_lens, tree_mask=tree_mask)
+    options = AttentionOptions(1.0, causal, window, prefix_lens=prefix_lens, tree_mask=tree_mask)
     if not _choose(q, k_cache, v_cache, impl).triton:
         return None
     from . import launch
 
     invariant = dispatch.row_invariant() if invariant is None else invariant
     tensors = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
-    return launch.make_plan(tensors, mods, invariant, max_query_len, max_seq_len)
+    return launch.make_plan(tensors, options, invariant, max_query_len, max_seq_len)
 
 
 def merge_attention(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -225,21 +225,21 @@ def _paged_attention(
     check: bool | None,
     impl: str,
 ) -> list[torch.Tensor]:
-    mods = AttentionOptions(
+    options = AttentionOptions(
         *(scale, causal, window, softcap, sinks, alibi_slopes, prefix_lens, tree_mask, k_scale, v_scale),
     )
     tensors = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
     choice = _choose(q, k_cache, v_cache, impl)
     if check or (check is None and q.is_cpu):
-        checks.check_contents(*tensors, mods, max_query_len=max_query_len, max_seq_len=max_seq_len)
+        checks.check_contents(*tensors, options, max_query_len=max_query_len, max_seq_len=max_seq_len)
     dispatch.count(_OP, choice.impl)
     if choice.triton:
         from . import launch
 
-        return launch.paged_attention_fwd(tensors, mods, invariant, max_query_len, max_seq_len, plan, plan_key)
+        return launch.paged_attention_fwd(tensors, options, invariant, max_query_len, max_seq_len, plan, plan_key)
     if q.is_cpu and impl != "reference":
-        return list(cpu.paged_attention(*tensors, mods))
-    return list(reference.paged_attention(*tensors, mods))
+        return list(cpu.paged_attention(*tensors, options))
+    return list(reference.paged_attention(*tensors, options))
 
 
 def _paged_attention_fake(

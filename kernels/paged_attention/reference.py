@@ -37,7 +37,7 @@ def paged_attention(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
-    mods: AttentionOptions,
+    options: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend; see above.
 
@@ -51,8 +51,8 @@ def paged_attention(
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(tokens, heads, v_cache.shape[-1])
     lse = torch.full((tokens, heads), float("-inf"), dtype=wide, device=q.device)
-    if mods.sinks is not None:
-        lse[:] = mods.sinks
+    if options.sinks is not None:
+        lse[:] = options.sinks
     starts = query_start_loc.tolist()
     for s, ((start, end), length) in enumerate(zip(pairwise(starts), seq_lens.tolist())):
         step = max(1, _SCORES_AT_ONCE // max(1, heads * length))
@@ -64,11 +64,11 @@ def paged_attention(
                 torch.arange(length, device=q.device),
                 length,
                 length - (end - start),
-                mods,
-                prefix_len=None if mods.prefix_lens is None else mods.prefix_lens[s],
-                tree=None if mods.tree_mask is None else mods.tree_mask[rows],
+                options,
+                prefix_len=None if options.prefix_lens is None else options.prefix_lens[s],
+                tree=None if options.tree_mask is None else options.tree_mask[rows],
             )
-            out[rows], lse[rows] = _attend(q[rows], k_cache, v_cache, block_tables[s], positions, seen, mods)
+            out[rows], lse[rows] = _attend(q[rows], k_cache, v_cache, block_tables[s], positions, seen, options)
     return out, lse
 
 
@@ -77,7 +77,7 @@ def visible(
     keys: torch.Tensor,
     length: int | torch.Tensor,
     context: int | torch.Tensor,
-    mods: AttentionOptions,
+    options: AttentionOptions,
     *,
     prefix_len: torch.Tensor | None = None,
     tree: torch.Tensor | None = None,
@@ -88,28 +88,28 @@ def visible(
         positions: [..., Q, 1] of the queries.
         keys: [..., L] or [..., 1, L], positions of the keys; one that is not below ``length`` is never seen.
         length, context: the sequence's tokens with and without this step's; numbers, or tensors that broadcast.
-        mods: ``causal`` and ``window`` are read here.
-        prefix_len: ``mods.prefix_lens`` of this sequence (or of each, as something that broadcasts).
-        tree: [..., Q, W], rows of ``mods.tree_mask`` for these queries.
+        options: ``causal`` and ``window`` are read here.
+        prefix_len: ``options.prefix_lens`` of this sequence (or of each, as something that broadcasts).
+        tree: [..., Q, W], rows of ``options.tree_mask`` for these queries.
     """
     seen = keys < length
     if tree is not None:
         node = (keys - context).expand(*positions.shape[:-1], keys.shape[-1])
         in_tree = torch.take_along_dim(tree, node.clamp(0, tree.shape[-1] - 1), dim=-1)
         return seen & ((node < 0) | in_tree)
-    if mods.causal:
+    if options.causal:
         past = keys <= positions
         seen = seen & (past if prefix_len is None else past | (keys < prefix_len))
-    if mods.window is not None:
-        seen = seen & (keys > positions - mods.window)
-        if not mods.causal:
-            seen = seen & (keys < positions + mods.window)
+    if options.window is not None:
+        seen = seen & (keys > positions - options.window)
+        if not options.causal:
+            seen = seen & (keys < positions + options.window)
     return seen.expand(*torch.broadcast_shapes(seen.shape, positions.shape))
 
 
 def scores(
     products: torch.Tensor,
-    mods: AttentionOptions,
+    options: AttentionOptions,
     *,
     k_scale: torch.Tensor | None = None,
     slopes: torch.Tensor | None = None,
@@ -119,11 +119,11 @@ def scores(
 
     ``k_scale``, ``slopes`` and ``distance`` (|p - j|; asked for with ``slopes``) broadcast against the products.
     """
-    scored = products * mods.scale
+    scored = products * options.scale
     if k_scale is not None:
         scored = scored * k_scale
-    if mods.softcap is not None:
-        scored = mods.softcap * torch.tanh(scored / mods.softcap)
+    if options.softcap is not None:
+        scored = options.softcap * torch.tanh(scored / options.softcap)
     if slopes is not None and distance is not None:
         scored = scored - slopes * distance
     return scored
@@ -142,7 +142,7 @@ def _attend(
     table: torch.Tensor,
     positions: torch.Tensor,
     seen: torch.Tensor,
-    mods: AttentionOptions,
+    options: AttentionOptions,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries of one sequence: q [Q, N, H], positions [Q, 1], seen [Q, L] -> [Q, N, Hv], [Q, N]."""
     # A masked score becomes weight 0, but 0 * NaN is NaN: what nobody sees must not be there at all.
@@ -150,7 +150,7 @@ def _attend(
     seen = seen[:, keys]
     wide = torch.promote_types(q.dtype, torch.float32)
     k, v = (gather(cache, table, keys).to(q.dtype).to(wide) for cache in (k_cache, v_cache))
-    k_scale, v_scale = (_per_key(scale, table, keys, wide) for scale in (mods.k_scale, mods.v_scale))
+    k_scale, v_scale = (_per_key(scale, table, keys, wide) for scale in (options.k_scale, options.v_scale))
     grouped = rearrange(q.to(wide), "q (k g) h -> k g q h", k=len(k))
 
     def per_head(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -158,13 +158,13 @@ def _attend(
 
     scored = scores(
         einsum(grouped, k, "k g q h, k l h -> k g q l"),
-        mods,
+        options,
         k_scale=k_scale,
-        slopes=per_head(mods.alibi_slopes),
+        slopes=per_head(options.alibi_slopes),
         distance=(positions - keys).abs(),
     )
     scored = scored.masked_fill(~seen, float("-inf"))
-    sinks = per_head(mods.sinks)
+    sinks = per_head(options.sinks)
     lse = torch.logsumexp(scored, -1, keepdim=True)  # -inf where nothing is seen
     if sinks is not None:
         lse = torch.logaddexp(lse, sinks)

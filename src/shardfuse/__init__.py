@@ -11,6 +11,9 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+if (Path(__file__).parent / "kernels").is_symlink():  # a checkout: tracebacks are to name the files, not the links
+    __path__.insert(0, str((Path(__file__).parent / "kernels").resolve().parent))
+
 try:
     from .parallel.core import gloo_threads
 except ModuleNotFoundError as error:

@@ -125,6 +125,14 @@ def test_a_type_checker_sees_an_editable_install(tmp_path):
     _check_downstream(tmp_path, tree / "src")
 
 
+def test_tracebacks_name_the_real_file(tmp_path):
+    """In a checkout, whose floors are reached through links."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    code = "import shardfuse; shardfuse.linear_act(None, None)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert f'"{ROOT / "kernels" / "linear" / "op.py"}"' in done.stderr
+
+
 def test_a_type_checker_sees_the_wheel(site, tmp_path):
     _check_downstream(tmp_path, site)
 

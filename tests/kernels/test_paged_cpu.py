@@ -30,18 +30,23 @@ def _call(case: Any) -> Call:
     """What ``walk.paged_attention`` takes."""
     inputs, asked = cases.make_inputs(case, CPU, seed=0), cases.asked(case)
     k_cache, v_cache = split_cache(inputs["kv_cache"], case.sizes["H"])
-    mods = AttentionOptions(
+    options = AttentionOptions(
         *(case.sizes["H"] ** -0.5, asked["causal"], asked["window"], asked["softcap"]),
         *(inputs.get(name) for name in OPTIONS),
     )
-    return (inputs["q"], k_cache, v_cache, *(inputs[n] for n in ("block_tables", "seq_lens", "query_start_loc"))), mods
+    return (
+        inputs["q"],
+        k_cache,
+        v_cache,
+        *(inputs[n] for n in ("block_tables", "seq_lens", "query_start_loc")),
+    ), options
 
 
 def _wrong(call: Call) -> list[str]:
     """Verdicts that are not good. lse in q's dtype: torch's FlashAttention sums 16-bit weights with a short exp."""
-    (q, *rest), mods = call
-    found, low = cpu.paged_attention(q, *rest, mods), reference.paged_attention(q, *rest, mods)
-    oracle = reference.paged_attention(q.double(), *rest, mods)
+    (q, *rest), options = call
+    found, low = cpu.paged_attention(q, *rest, options), reference.paged_attention(q, *rest, options)
+    oracle = reference.paged_attention(q.double(), *rest, options)
     assert [x.dtype for x in found] == [x.dtype for x in low]
     terms = max(q.shape[-1], int(rest[3].max()))  # a head, or its keys
     verdicts = [judge("out", found[0], low[0], oracle[0], terms=terms)]
@@ -147,13 +152,13 @@ def test_what_was_worked_out_for_old_steps_is_not_kept() -> None:
 @pytest.mark.parametrize("which", ["q", "keys", "values"])
 def test_a_strided_last_dimension_is_read_right(which: str, queries: int) -> None:
     """FlashAttention does not look whether it is contiguous."""
-    tensors, mods = _decode([[5, 2, 4, 1, 0, 7]], [24], blocks=8, queries=queries)
+    tensors, options = _decode([[5, 2, 4, 1, 0, 7]], [24], blocks=8, queries=queries)
     strided = [
         torch.stack((x, x), -1).flatten(-2)[..., ::2] if name == which else x
         for name, x in zip(("q", "keys", "values"), tensors)
     ]
-    found = cpu.paged_attention(*strided, *tensors[3:], mods)
-    assert all(torch.equal(*pair) for pair in zip(found, cpu.paged_attention(*tensors, mods)))
+    found = cpu.paged_attention(*strided, *tensors[3:], options)
+    assert all(torch.equal(*pair) for pair in zip(found, cpu.paged_attention(*tensors, options)))
 
 
 @pytest.mark.parametrize("queries", [1, 3, 40], ids="{} queries".format)
@@ -162,11 +167,11 @@ def test_memory_does_not_grow_with_the_pool(queries: int, dtype: torch.dtype) ->
     """Whatever torch allocates, inside its operators too: a copy of the pool would be among it."""
 
     def allocated(blocks: int) -> int:
-        (q, k, v, *tables), mods = _decode([list(range(14, -1, -1))], [58], blocks=blocks, queries=queries)
+        (q, k, v, *tables), options = _decode([list(range(14, -1, -1))], [58], blocks=blocks, queries=queries)
         call = (q, *(x.to(dtype) for x in (k, v)), *tables)
-        cpu.paged_attention(*call, mods)
+        cpu.paged_attention(*call, options)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-            cpu.paged_attention(*call, mods)
+            cpu.paged_attention(*call, options)
         return sum(max(0, event.self_cpu_memory_usage) for event in seen.events())
 
     few, many = allocated(16), allocated(2048)
@@ -175,23 +180,23 @@ def test_memory_does_not_grow_with_the_pool(queries: int, dtype: torch.dtype) ->
 
 def test_sinks_of_nothing_and_of_everything() -> None:
     """Of rows that see keys and of padding, which sees none."""
-    (q, *rest), mods = _decode([[0, 1], [2, 3]], [8, 6], blocks=4, queries=2)
-    mods = mods._replace(sinks=torch.tensor([float("-inf"), float("inf"), 0.0] * 2))
+    (q, *rest), options = _decode([[0, 1], [2, 3]], [8, 6], blocks=4, queries=2)
+    options = options._replace(sinks=torch.tensor([float("-inf"), float("inf"), 0.0] * 2))
     q = torch.cat((q, q[:1]))
-    found, expected = (x.paged_attention(q, *rest, mods) for x in (cpu, reference))
-    oracle = reference.paged_attention(q.double(), *rest, mods)
+    found, expected = (x.paged_attention(q, *rest, options) for x in (cpu, reference))
+    oracle = reference.paged_attention(q.double(), *rest, options)
     assert judge("out", found[0], expected[0], oracle[0], terms=16).ok
     assert torch.equal(found[1].isinf(), expected[1].isinf())
     assert judge(
         "lse", *(x.nan_to_num(posinf=0.0, neginf=0.0) for x in (found[1], expected[1], oracle[1])), terms=16
     ).ok
     assert torch.equal(found[0][-1], torch.zeros_like(q[-1]))
-    assert torch.equal(found[1][-1], mods.sinks)
+    assert torch.equal(found[1][-1], options.sinks)
 
 
 def test_fp64() -> None:
-    (q, k, v, *tables), mods = _decode([[5, 2, 4], [1, 3, 0]], [11, 12], blocks=8, queries=2)
-    call = (q.double(), k.double(), v.double(), *tables), mods._replace(window=6, sinks=torch.zeros(6))
+    (q, k, v, *tables), options = _decode([[5, 2, 4], [1, 3, 0]], [11, 12], blocks=8, queries=2)
+    call = (q.double(), k.double(), v.double(), *tables), options._replace(window=6, sinks=torch.zeros(6))
     out, lse = cpu.paged_attention(*call[0], call[1])
     expected = reference.paged_attention(*call[0], call[1])
     assert judge("out", out, expected[0], expected[0], terms=16).ok
@@ -208,13 +213,13 @@ def test_every_code_of_fp8() -> None:
 
 
 def test_no_sequences_and_no_queries() -> None:
-    (q, k, v, *_), mods = _decode([[0]], [1], blocks=2)
+    (q, k, v, *_), options = _decode([[0]], [1], blocks=2)
     none = torch.empty(0, dtype=torch.int32)
     zero = torch.zeros(1, dtype=torch.int32)
-    out, lse = cpu.paged_attention(q, k, v, none.view(0, 0), none, zero, mods)  # all of q is padding
+    out, lse = cpu.paged_attention(q, k, v, none.view(0, 0), none, zero, options)  # all of q is padding
     assert torch.equal(out, torch.zeros_like(q))
     assert lse.eq(float("-inf")).all()
-    empty = cpu.paged_attention(q[:0], k, v, none.view(0, 0), none, zero, mods)
+    empty = cpu.paged_attention(q[:0], k, v, none.view(0, 0), none, zero, options)
     assert [x.shape for x in empty] == [(0, 6, 16), (0, 6)]
 
 
@@ -226,13 +231,13 @@ def test_another_default_device_changes_nothing() -> None:
 
 
 def test_auto_walks_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    call, mods = _decode([[0, 1], [2, 3]], [8, 6], blocks=4)
+    call, options = _decode([[0, 1], [2, 3]], [8, 6], blocks=4)
     q, k, v, *tables = call
     views = _attended(monkeypatch)
-    paged_attention(q, (k, v), *tables, scale=mods.scale, impl="reference")
+    paged_attention(q, (k, v), *tables, scale=options.scale, impl="reference")
     assert views == []
     before = dispatch.counts["paged_attention", "reference"]
-    found = paged_attention(q, (k, v), *tables, scale=mods.scale)
+    found = paged_attention(q, (k, v), *tables, scale=options.scale)
     assert views == [4]
     assert dispatch.counts["paged_attention", "reference"] == before + 1
-    assert torch.equal(found, cpu.paged_attention(*call, mods)[0])
+    assert torch.equal(found, cpu.paged_attention(*call, options)[0])

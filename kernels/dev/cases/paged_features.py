@@ -75,7 +75,7 @@ def refused(chosen: Iterable[tuple[str, str]]) -> str | None:
     some = torch.empty(0)
     scaled = asked["scales"] is not None if "scales" in asked else asked.get("cache") == "int8"
     cache = asked.get("cache", "int8" if scaled else "q")
-    mods = AttentionOptions(
+    options = AttentionOptions(
         1.0,
         causal=asked.get("causal", True),
         window=asked.get("window"),
@@ -85,7 +85,7 @@ def refused(chosen: Iterable[tuple[str, str]]) -> str | None:
         k_scale=some if scaled else None,
         v_scale=some if scaled else None,
     )
-    return mods.refused(_cache_dtype(asked.get("q", _FP16), cache))
+    return options.refused(_cache_dtype(asked.get("q", _FP16), cache))
 
 
 def _cache_dtype(q: torch.dtype, cache: str) -> torch.dtype:
