@@ -154,7 +154,7 @@ def test_nothing_is_remembered_where_no_pass_can_follow(monkeypatch: pytest.Monk
         save_for_next_pass(ctx, *args)
         kept.append(ctx.left is not None)
 
-    monkeypatch.setattr(autograd, "remember", noted)
+    monkeypatch.setattr(autograd, "save_for_next_pass", noted)
     x, w, b = _tensors()
     _passes(lambda y: torch.autograd.grad(y.sum(), x), x, w, b)  # the graph is gone afterwards
     _passes(lambda y: y.sum().backward(retain_graph=True), x, w, b)  # nothing is left to do

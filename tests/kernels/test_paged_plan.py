@@ -92,7 +92,7 @@ def _check(problem: Problem, context: list[int], queries: list[int], prefixes: l
             else:
                 assert slot not in taken
                 taken.add(slot)
-                assert 0 <= slot < section.max_num_seqs
+                assert 0 <= slot < section.max_slots
             for row in range(first_row, min(first_row + config.block_m, q_len * problem.group)):
                 covered[seq, row].append((begin, max(begin, end)))
             assert length == ([*lengths, 0])[seq]
@@ -186,8 +186,8 @@ def test_bounds_leave_out_launches() -> None:
     assert len(sections(_problem(context, queries))) == 2
     few = sections(_problem(context, queries, max_rows=3, max_seq_len=20))
     assert len(few) == 1
-    assert few[0].max_num_seqs == 0
-    assert sections(_problem(context, queries, max_rows=3))[0].max_num_seqs > 0
+    assert few[0].max_slots == 0
+    assert sections(_problem(context, queries, max_rows=3))[0].max_slots > 0
 
 
 @pytest.mark.interpret

@@ -303,7 +303,7 @@ def test_the_command_measures_a_run(tmp_path: Path):
     file = tmp_path / "run.toml"
     file.write_text(
         "[model]\nnum_layers = 5\nhidden_size = 32\nintermediate_size = 64\nvocab_size = 300\n"
-        "[data]\nseq = 16\n[parallel]\nrep = 2\n"
+        "[data]\nseq = 16\n[parallel]\ndp_replicate = 2\n"
     )
     arguments = ("zbv", "--stages", "2", "--microbatches", "4", "--measure", str(file))
     result = _run(*arguments, "--set", "data.batch=24", "--recompute", "--json")

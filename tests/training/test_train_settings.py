@@ -168,9 +168,11 @@ def test_degrees_that_do_not_fit_the_processes(degrees: dict[str, int], processe
         ParallelSettings(**degrees).over(processes)
 
 
-def test_batch_divides_over_the_readers():
+def test_batch_divides_over_the_data_parallel_ranks():
     assert resolve(read_settings(None, {"device": "cpu"}), 4).share(4) == 2
-    with pytest.raises(ValueError, match=r"data.batch = 8: it does not divide over dp_replicate \* dp = 3 readers"):
+    with pytest.raises(
+        ValueError, match=r"data.batch = 8: it does not divide over dp_replicate \* dp = 3 data-parallel ranks"
+    ):
         resolve(read_settings(None, {"device": "cpu"}), 3)
 
 
