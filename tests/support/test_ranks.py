@@ -102,6 +102,25 @@ def test_only_functions_that_workers_can_find(ranks: Any) -> None:
         ranks(2, lambda rank, world: None)
 
 
+def _loses(rank: int, world: int, folder: Path, message: str) -> int:
+    """Fails the first time, on rank 1."""
+    tried = folder / f"{rank}"
+    if rank == 1 and not tried.exists():
+        tried.touch()
+        raise RuntimeError(message)
+    return os.getpid()
+
+
+def test_a_connection_lost_while_connecting_is_made_once_more(ranks: Any, tmp_path: Path, capfd: Any) -> None:
+    """By other workers, and it is said. Any other error is the test's."""
+    lost = "Gloo connectFullMesh failed with Connection closed by peer"
+    assert len(set(ranks(2, _loses, tmp_path, lost))) == 2
+    assert "_loses, which runs once more" in capfd.readouterr().err
+    (tmp_path / "1").unlink()
+    with pytest.raises(AssertionError, match="rank 1 of 2"):
+        ranks(2, _loses, tmp_path, "something else")
+
+
 def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     """Even where it is killed. No shared memory stays behind either."""
     shared = set(os.listdir("/dev/shm"))
