@@ -57,6 +57,7 @@ FEW = tuple(1 << power for power in range(DECODE_TOKENS.bit_length()))  # tokens
 CPU_WIDTHS, CPU_TOKENS = ((256, 1024), (1024, 4096)), (64, 512)  # (D, F) on a CPU
 SOURCES = (
     "parallel/core/collectives.py",
+    "parallel/core/pieces.py",
     *(f"parallel/overlap/{name}.py" for name in ("strategies", "partial_sum", "memory/channel")),
     *(f"kernels/{name}" for name in ("linear", "comm", "norm")),
     *(f"kernels/runtime/{name}.py" for name in ("signals", "signals_triton", "device")),

@@ -10,10 +10,8 @@ zeros without a word.
 What low precision costs: gloo's all-reduce adds bf16 and fp16 in that type, pair by pair, so a sum over R ranks is
 rounded R - 1 times. :func:`reduce_scatter` on CPUs rounds once, and so does the one in pieces everywhere.
 
-Three collectives also go in pieces of rows, for callers that compute while they travel (:mod:`strategies`). In pieces
-or whole, a collective is counted once, with the same payload. Whatever fails on the way, a peer that died or a wait
-past the process group's timeout, is raised as a RuntimeError that names the site. What fails in the caller's products
-is raised as it is, once the pieces that were posted by then have arrived: none of them is left for the next collective.
+Whatever fails on the way, a peer that died or a wait past the process group's timeout, is raised as a RuntimeError that
+names the site. :mod:`pieces` has the collectives that go in pieces of rows.
 """
 
 from __future__ import annotations
@@ -22,15 +20,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from ...kernels.runtime import alloc
 from .mesh import Group
 
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "avg": dist.ReduceOp.AVG}
@@ -42,7 +38,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 # Up to this size two ranks on CPUs exchange what they have; beyond it gloo's ring, which moves less at once, is faster.
 EXCHANGE_BYTES = 256 * 1024
 # What two ranks on CPUs send each other, each kind apart from the others and from whatever else they send.
-EXCHANGE_TAG, GATHER_TAG, SCATTER_TAG = 0x5F00, 0x5F01, 0x5F02
+EXCHANGE_TAG = 0x5F00
 
 # (kind, site) -> calls, and -> bytes of this rank's input (an all-gather's shard, a reduce-scatter's whole tensor).
 # What torch.compile has captured runs without us and is not counted.
@@ -72,7 +68,7 @@ def posting() -> tuple[str, str] | None:
     return getattr(_posting, "named", None)
 
 
-class _Flight:
+class Flight:
     """A collective, or a piece of one, on its way: posted when this is made, arrived when :meth:`wait` returns."""
 
     __slots__ = ("due", "kind", "site", "work")
@@ -95,9 +91,10 @@ class _Flight:
         note("end", self.kind, self.site)
 
     def settle(self) -> None:
-        """Wait until what a :class:`_Swap` sends may be written to."""
-        if isinstance(self.work, _Swap):
-            self._named(self.work.settle)
+        """Wait until what its work sends may be written to, where that is not so once it has arrived."""
+        settle = getattr(self.work, "settle", None)
+        if settle is not None:
+            self._named(settle)
 
     def _named(self, step: Callable[[], Any]) -> Any:
         try:
@@ -113,24 +110,24 @@ def all_reduce(x: torch.Tensor, group: Group, *, site: str, op: str = "sum", inp
     """Combine ``x``, of one shape on all ranks, by "sum", "max" or "avg". ``inplace`` writes the result to ``x``."""
     if op not in _OPS:
         raise ValueError(f"{site}: op={op!r}: expected one of {', '.join(_OPS)}")
-    if group.size == 1 or not _begin("all_reduce", x, site):
+    if group.size == 1 or not begin("all_reduce", x, site):
         return x
     if torch.compiler.is_compiling():
         total = functional.all_reduce(x.contiguous(), op, group.pg)
         return x.copy_(total) if inplace else total
     out = x if inplace and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
-    _Flight("all_reduce", site, lambda: _all_reduce(out, group, op)).wait()
+    Flight("all_reduce", site, lambda: sum_in_place(out, group, op)).wait()
     return x.copy_(out) if inplace and out is not x else out
 
 
 def start_all_reduce(x: torch.Tensor, group: Group, *, site: str) -> Callable[[], torch.Tensor]:
     """Begin to sum a contiguous ``x`` in place; the result waits for the sum and returns it."""
-    if group.size == 1 or not _begin("all_reduce", x, site):
+    if group.size == 1 or not begin("all_reduce", x, site):
         return lambda: x
     if torch.compiler.is_compiling():
         total = functional.all_reduce(x, "sum", group.pg)
         return lambda: x.copy_(total)
-    flight = _Flight("all_reduce", site, lambda: _all_reduce(x, group, "sum", async_op=True))
+    flight = Flight("all_reduce", site, lambda: sum_in_place(x, group, "sum", async_op=True))
 
     def finish() -> torch.Tensor:
         flight.wait()
@@ -139,7 +136,7 @@ def start_all_reduce(x: torch.Tensor, group: Group, *, site: str) -> Callable[[]
     return finish
 
 
-def _all_reduce(x: torch.Tensor, group: Group, op: str, async_op: bool = False) -> Any:
+def sum_in_place(x: torch.Tensor, group: Group, op: str, async_op: bool = False) -> Any:
     """What to wait for, None where nothing is left to do."""
     if x.device.type != "cpu":
         return dist.all_reduce(x, _OPS[op], group.pg, async_op)
@@ -174,13 +171,13 @@ def all_gather(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) -> tor
     if group.size == 1:
         return x
     dim = _dimension(x, dim, site)
-    if not _begin("all_gather", x, site):
+    if not begin("all_gather", x, site):
         return torch.cat([x] * group.size, dim)
     if torch.compiler.is_compiling():
         out = functional.all_gather_tensor(x.contiguous(), 0, group.pg)
     else:
         out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-        _Flight("all_gather", site, lambda: _all_gather_single(out, x.contiguous(), group.pg)).wait()
+        Flight("all_gather", site, lambda: _all_gather_single(out, x.contiguous(), group.pg)).wait()
     if dim == 0:
         return out
     # [R * a, ..., n/R, ...] -> [a, ..., R, n/R, ...] -> [a, ..., n, ...]
@@ -191,11 +188,11 @@ def start_all_gather(x: torch.Tensor, group: Group, *, site: str) -> Callable[[]
     """Begin :func:`all_gather` along dimension 0; the result waits for it and returns the whole. Eager only."""
     if group.size == 1:
         return lambda: x
-    if not _begin("all_gather", x, site):
+    if not begin("all_gather", x, site):
         return lambda: torch.cat([x] * group.size)
     shard = x.contiguous()  # kept until it has been sent
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
-    flight = _Flight("all_gather", site, lambda: _all_gather_single(out, shard, group.pg, async_op=True))
+    flight = Flight("all_gather", site, lambda: _all_gather_single(out, shard, group.pg, async_op=True))
 
     def finish() -> torch.Tensor:
         flight.wait()
@@ -218,7 +215,7 @@ def start_reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, site: s
         return lambda: x
     dim = _dimension(x, dim, site)
     check_divides(x.shape, dim, group, site)
-    if not _begin("reduce_scatter", x, site):
+    if not begin("reduce_scatter", x, site):
         return lambda: local_slice(x, group, dim)
     slices = x.unflatten(dim, (group.size, x.shape[dim] // group.size)).movedim(dim, 0).contiguous()
     if torch.compiler.is_compiling():
@@ -232,7 +229,7 @@ def start_reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, site: s
         post = lambda: dist.all_to_all_single(out, slices, group=group.pg, async_op=True)
     else:
         post = lambda: _reduce_scatter_single(out, slices, group=group.pg, async_op=True)
-    flight = _Flight("reduce_scatter", site, post)
+    flight = Flight("reduce_scatter", site, post)
 
     def finish() -> torch.Tensor:
         flight.wait()
@@ -245,12 +242,12 @@ def broadcast(x: torch.Tensor, group: Group, *, src: int = 0, site: str) -> torc
     """The ``x`` of the group's rank ``src``, on every rank; ``x`` has one shape and dtype on all."""
     if not 0 <= src < group.size:
         raise ValueError(f"{site}: src={src} is not a rank of a group of {group.size}")
-    if group.size == 1 or not _begin("broadcast", x, site):
+    if group.size == 1 or not begin("broadcast", x, site):
         return x
     if torch.compiler.is_compiling():
         return functional.broadcast(x.contiguous(), src, group.pg)
     out = x.clone(memory_format=torch.contiguous_format)
-    _Flight("broadcast", site, lambda: dist.broadcast(out, group_src=src, group=group.pg)).wait()
+    Flight("broadcast", site, lambda: dist.broadcast(out, group_src=src, group=group.pg)).wait()
     return out
 
 
@@ -262,189 +259,8 @@ def gather_objects(value: Any, group: Group, *, site: str) -> list[Any]:
     if group.size == 1:
         return [value]
     values: list[Any] = [None] * group.size
-    _Flight("gather_objects", site, lambda: dist.all_gather_object(values, value, group.pg)).wait()
+    Flight("gather_objects", site, lambda: dist.all_gather_object(values, value, group.pg)).wait()
     return values
-
-
-# ---------------------------------------------------------------------------------------------------- in pieces
-
-
-class _Swap:
-    """Rows on their way to one rank and from another, in one step of a pattern that all ranks walk through."""
-
-    def __init__(
-        self, sent: torch.Tensor, to: int, received: torch.Tensor, source: int, group: Group, tag: int
-    ) -> None:
-        self.sent = sent  # kept until it has been sent
-        pg: Any = group.pg
-        if sent.device.type == "cpu":
-            self.receiving, self.sending = [pg.recv([received], source, tag)], [pg.send([sent], to, tag)]
-            return
-        # NCCL matches by order, and sends and receives of one batch cannot wait for each other.
-        out = dist.P2POp(dist.isend, sent, group=pg, group_peer=to)
-        into = dist.P2POp(dist.irecv, received, group=pg, group_peer=source)
-        self.receiving, self.sending = dist.batch_isend_irecv([out, into]), []
-
-    def wait(self) -> None:
-        for work in self.receiving:
-            work.wait()
-
-    def settle(self) -> None:
-        for work in self.sending:
-            work.wait()
-
-
-class GatherPieces:
-    """An all-gather of the rows of ``x`` [n, ...], n > 0, each shard in up to ``pieces`` pieces: ``whole`` [R n, ...].
-
-    :meth:`arriving` yields slices of the whole's rows once these are there: the own shard first, then the shards of
-    rank + 1, rank + 2, .... When it has come to its end, ``x`` may be written to. As a context it waits, where what is
-    inside fails, for what was posted.
-    """
-
-    def __init__(self, x: torch.Tensor, group: Group, pieces: int, *, site: str) -> None:
-        n, size, rank = x.shape[0], group.size, group.rank
-        others = [(rank + step) % size for step in range(1, size)]
-        self._own = slice(rank * n, (rank + 1) * n)
-        self._flights: list[tuple[slice, _Flight | None]] = []
-        self._arrived: list[_Flight] = []
-        if not _begin("all_gather", x, site):
-            self.whole = torch.cat([x] * size)
-            self._flights = [(slice(source * n, (source + 1) * n), None) for source in others]
-            return
-        shard = x.contiguous()
-        self.whole = alloc.empty((size * n, *x.shape[1:]), x.dtype, x.device)
-        for source in others:
-            to = (2 * rank - source) % size  # as far behind as the source is ahead
-            for rows in cuts(n, pieces):
-                part = slice(source * n + rows.start, source * n + rows.stop)
-                post = partial(_Swap, shard[rows], to, self.whole[part], source, group, GATHER_TAG)
-                self._flights.append((part, _Flight("all_gather", site, post)))
-        self.whole[self._own] = shard
-
-    def arriving(self) -> Iterator[slice]:
-        yield self._own
-        while self._flights:
-            part, flight = self._flights.pop(0)  # a failure that follows must not wait for it again
-            if flight is not None:
-                self._arrived.append(flight)
-                flight.wait()
-            yield part
-        for flight in self._arrived:
-            flight.settle()
-
-    def __enter__(self) -> GatherPieces:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception):
-            waiting = [flight for _, flight in self._flights if flight is not None]
-            _land(waiting, sent=[*self._arrived, *waiting])
-
-
-class _SumPieces:
-    """A sum over the ranks of ``tokens`` > 0 rows that are still being formed, in ``parts`` to be formed in this order.
-
-    Each part leaves when :meth:`send` is given it; :meth:`wait` returns the sum. As a context it waits, where what is
-    inside fails, for what was posted.
-    """
-
-    parts: list[slice]
-
-    def __init__(self, tokens: int, group: Group, site: str) -> None:
-        self.tokens, self.group, self.site = tokens, group, site
-        self._flights: list[_Flight] = []
-        self._out: torch.Tensor | None = None
-        self._goes = True  # False: a test leaves it out
-
-    def send(self, part: slice, y: torch.Tensor) -> None:
-        """``y`` [n, ...] is this rank's addend to the rows ``part``."""
-        raise NotImplementedError
-
-    def wait(self) -> torch.Tensor:
-        raise NotImplementedError
-
-    def __enter__(self) -> _SumPieces:
-        return self
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, Exception):
-            _land(self._flights, sent=self._flights)
-
-
-class ScatterPieces(_SumPieces):
-    """A reduce-scatter: the shard of rank + 1 first, in up to ``pieces`` pieces, and the own one last and whole.
-
-    Sums are formed in order of rank with one rounding. Raises ValueError unless ``tokens`` divide by the group's size.
-    """
-
-    def __init__(self, tokens: int, group: Group, pieces: int, *, site: str) -> None:
-        super().__init__(tokens, group, site)
-        check_rows(tokens, group, site)
-        self._n = n = tokens // group.size
-        self.parts = [
-            slice(owner * n + rows.start, owner * n + rows.stop)
-            for owner in [(group.rank + step) % group.size for step in range(1, group.size + 1)]
-            for rows in cuts(n, 1 if owner == group.rank else pieces)
-        ]
-
-    def send(self, part: slice, y: torch.Tensor) -> None:
-        y, n, rank = y.contiguous(), self._n, self.group.rank
-        if self._out is None:  # the addends of all ranks to the own rows
-            self._goes = _begin("reduce_scatter", y[:1], self.site, times=self.tokens)
-            self._out = alloc.empty((self.group.size, n, *y.shape[1:]), y.dtype, y.device)
-        owner = part.start // n
-        if owner == rank:
-            self._out[rank] = y
-        elif self._goes:
-            source = (2 * rank - owner) % self.group.size
-            received = self._out[source, part.start - owner * n : part.stop - owner * n]
-            post = partial(_Swap, y, owner, received, source, self.group, SCATTER_TAG)
-            self._flights.append(_Flight("reduce_scatter", self.site, post))
-
-    def wait(self) -> torch.Tensor:
-        assert self._out is not None
-        for flight in self._flights:
-            flight.wait()
-        for flight in self._flights:
-            flight.settle()
-        return self._out.sum(0, dtype=self._out.dtype) if self._goes else self._out[self.group.rank]
-
-
-class ReducePieces(_SumPieces):
-    """An all-reduce in up to ``pieces`` parts, in order: each is summed while the next is formed."""
-
-    def __init__(self, tokens: int, group: Group, pieces: int, *, site: str) -> None:
-        super().__init__(tokens, group, site)
-        self.parts = cuts(tokens, pieces)
-
-    def send(self, part: slice, y: torch.Tensor) -> None:
-        if self._out is None:
-            self._goes = _begin("all_reduce", y[:1], self.site, times=self.tokens)
-            self._out = alloc.empty((self.tokens, *y.shape[1:]), y.dtype, y.device)
-        self._out[part] = y
-        if self._goes:
-            post = partial(_all_reduce, self._out[part], self.group, "sum", async_op=True)
-            self._flights.append(_Flight("all_reduce", self.site, post))
-
-    def wait(self) -> torch.Tensor:
-        assert self._out is not None
-        for flight in self._flights:
-            flight.wait()
-        return self._out
-
-
-def _land(flights: list[_Flight], sent: list[_Flight]) -> None:
-    """After a failure, which is the one to report: wait for ``flights``, and until what was ``sent`` is free."""
-    for step in [*(flight.wait for flight in flights), *(flight.settle for flight in sent)]:
-        with suppress(Exception):
-            step()
-
-
-def cuts(n: int, pieces: int) -> list[slice]:
-    """``n`` > 0 rows in up to ``pieces`` parts, of sizes that differ by one at most and none of them empty."""
-    pieces = min(pieces, n)
-    return [slice(i * n // pieces, (i + 1) * n // pieces) for i in range(pieces)]
 
 
 # ---------------------------------------------------------------------------------------------------- shared
@@ -480,7 +296,7 @@ def _dimension(x: torch.Tensor, dim: int, site: str) -> int:
     return dim % x.dim()
 
 
-def _begin(kind: str, x: torch.Tensor, site: str, times: int = 1) -> bool:
+def begin(kind: str, x: torch.Tensor, site: str, times: int = 1) -> bool:
     """Count a collective of ``times`` as many bytes as ``x`` has; False if a test leaves it out."""
     if left_out(site):
         return False

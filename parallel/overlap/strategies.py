@@ -7,7 +7,7 @@
 
     Plain      the whole collective, then the whole product, or the other way round; a sum that was started travels
                under whatever the caller does before it waits
-    Chunked    rows in pieces, each sent by a message of its own (:mod:`collectives`): any transport, any device
+    Chunked    rows in pieces, each sent by a message of its own (``core/pieces.py``): any transport, any device
     InKernel   the product's own tiles wait for the rows they need, or go to the owners of their rows, through symmetric
                memory (``memory/``): where all ranks reach each other's
 
@@ -39,6 +39,7 @@ from ...kernels.runtime import alloc
 from ...kernels.runtime.signals import ExchangeTimeout, Gathered, Scattered
 from ..core import collectives
 from ..core.mesh import Group
+from ..core.pieces import GatherPieces, ReducePieces, ScatterPieces
 from .memory.pool import Channel, SymmetricMemoryPool
 
 GATHER, REDUCE = "gather", "reduce"  # the channels of InKernel: for rows that are gathered, and for addends
@@ -156,7 +157,7 @@ class Chunked:
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         if not product.tokens:
             return Plain(self.group).all_gather_linear(product, site=site)
-        gathering = collectives.GatherPieces(product.rows[0], self.group, self.pieces, site=site)
+        gathering = GatherPieces(product.rows[0], self.group, self.pieces, site=site)
         outs: list[torch.Tensor] = []
         with gathering:
             for part in gathering.arriving():
@@ -172,14 +173,14 @@ class Chunked:
     def linear_reduce_scatter(self, product: Product, *, bias: torch.Tensor | None = None, site: str) -> Pending:
         if not product.tokens:
             return Plain(self.group).linear_reduce_scatter(product, bias=bias, site=site)
-        return self._sum(collectives.ScatterPieces, product, bias, site)
+        return self._sum(ScatterPieces, product, bias, site)
 
     def linear_all_reduce(
         self, product: Product, *, bias: torch.Tensor | None = None, site: str, async_op: bool = True
     ) -> Pending:
         if not product.tokens:
             return Plain(self.group).linear_all_reduce(product, bias=bias, site=site)
-        return self._sum(collectives.ReducePieces, product, bias, site)
+        return self._sum(ReducePieces, product, bias, site)
 
     def _sum(self, kind: Any, product: Product, bias: torch.Tensor | None, site: str) -> Pending:
         summing = kind(product.tokens, self.group, self.pieces, site=site)

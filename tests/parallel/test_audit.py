@@ -23,6 +23,7 @@ from shardfuse.parallel.audit.audit import TORCH, Audit, Entry, group_name, one_
 from shardfuse.parallel.audit.forms import Form, Plan, compare, expected, hops, unsharded_bytes
 from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.mesh import everyone, init_mesh, tp_group
+from shardfuse.parallel.core.pieces import GatherPieces
 from shardfuse.parallel.pipeline.partition import owners
 from shardfuse.parallel.pipeline.schedules import SCHEDULES, find
 
@@ -40,7 +41,7 @@ def _calls_body(rank: int, world: int) -> list[tuple[Any, ...]]:
     other = 1 - rank
 
     def pieces() -> None:
-        gathering = collectives.GatherPieces(small, group, 3, site="pieces")
+        gathering = GatherPieces(small, group, 3, site="pieces")
         assert len(list(gathering.arriving())) == 4
 
     def send() -> None:
@@ -122,7 +123,7 @@ def test_what_another_thread_posts_is_not_taken_for_ones_own():
         assert asked.wait(10)
 
     seen: list[Any] = []
-    saver = threading.Thread(target=collectives._Flight, args=("all_gather", "checkpoint", post))
+    saver = threading.Thread(target=collectives.Flight, args=("all_gather", "checkpoint", post))
     saver.start()
     assert posting.wait(10)
     seen.append(collectives.posting())
