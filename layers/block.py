@@ -241,8 +241,7 @@ def can_defer(last: RowParallelLinear | None, norm: nn.Module | None, x: torch.T
     """Whether the sum of ``last``, a :func:`deferrable` layer, waits for ``norm`` with the tokens of x [..., D]."""
     if last is None or torch.is_grad_enabled():  # training pays for no more than this
         return False
-    site = f"{last.site}.out"
-    return partial_sum.can_defer_all_reduce(x, group=last.group, site=site, **_sizes(last, norm))
+    return partial_sum.can_defer_all_reduce(x, group=last.group, **_sizes(last, norm))
 
 
 def preview_deferred(

@@ -38,7 +38,7 @@ from .core.operands import Params, autocast, close_grads, open_params
 from .core.options import TPOptions
 from .core.sharding import local_tensors
 from .overlap.policy import check_compiled, column_overlap, row_overlap
-from .overlap.strategies import InFlight, Pending, Strategy, beside
+from .overlap.strategies import InFlight, Pending, Strategy
 
 
 def column_linear(
@@ -151,9 +151,7 @@ class AllGatherLinear(torch.autograd.Function):
             if gather:
                 x = gathering.wait()
             into = autograd.destinations(ctx, ctx.buffers)
-            dws, dbs = beside(
-                f"{site}.grad",
-                functional.param_grads,
+            dws, dbs = functional.param_grads(
                 dzs,
                 x,
                 want_params[:n],

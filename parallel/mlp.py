@@ -35,7 +35,7 @@ from .core.operands import Params, autocast, close_grads, open_params
 from .core.options import TPOptions
 from .linear import shaped, sum_input_grad
 from .overlap.policy import LayerOverlap, column_overlap, row_overlap
-from .overlap.strategies import InFlight, Pending, beside
+from .overlap.strategies import InFlight, Pending
 
 RECOMPUTE = (0, 1, 2)
 
@@ -245,14 +245,11 @@ class FusedMLP(torch.autograd.Function):
                 summing = flights.add(
                     sum_input_grad(options, in_overlap.backward, dzs, weights, first_choice, f"{site}.in")
                 )
-            hides = f"{site}.in.grad"
-            (dout_weight,), (dout_bias,) = _param_grads(
-                hides, [dy], h, want_params[2 * n :], buffers[2 * n :], second_choice
-            )
+            (dout_weight,), (dout_bias,) = _param_grads([dy], h, want_params[2 * n :], buffers[2 * n :], second_choice)
             if gather:
                 x = gathering.wait()
             if want_dz:
-                dws, dbs = _param_grads(hides, dzs, x, want_params[: 2 * n], buffers[: 2 * n], first_choice)
+                dws, dbs = _param_grads(dzs, x, want_params[: 2 * n], buffers[: 2 * n], first_choice)
             if want_x:
                 dx_shard = summing.wait().view(ctx.x_shape)
         released = zs if dzs else ()
@@ -274,13 +271,11 @@ def _first_again(
 
 
 def _param_grads(
-    hides: str, dzs: Params, x: torch.Tensor | None, want: Any, into: Any, choice: Choice
+    dzs: Params, x: torch.Tensor | None, want: Any, into: Any, choice: Choice
 ) -> tuple[list[Any], list[Any]]:
     """The gradients of a layer's weights and its biases, where wanted and not added to a buffer."""
     n = len(dzs)
-    return beside(
-        hides,
-        functional.param_grads,
+    return functional.param_grads(
         dzs,
         x,
         want[:n],

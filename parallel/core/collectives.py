@@ -1,8 +1,8 @@
 """Every collective of the project, in one thin layer over torch.distributed.
 
-Each call names its ``site`` ("mlp.out", "loss.max", ...), so that calls and payload can be counted and a test can
-leave a single one out. All are the identity in a group of one, take tensors of any layout, empty ones included, and
-run in any group. Results are new tensors, except where ``inplace`` or the identity says otherwise.
+Each call names its ``site`` ("mlp.out", "loss.max", ...), by which calls and payload are counted. All are the identity
+in a group of one, take tensors of any layout, empty ones included, and run in any group. Results are new tensors,
+except where ``inplace`` or the identity says otherwise.
 
 Under torch.compile they become torch's functional collectives: of the ordinary ones in a backward, torch 2.11 makes
 zeros without a word.
@@ -17,10 +17,8 @@ names the site. :mod:`pieces` has the collectives that go in pieces of rows.
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,38 +43,22 @@ EXCHANGE_TAG = 0x5F00
 calls: Counter[tuple[str, str]] = Counter()
 payload: Counter[tuple[str, str]] = Counter()
 
-# For tests. What happened, in order, while a list is here: ("start" or "end", kind, site, time.monotonic()) of each
-# collective, of each piece of one, and of the products that they hide under. Pieces of a site end in the order in which
-# they started.
-events: list[tuple[str, str, str, float]] | None = None
 _posting = threading.local()  # .named: (kind, site) of what this thread is posting
-# For tests: a slow wire. What is posted arrives no earlier than so many seconds later, and nobody computes meanwhile.
-delay_s = 0.0
-
-_omitted: set[str] = set()
-
-
-def note(what: str, kind: str, site: str) -> None:
-    """Add to :data:`events`, if somebody listens."""
-    if events is not None:
-        events.append((what, kind, site, time.monotonic()))
 
 
 def posting() -> tuple[str, str] | None:
-    """(kind, site) of the collective that this thread is posting: who watches torch's own calls (audit.py) knows by it
-    whose they are."""
+    """(kind, site) of the collective that this thread is posting, by which audit.py names the calls of torch's that it
+    sees; None outside one."""
     return getattr(_posting, "named", None)
 
 
 class Flight:
     """A collective, or a piece of one, on its way: posted when this is made, arrived when :meth:`wait` returns."""
 
-    __slots__ = ("due", "kind", "site", "work")
+    __slots__ = ("kind", "site", "work")
 
     def __init__(self, kind: str, site: str, post: Callable[[], Any]) -> None:
         self.kind, self.site = kind, site
-        note("start", kind, site)
-        self.due = time.monotonic() + delay_s if delay_s else 0.0
         _posting.named = kind, site
         try:
             self.work = self._named(post)
@@ -86,9 +68,6 @@ class Flight:
     def wait(self) -> None:
         if self.work is not None:  # else it was done when it was posted
             self._named(self.work.wait)
-        if self.due:
-            time.sleep(max(0.0, self.due - time.monotonic()))
-        note("end", self.kind, self.site)
 
     def settle(self) -> None:
         """Wait until what its work sends may be written to, where that is not so once it has arrived."""
@@ -110,8 +89,9 @@ def all_reduce(x: torch.Tensor, group: Group, *, site: str, op: str = "sum", inp
     """Combine ``x``, of one shape on all ranks, by "sum", "max" or "avg". ``inplace`` writes the result to ``x``."""
     if op not in _OPS:
         raise ValueError(f"{site}: op={op!r}: expected one of {', '.join(_OPS)}")
-    if group.size == 1 or not begin("all_reduce", x, site):
+    if group.size == 1:
         return x
+    _count("all_reduce", x, site)
     if torch.compiler.is_compiling():
         total = functional.all_reduce(x.contiguous(), op, group.pg)
         return x.copy_(total) if inplace else total
@@ -122,8 +102,9 @@ def all_reduce(x: torch.Tensor, group: Group, *, site: str, op: str = "sum", inp
 
 def start_all_reduce(x: torch.Tensor, group: Group, *, site: str) -> Callable[[], torch.Tensor]:
     """Begin to sum a contiguous ``x`` in place; the result waits for the sum and returns it."""
-    if group.size == 1 or not begin("all_reduce", x, site):
+    if group.size == 1:
         return lambda: x
+    _count("all_reduce", x, site)
     if torch.compiler.is_compiling():
         total = functional.all_reduce(x, "sum", group.pg)
         return lambda: x.copy_(total)
@@ -171,8 +152,7 @@ def all_gather(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) -> tor
     if group.size == 1:
         return x
     dim = _dimension(x, dim, site)
-    if not begin("all_gather", x, site):
-        return torch.cat([x] * group.size, dim)
+    _count("all_gather", x, site)
     if torch.compiler.is_compiling():
         out = functional.all_gather_tensor(x.contiguous(), 0, group.pg)
     else:
@@ -188,8 +168,7 @@ def start_all_gather(x: torch.Tensor, group: Group, *, site: str) -> Callable[[]
     """Begin :func:`all_gather` along dimension 0; the result waits for it and returns the whole. Eager only."""
     if group.size == 1:
         return lambda: x
-    if not begin("all_gather", x, site):
-        return lambda: torch.cat([x] * group.size)
+    _count("all_gather", x, site)
     shard = x.contiguous()  # kept until it has been sent
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     flight = Flight("all_gather", site, lambda: _all_gather_single(out, shard, group.pg, async_op=True))
@@ -215,8 +194,7 @@ def start_reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, site: s
         return lambda: x
     dim = _dimension(x, dim, site)
     check_divides(x.shape, dim, group, site)
-    if not begin("reduce_scatter", x, site):
-        return lambda: local_slice(x, group, dim)
+    _count("reduce_scatter", x, site)
     slices = x.unflatten(dim, (group.size, x.shape[dim] // group.size)).movedim(dim, 0).contiguous()
     if torch.compiler.is_compiling():
         own = functional.reduce_scatter_tensor(slices, "sum", 0, group.pg)[0]
@@ -242,8 +220,9 @@ def broadcast(x: torch.Tensor, group: Group, *, src: int = 0, site: str) -> torc
     """The ``x`` of the group's rank ``src``, on every rank; ``x`` has one shape and dtype on all."""
     if not 0 <= src < group.size:
         raise ValueError(f"{site}: src={src} is not a rank of a group of {group.size}")
-    if group.size == 1 or not begin("broadcast", x, site):
+    if group.size == 1:
         return x
+    _count("broadcast", x, site)
     if torch.compiler.is_compiling():
         return functional.broadcast(x.contiguous(), src, group.pg)
     out = x.clone(memory_format=torch.contiguous_format)
@@ -254,7 +233,7 @@ def broadcast(x: torch.Tensor, group: Group, *, src: int = 0, site: str) -> torc
 def gather_objects(value: Any, group: Group, *, site: str) -> list[Any]:
     """Every rank's ``value``, in order of rank, pickled on the way: for settings and errors, not for data.
 
-    Neither counted nor left out by :func:`omit`: what ranks agree on, and when, is no part of what they compute.
+    Not counted: what ranks agree on, and when, is no part of what they compute.
     """
     if group.size == 1:
         return [value]
@@ -296,25 +275,15 @@ def _dimension(x: torch.Tensor, dim: int, site: str) -> int:
     return dim % x.dim()
 
 
-def begin(kind: str, x: torch.Tensor, site: str, times: int = 1) -> bool:
-    """Count a collective of ``times`` as many bytes as ``x`` has; False if a test leaves it out."""
-    if left_out(site):
-        return False
-    if not torch.compiler.is_compiling():  # which cannot tell the bytes of a size that it does not know
-        count(kind, x.nbytes * times, site)
-    return True
-
-
 def count(kind: str, nbytes: int, site: str) -> None:
-    """Count a collective of ``nbytes`` at ``site``: here, and wherever else one is made (:mod:`strategies`)."""
-    if not torch.compiler.is_compiling():
-        calls[kind, site] += 1
-        payload[kind, site] += nbytes
+    """Count a collective of ``nbytes`` at ``site``: for those made elsewhere (:mod:`pieces`, :mod:`strategies`)."""
+    calls[kind, site] += 1
+    payload[kind, site] += nbytes
 
 
-def left_out(site: str) -> bool:
-    """Whether a test leaves out the collectives at ``site``."""
-    return site in _omitted
+def _count(kind: str, x: torch.Tensor, site: str) -> None:
+    if not torch.compiler.is_compiling():  # which cannot tell the bytes of a size that it does not know
+        count(kind, x.nbytes, site)
 
 
 def reset_counts() -> None:
@@ -325,17 +294,3 @@ def reset_counts() -> None:
 def sites_seen() -> list[str]:
     """The sites at which a collective ran since the last :func:`reset_counts`."""
     return sorted({site for _, site in calls})
-
-
-@contextmanager
-def omit(site: str) -> Iterator[None]:
-    """For tests: inside, collectives at ``site`` use this rank's data alone. Every rank must omit the same ones.
-
-    Shapes stay right and values go wrong, which shows whether a check would notice. What gather_objects carries is
-    never left out.
-    """
-    _omitted.add(site)
-    try:
-        yield
-    finally:
-        _omitted.discard(site)

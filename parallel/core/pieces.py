@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...kernels.runtime import alloc
-from .collectives import Flight, begin, check_rows, sum_in_place
+from .collectives import Flight, check_rows, count, sum_in_place
 from .mesh import Group
 
 # What ranks on CPUs send each other here, each kind apart from the other and from whatever else they send.
@@ -60,12 +60,9 @@ class GatherPieces:
         n, size, rank = x.shape[0], group.size, group.rank
         others = [(rank + step) % size for step in range(1, size)]
         self._own = slice(rank * n, (rank + 1) * n)
-        self._flights: list[tuple[slice, Flight | None]] = []
+        self._flights: list[tuple[slice, Flight]] = []
         self._arrived: list[Flight] = []
-        if not begin("all_gather", x, site):
-            self.whole = torch.cat([x] * size)
-            self._flights = [(slice(source * n, (source + 1) * n), None) for source in others]
-            return
+        count("all_gather", x.nbytes, site)
         shard = x.contiguous()
         self.whole = alloc.empty((size * n, *x.shape[1:]), x.dtype, x.device)
         for source in others:
@@ -80,9 +77,8 @@ class GatherPieces:
         yield self._own
         while self._flights:
             part, flight = self._flights.pop(0)  # a failure that follows must not wait for it again
-            if flight is not None:
-                self._arrived.append(flight)
-                flight.wait()
+            self._arrived.append(flight)
+            flight.wait()
             yield part
         for flight in self._arrived:
             flight.settle()
@@ -92,7 +88,7 @@ class GatherPieces:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, Exception):
-            waiting = [flight for _, flight in self._flights if flight is not None]
+            waiting = [flight for _, flight in self._flights]
             _land(waiting, sent=[*self._arrived, *waiting])
 
 
@@ -109,7 +105,6 @@ class _SumPieces(ABC):
         self.tokens, self.group, self.site = tokens, group, site
         self._flights: list[Flight] = []
         self._out: torch.Tensor | None = None
-        self._goes = True  # False: a test leaves it out
 
     @abstractmethod
     def send(self, part: slice, y: torch.Tensor) -> None:
@@ -147,12 +142,12 @@ class ScatterPieces(_SumPieces):
     def send(self, part: slice, y: torch.Tensor) -> None:
         y, n, rank = y.contiguous(), self._n, self.group.rank
         if self._out is None:  # the addends of all ranks to the own rows
-            self._goes = begin("reduce_scatter", y[:1], self.site, times=self.tokens)
+            count("reduce_scatter", y[:1].nbytes * self.tokens, self.site)
             self._out = alloc.empty((self.group.size, n, *y.shape[1:]), y.dtype, y.device)
         owner = part.start // n
         if owner == rank:
             self._out[rank] = y
-        elif self._goes:
+        else:
             source = (2 * rank - owner) % self.group.size
             received = self._out[source, part.start - owner * n : part.stop - owner * n]
             post = partial(_Swap, y, owner, received, source, self.group, SCATTER_TAG)
@@ -164,7 +159,7 @@ class ScatterPieces(_SumPieces):
             flight.wait()
         for flight in self._flights:
             flight.settle()
-        return self._out.sum(0, dtype=self._out.dtype) if self._goes else self._out[self.group.rank]
+        return self._out.sum(0, dtype=self._out.dtype)
 
 
 class ReducePieces(_SumPieces):
@@ -176,12 +171,11 @@ class ReducePieces(_SumPieces):
 
     def send(self, part: slice, y: torch.Tensor) -> None:
         if self._out is None:
-            self._goes = begin("all_reduce", y[:1], self.site, times=self.tokens)
+            count("all_reduce", y[:1].nbytes * self.tokens, self.site)
             self._out = alloc.empty((self.tokens, *y.shape[1:]), y.dtype, y.device)
         self._out[part] = y
-        if self._goes:
-            post = partial(sum_in_place, self._out[part], self.group, "sum", async_op=True)
-            self._flights.append(Flight("all_reduce", self.site, post))
+        post = partial(sum_in_place, self._out[part], self.group, "sum", async_op=True)
+        self._flights.append(Flight("all_reduce", self.site, post))
 
     def wait(self) -> torch.Tensor:
         assert self._out is not None

@@ -57,7 +57,6 @@ def can_defer_all_reduce(
     features_in: int,
     overlap: str,
     impl: str,
-    site: str,
 ) -> bool:
     """Whether a row-parallel layer [features_in, features_out] of this rank may leave the sum for the tokens of ``x``
     [..., D] to a norm; the same on all ranks. The first call in a group is a collective.
@@ -66,7 +65,7 @@ def can_defer_all_reduce(
     autocast has a say in dtypes, or a token's result must not depend on how many there are, a sum does not wait.
     """
     tokens = x.shape[:-1].numel()
-    if torch.is_grad_enabled() or collectives.left_out(site) or not _eligible(tokens, overlap, x.device):
+    if torch.is_grad_enabled() or not _eligible(tokens, overlap, x.device):
         return False
     path = select(
         OP,
@@ -134,7 +133,6 @@ def fused_allreduce_norm(
     channel = pool.channel(name, decode_slots(width, rows.dtype, group.size)[name])
     shape = all_reduce_rmsnorm_shape(tokens, width, rows.dtype, group.size, rows.device, shots=shots)
     peers, signals = channel.device_counted(shape, rows.dtype, op=site)
-    collectives.note("start", "all_reduce", site)
     y, s = all_reduce_rmsnorm(
         rows,
         weight,
@@ -147,7 +145,6 @@ def fused_allreduce_norm(
         shots=shots,
         impl=impl,
     )
-    collectives.note("end", "all_reduce", site)
     return y.view(residual.shape), s.view(residual.shape)
 
 

@@ -129,16 +129,16 @@ class Plain:
         self, product: Product, *, site: str, keep: bool = True
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         whole = collectives.all_gather(product.rows[0], self.group, site=site)
-        return beside(site, product.of(whole).compute), whole
+        return product.of(whole).compute(), whole
 
     def linear_reduce_scatter(self, product: Product, *, bias: torch.Tensor | None = None, site: str) -> Pending:
-        (y,) = beside(site, product.compute)
+        (y,) = product.compute()
         return Pending(collectives.start_reduce_scatter(y, self.group, site=site), bias)
 
     def linear_all_reduce(
         self, product: Product, *, bias: torch.Tensor | None = None, site: str, async_op: bool = True
     ) -> Pending:
-        (y,) = beside(site, product.compute)
+        (y,) = product.compute()
         if async_op:
             return Pending(collectives.start_all_reduce(y, self.group, site=site), bias)
         total = collectives.all_reduce(y, self.group, site=site, inplace=True)  # stays on one stream
@@ -161,7 +161,7 @@ class Chunked:
         outs: list[torch.Tensor] = []
         with gathering:
             for part in gathering.arriving():
-                results = beside(site, product.of(gathering.whole[part], part).compute)
+                results = product.of(gathering.whole[part], part).compute()
                 if not outs:
                     tokens = len(gathering.whole)
                     outs = [alloc.empty((tokens, *y.shape[1:]), y.dtype, y.device) for y in results]
@@ -186,7 +186,7 @@ class Chunked:
         summing = kind(product.tokens, self.group, self.pieces, site=site)
         with summing:
             for part in summing.parts:
-                (y,) = beside(site, product.part(part).compute)
+                (y,) = product.part(part).compute()
                 summing.send(part, y)
         return Pending(summing.wait, bias)
 
@@ -200,7 +200,7 @@ class InKernel:
     one that fails leaves them to be waited for. Addends that were not formed nobody can wait for: their exchange is
     abandoned, and ranks meet before the next one (``Channel.abandon``).
 
-    A collective of no rows goes plainly, and so does one that a test leaves out.
+    A collective of no rows goes plainly.
     """
 
     group: Group
@@ -208,31 +208,29 @@ class InKernel:
     def all_gather_linear(
         self, product: Product, *, site: str, keep: bool = True
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        if not product.tokens or collectives.left_out(site):
+        if not product.tokens:
             return Plain(self.group).all_gather_linear(product, site=site)
         x = product.rows[0].contiguous()  # which takes memory, so not in the middle of an exchange
         collectives.count("all_gather", x.nbytes, site)
         channel, peers, signals = self._begin(GATHER, (x.shape[0] * self.group.size, x.shape[1]), x, site)
         pieces = transport.pieces_for(x.shape[0])
-        collectives.note("start", "all_gather", site)
         pushed = transport.start_push(x, peers, signals, pieces)
         whole = peers[self.group.rank]
         try:
-            outs = beside(site, product.of(whole).compute, Gathered(peers, signals, pieces))
+            outs = product.of(whole).compute(Gathered(peers, signals, pieces))
             if not any(y.numel() for y in outs):  # nothing was computed that would have waited
                 transport.wait_for_rows(signals, pieces)
         except Exception:
             _end_after_error(channel, pushed, partial(transport.wait_for_rows, signals, pieces))
             raise
         pushed()
-        collectives.note("end", "all_gather", site)
         try:
             return outs, whole.clone() if keep else whole
         finally:
             channel.end()
 
     def linear_reduce_scatter(self, product: Product, *, bias: torch.Tensor | None = None, site: str) -> Pending:
-        if not product.tokens or collectives.left_out(site):
+        if not product.tokens:
             return Plain(self.group).linear_reduce_scatter(product, bias=bias, site=site)
         collectives.check_rows(product.tokens, self.group, site)
         return self._sum("reduce_scatter", product, bias, site)
@@ -240,7 +238,7 @@ class InKernel:
     def linear_all_reduce(
         self, product: Product, *, bias: torch.Tensor | None = None, site: str, async_op: bool = True
     ) -> Pending:
-        if not product.tokens or collectives.left_out(site):
+        if not product.tokens:
             return Plain(self.group).linear_all_reduce(product, bias=bias, site=site)
         return self._sum("all_reduce", product, bias, site)
 
@@ -252,9 +250,8 @@ class InKernel:
         collectives.count(kind, tokens * width * like.element_size(), site)
         shape = (all_reduce_shape if everywhere else reduce_scatter_shape)(tokens, width, self.group.size)
         channel, peers, signals = self._begin(REDUCE, shape, like, site)
-        collectives.note("start", kind, site)
         try:
-            beside(site, product.send, Scattered(peers, signals))
+            product.send(Scattered(peers, signals))
         except Exception:
             channel.abandon()
             raise
@@ -265,7 +262,6 @@ class InKernel:
             except Exception:
                 channel.abandon()
                 raise
-            collectives.note("end", kind, site)
             channel.end()
             return y
 
@@ -285,11 +281,3 @@ def _end_after_error(channel: Channel, *steps: Callable[[], None]) -> None:
         channel.end()
     except Exception:
         channel.abandon()
-
-
-def beside(site: str, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``work(*args)``, noted as a product under which the collective of ``site`` may travel."""
-    collectives.note("start", "product", site)
-    result = work(*args, **kwargs)
-    collectives.note("end", "product", site)
-    return result

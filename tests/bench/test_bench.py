@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from wire import omit
 
 from shardfuse.bench.gpu import watchdog
 from shardfuse.bench.harness import gate, one, runner
@@ -22,7 +23,6 @@ from shardfuse.bench.suites import linear_act, tp_dtensor
 from shardfuse.kernels.dev import registry
 from shardfuse.kernels.dev.accuracy import Verdict
 from shardfuse.kernels.dev.shapes import Projection
-from shardfuse.parallel.core import collectives
 
 CPU = torch.device("cpu")
 TIMES = {"ours": Timing(2.0, 0.01), "peer": Timing(3.0, 0.02)}
@@ -346,7 +346,7 @@ def _rig(rank: int, world: int, layer: str, omitted: str | None) -> dict[str, bo
     rig = tp_dtensor.Rig.of(tp_dtensor.Size(layer, world * tp_dtensor.HEAD_DIM, 6), mesh)
     if omitted is None:
         return {verdict.name: verdict.ok for verdict in rig.check()}
-    with collectives.omit(omitted):
+    with omit(omitted):
         return {verdict.name: verdict.ok for verdict in rig.check()}
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from typer.testing import CliRunner
+from wire import omit
 
 from shardfuse.cli import app
 from shardfuse.commands import audit as command
@@ -206,7 +207,7 @@ def test_every_schedule_sends_what_the_closed_form_says(ranks: Any, options: Opt
 def _halves_body(rank: int, world: int) -> tuple[list[str], int, int]:
     """A step with an all-reduce left out; then what blocks send without and with sequence parallelism, one way."""
     (plain, sequence) = _step_body(rank, world, Options(tp=2), Options(tp=2, sequence_parallel=True))
-    with collectives.omit("mlp.out"):
+    with omit("mlp.out"):
         (omitted,) = _step_body(rank, world, Options(tp=2))
     blocks = [
         one_way(entry for entry in outcome.entries if entry.site.startswith(("attention.", "mlp.")))

@@ -33,6 +33,7 @@ from overlap_case import (
     world_group,
 )
 from products import around
+from wire import recorded, slow_wire
 
 from shardfuse.kernels.dev import accuracy
 from shardfuse.kernels.linear import Product
@@ -300,15 +301,6 @@ def test_shapes_and_frozen_operands(ranks: Any):
 # --- overlap ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _recorded() -> Iterator[list[Any]]:
-    collectives.events = events = []
-    try:
-        yield events
-    finally:
-        collectives.events = None
-
-
 def _spans(events: list[Any], kind: str, site: str) -> list[tuple[float, float]]:
     """When each piece of a collective, or each product beside it, began and ended."""
     times = {what: [when for w, k, s, when in events if (w, k, s) == (what, kind, site)] for what in ("start", "end")}
@@ -320,7 +312,7 @@ def _order_body(rank: int, world: int, kind: str, sequence_parallel: bool) -> di
     """By site: the spans of pieces and of products, of one step."""
     whole, group = whole_operands(), world_group()
     leaves = local_leaves(whole, kind, rank, world, sequence_parallel)
-    with _recorded() as events:
+    with recorded() as events:
         y = run_forward(leaves, kind, group, sequence_parallel=sequence_parallel, overlap="chunked")
         y.backward(local_dy(whole, leaves, rank, sequence_parallel))
     keys = {(what, site) for _, what, site, _ in events if what not in ("product", "gather_objects")}
@@ -354,15 +346,6 @@ def test_pieces_travel_under_the_products(ranks: Any, world: int, kind: str, seq
 
 
 DELAY, PRODUCT = 0.08, 0.09  # seconds: of the wire; and of each product, so that there is work to hide it under
-
-
-@contextmanager
-def _slow_wire(seconds: float) -> Iterator[None]:
-    collectives.delay_s = seconds
-    try:
-        yield
-    finally:
-        collectives.delay_s = 0.0
 
 
 @contextmanager
@@ -410,7 +393,7 @@ def _delay_body(rank: int, world: int, sequence_parallel: bool) -> dict[str, flo
             best = {0.0: float("inf"), DELAY: float("inf")}
             for _ in range(tries):
                 for seconds in best:
-                    with _slow_wire(seconds):
+                    with slow_wire(seconds):
                         best[seconds] = min(best[seconds], timed(**options))
             grown[way] = (best[DELAY] - best[0.0]) / DELAY
     return grown

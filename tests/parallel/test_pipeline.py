@@ -192,21 +192,21 @@ def _measured_body(rank: int, world: int) -> tuple[list[float], list[int], bool]
     config = {"vocab_size": 20_000, "num_layers": 6}
     model = Case("1f1b", config=config).build(None, torch.float32)
     times = measured(model, *batch())
-    is_plain_module = all(param.grad is None for param in model.parameters())
+    without_gradients = all(param.grad is None for param in model.parameters())
     given = parallelize(Case("1f1b", config=config).build(None, torch.float32), mesh, schedule="1f1b", costs=times)
     kept = len(cast(ParallelTransformer, given.module).kept)
     assert kept == sum(len(stage.parts) for stage in split(model, mesh, "1f1b", costs=times))
-    return times, [kept], is_plain_module
+    return times, [kept], without_gradients
 
 
 def test_costs_may_be_measured(ranks: Any):
-    (times, parts, is_plain_module), (others, rest, _) = ranks(2, _measured_body)
+    (times, parts, without_gradients), (others, rest, _) = ranks(2, _measured_body)
     assert times == others  # ranks have to agree
     assert len(times) == 8
     assert min(times) > 0
     assert times[-1] > 3 * times[0]  # a head of this size beside an embedding
     assert sum(parts + rest) == 8
-    assert is_plain_module
+    assert without_gradients
 
 
 def _attention_dropout_body(rank: int, world: int) -> tuple[list[float], int]:
