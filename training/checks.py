@@ -10,6 +10,8 @@ further than the budget (``tests/face/test_demo_collectives.py`` leaves out each
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +23,8 @@ from ..kernels.dev.accuracy import Verdict, judge
 from ..layers.hf.folders import WEIGHTS
 from ..layers.transformer import ParallelTransformer
 from ..parallel.checkpoint.checkpoint import full_state_dict
-from .config import TrainConfig
-from .data import Corpus
-from .loop import build_model, build_optimizer, train
-from .precision import PRECISIONS
+from .settings import PRECISIONS, ParallelSettings, RunSettings
+from .trainer import Trainer
 
 FACTOR = 8.0
 
@@ -58,17 +58,26 @@ class Agreement:
         return self.difference <= self.budget  # False for NaN
 
 
-def compare_with_unsharded(sharded: list[float], config: TrainConfig, corpus: Corpus) -> Agreement:
-    """Repeat the steps that gave the losses ``sharded`` in this process alone, in fp32 and in fp64."""
-    single, double = (tuple(_repeat(len(sharded), config, corpus, dtype)) for dtype in (torch.float32, torch.float64))
-    products = PRECISIONS[config.precision] or torch.float32
-    return Agreement(tuple(sharded), single, double, float(torch.finfo(products).eps))
+def compare_with_unsharded(sharded: Sequence[float], settings: RunSettings) -> Agreement:
+    """Repeat the first steps of resolved ``settings``, which gave the losses ``sharded``, in this process alone.
+
+    Once as they are, but unsharded, and once in fp64.
+    """
+    precision = settings.parallel.precision
+    alone = dataclasses.replace(settings, parallel=ParallelSettings(dp=1, precision=precision))
+    exact = dataclasses.replace(settings, parallel=ParallelSettings(dp=1))
+    single = _repeat(len(sharded), Trainer(alone, None))
+    trainer = Trainer(exact, None)
+    trainer.model.double()
+    return Agreement(
+        tuple(sharded), single, _repeat(len(sharded), trainer), float(torch.finfo(PRECISIONS[precision]).eps)
+    )
 
 
-def _repeat(steps: int, config: TrainConfig, corpus: Corpus, dtype: torch.dtype) -> list[float]:
-    model = build_model(config, dtype=dtype)
-    optimizer = build_optimizer(model, config)
-    return train(model, optimizer, corpus, config, steps=steps, evaluate_after=False).losses
+def _repeat(steps: int, trainer: Trainer) -> tuple[float, ...]:
+    losses = tuple(float(trainer.train_step().loss) for _ in range(steps))
+    trainer.close()
+    return losses
 
 
 def _distance(losses: tuple[float, ...], reference: tuple[float, ...]) -> float:

@@ -1,8 +1,7 @@
 """Real text without a download: bytes for a byte-level model.
 
 The default corpus is the Python standard library's own source, found through ``sysconfig``; ``--data PATH`` takes a
-text file or a folder of them. A token is a byte, so the vocabulary is 256 and there is no tokenizer to ship. Batches
-depend on (seed, step) alone: every tensor-parallel rank draws the same one without talking to the others.
+text file or a folder of them. A token is a byte, so the vocabulary is 256 and there is no tokenizer to ship.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import math
 import os
 import stat
 import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,21 +43,6 @@ class Corpus:
     held_out: torch.Tensor
     source: str
     files: int
-
-    def batch(self, step: int, *, seed: int, batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``(tokens, targets)``, both int64 [batch, seq], targets one byte ahead; a function of the arguments alone."""
-        generator = torch.Generator().manual_seed(_mix(seed, step))
-        starts = torch.randint(self.train.numel() - seq, (batch, 1), generator=generator)
-        windows = self.train[starts + torch.arange(seq + 1)].long()
-        return windows[:, :-1], windows[:, 1:]
-
-    def held_out_batches(self, *, batch: int, seq: int, limit: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """At most ``limit`` batches shaped as in ``batch``: the same windows, evenly spread, at every call."""
-        windows = min(limit * batch, (self.held_out.numel() - 1) // seq)
-        starts = torch.linspace(0, self.held_out.numel() - seq - 1, windows, dtype=torch.float64).long()
-        for first in range(0, windows, batch):
-            rows = self.held_out[starts[first : first + batch, None] + torch.arange(seq + 1)].long()
-            yield rows[:, :-1], rows[:, 1:]
 
 
 def load_corpus(path: str | os.PathLike[str] | None = None, *, seq: int = 128, max_bytes: int = MAX_BYTES) -> Corpus:
@@ -188,8 +171,3 @@ def _split(text: bytes) -> tuple[bytes, bytes]:
 
 def _tensor(text: bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
-
-
-def _mix(seed: int, step: int) -> int:
-    """A generator seed for one step; neighbouring (seed, step) pairs share nothing."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{step}".encode()).digest()[:7], "little")

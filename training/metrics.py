@@ -13,8 +13,11 @@ import contextlib
 import json
 import math
 import os
+import resource
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,6 @@ from rich.progress import Progress as Bar
 
 from ..kernels.runtime.chips import CHIPS, Chip
 from ..layers.config import TransformerConfig
-from .loop import Progress
 
 FILE = "metrics.jsonl"
 FOLDER = "tensorboard"
@@ -167,7 +169,30 @@ def peak_flops(chip: Chip, precision: str) -> float:
     return chip.flops[_RATES.get(precision, "tf32" if tf32 else "fp32")]
 
 
+def peak_bytes(device: str) -> int:
+    """The most memory this process has held: resident on a CPU, allocated by torch on a GPU."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    try:  # not getrusage's on Linux: that begins with the peak of the process that started this one
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024  # in KiB but for macOS
+
+
 LINE_EVERY = 5.0  # seconds, where there is no terminal
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, for a progress bar. ``done`` is the share of its steps that are finished."""
+
+    step: int  # steps finished
+    loss: float
+    done: float
+    tokens_per_second: float
+    seconds_left: float
 
 
 class ProgressDisplay:

@@ -7,7 +7,9 @@ leaves, also if they are just being started again; schedulers that signal every 
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -21,6 +23,7 @@ from ..parallel.core.mesh import Group
 from .settings import RunSettings
 
 ASKING = (signal.SIGINT, signal.SIGTERM)
+TIME_IS_UP = signal.SIGALRM  # what stands for a run's own time limit among the signals
 
 
 class StopFile:
@@ -33,7 +36,7 @@ class StopFile:
         self.path.write_text(str(int(signum)))
 
     def read(self) -> int:
-        """The signal, 0 while nobody asked."""
+        """The signal, 0 for none."""
         try:
             return int(self.path.read_text() or 0)
         except FileNotFoundError:
@@ -43,13 +46,16 @@ class StopFile:
 class Stop:
     """A context in which this rank listens to signals, and looks for ``file``; ``agreed`` is the same on every rank.
 
+    Once ``time_limit`` seconds have passed on any rank since the first call, ``agreed`` is TIME_IS_UP.
+
     Only the first signal counts: where a scheduler and torchrun both pass one on, the second would end the rank in the
     middle of its last step.
     """
 
-    def __init__(self, group: Group, file: StopFile | None = None) -> None:
+    def __init__(self, group: Group, file: StopFile | None = None, time_limit: float | None = None) -> None:
         self._group = group
         self._file = file
+        self._time_limit, self._began = time_limit, math.inf
         self._received = 0
         self._before: dict[int, Any] = {}
 
@@ -67,6 +73,10 @@ class Stop:
     def agreed(self) -> int:
         """The signal that asked any of the ranks to stop, 0 for none. Every rank calls it after the same step."""
         asked = self._received or (self._file.read() if self._file else 0)
+        now = time.monotonic()
+        self._began = min(self._began, now)
+        if not asked and self._time_limit is not None and now - self._began >= self._time_limit:
+            asked = int(TIME_IS_UP)
         return int(collectives.all_reduce(torch.tensor(asked), self._group, site="train.stop", op="max"))
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:

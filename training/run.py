@@ -1,10 +1,8 @@
-"""What a worker process does: train and save, or load and look. Module-level functions for ``launch``."""
+"""What a worker process does: train, or evaluate what was trained. Module-level functions for ``launch``."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
 import uuid
 from datetime import timedelta
@@ -13,63 +11,38 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from torch.distributed.device_mesh import DeviceMesh
 
-from ..layers.hf.folders import export_hf
-from ..layers.transformer import ParallelTransformer
 from ..parallel.checkpoint import storage
-from ..parallel.checkpoint.checkpoint import load_checkpoint, read_extra, save_checkpoint
 from ..parallel.core import collectives
 from ..parallel.core import mesh as meshes
-from ..parallel.core.mesh import Group, MeshLike
-from .config import TrainConfig
-from .data import load_corpus
+from ..parallel.core.mesh import Group
 from .folders import RunFolder
-from .loop import TrainResult, build_model, build_optimizer, evaluate, train
 from .metrics import ProgressDisplay
 from .restart import Stop, StopFile
 from .settings import RunSettings
 from .trainer import RunResult, Trainer
 from .trainer import train as run_trainer
 
-CHECKPOINT = "checkpoint"
-EXPORT = "model"
 _LAUNCH = "shardfuse/launch"  # in the store that torchrun's agent keeps
 
 
-def train_and_save(config: TrainConfig, folder: Path) -> TrainResult:
-    """Train over all processes that were started together; checkpoint and exported model go into ``folder``."""
-    mesh = meshes.init_mesh(device_type=config.device)
-    corpus = load_corpus(config.data, seq=config.seq)
-    model = build_model(config, mesh)
-    optimizer = build_optimizer(model, config)
-    if model.group.rank == 0:
-        with ProgressDisplay(Console(), config.steps) as display:
-            result = train(model, optimizer, corpus, config, on_step=display)
-    else:
-        result = train(model, optimizer, corpus, config)
-    extra = {"config": json.loads(config.to_json()), "step": result.steps, "held_out": result.held_out}
-    save_checkpoint(folder / CHECKPOINT, model, optimizer, extra=extra)
-    export_hf(model, folder / EXPORT)
-    meshes.shutdown()
-    return result
+def restore(settings: RunSettings, mesh: DeviceMesh | None = None) -> Trainer:
+    """The run in the folder of resolved ``settings`` as its newest checkpoint has it, spread over ``mesh``.
+
+    Raises ValueError where there is none, and as :meth:`Trainer.resume` does.
+    """
+    trainer = Trainer(settings, mesh)
+    if not trainer.resume():
+        raise ValueError(f"{settings.out}: there is no checkpoint; train first")
+    return trainer
 
 
-def load_trained(
-    folder: Path, mesh: MeshLike = None, *, device: str = "cpu"
-) -> tuple[ParallelTransformer, torch.optim.Optimizer, TrainConfig]:
-    """Model, optimizer and config of a run that ``train_and_save`` left in ``folder``, at this mesh's degree."""
-    saved = TrainConfig.from_json(json.dumps(read_extra(folder / CHECKPOINT)["config"]))
-    config = dataclasses.replace(saved, device=device)
-    model = build_model(config, mesh)
-    optimizer = build_optimizer(model, config)
-    load_checkpoint(folder / CHECKPOINT, model, optimizer)
-    return model, optimizer, config
-
-
-def evaluate_saved(folder: Path) -> float:
-    """The held-out loss of a saved run, over all processes that were started together, on CPUs."""
-    model, _, config = load_trained(folder, meshes.init_mesh(device_type="cpu"))
-    held_out = evaluate(model, load_corpus(config.data, seq=config.seq), config)
+def evaluate_saved(settings: RunSettings) -> float | None:
+    """The held-out loss of :func:`restore`'s run, over all processes that were started together."""
+    trainer = restore(settings, _mesh(settings))
+    held_out = trainer.evaluate()
+    trainer.close()
     meshes.shutdown()
     return held_out
 
@@ -81,20 +54,11 @@ def train_run(settings: RunSettings, resume: bool, stop_file: StopFile | None = 
     started again, after a failure or because torchrun's machines came or went, go on from the newest checkpoint,
     whatever ``resume`` says, if those before them were let into the folder.
     """
-    parallel = settings.parallel
-    assert parallel.dp is not None  # resolve() filled it in
-    mesh = meshes.init_mesh(
-        dp_replicate=parallel.dp_replicate,
-        dp=parallel.dp,
-        pp=parallel.pp,
-        tp=parallel.tp,
-        device_type=settings.device,
-        timeout=None if settings.timeout is None else timedelta(seconds=settings.timeout),
-    )
+    mesh = _mesh(settings)
     folder: RunFolder | None = None
     trainer: Trainer | None = None
     try:
-        with Stop(meshes.everyone(), stop_file) as stop, contextlib.ExitStack() as held:
+        with Stop(meshes.everyone(), stop_file, settings.time_limit) as stop, contextlib.ExitStack() as held:
             restarts = _restarts(meshes.everyone())
             if stop_file is not None:
                 resume = resume or restarts > 0
@@ -110,6 +74,20 @@ def train_run(settings: RunSettings, resume: bool, stop_file: StopFile | None = 
         raise
     meshes.shutdown()
     return result
+
+
+def _mesh(settings: RunSettings) -> DeviceMesh | None:
+    """The mesh that resolved ``settings`` ask for, of all processes."""
+    parallel = settings.parallel
+    assert parallel.dp is not None  # resolve() filled it in
+    return meshes.init_mesh(
+        dp_replicate=parallel.dp_replicate,
+        dp=parallel.dp,
+        pp=parallel.pp,
+        tp=parallel.tp,
+        device_type=settings.device,
+        timeout=None if settings.timeout is None else timedelta(seconds=settings.timeout),
+    )
 
 
 def _run(trainer: Trainer, stop: Stop, resume: bool, restarts: int) -> RunResult:

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+import torch
+
 from ..layers.config import TransformerConfig
 from .optimizer import SHAPES
-from .precision import PRECISIONS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,6 +29,9 @@ T = TypeVar("T")
 
 ZERO_STAGES = (0, 1, 2, 3)
 PARTITIONS = ("modelled", "measured")
+# What products are computed in. Parameters, gradients, Adam's moments and the loss stay fp32 (mixed precision:
+# Micikevicius et al., arXiv:1710.03740); with "fp16" the loss is scaled.
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,8 @@ class RunSettings:
     ``out`` is its folder, ``steps`` its length, ``seed`` that of first weights, order of the data and dropout.
     ``start`` is a Hugging Face folder that config and first weights come from, in the place of ``[model]``. ``device``
     is "cpu" or "cuda"; None: a GPU if there is one. ``timeout`` in seconds bounds every exchange between ranks, so it
-    is how long a run takes to notice that one hangs.
+    is how long a run takes to notice that one hangs. ``time_limit``, in seconds from the first step, ends the run as
+    its last step would: evaluated, saved and exported. A later one with ``--resume`` goes on from there.
 
     Raises ValueError for values that cannot make a run.
     """
@@ -176,6 +181,7 @@ class RunSettings:
     start: str | None = None
     device: str | None = None
     timeout: float | None = None
+    time_limit: float | None = None
     model: TransformerConfig = field(default_factory=TransformerConfig)
     data: DataSettings = field(default_factory=DataSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
@@ -190,8 +196,10 @@ class RunSettings:
             raise ValueError(f"seed = {self.seed}: expected 0 to {2**63 - 1}")
         if self.device not in (None, "cpu", "cuda"):
             raise ValueError(f"device = {self.device!r}: expected 'cpu' or 'cuda'")
-        if self.timeout is not None and not self.timeout > 0:
-            raise ValueError(f"timeout = {self.timeout}: expected seconds above 0")
+        for name in ("timeout", "time_limit"):
+            seconds = getattr(self, name)
+            if seconds is not None and not seconds > 0:
+                raise ValueError(f"{name} = {seconds}: expected seconds above 0")
         if self.start is None:
             self.check_length()
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..layers.stage_costs import measured_costs
 from ..parallel.pipeline.schedules import find
 from ..parallel.pipeline.timeline import Costs
-from .precision import PRECISIONS
-from .settings import RunSettings
+from .settings import PRECISIONS, RunSettings
 
 
 def part_costs(settings: RunSettings, schedule: str, *, mesh: DeviceMesh | None = None) -> list[Costs]:
@@ -26,7 +24,7 @@ def part_costs(settings: RunSettings, schedule: str, *, mesh: DeviceMesh | None 
         settings.data.seq,
         mesh=mesh,
         device=settings.device,
-        dtype=PRECISIONS[parallel.precision] or torch.float32,
+        dtype=PRECISIONS[parallel.precision],
         sequence_parallel=parallel.sequence_parallel,
         recompute=bool(parallel.recompute),
         overlap=parallel.overlap or "auto",

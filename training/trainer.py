@@ -28,10 +28,9 @@ from ..parallel.core.random import manual_seed
 from ..parallel.data import data_loader
 from ..parallel.parallelize import ParallelModel, parallelize
 from .folders import CHECKPOINTS, EXPORT, SETTINGS
-from .loop import Progress, peak_bytes
-from .metrics import Recorder, chip_of, flops_per_token, peak_flops, span
+from .metrics import Progress, Recorder, chip_of, flops_per_token, peak_bytes, peak_flops, span
 from .optimizer import adamw, make_scheduler
-from .restart import Stop, check_resumable, torn_explained
+from .restart import TIME_IS_UP, Stop, check_resumable, torn_explained
 from .settings import RunSettings
 from .tokens import load_tokens
 
@@ -42,7 +41,7 @@ class RunResult:
 
     steps: int  # finished, those before a restart included
     resumed_at: int  # the step that this process went on from, 0 for a fresh run
-    stopped_by: int  # the signal that ended it early, 0 for none
+    stopped_by: int  # the signal that ended it early, TIME_IS_UP for its time limit, 0 for none
     loss: float  # of the last logged step; NaN if there was none
     held_out: float | None  # nats per token of held-out text, after the last step
     tokens_per_second: float  # of all ranks, since the start of this process
@@ -236,7 +235,7 @@ def build_model(settings: RunSettings, mesh: DeviceMesh | None) -> ParallelModel
 
 
 def train(trainer: Trainer, stop: Stop, *, on_step: Callable[[Progress], None] | None = None) -> RunResult:
-    """Run ``trainer`` to its last step, or until ``stop``; what was reached is saved either way.
+    """Run ``trainer`` to its last step, its time limit or until ``stop``; what was reached is saved in each case.
 
     ``on_step`` is called on the first rank, after each step that is logged.
     """
@@ -247,8 +246,8 @@ def train(trainer: Trainer, stop: Stop, *, on_step: Callable[[Progress], None] |
     while trainer.step < settings.steps and not signum:
         step = trainer.train_step()
         signum = stop.agreed()
-        last = trainer.step == settings.steps
-        due = _Due.at(trainer.step, settings, last=last, stopped=bool(signum))
+        last = trainer.step == settings.steps or signum == TIME_IS_UP
+        due = _Due.at(trainer.step, settings, last=last, stopped=bool(signum) and not last)
         if report is not None and due.log:
             report.measure(step)
         held_out = trainer.evaluate() if due.evaluate else None
@@ -257,7 +256,7 @@ def train(trainer: Trainer, stop: Stop, *, on_step: Callable[[Progress], None] |
         if due.save:
             trainer.save(asynchronous=settings.checkpoint.asynchronous and not (last or signum))
     trainer.close()
-    if settings.checkpoint.export and trainer.step == settings.steps:
+    if settings.checkpoint.export and (trainer.step == settings.steps or signum == TIME_IS_UP):
         export_hf(cast(ParallelTransformer, trainer.model.module), folder / EXPORT)
     if report is not None:
         report.close()
@@ -343,6 +342,8 @@ class Report:
         self._recorder.write(step, **self._values)
         if self._on_step is not None:
             left = (settings.steps - step) * settings.tokens_per_step / max(self.tokens_per_second, 1e-9)
+            if settings.time_limit is not None:
+                left = min(left, max(0.0, settings.time_limit - self._seconds))
             speed = self._values["tokens_per_second"]
             self._on_step(Progress(step, self.loss, step / settings.steps, speed, left))
         self._last = time.monotonic()

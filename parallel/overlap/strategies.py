@@ -167,7 +167,7 @@ class Chunked:
                     outs = [alloc.empty((tokens, *y.shape[1:]), y.dtype, y.device) for y in results]
                 for out, y in zip(outs, results):
                     out[part] = y
-                results = y = None  # a piece's memory serves the next one
+                del results, y  # a piece's memory serves the next one
         return outs, gathering.whole
 
     def linear_reduce_scatter(self, product: Product, *, bias: torch.Tensor | None = None, site: str) -> Pending:

@@ -20,7 +20,7 @@ from shardfuse.commands.train import TrainOptions, run_train
 from shardfuse.parallel.checkpoint.checkpoint import save_checkpoint
 from shardfuse.training.folders import RunFolder
 from shardfuse.training.metrics import read_lines
-from shardfuse.training.restart import StopFile
+from shardfuse.training.restart import TIME_IS_UP, StopFile
 
 _SUPPORT = str(Path(__file__).parents[1] / "support")
 ZBV = {"pp": 2, "schedule": "zbv"}
@@ -52,6 +52,43 @@ def test_pipeline_stopped_after_a_step_goes_on_as_if_it_had_not_been(ranks: Any,
     assert case.lines(tmp_path / "parts") == case.lines(tmp_path / "whole")
     ours, theirs = (load_hf(tmp_path / out / "model").state_dict() for out in ("whole", "parts"))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+class _ThirdLook:
+    """A clock by which an hour has passed at the third look."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    def monotonic(self) -> float:
+        self._looks += 1
+        return 3600.0 * (self._looks >= 3)
+
+
+def _limited_body(rank: int, world: int, text: str, resume: bool) -> Any:
+    """A run in which the last rank's clock alone has the time limit pass, after two steps."""
+    from shardfuse.training import restart
+    from shardfuse.training.run import train_run
+    from shardfuse.training.settings import RunSettings
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == world - 1:
+            patch.setattr(restart, "time", _ThirdLook())
+        return train_run(RunSettings.from_json(text), resume, StopFile(Path("/nowhere")))
+
+
+def test_time_limit_ends_a_run_on_all_ranks_and_resume_goes_on(ranks: Any, case: Any, tmp_path: Path):
+    sections = {**SHORT, "checkpoint": {"every": False}, "log": {"eval_batches": 1, "eval_every": False}}
+    run = case.settings(tmp_path / "parts", 2, steps=5, time_limit=60.0, parallel={"tp": 2}, **sections)
+    for resume, (begun, ended, by) in ((False, (0, 2, TIME_IS_UP)), (True, (2, 4, TIME_IS_UP)), (True, (4, 5, 0))):
+        results = ranks(2, _limited_body, run.to_json(), resume)
+        assert {(result.resumed_at, result.steps, result.stopped_by) for result in results} == {(begun, ended, by)}
+        assert results[0].held_out is not None
+        assert (tmp_path / "parts" / "model").exists()
+    whole = case.settings(tmp_path / "whole", 2, steps=5, parallel={"tp": 2}, **sections)
+    ranks(2, case.run_body, whole.to_json())
+    losses = [[line[:4] for line in case.lines(tmp_path / name)] for name in ("parts", "whole")]
+    assert losses[0] == losses[1]
 
 
 def test_killed_worker_of_the_command_is_replaced(

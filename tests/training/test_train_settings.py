@@ -101,6 +101,7 @@ def test_assignments_need_a_name_and_a_value(text: str):
         ({"seed": -1}, "^seed = -1: expected 0 to "),
         ({"device": "tpu"}, "^device = 'tpu': expected 'cpu' or 'cuda'$"),
         ({"timeout": 0}, "^timeout = 0.0: expected seconds above 0$"),
+        ({"time_limit": -1.0}, "^time_limit = -1.0: expected seconds above 0$"),
         ({"model": 3}, r"^model = 3: expected a section, \[model\]$"),
         ({"model.hidden_size": 30}, "30"),
         ({"model.style": "silu"}, "^style='silu': expected one of gelu, gated$"),

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from rich.console import Console
@@ -28,12 +29,23 @@ from ..kernels.runtime import dispatch
 from ..layers.config import TransformerConfig
 from ..layers.transformer import ParallelTransformer
 from ..training.checks import FACTOR, Agreement, compare_with_transformers, compare_with_unsharded, same_weights
-from ..training.config import TrainConfig
 from ..training.data import Corpus, bigram_nats, load_corpus, unigram_nats
-from ..training.folders import REPORT, output_folder, write_report
+from ..training.folders import CHECKPOINTS, EXPORT, REPORT, SETTINGS, output_folder, write_report
 from ..training.launch import Stopped, WorkerError, available_cores, check_port, launch, stop_signals
-from ..training.loop import TrainResult, evaluate
-from ..training.run import CHECKPOINT, EXPORT, evaluate_saved, load_trained, train_and_save
+from ..training.layout import resolve
+from ..training.metrics import FILE as METRICS
+from ..training.metrics import read_lines
+from ..training.restart import StopFile
+from ..training.run import evaluate_saved, restore, train_run
+from ..training.settings import (
+    CheckpointSettings,
+    DataSettings,
+    LogSettings,
+    OptimizerSettings,
+    ParallelSettings,
+    RunSettings,
+)
+from ..training.trainer import RunResult
 from .demo_serving import BLOCK_SIZE, DemoServing, serve
 
 MAKER = "shardfuse demo"
@@ -48,6 +60,7 @@ MODEL = TransformerConfig(
     max_positions=512,
     init_std=0.05,
 )
+COMPARED_STEPS = 8  # repeated in one process
 HELD_OUT_BAR = 2.35  # nats per byte of the standard library's sources; a table of byte pairs scores about 2.4
 NEED_BYTES = 128 << 20  # checkpoint, exported model and what is being replaced: a third of this
 
@@ -58,8 +71,8 @@ class DemoOptions:
 
     ``data`` is a text file or a folder of them (None: the standard library's sources), ``out`` the folder for the
     output, ``tp`` the number of tensor-parallel processes (None: 2, or 1 on one GPU), ``port`` where they meet (None:
-    any that is free), ``seconds`` the time cap of the training, ``device`` "cpu" or "cuda" (None: a GPU if there is
-    one), ``precision`` one of ``training.precision.PRECISIONS``, ``dropout`` the share of embeddings and branches that
+    any that is free), ``seconds`` the time limit of the training, ``device`` "cpu" or "cuda" (None: a GPU if there is
+    one), ``precision`` one of ``training.settings.PRECISIONS``, ``dropout`` the share of embeddings and branches that
     training drops.
     """
 
@@ -116,28 +129,32 @@ class _Demo:
             raise ValueError("--device cuda: this machine has no GPU that torch can use; choose --device cpu")
         default = min(2, torch.cuda.device_count()) if self.device == "cuda" else 2
         self.tp = default if options.tp is None else options.tp
-        self.config = self._config()
+        self.settings = self._settings()
 
     def run(self) -> bool:
         began = time.monotonic()
         check_port(self.options.port)
-        corpus = load_corpus(self.config.data, seq=self.config.seq)
-        with output_folder(self.options.out, maker=MAKER, names=(CHECKPOINT, EXPORT), need_bytes=NEED_BYTES) as folder:
+        corpus = load_corpus(self.settings.data.path, seq=self.settings.data.seq)
+        names = (SETTINGS, METRICS, CHECKPOINTS, EXPORT)
+        with output_folder(self.options.out, maker=MAKER, names=names, need_bytes=NEED_BYTES) as folder:
+            self.settings = dataclasses.replace(self.settings, out=str(folder))
             with self._step("1/5", "What is here"):
                 self._show_found(corpus)
             with self._step("2/5", f"Train, tensor-parallel over {self.tp} process{'es' if self.tp > 1 else ''}"):
                 ranks = self._train(folder, corpus)
             with self._step("3/5", "Repeat the first steps in one process, unsharded"):
-                agreement = self._compare(ranks[0], corpus)
+                agreement = self._compare(folder)
             with self._step("4/5", "Save, load at another degree, serve"):
-                model = self._reload(folder, ranks[0], agreement, corpus)
+                model = self._reload(folder, ranks[0], agreement)
                 self._check_export(folder, model, corpus)
                 serving = self._serve(model, corpus)
+            self.settings = dataclasses.replace(self.settings, out=str(self.options.out))
+            (folder / SETTINGS).write_text(self.settings.to_json() + "\n", encoding="utf-8")
             write_report(folder, MAKER, self._report(ranks, agreement, serving))
         self._summary(ranks, serving, time.monotonic() - began)
         return all(ok for _, ok in self.checks)
 
-    def _config(self) -> TrainConfig:
+    def _settings(self) -> RunSettings:
         """The run's settings; ValueError where they cannot work on this machine."""
         model, tp = self.options.model, self.tp
         if tp < 1:
@@ -151,17 +168,20 @@ class _Demo:
                 f"--tp {tp}: this machine has {torch.cuda.device_count()} GPUs, and every process needs one; "
                 "choose fewer, or --device cpu"
             )
-        return TrainConfig(
-            model=dataclasses.replace(
-                model, embedding_dropout=self.options.dropout, residual_dropout=self.options.dropout
-            ),
-            precision=self.options.precision,
+        dropout = self.options.dropout
+        settings = RunSettings(
             steps=self.options.steps,
-            time_cap=self.options.seconds,
             seed=self.options.seed,
-            data=None if self.options.data is None else str(self.options.data),
             device=self.device,
+            time_limit=self.options.seconds,
+            model=dataclasses.replace(model, embedding_dropout=dropout, residual_dropout=dropout),
+            data=DataSettings(path=None if self.options.data is None else str(self.options.data)),
+            parallel=ParallelSettings(tp=tp, precision=self.options.precision),
+            optimizer=OptimizerSettings(lr=2e-3, schedule="linear", warmup=20, beta2=0.98),
+            checkpoint=CheckpointSettings(every=None),
+            log=LogSettings(tensorboard=False, eval_batches=32),
         )
+        return resolve(settings, tp)
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
@@ -173,9 +193,9 @@ class _Demo:
             f"text     {corpus.source}: {len(corpus.train) / 1e6:.1f} MB, {len(corpus.held_out) / 1e3:.0f} kB held out"
         )
         with torch.device("meta"):
-            model = ParallelTransformer(self.config.model)
+            model = ParallelTransformer(self.settings.model)
         explanation = explain(model, device)
-        shape = self.config.model
+        shape = self.settings.model
         self._say(
             f"model    {explanation.parameters / 1e6:.2f} M parameters, {shape.num_layers} layers of width "
             f"{shape.hidden_size}, {shape.num_heads} heads ({shape.num_kv_heads} KV), bytes as tokens"
@@ -190,25 +210,33 @@ class _Demo:
             table.add_row(op, impl, why)
         self.console.print(Padding(table, (0, 0, 0, 2)))
 
-    def _train(self, folder: Path, corpus: Corpus) -> list[TrainResult]:
-        ranks = launch(train_and_save, self.config, folder, processes=self.tp, port=self.options.port, folder=folder)
+    def _train(self, folder: Path, corpus: Corpus) -> list[RunResult]:
+        # The folder is ours: no rank has to hold it, and a stop signal ends all of them at once.
+        unasked = StopFile(folder / "stop")
+        ranks = launch(
+            train_run, self.settings, False, unasked, processes=self.tp, port=self.options.port, folder=folder
+        )
         first = ranks[0]
+        complete = first.steps == self.settings.steps
+        assert first.held_out is not None
         self._say(
-            f"{first.steps} steps of {self.config.tokens_per_step} tokens in {first.seconds:.1f} s"
-            f"{' (time cap)' if first.timed_out else ''}, {first.tokens_per_second:,.0f} tokens/s"
+            f"{first.steps} steps of {self.settings.tokens_per_step} tokens"
+            f"{'' if complete else ' (time limit)'}, {first.tokens_per_second:,.0f} tokens/s"
         )
         unigram, bigram = unigram_nats(corpus), bigram_nats(corpus)
-        # Nobody knows how far other text can be compressed; more than counting bytes does must be learnt from any.
-        bar = HELD_OUT_BAR if self.config.data is None else unigram
+        # How far other text can be compressed is unknown, and so is what a run that was cut short has learnt; a model
+        # that learns at all beats counting bytes.
+        bar = HELD_OUT_BAR if complete and self.settings.data.path is None else unigram
         self._check(
-            first.held_out is not None and first.held_out < bar,
+            first.held_out < bar,
             f"held-out loss {first.held_out:.3f} nats per byte, to be below {bar:.2f} "
             f"(counting bytes: {unigram:.2f}, counting pairs: {bigram:.2f})",
         )
         return ranks
 
-    def _compare(self, sharded: TrainResult, corpus: Corpus) -> Agreement:
-        agreement = compare_with_unsharded(sharded.losses, self.config, corpus)
+    def _compare(self, folder: Path) -> Agreement:
+        losses = [line["loss"] for line in read_lines(folder / METRICS)[:COMPARED_STEPS]]
+        agreement = compare_with_unsharded(losses, self.settings)
         shown = "  ".join(f"{loss:.6f}" for loss in agreement.sharded[:6])
         self._say(f"sharded    {shown} ...")
         shown = "  ".join(f"{loss:.6f}" for loss in agreement.unsharded[:6])
@@ -216,33 +244,36 @@ class _Demo:
         self._check(
             agreement.ok,
             f"{len(agreement.sharded)} losses differ by at most {agreement.difference:.1e}; the budget is "
-            f"{agreement.budget:.1e}, {FACTOR:.0f} times what {self.config.precision} rounds away here (measured "
+            f"{agreement.budget:.1e}, {FACTOR:.0f} times what {self.options.precision} rounds away here (measured "
             "against fp64), or one rounding of that format",
         )
         return agreement
 
-    def _reload(self, folder: Path, trained: TrainResult, agreement: Agreement, corpus: Corpus) -> ParallelTransformer:
+    def _reload(self, folder: Path, trained: RunResult, agreement: Agreement) -> ParallelTransformer:
         """The model in this process alone, after checking that the checkpoint means the same at another degree."""
-        model, optimizer, config = load_trained(folder, device=self.device)
+        alone, pair = (
+            dataclasses.replace(self.settings, parallel=dataclasses.replace(self.settings.parallel, tp=tp))
+            for tp in (1, 2)
+        )
+        trainer = restore(alone)
         other = 1 if self.tp > 1 else 2
-        if other == 1:
-            held_out = evaluate(model, corpus, config)
-        else:
-            held_out = launch(evaluate_saved, folder, processes=other, folder=folder)[0]
+        held_out = trainer.evaluate() if other == 1 else launch(evaluate_saved, pair, processes=2, folder=folder)[0]
         assert trained.held_out is not None
+        assert held_out is not None
         difference = abs(held_out - trained.held_out) / trained.held_out
         self._check(
-            difference <= agreement.budget and bool(optimizer.state),
+            difference <= agreement.budget and bool(trainer.optimizer.state),
             f"checkpoint written at tp={self.tp} loads at tp={other}, Adam's state too: held-out loss "
             f"{held_out:.6f} against {trained.held_out:.6f}",
         )
-        return model
+        trainer.close()
+        return cast(ParallelTransformer, trainer.model.module)
 
     def _check_export(self, folder: Path, model: ParallelTransformer, corpus: Corpus) -> None:
         self._check(
             same_weights(folder / EXPORT, model), "exported model.safetensors holds the same weights, bit for bit"
         )
-        tokens, _ = next(corpus.held_out_batches(batch=4, seq=self.config.seq, limit=1))
+        tokens = corpus.held_out[: 4 * self.settings.data.seq].view(4, -1).long()
         try:
             verdict = compare_with_transformers(folder / EXPORT, model, tokens)
         except ImportError:
@@ -264,7 +295,7 @@ class _Demo:
 
     # --- what is printed and kept -------------------------------------------------------------------------------------
 
-    def _summary(self, ranks: list[TrainResult], serving: DemoServing, seconds: float) -> None:
+    def _summary(self, ranks: list[RunResult], serving: DemoServing, seconds: float) -> None:
         self._heading("5/5", "Summary")
         stats = serving.stats
         peaks = ", ".join(f"{rank.peak_bytes / 1e6:.0f}" for rank in ranks)
@@ -277,16 +308,15 @@ class _Demo:
             f"{stats.peak_blocks} blocks of {BLOCK_SIZE} at the peak"
         )
         out = self.options.out
-        for name in (CHECKPOINT, EXPORT, REPORT):
+        for name in (CHECKPOINTS, EXPORT, REPORT):
             self._say(f"written      {out / name} ({_size(out / name) / 1e6:.1f} MB)")
         failed = [text for text, ok in self.checks if not ok]
         mark = "[bold green]ok[/]" if not failed else "[bold red]FAILED[/]"
         self.console.print(f"{mark}  {len(self.checks) - len(failed)} of {len(self.checks)} checks, {seconds:.0f} s")
 
-    def _report(self, ranks: list[TrainResult], agreement: Agreement, serving: DemoServing) -> dict[str, object]:
+    def _report(self, ranks: list[RunResult], agreement: Agreement, serving: DemoServing) -> dict[str, object]:
         return {
-            "config": dataclasses.asdict(self.config),
-            "tp": self.tp,
+            "settings": dataclasses.asdict(self.settings),
             "ranks": [dataclasses.asdict(rank) for rank in ranks],
             "agreement": dataclasses.asdict(agreement)
             | {"difference": agreement.difference, "budget": agreement.budget},

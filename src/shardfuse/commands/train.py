@@ -20,7 +20,7 @@ from rich.console import Console
 from ..training.folders import RunFolder
 from ..training.launch import Stopped, WorkerError, launch, stop_signals
 from ..training.layout import remarks, resolve
-from ..training.restart import StopFile
+from ..training.restart import TIME_IS_UP, StopFile
 from ..training.run import train_run
 from ..training.settings import RunSettings, parse_assignment, read_settings
 from ..training.trainer import RunResult
@@ -198,14 +198,15 @@ def _show_result(result: RunResult, settings: RunSettings, console: Console, opt
     speed = f", {result.tokens_per_second:,.0f} tokens/s" if result.tokens_per_second else ""
     console.print(f"step {result.steps} of {settings.steps}{loss}{speed}", markup=False)
     if result.stopped_by and result.steps < settings.steps:
-        console.print(f"stopped by {signal.Signals(result.stopped_by).name}; --resume goes on from here", markup=False)
+        by = "its time limit" if result.stopped_by == TIME_IS_UP else signal.Signals(result.stopped_by).name
+        console.print(f"stopped by {by}; --resume goes on from here", markup=False)
     if options.json:
         values = dataclasses.asdict(result)
         print(json.dumps({name: None if value != value else value for name, value in values.items()}))
 
 
 def _exit_code(result: RunResult) -> int:
-    """128 + 2 after Ctrl-C; who ends a run with another signal, as schedulers do, gets what they asked for."""
+    """128 + 2 after Ctrl-C, 0 after another signal: a scheduler that ends a run gets what it asked for."""
     return 130 if result.stopped_by == signal.SIGINT else 0
 
 
