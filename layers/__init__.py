@@ -9,12 +9,15 @@ from .linear import ColumnParallelLinear, RowParallelLinear
 from .loss import vocab_parallel_cross_entropy
 from .mlp import ParallelMLP
 from .norm import LayerNorm, RMSNorm
+from .options import LayerKwargs, LayerOptions
 from .transformer import ParallelTransformer
 
 __all__ = [
     "ColumnParallelLinear",
     "Fp8Linear",
+    "LayerKwargs",
     "LayerNorm",
+    "LayerOptions",
     "ParallelAttention",
     "ParallelBlock",
     "ParallelMLP",

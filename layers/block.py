@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..parallel.core.mesh import MeshLike, tp_group
 from ..parallel.overlap import partial_sum
 from ..parallel.overlap.partial_sum import PartialSum
 from ..parallel.overlap.policy import OverlapPlan
@@ -20,17 +19,18 @@ from .linear import RowParallelLinear
 from .mlp import ParallelMLP
 from .module import is_plain_module
 from .norm import LayerNorm, RMSNorm
+from .options import LayerOptions, ModelKwargs, NormKwargs, Unpack
 
 
 class ParallelBlock(nn.Module):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``, as in Starcoder2 (gelu style) and Llama (gated).
 
     x and the result are [B, S, D] or, with ``batch_size=B``, [B*S, D] (with sequence parallelism [B*S/R, D]). In
-    training, ``config.residual_dropout`` of either branch is dropped before it joins x.
-    ``recompute`` keeps only x for backward and runs the layer again there; ``mlp_recompute`` is ParallelMLP's
-    ``recompute``, for the MLP alone. ``fuse_wgrad_accumulation`` adds the linear layers' gradients to their parameters'
-    ``main_grad`` (see ``attach_main_grads``). ``overlap`` and ``strict`` are as in
-    :class:`~shardfuse.layers.linear.ColumnParallelLinear`.
+    training, a share ``config.residual_dropout`` of either branch is dropped before the branch joins x.
+
+    ``layer_index`` is the block's place in the model, and in a serving cache. ``recompute`` keeps only x for backward
+    and runs the layer again there; ``mlp_recompute`` is ParallelMLP's ``recompute``, for the MLP alone. The other
+    keyword arguments are documented in :class:`~shardfuse.layers.options.LayerOptions`; ``init_std`` is ``config``'s.
 
     Residual adds are fused into the projection's epilogue, or into the norm that follows, unless the submodule is
     hooked or replaced: one with hooks, of another class or wrapped is called as its stock twin would be. Over several
@@ -43,32 +43,16 @@ class ParallelBlock(nn.Module):
         config: TransformerConfig,
         layer_index: int = 0,
         *,
-        mesh: MeshLike = None,
-        sequence_parallel: bool = False,
         recompute: bool = False,
         mlp_recompute: int = 0,
-        fuse_wgrad_accumulation: bool = False,
-        overlap: str = "auto",
-        strict: bool = False,
-        params: str = "dtensor",
-        impl: str = "auto",
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **options: Unpack[ModelKwargs],
     ) -> None:
+        shared = LayerOptions.of(type(self), options, ModelKwargs)
         super().__init__()
-        self.group = tp_group(mesh)
+        self.group, self.sequence_parallel, self.impl = shared.group, shared.sequence_parallel, shared.impl
         self.recompute = recompute
         self.dropout_p = config.residual_dropout
-        self.sequence_parallel = sequence_parallel and self.group.size > 1
-        self.impl = impl
-        place: dict[str, Any] = {
-            "mesh": self.group,
-            "sequence_parallel": sequence_parallel,
-            "params": params,
-            "dtype": dtype,
-            "device": device,
-        }
-        self.input_layernorm = make_norm(config, impl=impl, **place)
+        self.input_layernorm = make_norm(config, **shared.kwargs(NormKwargs))
         self.self_attn = ParallelAttention(
             config.hidden_size,
             config.num_heads,
@@ -81,26 +65,18 @@ class ParallelBlock(nn.Module):
             dropout_p=config.attention_dropout,
             bias=config.bias,
             layer_index=layer_index,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            overlap=overlap,
-            strict=strict,
-            impl=impl,
             init_std=config.init_std,
-            **place,
+            **shared.kwargs(ModelKwargs),
         )
-        self.post_attention_layernorm = make_norm(config, impl=impl, **place)
+        self.post_attention_layernorm = make_norm(config, **shared.kwargs(NormKwargs))
         self.mlp = ParallelMLP(
             config.hidden_size,
             config.intermediate_size,
             gated=config.gated,
             bias=config.bias,
             recompute=mlp_recompute,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            overlap=overlap,
-            strict=strict,
-            impl=impl,
             init_std=config.init_std,
-            **place,
+            **shared.kwargs(ModelKwargs),
         )
 
     def forward(
@@ -117,12 +93,12 @@ class ParallelBlock(nn.Module):
         then: nn.Module | None = None,
         place: masks.RngOffset | None = None,
     ) -> Any:
-        """See :meth:`ParallelAttention.forward` for what the arguments mean. ``place`` decides on the masks of dropout
-        where x is a piece of the batch; None draws some.
+        """See :meth:`ParallelAttention.forward` for the arguments. ``place`` determines the dropout masks where x is a
+        piece of the batch; None draws new ones.
 
-        With ``join=False`` the MLP's branch may come back beside the stream that it is to join, (stream, branch,
-        dropout), and x may be such a triple: the norm that comes next adds them up in its own kernel. Where that norm
-        is ``then``, the branch may even be an :class:`~shardfuse.parallel.overlap.partial_sum.PartialSum`.
+        With ``join=False`` the result may be a triple (stream, branch, dropout) in which the MLP's branch has not
+        joined the stream yet, and x may be such a triple: the next norm adds the two in its own kernel. Where ``then``
+        is that norm, the branch may also be a :class:`~shardfuse.parallel.overlap.partial_sum.PartialSum`.
         """
         attention = {
             "batch_size": batch_size,
@@ -134,12 +110,12 @@ class ParallelBlock(nn.Module):
         }
         if self.recompute and torch.is_grad_enabled():
             random = self.training and (self.dropout_p > 0 or getattr(self.self_attn, "dropout_p", 0) > 0)
-            one = joined(x, impl=self.impl)  # one tensor to keep, not two
+            one = joined(x, impl=self.impl)  # autograd then keeps one tensor, not two
             return recomputed(self._forward, one, attention, join, None, place, random=random)
         return self._forward(x, attention, join, None if join else then, place)
 
     def deferred_sums(self, then: nn.Module | None = None) -> list[tuple[nn.Module, RowParallelLinear]]:
-        """The norms that may take a sum over the ranks, each with the layer whose sum it is."""
+        """The norms that may form a sum over the ranks, each with the row-parallel layer that the sum belongs to."""
         pairs = (
             (self.post_attention_layernorm, deferrable(self.self_attn, "o_proj", norm=self.post_attention_layernorm)),
             (then, deferrable(self.mlp, "down_proj", "c_proj", norm=then)),
@@ -163,7 +139,7 @@ class ParallelBlock(nn.Module):
             training=self.training,
             place=place,
         )
-        # In one process both sums are in the epilogues of the products before them.
+        # In one process the epilogue of each branch's last product forms the residual sum.
         alone = self.group.size == 1 and dropout is None
         inference = self.group.size > 1 and dropout is None and not torch.is_grad_enabled()
         norm = self.post_attention_layernorm
@@ -182,15 +158,15 @@ class ParallelBlock(nn.Module):
         return joined(out, impl=self.impl) if join else out
 
 
-# Where a block's two masks come from.
+# The rng streams of a block's two dropout masks.
 ATTENTION, MLP = 0, 1
 
-# What flows between blocks: x, or x and a branch that has yet to join it, perhaps one that has yet to be summed.
+# The activations between blocks: x, or x and a branch that has not joined it yet and may not be summed over the ranks.
 ResidualStream = torch.Tensor | tuple[torch.Tensor, torch.Tensor | PartialSum, masks.Dropout | None]
 
 
 def normed(norm: nn.Module, x: ResidualStream, stream: int, *, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x), x), where a branch that waits joins first, its mask drawn from ``stream``."""
+    """(norm(x), x). A branch that has not joined x joins first, with its mask from the rng stream ``stream``."""
     if not is_plain_module(norm):
         x = joined(x, stream, impl=impl)
         return norm(x), x
@@ -203,7 +179,7 @@ def normed(norm: nn.Module, x: ResidualStream, stream: int, *, impl: str) -> tup
 
 
 def joined(x: ResidualStream, stream: int = MLP, *, impl: str) -> torch.Tensor:
-    """x with the branch that waits beside it, its mask drawn from ``stream``."""
+    """x with its branch joined; the branch's mask comes from the rng stream ``stream``."""
     if isinstance(x, torch.Tensor):
         return x
     x, branch, dropout = x
@@ -212,23 +188,23 @@ def joined(x: ResidualStream, stream: int = MLP, *, impl: str) -> torch.Tensor:
     return x + branch if dropout is None else dropout.apply(branch, stream, x, impl=impl)
 
 
-def make_norm(config: TransformerConfig, **place: Any) -> LayerNorm | RMSNorm:
+def make_norm(config: TransformerConfig, **options: Unpack[NormKwargs]) -> LayerNorm | RMSNorm:
     """The norm of the config's style."""
     kind = RMSNorm if config.gated else LayerNorm
-    return kind(config.hidden_size, eps=config.norm_eps, weight_offset=config.norm_offset, **place)
+    return kind(config.hidden_size, eps=config.norm_eps, weight_offset=config.norm_offset, **options)
 
 
 # --- the all-reduce of a row-parallel layer, in the norm that follows -------------------------------------------------
 
 
 def last_layer(module: nn.Module, *names: str) -> nn.Module | None:
-    """The layer of ``module`` that comes last, called one of ``names``; None where it or ``module`` is not plain."""
+    """The last layer of ``module``, called one of ``names``; None unless both are plain."""
     last = next((getattr(module, name) for name in names if hasattr(module, name)), None)
     return last if last is not None and is_plain_module(module) and is_plain_module(last) else None
 
 
 def deferrable(module: nn.Module, *names: str, norm: nn.Module | None) -> RowParallelLinear | None:
-    """The layer at the end of ``module`` whose sum over several ranks ``norm`` could form: both plain modules."""
+    """The last layer of ``module`` if ``norm`` can form its sum over several ranks, else None."""
     if not (isinstance(norm, RMSNorm) and is_plain_module(norm)):
         return None
     last = last_layer(module, *names)
@@ -238,8 +214,8 @@ def deferrable(module: nn.Module, *names: str, norm: nn.Module | None) -> RowPar
 
 
 def can_defer(last: RowParallelLinear | None, norm: nn.Module | None, x: torch.Tensor) -> bool:
-    """Whether the sum of ``last``, a :func:`deferrable` layer, waits for ``norm`` with the tokens of x [..., D]."""
-    if last is None or torch.is_grad_enabled():  # training pays for no more than this
+    """Whether ``norm`` forms the sum of ``last``, a :func:`deferrable` layer, for the tokens of x [..., D]."""
+    if last is None or torch.is_grad_enabled():  # the only cost in training
         return False
     return partial_sum.can_defer_all_reduce(x, group=last.group, **_sizes(last, norm))
 
@@ -247,7 +223,7 @@ def can_defer(last: RowParallelLinear | None, norm: nn.Module | None, x: torch.T
 def preview_deferred(
     last: RowParallelLinear, norm: nn.Module | None, device: torch.device, tokens: int | None
 ) -> OverlapPlan | None:
-    """How the sum of a :func:`deferrable` layer crosses the ranks in ``norm``; None where it does not."""
+    """How ``norm`` would form the sum of a :func:`deferrable` layer over the ranks; None where it would not."""
     return partial_sum.preview_deferred(tokens, group=last.group, device=device, **_sizes(last, norm))
 
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from ..kernels.runtime.dispatch import Choice
 from ..parallel.core import mappings
-from ..parallel.core.mesh import MeshLike
 from .module import Init, Runs, ShardedModule, check_divides
+from .options import EmbeddingKwargs, LayerOptions, Unpack
 
 
 class VocabParallelEmbedding(ShardedModule):
@@ -17,32 +17,25 @@ class VocabParallelEmbedding(ShardedModule):
 
     Each rank looks up the tokens of its slice, zero for the others, and the sum over the group is the embedding
     (Shoeybi et al., arXiv:1909.08053, section 3): tokens [...] -> [..., D], replicated. With sequence parallelism the
-    sum is scattered over tokens: [T] -> [T/R, D].
+    sum is scattered over tokens: [T] -> [T/R, D]. Fresh weights are normal with a standard deviation of 1, as
+    nn.Embedding's, or ``init_std``. The other keyword arguments (``mesh``, ``sequence_parallel``, ``params``,
+    ``dtype``, ``device``) are documented in :class:`~shardfuse.layers.options.LayerOptions`.
 
     Raises ValueError at construction where ``vocab_size`` does not divide by the group's size, and in forward, on a
     CPU, for a token outside the vocabulary. On a GPU such a token's embedding is zero (torch's own lookup asserts at
-    R = 1): looking would stop the host.
+    R = 1): a check would make the host wait for the GPU.
     """
 
     weight: nn.Parameter
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        *,
-        mesh: MeshLike = None,
-        sequence_parallel: bool = False,
-        params: str = "dtensor",
-        init_std: float = 1.0,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(mesh, sequence_parallel=sequence_parallel, params=params, dtype=dtype, device=device)
+    def __init__(self, vocab_size: int, hidden_size: int, **options: Unpack[EmbeddingKwargs]) -> None:
+        shared = LayerOptions.of(type(self), options, EmbeddingKwargs)
+        super().__init__(shared)
         check_divides("vocab_size", vocab_size, self.group)
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
-        self.add_parameter("weight", (vocab_size, hidden_size), 0, Init(std=init_std))
+        std = 1.0 if shared.init_std is None else shared.init_std
+        self.add_parameter("weight", (vocab_size, hidden_size), 0, Init(std=std))
         self.reset_parameters()
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -62,7 +55,7 @@ class VocabParallelEmbedding(ShardedModule):
             return F.embedding(tokens, weight)
         try:
             return F.embedding(tokens, weight)
-        except IndexError:  # torch's says neither which token nor how many there are
+        except IndexError:  # torch's error names neither the token nor the size of the vocabulary
             self._check(tokens)
             raise
 

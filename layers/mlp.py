@@ -9,19 +9,17 @@ from torch import nn
 
 from ..kernels.linear import ACTIVATIONS, apply_activation, gated_linear, linear_act_choice
 from ..kernels.runtime.dispatch import uses_reference
-from ..parallel.core.mesh import MeshLike, tp_group
-from ..parallel.core.options import TPOptions
 from ..parallel.core.sharding import local_tensors
 from ..parallel.mlp import RECOMPUTE, fused_mlp
 from ..parallel.overlap.partial_sum import PartialSum
-from ..parallel.overlap.policy import check_overlap
 from .linear import ColumnParallelLinear, RowParallelLinear, check_tokens, project
-from .module import FusedGroup, check_divides, is_plain_module
+from .module import FusedGroup, TensorParallel, check_divides, is_plain_module
+from .options import LayerKwargs, LayerOptions, Unpack
 
 SITE = "mlp"
 
 
-class ParallelMLP(nn.Module):
+class ParallelMLP(TensorParallel, nn.Module):
     """``c_proj(activation(c_fc(x)))``, or gated: ``down_proj(activation(gate_proj(x)) * up_proj(x))``.
 
     x and the result are [..., D], replicated; with sequence parallelism [T/R, D]. The first layer splits columns, the
@@ -29,17 +27,18 @@ class ParallelMLP(nn.Module):
     sequence parallelism an all-gather and a reduce-scatter each way). Parameters are called as in Starcoder2
     (``c_fc``, ``c_proj``) or, gated, as in Llama (``gate_proj``, ``up_proj``, ``down_proj``).
 
-    ``activation=None`` means tanh-GeLU, or SiLU where gated; ``bias=None`` means biases unless gated. ``recompute``
-    says what is kept for backward: 0 the input, the pre-activation and the hidden activation, 1 the first two, 2 the
-    input alone (the first product then runs twice). ``fuse_wgrad_accumulation`` adds the parameters' gradients to their
-    ``main_grad`` (see ``attach_main_grads``). ``overlap`` and ``strict`` are as in :class:`ColumnParallelLinear`.
+    ``gated`` selects the second form. ``activation=None`` means tanh-GeLU, or SiLU where gated; ``bias=None`` means
+    biases unless gated. ``recompute`` says which tensors are kept for backward: 0 the input, the pre-activation and the
+    hidden activation, 1 the first two, 2 the input alone (the first product then runs twice). The other keyword
+    arguments are documented in :class:`~shardfuse.layers.options.LayerOptions`.
 
-    The two layers run as one autograd function (``parallel/mlp.py``). They run one after another, and keep what they
-    keep by themselves, where one was replaced or has hooks (FSDP2 on a single layer, adapters), under torch.compile
-    over several ranks, where the compiler decides what is kept, and on one rank without kernels at level 0, where torch
-    does as well.
+    The two layers run as one autograd function (``parallel/mlp.py``). In three cases they run one after the other, each
+    saving its own tensors: where a layer was replaced or has hooks (FSDP2 on a single layer, adapters); under
+    torch.compile over several ranks, where the compiler decides what is saved; and on one rank without kernels at
+    ``recompute=0``, where torch's own autograd saves the same.
 
-    Raises ValueError where ``ffn_size`` does not divide by the group's size, and for unknown options.
+    Raises ValueError where ``ffn_size`` does not divide by the group's size, and for an unknown ``activation`` or
+    ``recompute``.
     """
 
     def __init__(
@@ -50,20 +49,12 @@ class ParallelMLP(nn.Module):
         activation: str | None = None,
         gated: bool = False,
         bias: bool | None = None,
-        mesh: MeshLike = None,
-        sequence_parallel: bool = False,
         recompute: int = 0,
-        fuse_wgrad_accumulation: bool = False,
-        overlap: str = "auto",
-        strict: bool = False,
-        params: str = "dtensor",
-        impl: str = "auto",
-        init_std: float | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **options: Unpack[LayerKwargs],
     ) -> None:
+        shared = LayerOptions.of(type(self), options, LayerKwargs)
         super().__init__()
-        self.group = tp_group(mesh)
+        self.keep(shared)
         self.gated = gated
         self.activation = activation or ("silu" if gated else "gelu_tanh")
         if self.activation not in ACTIVATIONS:
@@ -74,37 +65,21 @@ class ParallelMLP(nn.Module):
                 "the input only)"
             )
         check_divides("ffn_size", ffn_size, self.group)
-        self.sequence_parallel = sequence_parallel and self.group.size > 1
         self.recompute = recompute
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.impl = impl
-        self.overlap = check_overlap(overlap)
-        self.strict = strict
-        common: dict[str, Any] = {
-            "bias": not gated if bias is None else bias,
-            "mesh": self.group,
-            "sequence_parallel": sequence_parallel,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "overlap": overlap,
-            "strict": strict,
-            "params": params,
-            "impl": impl,
-            "site": SITE,
-            "init_std": init_std,
-            "dtype": dtype,
-            "device": device,
-        }
+        bias = not gated if bias is None else bias
+        kwargs = shared.kwargs(LayerKwargs)
         if gated:
-            self.gate_proj = ColumnParallelLinear(hidden_size, ffn_size, **common)
-            self.up_proj = ColumnParallelLinear(hidden_size, ffn_size, **common)
-            self.down_proj = RowParallelLinear(ffn_size, hidden_size, **common)
+            self.gate_proj = ColumnParallelLinear(hidden_size, ffn_size, bias, site=SITE, **kwargs)
+            self.up_proj = ColumnParallelLinear(hidden_size, ffn_size, bias, site=SITE, **kwargs)
+            self.down_proj = RowParallelLinear(ffn_size, hidden_size, bias, site=SITE, **kwargs)
             self.gate_proj.op = self.up_proj.op = "gated_linear"
         else:
-            self.c_fc = ColumnParallelLinear(hidden_size, ffn_size, activation=self.activation, **common)
-            self.c_proj = RowParallelLinear(ffn_size, hidden_size, **common)
+            activation = self.activation
+            self.c_fc = ColumnParallelLinear(hidden_size, ffn_size, bias, activation=activation, site=SITE, **kwargs)
+            self.c_proj = RowParallelLinear(ffn_size, hidden_size, bias, site=SITE, **kwargs)
 
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """``residual``, of the result's shape and dtype and in a group of one only, is added in the last epilogue."""
+        """``residual``, of the result's shape and dtype, is added in the last epilogue (one rank only)."""
         *first, last = layers = self._layers()
         if self._composed(x) or not all(map(is_plain_module, layers)):
             h = self._hidden(x)
@@ -117,21 +92,10 @@ class ParallelMLP(nn.Module):
             [layer.bias for layer in first],
             last.weight,
             last.bias,
-            self._tp_options(),
+            self.tp_options(SITE),
             activation=self.activation,
             recompute=self.recompute,
             residual=residual,
-        )
-
-    def _tp_options(self) -> TPOptions:
-        return TPOptions(
-            self.group,
-            sequence_parallel=self.sequence_parallel,
-            fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
-            impl=self.impl,
-            overlap=self.overlap,
-            strict=self.strict,
-            site=SITE,
         )
 
     def partial_sum(self, x: torch.Tensor) -> PartialSum:
@@ -139,7 +103,7 @@ class ParallelMLP(nn.Module):
         return self._layers()[-1].partial_sum(self._hidden(x))
 
     def _composed(self, x: torch.Tensor) -> bool:
-        """Whether the layers run one after another although they could be one."""
+        """Whether the layers run one after the other although they could run as one function."""
         if self.group.size > 1:
             return torch.compiler.is_compiling()
         if self.recompute or self.fuse_wgrad_accumulation:
@@ -147,7 +111,7 @@ class ParallelMLP(nn.Module):
         return uses_reference(self.impl, x) or not linear_act_choice(x.dtype, x.device, self.impl).triton
 
     def _hidden(self, x: torch.Tensor) -> torch.Tensor:
-        """h of x, by the first layer as a layer of its own."""
+        """h of x, where the first layer runs as a layer of its own."""
         if not self.gated:
             return self.c_fc(x)
         gate, up, activation = self.gate_proj, self.up_proj, self.activation
@@ -156,7 +120,7 @@ class ParallelMLP(nn.Module):
         if self.group.size > 1 and (torch.is_grad_enabled() or self.sequence_parallel):
             g, u = project(x, gate, up)
             return apply_activation(g, activation) * u
-        return gated_linear(  # nothing crosses ranks
+        return gated_linear(  # this case has no collective
             x,
             *local_tensors(gate.weight, up.weight, gate.bias, up.bias),
             activation=activation,

@@ -11,9 +11,9 @@ from torch import nn
 
 from ..kernels.runtime.dispatch import Choice
 from ..parallel.core import mappings
-from ..parallel.core.mesh import Group, MeshLike, tp_group
+from ..parallel.core.mesh import Group
+from ..parallel.core.options import TPOptions
 from ..parallel.core.sharding import (
-    PARAM_MODES,
     ShardSpec,
     draw_shard,
     local_tensors,
@@ -23,6 +23,7 @@ from ..parallel.core.sharding import (
     tag,
 )
 from ..parallel.overlap.policy import OverlapPlan
+from .options import LayerOptions
 
 __all__ = [
     "Absent",
@@ -32,6 +33,7 @@ __all__ = [
     "Init",
     "Runs",
     "ShardedModule",
+    "TensorParallel",
     "check_divides",
     "is_plain_module",
 ]
@@ -41,26 +43,26 @@ Runs = list[tuple[str, Choice]]
 
 
 class CollectiveInfo(NamedTuple):
-    """A collective of a module's, and how it will meet the product beside it."""
+    """A module's collective, and how it overlaps the product beside it."""
 
-    when: str  # "forward" or "backward", or "decoding": forward without gradients and with few tokens
+    when: str  # "forward", "backward", or "decoding": forward without gradients and with few tokens
     op: str
-    path: OverlapPlan | None  # None: it depends on how many tokens come
+    path: OverlapPlan | None  # None: it depends on the number of tokens, which is unknown
 
 
 CollectiveInfos = list[CollectiveInfo]
 
 
 class FusedGroup(NamedTuple):
-    """Column-parallel layers that the module around them runs as one: one product, and one collective each way."""
+    """Column-parallel layers that their parent runs as one: one product, and one collective each way."""
 
     layers: tuple[Any, ...]
-    runs_again: bool = False  # whether backward forms the product once more
+    runs_again: bool = False  # whether backward computes the product once more
 
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter starts: a constant, normal with ``std``, or uniform in [-bound, bound)."""
+    """A parameter's initial values: a constant, normal with ``std``, or uniform in [-bound, bound)."""
 
     constant: float | None = None
     std: float | None = None
@@ -68,10 +70,11 @@ class Init:
 
 
 def is_plain_module(module: nn.Module) -> bool:
-    """Whether ``module`` is one of this package's own and nobody wants to hear of its calls.
+    """Whether ``module`` is of one of this package's classes and has no hooks.
 
-    Only then may a module around it read its parameters in place of calling it, or ask it to do more than its stock
-    twin would: not with hooks, of an adapter that took its place, or wrapped (FSDP makes a class of its own).
+    Only then may its parent read its parameters in place of calling it, or pass it arguments that its stock twin does
+    not take. An adapter that replaced the module is not plain, and neither is a wrapped module: FSDP gives it a class
+    of its own.
     """
     return type(module).__module__.startswith(_PACKAGE) and not (
         module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
@@ -81,30 +84,50 @@ def is_plain_module(module: nn.Module) -> bool:
 _PACKAGE = __name__.rpartition(".")[0] + "."
 
 
+class TensorParallel:
+    """The options that a layer passes to the functions of ``parallel/linear.py`` and ``parallel/mlp.py``."""
+
+    group: Group
+    sequence_parallel: bool
+    fuse_wgrad_accumulation: bool
+    impl: str
+    overlap: str
+    strict: bool
+
+    def keep(self, shared: LayerOptions) -> None:
+        self.group = shared.group
+        self.sequence_parallel = shared.sequence_parallel
+        self.fuse_wgrad_accumulation = shared.fuse_wgrad_accumulation
+        self.impl, self.overlap, self.strict = shared.impl, shared.overlap, shared.strict
+
+    def tp_options(self, site: str) -> TPOptions:
+        """The options of a call; ``site`` names its collectives."""
+        return TPOptions(
+            self.group,
+            sequence_parallel=self.sequence_parallel,
+            fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
+            impl=self.impl,
+            overlap=self.overlap,
+            strict=self.strict,
+            site=site,
+        )
+
+
 class ShardedModule(nn.Module):
     """A layer whose parameters are split over, or repeated on, the ranks of a group.
 
     A subclass declares its parameters with :meth:`add_parameter`, calls :meth:`reset_parameters`, and reads this rank's
-    plain tensors with :meth:`local`. ``dtype`` and ``device`` default to torch's, so ``torch.device("meta")`` works.
+    plain tensors with :meth:`local`.
     """
 
-    def __init__(
-        self,
-        mesh: MeshLike,
-        *,
-        sequence_parallel: bool,
-        params: str,
-        dtype: torch.dtype | None,
-        device: torch.device | str | None,
-    ) -> None:
+    group: Group
+    sequence_parallel: bool
+
+    def __init__(self, shared: LayerOptions, /) -> None:
         super().__init__()
-        if params not in PARAM_MODES:
-            raise ValueError(f"params={params!r}: expected one of {', '.join(PARAM_MODES)}")
-        self.group: Group = tp_group(mesh)
-        self.sequence_parallel = sequence_parallel and self.group.size > 1
-        self._params = params
-        self._dtype = dtype
-        self._device = device
+        self.group = shared.group
+        self.sequence_parallel = shared.sequence_parallel
+        self._params, self._dtype, self._device = shared.params, shared.dtype, shared.device
         self._declared: dict[str, tuple[ShardSpec, Init]] = {}
 
     def add_parameter(self, name: str, shape: tuple[int, ...] | None, shard_dim: int | None, init: Init) -> None:
@@ -124,7 +147,7 @@ class ShardedModule(nn.Module):
     def reset_parameters(self, seed: int | None = None) -> None:
         """Draw the parameters again from ``seed``; None takes a seed from torch's global CPU generator.
 
-        Drawn in fp32 on the CPU: the same logical tensors on every device and at every size of the group.
+        The draws are fp32 on the CPU, so the logical tensors are the same on every device and at every group size.
         """
         drawn = [init for _, init in self._declared.values() if init.constant is None]
         if seed is None and drawn:
@@ -150,13 +173,13 @@ class ShardedModule(nn.Module):
             )
 
     def local(self, *names: str) -> tuple[Any, ...]:
-        """This rank's plain tensors of the parameters ``names``, None for those that are absent."""
+        """This rank's plain tensors of the parameters ``names``, None for an absent one."""
         return local_tensors(*(getattr(self, name) for name in names))
 
     def local_repeated(self, *names: str, site: str) -> tuple[Any, ...]:
-        """The same for parameters that are whole on every rank.
+        """:meth:`local` for parameters that are whole on every rank.
 
-        With sequence parallelism a rank sees only its own tokens, so their gradients are summed over the group.
+        With sequence parallelism a rank sees only its own tokens, so backward sums their gradients over the group.
         """
         tensors = self.local(*names)
         if not self.sequence_parallel:
@@ -170,10 +193,10 @@ class ShardedModule(nn.Module):
     def collectives(
         self, device: torch.device, tokens: int | None, fused_group: FusedGroup | None = None
     ) -> CollectiveInfos:
-        """What crosses ranks for ``tokens`` on ``device`` under a choice of ways, in a group of several.
+        """The layer's collectives for ``tokens`` on ``device`` in a group of several ranks, as the policy chooses them.
 
-        ``fused_group`` is what the layer is the first of. Asks nobody: one rank may call it alone. Raises what a call
-        would.
+        ``fused_group`` is the group that this layer is the first of. One rank may call this method alone: it sends
+        nothing. It raises what forward would raise.
         """
         return []
 
@@ -187,7 +210,7 @@ class ShardedModule(nn.Module):
         return self
 
     def _replicate_for_data_parallel(self) -> ShardedModule:
-        """nn.DataParallel's copies run side by side in threads; their collectives would come in any order."""
+        """Refuse nn.DataParallel: its copies run in threads, so their collectives would start in any order."""
         if self.group.size > 1:
             raise ValueError(
                 f"nn.DataParallel around a {type(self).__name__} that is split over {self.group.size} ranks: its "
@@ -201,14 +224,14 @@ class ShardedModule(nn.Module):
         self._tag()
 
     def _tag(self) -> None:
-        """Plain parameters know what they are a part of, but to_empty() and copy.deepcopy() make new ones."""
+        """Tag plain parameters with their ShardSpec again: to_empty() and copy.deepcopy() make new parameters."""
         if self._params == "local" or self.group.size == 1:
             for name, (spec, _) in self._declared.items():
                 tag(getattr(self, name), spec)
 
 
 class Absent(nn.Module):
-    """In place of a part of a model that is on another pipeline stage: the names of the parts behind it stay."""
+    """Stands in for a part of a model that is on another pipeline stage, so that the other parts keep their names."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from ..kernels.norm import layer_norm, norm_choice, rms_norm
-from ..parallel.core.mesh import MeshLike
 from ..parallel.overlap.partial_sum import PartialSum, fused_allreduce_norm
 from .dropout import Dropout
 from .module import Init, Runs, ShardedModule
+from .options import LayerOptions, NormKwargs, Unpack
 
 
 class _Norm(ShardedModule):
-    """What the two norms share: one weight for each feature, and how they are called."""
+    """What the two norms share: one weight for each feature, and their forward."""
 
     op: str
     weight: torch.Tensor
@@ -32,18 +32,14 @@ class _Norm(ShardedModule):
         eps: float = 1e-6,
         *,
         weight_offset: float = 0.0,
-        impl: str = "auto",
-        mesh: MeshLike = None,
-        sequence_parallel: bool = False,
-        params: str = "dtensor",
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **options: Unpack[NormKwargs],
     ) -> None:
-        super().__init__(mesh, sequence_parallel=sequence_parallel, params=params, dtype=dtype, device=device)
+        shared = LayerOptions.of(type(self), options, NormKwargs)
+        super().__init__(shared)
         self.hidden_size = hidden_size
         self.eps = eps
         self.weight_offset = weight_offset
-        self.impl = impl
+        self.impl = shared.impl
         self.add_parameter("weight", (hidden_size,), None, Init(constant=1.0 - weight_offset))
         self.reset_parameters()
 
@@ -58,7 +54,7 @@ class _Norm(ShardedModule):
     ) -> Any:
         """norm(x); with ``residual`` (norm(s), s) of s = residual + dropout(x); with ``carry`` (norm(x), x).
 
-        What is computed from that second result, not from x, has its gradient added up in the norm's backward kernel.
+        Use that second result in place of x: the norm's backward kernel then adds up the gradients of both results.
         """
         if residual is None:
             return self._norm(x, carry=True) if carry else self._norm(x)
@@ -79,13 +75,22 @@ class _Norm(ShardedModule):
 class LayerNorm(_Norm):
     """``nn.LayerNorm(hidden_size)``; x [..., D] (with sequence parallelism [T/R, D]).
 
-    ``weight_offset`` is added to the weight. ``impl``: see ``kernels/runtime/dispatch.py``. ``options`` are RMSNorm's.
+    ``weight_offset`` is added to the weight. The other keyword arguments (``mesh``, ``sequence_parallel``, ``impl``,
+    ``params``, ``dtype``, ``device``) are documented in :class:`~shardfuse.layers.options.LayerOptions`.
     """
 
     op = "layer_norm"
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, bias: bool = True, **options: Any) -> None:
-        super().__init__(hidden_size, eps, **options)
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        weight_offset: float = 0.0,
+        **options: Unpack[NormKwargs],
+    ) -> None:
+        super().__init__(hidden_size, eps, weight_offset=weight_offset, **options)
         self.add_parameter("bias", (hidden_size,) if bias else None, None, Init(constant=0.0))
         self.reset_parameters()
 
@@ -97,8 +102,9 @@ class LayerNorm(_Norm):
 class RMSNorm(_Norm):
     """``nn.RMSNorm(hidden_size)`` (Zhang and Sennrich, arXiv:1910.07467); x [..., D] as in :class:`LayerNorm`.
 
-    ``weight_offset=1.0`` makes it Gemma's, whose weights are kept around 0. ``impl``: see
-    ``kernels/runtime/dispatch.py``.
+    ``weight_offset`` is added to the weight: 1.0 for Gemma's norms, whose weights are kept around 0. The other keyword
+    arguments (``mesh``, ``sequence_parallel``, ``impl``, ``params``, ``dtype``, ``device``) are documented in
+    :class:`~shardfuse.layers.options.LayerOptions`.
     """
 
     op = "rms_norm"

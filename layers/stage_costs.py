@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..parallel.core import collectives
-from ..parallel.core.mesh import MeshLike, whole_group
+from ..parallel.core.mesh import whole_group
 from ..parallel.pipeline.stage_costs import measured_parts, slowest
 from ..parallel.pipeline.timeline import Costs
 from .config import TransformerConfig
+from .options import ModelKwargs, Unpack
 from .transformer import ParallelTransformer
 
 
@@ -21,27 +21,31 @@ def measured_costs(
     batch: int,
     length: int,
     *,
-    mesh: MeshLike = None,
-    device: torch.device | str | None = None,
     split: bool = True,
     rounds: int = 5,
-    **options: Any,
+    recompute: bool = False,
+    mlp_recompute: int = 0,
+    **options: Unpack[ModelKwargs],
 ) -> list[Costs]:
     """Seconds of the passes of each part of a transformer, for a micro-batch of ``batch`` sequences of ``length``.
 
-    What runs is a model of one block, made with ``options`` (ParallelTransformer's): all blocks are alike, and a model
-    that wants a pipeline may not fit one rank. ``split`` says whether the schedule to be splits backward. ``device`` is
-    by default the mesh's, without one the CPU. Torch's generators stay as they are. With ``mesh`` a collective of its
-    ranks, of which each pass's slowest one counts.
+    This function measures a model of one block: all blocks are alike, and a model that needs a pipeline may not fit on
+    one rank. ``recompute``, ``mlp_recompute`` and ``options`` are ParallelTransformer's; ``device`` is by default the
+    mesh's, without one the CPU. ``split`` says whether the schedule splits backward. Torch's generators keep their
+    states. With ``mesh`` this is a collective of its ranks, and the slowest rank's time of each pass counts.
     """
+    mesh, device = options.get("mesh"), options.get("device")
     group = whole_group(mesh)
     if device is None:
         device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
+    options["device"] = device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        model = ParallelTransformer(dataclasses.replace(config, num_layers=1), mesh=mesh, device=device, **options)
+        model = ParallelTransformer(
+            dataclasses.replace(config, num_layers=1), recompute=recompute, mlp_recompute=mlp_recompute, **options
+        )
         tokens, targets = torch.randint(config.vocab_size, (2, batch, length), device=device)
         mine = measured_parts(model, tokens, targets, split=split, rounds=rounds)
     everyones = collectives.gather_objects(mine, group, site="measured_costs")

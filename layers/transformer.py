@@ -10,6 +10,7 @@ LlamaForCausalLM (``style="gated"``).
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterable
 from typing import Any, Protocol, cast
 
@@ -17,7 +18,6 @@ import torch
 from torch import nn
 
 from ..parallel.core import mappings
-from ..parallel.core.mesh import Group, MeshLike, tp_group
 from ..parallel.core.random import check_alike
 from ..parallel.core.sharding import named_seed, parameter_seed
 from ..parallel.overlap.partial_sum import PartialSum
@@ -32,43 +32,43 @@ from .embedding import VocabParallelEmbedding, check_tokens
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from .module import Absent, ShardedModule, is_plain_module
+from .options import EmbeddingKwargs, LayerOptions, ModelKwargs, NormKwargs, Unpack
 
 
 class ServingCache(AttentionCache, Protocol):
-    """What the model asks of a batch when serving."""
+    """A serving batch, as the model uses it."""
 
     logit_indices: torch.Tensor  # [T_selected]: the tokens whose logits are wanted
 
 
-FUSED_LOSS_BYTES = (
-    64 << 20
-)  # logits of this size in fp32 are formed chunk by chunk; smaller ones are faster in one piece
+# Logits that take more than this in fp32 are formed chunk by chunk; smaller ones are faster in one piece.
+FUSED_LOSS_BYTES = 64 << 20
 
 
 class Decoder(nn.Module):
     """Embedding, blocks and the last norm."""
 
-    def __init__(self, config: TransformerConfig, *, block: dict[str, Any], **place: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, *, recompute: bool, mlp_recompute: int, **options: Unpack[ModelKwargs]
+    ) -> None:
+        shared = LayerOptions.of(type(self), options, ModelKwargs)
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, init_std=config.init_std, **place
-        )
+        embedding = dataclasses.replace(shared, init_std=config.init_std).kwargs(EmbeddingKwargs)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, **embedding)
         self.layers = nn.ModuleList(
-            ParallelBlock(config, index, **block, **place) for index in range(config.num_layers)
+            ParallelBlock(config, index, recompute=recompute, mlp_recompute=mlp_recompute, **shared.kwargs(ModelKwargs))
+            for index in range(config.num_layers)
         )
-        self.norm = make_norm(config, impl=block["impl"], **place)
+        self.norm = make_norm(config, **shared.kwargs(NormKwargs))
 
 
 class ParallelTransformer(nn.Module):
     """The model of ``config`` sharded over ``mesh``'s tensor-parallel ranks (one process needs none).
 
-    ``sequence_parallel`` shards what lies between the parallel layers over tokens: less memory, the same results.
     ``recompute`` keeps only every block's input for backward; ``mlp_recompute`` is ParallelMLP's ``recompute``, for the
-    MLPs alone. ``fuse_wgrad_accumulation`` adds the linear layers' gradients to their parameters' ``main_grad`` (see
-    ``attach_main_grads``). ``overlap`` says how collectives travel under the products beside them, ``strict`` that one
-    which is unavailable raises (see ``ColumnParallelLinear``). ``params`` is ``"dtensor"`` (FSDP2, distributed
-    checkpoints) or ``"local"`` (plain tensors). Fresh weights follow torch's global seed and are the same at every
-    tensor-parallel degree; :meth:`init_weights` draws them again from a seed of its own.
+    MLPs alone. The other keyword arguments are documented in :class:`~shardfuse.layers.options.LayerOptions`;
+    ``init_std`` is ``config``'s. Fresh weights follow torch's global seed and are the same at every tensor-parallel
+    degree; :meth:`init_weights` draws them again from a seed of its own.
 
     Raises ValueError where heads, KV heads, feed-forward width or vocabulary do not divide by the group's size.
     """
@@ -77,51 +77,27 @@ class ParallelTransformer(nn.Module):
         self,
         config: TransformerConfig,
         *,
-        mesh: MeshLike = None,
-        sequence_parallel: bool = False,
         recompute: bool = False,
         mlp_recompute: int = 0,
-        fuse_wgrad_accumulation: bool = False,
-        overlap: str = "auto",
-        strict: bool = False,
-        params: str = "dtensor",
-        impl: str = "auto",
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **options: Unpack[ModelKwargs],
     ) -> None:
+        shared = LayerOptions.of(type(self), options, ModelKwargs)
         super().__init__()
         self.config = config
-        self.group: Group = tp_group(mesh)
-        self.sequence_parallel = sequence_parallel and self.group.size > 1
-        self.impl = impl
+        self.group, self.sequence_parallel, self.impl = shared.group, shared.sequence_parallel, shared.impl
         self.rotary = Rotary.of(config)
         self.kept = set(range(config.num_layers + 2))  # parts, see pipeline_parts
-        self._drew = False  # whether the ranks were found to draw alike
-        place: dict[str, Any] = {
-            "mesh": self.group,
-            "sequence_parallel": sequence_parallel,
-            "params": params,
-            "dtype": dtype,
-            "device": device,
-        }
-        fused: dict[str, Any] = {
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "overlap": overlap,
-            "strict": strict,
-            "impl": impl,
-        }
-        block = {"recompute": recompute, "mlp_recompute": mlp_recompute, **fused}
-        self.model = Decoder(config, block=block, **place)
+        self._drew = False  # whether the ranks have checked that their generators agree
+        self.model = Decoder(config, recompute=recompute, mlp_recompute=mlp_recompute, **shared.kwargs(ModelKwargs))
         if config.tie_embeddings:
-            place["device"] = "meta"  # the embedding's weight takes its place
+            shared = dataclasses.replace(shared, device="meta")  # the embedding's weight takes its place
         self.lm_head = ColumnParallelLinear(
             config.hidden_size,
             config.vocab_size,
             bias=False,
             site="head",
             init_std=config.init_std,
-            **fused,
-            **place,
+            **shared.kwargs(ModelKwargs),
         )
         self._tie()
 
@@ -211,30 +187,30 @@ class ParallelTransformer(nn.Module):
         return self.lm_head(self.model.norm(joined(x, impl=self.impl)[cache.logit_indices]))
 
     def _followers(self) -> list[dict[str, Any]]:
-        """For each block {"then": the norm that follows}, which may take its last sum over the ranks.
+        """For each block {"then": the norm that follows}, which may form the block's last sum over the ranks.
 
-        {} where none may: in one process, with gradients, where somebody looks in between.
+        {} where it may not: in one process, with gradients, or where the block or its successor is hooked or replaced.
         """
         if self.group.size == 1 or self.sequence_parallel or torch.is_grad_enabled():
             return [{}] * len(self.model.layers)
         return [{} if norm is None else {"then": norm} for norm in self._norms_between()]
 
     def _norms_between(self) -> list[nn.Module | None]:
-        """The norm behind each block, None where somebody would see what flows to it."""
+        """The norm after each block, None where a hooked or replaced block would see the deferred sum."""
         blocks = list(self.model.layers)
         seen = [not (isinstance(block, ParallelBlock) and is_plain_module(block)) for block in blocks] + [False]
         norms: list[Any] = [getattr(block, "input_layernorm", None) for block in blocks] + [self.model.norm]
         return [None if seen[i] or seen[i + 1] else norms[i + 1] for i in range(len(blocks))]
 
     def deferred_sums(self) -> list[tuple[nn.Module, RowParallelLinear]]:
-        """The norms that may take a sum over the ranks, each with the layer whose sum it is."""
+        """The norms that may form a sum over the ranks, each with the row-parallel layer that the sum belongs to."""
         between = zip(self.model.layers, self._norms_between())
         return [
             pair for block, norm in between if isinstance(block, ParallelBlock) for pair in block.deferred_sums(norm)
         ]
 
     def _dropped(self, x: torch.Tensor, place: masks.RngOffset | None = None) -> torch.Tensor:
-        """The embeddings, in training without ``config.embedding_dropout`` of them."""
+        """The embeddings ``x``, in training after dropout of ``config.embedding_dropout``."""
         self._check_draws(x.device)
         dropout = masks.draw(
             self.config.embedding_dropout,
@@ -247,7 +223,7 @@ class ParallelTransformer(nn.Module):
         return x if dropout is None else dropout.apply(x, 0, impl=self.impl)
 
     def _check_draws(self, device: torch.device) -> bool:
-        """Whether anything is dropped now; the first time, the ranks make sure that they draw alike."""
+        """Whether dropout is active; the first time, the ranks check that their generators agree."""
         config = self.config
         drops = max(config.residual_dropout, config.embedding_dropout, config.attention_dropout) > 0
         if drops and self.training and not self._drew and not torch.compiler.is_compiling():
@@ -281,7 +257,7 @@ class ParallelTransformer(nn.Module):
     def _check_packed(
         self, tokens: torch.Tensor, targets: torch.Tensor | None, cu_seqlens: torch.Tensor, max_seqlen: int | None
     ) -> int:
-        """The longest sequence that there may be."""
+        """A bound of the lengths of the batch's sequences."""
         _check_numbers(tokens=tokens, targets=targets)
         if tokens.dim() != 1 or (targets is not None and targets.shape != tokens.shape):
             given = "" if targets is None else f" and targets {list(targets.shape)}"
@@ -314,7 +290,7 @@ class ParallelTransformer(nn.Module):
         """Draw every parameter again, each from ``seed`` and its own name; None takes a seed from torch's global one.
 
         The same seed gives the same model, bit for bit, at every tensor-parallel degree, on every device, whatever
-        was built before it. Use it after ``to_empty`` when the model was made under ``torch.device("meta")``.
+        was built before it. Call it after ``to_empty`` when the model was built under ``torch.device("meta")``.
         """
         seed = parameter_seed() if seed is None else seed
         for name, module in self.named_modules():
@@ -322,7 +298,7 @@ class ParallelTransformer(nn.Module):
                 module.reset_parameters(named_seed(seed, name))
 
     def configure(self, *, recompute: bool | None = None, overlap: str | None = None) -> None:
-        """Change what the model was built with: None leaves a setting as it is. ValueError for an unknown overlap."""
+        """Change settings that the model was built with; None keeps one. ValueError for an unknown overlap."""
         for module in self.modules():
             if recompute is not None and isinstance(module, ParallelBlock):
                 module.recompute = recompute
@@ -330,11 +306,11 @@ class ParallelTransformer(nn.Module):
                 vars(module)["overlap"] = check_overlap(overlap)
 
     # ------------------------------------------------------------------------------------------------ in a pipeline
-    # The protocol Divisible of parallel/pipeline/partition.py. Part 0 is the embedding, part i block i - 1, the last
-    # one norm and head. Block i is model.layers.i on every stage.
+    # These methods implement the protocol Divisible of parallel/pipeline/partition.py. Part 0 is the embedding, part i
+    # is block i - 1, and the last part is norm and head. Block i is model.layers.i on every stage.
 
     def pipeline_parts(self, length: int | None = None) -> list[Part]:
-        """The parts that stages are made of, with their FLOPs for a token in a sequence of ``length``, forward."""
+        """The parts of the model, each with the FLOPs of one token's forward in a sequence of ``length``."""
         return part_costs(self.config, self.config.max_positions if length is None else length)
 
     def keep(self, parts: Iterable[int]) -> None:
@@ -359,14 +335,13 @@ class ParallelTransformer(nn.Module):
         return ["model.embed_tokens.weight"] if self.config.tie_embeddings else []
 
     def check_batch(self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None) -> None:
-        """ValueError for what no stage could take. Ranks that were given the same agree."""
+        """ValueError for a batch that no stage could take. Ranks with the same batch reach the same verdict."""
         self._check_batch(tokens, targets, positions)
         check_tokens(tokens, self.config.vocab_size)
 
     def boundary(self, batch: int, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """What one stage hands to the next for a micro-batch [batch, length]: [T, D] or [T/R, D], on meta.
-
-        ``dtype`` is that of the activations, by default the parameters'.
+        """The activations that one stage sends to the next for a micro-batch [batch, length]: [T, D] or [T/R, D], on
+        meta. ``dtype`` is by default the parameters'.
         """
         rows, ranks = batch * length, self.group.size if self.sequence_parallel else 1
         if rows % ranks:
@@ -378,8 +353,8 @@ class ParallelTransformer(nn.Module):
         return torch.empty(rows // ranks, self.config.hidden_size, dtype=dtype, device="meta")
 
     def draws(self, device: torch.device) -> masks.RngState | None:
-        """What decides on the masks of the step that begins, for all its micro-batches and stages; None: nothing is
-        dropped. Collective the first time."""
+        """The RngState of a new step's dropout masks, for all its micro-batches and stages; None without dropout. A
+        collective the first time."""
         if not self._check_draws(device):
             return None
         config = self.config
@@ -393,7 +368,7 @@ class ParallelTransformer(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelTransformer:
         super()._apply(fn, recurse)
-        self._tie()  # to_empty() and device moves may have made two parameters of one
+        self._tie()  # to_empty() and device moves may give embedding and head a parameter each
         return self
 
 
@@ -402,12 +377,12 @@ class TransformerStage(ParallelTransformer):
 
         tokens [B, S] or x -> embedding -> blocks -> norm -> head -> loss, logits or x
 
-    where x [T, D] (with sequence parallelism [T/R, D]) is what the stage before it handed on. Between blocks a branch
-    may wait for the next norm (``layers/block.py``); between stages it has joined x.
+    where x [T, D] (with sequence parallelism [T/R, D]) is the previous stage's result. Between blocks the next norm may
+    add a branch to x (``layers/block.py``); between stages every branch has joined x.
 
-    Where one process holds both ends of a tied model in two stages, the last one gets a weight of its own, a copy of
-    the embedding's: an engine that shards stages manages each parameter in one of them. The pipeline keeps it equal and
-    adds its gradient to the embedding's; ``whole`` and its optimizer know nothing of it.
+    Where one process holds both ends of a tied model in two stages, the last stage gets a weight of its own, a copy of
+    the embedding's: an engine that shards stages manages each parameter in one stage. The pipeline keeps the copy equal
+    and adds its gradient to the embedding's; ``whole`` and its optimizer do not see it.
     """
 
     def __init__(self, whole: ParallelTransformer, parts: range) -> None:
@@ -418,7 +393,7 @@ class TransformerStage(ParallelTransformer):
         self.config, self.group, self.rotary = whole.config, whole.group, whole.rotary
         self.sequence_parallel, self.impl = whole.sequence_parallel, whole.impl
         self.parts, self.first, self.last = parts, parts.start == 0, parts.stop == count
-        self._drew = True  # the whole model has checked
+        self._drew = True  # the whole model checks the generators
         self.model = Decoder.__new__(Decoder)
         nn.Module.__init__(self.model)
         self.model.embed_tokens = whole.model.embed_tokens
@@ -431,7 +406,7 @@ class TransformerStage(ParallelTransformer):
             self.lm_head = copy.deepcopy(whole.lm_head, {id(whole.lm_head.weight): embedding.weight})
         self.keep(parts)
         if self.config.tie_embeddings and both and self.first:
-            self.lm_head = whole.lm_head  # whoever replaces this stage's parameters shall find both holders
+            self.lm_head = whole.lm_head  # an engine that replaces this stage's parameters must find both holders
 
     def forward(  # type: ignore[override]
         self,
@@ -446,8 +421,8 @@ class TransformerStage(ParallelTransformer):
         """The next stage's x; of the last stage the sum of the targets' losses times ``scale``, [1] in fp32 (fp64 for
         fp64), or without ``targets`` the logits [B*S, V/R].
 
-        The first stage reads tokens [B, S] from ``x``, others want ``batch_size=B``. ``positions`` are [B, S], by
-        default 0 to S - 1 in each sequence. ``draws`` decides on the masks of dropout, None draws them here and now.
+        The first stage reads tokens [B, S] from ``x``; the others need ``batch_size=B``. ``positions`` are [B, S], by
+        default 0 to S - 1 in each sequence. ``draws`` determines the dropout masks; None draws new ones.
         """
         if self.first:
             batch_size, length = self._check_batch(x, targets)
@@ -469,7 +444,7 @@ class TransformerStage(ParallelTransformer):
         y, _ = normed(self.model.norm, stream, MLP, impl=self.impl)
         if targets is None:
             return self.lm_head(y)
-        return torch.stack((self._loss(y, targets.reshape(-1), "sum") * scale,))  # no view: FSDP2 warns of them
+        return torch.stack((self._loss(y, targets.reshape(-1), "sum") * scale,))  # not a view: FSDP2 warns about views
 
     def _embedded(self, tokens: torch.Tensor, place: masks.RngOffset | None) -> torch.Tensor:
         return self._dropped(self.model.embed_tokens(tokens.reshape(-1)), place)

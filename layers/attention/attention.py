@@ -7,18 +7,20 @@ from typing import Any, Protocol
 import torch
 
 from ...kernels.rope import apply_rope, rope_choice
-from ...parallel.core.mesh import MeshLike
 from ...parallel.core.random import sharded_draws
 from ...parallel.overlap.partial_sum import PartialSum
 from ..config import check_heads, default_head_dim
 from ..linear import ColumnParallelLinear, RowParallelLinear, project
 from ..module import FusedGroup, Init, Runs, ShardedModule, check_divides
+from ..options import LayerKwargs, LayerOptions, Unpack
 from .rope import Rope, Rotary, rope_tables
 from .sdpa import attend, choose_path
 
+SITE = "attention"
+
 
 class AttentionCache(Protocol):
-    """What attention asks of a cache when serving: store this step's keys and values, attend over all of them."""
+    """The cache of a serving batch: it stores this step's keys and values, and attends over all of them."""
 
     def attend(
         self,
@@ -34,7 +36,7 @@ class AttentionCache(Protocol):
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """q [T, N/R, H], k and v [T, K/R, H] -> [T, N/R, H]; q and k are still to be rotated by ``rope``."""
+        """q [T, N/R, H], k and v [T, K/R, H] -> [T, N/R, H]; this method rotates q and k by ``rope``."""
         ...
 
 
@@ -44,12 +46,13 @@ class ParallelAttention(ShardedModule):
     x and the result are [B, S, D] or, with ``batch_size=B``, [B*S, D] batch-major (with sequence parallelism
     [B*S/R, D]). q, k and v share one input collective; rank r holds query heads r*N/R and up and exactly the KV heads
     that these attend to. Parameters are called as in Llama and Starcoder2: ``q_proj``, ``k_proj``, ``v_proj``,
-    ``o_proj``. ``fuse_wgrad_accumulation`` adds their gradients to their ``main_grad`` (see ``attach_main_grads``).
-    ``overlap`` and ``strict`` are as in :class:`~shardfuse.layers.linear.ColumnParallelLinear`.
+    ``o_proj``, with a ``bias`` or without.
 
-    ``rotary`` says how heads are rotated, in place of plain rotary positions of base ``rope_theta``. ``window``,
-    ``softcap`` and the learned ``sinks`` [N/R] change the scores as ``layers/attention/sdpa.py`` writes down;
-    ``dropout_p`` of the weights is dropped in training, other ones on every rank.
+    ``head_dim`` defaults to ``hidden_size / num_heads``. ``rotary`` defines how heads are rotated, in place of plain
+    rotary positions of base ``rope_theta``. ``window``, ``softcap`` and the learned ``sinks`` [N/R] change the scores
+    by the formulas of ``layers/attention/sdpa.py``. In training a share ``dropout_p`` of the attention weights is
+    dropped; each rank draws its own mask. ``layer_index`` is the layer's place in a serving cache. The other keyword
+    arguments are documented in :class:`~shardfuse.layers.options.LayerOptions`.
 
     Raises ValueError where heads or KV heads do not divide by the group's size, or heads cannot be rotated.
     """
@@ -71,18 +74,10 @@ class ParallelAttention(ShardedModule):
         dropout_p: float = 0.0,
         bias: bool = True,
         layer_index: int = 0,
-        mesh: MeshLike = None,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        overlap: str = "auto",
-        strict: bool = False,
-        params: str = "dtensor",
-        impl: str = "auto",
-        init_std: float | None = None,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **options: Unpack[LayerKwargs],
     ) -> None:
-        super().__init__(mesh, sequence_parallel=sequence_parallel, params=params, dtype=dtype, device=device)
+        shared = LayerOptions.of(type(self), options, LayerKwargs)
+        super().__init__(shared)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_heads(num_heads, num_kv_heads)
         check_divides("num_heads", num_heads, self.group)
@@ -95,26 +90,14 @@ class ParallelAttention(ShardedModule):
         self.scale = self.head_dim**-0.5
         self.rotary = Rotary(self.head_dim, rope_theta) if rotary is None else rotary
         self.window, self.softcap, self.dropout_p = window, softcap, dropout_p
-        self.impl = impl
+        self.impl = shared.impl
         self.layer_index = layer_index
-        common: dict[str, Any] = {
-            "bias": bias,
-            "mesh": self.group,
-            "sequence_parallel": sequence_parallel,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "overlap": overlap,
-            "strict": strict,
-            "params": params,
-            "impl": impl,
-            "site": "attention",
-            "init_std": init_std,
-            "dtype": dtype,
-            "device": device,
-        }
-        self.q_proj = ColumnParallelLinear(hidden_size, num_heads * self.head_dim, **common)
-        self.k_proj = ColumnParallelLinear(hidden_size, num_kv_heads * self.head_dim, **common)
-        self.v_proj = ColumnParallelLinear(hidden_size, num_kv_heads * self.head_dim, **common)
-        self.o_proj = RowParallelLinear(num_heads * self.head_dim, hidden_size, **common)
+        width, kv_width = num_heads * self.head_dim, num_kv_heads * self.head_dim
+        kwargs = shared.kwargs(LayerKwargs)
+        self.q_proj = ColumnParallelLinear(hidden_size, width, bias, site=SITE, **kwargs)
+        self.k_proj = ColumnParallelLinear(hidden_size, kv_width, bias, site=SITE, **kwargs)
+        self.v_proj = ColumnParallelLinear(hidden_size, kv_width, bias, site=SITE, **kwargs)
+        self.o_proj = RowParallelLinear(width, hidden_size, bias, site=SITE, **kwargs)
         self.add_parameter("sinks", (num_heads,) if sinks else None, 0, Init(constant=0.0))
         self.reset_parameters()
 
@@ -134,9 +117,9 @@ class ParallelAttention(ShardedModule):
 
         ``positions`` are [S], shared by all sequences, or [B*S]; default 0..S-1. With ``cu_seqlens`` x is [T, D], a
         packed batch (see :func:`shardfuse.layers.attention.sdpa.attend`), and positions are [T], by default from 0 in
-        each sequence. With a cache x is [T, D], tokens of any sequences, and positions are [T]. ``rope`` hands in ready
-        tables (``rope_tables`` of the positions). ``residual``, of the result's shape and in a group of one only, is
-        added in the output projection's epilogue.
+        each sequence. With a cache x is [T, D], tokens of any sequences, and positions are [T]. ``rope`` are the tables
+        (``rope_tables``) of the positions, where the caller has them. ``residual``, of the result's shape, is added in
+        the output projection's epilogue; in a group of one only.
         """
         out = self.core_attention(
             x,
@@ -278,14 +261,14 @@ class ParallelAttention(ShardedModule):
 
 
 def packed_positions(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
-    """Where each of ``tokens`` stands in its sequence of a packed batch: [T] int64, without a look at the contents."""
+    """The position of each of ``tokens`` in its sequence of a packed batch: [T] int64, computed on the device."""
     index = torch.arange(tokens, device=cu_seqlens.device)
     starts = cu_seqlens[torch.searchsorted(cu_seqlens, index, right=True) - 1]
     return index - starts
 
 
 def _batch_size(tokens: torch.Tensor, batch_size: int | None) -> int:
-    """How many sequences ``tokens`` [B, S, ...] or [B*S, ...] holds."""
+    """The number of sequences in ``tokens`` [B, S, ...] or [B*S, ...]."""
     if tokens.dim() == 3:
         return tokens.shape[0]
     if batch_size is None:

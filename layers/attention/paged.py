@@ -24,13 +24,14 @@ from ...kernels.runtime import alloc
 from ...parallel.core.mesh import Group, MeshLike, tp_group
 from ..config import check_heads
 from ..module import Init, ShardedModule, check_divides
+from ..options import LayerOptions, ParameterKwargs, Unpack
 from .rope import Rope
 
 KV_SCALES = ("tensor", "token")
 
 
 def default_block_size(device: torch.device | str) -> int:
-    """Token slots of a block: 256 on a CPU, where each page costs a visit, and 16 on a GPU, where it costs nothing."""
+    """Token slots of a block: 256 on a CPU, where each page has a fixed cost, and 16 on a GPU, where it has none."""
     return 256 if torch.device(device).type == "cpu" else 16
 
 
@@ -56,7 +57,7 @@ class PagedKVCache:
     """Keys and values of all layers on this rank, in blocks of ``block_size`` token slots.
 
     ``data`` is [layers, num_blocks, K/R, block_size, H + Hv], K and V side by side: per layer vLLM's layout. Which
-    block belongs to whom is not known here; a block that nobody has written to holds whatever memory held.
+    sequence owns which block is the allocator's business; a block that was never written to has undefined contents.
 
     Args:
         num_layers, num_blocks: of the storage.
@@ -64,7 +65,7 @@ class PagedKVCache:
         head_dim, v_head_dim: H of keys, Hv of values; default the same.
         block_size: any; default :func:`default_block_size`.
         dtype: the model's, or float8_e4m3fn or int8.
-        kv_scales: what a quantised cache is scaled by. ``"token"`` (default): ``k_scale`` and ``v_scale`` [layers,
+        kv_scales: the scales of a quantised cache. ``"token"`` (default): ``k_scale`` and ``v_scale`` [layers,
             num_blocks, K/R, block_size] fp32, which each write fills. ``"tensor"``: [layers] fp32, 1 until the caller
             sets them, as a calibration does.
         mesh: the tensor-parallel ranks that the heads are split over, see :func:`local_kv_heads`.
@@ -125,7 +126,7 @@ class PagedKVCache:
         return self.data[index]
 
     def scales(self, index: int) -> dict[str, torch.Tensor]:
-        """``k_scale`` and ``v_scale`` of one layer as the ops take them; nothing where the cache is not quantised."""
+        """``k_scale`` and ``v_scale`` of one layer as the ops take them; empty where the cache is not quantised."""
         if self.k_scale is None or self.v_scale is None:
             return {}
         # A view with one element where the layer has one scale.
@@ -138,14 +139,14 @@ class PagedKVCache:
         return [self.data, *scales]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (source, target) in every layer: copy-on-write for sequences that part ways."""
+        """Copy blocks (source, target) in every layer: copy-on-write for sequences that diverge."""
         where = torch.tensor(pairs, dtype=torch.int64, device="cpu").view(-1, 2)
         copy_blocks_(self._by_block(), where.to(self.data.device, non_blocking=True), block_dim=1)
 
     def swap_blocks(self, target: PagedKVCache, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (here, there) into ``target``, a cache alike but for its device and number of blocks.
+        """Copy blocks (here, there) into ``target``, a cache that differs at most in device and number of blocks.
 
-        From a GPU to pinned memory this does not wait: synchronise before reading there.
+        A copy from a GPU to pinned memory is asynchronous: synchronise before reading it.
         """
         where = torch.tensor(pairs, dtype=torch.int64, device="cpu").view(-1, 2)
         swap_blocks_(self._by_block(), target._by_block(), where, block_dim=1)
@@ -176,12 +177,11 @@ class PagedBatch:
     """One step of several sequences, their tokens one after another; attention layers call :meth:`attend`.
 
     T tokens of S sequences; the shapes are those of ``paged_attention`` and ``write_kv_``, plus ``positions`` [T] and
-    ``logit_indices``, the tokens whose logits are wanted. ``max_query_len`` and ``max_seq_len`` are what the host knows
-    of the lengths. ``prefix_lens`` [S] and ``tree_mask`` [T, W] go to every layer's attention. ``impl`` and
-    ``invariant`` are handed to the ops.
+    ``logit_indices``, the tokens whose logits are wanted. ``max_query_len`` and ``max_seq_len`` are the host's bounds
+    of the lengths. ``prefix_lens`` [S] and ``tree_mask`` [T, W] go to every layer's attention, ``impl`` and
+    ``invariant`` to the ops.
 
-    An adapter that has these tensors already makes a batch of them directly. Their contents are not checked again in
-    every layer.
+    An adapter that already has these tensors calls the constructor. The layers do not check the tensors' contents.
     """
 
     cache: PagedKVCache
@@ -256,11 +256,11 @@ class PagedBatch:
         """Store this step's keys and values, then attend over all of each sequence's.
 
         q [T, N/R, H], k [T, K/R, H] and v [T, K/R, Hv] -> [T, N/R, Hv]. With ``rope`` (tables [T, P/2] of the tokens'
-        positions) or norms (weights [H]), q and k are normalised and rotated in the launch that writes. The rest is as
-        in ``kernels.paged_attention``.
+        positions) or norms (weights [H]), the launch that writes k and v also normalises and rotates q and k. The other
+        arguments are those of ``kernels.paged_attention``.
         """
         pages, scales = self.cache.layer(layer_index), self.cache.scales(layer_index)
-        # Spans were checked when the batch was made, so no layer reads tables again.
+        # `of` checked the spans, so the layers do not read the tables again.
         common: dict[str, Any] = {**scales, "check": False, "impl": self.impl}
         if rope is None and q_norm is None and k_norm is None:
             write_kv_(pages, k, v, self.slot_mapping, **common)
@@ -295,7 +295,7 @@ class PagedBatch:
         return out
 
     def _plan(self, q: torch.Tensor, pages: torch.Tensor, masks: dict[str, Any]) -> Any:
-        """The plan of all layers whose heads and masks are these: made for the first of them."""
+        """The plan that all layers with these heads and masks share; the first of them makes it."""
         key = (q.shape, q.dtype, masks["causal"], masks["window"])
         if key not in self._plans:
             self._plans[key] = plan_attention(
@@ -336,15 +336,15 @@ def _check_slots(slots: list[int], size: int) -> None:
 class PagedAttention(ShardedModule):
     """Attention over a paged cache for one layer: N/R query heads per rank over the KV heads that they attend to.
 
-    What the queries see and how scores are formed is in ``kernels/paged_attention/reference.py``.
+    ``kernels/paged_attention/reference.py`` defines the masks and the scores.
 
     Args:
         num_heads, num_kv_heads, head_dim, v_head_dim: of the whole model; the last defaults to ``head_dim``.
         scale: of the scores; default head_dim ** -0.5.
-        window, softcap, causal: see there.
+        window, softcap, causal: as defined there.
         sinks: learn a logit for each head, ``sinks`` [N], sharded as the heads are.
         alibi: subtract the standard slopes times the distance, see :func:`alibi_slopes`.
-        mesh, params, dtype, device: as of any parallel layer.
+        mesh, params, dtype, device: see :class:`~shardfuse.layers.options.LayerOptions`.
 
     Raises ValueError for heads that cannot be split over the ranks.
     """
@@ -364,12 +364,9 @@ class PagedAttention(ShardedModule):
         sinks: bool = False,
         alibi: bool = False,
         causal: bool = True,
-        mesh: MeshLike = None,
-        params: str = "dtensor",
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        **options: Unpack[ParameterKwargs],
     ) -> None:
-        super().__init__(mesh, sequence_parallel=False, params=params, dtype=dtype, device=device)
+        super().__init__(LayerOptions.of(type(self), options, ParameterKwargs))
         check_heads(num_heads, num_kv_heads)
         check_divides("num_heads", num_heads, self.group)
         self.kv_heads = local_kv_heads(num_kv_heads, self.group)
@@ -389,7 +386,7 @@ class PagedAttention(ShardedModule):
         """q [T, N/R, H], k [T, K/R, H], v [T, K/R, Hv], this rank's heads -> [T, N/R, Hv].
 
         ``rotation``: ``rope``, ``interleaved``, ``q_norm``, ``k_norm``, ``eps``, ``norm_offset`` of
-        :meth:`PagedBatch.attend`; without any, q and k come normalised and rotated.
+        :meth:`PagedBatch.attend`; without any, q and k are already normalised and rotated.
 
         Raises ValueError for tensors of other heads than this rank's.
         """
@@ -418,7 +415,7 @@ class PagedAttention(ShardedModule):
         )
 
     def _local_slopes(self, device: torch.device) -> torch.Tensor:
-        """This rank's slopes, kept where they are used: no buffer, which ``bfloat16()`` would round."""
+        """This rank's slopes on ``device``. They are not a buffer, which ``bfloat16()`` would round."""
         if device not in self._slopes:
             count = self.num_heads // self.group.size
             mine = alibi_slopes(self.num_heads)[self.group.rank * count :][:count]
@@ -433,8 +430,8 @@ class PagedAttention(ShardedModule):
 def alibi_slopes(num_heads: int) -> list[float]:
     """The slope of each head (Press et al., arXiv:2108.12409, section 3).
 
-    With n heads, a power of two, 2^(-8/n), 2^(-16/n), ...; with others those of the power of two below, then every
-    second one of the power above, as the authors' code has it.
+    For n heads, n a power of two: 2^(-8/n), 2^(-16/n), ... For other n: the slopes of the next lower power of two,
+    then every second slope of the next higher one, as in the authors' code.
     """
     below = 1 << (num_heads.bit_length() - 1)
     slopes = [2.0 ** (-8.0 * i / below) for i in range(1, below + 1)]

@@ -22,6 +22,7 @@ from ...parallel.checkpoint.storage import agree, together
 from ...parallel.core.mesh import MeshLike, everyone, tp_group, whole_group
 from ...parallel.core.sharding import local_tensor, logical, shard_slice
 from ..config import TransformerConfig
+from ..options import LayerOptions, ModelKwargs, Unpack
 from ..transformer import ParallelTransformer
 from .config import CONFIG, INDEX, WEIGHTS, config_from_hf, config_to_hf
 from .export import export_hf
@@ -29,55 +30,37 @@ from .export import export_hf
 __all__ = ["WEIGHTS", "config_from_hf", "config_to_hf", "export_hf", "load_hf", "load_hf_weights", "read_hf_config"]
 
 StrPath = str | os.PathLike[str]
-# Of a config, what a trained model's weights say nothing about.
+# The fields of a config that a trained model's weights do not depend on.
 _FREE = ("max_positions", "init_std", "embedding_dropout", "residual_dropout", "attention_dropout")
 
 
 def load_hf(
     directory: StrPath,
     *,
-    mesh: MeshLike = None,
-    sequence_parallel: bool = False,
     recompute: bool = False,
     mlp_recompute: int = 0,
-    fuse_wgrad_accumulation: bool = False,
-    overlap: str = "auto",
-    strict: bool = False,
-    params: str = "dtensor",
-    impl: str = "auto",
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
+    **options: Unpack[ModelKwargs],
 ) -> ParallelTransformer:
     """The model in ``directory``, sharded over ``mesh``; each rank reads its own slices only.
 
-    Options are those of :class:`ParallelTransformer`. ``dtype=None`` keeps the folder's. Reads one
-    ``model.safetensors`` or an index of several files.
+    ``recompute``, ``mlp_recompute`` and ``options`` are those of :class:`ParallelTransformer`. ``dtype=None`` keeps the
+    folder's. Reads one ``model.safetensors`` or an index of several files.
 
     Raises FileNotFoundError for a missing folder or file, ValueError for one that is cut short, corrupt, or of
     another model.
     """
-    options: dict[str, Any] = {
-        "sequence_parallel": sequence_parallel,
-        "recompute": recompute,
-        "mlp_recompute": mlp_recompute,
-        "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-        "overlap": overlap,
-        "strict": strict,
-        "params": params,
-        "impl": impl,
-    }
-    group = tp_group(mesh)
-    return agree(group, lambda: _load(Path(directory), dtype, device, mesh=group, **options))
+    group = options["mesh"] = tp_group(options.get("mesh"))
+    return agree(group, lambda: _load(Path(directory), recompute, mlp_recompute, options))
 
 
-def _load(
-    directory: Path, dtype: torch.dtype | None, device: torch.device | str | None, **options: Any
-) -> ParallelTransformer:
+def _load(directory: Path, recompute: bool, mlp_recompute: int, options: ModelKwargs) -> ParallelTransformer:
+    shared = LayerOptions.of(load_hf, options, ModelKwargs)
     config, kept = _read_config(directory)
+    on_meta = dataclasses.replace(shared, dtype=shared.dtype or kept, device="meta").kwargs(ModelKwargs)
+    model = ParallelTransformer(config, recompute=recompute, mlp_recompute=mlp_recompute, **on_meta)
     files = _weight_files(directory)
-    model = ParallelTransformer(config, dtype=dtype or kept, device="meta", **options)
     _check_names(directory, config, {name for name, _ in model.named_parameters()}, files)
-    model.to_empty(device=device or torch.get_default_device())
+    model.to_empty(device=shared.device or torch.get_default_device())
     _fill(named_entries(model), files)
     return model.eval()
 
@@ -107,9 +90,9 @@ def load_hf_weights(directory: StrPath, model: ParallelTransformer, *, group: Me
 
 
 def read_hf_config(directory: StrPath) -> TransformerConfig:
-    """The config of the model in ``directory``, to build it with before :func:`load_hf_weights`.
+    """The config of the model in ``directory``, to build the model with before :func:`load_hf_weights`.
 
-    Raises FileNotFoundError, or ValueError for something that the layers do not do.
+    Raises FileNotFoundError, or ValueError for a feature that the layers do not have.
     """
     return _read_config(Path(directory))[0]
 
@@ -121,7 +104,7 @@ def _read_config(directory: Path) -> tuple[TransformerConfig, torch.dtype]:
 
 
 def _check_config(directory: Path, found: TransformerConfig, ours: TransformerConfig) -> None:
-    """ValueError where the same weights would mean another model."""
+    """ValueError where the same weights would make another model."""
     for name in (field.name for field in dataclasses.fields(found) if field.name not in _FREE):
         if getattr(found, name) != getattr(ours, name):
             raise ValueError(
@@ -148,7 +131,7 @@ def _read_shard(source: Any, name: str, param: torch.Tensor) -> None:
 
 
 def _weight_files(directory: Path) -> dict[Path, list[str]]:
-    """File -> the parameters in it."""
+    """For each weights file the names of the parameters in it."""
     if (directory / WEIGHTS).exists() or not (directory / INDEX).exists():
         path = directory / WEIGHTS
         if not path.exists():
@@ -168,7 +151,7 @@ def _weight_files(directory: Path) -> dict[Path, list[str]]:
 
 def _check_names(directory: Path, config: TransformerConfig, wanted: set[str], files: dict[Path, list[str]]) -> None:
     found = {name for names in files.values() for name in names}
-    # Old Llama folders hold the rotary frequencies; a tied head may be written beside the embedding that it equals.
+    # Old Llama folders hold the rotary frequencies, and a folder may hold a tied head beside its embedding.
     spare = {name for name in found if name.endswith("rotary_emb.inv_freq")}
     if config.tie_embeddings:
         spare.add("lm_head.weight")
@@ -201,7 +184,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Errors while reading ``path``, naming it and what to do."""
+    """Raise errors that name ``path`` and say what to do, in place of those of reading it."""
     try:
         yield
     except FileNotFoundError as error:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .layers.loss import vocab_parallel_cross_entropy
     from .layers.mlp import ParallelMLP
     from .layers.norm import LayerNorm, RMSNorm
+    from .layers.options import LayerKwargs, LayerOptions
     from .layers.style import ColumnParallel, FusedMLP, RowParallel, SequenceParallelNorm, VocabParallel
     from .layers.transformer import ParallelTransformer
     from .parallel.audit.audit import Audit
@@ -68,7 +69,9 @@ __all__ = [
     "Engine",
     "Fp8Linear",
     "FusedMLP",
+    "LayerKwargs",
     "LayerNorm",
+    "LayerOptions",
     "PagedAttention",
     "PagedBatch",
     "PagedKVCache",
@@ -143,7 +146,9 @@ _HOMES = {
     "Engine": "serving.engine",
     "Fp8Linear": "layers.fp8",
     "FusedMLP": "layers.style",
+    "LayerKwargs": "layers.options",
     "LayerNorm": "layers.norm",
+    "LayerOptions": "layers.options",
     "PagedAttention": "layers.attention.paged",
     "PagedBatch": "layers.attention.paged",
     "PagedKVCache": "layers.attention.paged",

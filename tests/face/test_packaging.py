@@ -102,8 +102,15 @@ def test_the_console_script_is_installed(site, tmp_path):
 
 _DOWNSTREAM = """
 import shardfuse as sf
+from typing_extensions import Unpack
 
-mlp = sf.ParallelMLP(16, 32, activation="gelu_tanh")
+
+def wrapper(width: int, **options: Unpack[sf.LayerKwargs]) -> sf.ParallelMLP:
+    return sf.ParallelMLP(width, 4 * width, **options)
+
+
+mlp = sf.ParallelMLP(16, 32, activation="gelu_tanh", {option}=True)
+wrapped = wrapper(16, sequence_parallel=True)
 out = sf.linear_act(mlp.c_fc.weight, mlp.c_fc.weight, {argument}="gelu_tanh")
 model = sf.parallelize(sf.ParallelTransformer(sf.TransformerConfig(num_layers=2)), None)
 sf.save_checkpoint("folder", mlp)
@@ -138,7 +145,8 @@ def test_a_type_checker_sees_the_wheel(site, tmp_path):
 
 
 def _check_downstream(folder: Path, package: Path) -> None:
-    """mypy and basedpyright resolve every public name of ``package`` and find a misspelt argument, and only that."""
+    """mypy and basedpyright resolve every public name of ``package`` and find a misspelt argument or option, and only
+    that."""
     config = {"extraPaths": [str(package)], "pythonVersion": "3.10", "typeCheckingMode": "standard"}
     (folder / "pyrightconfig.json").write_text(json.dumps(config))
     (folder / "mypy.ini").write_text(
@@ -149,9 +157,13 @@ def _check_downstream(folder: Path, package: Path) -> None:
         "basedpyright": ["basedpyright", "--level", "error"],
     }
     for name, command in checkers.items():
-        for argument, green in (("activation", True), ("activatoin", False)):
-            file = folder / f"downstream_{argument}.py"
-            file.write_text(_DOWNSTREAM.format(argument=argument))
+        for argument, option, wrong in (
+            ("activation", "sequence_parallel", None),
+            ("activatoin", "sequence_parallel", "activatoin"),
+            ("activation", "sequence_paralel", "sequence_paralel"),
+        ):
+            file = folder / f"downstream_{argument}_{option}.py"
+            file.write_text(_DOWNSTREAM.format(argument=argument, option=option))
             environment = {**os.environ, "MYPYPATH": str(package)}
             done = subprocess.run(
                 [sys.executable, "-m", *command, file.name],
@@ -161,11 +173,11 @@ def _check_downstream(folder: Path, package: Path) -> None:
                 text=True,
                 timeout=300,
             )
-            assert (done.returncode == 0) is green, f"{name}: {done.stdout}{done.stderr}"
-            if not green:
+            assert (done.returncode == 0) is (wrong is None), f"{name}: {done.stdout}{done.stderr}"
+            if wrong is not None:
                 said = [line for line in done.stdout.splitlines() if "error" in line and file.name in line]
                 assert said, done.stdout
-                assert "activatoin" in done.stdout or "No overload" in done.stdout, done.stdout
+                assert wrong in done.stdout or "No overload" in done.stdout, done.stdout
 
 
 def test_a_checkout_without_links_says_so(tmp_path):
