@@ -36,8 +36,8 @@ class Row:
     layout: str  # "weight [1024/2, 256], bias [1024/2]"
     parameters: int  # on this rank, in one layer
     layers: int = 1
-    crosses: tuple[CollectiveInfo, ...] = ()  # what crosses ranks, and how it meets the product beside it
-    shared_by: tuple[str, ...] = ()  # the layers beside this one that share that: "k_proj", "v_proj"
+    collectives: tuple[CollectiveInfo, ...] = ()  # each with how it overlaps the product beside it
+    shared_by: tuple[str, ...] = ()  # the layers beside this one that share them: "k_proj", "v_proj"
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,18 @@ class Explanation:
             f"{self.device}, {self.ranks} tensor-parallel rank{'s' if self.ranks > 1 else ''}, "
             f"{self.parameters:,} parameters, {self.parameters_per_rank:,} per rank"
         )
-        across = [self._across()] if any(row.crosses for row in self.rows) else []
+        across = [self._across()] if any(row.collectives for row in self.rows) else []
         return Group(head, table, *across, *([escape(self.memory)] if self.memory else []))
 
     def _across(self) -> Table:
-        """What crosses ranks."""
+        """The collectives of every row."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("module", "in", "across ranks", "path", "exposed us", "why"):
             table.add_column(name, no_wrap=name in ("module", "path"), justify="right" if "us" in name else "left")
         for row in self.rows:
-            for position, crossing in enumerate(row.crosses):
+            for position, collective in enumerate(row.collectives):
                 others = f"\n  with {', '.join(row.shared_by)}" if row.shared_by and position == 0 else ""
-                table.add_row(escape(row.path + others), *map(escape, _told(crossing)))
+                table.add_row(escape(row.path + others), *map(escape, _told(collective)))
         return table
 
     def __str__(self) -> str:
@@ -143,7 +143,8 @@ def _rows(model: nn.Module, device: torch.device, tokens: int | None) -> Iterato
         fused_group = fused_groups.get(module)
         for position, (op, runs, why) in enumerate(ops or [("", "torch", "not a layer of this package")]):
             first = position == 0  # parameters are told once, beside the first op
-            crosses = _crosses(module, device, tokens, taken.get(module), fused_group) if first else ()
+            collectives = _collectives(module, device, tokens, taken.get(module), fused_group) if first else ()
+            others = fused_group.layers[1:] if fused_group and collectives else ()
             yield Row(
                 path=re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) or "(model)",
                 kind=type(module).__name__,
@@ -152,8 +153,8 @@ def _rows(model: nn.Module, device: torch.device, tokens: int | None) -> Iterato
                 why=why,
                 layout=", ".join(_layout(name, param) for name, param in own) if first else "",
                 parameters=sum(spec_of(param).local_shape.numel() for _, param in own) if first else 0,
-                crosses=crosses,
-                shared_by=tuple(names[layer] for layer in fused_group.layers[1:]) if fused_group and crosses else (),
+                collectives=collectives,
+                shared_by=tuple(names[layer] for layer in others),
             )
 
 
@@ -187,7 +188,7 @@ def _fused_groups(model: nn.Module) -> dict[nn.Module, FusedGroup]:
     return found
 
 
-def _crosses(
+def _collectives(
     module: nn.Module,
     device: torch.device,
     tokens: int | None,
@@ -206,13 +207,13 @@ def _crosses(
         return (CollectiveInfo("", "", OverlapPlan("refused", reason=str(error))),)
 
 
-def _told(crossing: CollectiveInfo) -> tuple[str, ...]:
+def _told(collective: CollectiveInfo) -> tuple[str, ...]:
     """When, what, how, the microseconds of it that nothing hides, and why so."""
-    if crossing.path is None:
-        return crossing.when, crossing.op, "per call", "", "it depends on the number of tokens: pass an input"
-    kind, pieces, reason, exposed_s = crossing.path
+    if collective.path is None:
+        return collective.when, collective.op, "per call", "", "it depends on the number of tokens: pass an input"
+    kind, pieces, reason, exposed_s = collective.path
     how = f"{kind} in {pieces}" if kind == "chunked" else kind
-    return crossing.when, crossing.op, how, "" if exposed_s is None else f"{exposed_s * 1e6:,.0f}", reason
+    return collective.when, collective.op, how, "" if exposed_s is None else f"{exposed_s * 1e6:,.0f}", reason
 
 
 def _layout(name: str, param: torch.Tensor) -> str:

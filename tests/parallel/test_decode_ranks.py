@@ -342,13 +342,13 @@ def _explain_body(rank: int, world: int) -> tuple[list[tuple[str, int, str]], st
     model = _model(overlap="kernel", impl="triton")
     told = shardfuse.explain(model, TOKENS)
     late = [
-        (row.path, row.layers, crossing.path.kind)
+        (row.path, row.layers, info.path.kind)
         for row in told.rows
-        for crossing in row.crosses
-        if crossing.op == NORM and crossing.when == "decoding"
+        for info in row.collectives
+        if info.op == NORM and info.when == "decoding"
     ]
     many = torch.zeros(2, DECODE_TOKENS, dtype=torch.int64)
-    ops = [crossing.op for row in shardfuse.explain(model, many).rows for crossing in row.crosses]
+    ops = [info.op for row in shardfuse.explain(model, many).rows for info in row.collectives]
     return late, str(told), ops
 
 

@@ -52,7 +52,7 @@ def test_one_process_has_nothing_to_overlap(name: str):
     model = LAYERS[name](overlap="kernel", strict=True)
     x, options = _input(name, 1, False)
     assert torch.isfinite(_forward(model, x, options)).all()
-    assert not any(row.crosses for row in shardfuse.explain(model, x).rows)
+    assert not any(row.collectives for row in shardfuse.explain(model, x).rows)
 
 
 def _input(name: str, world: int, sequence_parallel: bool, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
@@ -153,9 +153,9 @@ def _strict(rank: int, world: int) -> list[str]:
         with pytest.raises(RuntimeError) as caught:
             _forward(model, x, options)
         messages.append(str(caught.value))
-        shown = [crossing for row in shardfuse.explain(model, x).rows for crossing in row.crosses]
-        assert {crossing.path.kind for crossing in shown} == {"refused"}
-        assert {crossing.path.reason for crossing in shown} == {messages[-1]}
+        shown = [info for row in shardfuse.explain(model, x).rows for info in row.collectives]
+        assert {info.path.kind for info in shown} == {"refused"}
+        assert {info.path.reason for info in shown} == {messages[-1]}
     return messages
 
 
@@ -201,7 +201,7 @@ LINK = Link(0.0, 1e-6, 1e9)
 
 
 def _explained(rank: int, world: int, path: str, sequence_parallel: bool) -> tuple[dict[str, list[Any]], str, str]:
-    """By module the crossings that explain tells, the table, and how many collectives telling it took."""
+    """By module the collectives that explain lists, the table, and how many collectives telling it took."""
     group = tp_group(dist.group.WORLD)
     model = LAYERS["model"](mesh=group, sequence_parallel=sequence_parallel)
     x, _ = _input("model", world, sequence_parallel)
@@ -210,7 +210,7 @@ def _explained(rank: int, world: int, path: str, sequence_parallel: bool) -> tup
         patch.setattr(collectives, "gather_objects", lambda *args, **kwargs: pytest.fail("asked other ranks"))
         explanation = shardfuse.explain(model, x)
         return (
-            {row.path: list(row.crosses) for row in explanation.rows},
+            {row.path: list(row.collectives) for row in explanation.rows},
             str(explanation),
             str(shardfuse.explain(model)),
         )
@@ -227,24 +227,24 @@ def test_explain_tells_way_reason_and_what_is_exposed(ranks: Any, tmp_path: Path
     profile = Profile("cpu", "cpu", measured=True, links=figures, gemm_flops={"fp32": 1e9}, rows=(row,))
     path = tmp_path / "links.json"
     path.write_text(json.dumps(profile.record()))
-    for crossings, text, without_input in ranks(2, _explained, str(path), sequence_parallel):
-        found = {crossing.op: crossing for crossing in crossings[f"model.layers.*.mlp.{name}"]}
+    for infos, text, without_input in ranks(2, _explained, str(path), sequence_parallel):
+        found = {info.op: info for info in infos[f"model.layers.*.mlp.{name}"]}
         assert found[op].when == "forward"
         assert found[op].path[:2] == ("chunked", 2)
         assert found[op].path.exposed_s > 0
-        (forward, *rest) = crossings["model.layers.*.self_attn.o_proj"]
+        (forward, *rest) = infos["model.layers.*.self_attn.o_proj"]
         assert (forward.when, forward.op) == ("forward", OPS[1] if sequence_parallel else OPS[2])
         assert forward.path.kind == "plain"
-        assert [crossing.op for crossing in rest] == ([OPS[0]] if sequence_parallel else [])
-        assert crossings["lm_head"]
-        assert not crossings["model.norm"]
+        assert [info.op for info in rest] == ([OPS[0]] if sequence_parallel else [])
+        assert infos["lm_head"]
+        assert not infos["model.norm"]
         (line,) = [line for line in text.splitlines() if f"mlp.{name}" in line and "chunked in 2" in line]
         exposed_us = found[op].path.exposed_s * 1e6
         told = f"model.layers.*.mlp.{name} forward {op} chunked in 2 {exposed_us:,.0f} measured"
         assert " ".join(line.split()).startswith(told)
         assert "\n   with k_proj, v_proj" in text
-        assert not crossings["model.layers.*.mlp.up_proj"]  # told at the first
-        assert not crossings["model.layers.*.self_attn.v_proj"]
+        assert not infos["model.layers.*.mlp.up_proj"]  # told at the first
+        assert not infos["model.layers.*.self_attn.v_proj"]
         assert "dx's sum travels under the weights' gradients as it is" in text
         assert "gloo works on the cores that form the products" in text
         assert "it depends on the number of tokens: pass an input" in without_input
@@ -298,8 +298,8 @@ def _told(explanation: Any) -> Counter[tuple[str, str]]:
     """(collective, "forward" or "backward") by what explain says."""
     counts: Counter[tuple[str, str]] = Counter()
     for row in explanation.rows:
-        for crossing in row.crosses:
-            counts[link_profile.COLLECTIVES.get(crossing.op, crossing.op), crossing.when] += row.layers
+        for info in row.collectives:
+            counts[link_profile.COLLECTIVES.get(info.op, info.op), info.when] += row.layers
     return counts
 
 
