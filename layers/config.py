@@ -1,4 +1,4 @@
-"""What a transformer is made of."""
+"""The sizes and options of a transformer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..parallel.pipeline.partition import Part
 
 STYLES = ("gelu", "gated")
-# What transformers calls the ways of stretching rotary positions over longer sequences.
+# transformers' names for the scalings of rotary positions to longer sequences.
 SCALINGS = ("linear", "dynamic", "yarn", "longrope", "llama3")
 _SIZES = (
     "vocab_size",
@@ -31,14 +31,14 @@ class TransformerConfig:
 
     ``num_kv_heads`` defaults to ``num_heads``, ``head_dim`` to ``hidden_size / num_heads``, ``bias`` (of the linear
     layers; norms follow the style) to what the style says. ``init_std`` is the standard deviation of fresh weights.
-    In training ``embedding_dropout`` of the embeddings is dropped, ``residual_dropout`` of what attention and MLP add
-    to them, and ``attention_dropout`` of the attention weights. ``attention_window``, ``attention_softcap`` and
-    ``attention_sinks``: see :func:`~shardfuse.layers.attention.sdpa.attend`. ``norm_offset`` is added to the norms'
-    weights: 1 for Gemma's, which are kept around 0.
+    The dropout rates of training are ``embedding_dropout`` for the embeddings, ``residual_dropout`` for the branches of
+    attention and MLP, and ``attention_dropout`` for the attention weights.
+    :func:`~shardfuse.layers.attention.sdpa.attend` documents ``attention_window``, ``attention_softcap`` and
+    ``attention_sinks``. ``norm_offset`` is added to the norms' weights: 1 for Gemma's, which are kept around 0.
 
     ``rope_scaling`` is transformers' ``rope_parameters`` without theta, such as ``{"rope_type": "linear", "factor":
-    2.0}``; ``partial_rotary_factor`` the share of each head that is rotated, ``rope_interleaved`` pairs its neighbours
-    as GPT-J does (see :class:`~shardfuse.layers.attention.rope.Rotary`).
+    2.0}``. ``partial_rotary_factor`` is the share of each head that is rotated, and ``rope_interleaved`` pairs
+    neighbouring elements as GPT-J does (see :class:`~shardfuse.layers.attention.rope.Rotary`).
 
     Raises ValueError for sizes that cannot make a model.
     """
@@ -105,7 +105,7 @@ class TransformerConfig:
             self._set("rope_scaling", dict(self.rope_scaling))
 
     def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)  # the dataclass is frozen for its users only
+        object.__setattr__(self, name, value)  # the dataclass is frozen, and __post_init__ fills in its defaults
 
     @property
     def gated(self) -> bool:
@@ -113,7 +113,7 @@ class TransformerConfig:
 
 
 def default_head_dim(hidden_size: int, num_heads: int) -> int:
-    """H = D / N; ValueError where that is no whole number."""
+    """H = D / N; ValueError where that is not a whole number."""
     if hidden_size % num_heads:
         raise ValueError(
             f"hidden_size={hidden_size} is not a multiple of num_heads={num_heads}: choose sizes that divide, "
@@ -132,7 +132,7 @@ def check_heads(num_heads: int, num_kv_heads: int) -> None:
 
 
 def rope_type(scaling: Mapping[str, Any] | None) -> str:
-    """The kind of a ``rope_scaling``, by transformers' name for it."""
+    """transformers' name for the kind of a ``rope_scaling``."""
     return "default" if scaling is None else scaling.get("rope_type", scaling.get("type", "default"))
 
 
@@ -142,7 +142,7 @@ def rotary_dim(head_dim: int, partial_rotary_factor: float) -> int:
 
 
 def check_rope(head_dim: int, partial_rotary_factor: float, scaling: Mapping[str, Any] | None) -> None:
-    """ValueError unless heads can be rotated so."""
+    """ValueError unless these values define a rotation of heads."""
     rotary = rotary_dim(head_dim, partial_rotary_factor)
     if not 0 < rotary <= head_dim or rotary % 2:
         raise ValueError(
@@ -158,8 +158,8 @@ def check_rope(head_dim: int, partial_rotary_factor: float, scaling: Mapping[str
 def part_costs(config: TransformerConfig, length: int) -> list[Part]:
     """The FLOPs of one token's forward through each part, a multiply-add counted as two, in sequences of ``length``.
 
-    Backward takes twice as much of every part, so for a partition it need not be counted. An embedding multiplies
-    nothing; what a block does beside its products takes time but is much the same in all of them.
+    Backward costs every part twice its forward, so a partition does not depend on it. An embedding has no products. The
+    rest of a block's work takes time too, but about the same in every block.
     """
     width, heads = config.hidden_size, config.num_heads * config.head_dim
     projections = width * (2 * heads + 2 * config.num_kv_heads * config.head_dim)

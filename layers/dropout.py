@@ -1,4 +1,4 @@
-"""Dropout where a layer's branch joins the stream beside it."""
+"""Dropout of a layer's branch where it joins the residual stream."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ..parallel.core.mesh import Group
 
 
 class Dropout(NamedTuple):
-    """What decides on the masks of one forward: one rng_key, from which each ``stream`` takes a mask of its own.
+    """The dropout of one forward: a rate and an rng_key, from which each ``stream`` draws its own mask.
 
-    Rows are the tokens of the whole batch, so a mask does not depend on who holds which of them.
+    Rows are counted over the whole batch, so a mask does not depend on how the ranks divide the tokens.
     """
 
     p: float
@@ -29,28 +29,28 @@ class Dropout(NamedTuple):
 
 
 class RngOffset(NamedTuple):
-    """Where a layer's masks come from where the batch reaches it in pieces: its rng_key, and the piece's first row."""
+    """The rng_key of a layer's masks, and the first row of the piece of the batch that the layer now gets."""
 
     rng_key: torch.Tensor
     first_row: int
 
 
 class RngState:
-    """What decides on the masks of a step in which micro-batches go through a model that lies on several ranks.
+    """The dropout masks of a step whose micro-batches pass through a pipeline.
 
-    The rng_keys are those that the model draws in one forward of the whole batch, one for each part, None for parts
-    that drop nothing, and rows are counted over the whole batch: the masks are the same. Ranks that were seeded alike
-    draw the same rng_keys.
+    Each part with dropout gets the rng_key that it would draw in one forward of the whole batch, and rows are counted
+    over the whole batch, so the masks are the same as without a pipeline. Ranks with the same seed draw the same
+    rng_keys.
     """
 
     def __init__(self, rates: list[float], device: torch.device) -> None:
         self._rng_keys = [new_rng_key(device) if rate else None for rate in rates]
-        if not any(rates):  # something else drops, by torch's own draws, and is to drop something else in every step
+        if not any(rates):  # only attention drops, from torch's generator, which must advance between steps
             new_rng_key(device)
         self._rows: Counter[int] = Counter()
 
     def pass_by(self, stage: int, rows: int) -> int:
-        """The first row of a stage's next micro-batch, of so many; micro-batches come in their order."""
+        """The first row of a stage's next micro-batch, which has ``rows`` rows; micro-batches pass in order."""
         first = self._rows[stage]
         self._rows[stage] += rows
         return first
@@ -63,7 +63,7 @@ class RngState:
 def draw(
     p: float, x: torch.Tensor, group: Group, *, sequence_parallel: bool, training: bool, place: RngOffset | None = None
 ) -> Dropout | None:
-    """Masks for ``x`` [..., D], whose tokens are this rank's part with ``sequence_parallel``; None for none."""
+    """The dropout of ``x`` [..., D], this rank's tokens with ``sequence_parallel``; None where nothing is dropped."""
     if not training or p == 0:
         return None
     row_start = group.rank * x.shape[:-1].numel() if sequence_parallel else 0

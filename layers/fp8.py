@@ -13,17 +13,17 @@ RECIPES = ("delayed", "current", "rowwise")
 class Fp8Linear(nn.Linear):
     """``nn.Linear`` with forward and gradients in fp8 (e4m3; e5m2 for the output's gradient).
 
-    Parameters and ``state_dict`` are nn.Linear's, in whatever precision they have; every call quantises them anew.
+    Parameters and ``state_dict`` are nn.Linear's, in any precision; every call quantises them anew.
 
-    ``recipe`` says where scales come from. "current": each tensor's own largest magnitude, which takes a pass of its
-    own. "delayed": the largest of the last ``amax_history`` calls, 2^``margin`` stretched, so that one pass does;
-    values that outgrow it saturate. "rowwise": each row's own, along what each product contracts: the least error, and
-    x, weight and gradient quantised twice.
+    ``recipe`` chooses the scales. "current": each tensor's largest magnitude, which takes an extra pass over it.
+    "delayed": the largest magnitude of the last ``amax_history`` calls times 2^``margin``, which needs no extra pass;
+    larger values saturate. "rowwise": a scale for each row along the contracted dimension of each product, which has
+    the least error, and quantises x, weight and gradient twice.
 
-    The history is no part of the ``state_dict``: after loading, scales start at 1 and follow the tensors within a call.
-    Delayed scaling keeps one history per process and counts calls, not steps: under activation checkpointing the
-    recomputation is a call, and may quantise by another scale than the first; the other recipes are exact there. So is
-    evaluation a call. ``impl`` and ``fuse_wgrad_accumulation`` are as in ``linear_act``.
+    The history is not in the ``state_dict``: after loading, scales start at 1 and adapt within one call. Delayed
+    scaling keeps one history per process and counts calls, not steps. Evaluation counts as a call, and so does the
+    recomputation of activation checkpointing, which may therefore use another scale than the first call; the other
+    recipes are exact there. ``impl`` and ``fuse_wgrad_accumulation`` are as in ``linear_act``.
 
     Raises ValueError for an unknown recipe, or an ``amax_history`` below 1.
     """
@@ -59,7 +59,7 @@ class Fp8Linear(nn.Linear):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        history = self._buffers.get("amax_history")  # absent while nn.Linear is being made
+        history = self._buffers.get("amax_history")  # absent in nn.Linear's constructor
         if history is not None:
             history.zero_()
 

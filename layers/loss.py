@@ -1,5 +1,5 @@
-"""Cross-entropy over logits whose vocabulary is sharded, and, from ``parallel/cross_entropy.py``, over logits that a
-projection would have: ``linear_cross_entropy`` and ``linear_log_probs``.
+"""Cross-entropy over logits whose vocabulary is sharded. ``linear_cross_entropy`` and ``linear_log_probs``, which never
+store the logits, come from ``parallel/cross_entropy.py``.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """``F.cross_entropy`` of ``logits`` [T, V/R] against ``targets`` [T] (ids in the whole vocabulary).
 
-    The logits are never gathered: what crosses ranks is one maximum and two sums per token (Shoeybi et al.,
-    "Megatron-LM", arXiv:1909.08053, section 3). The arithmetic is fp32, or fp64 for fp64 logits, and so is the
-    result: a scalar, or [T] for ``reduction="none"``; it is the same on every rank. Rank r holds the r-th slice of the
-    vocabulary. Backward overwrites the softmax that forward saved, so that only one buffer of the logits' size lives.
+    The logits are never gathered: the ranks exchange one maximum and two sums per token (Shoeybi et al., "Megatron-LM",
+    arXiv:1909.08053, section 3). The arithmetic is fp32, or fp64 for fp64 logits, and so is the result: a scalar, or
+    [T] for ``reduction="none"``; it is the same on every rank. Rank r holds the r-th slice of the vocabulary. Backward
+    overwrites the softmax that forward saved, so that only one buffer of the logits' size exists.
 
-    A target outside the vocabulary that is not ``ignore_index`` raises on a CPU; on a GPU, where looking would stop
-    the host, it makes the loss NaN, and raises under ``SHARDFUSE_DEBUG=1``.
+    A target outside the vocabulary that is not ``ignore_index`` raises on a CPU. On a GPU a check would make the host
+    wait, so there it makes the loss NaN, and raises only under ``SHARDFUSE_DEBUG=1``.
 
     Raises ValueError for shapes that do not fit, an unknown ``reduction``, or a target outside the vocabulary.
     """
@@ -65,7 +65,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
         peak = logits.amax(dim=-1) if len(logits) else logits.new_empty(0)
         peak = collectives.all_reduce(peak.to(wide), group, site="loss.max", op="max")
-        scores = logits - peak[:, None]  # [T, V/R], already wide: peak is
+        scores = logits - peak[:, None]  # [T, V/R], in peak's dtype, which is wide
 
         column = targets - group.rank * shard
         here = (column >= 0) & (column < shard)
@@ -88,7 +88,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         exps, total, column, here, ignored = ctx.saved_tensors
         grad = grad.masked_fill(ignored, 0)
         scale = (grad / total)[:, None]
-        # A graph that is kept (retain_graph=True) needs its buffer again.
+        # With retain_graph=True a second backward needs the buffer again.
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
         out = exps * scale if kept else exps.mul_(scale)
         out.scatter_add_(1, column, -(grad * here)[:, None])

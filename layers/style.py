@@ -8,13 +8,13 @@
     }
     parallelize_module(model, mesh["tp"], plan)
 
-A style changes a module in place, as torch's styles do: afterwards it is one of ours, with the parameters that it had,
-under the names that they had, split over the mesh. As with torch's styles, rank 0's values are what every rank gets a
-part of (``src_data_rank``), and layers between a column and a row style see this rank's features only.
+A style changes a module in place, as torch's styles do: the module becomes one of ours and keeps its parameters and
+their names, split over the mesh. As with torch's styles, every rank gets its part of rank 0's values
+(``src_data_rank``), and layers between a column and a row style see this rank's features only.
 
-Modules that share a parameter (an embedding and its head) share one afterwards if the plan names each of them, in
-styles that split it alike: ``VocabParallel`` and ``ColumnParallel``, say. Styles that split it otherwise raise
-ValueError. A module that the plan does not name keeps the plain parameter, apart from the others' from then on.
+Modules that share a parameter (an embedding and its head) still share it afterwards if the plan names each of them, in
+styles that split it alike, such as ``VocabParallel`` and ``ColumnParallel``. Styles that split it differently raise
+ValueError. A module that the plan does not name keeps the plain parameter, which it then no longer shares.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = ["ColumnParallel", "FusedMLP", "RowParallel", "SequenceParallelNorm", 
 
 
 class _Style(ParallelStyle):
-    """Remembers the options of the layer that a module becomes."""
+    """A style that keeps the options of the layer that a module becomes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class _Style(ParallelStyle):
 
 
 class ColumnParallel(_Style):
-    """Makes an ``nn.Linear`` a :class:`ColumnParallelLinear`; ``options`` are its, activation included.
+    """Makes an ``nn.Linear`` a :class:`ColumnParallelLinear`; ``options`` are that layer's, ``activation`` included.
 
     x is whole on every rank (with ``sequence_parallel`` this rank's tokens [T/R, D]), y this rank's features.
     """
@@ -70,7 +70,7 @@ class ColumnParallel(_Style):
 
 
 class RowParallel(_Style):
-    """Makes an ``nn.Linear`` a :class:`RowParallelLinear`; ``options`` are its.
+    """Makes an ``nn.Linear`` a :class:`RowParallelLinear`; ``options`` are that layer's.
 
     x holds this rank's features, y is whole on every rank (with ``sequence_parallel`` this rank's tokens).
     """
@@ -83,7 +83,7 @@ class RowParallel(_Style):
 
 
 class VocabParallel(_Style):
-    """Makes an ``nn.Embedding`` a :class:`VocabParallelEmbedding`; ``options`` are its."""
+    """Makes an ``nn.Embedding`` a :class:`VocabParallelEmbedding`; ``options`` are that layer's."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         table = _expect(module, (nn.Embedding,), self)
@@ -101,7 +101,7 @@ class VocabParallel(_Style):
 class SequenceParallelNorm(_Style):
     """Makes an ``nn.LayerNorm`` or ``nn.RMSNorm`` over the last dimension ours, for this rank's tokens [T/R, D].
 
-    Its parameters' gradients are summed over the ranks. ``options`` are those of :class:`LayerNorm`.
+    Backward sums its parameters' gradients over the ranks. ``options`` are those of :class:`LayerNorm`.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -122,11 +122,11 @@ class FusedMLP(_Style):
     """Makes a feed-forward module a :class:`ParallelMLP`: ``down(activation(up(x)))``, or with ``gate``
     ``down(activation(gate(x)) * up(x))``.
 
-    ``gate``, ``up`` and ``down`` are the names of its ``nn.Linear`` children, which they keep. ``options`` are
-    ParallelMLP's. Before anything changes, the module's result for a few random tokens is compared with what
-    it is about to become; it raises ValueError where they differ (another activation, gate and up exchanged, dropout).
-    ``check=False`` leaves that out, for a module whose forward has side effects; parameters on the meta device are not
-    checked.
+    ``gate``, ``up`` and ``down`` are the names of the module's ``nn.Linear`` children, which keep these names.
+    ``options`` are ParallelMLP's. Before the style changes anything, it compares the module's result for a few random
+    tokens with the formula, and raises ValueError where they differ (another activation, gate and up exchanged,
+    dropout). ``check=False`` omits the comparison, for a module whose forward has side effects; a module on the meta
+    device is not compared.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class FusedMLP(_Style):
             if linear.bias is None:
                 del layer._declared["bias"]
                 layer.register_parameter("bias", None)
-            _shared(linear, layer)  # what it would refuse below, when other layers have changed already
+            _shared(linear, layer)  # refuse now: below, other layers may have changed already
         for name, linear in layers.items():
             layer = getattr(ours, name)
             _become(linear, layer, device_mesh, self.src_data_rank)
@@ -197,7 +197,7 @@ class _NamedMLP(ParallelMLP):
     names: dict[str, str]
 
     def take(self, module: nn.Module, names: dict[str, str]) -> nn.Module:
-        """Take ``module``'s place: from now on it is this MLP, its layers under their ``names`` there."""
+        """Make ``module`` this MLP, with the layers under the ``names`` that they have in ``module``."""
         layers = {name: child for name, child in module._modules.items() if name in names.values()}
         self._modules.clear()
         self._modules.update(layers)
@@ -213,7 +213,7 @@ class _NamedMLP(ParallelMLP):
 
 
 def _expect(module: nn.Module, kinds: tuple[type[nn.Module], ...], style: ParallelStyle) -> Any:
-    """``module``, if it is exactly one of ``kinds`` and nobody has hooked into it; else ValueError."""
+    """``module``, if it is exactly of one of ``kinds`` and has no hooks; else ValueError."""
     expected = " or ".join(f"nn.{kind.__name__}" for kind in kinds)
     if type(module) not in kinds:
         raise ValueError(f"{style}: expected {expected}, not {type(module).__name__}; name another module in the plan")
@@ -247,7 +247,7 @@ def _in_fp64(layer: nn.Linear) -> nn.Linear:
 
 
 def _become(module: nn.Module, ours: ShardedModule, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Module:
-    """Give ``ours`` this rank's part of ``module``'s parameters, and have ``module`` be it."""
+    """Give ``ours`` this rank's part of ``module``'s parameters, then turn ``module`` into ``ours``."""
     shared = _shared(module, ours)
     for name, (spec, _) in ours._declared.items():
         param = shared.get(name)
@@ -263,21 +263,21 @@ def _become(module: nn.Module, ours: ShardedModule, mesh: DeviceMesh, src_data_r
 
 
 class _Styled(NamedTuple):
-    """What a plain parameter remembers, for other modules that hold it: how it was placed, and the result."""
+    """Kept on a plain parameter for other modules that hold it: how a style placed it, and the new parameter."""
 
     placing: tuple[Any, ...]
     param: nn.Parameter
 
 
 def _placing(spec: ShardSpec, ours: ShardedModule) -> tuple[Any, ...]:
-    """What has to be the same in modules that share a parameter."""
+    """The properties that modules which share a parameter must agree on."""
     return spec.logical_shape, spec.shard_dim, spec.group, ours._params
 
 
 def _shared(module: nn.Module, ours: ShardedModule) -> dict[str, nn.Parameter]:
-    """By name, what took the place of those of ``module``'s parameters that a styled module held as well.
+    """By name the new parameters for those of ``module``'s parameters that an already styled module shares.
 
-    Raises ValueError where ``ours`` would place one otherwise.
+    Raises ValueError where ``ours`` would place one differently.
     """
     found = {}
     for name, (spec, _) in ours._declared.items():
@@ -301,7 +301,7 @@ def _said(_: torch.Size, shard_dim: int | None, group: Group, params: str) -> st
 
 
 def _take_place(module: nn.Module, ours: nn.Module) -> nn.Module:
-    """Have ``module`` be ``ours`` for everybody who holds it, as FSDP2 changes the class of what it wraps."""
+    """Turn ``module`` into ``ours`` in place, for every holder of it, as FSDP2 changes the class of what it wraps."""
     ours.train(module.training)
     module.__class__ = type(ours)
     module.__dict__.clear()

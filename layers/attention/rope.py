@@ -1,11 +1,11 @@
 """Rotary positions of a model: its frequencies, and the tables of cosines and sines that attention rotates with.
 
 Su et al., "RoFormer" (arXiv:2104.09864), section 3.4: pair i of a head turns by the angle position * theta^(-2i/P). The
-scalings that stretch a model beyond the lengths it was trained on change these frequencies; they are computed by
-transformers' own functions, so that a checkpoint means here what it means there.
+scalings that extend a model beyond the lengths it was trained on change these frequencies; transformers' own functions
+compute them, so a checkpoint has the same meaning here and there.
 
-The tables are computed from the positions in every forward, once for all layers, and kept nowhere: there is no buffer
-that ``model.bfloat16()`` could round, that ``to_empty`` could leave unset, or that a longer prompt could outgrow.
+Every forward computes the tables from the positions, once for all layers. They are not a buffer: ``model.bfloat16()``
+would round it, ``to_empty`` would leave it unset, and a longer prompt would exceed it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..config import TransformerConfig, check_rope, rope_type, rotary_dim
 class Rope:
     """Tables (cos, sin), each [..., P/2] fp32; ``cos, sin = rope``.
 
-    Not a tuple: FSDP's mixed precision casts every tensor that it finds in the arguments of a forward.
+    This is not a tuple because FSDP's mixed precision casts every tensor that it finds in the arguments of a forward.
     """
 
     __slots__ = ("cos", "sin")
@@ -45,13 +45,12 @@ class Rotary:
         head_dim: H.
         theta: the base of the frequencies.
         partial_rotary_factor: P / H, the share of each head that is rotated.
-        scaling: transformers' ``rope_parameters`` but for theta: ``{"rope_type": "llama3", "factor": 8.0, ...}``, with
-            a type of ``config.SCALINGS``. None: none.
-        max_positions: the longest sequence that the model is made for.
+        scaling: transformers' ``rope_parameters`` without theta: ``{"rope_type": "llama3", "factor": 8.0, ...}``, with
+            a type of ``config.SCALINGS``. None: no scaling.
+        max_positions: the longest sequence that the model supports.
         interleaved: whether elements 2i and 2i + 1 make a pair (GPT-J), or i and i + P/2 (GPT-NeoX, Llama).
 
-    Raises ValueError for values that make no sense, RuntimeError where a scaling is asked for and transformers is not
-    installed.
+    Raises ValueError for values that define no rotation, RuntimeError for a scaling without transformers.
     """
 
     head_dim: int
@@ -60,17 +59,17 @@ class Rotary:
     scaling: Mapping[str, Any] | None = field(default=None, hash=False)
     max_positions: int = 2048
     interleaved: bool = False
-    # Scaled frequencies and the attention factor, by device and by the length that they were computed for.
+    # Scaled frequencies and the attention factor, by device and length.
     _known: dict[Any, tuple[torch.Tensor, float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_rope(self.head_dim, self.partial_rotary_factor, self.scaling)
         if self.scaled:
-            self.frequencies(torch.device("cpu"))  # what is wrong with a scaling shows when the model is made
+            self.frequencies(torch.device("cpu"))  # raises for a wrong scaling when the model is built
 
     @classmethod
     def of(cls, config: TransformerConfig) -> Rotary:
-        """That of ``config``'s attention layers."""
+        """The rotation of ``config``'s attention layers."""
         return cls(
             config.head_dim,
             config.rope_theta,
@@ -92,9 +91,9 @@ class Rotary:
     def frequencies(self, device: torch.device, length: int | None = None) -> tuple[torch.Tensor, float]:
         """The angle per position of each pair, [P/2] fp32, and the factor of cosines and sines (YaRN's mscale).
 
-        ``length`` is that of the longest sequence. Two scalings depend on it: "dynamic" beyond ``max_positions``, and
-        "longrope", which has other frequencies for more than ``original_max_position_embeddings`` tokens. None stands
-        for ``max_positions``: what serving wants, where a token must not depend on who shares its batch.
+        ``length`` is the length of the longest sequence. Two scalings depend on it: "dynamic" beyond ``max_positions``,
+        and "longrope", which has other frequencies for more than ``original_max_position_embeddings`` tokens. None
+        means ``max_positions``, for serving: there a token must not depend on the other sequences of its batch.
         """
         if not self.scaled:
             return _frequencies(self.rotary_dim, self.theta, device), 1.0
@@ -103,13 +102,13 @@ class Rotary:
         if found is None:
             frequencies, factor = _scaled_frequencies(self, length)
             found = frequencies.to(device), factor
-            # Not what changes with every token, and no stand-in of a tensor (torch's FakeTensor).
+            # Longer lengths would add an entry for every token, and a FakeTensor must not outlive its trace.
             if length <= self.max_positions and type(found[0]) is torch.Tensor:
                 self._known[device, length] = found
         return found
 
     def _standing_for(self, length: int) -> int:
-        """The shortest sequence with the frequencies of one of ``length`` tokens."""
+        """The length of the shortest sequence that has the same frequencies as one of ``length`` tokens."""
         kind = rope_type(self.scaling)
         if kind == "dynamic":
             return max(length, self.max_positions)
@@ -125,7 +124,7 @@ def _frequencies(rotary: int, theta: float, device: torch.device) -> torch.Tenso
 
 
 def _scaled_frequencies(rotary: Rotary, length: int) -> tuple[torch.Tensor, float]:
-    """By transformers' function for the scaling, on the CPU as its models do."""
+    """The frequencies by transformers' function for the scaling, on the CPU as in its models."""
     kind = rope_type(rotary.scaling)
     try:
         from transformers import LlamaConfig
@@ -139,7 +138,7 @@ def _scaled_frequencies(rotary: Rotary, length: int) -> tuple[torch.Tensor, floa
     if rotary.partial_rotary_factor != 1.0:
         parameters["partial_rotary_factor"] = rotary.partial_rotary_factor
     try:
-        # Of a configuration the functions read these fields alone; one attention head is enough for them.
+        # The functions read only these fields of a configuration; one attention head is enough.
         config = LlamaConfig(
             hidden_size=rotary.head_dim,
             num_attention_heads=1,
@@ -159,8 +158,8 @@ def _scaled_frequencies(rotary: Rotary, length: int) -> tuple[torch.Tensor, floa
 def rope_tables(positions: torch.Tensor, rotary: Rotary, *, length: int | None = None) -> Rope:
     """(cos, sin), each [..., P/2] fp32, for integer ``positions`` [...] of sequences of up to ``length`` tokens.
 
-    They are what ``kernels.rope.apply_rope`` takes. fp32 whatever the model's precision: it is what the models that we
-    exchange weights with compute. See :meth:`Rotary.frequencies` for ``length``.
+    ``kernels.rope.apply_rope`` takes them. They are fp32 in every precision of the model, as in the models of
+    transformers. See :meth:`Rotary.frequencies` for ``length``.
     """
     frequencies, factor = rotary.frequencies(positions.device, length)
     angles = positions.to(torch.float32)[..., None] * frequencies  # [..., P/2]

@@ -16,11 +16,10 @@ Causal: j <= i. ``window`` (Mistral 7B, arXiv:2310.06825), as transformers count
 | loop | sdpa, mask or math, one packed sequence after another | packed batches on a CPU, whose lengths the host knows |
 | varlen | ``torch.nn.attention.varlen``, the ragged FlashAttention | windows, sinks, packed; CUDA, fp16 and bf16 |
 | flex | ``flex_attention``, compiled, with a block mask | the same and soft-caps, in fp32 too; GPUs |
-| math | plain torch with all scores in memory | whatever no other path takes |
+| math | plain torch with all scores in memory | all other calls |
 
-Nothing here reads a tensor of the GPU on the host, so every path can be captured in a CUDA graph (flex after a first
-call that compiles it). The paths themselves are in ``sdpa_paths.py``; ``dispatch.counts["attention", path]`` says what
-ran.
+The host never reads a tensor of the GPU here, so a CUDA graph can capture every path (flex after a first call that
+compiles it). ``sdpa_paths.py`` implements the paths; ``dispatch.counts["attention", path]`` counts their calls.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from . import sdpa_paths as paths
 
 PATHS = ("sdpa", "mask", "loop", "varlen", "flex", "math")
 
-# Every combination that is refused, and what to do instead.
+# Every combination that `attend` refuses, with the alternative.
 REFUSALS = {
     "lengths": (
         "causal attention wants as many keys as queries; pass causal=False for attention to another sequence, and "
@@ -81,10 +80,10 @@ def attend(
         window: how many tokens a query sees, itself included; None: all.
         softcap: bound of the scores, or None.
         sinks: [N], a learned logit of each head that takes part in the softmax and has no value.
-        cu_seqlens: [S + 1] int32 on q's device: where each sequence of a packed batch starts, and where the last one
-            ends, so 0 first and T last. Checked on a CPU; on a GPU other contents give undefined results.
-        max_seqlen: a bound of their lengths that the host knows. Without it the varlen path takes T, which is right
-            but starts thread blocks that find nothing to do. On a GPU a bound that is too small goes unnoticed.
+        cu_seqlens: [S + 1] int32 on q's device: the start of each sequence of a packed batch and the end of the last
+            one, so 0 first and T last. Checked on a CPU; on a GPU other contents give undefined results.
+        max_seqlen: a bound of the sequences' lengths. Without it the varlen path takes T, which is correct but starts
+            idle thread blocks. On a GPU a bound that is too small is not detected.
         dropout_p: share of the attention weights to drop, by torch's own random generator; pass 0 in evaluation.
         path: ``"auto"``, or one of PATHS, which is honoured or refused.
 
@@ -93,7 +92,7 @@ def attend(
     Raises ValueError for input that does not fit together and for the combinations in REFUSALS.
     """
     if window is not None and cu_seqlens is None and batch_size is None and q.dim() == 4 and window >= k.shape[1] > 0:
-        window = None  # all of every sequence
+        window = None  # it covers every sequence
     plain = window is None and softcap is None and sinks is None and cu_seqlens is None
     plain = plain and path == "auto" and batch_size is None and max_seqlen is None
     if plain and q.dim() == 4 and _settled(q.shape, k.shape, v.shape):
@@ -103,7 +102,7 @@ def attend(
     q4, k4, v4 = _autocast(q4, k4, v4)
     _check(q4, k4, v4, causal, window, softcap, sinks, cu_seqlens, max_seqlen, dropout_p)
     if path == "auto" and (q4.numel() == 0 or k4.numel() == 0):
-        path = "math"  # the fused kernels differ in what they make of nothing
+        path = "math"  # the fused kernels differ in their results for empty tensors
     choice = choose_path(
         q4.device,
         q4.dtype,
@@ -163,10 +162,10 @@ def choose_path(
     grad: bool = True,
     path: str = "auto",
 ) -> Choice:
-    """Which path ``attend`` takes for such a call, and why: the reason names what the paths before it lack.
+    """The path that ``attend`` takes for such a call, and the reason, which names what the preferred paths lack.
 
-    Depends on these facts, the versions installed and whether torch.compile is tracing, never on data. Raises
-    ValueError for an unknown ``path``, one that cannot be honoured, and combinations in REFUSALS.
+    The choice depends on these arguments, the installed versions and whether torch.compile is tracing, never on data.
+    Raises ValueError for an unknown ``path``, one that cannot run, and combinations in REFUSALS.
     """
     why_not = _why_not(device, dtype, head_dim, causal, window, softcap, sinks, packed, dropout_p, grad)
     if path != "auto":
@@ -271,7 +270,7 @@ def _why_not_flex(device: torch.device, dtype: torch.dtype, head_dim: int, grad:
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    """(major, minor); a GPU that this machine lacks (`explain`) is taken to be one that the paths know."""
+    """(major, minor); where this machine has no GPU (`explain` for another one), one that all paths support."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
 
 
@@ -306,16 +305,16 @@ def _batched(
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What scaled_dot_product_attention does under autocast, for the paths that do not."""
+    """The cast that scaled_dot_product_attention does under autocast, for the paths that do not cast."""
     kind = tensors[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):  # meta, where it cannot be, raises
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # for meta torch's function raises
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 def _settled(q: torch.Size, k: torch.Size, v: torch.Size) -> bool:
-    """Whether q, k and v [B, S, heads, H] of these shapes fit, be attention causal or not. Quick, to say yes."""
+    """Whether q, k and v [B, S, heads, H] of these shapes certainly fit, causal or not: a fast check before _check."""
     return q == k == v or (k == v and len(k) == 4 and q[:2] == k[:2] and q[3] == k[3] and q[2] % max(k[2], 1) == 0)
 
 
@@ -331,7 +330,7 @@ def _check(
     max_seqlen: int | None,
     dropout_p: float,
 ) -> None:
-    """ValueError unless these make a call; q, k, v are [B, S, heads, H]."""
+    """ValueError unless these arguments fit together; q, k, v are [B, S, heads, H]."""
     if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
         raise ValueError(
             f"attend: k {list(k.shape)} and v {list(v.shape)}: expected two equal shapes [{q.shape[0]}, S, K, "

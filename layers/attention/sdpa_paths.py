@@ -1,6 +1,6 @@
-"""The paths of ``layers/attention/sdpa.py``: torch's attention functions, each given what it wants to hear.
+"""The paths of ``layers/attention/sdpa.py``: torch's attention functions, each called with its own conventions.
 
-All take q [B, S, N, H] and k, v [B, S, K, H], of one dtype and checked, and return [B, S, N, H]; a packed batch is one
+All take q [B, S, N, H] and k, v [B, S, K, H], checked and of one dtype, and return [B, S, N, H]; a packed batch is one
 row of T tokens.
 """
 
@@ -33,8 +33,8 @@ def sdpa(
     grouped = False
     if q.shape[2] != k.shape[2]:
         if not q.is_cpu and (mask is not None or q.dtype.itemsize > 2 or q.shape[-1] > 256):
-            # Of the CUDA kernels only FlashAttention's and cuDNN's share KV heads among query heads, and these calls
-            # are for the memory-efficient one: without copies torch would fall back to keeping all scores.
+            # These calls take the memory-efficient kernel. On CUDA only FlashAttention's and cuDNN's kernels share KV
+            # heads among query heads, so without copies torch would fall back to storing all scores.
             k, v = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
         else:
             grouped = True
@@ -61,7 +61,7 @@ def plain_math(
     sinks: torch.Tensor | None,
     dropout_p: float,
 ) -> torch.Tensor:
-    """The formulas as they stand, in fp32 (fp64 stays)."""
+    """The formulas of ``sdpa.py`` term by term, in fp32 (fp64 stays)."""
     length, group = q.shape[1], q.shape[2] // k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     kind = q.device.type
@@ -93,12 +93,12 @@ def varlen(
     cu_seqlens: torch.Tensor | None,
     max_seqlen: int | None,
 ) -> torch.Tensor:
-    """FlashAttention's ragged kernel on [B, S, heads, H]: sequences of one length are packed ones, too."""
-    from torch.nn.attention.varlen import varlen_attn  # late: it imports the compiler. It registers the ops below, too.
+    """FlashAttention's ragged kernel on [B, S, heads, H]; a batch of equal lengths is a packed batch too."""
+    from torch.nn.attention.varlen import varlen_attn  # late: it imports the compiler, and registers the ops below
 
     starts_q, longest_q = _ragged(q, cu_seqlens, max_seqlen)
     starts_k, longest_k = _ragged(k, cu_seqlens, max_seqlen)
-    # The kernel counts the tokens before the query; -1 is all of them, and (-1, 0) is its word for causal.
+    # The kernel counts the tokens before the query; -1 means all of them, and (-1, 0) means causal.
     reach = (-1 if window is None else window - 1, 0 if causal else -1)
     tokens = [t.flatten(0, 1) if t.stride(-1) == 1 else t.flatten(0, 1).contiguous() for t in (q, k, v)]
     lengths = (starts_q, starts_k, longest_q, longest_k)
@@ -109,25 +109,25 @@ def varlen(
 
 
 def _ragged(x: torch.Tensor, cu_seqlens: torch.Tensor | None, max_seqlen: int | None) -> tuple[torch.Tensor, int]:
-    """(where each sequence of x [B, S, ...] starts, a bound of their lengths)."""
+    """(the start of each sequence of x [B, S, ...], a bound of their lengths)."""
     batch, length = x.shape[:2]
     starts = torch.arange(batch + 1, dtype=torch.int32, device=x.device) * length if cu_seqlens is None else cu_seqlens
-    # A bound of 1 sends the kernel down a way of its own, for decoding, on which every sequence has a token.
+    # A bound of 1 selects the kernel's decoding path, which requires a token of every sequence.
     return starts, max(length if max_seqlen is None else max_seqlen, 2)
 
 
-# What varlen_attn wants to hear before query heads share KV heads. torch 2.11 asks for nothing and does it.
+# varlen_attn's option for query heads that share KV heads; torch 2.11 needs none.
 _GROUPED = {"enable_gqa": True} if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12) else {}
 
 
 class _RaggedWithSinks(torch.autograd.Function):
     """The ragged kernel with a sink in every softmax.
 
-    With l the log-sum-exp that the kernel returns and m = log(exp(l) + exp(sink)), the result is its result times
-    exp(l - m). Its backward forms the weights as exp(s - m) and their gradients from rowsum(dout * out), so given this
-    result and m it forms the right gradients of q, k and v; that of the sink, a column without a value, is
-    -exp(sink - m) * rowsum(dout * out), summed over the tokens. (The public function has no gradient through its
-    log-sum-exp, so autograd could not do this.)
+    With l the log-sum-exp that the kernel returns and m = log(exp(l) + exp(sink)), the result is the kernel's result
+    times exp(l - m). The kernel's backward forms the weights as exp(s - m) and their gradients from rowsum(dout * out),
+    so from this result and m it forms the correct gradients of q, k and v. The gradient of the sink, a column without a
+    value, is -exp(sink - m) * rowsum(dout * out), summed over the tokens. (The public function has no gradient through
+    its log-sum-exp, so autograd could not do this.)
     """
 
     @staticmethod
@@ -184,9 +184,9 @@ def flex(
     sinks: torch.Tensor | None,
     cu_seqlens: torch.Tensor | None,
 ) -> torch.Tensor:
-    """``flex_attention`` on [B, S, heads, H], compiled with the mask that it skips blocks by.
+    """``flex_attention`` on [B, S, heads, H], compiled together with the block mask that lets it skip blocks.
 
-    Uncompiled it would keep all scores, and the mask all pairs of tokens; a CPU has no kernel to compile it to.
+    Uncompiled it would store all scores, and the mask all pairs of tokens. A CPU runs it uncompiled: it has no kernel.
     """
     call = _flex_graph
     if not (q.is_cpu or torch.compiler.is_compiling()):
@@ -229,8 +229,8 @@ def _flex_graph(
 def _compiled_flex(constants: tuple[Any, ...]) -> Callable[..., torch.Tensor]:
     """``_flex_graph``, compiled for calls with these ``constants``.
 
-    torch.compile counts the graphs of a code object and gives up at the eighth: each kind of layer gets its own copy
-    of it, so that only lengths and layouts count.
+    torch.compile gives up at the eighth graph of a code object. Each kind of layer gets its own copy of the code, so
+    that only different lengths and layouts add graphs.
     """
     copy = types.FunctionType(_flex_graph.__code__.replace(), _flex_graph.__globals__)
     return torch.compile(copy, fullgraph=True)
@@ -242,7 +242,7 @@ _Visible = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def visible_pairs(causal: bool, window: int | None, documents: torch.Tensor | None) -> _Visible | None:
-    """Whether query i may see key j, for index tensors that broadcast; None: it always may."""
+    """The function of (query i, key j), index tensors that broadcast, that says whether i sees j; None: always."""
     if not causal and documents is None:
         return None
 
@@ -260,7 +260,7 @@ def visible_pairs(causal: bool, window: int | None, documents: torch.Tensor | No
 
 
 def documents_of(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
-    """The sequence that each of ``tokens`` tokens belongs to, counted from 1, found on the device."""
+    """The number, from 1, of the sequence that each of ``tokens`` tokens belongs to, computed on the device."""
     positions = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens, positions, right=True)
 

@@ -1,4 +1,4 @@
-"""What transformers calls its files, and the things in our configs: gelu style is its Starcoder2, gated its Llama."""
+"""transformers' names for its files and for our configs' fields: gelu style is Starcoder2, gated style is Llama."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PART, ANY_PART = "model-{:05d}-of-{:05d}.safetensors", "model-*-of-*.safetensors"
 
-# Style -> what config.json calls it.
+# Style -> its name in config.json.
 _MODEL_TYPES = {"gelu": "starcoder2", "gated": "llama"}
 _ARCHITECTURES = {"gelu": "Starcoder2ForCausalLM", "gated": "LlamaForCausalLM"}
 _ACTIVATIONS = {"gelu": "gelu_pytorch_tanh", "gated": "silu"}
@@ -31,7 +31,7 @@ _FIELDS = {
     "tie_embeddings": "tie_word_embeddings",
 }
 _OPTIONAL = ("num_key_value_heads", "head_dim")
-# What transformers assumes where a config.json leaves a key out.
+# transformers' defaults for keys that a config.json leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gelu": {
         "max_position_embeddings": 4096,
@@ -83,7 +83,7 @@ def config_to_hf(config: TransformerConfig, dtype: str = "float32") -> dict[str,
 
 
 def config_from_hf(raw: dict[str, Any]) -> TransformerConfig:
-    """Our config of a ``config.json``; ValueError where it asks for something that the layers do not do."""
+    """Our config for a ``config.json``; ValueError for a feature that the layers do not have."""
     styles = {model_type: style for style, model_type in _MODEL_TYPES.items()}
     if raw.get("model_type") not in styles:
         raise ValueError(f"model_type={raw.get('model_type')!r}: expected one of {', '.join(styles)}")

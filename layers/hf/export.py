@@ -25,13 +25,12 @@ def export_hf(model: ParallelTransformer, directory: str | os.PathLike[str], *, 
     """Write ``model`` so that ``AutoModelForCausalLM.from_pretrained(directory)`` gives equal logits.
 
     All ranks of ``group`` (default: every process) call it, however the model is spread over them; a pipeline's ranks
-    pass the parts that they have. Each tensor is written once, in the model's own dtype: all into one file, or each
-    stage's into one beside an index. The files are complete beside their final names before any takes its place; then
-    the weights of an older export go, and other files of the folder stay.
+    pass the parts that they have. Each tensor is written once, in the model's own dtype: all tensors into one file, or
+    each stage's into its own file beside an index. The files are complete under temporary names before the first one is
+    renamed. Then the weights of an older export are deleted; other files of the folder stay.
 
-    Raises ValueError for a model that transformers has none like and a ``group`` that writes none of it, RuntimeError
-    when the folder cannot be written.
-    Every rank raises.
+    Raises ValueError for a model without a counterpart in transformers and for a ``group`` that holds none of its
+    tensors, RuntimeError when the folder cannot be written. Every rank raises.
     """
     ranks = everyone() if group is None else whole_group(group)
     model = cast(ParallelTransformer, bare(model))
@@ -42,7 +41,7 @@ def export_hf(model: ParallelTransformer, directory: str | os.PathLike[str], *, 
     owned = _first_holders([list(held) for held in dtypes])
     if not any(dtypes):
         raise ValueError("group: the model's tensors are written by a rank that is not in it; give all that share them")
-    # What is written has it: a parameter may be a copy in another dtype that the model computes with.
+    # Take the dtype of the written tensors: a parameter may be a copy in another dtype that the model computes with.
     dtype = next(dtype for held in dtypes for dtype in held.values())
     config = config_to_hf(model.config, str(dtype).removeprefix("torch."))
     target = Path(directory)
@@ -56,10 +55,10 @@ def export_hf(model: ParallelTransformer, directory: str | os.PathLike[str], *, 
 
 
 class _Export:
-    """The files of an export, with a ``mark`` that tells their passing names from others'."""
+    """The files of an export; their temporary names contain ``mark``, which is unique."""
 
     def __init__(self, directory: Path, mark: str, owned: list[list[str]]) -> None:
-        """``owned``: the tensors that each rank writes."""
+        """``owned`` are the names of the tensors that each rank writes."""
         self.directory, self._mark = directory, mark
         writers = [rank for rank, names in enumerate(owned) if names]
         count = len(writers)
@@ -68,10 +67,10 @@ class _Export:
         self._where = {name: self._parts[rank] for rank in writers for name in owned[rank]}
 
     def write_part(self, rank: int, tensors: dict[str, torch.Tensor]) -> int:
-        """The file of ``rank``, under its passing name; the bytes of its tensors."""
+        """Write the file of ``rank`` under its temporary name; returns the bytes of its tensors."""
         if not tensors:
             return 0
-        path = self._passing(self._parts[rank])
+        path = self._temporary(self._parts[rank])
         with self._explained():
             self.directory.mkdir(parents=True, exist_ok=True)
             save_file(tensors, path, metadata={"format": "pt"})
@@ -79,31 +78,31 @@ class _Export:
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def publish(self, config: dict[str, Any], size: int) -> None:
-        """Write what goes beside the weights, and give everything its final name."""
+        """Write the config and the index, and give every file its final name."""
         texts: dict[str, dict[str, Any]] = {CONFIG: config}
         if len(self._parts) > 1:
             texts[INDEX] = {"metadata": {"total_size": size}, "weight_map": self._where}
         with self._explained():
             for name, content in texts.items():
-                self._passing(name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-                _sync(self._passing(name))
+                self._temporary(name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+                _sync(self._temporary(name))
             files = [*self._parts.values(), *texts]
             for name in files:
-                self._passing(name).replace(self.directory / name)
+                self._temporary(name).replace(self.directory / name)
             older = [self.directory / WEIGHTS, self.directory / INDEX, *self.directory.glob(ANY_PART)]
             for path in older:
                 if path.name not in files:
                     path.unlink(missing_ok=True)
 
     def discard(self, rank: int) -> None:
-        """Delete what still has a passing name: of this rank, and on the first one what goes beside."""
+        """Delete this rank's files that still have a temporary name; rank 0 also deletes config and index."""
         names = [self._parts.get(rank), *((CONFIG, INDEX) if rank == 0 else ())]
         for name in names:
             if name is not None:
                 with suppress(OSError):
-                    self._passing(name).unlink()
+                    self._temporary(name).unlink()
 
-    def _passing(self, name: str) -> Path:
+    def _temporary(self, name: str) -> Path:
         return self.directory / f".{name}.{self._mark}.tmp"
 
     @contextmanager
@@ -115,7 +114,7 @@ class _Export:
 
 
 def _first_holders(held: list[list[str]]) -> list[list[str]]:
-    """Of the tensors that each rank has, those that no rank before it has."""
+    """For each rank the tensors that it holds and no rank before it holds."""
     seen: set[str] = set()
     owned = []
     for names in held:
