@@ -49,7 +49,14 @@ SEVERAL, REHEARSAL = 6, 30
 COMPARES = {"judge", "within", "relative_error", "assert_close", "opcheck", "allclose", "isclose", "equal", "approx"}
 COMPARES |= {"BUDGET", "green", "ok"}
 # Folders and files of tests that read numbers back which were written before, or what commands print of them.
-NOT_NUMERIC = {"face", "test_checkpoint.py", "test_checkpoint_faults.py", "test_hf_layouts.py", "test_train_runs.py"}
+NOT_NUMERIC = {
+    "face",
+    "test_checkpoint.py",
+    "test_checkpoint_faults.py",
+    "test_checkpoint_refusals.py",
+    "test_hf_layouts.py",
+    "test_train_runs.py",
+}
 ROOT = str(Path(__file__).parents[1]) + os.sep
 
 

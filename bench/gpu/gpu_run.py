@@ -69,6 +69,7 @@ OP_TESTS = (
     "test_kv_cache_blocks.py",
     "test_linear_act.py",
     "test_linear_fused.py",
+    "test_linear_torch.py",
     "test_main_grad.py",
     "test_mlp_fused.py",
     "test_norm.py",
