@@ -6,6 +6,7 @@ Without a GPU, Triton kernels are interpreted (TRITON_INTERPRET=1); allocations 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -158,6 +159,22 @@ def ranks() -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def on_device() -> Iterator[None]:
+    """Factory functions make their tensors where the kernels run."""
+    with (
+        torch.device("cuda") if torch.cuda.is_available() else contextlib.nullcontext()
+    ):  # on a CPU it slows calls down
+        yield
+
+
+@pytest.fixture
+def kernels_on_device(request: pytest.FixtureRequest) -> None:
+    """Tests of the kernels make their tensors where those run; all others make theirs on the CPU."""
+    if request.node.get_closest_marker("interpret"):
+        request.getfixturevalue("on_device")
 
 
 interpreter.install()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from oracle import assert_matches
 
 from shardfuse.kernels.comm import Norm, all_reduce_rmsnorm, reduce, reduce_config, reduce_op
 from shardfuse.kernels.comm import reduce_reference as reference
@@ -33,12 +34,7 @@ MODES = ("1", "2", "scattered", "gathered")  # of an exchange: one shot, two, or
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_kernel_matches_the_oracle(case):
     spec = registry.op("all_reduce_rmsnorm")
-    inputs = spec.make_inputs(case, CPU, seed=1)
-    ours, low = (spec.run(inputs, case, impl) for impl in ("triton", "reference"))
-    oracle = spec.run(registry.to_double(inputs), case, "reference")
-    assert all(ours[key].dtype == low[key].dtype for key in oracle)
-    verdicts = [accuracy.judge(key, ours[key], low[key], oracle[key], terms=spec.terms(case)) for key in oracle]
-    assert all(v.ok for v in verdicts), "; ".join(map(str, verdicts))
+    assert_matches(spec, case, spec.make_inputs(case, CPU, seed=1))
 
 
 def test_the_reference_is_what_its_docstring_says():

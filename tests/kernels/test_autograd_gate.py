@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,14 +14,7 @@ from shardfuse.kernels.runtime import autograd
 
 T, D, F = 3, 4, 5
 NOTHING = (False,) * 5
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(autouse=True)
-def _on_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What tests the kernels makes its tensors where they run; everything else stays on the CPU."""
-    with DEVICE if request.node.get_closest_marker("interpret") else nullcontext():
-        yield
+pytestmark = pytest.mark.usefixtures("kernels_on_device")
 
 
 class _Linear(torch.autograd.Function):

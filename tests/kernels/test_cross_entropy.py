@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from cross_entropy_case import (
     leaves,
     with_grads,
 )
+from oracle import assert_matches
 
 from shardfuse.kernels.cross_entropy import chunks, reference, schemas
 from shardfuse.kernels.cross_entropy.reference import Loss
@@ -32,15 +32,9 @@ from shardfuse.kernels.runtime.dispatch import Choice
 from shardfuse.layers.loss import linear_cross_entropy, linear_log_probs
 
 SPEC = registry.op("linear_cross_entropy")
+pytestmark = pytest.mark.usefixtures("on_device")
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(autouse=True)
-def _on_device():
-    """Factory functions make their tensors where the kernels run."""
-    torch.manual_seed(0)
-    with DEVICE if DEVICE.type == "cuda" else nullcontext():  # on a CPU it would only slow down what is called
-        yield
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -49,13 +43,7 @@ def _on_device():
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", SPEC.tagged("test"), ids=lambda case: case.name)
 def test_kernels_match_the_oracle(case):
-    inputs = SPEC.make_inputs(case, DEVICE, seed=1)
-    ours = SPEC.run(inputs, case, "triton")
-    low = SPEC.run(inputs, case, "reference")
-    oracle = SPEC.run(registry.to_double(inputs), case, "reference")
-    assert ours.keys() == oracle.keys()
-    verdicts = [accuracy.judge(name, ours[name], low[name], oracle[name], terms=SPEC.terms(case)) for name in oracle]
-    assert all(v.ok for v in verdicts), "; ".join(map(str, verdicts))
+    assert_matches(SPEC, case, SPEC.make_inputs(case, DEVICE, seed=1))
 
 
 def chunk_of_logits(dtype: torch.dtype, loss: Loss, first: int, width: int, wide: torch.Tensor) -> tuple[Any, Loss]:

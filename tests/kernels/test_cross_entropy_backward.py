@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -29,15 +28,9 @@ from shardfuse.kernels.dev import accuracy
 from shardfuse.layers.loss import linear_cross_entropy
 from shardfuse.parallel.pipeline.split_backward import stage_backward_input, stage_backward_weight
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(autouse=True)
-def _on_device():
-    """Factory functions make their tensors where the kernels run."""
-    torch.manual_seed(0)
-    with DEVICE if DEVICE.type == "cuda" else nullcontext():  # on a CPU it would only slow down what is called
-        yield
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,17 +13,11 @@ from kv_cache_case import E4M3, bits
 from shardfuse.kernels.kv_cache import write_kv_
 from shardfuse.kernels.runtime.fp8_bits import e4m3_bits_to_fp16, fp32_to_e4m3_bits
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IMPLS = ["reference", pytest.param("triton", marks=pytest.mark.interpret)]
 interpret = pytest.mark.interpret
-
-
-@pytest.fixture(autouse=True)
-def _on_device():
-    """Factory functions make their tensors where the kernels run."""
-    torch.manual_seed(0)
-    with DEVICE if DEVICE.type == "cuda" else nullcontext():  # on a CPU it would only slow down what is called
-        yield
 
 
 def every_bf16():

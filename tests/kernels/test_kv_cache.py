@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -16,19 +15,13 @@ from shardfuse.kernels.dev.cases import kv_cache as cases
 from shardfuse.kernels.kv_cache import copy_blocks_, gather_kv, norm_rope_write_kv_, write_kv_
 from shardfuse.kernels.runtime import device, dispatch
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IMPLS = ["reference", pytest.param("triton", marks=pytest.mark.interpret)]
 interpret = pytest.mark.interpret
 EPS = torch.finfo(torch.float32).eps
 TEST_CASES = [(spec, case) for spec in cases.SPECS for case in spec.tagged("test")]
-
-
-@pytest.fixture(autouse=True)
-def _on_device():
-    """Factory functions make their tensors where the kernels run."""
-    torch.manual_seed(0)
-    with DEVICE if DEVICE.type == "cuda" else nullcontext():  # on a CPU it would only slow down what is called
-        yield
 
 
 # --- write ------------------------------------------------------------------------------------------------------------

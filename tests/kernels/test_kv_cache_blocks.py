@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from kv_cache_case import E4M3, INT8, bits, noise
 
 from shardfuse.kernels.kv_cache import copy_blocks_, gather_kv, swap_blocks_, write_kv_
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+pytestmark = pytest.mark.usefixtures("on_device")
+
 IMPLS = ["reference", pytest.param("triton", marks=pytest.mark.interpret)]
-
-
-@pytest.fixture(autouse=True)
-def _on_device():
-    """Factory functions make their tensors where the kernels run."""
-    torch.manual_seed(0)
-    with DEVICE if DEVICE.type == "cuda" else nullcontext():  # on a CPU it would only slow down what is called
-        yield
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import dataclasses
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import assert_matches
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -16,30 +17,15 @@ from shardfuse.kernels.linear import ACTIVATIONS, linear_act, schemas
 from shardfuse.kernels.runtime import dispatch
 
 SPEC = registry.op("linear_act")
+pytestmark = pytest.mark.usefixtures("on_device")
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(autouse=True)
-def _on_device():
-    """Factory functions make their tensors where the kernels run."""
-    with DEVICE if DEVICE.type == "cuda" else nullcontext():  # on a CPU it would only slow down what is called
-        yield
-
-
-def check(case: registry.Case, inputs: dict) -> None:
-    """Outputs and every gradient of the kernels within twice the error of the same maths in their own precision."""
-    ours = SPEC.run(inputs, case, "triton")
-    low = SPEC.run(inputs, case, "reference")
-    oracle = SPEC.run(registry.to_double(inputs), case, "reference")
-    assert ours.keys() == oracle.keys()
-    verdicts = [accuracy.judge(name, ours[name], low[name], oracle[name], terms=SPEC.terms(case)) for name in oracle]
-    assert all(v.ok for v in verdicts), "; ".join(map(str, verdicts))
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", SPEC.tagged("test"), ids=lambda case: case.name)
 def test_kernels_match_the_oracle(case):
-    check(case, SPEC.make_inputs(case, DEVICE, seed=1))
+    assert_matches(SPEC, case, SPEC.make_inputs(case, DEVICE, seed=1))
 
 
 @pytest.mark.interpret
@@ -58,7 +44,7 @@ def test_kernels_match_the_oracle(case):
 def test_any_size(T, D, F, dtype, activation, weights, bias):
     options = {"activation": activation, "weights": weights, "bias": bias, "layout": "rows", "residual": False}
     case = registry.Case("drawn", dtype, {"T": T, "D": D, "F": F}, options)
-    check(case, SPEC.make_inputs(case, DEVICE, seed=T + D + F))
+    assert_matches(SPEC, case, SPEC.make_inputs(case, DEVICE, seed=T + D + F))
 
 
 @pytest.mark.interpret
@@ -248,15 +234,13 @@ def test_explicit_triton_is_refused_not_replaced():
         linear_act(x, torch.zeros(6, 8, dtype=torch.float64), impl="triton")
 
 
-def test_a_wrong_kernel_would_be_caught(monkeypatch):
+def test_a_wrong_kernel_would_be_caught():
     """The check has teeth: an output off by 1 % fails it."""
+
+    def run(inputs, case, impl):
+        found = SPEC.run(inputs, case, impl)
+        return {name: out * 1.01 for name, out in found.items()} if impl == "triton" else found
+
     case = SPEC.tagged("test")[0]
-    honest = SPEC.run
-    wrong = registry.OpSpec(**{**SPEC.__dict__, "run": lambda i, c, impl: _scaled(honest(i, c, impl), impl)})
-    monkeypatch.setitem(globals(), "SPEC", wrong)
     with pytest.raises(AssertionError, match="y0: error"):
-        check(case, wrong.make_inputs(case, DEVICE, seed=1))
-
-
-def _scaled(outputs, impl):
-    return {name: out * 1.01 if impl == "triton" else out for name, out in outputs.items()}
+        assert_matches(dataclasses.replace(SPEC, run=run), case, SPEC.make_inputs(case, DEVICE, seed=1))

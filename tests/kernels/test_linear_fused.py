@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from oracle import assert_matches
 from torch.nn import functional as F
 
 from shardfuse.kernels.dev import accuracy, registry
@@ -23,19 +24,10 @@ SPECS = [registry.op(name) for name in ("gated_linear", "dgrad_act", "dgrad_gate
 CASES = [(spec, case) for spec in SPECS for case in spec.tagged("test")]
 
 
-def verdicts(spec: registry.OpSpec, case: registry.Case, impl: str) -> list[accuracy.Verdict]:
-    inputs = spec.make_inputs(case, DEVICE, seed=1)
-    ours, low = spec.run(inputs, case, impl), spec.run(inputs, case, "reference")
-    oracle = spec.run(registry.to_double(inputs), case, "reference")
-    assert ours.keys() == oracle.keys()
-    return [accuracy.judge(name, ours[name], low[name], oracle[name], terms=spec.terms(case)) for name in oracle]
-
-
 @pytest.mark.interpret
 @pytest.mark.parametrize(("spec", "case"), CASES, ids=lambda value: value.name)
 def test_kernels_match_the_oracle(spec, case):
-    found = verdicts(spec, case, "triton")
-    assert all(v.ok for v in found), "; ".join(map(str, found))
+    assert_matches(spec, case, spec.make_inputs(case, DEVICE, seed=1))
 
 
 @pytest.mark.interpret

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from oracle import assert_matches
 from torch.nn import functional as F
 
 from shardfuse.kernels.dev import accuracy, registry
@@ -14,36 +14,17 @@ from shardfuse.kernels.dropout import dropout
 from shardfuse.kernels.norm import config, layer_norm, op, rms_norm, schemas
 from shardfuse.kernels.runtime import dispatch
 
+pytestmark = pytest.mark.usefixtures("on_device")
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NORMS = {"rms_norm": rms_norm, "layer_norm": layer_norm}
 EPS32 = torch.finfo(torch.float32).eps
-
-
-@pytest.fixture(autouse=True)
-def _on_device():
-    """Factory functions make their tensors where the kernels run."""
-    torch.manual_seed(0)
-    with DEVICE if DEVICE.type == "cuda" else nullcontext():  # on a CPU it would only slow down what is called
-        yield
 
 
 def leaves(name, T, D, **options):
     """x and the parameters of ``name``, as leaves."""
     shapes = ((T, D), (D,), (D,))[: 3 if name == "layer_norm" else 2]
     return [torch.randn(shape, **options).requires_grad_() for shape in shapes]
-
-
-def check(name, case, inputs):
-    """Outputs and every gradient of the kernels within twice the error of the same maths in their own precision."""
-    spec = registry.op(name)
-    ours = spec.run(inputs, case, "triton")
-    low = spec.run(inputs, case, "reference")
-    oracle = spec.run(registry.to_double(inputs), case, "reference")
-    assert ours.keys() == oracle.keys()
-    assert all(ours[key].dtype == low[key].dtype for key in ours)
-    verdicts = [accuracy.judge(key, ours[key], low[key], oracle[key], terms=spec.terms(case)) for key in oracle]
-    assert all(v.ok for v in verdicts), "; ".join(map(str, verdicts))
-    return ours
 
 
 # ------------------------------------------------------------------------------------------------------ kernels
@@ -53,7 +34,7 @@ def check(name, case, inputs):
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("case", registry.op("rms_norm").tagged("test"), ids=lambda case: case.name)
 def test_kernels_match_the_oracle(name, case):
-    check(name, case, registry.op(name).make_inputs(case, DEVICE, seed=1))
+    assert_matches(registry.op(name), case, registry.op(name).make_inputs(case, DEVICE, seed=1))
 
 
 def test_the_reference_is_what_its_docstring_says():

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
+from oracle import assert_matches
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardfuse.kernels.dev import accuracy, registry
@@ -14,17 +13,11 @@ from shardfuse.kernels.rope import apply_rope, schemas
 from shardfuse.kernels.runtime import dispatch
 
 SPEC = cases.SPEC
+pytestmark = pytest.mark.usefixtures("on_device")
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IMPLS = ["reference", pytest.param("triton", marks=pytest.mark.interpret)]
 interpret = pytest.mark.interpret
-
-
-@pytest.fixture(autouse=True)
-def _on_device():
-    """Factory functions make their tensors where the kernels run."""
-    torch.manual_seed(0)
-    with DEVICE if DEVICE.type == "cuda" else nullcontext():  # on a CPU it would only slow down what is called
-        yield
 
 
 def tables(tokens, pairs):
@@ -60,13 +53,7 @@ def textbook(x, cos, sin, interleaved):
 @interpret
 @pytest.mark.parametrize("case", SPEC.tagged("test"), ids=lambda case: case.name)
 def test_kernel_matches_the_oracle(case):
-    inputs = SPEC.make_inputs(case, DEVICE, seed=1)
-    ours = SPEC.run(inputs, case, "triton")
-    low = SPEC.run(inputs, case, "reference")
-    oracle = SPEC.run(registry.to_double(inputs), case, "reference")
-    assert ours.keys() == oracle.keys() == low.keys()
-    verdicts = [accuracy.judge(name, ours[name], low[name], oracle[name], terms=SPEC.terms(case)) for name in oracle]
-    assert all(v.ok for v in verdicts), "; ".join(map(str, verdicts))
+    assert_matches(SPEC, case, SPEC.make_inputs(case, DEVICE, seed=1))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

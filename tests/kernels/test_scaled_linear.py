@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
+from oracle import assert_matches
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,16 +16,10 @@ from shardfuse.kernels.scaled_linear import fp8_linear, op, quantize, reference,
 from shardfuse.layers.fp8 import RECIPES, Fp8Linear
 
 SPEC = registry.op("scaled_linear")
+pytestmark = pytest.mark.usefixtures("on_device")
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 E4M3, E5M2 = reference.DTYPES
-
-
-@pytest.fixture(autouse=True)
-def _on_device():
-    """Factory functions make their tensors where the kernels run."""
-    torch.manual_seed(0)
-    with DEVICE if DEVICE.type == "cuda" else nullcontext():  # on a CPU it would only slow down what is called
-        yield
 
 
 def same_bits(ours, theirs):
@@ -47,14 +41,9 @@ def tensor_core_error(K):
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", SPEC.tagged("test"), ids=lambda case: case.name)
 def test_kernels_match_the_oracle(case):
-    inputs = SPEC.make_inputs(case, DEVICE, seed=1)
-    ours = SPEC.run(inputs, case, "triton")
-    low = SPEC.run(inputs, case, "reference")
-    oracle = SPEC.run(registry.to_double(inputs), case, "reference")
-    assert ours.keys() == oracle.keys()
-    verdicts = [accuracy.judge(name, ours[name], low[name], oracle[name], terms=SPEC.terms(case)) for name in oracle]
-    K = max(case.sizes.values())
-    assert all(v.ok or v.error < tensor_core_error(K) for v in verdicts), "; ".join(map(str, verdicts))
+    assert_matches(
+        SPEC, case, SPEC.make_inputs(case, DEVICE, seed=1), allowed=tensor_core_error(max(case.sizes.values()))
+    )
 
 
 @pytest.mark.interpret

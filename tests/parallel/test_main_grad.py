@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -34,14 +32,9 @@ from shardfuse.parallel.zero.clip import GradientClipper
 
 FUSE = {"fuse_wgrad_accumulation": True}
 MICRO = 3
+pytestmark = pytest.mark.usefixtures("kernels_on_device")
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(autouse=True)
-def _on_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What tests the kernels makes its tensors where they run; everything else stays on the CPU."""
-    with DEVICE if request.node.get_closest_marker("interpret") else nullcontext():
-        yield
 
 
 def _triplet(build: Any, **options: Any) -> tuple[nn.Module, nn.Module, nn.Module]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -17,14 +15,7 @@ from shardfuse import ParallelMLP
 from shardfuse.bench.harness.stock import StockGatedMLP, StockMLP
 from shardfuse.kernels.runtime import dispatch
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture(autouse=True)
-def _on_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What tests the kernels makes its tensors where they run; everything else stays on the CPU."""
-    with DEVICE if request.node.get_closest_marker("interpret") else nullcontext():
-        yield
+pytestmark = pytest.mark.usefixtures("kernels_on_device")
 
 
 def _check(ours: nn.Module, stock: nn.Module, x: torch.Tensor, context: Any = None) -> None:

@@ -1,0 +1,25 @@
+"""An op's kernels against the same maths in fp64, by the rule of kernels/dev/accuracy.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardfuse.kernels.dev import accuracy, registry
+
+
+def assert_matches(
+    spec: registry.OpSpec, case: registry.Case, inputs: dict[str, Any], *, allowed: float = 0.0
+) -> dict[str, torch.Tensor]:
+    """Outputs and every gradient of the kernels are within the budget, or ``allowed``; what the kernels gave.
+
+    The op may not write into its inputs: all sides are given the same.
+    """
+    ours, low = (spec.run(inputs, case, impl) for impl in ("triton", "reference"))
+    oracle = spec.run(registry.to_double(inputs), case, "reference")
+    assert ours.keys() == low.keys() == oracle.keys()
+    assert all(ours[name].dtype == low[name].dtype for name in ours)
+    verdicts = [accuracy.judge(name, ours[name], low[name], oracle[name], terms=spec.terms(case)) for name in oracle]
+    assert all(verdict.ok or verdict.error < allowed for verdict in verdicts), "; ".join(map(str, verdicts))
+    return ours
