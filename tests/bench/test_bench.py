@@ -244,12 +244,6 @@ def test_case_without_a_check_is_refused():
         runner.run(_fake(checked=False), Settings(CPU))
 
 
-def test_done_rows_are_neither_checked_nor_measured():
-    plan = _fake().plan(Settings(CPU))
-    assert [row.key for row in runner.run(_fake(), Settings(CPU), done={plan[0].key}).rows] == [plan[1].key]
-    assert runner.run(_fake(checked=False), Settings(CPU), done={row.key for row in plan}).rows == []
-
-
 def test_fast_run_leaves_slow_peers_out():
     plan = [dataclasses.replace(row, slow=row.metric == "tokens/s") for row in _fake().plan(Settings(CPU))]
     rows = runner.run(_fake(plan=lambda settings: plan), Settings(CPU), slow=False).rows

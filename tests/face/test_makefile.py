@@ -33,7 +33,7 @@ def _checkout(folder: Path, script: str) -> tuple[Path, dict[str, str]]:
 
 
 @needs_make
-@pytest.mark.parametrize("target", ["test-rest", "job-interpret-2", "install"])
+@pytest.mark.parametrize("target", ["test-rest", "install"])
 def test_a_checkout_may_have_a_space_in_its_path(tmp_path: Path, target: str):
     checkout = tmp_path / "with space"
     python, environment = _checkout(checkout, 'printf "%s\\n" "$SHARDFUSE_SIDE_TRITON" >> seen')

@@ -246,80 +246,37 @@ _BUGS = {
 }
 
 
-def _hunt(bug: Bug, reduced: bool) -> Result:
-    subject = bug.subject if bug.change is None else bug.subject.changed(bug.change)
-    return explore(subject, reduced=reduced, **bug.options)
-
-
 @pytest.mark.parametrize("name", _BUGS)
 def test_a_seeded_bug_is_found(name: str) -> None:
     """With the shortest counterexample, in words. Without the bug the same exchanges are in order."""
     bug = _BUGS[name]
-    result = _hunt(bug, reduced=False)
+    subject = bug.subject if bug.change is None else bug.subject.changed(bug.change)
+    result = explore(subject, reduced=False, **bug.options)
     print(f"\n{name}, after {result.states} states:\n{result.trace}")
     assert result.rule == bug.rule
     assert bug.says in result.trace.splitlines()[-1]
+    assert explore(subject, **bug.options).rule == bug.rule  # the reduced search finds it, too
     sound = explore(bug.subject._replace(slots=2, after_timeout="stops"), **bug.options)
     assert not sound.rule, sound.trace
-
-
-@pytest.mark.parametrize("name", _BUGS)
-def test_the_reduced_search_finds_the_same_bugs(name: str) -> None:
-    assert _hunt(_BUGS[name], reduced=True).rule == _BUGS[name].rule
-
-
-def test_a_counterexample_reads_as_a_story() -> None:
-    assert (
-        _hunt(_BUGS["epoch-off-by-one"], reduced=False).trace
-        == """\
-  1  rank 0 begins exchange 1
-  2  rank 0 writes chunk 0 (phase 0) to rank 0, exchange 1
-  3  rank 0 raises flag [0, own, 0] of rank 0 to 1 (release)
-  4  rank 0 writes chunk 0 (phase 0) to rank 1, exchange 1
-  5  rank 0 raises flag [0, own, 0] of rank 1 to 1 (release)
-  6  rank 0 waits until its flag [0, 0, 0] has reached 0 (acquire)
-  7  rank 0 reads chunk 0 (phase 0) from rank 0, exchange 1
-  8  rank 0 waits until its flag [0, 1, 0] has reached 0 (acquire)
-  => early read: nothing makes 'rank 1 writes chunk 0 (phase 0) to rank 0, exchange 1' happen before \
-rank 0 reads chunk 0 (phase 0) from rank 1, exchange 1"""
-    )
 
 
 # ---------------------------------------------------------------------------------------------- recorded traces
 
 
-def _recorded(exchanges: list[Exchange], first_epoch: int = 1) -> list[list[Event]]:
+def _recorded(exchanges: list[Exchange]) -> list[list[Event]]:
     """What the ranks of a run that kept to the protocol write down."""
     return [
-        [event for step in steps for event in _event(step, first_epoch)]
-        for steps in model(len(exchanges[0].rows), exchanges).steps
+        [event for step in steps for event in _event(step)] for steps in model(len(exchanges[0].rows), exchanges).steps
     ]
 
 
-def _event(step: Step, first_epoch: int) -> list[Event]:
-    epoch = (step.epoch - 1 + first_epoch + 2**31) % 2**32 - 2**31
+def _event(step: Step) -> list[Event]:
     if step.kind == "arrive":
         return []
     if step.kind in ("begin", "end"):
-        return [(step.kind, epoch)]
-    return [(step.kind, step.phase, step.peer, step.chunk, epoch, *([epoch] if step.kind == "wait" else []))]
-
-
-@pytest.mark.parametrize("first_epoch", [1, 1000, 2**31 - 2, -2], ids=["first", "later", "signed-wrap", "zero"])
-@pytest.mark.parametrize("exchanges", [_MIXED_2, _MIXED_3], ids=["two-ranks", "three-ranks"])
-def test_a_trace_that_keeps_to_the_protocol_is_accepted(exchanges: list[Exchange], first_epoch: int) -> None:
-    conforms(_recorded(exchanges, first_epoch), exchanges)
-
-
-def test_a_trace_without_data_in_another_order_of_tiles_is_accepted() -> None:
-    """Only flags were recorded, tiles come in another order and wait twice, and a peer is an exchange ahead."""
-    exchanges = [_even("all_gather", 2, chunks=2)] * 2
-    trace = [[event for event in events if event[0] not in ("read", "write")] for events in _recorded(exchanges)]
-    first, second = (i for i, event in enumerate(trace[1]) if event[:3] == ("wait", 0, 0) and event[4] == 1)
-    trace[1][first], trace[1][second] = (*trace[1][second][:5], 2), trace[1][first]
-    trace[1].insert(second, trace[1][second])
-    conforms(trace, exchanges)
-    conforms([[], []], [])
+        return [(step.kind, step.epoch)]
+    seen = [step.epoch] if step.kind == "wait" else []
+    return [(step.kind, step.phase, step.peer, step.chunk, step.epoch, *seen)]
 
 
 def _replaced(trace: list[list[Event]], rank: int, old: Event, *new: Event) -> list[list[Event]]:

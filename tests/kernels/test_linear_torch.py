@@ -16,15 +16,6 @@ launch = pytest.importorskip("shardfuse.kernels.linear.launch", reason="Triton i
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def test_main_grad_is_asked_for():
-    w = torch.zeros(6, 8, requires_grad=True)
-    with pytest.raises(ValueError, match="has no main_grad: call attach_main_grads"):
-        linear_act(torch.zeros(3, 8), w, fuse_wgrad_accumulation=True)
-    w.main_grad = torch.zeros(6, 7)
-    with pytest.raises(ValueError, match=r"main_grad is torch.float32 \[6, 7\].*of this rank's \[6, 8\]"):
-        linear_act(torch.zeros(3, 8), w, fuse_wgrad_accumulation=True)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

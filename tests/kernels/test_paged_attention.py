@@ -18,7 +18,6 @@ from shardfuse.kernels.dev.accuracy import judge
 from shardfuse.kernels.dev.cases import paged_attention as cases
 from shardfuse.kernels.dev.registry import Case
 from shardfuse.kernels.paged_attention import merge_attention, paged_attention
-from shardfuse.kernels.runtime import dispatch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SPEC = registry.op("paged_attention")
@@ -295,14 +294,6 @@ def test_compiles_without_graph_breaks(impl: str) -> None:
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
     for case in (DECODE, MIXED):
         assert torch.equal(compiled(_inputs(case)), step(_inputs(case)))
-
-
-@pytest.mark.interpret
-def test_dispatch_counts_what_ran() -> None:
-    before = dispatch.counts.copy()
-    for impl in ("reference", "triton", "triton"):
-        SPEC.run(_inputs(DECODE), DECODE, impl)
-    assert dispatch.counts - before == {("paged_attention", "reference"): 1, ("paged_attention", "triton"): 2}
 
 
 def test_fp64_runs_the_reference_and_the_kernel_refuses_it() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import pickle
 import re
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_case import FFN, WIDTH, Net, adamw, assert_equal, train
+from checkpoint_case import FFN, WIDTH, Exploit, Net, adamw, assert_equal, train
 from torch import nn
 
 from shardfuse.parallel.checkpoint import storage
@@ -116,16 +115,6 @@ def test_meta_parameters_are_refused(saved: Path) -> None:
     model = Net().to("meta")
     with pytest.raises(ValueError, match="is on the meta device: call model"):
         load_checkpoint(saved, model)
-
-
-class Exploit:
-    """Unpickling it would touch a file."""
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.target),)
 
 
 def _sign(saved: Path) -> None:

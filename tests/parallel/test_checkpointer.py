@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_case import Exploit
 from torch import nn
 
 from shardfuse.parallel.checkpoint import checkpoint, storage
@@ -406,14 +407,6 @@ def test_a_state_that_is_more_than_data_is_refused_when_saving(tmp_path: Path) -
     assert _names(tmp_path) == []
 
 
-class _Exploit:
-    def __init__(self, target: Path) -> None:
-        self.target = target
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.target),)
-
-
 def test_loading_runs_no_code_from_a_state(tmp_path: Path) -> None:
     class Evil:
         def state_dict(self) -> Any:
@@ -423,7 +416,7 @@ def test_loading_runs_no_code_from_a_state(tmp_path: Path) -> None:
             raise AssertionError(f"got {state}")
 
     model, evil = _model(), Evil()
-    blob = torch.frombuffer(bytearray(pickle.dumps(_Exploit(tmp_path / "pwned"), protocol=2)), dtype=torch.uint8)
+    blob = torch.frombuffer(bytearray(pickle.dumps(Exploit(tmp_path / "pwned"), protocol=2)), dtype=torch.uint8)
     snapshot = checkpoint.take_snapshot(model, states={"evil": evil}, ranks=checkpoint.everyone())
     snapshot.tensors["state.evil"] = blob
     checkpoint.write_snapshot(tmp_path / "c", snapshot, checkpoint.everyone())

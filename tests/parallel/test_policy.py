@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import timeit
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -243,18 +242,6 @@ def test_under_torch_compile_strict_refuses(monkeypatch: pytest.MonkeyPatch):
     assert policy.select(GATHER, group, **SHAPE, overlap="chunked").kind == "plain"
     with pytest.raises(RuntimeError, match=r"under torch\.compile only the plain composition runs: leave"):
         policy.select(GATHER, group, **SHAPE, overlap="chunked", strict=True)
-
-
-def test_a_choice_made_before_is_a_look_up(monkeypatch: pytest.MonkeyPatch):
-    group = Group(pg := _Pg(), 0, 2, None)
-    monkeypatch.setattr(policy, "_agreed", {(id(pg), CPU): policy._Agreed(profile_of(row_of()), "node")})
-    policy.select(GATHER, group, **SHAPE)
-    monkeypatch.setattr(policy, "_decide", lambda *args: pytest.fail("decided again"))
-    call = lambda: policy.select(GATHER, group, **SHAPE)
-    table = {(GATHER, 64, 32, 16): 1}
-    look_up = lambda: table[GATHER, 64, 32, 16]
-    ours, plain = (min(timeit.repeat(each, number=2000, repeat=7)) for each in (call, look_up))
-    assert ours < 60 * plain
 
 
 def test_a_choice_under_a_transform_is_not_taken_outside(monkeypatch: pytest.MonkeyPatch):

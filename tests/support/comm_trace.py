@@ -9,7 +9,7 @@ as the interpreter runs them):
 - ``("wait", phase, peer, chunk, e, seen)``: own flag [phase, peer, chunk] awaited, and what it stood at in the end;
 - ``("read", phase, peer, chunk, e)``: data of ``peer``'s taken from the own slot.
 
-Epochs are what stands in the flags. Writes and reads may be left out, together; then only the flags are checked.
+Epochs are what stands in the flags.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def conforms(
     each read must come after the writes that it should see in the sense of happens-before, so in every execution of
     these lists and not just in the recorded one.
 
-    exchanges: what was run; the flags raised and awaited, and the data if it was recorded, must be exactly the model's
+    exchanges: what was run; the flags raised and awaited and the data must be exactly the model's
     modulus: where epochs wrap
     """
     epochs = [event[1] for event in trace[0] if event[0] == "begin"]
@@ -102,9 +102,7 @@ def _check_seen(trace: Sequence[Sequence[Event]], steps: list[Program], modulus:
 
 def _compare(steps: list[Program], expected: Model) -> None:
     """Whether each rank's steps are the model's, in whatever order its tiles came."""
-    kinds = {"begin", "end", "raise", "wait"}
-    if any(step.kind in ("write", "read") for made in steps for step in made):
-        kinds |= {"write", "read"}
+    kinds = {"begin", "end", "raise", "wait", "write", "read"}
     for rank, (made, wanted) in enumerate(zip(steps, expected.steps)):
         found, asked = (Counter(step[:5] for step in program if step.kind in kinds) for program in (made, wanted))
         # Several tiles may wait for one flag, or read of one chunk.
