@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import assert_matches
 
 from shardfuse.kernels.dev import registry
 from shardfuse.kernels.dev.accuracy import judge
@@ -51,12 +52,7 @@ ODD = (
 @pytest.mark.parametrize("impl", IMPLS[1:])
 @pytest.mark.parametrize("case", [*CASES.values(), *ODD], ids=lambda case: case.name)
 def test_agrees_with_the_reference(case: Case, impl: str) -> None:
-    inputs = _inputs(case)
-    oracle = SPEC.run(registry.to_double(inputs), case, "reference")
-    low, found = (SPEC.run(inputs, case, name) for name in ("reference", impl))
-    for name in oracle:
-        verdict = judge(name, found[name], low[name], oracle[name], terms=SPEC.terms(case))
-        assert verdict.ok, verdict
+    assert_matches(SPEC, case, _inputs(case), impl=impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from products import PARAM_GRADS, around
+from products import PARAM_GRADS, around, order_of_backward
 
 from shardfuse.kernels.dev import accuracy
 from shardfuse.kernels.linear import functional
@@ -290,31 +290,9 @@ def test_no_token_and_a_single_one(ranks: Any):
 
 
 def _order_body(rank: int, world: int) -> list[str]:
-    """The order in which backward starts to sum dx, forms the first layer's weight gradients, and takes the sum."""
-    events: list[str] = []
-    start, param_grads = collectives.start_all_reduce, functional.param_grads
-
-    def noted_start(x: torch.Tensor, group: Any, *, site: str) -> Callable[[], torch.Tensor]:
-        events.append("start")
-        finish = start(x, group, site=site)
-
-        def noted_finish() -> torch.Tensor:
-            events.append("wait")
-            return finish()
-
-        return noted_finish
-
-    def noted_param_grads(*args: Any, **kwargs: Any) -> Any:
-        events.append("weights")
-        return param_grads(*args, **kwargs)
-
-    collectives.start_all_reduce, functional.param_grads = noted_start, noted_param_grads
-    try:
-        whole = _whole()
-        _mlp(whole["x"].clone().requires_grad_(), _params(whole)).backward(whole["dy"])
-    finally:
-        collectives.start_all_reduce, functional.param_grads = start, param_grads
-    return events
+    whole = _whole()
+    x, p = whole["x"].clone().requires_grad_(), _params(whole)
+    return order_of_backward(lambda: _mlp(x, p).backward(whole["dy"]))
 
 
 def test_the_input_gradient_travels_while_weights_get_theirs(ranks: Any):

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from mlp_case import GATED, LEVEL, D, T, counted, pair, run_with_grads, verdicts
+from products import order_of_backward
 from torch import nn
 
 from shardfuse import tp_group
-from shardfuse.kernels.linear import functional
 from shardfuse.kernels.runtime import dispatch
 from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.sharding import local_tensors, spec_of
@@ -168,26 +168,9 @@ def test_what_torch_compile_traces_over_ranks_computes_the_same(ranks: Any, gate
 
 
 def _order_body(rank: int, world: int) -> list[str]:
-    """The order in which backward starts to sum dx, forms weight gradients, and takes the sum."""
-    events: list[str] = []
-    start, param_grads = collectives.start_all_reduce, functional.param_grads
-
-    def noted_start(x: torch.Tensor, group: Any, *, site: str) -> Any:
-        events.append("start")
-        finish = start(x, group, site=site)
-        return lambda: (events.append("wait"), finish())[1]
-
-    def noted_param_grads(*args: Any, **kwargs: Any) -> Any:
-        events.append("weights")
-        return param_grads(*args, **kwargs)
-
-    collectives.start_all_reduce, functional.param_grads = noted_start, noted_param_grads
-    try:
-        ours, _ = pair(False, recompute=1, mesh=tp_group(dist.group.WORLD))
-        ours(torch.randn(T, D, requires_grad=True)).sum().backward()
-    finally:
-        collectives.start_all_reduce, functional.param_grads = start, param_grads
-    return events
+    ours, _ = pair(False, recompute=1, mesh=tp_group(dist.group.WORLD))
+    x = torch.randn(T, D, requires_grad=True)
+    return order_of_backward(lambda: ours(x).sum().backward())
 
 
 def test_the_input_gradient_travels_while_both_layers_weights_get_theirs(ranks: Any):

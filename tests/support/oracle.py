@@ -10,13 +10,13 @@ from shardfuse.kernels.dev import accuracy, registry
 
 
 def assert_matches(
-    spec: registry.OpSpec, case: registry.Case, inputs: dict[str, Any], *, allowed: float = 0.0
+    spec: registry.OpSpec, case: registry.Case, inputs: dict[str, Any], *, impl: str = "triton", allowed: float = 0.0
 ) -> dict[str, torch.Tensor]:
-    """Outputs and every gradient of the kernels are within the budget, or ``allowed``; what the kernels gave.
+    """Outputs and every gradient of ``impl`` are within the budget, or ``allowed``; what it gave.
 
     The op may not write into its inputs: all sides are given the same.
     """
-    ours, low = (spec.run(inputs, case, impl) for impl in ("triton", "reference"))
+    ours, low = (spec.run(inputs, case, each) for each in (impl, "reference"))
     oracle = spec.run(registry.to_double(inputs), case, "reference")
     assert ours.keys() == low.keys() == oracle.keys()
     assert all(ours[name].dtype == low[name].dtype for name in ours)

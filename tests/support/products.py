@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardfuse.kernels.linear import Product, functional
+from shardfuse.parallel.core import collectives
 
 # (layout, epilogue) -> what tests call it; one that is sent: "send_" and the same.
 NAMES = {
@@ -46,3 +47,31 @@ def around(each: Around) -> Iterator[None]:
         yield
     finally:
         Product.compute, Product.send, functional.param_grads = compute, send, param_grads  # type: ignore[method-assign]
+
+
+def order_of_backward(run: Callable[[], Any]) -> list[str]:
+    """What ``run`` does, in order: it starts to sum an input's gradient, forms weight gradients, waits for the sum."""
+    events: list[str] = []
+    start = collectives.start_all_reduce
+
+    def started(x: Any, group: Any, *, site: str) -> Callable[[], Any]:
+        events.append("start")
+        finish = start(x, group, site=site)
+
+        def finished() -> Any:
+            events.append("wait")
+            return finish()
+
+        return finished
+
+    def noted(name: str, product: Callable[[], Any], of: Any) -> Any:
+        events.extend(["weights"] if name == PARAM_GRADS else [])
+        return product()
+
+    collectives.start_all_reduce = started
+    try:
+        with around(noted):
+            run()
+    finally:
+        collectives.start_all_reduce = start
+    return events
