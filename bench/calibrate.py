@@ -38,20 +38,17 @@ from ..parallel.core import collectives
 from ..parallel.core.mesh import Group, init_mesh, shutdown, tp_group
 from ..parallel.overlap import link_model, policy
 from ..parallel.overlap import link_profile as profiles
-from ..parallel.overlap.link_profile import COLLECTIVES, OPS, Link, Profile, Row, bucket, dtype_name
+from ..parallel.overlap.link_profile import OPS, Profile, Row, bucket, dtype_name
 from ..parallel.overlap.memory.sizes import DECODE_TOKENS
+from ..parallel.overlap.plan import OverlapPlan, fastest
 from ..training.launch import Stopped, launch
+from .calibrate_meter import Meter
 from .calibrate_rig import SITE, Rig, Shares, ends_of
 from .harness import provenance
 from .harness.report import DRY_NOTE, console, write_json
-from .harness.timing import Timing, compare_fixed, copy_bandwidth
 
 GATHER, SCATTER, REDUCE, NORM = OPS
 SECONDS, SHORT_SECONDS = 1.5, 0.5  # of timing for two paths in turn
-MIN_ROUNDS, MAX_ROUNDS = 20, 500
-SIZES = tuple(1 << power for power in (14, 17, 20, 23, 25))  # bytes of a collective
-DRY_SIZES = (1 << 10, 1 << 12)
-PIECES = 4  # of the small gather that tells what a piece costs the host
 MODELS, TOKENS = ("llama3-8b", "llama3-70b"), (16, 128, 1024, 4096, 16384)  # on GPUs
 FEW = tuple(1 << power for power in range(DECODE_TOKENS.bit_length()))  # tokens of decoding: each a bucket
 CPU_WIDTHS, CPU_TOKENS = ((256, 1024), (1024, 4096)), (64, 512)  # (D, F) on a CPU
@@ -62,6 +59,7 @@ SOURCES = (
     *(f"kernels/{name}" for name in ("linear", "comm", "norm")),
     *(f"kernels/runtime/{name}.py" for name in ("signals", "signals_triton", "device")),
     "bench/calibrate.py",
+    "bench/calibrate_meter.py",
     "bench/calibrate_rig.py",
     *provenance.TUNED,
 )
@@ -179,6 +177,7 @@ class Run:
         self.dtype = torch.bfloat16 if on_gpu else torch.float32
         self.link = policy.link_of(collectives.gather_objects(policy.machine(), group, site=SITE))
         name, arch = profiles.device_names(self.device)
+        self.meter = Meter(group, self.device, self.dtype, seconds=options.seconds, dry=options.dry)
         self.out = options.out or Path(f"shardfuse-links-{arch}.json")
         self.people: Console = console(stderr=True)
         self.profile = Profile(name, arch, measured=True, dry=options.dry, origin=self._origin(), sources=(_SOURCE,))
@@ -196,13 +195,13 @@ class Run:
     def _measure(self) -> None:
         """Whatever the profile lacks."""
         if self.link not in self.profile.links:
-            self._say(f"links: {len(self._sizes())} sizes of each collective")
-            self._keep(links=dict(self.profile.links) | {self.link: self._links()})
+            self._say(f"links: {len(self.meter.sizes())} sizes of each collective")
+            self._keep(links=dict(self.profile.links) | {self.link: self.meter.links()})
         if dtype_name(self.dtype) not in self.profile.gemm_flops:
             self._say("products, copies, and both at once")
-            self._keep(**self._rates())
+            self._keep(**self.meter.rates(self.profile.gemm_flops))
         if self.link == "node" and self.profile.copy_bytes_per_s is None:  # also where the rates are a network run's
-            self._keep(copy_bytes_per_s=self._peer_copy())
+            self._keep(copy_bytes_per_s=self.meter.peer_copy())
         left = [call for call in self._calls() if self._key(call) not in self.profile.table]
         for index, call in enumerate(left):
             where = bucket(call.T, call.K, call.N)
@@ -259,76 +258,6 @@ class Run:
         if self.group.rank == 0:
             self.people.print(line, markup=False, soft_wrap=True)
 
-    # --- links and rates ----------------------------------------------------------------------------------------------
-
-    def _sizes(self) -> tuple[int, ...]:
-        return DRY_SIZES if self.options.dry else SIZES
-
-    def _links(self) -> dict[str, Link]:
-        return {name: self._link(name) for name in dict.fromkeys(COLLECTIVES.values())}
-
-    def _link(self, name: str) -> Link:
-        R = self.group.size
-        rounds = 2 if name == "all_reduce" else 1
-        points = []
-        for size in self._sizes():
-            rows = size // (R * 4 * 64) or 1
-            x = torch.randn(rows if name == "all_gather" else rows * R, 64, device=self.device)
-            whole = rows * R * 64 * 4
-            call = partial(getattr(collectives, name), x, self.group, site=SITE)
-            points.append((rounds * (R - 1) / R * whole, self._alone(call)))
-        start, per_byte = fit(points)
-        return Link(0.0, start / (rounds * (R - 1)), 1 / per_byte)
-
-    def _rates(self) -> dict[str, Any]:
-        """Products and copies; ``hides`` on a GPU alone, as on a CPU what hides a collective is the product's cores."""
-        on_gpu, dry = self.device.type == "cuda", self.options.dry
-        size = 32 if dry else 4096 if on_gpu else 1024
-        a, b = (torch.randn(size, size, dtype=self.dtype, device=self.device) for _ in range(2))
-        product_s = self._alone(lambda: a @ b)
-        found: dict[str, Any] = {
-            "gemm_flops": dict(self.profile.gemm_flops) | {dtype_name(self.dtype): 2 * size**3 / product_s},
-            "piece_s": self._piece_seconds(),
-            "hides": self._hides(lambda: a @ b, product_s) if on_gpu else 0.0,
-        }
-        if not dry:
-            found["memory_bytes_per_s"] = copy_bandwidth(self.device, size=1 << (30 if on_gpu else 26))
-        return found
-
-    def _piece_seconds(self) -> float:
-        """What a piece of a chunked operation costs: a gather of next to nothing, in many."""
-        call = link_model.Call(GATHER, self.group.size * PIECES, 16, 16, self.dtype, self.group.size)
-        rig = Rig.of(call, self.group, self.device)
-        return self._alone(partial(rig.result, policy.OverlapPlan("chunked", PIECES))) / (
-            (self.group.size - 1) * PIECES + 1
-        )
-
-    def _hides(self, product: Callable[[], Any], product_s: float) -> float:
-        """At which share of its speed products run while an all-reduce is under way."""
-        x = torch.randn(self._sizes()[-1] // 4, device=self.device)
-        collective_s = self._alone(lambda: collectives.all_reduce(x, self.group, site=SITE))
-        count = int(2 * collective_s / product_s) + 1
-        count = collectives.gather_objects(count, self.group, site=SITE)[0]
-
-        def both() -> None:
-            finish = collectives.start_all_reduce(x, self.group, site=SITE)
-            for _ in range(count):
-                product()
-            finish()
-
-        together_s = self._alone(both)
-        return max(0.0, min(1.0, (collective_s + count * product_s - together_s) / collective_s))
-
-    def _peer_copy(self) -> float | None:
-        """Bytes per second of a copy to another GPU; None on a CPU, and where some rank sees no GPU but its own."""
-        count = torch.cuda.device_count() if self.device.type == "cuda" else 0
-        others = [index for index in range(count) if index != self.device.index]
-        if not all(collectives.gather_objects(bool(others), self.group, site=SITE)):
-            return None
-        source = torch.empty(self._sizes()[-1], dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source, device=torch.device("cuda", others[0]))
-        return source.nbytes / self._alone(lambda: target.copy_(source))
-
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def _calls(self) -> list[link_model.Call]:
@@ -343,13 +272,13 @@ class Run:
     def _key(self, call: link_model.Call) -> tuple[str, str, int, str, str]:
         return call.op, dtype_name(call.dtype), call.R, self.link, bucket(call.T, call.K, call.N)
 
-    def _paths(self, call: link_model.Call) -> list[policy.OverlapPlan]:
-        paths = [policy.OverlapPlan("chunked", pieces) for pieces in link_model.pieces_of(call)]
+    def _paths(self, call: link_model.Call) -> list[OverlapPlan]:
+        paths = [OverlapPlan("chunked", pieces) for pieces in link_model.pieces_of(call)]
         if self.link == "node" and policy.kernel_unavailable(self.group, self.device) is None:
-            paths.append(policy.OverlapPlan("kernel"))
+            paths.append(OverlapPlan("kernel"))
         return paths
 
-    def _checked(self, call: link_model.Call, paths: Sequence[policy.OverlapPlan]) -> Rig:
+    def _checked(self, call: link_model.Call, paths: Sequence[OverlapPlan]) -> Rig:
         """A rig on which ``paths`` may be timed. Raises _WrongResult on every rank where a result is wrong on one."""
         rig = Rig.of(call, self.group, self.device)
         verdicts = [str(verdict) for path in paths for verdict in rig.verdicts(path) if not verdict.ok]
@@ -377,40 +306,19 @@ class Run:
                 self._time(self._checked(end, these), these, shares)
         return shares.row(self._key(call))
 
-    def _first(self, paths: list[policy.OverlapPlan]) -> list[policy.OverlapPlan]:
+    def _first(self, paths: list[OverlapPlan]) -> list[OverlapPlan]:
         """Rank 0's: another rank may see other paths in front."""
         return collectives.gather_objects(paths, self.group, site=SITE)[0]
 
-    def _time(self, rig: Rig, paths: Sequence[policy.OverlapPlan], shares: Shares) -> None:
+    def _time(self, rig: Rig, paths: Sequence[OverlapPlan], shares: Shares) -> None:
         for path in paths:
             shares.add(path, *self._share(rig, path))
 
-    def _share(self, rig: Rig, path: policy.OverlapPlan) -> tuple[float, float, float]:
+    def _share(self, rig: Rig, path: OverlapPlan) -> tuple[float, float, float]:
         """A path's share of plain's time, that time in seconds, and how far each was from itself."""
-        ours, plain = self._compare(partial(rig.result, path), partial(rig.result, policy.OverlapPlan()))
+        ours, plain = self.meter.compare(partial(rig.result, path), partial(rig.result, OverlapPlan()))
         spread = max(side.noise or 0.0 for side in (ours, plain))
         return ours.value / plain.value, plain.value * 1e-6, spread
-
-    # --- time ---------------------------------------------------------------------------------------------------------
-
-    def _alone(self, call: Callable[[], Any]) -> float:
-        """Seconds of one call."""
-        return self._compare(call, call)[0].value * 1e-6
-
-    def _compare(self, ours: Callable[[], Any], peer: Callable[[], Any]) -> tuple[Timing, Timing]:
-        """Both in turn, by the host's clock, over a number of rounds that all ranks agree on."""
-        sides = [partial(self._finished, side) for side in (ours, peer)]
-        if self.options.dry:
-            return compare_fixed(*sides, rounds=1, calls=1)
-        once = compare_fixed(*sides, rounds=3, calls=1)
-        wanted = self.options.seconds / (sum(side.value for side in once) * 1e-6)
-        rounds = collectives.gather_objects(int(wanted), self.group, site=SITE)[0]
-        return compare_fixed(*sides, rounds=max(MIN_ROUNDS, min(MAX_ROUNDS, rounds)), calls=1)
-
-    def _finished(self, call: Callable[[], Any]) -> None:
-        call()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
 
 _SOURCE = "measured by shardfuse bench calibrate"
@@ -438,24 +346,6 @@ def shapes_of(options: Options, device_type: str, R: int) -> Iterator[tuple[str,
                 yield op, -(-T // R) * R, K, N
         for T in few if kind not in ("up", "qkv") else ():
             yield NORM, T, K, N
-
-
-def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(start, per byte) of seconds = start + per byte * bytes, with the least relative error over (bytes, seconds).
-
-    Neither comes out below 0: where noise would have it so, the other takes all.
-    """
-    weights = [1 / seconds**2 for _, seconds in points]
-    total = sum(weights)
-    mean_x = sum(w * x for w, (x, _) in zip(weights, points)) / total
-    mean_y = sum(w * y for w, (_, y) in zip(weights, points)) / total
-    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points))
-    slope = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points)) / spread if spread else 0.0
-    largest_x, longest = max(points)
-    if slope <= 0:
-        return 0.0, longest / largest_x
-    start = mean_y - slope * mean_x
-    return (start, slope) if start >= 0 else (0.0, mean_y / mean_x)
 
 
 def source_hash() -> str:
@@ -496,7 +386,7 @@ def show(people: Console, outcome: Outcome, *, dry: bool) -> None:
 
 
 def _taken(profile: Profile, row: Row) -> str:
-    path = policy.fastest(row, unavailable=None)
+    path = fastest(row, unavailable=None)
     if profile.dry:
         return "plain"
     return f"{path[0]} in {path[1]}" if path[0] == "chunked" else path[0]

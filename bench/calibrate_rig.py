@@ -11,9 +11,10 @@ from ..kernels.dev.accuracy import Verdict, judge
 from ..kernels.linear import Product, functional
 from ..kernels.norm import rms_norm
 from ..parallel.core.mesh import Group
-from ..parallel.overlap import partial_sum, policy
+from ..parallel.overlap import partial_sum
 from ..parallel.overlap.link_model import GATHER, NORM, SCATTER, Call
 from ..parallel.overlap.link_profile import Row, bucket_ends
+from ..parallel.overlap.plan import MARGIN, OverlapPlan
 
 SITE = "calibrate"
 STEPS = 32  # of which the features at a bucket's ends are multiples, for each power of two
@@ -41,7 +42,7 @@ class Rig:
         operands = (x, weight * call.K**-0.5, stream)
         return cls(call, group, *[t.to(device, call.dtype) for t in operands])
 
-    def result(self, path: policy.OverlapPlan) -> torch.Tensor:
+    def result(self, path: OverlapPlan) -> torch.Tensor:
         """The operation by one path: [T, N], or a reduce-scatter's [T/R, N].
 
         The product outside of the kernel path is the one that a layer would run, stock torch where a table of
@@ -59,7 +60,7 @@ class Rig:
             return strategy.linear_reduce_scatter(product, site=SITE).wait()
         return strategy.linear_all_reduce(product, site=SITE).wait()
 
-    def _normed(self, product: Product, path: policy.OverlapPlan) -> torch.Tensor:
+    def _normed(self, product: Product, path: OverlapPlan) -> torch.Tensor:
         if path.kind == "kernel":
             (rows,) = product.compute()
             unsummed = partial_sum.PartialSum(rows, None, self.group, SITE)
@@ -70,12 +71,12 @@ class Rig:
         y = path.strategy(self.group).linear_all_reduce(product, site=SITE, async_op=False).wait()
         return rms_norm(y, self.stream[0], residual=self.stream)[0]
 
-    def verdicts(self, path: policy.OverlapPlan) -> Iterator[Verdict]:
+    def verdicts(self, path: OverlapPlan) -> Iterator[Verdict]:
         """The path against plain in fp64, allowed twice the error of plain in its own precision."""
         doubled = {name: getattr(self, name).double() for name in ("x", "weight", "stream")}
-        exact = replace(self, **doubled).result(policy.OverlapPlan())
+        exact = replace(self, **doubled).result(OverlapPlan())
         name = f"{self.call.op} {path.kind} in {path.pieces}"
-        yield judge(name, self.result(path), self.result(policy.OverlapPlan()), exact, terms=max(self.x.shape))
+        yield judge(name, self.result(path), self.result(OverlapPlan()), exact, terms=max(self.x.shape))
 
 
 def ends_of(call: Call) -> list[Call]:
@@ -103,19 +104,19 @@ class Shares:
 
     plain_s: float = 0.0
     noise: float = 0.0  # the largest
-    worst: dict[policy.OverlapPlan, float] = field(default_factory=dict)
+    worst: dict[OverlapPlan, float] = field(default_factory=dict)
 
-    def add(self, path: policy.OverlapPlan, share: float, plain_s: float, noise: float) -> None:
+    def add(self, path: OverlapPlan, share: float, plain_s: float, noise: float) -> None:
         self.plain_s = self.plain_s or plain_s
         self.noise = max(self.noise, noise)
         self.worst[path] = max(self.worst.get(path, 0.0), share)
 
-    def fastest(self) -> policy.OverlapPlan:
+    def fastest(self) -> OverlapPlan:
         return min(self.worst, key=self.worst.__getitem__)
 
-    def winners(self) -> list[policy.OverlapPlan]:
+    def winners(self) -> list[OverlapPlan]:
         """What plain may yet lose to: nothing else can be chosen, whatever it does on other shapes."""
-        return [path for path, share in self.worst.items() if share < 1 - policy.MARGIN]
+        return [path for path, share in self.worst.items() if share < 1 - MARGIN]
 
     def row(self, key: tuple[str, str, int, str, str]) -> Row:
         seconds = {path: share * self.plain_s for path, share in self.worst.items()}

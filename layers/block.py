@@ -9,7 +9,7 @@ from torch import nn
 
 from ..parallel.overlap import partial_sum
 from ..parallel.overlap.partial_sum import PartialSum
-from ..parallel.overlap.policy import OverlapPlan
+from ..parallel.overlap.plan import OverlapPlan
 from ..parallel.zero.recompute import recomputed
 from . import dropout as masks
 from .attention.attention import AttentionCache, ParallelAttention

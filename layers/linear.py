@@ -14,7 +14,8 @@ from ..parallel.core import mappings
 from ..parallel.linear import column_linear, row_linear
 from ..parallel.overlap.memory.sizes import layer_slots
 from ..parallel.overlap.partial_sum import PartialSum
-from ..parallel.overlap.policy import OverlapPlan, preview
+from ..parallel.overlap.plan import OverlapPlan
+from ..parallel.overlap.policy import preview
 from .module import (
     CollectiveInfo,
     CollectiveInfos,

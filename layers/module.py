@@ -22,7 +22,7 @@ from ..parallel.core.sharding import (
     parameter_seed,
     tag,
 )
-from ..parallel.overlap.policy import OverlapPlan
+from ..parallel.overlap.plan import OverlapPlan
 from .options import LayerOptions
 
 __all__ = [

@@ -63,10 +63,10 @@ def fused_mlp(
         raise ValueError("residual: what the ranks' products add up to has no epilogue; add it to the result")
     if residual is not None and residual.dtype != (functional.autocast_dtype(x) or x.dtype):
         # Under autocast over a wider stream: a sum in the wider dtype, as torch's.
-        return residual + FusedMLP.apply(call, None, x, *weights, *biases, out_weight, out_bias)
+        return residual + ParallelMLPFunction.apply(call, None, x, *weights, *biases, out_weight, out_bias)
     if residual is x:  # torch.compile takes no tensor twice
         residual = x.view_as(x)
-    return FusedMLP.apply(call, residual, x, *weights, *biases, out_weight, out_bias)
+    return ParallelMLPFunction.apply(call, residual, x, *weights, *biases, out_weight, out_bias)
 
 
 class _Call(NamedTuple):
@@ -109,7 +109,7 @@ class _Left(NamedTuple):
     dzs: Any  # the list, None where it was not formed
 
 
-class FusedMLP(torch.autograd.Function):
+class ParallelMLPFunction(torch.autograd.Function):
     """The layer above: a column-parallel product, the activation, a row-parallel product.
 
     x_shard, y_shard, dx_shard, dy_shard  [T/R, D]   this rank's tokens; without sequence parallelism all, [T, D]

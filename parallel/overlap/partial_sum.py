@@ -28,7 +28,8 @@ from ..core.mesh import Group
 from .memory.channel import capturing
 from .memory.pool import SymmetricMemoryPool
 from .memory.sizes import DECODE_TOKENS, decode_channel, decode_slots
-from .policy import OverlapPlan, preview, select
+from .plan import OverlapPlan
+from .policy import preview, select
 
 OP = "all_reduce_rmsnorm"
 

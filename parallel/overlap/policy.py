@@ -35,34 +35,14 @@ from ..core.mesh import Group
 from ..core.options import TPOptions
 from . import link_model
 from .link_model import Call
-from .link_profile import OPS, Profile, Row, bucket, dtype_name, load, parse
+from .link_profile import OPS, Profile, load, parse
 from .memory.pool import SymmetricMemoryPool
-from .strategies import Chunked, InKernel, Plain, Strategy
+from .plan import MODEL_TOKENS, NOTHING, OverlapPlan, best_pieces, exposed_time, measured_row, pure_selection
+from .strategies import Plain, Strategy
 
 OVERLAPS = ("auto", "kernel", "chunked", "none")
-MARGIN = 0.03  # of plain's time, by which another path must have been faster
-MODEL_MARGIN = 0.10  # the same where the time is only predicted
-MODEL_TOKENS = 1024  # fewer are all latency, of which the model knows least: plain until something is measured
-DEFAULT_PIECES = 2  # of a shard, where nothing is known
 REMEMBERED = 4096  # choices of a group: serving has as many shapes as it has numbers of tokens
-CALIBRATE = "shardfuse bench calibrate"
-NOTHING = "nothing to send or to multiply"
 Tensors = Sequence[torch.Tensor]
-
-
-class OverlapPlan(NamedTuple):
-    """How one collective and the product beside it are run."""
-
-    kind: str = "plain"  # "kernel", "chunked" or "plain"
-    pieces: int = 1  # chunked: of each rank's shard, or of all rows for an all-reduce
-    reason: str = ""
-    exposed_s: float | None = None  # seconds of communication that no product hides, as expected; None: unknown
-
-    def strategy(self, group: Group) -> Strategy:
-        """What runs it."""
-        if self.kind == "chunked":
-            return Chunked(group, self.pieces)
-        return InKernel(group) if self.kind == "kernel" else Plain(group)
 
 
 class LayerOverlap(NamedTuple):
@@ -245,25 +225,6 @@ def preview(
     return path
 
 
-def pure_selection(
-    profile: Profile | None, link: str, call: Call, *, unavailable: str | None, device_type: str
-) -> OverlapPlan:
-    """The choice under ``overlap="auto"``; ``unavailable`` is why the kernel cannot run, or None."""
-    if call.T < 1 or min(call.K, call.N) < 1:
-        return OverlapPlan(reason=NOTHING)
-    if profile is None:
-        return OverlapPlan(reason=f"nothing is known of this node's links: {CALIBRATE}")
-    if profile.dry:
-        return OverlapPlan(reason="the profile is of a dry run, whose figures mean nothing")
-    row = _row(profile, link, call)
-    if row is not None:
-        return _by_measurement(profile, link, call, row, unavailable)
-    if device_type == "cpu":
-        why = "gloo works on the cores that form the products"
-        return OverlapPlan(reason=f"{why}, and this shape was not measured: {CALIBRATE}")
-    return _by_model(profile, link, call, unavailable)
-
-
 # --- can the kernel run? ----------------------------------------------------------------------------------------------
 
 
@@ -316,7 +277,7 @@ def _kernel_matters(agreed: _Agreed, call: Call, overlap: str) -> bool:
         return overlap == "kernel"
     if profile is None or profile.dry:
         return False
-    row = _row(profile, agreed.link, call)
+    row = measured_row(profile, agreed.link, call)
     if row is not None:
         return row.kernel_s is not None
     return agreed.device_type != "cpu" and call.T >= MODEL_TOKENS and bool(profile.links)
@@ -384,23 +345,23 @@ def _decide(agreed: _Agreed, call: Call, overlap: str, strict: bool, without_ker
         unavailable = "the group spans machines"
     if overlap == "auto" and dispatch.row_invariant():
         why = "row_invariance: paths add up differently, and which one is best depends on the number of tokens"
-        return OverlapPlan("plain", 1, why, _exposed(profile, link, call, "plain"))
+        return OverlapPlan("plain", 1, why, exposed_time(profile, link, call, "plain"))
     if overlap == "auto":
         return pure_selection(profile, link, call, unavailable=unavailable, device_type=agreed.device_type)
     if overlap == "none":
-        return OverlapPlan("plain", 1, "overlap='none'", _exposed(profile, link, call, "plain"))
+        return OverlapPlan("plain", 1, "overlap='none'", exposed_time(profile, link, call, "plain"))
     if min(call.K, call.N) < 1:
         return OverlapPlan(reason=NOTHING)
     if overlap == "chunked" and call.op == link_model.NORM:
         return OverlapPlan(
-            "plain", 1, f"{call.op} is one launch: there is nothing to cut", _exposed(profile, link, call, "plain")
+            "plain", 1, f"{call.op} is one launch: there is nothing to cut", exposed_time(profile, link, call, "plain")
         )
     if overlap == "chunked":
-        pieces = _best_pieces(profile, link, call)
-        return OverlapPlan("chunked", pieces, "overlap='chunked'", _exposed(profile, link, call, "chunked", pieces))
+        pieces = best_pieces(profile, link, call)
+        return OverlapPlan("chunked", pieces, "overlap='chunked'", exposed_time(profile, link, call, "chunked", pieces))
     if unavailable:
-        return _refused(call.op, overlap, strict, unavailable, _exposed(profile, link, call, "plain"))
-    return OverlapPlan("kernel", 1, "overlap='kernel'", _exposed(profile, link, call, "kernel"))
+        return _refused(call.op, overlap, strict, unavailable, exposed_time(profile, link, call, "plain"))
+    return OverlapPlan("kernel", 1, "overlap='kernel'", exposed_time(profile, link, call, "kernel"))
 
 
 def _refused(op: str, overlap: str, strict: bool, why: str, exposed_s: float | None = None) -> OverlapPlan:
@@ -444,78 +405,3 @@ def _captured(op: str, overlap: str, strict: bool, device_counted: bool) -> Over
 
 def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
-def _row(profile: Profile, link: str, call: Call) -> Row | None:
-    """The measurement that stands for ``call``."""
-    return profile.table.get((call.op, dtype_name(call.dtype), call.R, link, bucket(call.T, call.K, call.N)))
-
-
-def fastest(row: Row, *, unavailable: str | None, most: int | None = None) -> tuple[str, int]:
-    """(path, pieces) of a measured row: another than plain only where it won beyond doubt.
-
-    ``most`` bounds the number of pieces: a bucket may hold shapes with fewer rows than the one that was measured.
-    """
-    sides = {
-        ("chunked", pieces): seconds for pieces, seconds in row.chunked_s.items() if most is None or pieces <= most
-    }
-    if row.kernel_s is not None and unavailable is None:
-        sides["kernel", 1] = row.kernel_s
-    best = min(sides, key=sides.__getitem__, default=("plain", 1))
-    won = best in sides and sides[best] < row.plain_s * (1 - max(MARGIN, row.noise))
-    return best if won else ("plain", 1)
-
-
-def _by_measurement(profile: Profile, link: str, call: Call, row: Row, unavailable: str | None) -> OverlapPlan:
-    """The fastest path of a measured bucket."""
-    most = call.T if call.op == link_model.REDUCE else call.T // call.R
-    kind, pieces = fastest(row, unavailable=unavailable, most=most)
-    where = f"measured ({row.bucket} {row.dtype}, {row.ranks} ranks)"
-    exposed = _exposed(profile, link, call, kind, pieces)
-    if kind == "plain":
-        return OverlapPlan("plain", 1, f"{where}: nothing else is faster", exposed)
-    seconds = row.chunked_s[pieces] if kind == "chunked" else row.kernel_s
-    assert seconds is not None
-    return OverlapPlan(kind, pieces, f"{where}: {seconds / row.plain_s:.2f} of plain's time", exposed)
-
-
-def _by_model(profile: Profile, link: str, call: Call, unavailable: str | None) -> OverlapPlan:
-    """The path that should be fastest; another than plain only by a clear margin."""
-    source = "modelled from this node's links" if profile.measured else "projected"
-    advice = f"not measured on this node: {CALIBRATE}"
-    plain = link_model.predict(profile, link, call, "plain")
-    if plain is None:
-        between = "between machines" if link == "network" else "of this kind"
-        return OverlapPlan(reason=f"the profile has no figures for links {between}: {CALIBRATE}")
-    if call.T < MODEL_TOKENS:
-        return OverlapPlan("plain", 1, f"{source}: too few tokens to trust a model; {advice}", plain.exposed_s)
-    paths = [("chunked", pieces) for pieces in link_model.pieces_of(call)]
-    paths += [] if unavailable else [("kernel", 1)]
-    found = {path: link_model.predict(profile, link, call, *path) for path in paths}
-    totals = {path: estimate.total_s for path, estimate in found.items() if estimate is not None}
-    best = min(totals, key=totals.__getitem__, default=None)
-    if best is None or totals[best] >= plain.total_s * (1 - MODEL_MARGIN):
-        return OverlapPlan("plain", 1, f"{source}: no gain worth the risk; {advice}", plain.exposed_s)
-    why = f"{source}: {totals[best] / plain.total_s:.2f} of plain's time, {advice}"
-    if not profile.measured:  # published figures say what to expect, not that nothing is lost
-        return OverlapPlan("plain", 1, f"projected: {best[0]} might take {why.partition(': ')[2]}", plain.exposed_s)
-    return OverlapPlan(*best, why, _exposed(profile, link, call, *best))
-
-
-def _best_pieces(profile: Profile | None, link: str, call: Call) -> int:
-    """In how many pieces to cut where chunks were asked for: as measured, else as modelled, else DEFAULT_PIECES."""
-    possible = link_model.pieces_of(call)
-    if profile is not None and possible:
-        row = _row(profile, link, call)
-        if row is not None and row.chunked_s and not profile.dry:
-            return min(row.chunked_s, key=row.chunked_s.__getitem__)
-        found = {pieces: link_model.predict(profile, link, call, "chunked", pieces) for pieces in possible}
-        totals = {pieces: estimate.total_s for pieces, estimate in found.items() if estimate is not None}
-        if totals:
-            return min(totals, key=totals.__getitem__)
-    return min(DEFAULT_PIECES, max(possible, default=1))
-
-
-def _exposed(profile: Profile | None, link: str, call: Call, kind: str, pieces: int = 1) -> float | None:
-    estimate = None if profile is None else link_model.predict(profile, link, call, kind, pieces)
-    return None if estimate is None else estimate.exposed_s

@@ -21,7 +21,7 @@ from .layers.module import CollectiveInfo, FusedGroup, ShardedModule
 from .parallel.core.sharding import spec_of
 from .parallel.overlap import partial_sum
 from .parallel.overlap.memory import reserve
-from .parallel.overlap.policy import OverlapPlan
+from .parallel.overlap.plan import OverlapPlan
 
 
 @dataclass(frozen=True)

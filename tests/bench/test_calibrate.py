@@ -19,8 +19,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfuse.bench import calibrate
+from shardfuse.bench import calibrate, calibrate_meter
 from shardfuse.bench.calibrate import Options, only_writer
+from shardfuse.bench.calibrate_meter import Meter
 from shardfuse.bench.calibrate_rig import ends_of
 from shardfuse.bench.harness.timing import Timing
 from shardfuse.kernels.dev.accuracy import Verdict
@@ -29,6 +30,7 @@ from shardfuse.kernels.runtime.dispatch import Choice
 from shardfuse.parallel.core.mesh import tp_group
 from shardfuse.parallel.overlap import link_profile, policy
 from shardfuse.parallel.overlap.link_model import GATHER, NORM, REDUCE, SCATTER, Call
+from shardfuse.parallel.overlap.plan import OverlapPlan
 
 DRY = Options(dry=True, device="cpu")
 
@@ -36,14 +38,14 @@ DRY = Options(dry=True, device="cpu")
 @pytest.mark.parametrize(("start", "per_byte"), [(2e-5, 1e-9), (0.0, 3e-10)])
 def test_the_fit_finds_alpha_and_beta(start: float, per_byte: float):
     points = [(float(size), start + per_byte * size) for size in (1 << 10, 1 << 16, 1 << 24)]
-    assert calibrate.fit(points) == pytest.approx((start, per_byte), rel=1e-6, abs=1e-12)
+    assert calibrate_meter.fit(points) == pytest.approx((start, per_byte), rel=1e-6, abs=1e-12)
 
 
 @pytest.mark.parametrize(
     "points", [[(1e3, 5.0), (1e6, 1.0)], [(1e3, 1e-9), (1e6, 1.0)], [(1e3, 1.0)]], ids=["falling", "late", "single"]
 )
 def test_the_fit_of_noise_is_still_a_link(points: list[tuple[float, float]]):
-    start, per_byte = calibrate.fit(points)
+    start, per_byte = calibrate_meter.fit(points)
     assert start >= 0
     assert per_byte > 0
 
@@ -99,8 +101,8 @@ def _stopped(rank: int, world: int, out: str) -> tuple[int, int, list[str]]:
     def note(run: calibrate.Run) -> None:
         row = run._row
         run._row = lambda call: timed.append(call.op) or row(call)  # type: ignore[method-assign, func-returns-value]
-        run._links = lambda: pytest.fail("measured again")  # type: ignore[method-assign]
-        run._rates = lambda: pytest.fail("measured again")  # type: ignore[method-assign]
+        run.meter.links = lambda: pytest.fail("measured again")  # type: ignore[method-assign]
+        run.meter.rates = lambda gemm_flops: pytest.fail("measured again")  # type: ignore[method-assign]
 
     outcome = _run(out, note)
     return held, len(outcome.profile["rows"]), timed
@@ -143,7 +145,7 @@ def _red(rank: int, world: int, out: str) -> tuple[int, tuple[str, ...], int]:
     """One rank's chunks come out wrong."""
     right = calibrate.Rig.result
 
-    def wrong(rig: calibrate.Rig, path: policy.OverlapPlan) -> torch.Tensor:
+    def wrong(rig: calibrate.Rig, path: OverlapPlan) -> torch.Tensor:
         y = right(rig, path)
         return y * 2 if rank == 1 and path.kind == "chunked" else y
 
@@ -166,9 +168,9 @@ def test_a_wrong_result_is_not_timed(ranks: Any, tmp_path: Path):
 
 # Shares of plain's time by path: on the listed shape (each time that it is timed there), at the low end of its bucket
 # and at the high end. At the low end a rank's 3 rows do not make 4 pieces.
-ONE, TWO, FOUR = (policy.OverlapPlan("chunked", pieces) for pieces in (1, 2, 4))
-KERNEL = policy.OverlapPlan("kernel")
-SHARES: dict[policy.OverlapPlan, tuple[list[float], ...]] = {
+ONE, TWO, FOUR = (OverlapPlan("chunked", pieces) for pieces in (1, 2, 4))
+KERNEL = OverlapPlan("kernel")
+SHARES: dict[OverlapPlan, tuple[list[float], ...]] = {
     ONE: ([0.6, 0.65], [0.7], [0.68]),
     TWO: ([0.7], [0.75], [1.1]),
     FOUR: ([0.8], [], [0.9]),
@@ -184,7 +186,7 @@ def _worst(rank: int, world: int, out: str) -> tuple[list[float], float, list[An
     }
     timed: list[Any] = []
 
-    def share(rig: calibrate.Rig, path: policy.OverlapPlan) -> tuple[float, float, float]:
+    def share(rig: calibrate.Rig, path: OverlapPlan) -> tuple[float, float, float]:
         shape = (rig.call.T, rig.call.K, rig.call.N)
         timed.append((shape, path))
         found = left[shape, path].pop(0)
@@ -244,8 +246,8 @@ def _from_network(rank: int, world: int, out: str) -> tuple[list[str], float | N
         run.link = "network"
 
     def on_node(run: calibrate.Run) -> None:
-        run._peer_copy = lambda: 5e9 + rank  # type: ignore[method-assign]
-        run._rates = lambda: pytest.fail("measured again")  # type: ignore[method-assign]
+        run.meter.peer_copy = lambda: 5e9 + rank  # type: ignore[method-assign]
+        run.meter.rates = lambda gemm_flops: pytest.fail("measured again")  # type: ignore[method-assign]
 
     before = _run(out, between).profile
     after = _run(out, on_node).profile
@@ -278,7 +280,7 @@ def test_plain_runs_what_a_layer_would_run(op: str, wins: str | None, monkeypatc
         monkeypatch.setattr(functional, name, value)
     monkeypatch.setattr(Product, "compute", compute)
     rig = calibrate.Rig.of(Call(op, 8, 16, 32, torch.float32, 2), tp_group(None), torch.device("cpu"))
-    rig.result(policy.OverlapPlan())
+    rig.result(OverlapPlan())
     assert asked == [(4 if op == GATHER else 8, 16)]
     assert ran == ["reference" if wins else "triton"]
 
@@ -361,17 +363,16 @@ def test_times_are_compared_with_a_sync_and_rounds_that_ranks_share(monkeypatch:
         seen.append(rounds)
         return Timing(1e4), Timing(1e4)
 
-    monkeypatch.setattr(calibrate, "compare_fixed", compare)
-    run = object.__new__(calibrate.Run)
-    run.options, run.group = Options(), tp_group(None)
-    run._compare(lambda: None, lambda: None)
+    monkeypatch.setattr(calibrate_meter, "compare_fixed", compare)
+    meter = Meter(tp_group(None), torch.device("cpu"), torch.float32, seconds=Options().seconds, dry=False)
+    meter.compare(lambda: None, lambda: None)
     assert rounds == [3, 75]  # 1.5 s of two calls of 10 ms
 
 
 def test_a_verdict_compares_with_plain_in_fp64():
     call = Call(REDUCE, 4, 8, 8, torch.float32, 1)
     rig = calibrate.Rig.of(call, tp_group(None), torch.device("cpu"))
-    (verdict,) = rig.verdicts(policy.OverlapPlan())
+    (verdict,) = rig.verdicts(OverlapPlan())
     assert isinstance(verdict, Verdict)
     assert verdict.ok
     assert verdict.error > 0

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policy_case import LINK, MODEL, choose_pure, profile_of
 
-from shardfuse.parallel.overlap import link_model, link_profile, policy
+from shardfuse.parallel.overlap import link_model, link_profile
 from shardfuse.parallel.overlap.link_model import GATHER, NORM, REDUCE, SCATTER, Call
 from shardfuse.parallel.overlap.link_profile import OPS, Link
+from shardfuse.parallel.overlap.plan import MODEL_MARGIN, MODEL_TOKENS, pure_selection
 
 
 @pytest.mark.parametrize(
@@ -120,15 +121,12 @@ def test_shipped_figures_are_told_and_measured_links_need_a_margin(arch: str):
             kinds.add(path.kind)
             if path.kind != "plain":
                 assert f"projected: {path.kind} might take 0." in projected.reason
-                assert T >= policy.MODEL_TOKENS
+                assert T >= MODEL_TOKENS
                 plain, best = (link_model.predict(profile, "node", call, *way) for way in (("plain", 1), path[:2]))
-                assert best.total_s < plain.total_s * (1 - policy.MODEL_MARGIN)
+                assert best.total_s < plain.total_s * (1 - MODEL_MARGIN)
                 assert path.exposed_s == best.exposed_s < plain.exposed_s
     assert kinds == {"plain", "chunked"}
-    assert (
-        "between machines"
-        in policy.pure_selection(profile, "network", call, unavailable=None, device_type="cuda").reason
-    )
+    assert "between machines" in pure_selection(profile, "network", call, unavailable=None, device_type="cuda").reason
 
 
 def test_every_shipped_profile_is_read_and_names_its_sources():

@@ -43,7 +43,7 @@ from shardfuse.parallel.core.mesh import Group, tp_group
 from shardfuse.parallel.core.options import TPOptions
 from shardfuse.parallel.linear import column_linear, row_linear
 from shardfuse.parallel.overlap import policy
-from shardfuse.parallel.overlap.policy import OverlapPlan
+from shardfuse.parallel.overlap.plan import OverlapPlan
 
 pytestmark = pytest.mark.ranks
 

@@ -23,6 +23,7 @@ from shardfuse.parallel.core.mesh import tp_group
 from shardfuse.parallel.core.sharding import local_tensors
 from shardfuse.parallel.overlap import link_profile, policy
 from shardfuse.parallel.overlap.link_profile import OPS, Link, Profile, Row, bucket
+from shardfuse.parallel.overlap.plan import OverlapPlan
 
 T, D, FFN = 8, 16, 24
 CONFIG = shardfuse.TransformerConfig(
@@ -119,7 +120,7 @@ def _reached(rank: int, world: int, sequence_parallel: bool) -> dict[str, set[tu
     asked: set[tuple[str, str, bool]] = set()
     choose = policy.select
 
-    def noted(op: str, group: Any, *, overlap: str, strict: bool, **shape: Any) -> policy.OverlapPlan:
+    def noted(op: str, group: Any, *, overlap: str, strict: bool, **shape: Any) -> OverlapPlan:
         asked.add((op, overlap, strict))
         return choose(op, group, overlap=overlap, strict=strict, **shape)
 
@@ -285,10 +286,10 @@ EXPLAINED: list[tuple[str, dict[str, Any]]] = [
 class _noting:
     """``choose``, and what it was asked for how often."""
 
-    def __init__(self, choose: Callable[..., policy.OverlapPlan]) -> None:
+    def __init__(self, choose: Callable[..., OverlapPlan]) -> None:
         self.choose, self.asked = choose, Counter[Any]()
 
-    def __call__(self, op: str, group: Any, **options: Any) -> policy.OverlapPlan:
+    def __call__(self, op: str, group: Any, **options: Any) -> OverlapPlan:
         if options["overlap"] != "none":  # layers do not even ask then
             self.asked[(op, *(options[each] for each in ("tokens", "features_in", "features_out", "dtype")))] += 1
         return self.choose(op, group, **options)

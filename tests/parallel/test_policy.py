@@ -23,6 +23,7 @@ from shardfuse.parallel.core.mesh import SINGLE, Group, tp_group
 from shardfuse.parallel.overlap import link_profile, policy
 from shardfuse.parallel.overlap.link_model import GATHER, NORM, REDUCE, SCATTER, Call
 from shardfuse.parallel.overlap.link_profile import OPS, Profile, Row, bucket
+from shardfuse.parallel.overlap.plan import DEFAULT_PIECES, MARGIN, OverlapPlan, pure_selection
 
 SHAPE: dict[str, Any] = {"tokens": 64, "features_in": 32, "features_out": 16, "dtype": torch.float32, "device": CPU}
 
@@ -51,7 +52,7 @@ def test_a_path_that_measured_no_faster_than_plain_is_never_taken(row: Row, unav
     sides = {("chunked", pieces): each for pieces, each in row.chunked_s.items()}
     if row.kernel_s is not None and unavailable is None:
         sides["kernel", 1] = row.kernel_s
-    bar = row.plain_s * (1 - max(policy.MARGIN, row.noise))
+    bar = row.plain_s * (1 - max(MARGIN, row.noise))
     won = {side: each for side, each in sides.items() if each < bar}
     if won:
         assert sides[path.kind, path.pieces] == min(won.values())
@@ -66,9 +67,7 @@ def test_a_measurement_stands_for_its_bucket_ranks_and_dtype_alone():
     for other in (call_of(T=256), call_of(K=128), call_of(N=64), call_of(SCATTER), call_of()._replace(R=4)):
         assert choose_pure(profile_of(row_of()), other).kind == "plain"
     assert choose_pure(profile_of(row_of()), call_of()._replace(dtype=torch.bfloat16)).kind == "plain"
-    between_machines = policy.pure_selection(
-        profile_of(row_of()), "network", call_of(), unavailable=None, device_type="cpu"
-    )
+    between_machines = pure_selection(profile_of(row_of()), "network", call_of(), unavailable=None, device_type="cpu")
     assert between_machines.kind == "plain"
 
 
@@ -191,7 +190,7 @@ def test_what_is_asked_for_is_honoured_or_refused(ranks: Any):
         assert found["none"].kind == found["auto"].kind == "plain"
         assert "gloo works on the cores" in found["auto"].reason
         assert found["preview"] == found["auto"]
-        assert (found["chunked"].kind, found["chunked"].pieces) == ("chunked", policy.DEFAULT_PIECES)
+        assert (found["chunked"].kind, found["chunked"].pieces) == ("chunked", DEFAULT_PIECES)
         assert found["kernel"].kind == "plain"
         assert found["kernel"].reason in found["strict"]
         assert found["strict"].startswith("RuntimeError: all_gather_linear: overlap='kernel' was asked for")
@@ -249,7 +248,7 @@ def test_a_choice_under_a_transform_is_not_taken_outside(monkeypatch: pytest.Mon
     group = Group(pg := _Pg(), 0, 2, None)
     monkeypatch.setattr(policy, "_agreed", {(id(pg), CPU): policy._Agreed(profile_of(), "node", unavailable=None)})
     monkeypatch.setattr(policy, "_without_kernel", lambda *args: autograd.transformed())
-    chosen: list[policy.OverlapPlan] = []
+    chosen: list[OverlapPlan] = []
 
     def choose(x: torch.Tensor) -> torch.Tensor:
         chosen.append(policy.select(GATHER, group, **SHAPE, overlap="kernel"))
@@ -278,7 +277,7 @@ def test_a_capture_takes_what_was_agreed_before(monkeypatch: pytest.MonkeyPatch)
         known[id(pg), CPU] = agreed
     agreed.unavailable = None
     assert policy.select(NORM, group, **asked, device_counted=True).kind == "kernel"
-    assert policy.select(NORM, group, **asked) == (policy.OverlapPlan(reason="a CUDA graph is being captured"))
+    assert policy.select(NORM, group, **asked) == (OverlapPlan(reason="a CUDA graph is being captured"))
     with pytest.raises(RuntimeError, match="but a CUDA graph is being captured"):
         policy.select(REDUCE, group, **asked, strict=True)
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
-from shardfuse.parallel.overlap import link_profile, policy
+from shardfuse.parallel.overlap import link_profile
 from shardfuse.parallel.overlap.link_model import GATHER, Call
 from shardfuse.parallel.overlap.link_profile import Link, Profile, Row, bucket
+from shardfuse.parallel.overlap.plan import OverlapPlan, pure_selection
 
 CPU = torch.device("cpu")
 WHERE = bucket(64, 32, 16)
@@ -26,9 +27,9 @@ def call_of(op: str = GATHER, T: int = 64, K: int = 32, N: int = 16) -> Call:
     return Call(op, T, K, N, torch.float32, 2)
 
 
-def choose_pure(profile: Profile | None, call: Call | None = None, **more: Any) -> policy.OverlapPlan:
+def choose_pure(profile: Profile | None, call: Call | None = None, **more: Any) -> OverlapPlan:
     options = {"unavailable": "no memory", "device_type": "cpu"} | more
-    return policy.pure_selection(profile, "node", call or call_of(), **options)
+    return pure_selection(profile, "node", call or call_of(), **options)
 
 
 LINK = Link(start_s=0.0, alpha_s=1.0, bytes_per_s=4.0)

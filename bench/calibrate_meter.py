@@ -1,0 +1,144 @@
+"""The figures of a node that no shape enters: its links, the rates of products and copies, and the clock for all.
+
+    links     alpha and beta of all_gather, reduce_scatter and all_reduce, fitted to a few sizes
+    products  their rate, that of a copy in memory and to a peer, and how fast a product runs under a collective
+
+``calibrate`` writes them into a node's profile, and times the rows of that profile with the same :class:`Meter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..parallel.core import collectives
+from ..parallel.core.mesh import Group
+from ..parallel.overlap.link_model import GATHER, Call
+from ..parallel.overlap.link_profile import COLLECTIVES, Link, dtype_name
+from ..parallel.overlap.plan import OverlapPlan
+from .calibrate_rig import SITE, Rig
+from .harness.timing import Timing, compare_fixed, copy_bandwidth
+
+MIN_ROUNDS, MAX_ROUNDS = 20, 500
+SIZES = tuple(1 << power for power in (14, 17, 20, 23, 25))  # bytes of a collective
+DRY_SIZES = (1 << 10, 1 << 12)
+PIECES = 4  # of the small gather that tells what a piece costs the host
+
+
+class Meter:
+    """Measures together with all ranks of ``group``: each of its methods is a collective.
+
+    ``seconds`` is how long a comparison of two calls takes; a ``dry`` meter runs every call once, on tiny operands.
+    """
+
+    def __init__(self, group: Group, device: torch.device, dtype: torch.dtype, *, seconds: float, dry: bool) -> None:
+        self.group, self.device, self.dtype = group, device, dtype
+        self.seconds, self.dry = seconds, dry
+
+    def sizes(self) -> tuple[int, ...]:
+        return DRY_SIZES if self.dry else SIZES
+
+    def links(self) -> dict[str, Link]:
+        return {name: self._link(name) for name in dict.fromkeys(COLLECTIVES.values())}
+
+    def _link(self, name: str) -> Link:
+        R = self.group.size
+        rounds = 2 if name == "all_reduce" else 1
+        points = []
+        for size in self.sizes():
+            rows = size // (R * 4 * 64) or 1
+            x = torch.randn(rows if name == "all_gather" else rows * R, 64, device=self.device)
+            whole = rows * R * 64 * 4
+            call = partial(getattr(collectives, name), x, self.group, site=SITE)
+            points.append((rounds * (R - 1) / R * whole, self._seconds_of(call)))
+        start, per_byte = fit(points)
+        return Link(0.0, start / (rounds * (R - 1)), 1 / per_byte)
+
+    def rates(self, gemm_flops: Mapping[str, float]) -> dict[str, Any]:
+        """Products and copies; ``hides`` on a GPU alone, as on a CPU what hides a collective is the product's cores."""
+        on_gpu, dry = self.device.type == "cuda", self.dry
+        size = 32 if dry else 4096 if on_gpu else 1024
+        a, b = (torch.randn(size, size, dtype=self.dtype, device=self.device) for _ in range(2))
+        product_s = self._seconds_of(lambda: a @ b)
+        found: dict[str, Any] = {
+            "gemm_flops": dict(gemm_flops) | {dtype_name(self.dtype): 2 * size**3 / product_s},
+            "piece_s": self._piece_seconds(),
+            "hides": self._hides(lambda: a @ b, product_s) if on_gpu else 0.0,
+        }
+        if not dry:
+            found["memory_bytes_per_s"] = copy_bandwidth(self.device, size=1 << (30 if on_gpu else 26))
+        return found
+
+    def _piece_seconds(self) -> float:
+        """What a piece of a chunked operation costs: a gather of next to nothing, in many."""
+        call = Call(GATHER, self.group.size * PIECES, 16, 16, self.dtype, self.group.size)
+        rig = Rig.of(call, self.group, self.device)
+        return self._seconds_of(partial(rig.result, OverlapPlan("chunked", PIECES))) / (
+            (self.group.size - 1) * PIECES + 1
+        )
+
+    def _hides(self, product: Callable[[], Any], product_s: float) -> float:
+        """At which share of its speed products run while an all-reduce is under way."""
+        x = torch.randn(self.sizes()[-1] // 4, device=self.device)
+        collective_s = self._seconds_of(lambda: collectives.all_reduce(x, self.group, site=SITE))
+        count = int(2 * collective_s / product_s) + 1
+        count = collectives.gather_objects(count, self.group, site=SITE)[0]
+
+        def both() -> None:
+            finish = collectives.start_all_reduce(x, self.group, site=SITE)
+            for _ in range(count):
+                product()
+            finish()
+
+        together_s = self._seconds_of(both)
+        return max(0.0, min(1.0, (collective_s + count * product_s - together_s) / collective_s))
+
+    def peer_copy(self) -> float | None:
+        """Bytes per second of a copy to another GPU; None on a CPU, and where some rank sees no GPU but its own."""
+        count = torch.cuda.device_count() if self.device.type == "cuda" else 0
+        others = [index for index in range(count) if index != self.device.index]
+        if not all(collectives.gather_objects(bool(others), self.group, site=SITE)):
+            return None
+        source = torch.empty(self.sizes()[-1], dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source, device=torch.device("cuda", others[0]))
+        return source.nbytes / self._seconds_of(lambda: target.copy_(source))
+
+    def _seconds_of(self, call: Callable[[], Any]) -> float:
+        """Seconds of one call."""
+        return self.compare(call, call)[0].value * 1e-6
+
+    def compare(self, ours: Callable[[], Any], peer: Callable[[], Any]) -> tuple[Timing, Timing]:
+        """Both in turn, by the host's clock, over a number of rounds that all ranks agree on."""
+        sides = [partial(self._finished, side) for side in (ours, peer)]
+        if self.dry:
+            return compare_fixed(*sides, rounds=1, calls=1)
+        once = compare_fixed(*sides, rounds=3, calls=1)
+        wanted = self.seconds / (sum(side.value for side in once) * 1e-6)
+        rounds = collectives.gather_objects(int(wanted), self.group, site=SITE)[0]
+        return compare_fixed(*sides, rounds=max(MIN_ROUNDS, min(MAX_ROUNDS, rounds)), calls=1)
+
+    def _finished(self, call: Callable[[], Any]) -> None:
+        call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(start, per byte) of seconds = start + per byte * bytes, with the least relative error over (bytes, seconds).
+
+    Neither comes out below 0: where noise would have it so, the other takes all.
+    """
+    weights = [1 / seconds**2 for _, seconds in points]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, points)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, points)) / total
+    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points))
+    slope = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points)) / spread if spread else 0.0
+    largest_x, longest = max(points)
+    if slope <= 0:
+        return 0.0, longest / largest_x
+    start = mean_y - slope * mean_x
+    return (start, slope) if start >= 0 else (0.0, mean_y / mean_x)

@@ -1,0 +1,139 @@
+"""The plan for a product and its collective, and the choice of the best plan by the figures of a node's profile.
+
+Everything here is a pure function of a profile (:mod:`link_profile`), an operation and its shape, so ranks with the
+same profile choose the same plan. :mod:`policy` makes the ranks agree on a profile and applies the caller's options.
+With ``overlap="auto"`` the first rule that applies decides:
+
+    1. a measured bucket: the fastest plan that can run; one other than plain only if it beat plain by more than MARGIN
+       and by more than the measurement's noise
+    2. a CPU: plain, because gloo's threads share the cores that form the products
+    3. measured links: the plan that the cost model (:mod:`link_model`) ranks first; one other than plain only from
+       MODEL_TOKENS on and with a predicted gain above MODEL_MARGIN
+    4. published figures alone: plain; the reason names the predicted gain, so the user knows what to measure
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..core.mesh import Group
+from . import link_model
+from .link_model import Call
+from .link_profile import Profile, Row, bucket, dtype_name
+from .strategies import Chunked, InKernel, Plain, Strategy
+
+MARGIN = 0.03  # of plain's time, by which another path must have been faster
+MODEL_MARGIN = 0.10  # the same where the time is only predicted
+MODEL_TOKENS = 1024  # fewer are all latency, of which the model knows least: plain until something is measured
+DEFAULT_PIECES = 2  # of a shard, where nothing is known
+CALIBRATE = "shardfuse bench calibrate"
+NOTHING = "nothing to send or to multiply"
+
+
+class OverlapPlan(NamedTuple):
+    """How one collective and the product beside it are run."""
+
+    kind: str = "plain"  # "kernel", "chunked" or "plain"
+    pieces: int = 1  # chunked: of each rank's shard, or of all rows for an all-reduce
+    reason: str = ""
+    exposed_s: float | None = None  # seconds of communication that no product hides, as expected; None: unknown
+
+    def strategy(self, group: Group) -> Strategy:
+        """What runs it."""
+        if self.kind == "chunked":
+            return Chunked(group, self.pieces)
+        return InKernel(group) if self.kind == "kernel" else Plain(group)
+
+
+def pure_selection(
+    profile: Profile | None, link: str, call: Call, *, unavailable: str | None, device_type: str
+) -> OverlapPlan:
+    """The choice under ``overlap="auto"``; ``unavailable`` is why the kernel cannot run, or None."""
+    if call.T < 1 or min(call.K, call.N) < 1:
+        return OverlapPlan(reason=NOTHING)
+    if profile is None:
+        return OverlapPlan(reason=f"nothing is known of this node's links: {CALIBRATE}")
+    if profile.dry:
+        return OverlapPlan(reason="the profile is of a dry run, whose figures mean nothing")
+    row = measured_row(profile, link, call)
+    if row is not None:
+        return _by_measurement(profile, link, call, row, unavailable)
+    if device_type == "cpu":
+        why = "gloo works on the cores that form the products"
+        return OverlapPlan(reason=f"{why}, and this shape was not measured: {CALIBRATE}")
+    return _by_model(profile, link, call, unavailable)
+
+
+def measured_row(profile: Profile, link: str, call: Call) -> Row | None:
+    """The measurement that stands for ``call``."""
+    return profile.table.get((call.op, dtype_name(call.dtype), call.R, link, bucket(call.T, call.K, call.N)))
+
+
+def fastest(row: Row, *, unavailable: str | None, most: int | None = None) -> tuple[str, int]:
+    """(path, pieces) of a measured row: another than plain only where it won beyond doubt.
+
+    ``most`` bounds the number of pieces: a bucket may hold shapes with fewer rows than the one that was measured.
+    """
+    sides = {
+        ("chunked", pieces): seconds for pieces, seconds in row.chunked_s.items() if most is None or pieces <= most
+    }
+    if row.kernel_s is not None and unavailable is None:
+        sides["kernel", 1] = row.kernel_s
+    best = min(sides, key=sides.__getitem__, default=("plain", 1))
+    won = best in sides and sides[best] < row.plain_s * (1 - max(MARGIN, row.noise))
+    return best if won else ("plain", 1)
+
+
+def _by_measurement(profile: Profile, link: str, call: Call, row: Row, unavailable: str | None) -> OverlapPlan:
+    """The fastest path of a measured bucket."""
+    most = call.T if call.op == link_model.REDUCE else call.T // call.R
+    kind, pieces = fastest(row, unavailable=unavailable, most=most)
+    where = f"measured ({row.bucket} {row.dtype}, {row.ranks} ranks)"
+    exposed = exposed_time(profile, link, call, kind, pieces)
+    if kind == "plain":
+        return OverlapPlan("plain", 1, f"{where}: nothing else is faster", exposed)
+    seconds = row.chunked_s[pieces] if kind == "chunked" else row.kernel_s
+    assert seconds is not None
+    return OverlapPlan(kind, pieces, f"{where}: {seconds / row.plain_s:.2f} of plain's time", exposed)
+
+
+def _by_model(profile: Profile, link: str, call: Call, unavailable: str | None) -> OverlapPlan:
+    """The path that should be fastest; another than plain only by a clear margin."""
+    source = "modelled from this node's links" if profile.measured else "projected"
+    advice = f"not measured on this node: {CALIBRATE}"
+    plain = link_model.predict(profile, link, call, "plain")
+    if plain is None:
+        between = "between machines" if link == "network" else "of this kind"
+        return OverlapPlan(reason=f"the profile has no figures for links {between}: {CALIBRATE}")
+    if call.T < MODEL_TOKENS:
+        return OverlapPlan("plain", 1, f"{source}: too few tokens to trust a model; {advice}", plain.exposed_s)
+    paths = [("chunked", pieces) for pieces in link_model.pieces_of(call)]
+    paths += [] if unavailable else [("kernel", 1)]
+    found = {path: link_model.predict(profile, link, call, *path) for path in paths}
+    totals = {path: estimate.total_s for path, estimate in found.items() if estimate is not None}
+    best = min(totals, key=totals.__getitem__, default=None)
+    if best is None or totals[best] >= plain.total_s * (1 - MODEL_MARGIN):
+        return OverlapPlan("plain", 1, f"{source}: no gain worth the risk; {advice}", plain.exposed_s)
+    why = f"{source}: {totals[best] / plain.total_s:.2f} of plain's time, {advice}"
+    if not profile.measured:  # published figures say what to expect, not that nothing is lost
+        return OverlapPlan("plain", 1, f"projected: {best[0]} might take {why.partition(': ')[2]}", plain.exposed_s)
+    return OverlapPlan(*best, why, exposed_time(profile, link, call, *best))
+
+
+def best_pieces(profile: Profile | None, link: str, call: Call) -> int:
+    """In how many pieces to cut where chunks were asked for: as measured, else as modelled, else DEFAULT_PIECES."""
+    possible = link_model.pieces_of(call)
+    if profile is not None and possible:
+        row = measured_row(profile, link, call)
+        if row is not None and row.chunked_s and not profile.dry:
+            return min(row.chunked_s, key=row.chunked_s.__getitem__)
+        found = {pieces: link_model.predict(profile, link, call, "chunked", pieces) for pieces in possible}
+        totals = {pieces: estimate.total_s for pieces, estimate in found.items() if estimate is not None}
+        if totals:
+            return min(totals, key=totals.__getitem__)
+    return min(DEFAULT_PIECES, max(possible, default=1))
+
+
+def exposed_time(profile: Profile | None, link: str, call: Call, kind: str, pieces: int = 1) -> float | None:
+    estimate = None if profile is None else link_model.predict(profile, link, call, kind, pieces)
+    return None if estimate is None else estimate.exposed_s
