@@ -1,4 +1,4 @@
-"""Floor 4: the paged KV cache's allocator, the scheduler, and the engine that serves a model with them."""
+"""Floor 4: serving. The allocator of the paged KV cache, the scheduler, and the engine that runs a model with them."""
 
 from .allocator import BlockAllocator
 from .engine import Engine

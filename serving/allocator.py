@@ -1,4 +1,4 @@
-"""Who owns which block of the paged KV cache."""
+"""Assigns the blocks of the paged KV cache to sequences."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from __future__ import annotations
 class BlockAllocator:
     """A free list of blocks, and the block table of each sequence.
 
-    A sequence's blocks grow one at a time with its tokens, so only the last one can be partly empty: what is wasted is
-    less than a block per sequence (Kwon et al., "PagedAttention", arXiv:2309.06180, section 4).
+    A sequence's blocks grow one at a time with its tokens, so only the last one can be partly empty: a sequence wastes
+    less than one block (Kwon et al., "PagedAttention", arXiv:2309.06180, section 4).
 
-    ``peak_blocks`` is the most that were ever in use at once.
+    ``peak_blocks`` is the largest number of blocks in use at once.
 
     Raises ValueError unless both sizes are at least 1.
     """
@@ -21,12 +21,12 @@ class BlockAllocator:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.peak_blocks = 0
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: what was freed last is used first
+        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the last block freed is the first one reused
         self._tables: dict[int, list[int]] = {}
         self._tokens: dict[int, int] = {}
 
     def blocks_for(self, tokens: int) -> int:
-        """How many blocks hold ``tokens`` tokens."""
+        """The number of blocks that ``tokens`` tokens need."""
         return -(-tokens // self.block_size)
 
     @property
@@ -39,7 +39,7 @@ class BlockAllocator:
 
     @property
     def used_slots(self) -> int:
-        """Tokens that all sequences together have asked room for."""
+        """Tokens that all sequences together have room for."""
         return sum(self._tokens.values())
 
     @property
@@ -48,7 +48,7 @@ class BlockAllocator:
         return self.used_blocks * self.block_size
 
     def grow(self, sequence: int, tokens: int) -> bool:
-        """Give ``sequence`` room for ``tokens`` tokens in all; False, and nothing changes, where blocks are short."""
+        """Extend ``sequence`` to room for ``tokens`` tokens in all; False, changing nothing, if blocks run out."""
         table = self._tables.get(sequence, [])
         missing = self.blocks_for(tokens) - len(table)
         if missing > len(self._free):
@@ -61,10 +61,10 @@ class BlockAllocator:
         return True
 
     def table(self, sequence: int) -> list[int]:
-        """The blocks of ``sequence`` in order of its tokens; the list itself, which ``grow`` appends to."""
+        """The blocks of ``sequence`` in order of its tokens; ``grow`` appends to this very list."""
         return self._tables[sequence]
 
     def release(self, sequence: int) -> None:
-        """Take back every block of ``sequence``; nothing happens where it has none."""
+        """Free every block of ``sequence``; it may have none."""
         self._free += reversed(self._tables.pop(sequence, []))
         self._tokens.pop(sequence, None)

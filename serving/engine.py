@@ -1,8 +1,8 @@
-"""The rolling batch: requests come and go while others are being served.
+"""The engine: continuous batching, in which requests arrive and finish while others are being served.
 
-Under tensor parallelism every rank makes an engine, adds the same requests in the same order and takes the same steps.
-All decisions follow from these alone, and tokens from logits that are gathered on every rank, so the ranks agree
-without asking each other.
+Under tensor parallelism every rank creates an engine, adds the same requests in the same order and takes the same
+steps. All decisions follow from these, and tokens follow from logits that are gathered on every rank, so the ranks
+agree without communicating.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 
 
 class ServableModel(Protocol):
-    """What the engine asks of a model; ``ParallelTransformer`` is one."""
+    """The interface of a model for the engine; ``ParallelTransformer`` implements it."""
 
     config: Any  # num_layers, num_kv_heads, head_dim, vocab_size, max_positions
     group: Any  # the tensor-parallel ranks that the KV heads are split over
@@ -44,7 +44,7 @@ class ServableModel(Protocol):
 
 
 def _check_servable(model: ServableModel) -> None:
-    """ValueError for a model that would draw."""
+    """ValueError for a model whose dropout is active."""
     config = model.config
     rates = ("embedding_dropout", "residual_dropout", "attention_dropout")
     if getattr(model, "training", False) and any(getattr(config, name, 0) for name in rates):
@@ -62,16 +62,16 @@ class Engine:
             print(event.request, event.token)
 
     Args:
-        model: see :class:`ServableModel`; call ``model.eval()`` first where it drops anything.
+        model: see :class:`ServableModel`; call ``model.eval()`` first if it has dropout.
         num_blocks: of the cache.
         block_size: token slots of each; default 256 on a CPU and 16 on a GPU.
-        max_num_seqs: how many requests run at once.
+        max_num_seqs: the most requests that run at once.
         max_model_len: the longest prompt and answer together; default the model's ``max_positions``.
         max_num_batched_tokens: tokens per step, over all requests; longer prompts are computed in several steps.
         kv_dtype: of the cache, ``"fp8"`` (e4m3) or ``"int8"`` with a scale for each token and head; None: the model's.
-        invariant: whether a request's answer must not depend on what shares its steps, nor on how its prompt is cut. On
-            a GPU every matrix product and attention then computes a token the same way in any company, at a price; on
-            a CPU there is no such promise to give (see ``kernels.dispatch.row_invariance``).
+        invariant: whether a request's answer must not depend on the other requests in its steps, nor on how its prompt
+            is cut. On a GPU every matrix product and attention then computes a token the same way in any batch, at a
+            cost; on a CPU there is no such guarantee (see ``kernels.dispatch.row_invariance``).
         impl: of the paged attention and the cache write; see ``kernels/runtime/dispatch.py``.
 
     ``stats`` is an :class:`EngineStats`. Raises ValueError for sizes that cannot work.
@@ -120,7 +120,7 @@ class Engine:
         )
         self._invariant = invariant
         self._impl = impl
-        self._clock = 0  # steps taken, idle ones too
+        self._clock = 0  # steps taken, including idle ones
         self._next_id = 0
         self._live: dict[int, SequenceState] = {}
         self._arrivals: list[tuple[int, int]] = []  # heap of (step, id): requests still to come
@@ -132,7 +132,7 @@ class Engine:
         return bool(self._live or self._cancelled)
 
     def add(self, request: Request) -> int:
-        """Take in ``request``; its number, which its events carry.
+        """Queue ``request``; returns its number, which its events carry.
 
         Raises ValueError, and changes nothing, for a request that cannot be served: an empty or over-long prompt, a
         token outside the vocabulary, more blocks than exist, a number out of range.
@@ -146,9 +146,9 @@ class Engine:
         return number
 
     def cancel(self, number: int) -> bool:
-        """Give up request ``number`` and free its blocks; the next step reports its end.
+        """Cancel request ``number`` and free its blocks; the next step reports its end.
 
-        False where it has ended already; ValueError for a number that was never given out.
+        Returns False if it has already ended; raises ValueError for a number that was never returned by :meth:`add`.
         """
         if not 0 <= number < self._next_id:
             raise ValueError(f"cancel: there is no request {number}; {self._next_id} were added")
@@ -164,9 +164,9 @@ class Engine:
         return True
 
     def step(self) -> list[TokenEvent]:
-        """Admit, compute one batch, retire; what was generated, in order of admission.
+        """Admit requests, compute one batch, retire finished ones; returns the new tokens, in order of admission.
 
-        Where the model raises, nothing is lost: the next step takes the same tokens again.
+        If the model raises, nothing is lost: the next step computes the same tokens again.
         """
         while self._arrivals and self._arrivals[0][0] <= self._clock:
             self._scheduler.add(self._live[heapq.heappop(self._arrivals)[1]])
@@ -182,15 +182,15 @@ class Engine:
         return cancelled + generated
 
     def run(self) -> Iterator[TokenEvent]:
-        """Step until nothing is left, yielding each event as it comes; requests may be added meanwhile."""
+        """Step until no request is left, yielding each event as it comes; requests may be added meanwhile."""
         while self.busy:
             yield from self.step()
 
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
         """Serve ``requests`` to the end: the generated tokens of each.
 
-        Raises RuntimeError while other requests are being served (their events would be lost), and ValueError,
-        serving none, if one of these cannot be served.
+        Raises RuntimeError while other requests are being served (their events would be lost), and ValueError, serving
+        none, if one of these cannot be served.
         """
         if self.busy:
             raise RuntimeError("generate: other requests are being served; add() these and read run() instead")
@@ -236,7 +236,7 @@ class Engine:
                 f"a prompt of {len(tokens)} tokens and max_new_tokens={request.max_new_tokens} make {total}: expected "
                 f"at most max_model_len={self.max_model_len}; shorten either"
             )
-        # The last token generated is never put into the cache.
+        # The last generated token never enters the cache.
         blocks = self._allocator.blocks_for(total - 1)
         if blocks > self._allocator.num_blocks:
             raise ValueError(
@@ -258,7 +258,7 @@ class Engine:
         return sample(logits, [c.sequence for c in chunks if c.samples])
 
     def _advance(self, chunks: Sequence[Chunk], tokens: Sequence[int]) -> list[TokenEvent]:
-        """Take over what a step computed; retire what is complete."""
+        """Append the step's tokens to their sequences; retire complete ones."""
         events = []
         sampled = iter(tokens)
         for chunk in chunks:
@@ -277,7 +277,7 @@ class Engine:
         return events
 
     def _count(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """Book one step, before its tokens are taken over."""
+        """Add one step to the statistics, before its tokens are appended."""
         stats, allocator = self.stats, self._allocator
         generated = sum(chunk.samples for chunk in chunks)
         prefill = sum(chunk.length for chunk in chunks if not chunk.decodes)

@@ -1,4 +1,4 @@
-"""What a user asks for, what comes back, and what is known of it in between."""
+"""Requests, the events of their tokens, and the state of a request in the engine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Request:
 
     Args:
         prompt: token ids, at least one.
-        max_new_tokens: how many to generate at most.
-        stop: token ids that end the answer; the one that does is its last token.
-        temperature: 0 takes the likeliest token each time; above 0 samples from softmax(logits / temperature).
-        seed: of the sampling. The same seed draws the same numbers whatever else is being served.
-        arrival: the engine's step at which the request comes in (0: at once).
+        max_new_tokens: the most tokens to generate.
+        stop: token ids that end the answer; the stopping token is its last one.
+        temperature: 0 always takes the likeliest token; above 0 samples from softmax(logits / temperature).
+        seed: of the sampling. The same seed draws the same numbers, independent of other requests.
+        arrival: the engine's step at which the request arrives (0: at once).
     """
 
     prompt: Sequence[int]
@@ -34,7 +34,7 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One token of one request, as it is made. ``finish`` says why, where it is the last.
+    """One generated token of one request. ``finish`` is the reason if it is the last.
 
     A cancelled request ends in an event without a token.
     """
@@ -46,9 +46,9 @@ class TokenEvent:
 
 @dataclass(eq=False)
 class SequenceState:
-    """A request on its way.
+    """A request in the engine.
 
-    ``tokens`` are the prompt and what was generated so far; the first ``computed`` of them are in the cache.
+    ``tokens`` are the prompt and the generated tokens; the first ``computed`` of them are in the cache.
     """
 
     id: int
@@ -56,14 +56,14 @@ class SequenceState:
     tokens: list[int]
     generator: torch.Generator
     computed: int = 0
-    most_computed: int = 0  # before a preemption took the cache away
+    most_computed: int = 0  # the value of computed before a preemption freed the cache
 
     @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
 
     def finish(self) -> Finish | None:
-        """Why this sequence is complete, or None while it is not."""
+        """Why this sequence is complete, or None if it is not."""
         if self.generated and self.tokens[-1] in self.request.stop:
             return "stop"
         return "length" if self.generated >= self.request.max_new_tokens else None

@@ -1,4 +1,4 @@
-"""From logits to tokens."""
+"""Samples tokens from logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .request import SequenceState
 def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[int]:
     """The next token of each sequence from ``logits`` [S, V].
 
-    Greedy at temperature 0. Above, by inverting the cumulative distribution in fp64 at one number per token from the
+    Greedy at temperature 0. Above, it inverts the cumulative distribution in fp64 at one number per token from the
     sequence's own generator: equal logits and seed give equal tokens on every rank and in every batch.
     """
     tokens = logits.argmax(dim=-1).tolist()
@@ -24,9 +24,9 @@ def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[int
 
 def _draw(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
     exact = logits.to("cpu", torch.float64)
-    # Shifted first: however small the temperature, the likeliest token's exponent stays 0.
+    # Shifted first: at any temperature, the likeliest token's exponent stays 0.
     cumulative = torch.softmax((exact - exact.max()) / temperature, dim=-1).cumsum(dim=-1)
-    if not cumulative[-1] > 0:  # NaN among the logits: there is no distribution to draw from
+    if not cumulative[-1] > 0:  # the logits contain NaN: there is no distribution to draw from
         return int(exact.argmax())
     # rand is below 1, so the target stays below the total and falls on a token of probability above 0.
     target = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]

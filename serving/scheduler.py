@@ -1,18 +1,18 @@
-"""Who computes how many tokens in the next step.
+"""The scheduler: it decides which sequences compute how many tokens in the next step.
 
 Continuous batching (Yu et al., "Orca", OSDI 2022) with chunked prefill (Agrawal et al., "Sarathi", arXiv:2308.16369): a
 step is a list of chunks, each the next tokens of one sequence that are not in the cache. A decode is a chunk of one
-token, so there is one rule for both.
+token, so one rule covers both.
 
-- Running sequences come first, oldest first, then waiting ones in the order of arrival, while slots, blocks and the
-  step's token budget last. At most one sequence, the youngest, is cut short by the budget.
-- Blocks are taken as tokens come, not reserved. Where they run out, the youngest running sequence gives all of its own
-  back and returns to the head of the queue; it keeps its tokens and computes their keys and values again.
-- A sequence is admitted when its tokens fit and every running one could still take a block, so that it does not lose
-  its place in the next step.
+- Running sequences come first, oldest first, then waiting ones in the order of arrival, as long as the limits on
+  sequences, blocks and the step's tokens allow. At most one sequence, the youngest, gets only part of its tokens.
+- Blocks are allocated as tokens come, not reserved. When they run out, the youngest running sequence frees all of its
+  blocks and returns to the head of the queue; it keeps its tokens and computes their keys and values again.
+- A sequence is admitted when its tokens fit and every running one could still take a block, so that it is not
+  preempted in the next step.
 
-No deadlock: the oldest running sequence can take the blocks of all others, and a sequence that needs more blocks than
-exist is refused before it comes here. Nothing is lost and nobody starves: the order of arrival is kept.
+There is no deadlock: the oldest running sequence can take the blocks of all others, and the engine refuses a sequence
+that needs more blocks than exist. There is no starvation: the order of arrival is kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .request import SequenceState
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens ``start`` to ``start + length`` of ``sequence``; ``samples`` where the next token follows from them."""
+    """Tokens ``start`` to ``start + length`` of ``sequence``; ``samples`` if the next token follows from them."""
 
     sequence: SequenceState
     start: int
@@ -35,21 +35,21 @@ class Chunk:
 
     @property
     def decodes(self) -> bool:
-        """Whether this is the token that the last step generated, and not prefill."""
+        """Whether this is the token that the last step generated, not prefill."""
         sequence = self.sequence
         return self.start >= max(len(sequence.request.prompt), sequence.most_computed)
 
     @property
     def recomputed(self) -> int:
-        """How many of its tokens were in the cache before a preemption."""
+        """The number of its tokens that were in the cache before a preemption."""
         return max(0, min(self.start + self.length, self.sequence.most_computed) - self.start)
 
 
 class Scheduler:
-    """Queues, slots and the token budget over one :class:`BlockAllocator`.
+    """Queues and the limits on sequences and tokens, over one :class:`BlockAllocator`.
 
     ``max_num_seqs`` bounds the running sequences, ``max_num_batched_tokens`` the tokens of a step; it is at least
-    ``max_num_seqs``, so that each running sequence moves on in every step. ``preemptions`` counts how often blocks ran
+    ``max_num_seqs``, so that each running sequence advances in every step. ``preemptions`` counts how often blocks ran
     out.
     """
 
@@ -59,7 +59,7 @@ class Scheduler:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={max_num_batched_tokens} is less than max_num_seqs={max_num_seqs}: each "
-                "running request wants one token a step; raise the former or lower the latter"
+                "running request needs one token a step; raise the former or lower the latter"
             )
         self.allocator = allocator
         self.max_num_seqs = max_num_seqs
@@ -73,7 +73,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
-        """Forget ``sequence``, waiting or running, and free its blocks: it is done, or nobody wants it any more."""
+        """Drop ``sequence``, waiting or running, and free its blocks: it is complete or was cancelled."""
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.allocator.release(sequence.id)
 
@@ -108,7 +108,7 @@ class Scheduler:
         return needed + len(self.running) <= self.allocator.free_blocks
 
     def _make_room(self, chunk: Chunk) -> bool:
-        """Blocks up to the end of ``chunk``, taken from the youngest if need be; False if that is its own sequence."""
+        """Allocate blocks up to the end of ``chunk``, if need be the youngest's; False if that is its own sequence."""
         while not self.allocator.grow(chunk.sequence.id, chunk.start + chunk.length):
             youngest = self.running.pop()
             self.allocator.release(youngest.id)

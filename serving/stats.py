@@ -1,4 +1,4 @@
-"""What an engine has done, and how fast."""
+"""Counters of what an engine has done, and its rates."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass
 class EngineStats:
-    """Counters since the engine was made.
+    """Counters since the engine was created.
 
-    Prefill is what fills the cache before a new token can follow: prompts, and what a preemption lost. A step with any
-    prefill in it counts as prefill time, any other as decode time; each rate divides the tokens by their steps' time.
+    Prefill fills the cache before a new token can follow: prompts, and what a preemption lost. A step with any prefill
+    counts as prefill time, any other as decode time; each rate divides the tokens by their steps' time.
     """
 
-    steps: int = 0  # with work in them
+    steps: int = 0  # steps that computed something
     prefill_tokens: int = 0
     recomputed_tokens: int = 0  # of these, the ones that a preemption had lost
     generated_tokens: int = 0
