@@ -6,13 +6,13 @@
               chunks and, where it can run, by the kernel, each timed in turn with plain; for the few tokens of
               decoding also product + all-reduce + norm, whose sum the kernel forms in the norm's launch
 
-A row stands for a bucket of shapes, so what beats plain on the listed shape is timed on the bucket's smallest and its
-largest shape as well, and counts by the worst of the three.
+A row stands for a bucket of shapes. So a path that beats plain on the listed shape is also timed on the bucket's
+smallest and largest shapes, and the worst of the three counts.
 
 Every path's result must agree with fp64 before it is timed, by the rule that all gates share. Figures are rank 0's. The
-file is written whole after every row, so the same command goes on where it was stopped; a second one for the same file
-is refused while the first runs. Ranks start here, or come from torchrun (over several machines: the profile's "network"
-link). ``SHARDFUSE_LINKS`` then names the file.
+file is rewritten after every row, so the same command resumes a stopped run; a second run for the same file is refused
+while the first runs. The command starts the ranks itself, unless torchrun has (over several machines: the profile's
+"network" link). ``SHARDFUSE_LINKS`` then names the file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from .harness.report import DRY_NOTE, console, write_json
 GATHER, SCATTER, REDUCE, NORM = OPS
 SECONDS, SHORT_SECONDS = 1.5, 0.5  # of timing for two paths in turn
 MODELS, TOKENS = ("llama3-8b", "llama3-70b"), (16, 128, 1024, 4096, 16384)  # on GPUs
-FEW = tuple(1 << power for power in range(DECODE_TOKENS.bit_length()))  # tokens of decoding: each a bucket
+FEW = tuple(1 << power for power in range(DECODE_TOKENS.bit_length()))  # tokens of decoding: one bucket each
 CPU_WIDTHS, CPU_TOKENS = ((256, 1024), (1024, 4096)), (64, 512)  # (D, F) on a CPU
 SOURCES = (
     "parallel/core/collectives.py",
@@ -67,9 +67,9 @@ SOURCES = (
 
 @contextmanager
 def only_writer(path: Path) -> Iterator[None]:
-    """Inside, no other process is inside for ``path``, by a lock on the file ``.NAME.lock`` in its folder.
+    """Within the block no other process writes ``path``, by a lock on the file ``.NAME.lock`` in its folder.
 
-    Raises ValueError where another process is inside, or the file system has no locks.
+    Raises ValueError if another process holds the lock, or the file system has no locks.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f".{path.name}.lock")
@@ -91,7 +91,7 @@ def only_writer(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Options:
-    """One call. ``device`` is "cpu", "cuda" or None for a GPU if there is one."""
+    """The options of one call. ``device`` is "cpu", "cuda" or None for a GPU if there is one."""
 
     ranks: int = 2
     device: str | None = None
@@ -109,9 +109,9 @@ class Options:
 
 
 def calibrate(options: Options, *, json: bool = False) -> int:
-    """Measure, write and print; the exit code. 1: some path's result is wrong, and nothing more was timed.
+    """Measure, write and print; returns the exit code. 1: a path's result is wrong, and the run ended there.
 
-    Raises ValueError for options that make no sense and for a file that must not be written to.
+    Raises ValueError for invalid options and for a file that must not be overwritten.
     """
     if options.device not in (None, "cpu", "cuda"):
         raise ValueError(f"device={options.device!r}: expected cpu or cuda")
@@ -126,7 +126,7 @@ def calibrate(options: Options, *, json: bool = False) -> int:
         try:
             outcome = launch(run, options, processes=options.ranks)[0]
         except Stopped as stop:
-            console(stderr=True).print("stopped; rows that were measured are kept, and the same command goes on")
+            console(stderr=True).print("stopped; measured rows are kept, and the same command resumes")
             sys.exit(128 + stop.signum)
     people = console(stderr=json)
     for line in outcome.red:
@@ -139,7 +139,7 @@ def calibrate(options: Options, *, json: bool = False) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to: the file, the profile as written, and the comparisons that failed."""
+    """The outcome of a run: the file, the profile as written, and the comparisons that failed."""
 
     out: str
     profile: dict[str, Any]
@@ -160,7 +160,7 @@ def run(options: Options) -> Outcome:
 
 
 class _WrongResult(Exception):
-    """Comparisons that failed, a line each, on some rank."""
+    """Comparisons that failed on some rank, one line each."""
 
     def __init__(self, lines: tuple[str, ...]) -> None:
         super().__init__(*lines)
@@ -168,7 +168,7 @@ class _WrongResult(Exception):
 
 
 class Run:
-    """A calibration in progress; all ranks go through it alike, and rank 0 writes and speaks."""
+    """A calibration in progress. All ranks run the same steps; rank 0 writes and prints."""
 
     def __init__(self, options: Options, group: Group) -> None:
         self.options, self.group = options, group
@@ -193,14 +193,14 @@ class Run:
             return Outcome(str(self.out), self.profile.record(), red)
 
     def _measure(self) -> None:
-        """Whatever the profile lacks."""
+        """Measure everything that the profile lacks."""
         if self.link not in self.profile.links:
             self._say(f"links: {len(self.meter.sizes())} sizes of each collective")
             self._keep(links=dict(self.profile.links) | {self.link: self.meter.links()})
         if dtype_name(self.dtype) not in self.profile.gemm_flops:
             self._say("products, copies, and both at once")
             self._keep(**self.meter.rates(self.profile.gemm_flops))
-        if self.link == "node" and self.profile.copy_bytes_per_s is None:  # also where the rates are a network run's
+        if self.link == "node" and self.profile.copy_bytes_per_s is None:  # also after a run over a network
             self._keep(copy_bytes_per_s=self.meter.peer_copy())
         left = [call for call in self._calls() if self._key(call) not in self.profile.table]
         for index, call in enumerate(left):
@@ -216,8 +216,8 @@ class Run:
         return {name: said[name] for name in names} | {"ranks": self.group.size, "source_hash": source_hash()}
 
     def _earlier(self, held_open: ExitStack) -> Profile:
-        """What the file holds already, if that can be gone on with; else the empty profile. Nobody else writes to the
-        file until ``held_open`` closes.
+        """The file's profile if this run can resume it, else the empty profile. No other process writes the file until
+        ``held_open`` closes.
         """
         held_open.enter_context(only_writer(self.out))
         fresh = self.profile
@@ -251,7 +251,7 @@ class Run:
         self.profile = replace(self.profile, **changes)
         if self.group.rank == 0:
             write_json(self.out, self.profile.record())
-        # All ranks decide by the same figures, whoever's clock they come from.
+        # All ranks must decide by the same figures: rank 0's.
         self.profile = self._from_first(lambda: self.profile)
 
     def _say(self, line: str) -> None:
@@ -279,7 +279,7 @@ class Run:
         return paths
 
     def _checked(self, call: link_model.Call, paths: Sequence[OverlapPlan]) -> Rig:
-        """A rig on which ``paths`` may be timed. Raises _WrongResult on every rank where a result is wrong on one."""
+        """A rig with checked ``paths``. Raises _WrongResult on every rank if a result is wrong on one."""
         rig = Rig.of(call, self.group, self.device)
         verdicts = [str(verdict) for path in paths for verdict in rig.verdicts(path) if not verdict.ok]
         everyone = collectives.gather_objects(verdicts, self.group, site=SITE)
@@ -289,10 +289,10 @@ class Run:
         return rig
 
     def _row(self, call: link_model.Call) -> Row:
-        """Each path timed in turn with plain on ``call``; all in terms of the first of plain's times.
+        """Each path timed in turn with plain on ``call``; all relative to the first of plain's times.
 
-        The fastest is timed twice and counts by the slower of its two times: the best of several that are alike
-        would otherwise be the luckiest. Whatever then beats plain has to do so at both ends of the bucket.
+        The fastest is timed twice and counts by the slower time: the best of several similar paths would otherwise be
+        the luckiest. A path that still beats plain must do so at both ends of the bucket.
         """
         shares, paths = Shares(), self._paths(call)
         rig = self._checked(call, paths)
@@ -307,7 +307,7 @@ class Run:
         return shares.row(self._key(call))
 
     def _first(self, paths: list[OverlapPlan]) -> list[OverlapPlan]:
-        """Rank 0's: another rank may see other paths in front."""
+        """Rank 0's ``paths``: the order may differ on other ranks."""
         return collectives.gather_objects(paths, self.group, site=SITE)[0]
 
     def _time(self, rig: Rig, paths: Sequence[OverlapPlan], shares: Shares) -> None:
@@ -315,7 +315,7 @@ class Run:
             shares.add(path, *self._share(rig, path))
 
     def _share(self, rig: Rig, path: OverlapPlan) -> tuple[float, float, float]:
-        """A path's share of plain's time, that time in seconds, and how far each was from itself."""
+        """A path's share of plain's time, plain's time in seconds, and the larger noise of the two."""
         ours, plain = self.meter.compare(partial(rig.result, path), partial(rig.result, OverlapPlan()))
         spread = max(side.noise or 0.0 for side in (ours, plain))
         return ours.value / plain.value, plain.value * 1e-6, spread
@@ -325,7 +325,7 @@ _SOURCE = "measured by shardfuse bench calibrate"
 
 
 def shapes_of(options: Options, device_type: str, R: int) -> Iterator[tuple[str, int, int, int]]:
-    """(op, T, K, N) of layers that people run, tokens rounded up to a multiple of the ranks but for a norm's sum."""
+    """(op, T, K, N) of common layers; tokens are rounded up to a multiple of the ranks, except for a norm's sum."""
     pairs: Sequence[tuple[str, int, int]]
     tokens: tuple[int, ...]
     few = (8,) if options.dry else FEW[::4] if options.short else FEW
@@ -349,7 +349,7 @@ def shapes_of(options: Options, device_type: str, R: int) -> Iterator[tuple[str,
 
 
 def source_hash() -> str:
-    """16 digits of a SHA-256 over what the figures depend on."""
+    """16 digits of a SHA-256 over the sources that the figures depend on."""
     digest = hashlib.sha256()
     for name in SOURCES:
         floor, _, rest = name.partition("/")
@@ -360,7 +360,7 @@ def source_hash() -> str:
 
 
 def show(people: Console, outcome: Outcome, *, dry: bool) -> None:
-    """The links, then a row a bucket: each path's share of plain's time, and what will be chosen."""
+    """Print the links, then one row for each bucket: each path's share of plain's time, and the chosen path."""
     profile = profiles.parse(outcome.profile, outcome.out)
     table = Table(title=f"{profile.device}: links{DRY_NOTE if dry else ''}", title_justify="left")
     for column in ("link", "collective", "alpha us", "GB/s"):

@@ -1,9 +1,9 @@
-"""The figures of a node that no shape enters: its links, the rates of products and copies, and the clock for all.
+"""Measures a node's links and the rates of its products and copies, which depend on no layer's shape.
 
     links     alpha and beta of all_gather, reduce_scatter and all_reduce, fitted to a few sizes
     products  their rate, that of a copy in memory and to a peer, and how fast a product runs under a collective
 
-``calibrate`` writes them into a node's profile, and times the rows of that profile with the same :class:`Meter`.
+``calibrate`` writes them to a node's profile, and times the rows of that profile with the same :class:`Meter`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .harness.timing import Timing, compare_fixed, copy_bandwidth
 MIN_ROUNDS, MAX_ROUNDS = 20, 500
 SIZES = tuple(1 << power for power in (14, 17, 20, 23, 25))  # bytes of a collective
 DRY_SIZES = (1 << 10, 1 << 12)
-PIECES = 4  # of the small gather that tells what a piece costs the host
+PIECES = 4  # of the small gather that measures a piece's cost on the host
 
 
 class Meter:
-    """Measures together with all ranks of ``group``: each of its methods is a collective.
+    """Measures together with all ranks of ``group``: its methods are collectives.
 
-    ``seconds`` is how long a comparison of two calls takes; a ``dry`` meter runs every call once, on tiny operands.
+    ``seconds`` is the time for a comparison of two calls; a ``dry`` meter runs every call once, on tiny operands.
     """
 
     def __init__(self, group: Group, device: torch.device, dtype: torch.dtype, *, seconds: float, dry: bool) -> None:
@@ -58,7 +58,7 @@ class Meter:
         return Link(0.0, start / (rounds * (R - 1)), 1 / per_byte)
 
     def rates(self, gemm_flops: Mapping[str, float]) -> dict[str, Any]:
-        """Products and copies; ``hides`` on a GPU alone, as on a CPU what hides a collective is the product's cores."""
+        """Rates of products and copies; ``hides`` on a GPU only, since on a CPU both need the same cores."""
         on_gpu, dry = self.device.type == "cuda", self.dry
         size = 32 if dry else 4096 if on_gpu else 1024
         a, b = (torch.randn(size, size, dtype=self.dtype, device=self.device) for _ in range(2))
@@ -73,7 +73,7 @@ class Meter:
         return found
 
     def _piece_seconds(self) -> float:
-        """What a piece of a chunked operation costs: a gather of next to nothing, in many."""
+        """The cost of a piece of a chunked operation, from a gather of a few numbers in many pieces."""
         call = Call(GATHER, self.group.size * PIECES, 16, 16, self.dtype, self.group.size)
         rig = Rig.of(call, self.group, self.device)
         return self._seconds_of(partial(rig.result, OverlapPlan("chunked", PIECES))) / (
@@ -81,7 +81,7 @@ class Meter:
         )
 
     def _hides(self, product: Callable[[], Any], product_s: float) -> float:
-        """At which share of its speed products run while an all-reduce is under way."""
+        """The speed of products during an all-reduce, as a share of their speed alone."""
         x = torch.randn(self.sizes()[-1] // 4, device=self.device)
         collective_s = self._seconds_of(lambda: collectives.all_reduce(x, self.group, site=SITE))
         count = int(2 * collective_s / product_s) + 1
@@ -97,7 +97,7 @@ class Meter:
         return max(0.0, min(1.0, (collective_s + count * product_s - together_s) / collective_s))
 
     def peer_copy(self) -> float | None:
-        """Bytes per second of a copy to another GPU; None on a CPU, and where some rank sees no GPU but its own."""
+        """Bytes per second of a copy to another GPU; None on a CPU, and if some rank sees no other GPU."""
         count = torch.cuda.device_count() if self.device.type == "cuda" else 0
         others = [index for index in range(count) if index != self.device.index]
         if not all(collectives.gather_objects(bool(others), self.group, site=SITE)):
@@ -111,7 +111,7 @@ class Meter:
         return self.compare(call, call)[0].value * 1e-6
 
     def compare(self, ours: Callable[[], Any], peer: Callable[[], Any]) -> tuple[Timing, Timing]:
-        """Both in turn, by the host's clock, over a number of rounds that all ranks agree on."""
+        """Time both in turn by the host's clock, over a number of rounds that all ranks agree on."""
         sides = [partial(self._finished, side) for side in (ours, peer)]
         if self.dry:
             return compare_fixed(*sides, rounds=1, calls=1)
@@ -129,7 +129,7 @@ class Meter:
 def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """(start, per byte) of seconds = start + per byte * bytes, with the least relative error over (bytes, seconds).
 
-    Neither comes out below 0: where noise would have it so, the other takes all.
+    Neither is below 0: if noise made one negative, it is 0, and the other is fitted alone.
     """
     weights = [1 / seconds**2 for _, seconds in points]
     total = sum(weights)

@@ -1,4 +1,4 @@
-"""What ``calibrate`` times: an operation on operands of a shape, the shapes at a bucket's ends, and what came out."""
+"""The operations that ``calibrate`` times: operands of a shape, the shapes at a bucket's ends, and the shares found."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..parallel.overlap.link_profile import Row, bucket_ends
 from ..parallel.overlap.plan import MARGIN, OverlapPlan
 
 SITE = "calibrate"
-STEPS = 32  # of which the features at a bucket's ends are multiples, for each power of two
+STEPS = 32  # for each power of two: the features at a bucket's ends are multiples of that part of it
 
 
 @dataclass(frozen=True)
 class Rig:
-    """One operation with its operands: x [T, K], but a gather's [T/R, K], this rank's rows; the weight is [N, K].
+    """One operation with its operands: x [T, K], for a gather this rank's rows [T/R, K]; the weight is [N, K].
 
-    ``stream`` [T, N], the same on every rank, is for the norm's residual; row 0 serves as its weight, too.
+    ``stream`` [T, N], the same on every rank, is the norm's residual; row 0 serves as its weight, too.
     """
 
     call: Call
@@ -43,10 +43,10 @@ class Rig:
         return cls(call, group, *[t.to(device, call.dtype) for t in operands])
 
     def result(self, path: OverlapPlan) -> torch.Tensor:
-        """The operation by one path: [T, N], or a reduce-scatter's [T/R, N].
+        """The result of the operation by one path: [T, N], for a reduce-scatter [T/R, N].
 
-        The product outside of the kernel path is the one that a layer would run, stock torch where a table of
-        measurements says that it is faster: asked as layers ask, once, with the rows that this rank has.
+        Outside of the kernel path it uses the product that a layer would run: stock torch if a table of measurements
+        finds that faster. It asks once, as layers do, with the rows of this rank.
         """
         _, choice = functional.prepare(self.x, [self.weight], [None], "identity", "auto")
         product = Product.linear_act(self.x, [self.weight], [None], "identity", choice)
@@ -72,7 +72,7 @@ class Rig:
         return rms_norm(y, self.stream[0], residual=self.stream)[0]
 
     def verdicts(self, path: OverlapPlan) -> Iterator[Verdict]:
-        """The path against plain in fp64, allowed twice the error of plain in its own precision."""
+        """Compare the path with plain in fp64; it may have twice the error of plain in its own precision."""
         doubled = {name: getattr(self, name).double() for name in ("x", "weight", "stream")}
         exact = replace(self, **doubled).result(OverlapPlan())
         name = f"{self.call.op} {path.kind} in {path.pieces}"
@@ -80,11 +80,11 @@ class Rig:
 
 
 def ends_of(call: Call) -> list[Call]:
-    """The smallest and the largest shape of the call's bucket: all three sizes at their lower ends, and at their upper.
+    """The smallest and the largest shape of the call's bucket: all three sizes at their lower and at their upper ends.
 
-    What another path gains over plain depends on how long collective and product take beside each other, for which N
-    (of a gather) and K (of a sum) decide, and on the calls' fixed costs beside both: of either these shapes are the
-    extremes. Tokens are a multiple of the ranks but for a norm's sum, features one of their power of two's 32nd part.
+    A path's gain over plain depends on how long collective and product take relative to each other, which N (of a
+    gather) and K (of a sum) decide, and on the calls' fixed costs: these shapes are the extremes of both. Tokens are a
+    multiple of the ranks, except for a norm's sum; features are a multiple of a 32nd of their power of two.
     """
     each = 1 if call.op == NORM else call.R
     features = [_ends(size, max(1, bucket_ends(size).middle // STEPS)) for size in (call.K, call.N)]
@@ -100,10 +100,10 @@ def _ends(size: int, step: int) -> tuple[int, int]:
 
 @dataclass
 class Shares:
-    """What was timed so far of one bucket: plain's time on the first shape, each path's worst share of plain's."""
+    """The timings of one bucket so far: plain's time on the first shape, each path's worst share of plain's."""
 
     plain_s: float = 0.0
-    noise: float = 0.0  # the largest
+    noise: float = 0.0  # the largest so far
     worst: dict[OverlapPlan, float] = field(default_factory=dict)
 
     def add(self, path: OverlapPlan, share: float, plain_s: float, noise: float) -> None:
@@ -115,7 +115,7 @@ class Shares:
         return min(self.worst, key=self.worst.__getitem__)
 
     def winners(self) -> list[OverlapPlan]:
-        """What plain may yet lose to: nothing else can be chosen, whatever it does on other shapes."""
+        """The paths that still beat plain: no other path can be chosen, whatever its time on other shapes."""
         return [path for path, share in self.worst.items() if share < 1 - MARGIN]
 
     def row(self, key: tuple[str, str, int, str, str]) -> Row:

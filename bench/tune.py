@@ -1,18 +1,18 @@
 """``shardfuse bench tune``: measures configurations of the GEMM on this GPU and writes a table for ``tuning.py``.
 
-For every launch that the chosen ops' cases make, and that no earlier run has measured from the same sources: the most
-promising candidates (``kernels/dev/candidates.py``, ordered by the cost model) are compiled by several processes;
-what spills or does not fit is dropped; the others must agree with the reference by the rule that all gates share, and
-are then timed, each interleaved with the configuration that runs now. The winner is timed against the stock path as
-well. Where that is the faster one beyond noise, the table says so, and ``auto`` steps aside there.
+It covers every launch of the chosen ops' cases that no earlier run has measured with the same sources. Several
+processes compile the most promising candidates (``kernels/dev/candidates.py``, ordered by the cost model); those that
+spill or do not fit are dropped. The others must agree with the reference by the rule that all gates share, and are then
+timed, each interleaved with the current configuration. The winner is timed against the stock path as well. If that is
+faster beyond noise, the table records it, and ``auto`` uses the stock path there.
 
-Every figure is on disk as it is taken (``<out>.events.jsonl``), so the same command goes on where it was stopped; the
-table is written whole after every launch. A candidate that took the process down with it is not tried again.
+Every figure is on disk as it is measured (``<out>.events.jsonl``), so the same command resumes a stopped run; the table
+is rewritten after every launch. A candidate that crashed the process is not tried again.
 
-Run it in one process: a table is a file, and all ranks of a job read the same one. Of several started together only
-rank 0 tunes. ``SHARDFUSE_TUNED`` names a table for a job; copied to ``kernels/tuned/<chip>.json`` it ships.
+Run it in one process: a table is a file, and all ranks of a job read the same one. If several start together, only rank
+0 tunes. ``SHARDFUSE_TUNED`` names a table for a job; copied to ``kernels/tuned/<chip>.json`` it ships.
 
-``--dry`` goes the same way on a CPU with tiny shapes, interpreted; its table is marked, and refused by the loader.
+``--dry`` does the same on a CPU with tiny shapes, interpreted; its table is marked, and the loader refuses it.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from .workload import Call
 
 TOP = 12
 BUDGET_S = 3600.0
-COMPILE_SHARE = 0.5  # of the budget, at most
+COMPILE_SHARE = 0.5  # the most of the budget
 SECONDS = 0.3  # of timing for one candidate, both sides together
-MARGIN = 0.02  # what a difference must exceed, beside both sides' own noise, to count
+MARGIN = 0.02  # a difference counts if it exceeds this and both sides' own noise
 DRY_CASES = 2
 TAG = "short"
 
 
 @dataclass(frozen=True)
 class Options:
-    """One call. ``cases`` are names or tags; ``out`` is the table."""
+    """The options of one call. ``cases`` are names or tags; ``out`` is the table."""
 
     op: str | None = None
     cases: tuple[str, ...] = ()
@@ -73,10 +73,10 @@ class Options:
 
 
 def tune(options: Options) -> int:
-    """Tune and print; the exit code.
+    """Tune and print; returns the exit code.
 
-    0: done, or out of time. 1: what runs now is wrong somewhere, which was not tuned. 2: there is nothing that can be
-    tuned. 130: stopped.
+    0: done, or out of time. 1: the current configuration of some launch gives wrong results, so that was not tuned. 2:
+    nothing can be tuned. 130: stopped.
     """
     people = console(stderr=True)
     if int(os.environ.get("RANK", "0")) != 0:
@@ -93,7 +93,7 @@ def tune(options: Options) -> int:
     try:
         return run.run()
     except KeyboardInterrupt:
-        people.print(f"stopped; what was measured is kept, and the same command goes on ({run.out})", soft_wrap=True)
+        people.print(f"stopped; measurements are kept, and the same command resumes ({run.out})", soft_wrap=True)
         return 130
 
 
@@ -107,11 +107,11 @@ def _require(options: Options) -> None:
     if dispatch.triton_version() is None:
         raise ValueError("tuning needs Triton, which is not installed here (pip install triton; Linux only)")
     if not options.dry and not torch.cuda.is_available():
-        raise ValueError("this machine has no GPU that torch can use; --dry goes the same way without one")
+        raise ValueError("this machine has no GPU that torch can use; --dry does the same without one")
 
 
 def _interpret_instead(options: Options) -> None:
-    """Start over in a Python whose kernels are interpreted, which is fixed when it starts. Does not return."""
+    """Restart in a Python with interpreted kernels, which is fixed at its start. Does not return."""
     arguments = [options.op] if options.op else []
     for case in options.cases:
         arguments += ["--cases", case]
@@ -124,9 +124,9 @@ def _interpret_instead(options: Options) -> None:
 
 
 class Run:
-    """One call's work. ``out`` is the table's file.
+    """The work of one call. ``out`` is the table's file.
 
-    Raises ValueError where there is nothing to tune, or where ``out`` holds something that this run must not touch.
+    Raises ValueError if there is nothing to tune, or if ``out`` holds something that this run must not overwrite.
     """
 
     def __init__(self, options: Options, people: Console) -> None:
@@ -160,16 +160,16 @@ class Run:
             self._write()
             undone = sum(not self._fresh(call) for call in left)
             if undone and not self.red:
-                self.people.print(f"out of time with {undone} launches left; the same command goes on", soft_wrap=True)
+                self.people.print(f"out of time with {undone} launches left; the same command resumes", soft_wrap=True)
         finally:
             self.journal.close()
             self._show()
         return 1 if self.red else 0
 
-    # --- what there is to do ------------------------------------------------------------------------------------------
+    # --- the launches to tune -----------------------------------------------------------------------------------------
 
     def _earlier(self) -> dict[str, tuning.Entry]:
-        """What the file holds already; entries of other runs stay in it."""
+        """The entries in the file; those of other runs stay in it."""
         if not self.out.is_file():
             return {}
         table = tuning.read(self.out)
@@ -202,7 +202,7 @@ class Run:
     # --- one launch ---------------------------------------------------------------------------------------------------
 
     def _tune(self, call: Call, chosen: Sequence[GemmConfig], until: float) -> None:
-        """Time the candidates of one launch and file the winner, unless what runs now is wrong or time runs out."""
+        """Time the candidates of one launch and store the winner, unless current results are wrong or time is up."""
         now = gemms.pick_config(self.arch, call.gemm)
         tried = self._tried(call)
         sets = [call.draw(self.device, seed) for seed in range(input_sets(call.nbytes, self.device))]
@@ -226,7 +226,7 @@ class Run:
         now: GemmConfig,
         tried: dict[str, dict[str, float]],
     ) -> None:
-        """Check one candidate and time it beside what runs now; ``tried`` gets the ratio of the two."""
+        """Check one candidate and time it against the current configuration; ``tried`` gets the ratio of the two."""
         key = self._key(call, config)
         self.journal.add("trying", **key)
         try:
@@ -241,7 +241,7 @@ class Run:
     def _entry(
         self, call: Call, sets: list[list[Any]], now: GemmConfig, tried: dict[str, dict[str, float]]
     ) -> tuning.Entry:
-        """The winner among what was tried, timed once more beside what runs now, and beside the stock path."""
+        """The fastest candidate, timed once more against the current configuration, and against the stock path."""
         by_name = {str_of(config): config for config in candidates(self.arch, call.gemm)}
         won = {
             name: said["ratio"]
@@ -268,7 +268,7 @@ class Run:
         )
 
     def _tried(self, call: Call) -> dict[str, dict[str, float]]:
-        """What earlier runs know of the candidates, from these sources. Infinite: not to be tried again."""
+        """Earlier runs' results for the candidates, from the same sources. Infinite: do not try it again."""
         same = {"bucket": call.bucket, "source_hash": self.source_hash, "dry": self.options.dry}
         last = {
             event["config"]: event
@@ -282,7 +282,7 @@ class Run:
         }
 
     def _compile(self, left: Sequence[Call], until: float) -> dict[str, list[GemmConfig]]:
-        """Compile what is to be tried: by bucket the candidates that the compiler makes something fit of.
+        """Compile the candidates; returns, by bucket, those that compile without spilling and fit.
 
         A launch whose candidates were not all compiled in time is missing.
         """
@@ -330,7 +330,7 @@ class Run:
         tuning.forget()
 
     def _show(self) -> None:
-        """What the table says of the chosen launches."""
+        """Print the table's entries for the chosen launches."""
         table = Table(title=f"tuned for {self.arch}{DRY_NOTE if self.options.dry else ''}", title_justify="left")
         table.caption = "us; now: what ran before; stock: plain torch"
         for column in ("launch", "configuration"):
@@ -353,7 +353,7 @@ class Run:
 
 
 class _Gate:
-    """One launch against the fp64 oracle; what it is compared with is computed once for all configurations."""
+    """Compares one launch with the fp64 oracle; the expected results are computed once for all configurations."""
 
     def __init__(self, call: Call, args: list[Any]) -> None:
         self._call, self._args = call, args
@@ -361,7 +361,7 @@ class _Gate:
         self._oracle: Outputs = call.reference(workload.copied(args, double=True))
 
     def faults(self, config: GemmConfig) -> str:
-        """What is wrong with the results of ``config``, or why it cannot run; empty if all is well."""
+        """What is wrong with the results of ``config``, or why it cannot run; empty if they are right."""
         from triton.runtime.errors import OutOfResources
 
         args = workload.copied(self._args)
@@ -375,7 +375,7 @@ class _Gate:
 
 
 def str_of(config: GemmConfig) -> str:
-    """A configuration by every one of its fields, which its own name for people leaves out in part."""
+    """A configuration with every field; its own name for people omits some."""
     return f"{config}-g{config.group_m}"
 
 
@@ -393,7 +393,7 @@ def _noise(*sides: Timing) -> float:
 
 
 def _cases(spec: registry.OpSpec, options: Options, *, known: bool) -> Iterator[registry.Case]:
-    """The cases that were asked for by name or tag; else the dozen that count most, in a dry run a few small ones."""
+    """The cases requested by name or tag; otherwise the dozen most important ones, in a dry run a few small ones."""
     if not options.cases:
         yield from spec.tagged("test")[:DRY_CASES] if options.dry else spec.tagged(TAG)
         return
@@ -409,10 +409,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shardfuse.bench.tune", description="Tune the GEMM on this GPU.")
     parser.add_argument("op", nargs="?", help="one op; default: all that launch GEMMs")
     parser.add_argument("--cases", action="append", default=[], help="a case or a tag; may be repeated")
-    parser.add_argument("--out", type=Path, help="the table; an earlier call's is gone on with")
+    parser.add_argument("--out", type=Path, help="the table; an earlier call's is resumed")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds")
     parser.add_argument("--top", type=int, default=TOP, help="candidates to time for each launch")
-    parser.add_argument("--dry", action="store_true", help="the same path on a CPU, tiny shapes, no measurement")
+    parser.add_argument("--dry", action="store_true", help="do the same on a CPU, with tiny shapes, no measurement")
     parser.add_argument("--jobs", type=int, help="processes that compile (default: one per core)")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

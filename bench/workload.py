@@ -1,4 +1,4 @@
-"""Single launches of the GEMM, taken out of the ops that make them: as the tuner compiles, checks and times them."""
+"""Single launches of the GEMM, extracted from the ops that make them, for the tuner to compile, check and time."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ..kernels.linear.tuned import SOURCES, bucket
 from ..kernels.runtime import device
 from ..kernels.runtime.dispatch import Choice
 
-_REFERENCE = Choice("reference", "what the launch is compared with")
-_SAVING = ("linear_act_fwd", "gated_linear_fwd")  # their last argument: store what only the backward pass reads
+_REFERENCE = Choice("reference", "the launch is compared with it")
+_SAVING = ("linear_act_fwd", "gated_linear_fwd")  # their last argument: whether to store what only backward reads
 
 
 def _wgrad(dzs: Any, x: Any, want_bias: Any) -> list[torch.Tensor | None]:
@@ -37,7 +37,7 @@ def _wgrad_(dzs: Any, x: Any, dws: Any, dbs: Any) -> list[torch.Tensor | None]:
     return []
 
 
-# The plain-torch twin of every op of schemas.py that launches a GEMM, with its arguments; results in its order.
+# For every op of schemas.py that launches a GEMM, its plain-torch twin with its arguments; results in its order.
 REFERENCES: dict[str, Callable[..., Sequence[torch.Tensor | None]]] = {
     "linear_act_fwd": reference.linear_act_fwd,
     "gated_linear_fwd": reference.gated_linear_fwd,
@@ -47,7 +47,7 @@ REFERENCES: dict[str, Callable[..., Sequence[torch.Tensor | None]]] = {
     "linear_wgrad": _wgrad,
     "linear_wgrad_": _wgrad_,
 }
-_IN_PLACE = {"linear_wgrad_": slice(2, 4)}  # which arguments are written
+_IN_PLACE = {"linear_wgrad_": slice(2, 4)}  # the arguments that are written
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ class Call:
     bucket: str
 
     def __call__(self, args: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Through the kernel. Results by position, or what an op in place has left in its arguments."""
+        """Run the kernel. Results by position, or the arguments that an in-place op has written."""
         return self._named(getattr(torch.ops.shardfuse, self.op)(*args), args)
 
     def reference(self, args: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Through plain torch: the stock path in the operands' own precision, the oracle in fp64."""
+        """Run plain torch: the stock path in the operands' own precision, the oracle in fp64."""
         return self._named(REFERENCES[self.op](*args), args)
 
     def draw(self, on: torch.device, seed: int) -> list[Any]:
-        """Random operands, strides and all, whose products are of order 1."""
+        """Random operands with the call's strides, whose products are of order 1."""
         generator = torch.Generator(on).manual_seed(seed)
         scale = self.gemm.K**-0.25
 
@@ -81,7 +81,7 @@ class Call:
 
     @property
     def nbytes(self) -> int:
-        """Of the operands."""
+        """Bytes of the operands."""
         return sum(tensor.nbytes for tensor in _tensors(self.args))
 
     def _named(self, results: Any, args: Sequence[Any]) -> dict[str, torch.Tensor]:
@@ -93,7 +93,7 @@ class Call:
 
 
 def ops() -> list[str]:
-    """The registry's ops that launch GEMMs of ``kernels/linear``, but those whose GEMMs exchange rows with others."""
+    """The registry's ops that launch GEMMs of ``kernels/linear``, except those whose GEMMs exchange rows."""
     return [
         name
         for name, spec in registry.ops().items()
@@ -102,9 +102,9 @@ def ops() -> list[str]:
 
 
 def calls(spec: OpSpec, case: Case, on: torch.device, arch: str) -> list[Call]:
-    """The GEMM launches of one case, forward and backward, and the forward as it is without a backward to come.
+    """The GEMM launches of one case, forward and backward, and of forward alone without gradients.
 
-    Nothing is computed: the op runs on fake tensors, and the torch ops that it calls are watched.
+    Nothing is computed: the op runs on fake tensors, and its calls of torch ops are recorded.
     """
     with FakeTensorMode(), _Watch() as watch:
         spec.run(spec.make_inputs(case, on, 0), case, "triton")
@@ -119,7 +119,7 @@ def calls(spec: OpSpec, case: Case, on: torch.device, arch: str) -> list[Call]:
 
 
 class _Watch(TorchDispatchMode):
-    """Notes every call of a torch op that launches a GEMM, its tensors as empty ones on the meta device."""
+    """Records every call of a torch op that launches a GEMM, with empty tensors on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,12 +133,12 @@ class _Watch(TorchDispatchMode):
 
 
 def gemm_of(op: str, args: Sequence[Any], arch: str) -> Gemm | None:
-    """What the launcher makes of a call, or None where there is nothing to multiply."""
+    """The launcher's GEMM for a call, or None if there is nothing to multiply."""
     return next((item.gemm for item in _launches(op, args, arch) if item.gemm is not None), None)
 
 
 def _launches(op: str, args: Sequence[Any], arch: str) -> list[device.Launch]:
-    """What a call launches, on tensors of the meta device."""
+    """The launches of a call on tensors of the meta device."""
     from ..kernels.linear import launch
 
     with device.capture(arch, tf32=device.allow_tf32()) as launches:
@@ -152,7 +152,7 @@ def _launches(op: str, args: Sequence[Any], arch: str) -> list[device.Launch]:
 def compile_all(
     pairs: Sequence[tuple[Call, GemmConfig]], arch: str, jobs: int | None = None
 ) -> Iterator[tuple[int, str | None]]:
-    """Compile calls in configurations, in several processes: (index, what is wrong or None) as they come.
+    """Compile calls in configurations, in several processes: yields (index, error or None) as they finish.
 
     Triton's cache on disk keeps the kernels for the process that runs them.
     """
@@ -167,7 +167,7 @@ def compile_all(
 
 
 def serve() -> None:
-    """The compiling processes' work."""
+    """The work of a compiling process."""
     workers.serve(_compile)
 
 
@@ -203,18 +203,18 @@ def _from_json(value: Any) -> Any:
 
 
 def copied(args: Sequence[Any], *, double: bool = False) -> list[Any]:
-    """The same values in tensors of their own: an op may write into its arguments."""
+    """The same values in new tensors: an op may write into its arguments."""
     return _each(args, lambda t: (t.double() if double else t).clone(memory_format=torch.preserve_format))
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """An empty tensor of the same kind; of the device itself, where a fake tensor would be made in its place."""
+    """An empty tensor of the same kind on the meta device itself, where a fake tensor mode would make a fake one."""
     with unset_fake_temporarily():
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _each(args: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
-    """``args`` with every tensor changed, also in the lists among them."""
+    """``args`` with ``change`` applied to every tensor, also in nested lists."""
     return [
         change(arg) if isinstance(arg, torch.Tensor) else _each(arg, change) if isinstance(arg, (list, tuple)) else arg
         for arg in args

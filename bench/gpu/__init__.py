@@ -1,1 +1,1 @@
-"""The run on a GPU machine: tests and benchmarks in one call, resumed where it stopped."""
+"""The run on a GPU machine: tests and benchmarks in one call, which can be resumed."""

@@ -1,4 +1,4 @@
-"""``python -m shardfuse.bench.gpu``: what ``make gpu`` runs."""
+"""``python -m shardfuse.bench.gpu``: the command behind ``make gpu``."""
 
 import sys
 

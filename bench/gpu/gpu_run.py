@@ -1,18 +1,18 @@
-"""``make gpu OUT=dir``: everything that a GPU machine can tell us, in one call of under nine minutes.
+"""``make gpu OUT=dir``: runs all tests and benchmarks that need a GPU, in one call of under nine minutes.
 
 The machine needs no internet and the tree no ``.git``. In order:
 
-1. ``smoke``: every op's small cases through its kernels against the fp64 oracle; beside it the CPU test suite;
-2. ``compile``: what the benchmarks will launch, compiled in parallel, before any timing;
-3. ``tests``: the tests marked ``gpu``, and every op's own tests, their kernels compiled instead of interpreted;
-4. ``benchmarks``: those whose committed results are missing or stalest first.
+1. ``smoke``: every op's small cases through its kernels against the fp64 oracle; the CPU test suite runs beside it; 2.
+``compile``: the benchmarks' kernels, compiled in parallel before any timing; 3. ``tests``: the tests marked ``gpu``,
+and every op's own tests, their kernels compiled instead of interpreted; 4. ``benchmarks``: missing results first, then
+the stalest.
 
-Every event is on disk as it happens (``events.jsonl``), so that a call cut short loses one row at most and the next
-call with the same directory goes on. Each benchmark runs in a process group of its own under a watchdog; a row that
-hangs or crashes is skipped from then on, until its sources change. ``results.json`` holds the finished records, and
-``--accept DIR`` files them under bench/results/, as it does one that ``bench run --out FILE`` wrote.
+Every event is on disk as it happens (``events.jsonl``), so an interrupted call loses at most one row, and the next call
+with the same directory resumes. Each benchmark runs in a process group of its own under a watchdog; a row that hangs or
+crashes is skipped until its sources change. ``results.json`` holds the finished records. ``--accept DIR`` files them
+under bench/results/; it also takes the file of ``bench run --out FILE``.
 
-``--dry`` goes the same way on a CPU, with tiny shapes interpreted: it proves the path and measures nothing.
+``--dry`` does the same on a CPU, with tiny shapes interpreted: it tests the path and measures nothing.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ SMOKE_S = 120.0
 SMOKE_QUIET_S = 60.0  # a case takes a second or two, its compilation a few more
 COMPILE_S = 75.0  # the CPU suite may use both phases
 GPU_TESTS_S = 150.0
-SUMMARY_S = 5.0  # kept for the end
+SUMMARY_S = 5.0  # reserved for the end
 STARTUP_S = 90.0  # importing torch on a busy machine
 GPU_SECONDS_PER_ROW = 0.5
 CASES_PER_PROCESS = 4
 DRY_TESTS = ("tests/bench/test_stale.py",)
-# Their tests marked interpret make tensors where the kernels run.
+# Their tests marked interpret create tensors on the device where the kernels run.
 OP_TESTS = (
     "test_autograd_gate.py",
     "test_bench_comm.py",
@@ -81,14 +81,14 @@ OP_TESTS = (
     "test_scaled_linear.py",
 )
 PYTEST_NOTHING_COLLECTED = 5
-# What this machine's torch may change. The kernels themselves run on its GPU instead of in the interpreter.
+# The tests that may depend on this machine's torch. The kernels themselves run on its GPU, not in the interpreter.
 CPU_SUITE = "not (gpu or multigpu or interpret or codegen or demo or packaging)"
 OP_SUITE = "interpret and not (gpu or ranks)"
 
 
 @dataclass(frozen=True)
 class Options:
-    """One call. ``tests`` are the test files to run: if empty, all of the tree's, or a quick one in a dry run."""
+    """The options of one call. ``tests`` are the test files to run; empty: all of them, in a dry run a quick one."""
 
     out: Path
     only: tuple[str, ...] = ()
@@ -121,7 +121,7 @@ class GpuRun:
         self.jobs = max(1, (os.cpu_count() or 2) // 2)
 
     def run(self) -> int:
-        """All phases; 0 if everything that ran was right and nothing hung."""
+        """Run all phases; 0 if everything that ran was right and nothing hung."""
         self.journal.add("run", origin=self.origin, ops=self.ops, only=self.options.only)
         with ThreadPoolExecutor(self.jobs) as tests, (self.options.out / "log.txt").open("a") as self.log:
             try:
@@ -137,7 +137,7 @@ class GpuRun:
                 with self._phase("benchmarks"):
                     self._benchmark_all()
             except BaseException:
-                self._stop.set()  # ends the processes of the test threads, which this block waits for
+                self._stop.set()  # ends the processes of the test threads, for which this block waits
                 raise
         self._write_results()
         good = summary.good(self.journal, self.benchmarks)
@@ -151,7 +151,7 @@ class GpuRun:
     # --- phases -------------------------------------------------------------------------------------------------------
 
     def _smoke(self) -> None:
-        """Every op's test cases, a few per process: a kernel that crashes takes only its neighbours along."""
+        """Run every op's test cases, a few per process: a crashing kernel loses only the cases in its process."""
         work = []
         for name in self.ops:
             cases = [case.name for case in registry.op(name).tagged("test")]
@@ -170,7 +170,7 @@ class GpuRun:
                     self.journal.add("smoke", **said)
 
             command = _python("one", name, *cases, "--check", "--json")
-            poisoned = {"SHARDFUSE_POISON": "1"}  # elements that a kernel leaves out show as NaN
+            poisoned = {"SHARDFUSE_POISON": "1"}  # elements that a kernel does not write show as NaN
             ending = self._watch(command, on_line, self._by(SMOKE_S), SMOKE_QUIET_S, environment=poisoned)
             for case in cases[len(seen) :]:
                 self.journal.add("smoke", op=name, case=case, ok=False, detail=f"the process {_how(ending)}")
@@ -178,7 +178,7 @@ class GpuRun:
         self._in_parallel(smoke, work)
 
     def _start_cpu_suite(self, pool: ThreadPoolExecutor) -> list[Future[None]]:
-        """One pytest process per file, so that sixteen cores finish what two take far longer for."""
+        """Start one pytest process per file, to use all cores."""
         until = self._by(SMOKE_S + COMPILE_S)
 
         def test(path: Path) -> None:
@@ -188,10 +188,10 @@ class GpuRun:
         return [pool.submit(test, path) for path in self._test_files()]
 
     def _compile(self) -> None:
-        """Run ours once on every case still to be timed; Triton's cache on disk keeps what was compiled."""
+        """Run ours once on every case that is not timed yet; Triton's cache on disk keeps the compiled kernels."""
         left = {b.name: self._cases_left(b) for b in self.benchmarks if b.warm is not None}
         work = [([name], [case]) for name, cases in left.items() for case in cases]
-        if self.options.dry and work:  # nothing is compiled, so one process is quicker
+        if self.options.dry and work:  # nothing is compiled, so one process is faster
             work = [(list(left), [case for cases in left.values() for case in cases])]
         until = self._by(COMPILE_S)
 
@@ -204,26 +204,26 @@ class GpuRun:
         self._in_parallel(warm, work)
 
     def _gpu_tests(self) -> None:
-        """What is marked ``gpu`` first and alone, because it measures; then the ops' tests, one process per file."""
+        """Run tests marked ``gpu`` first and alone, because they measure; then the ops' tests, one process per file."""
         until, files = self._by(GPU_TESTS_S), self._test_files()
         self._pytest("gpu", "gpu", files, until, {})
-        if not self.options.dry:  # there it would interpret what CI interprets anyway
+        if not self.options.dry:  # a dry run would interpret what CI interprets anyway
             of_ops = [path for path in files if path.name in OP_TESTS]
             self._in_parallel(lambda path: self._pytest("gpu", OP_SUITE, [path], until, {}), of_ops)
 
     def _benchmark_all(self) -> None:
         gpu = provenance.slug(provenance.device_name(self.device))
         order = stale.stalest_first(self.benchmarks, gpu, self.options.results)
-        # Peers that compile for most of a minute come last: the clock may run out on them.
+        # Rows whose peers compile for most of a minute come last: time may run out for them.
         for slow in (False, True):
             for benchmark in order:
-                # A process that hangs or crashes in a row is followed by another one for the rows after it.
+                # After a process that hangs or crashes in a row, another one runs the rows after it.
                 while self._cases_left(benchmark, slow=slow) and time.monotonic() < self.until:
                     if not self._benchmark(benchmark, slow=slow):
                         break
 
     def _benchmark(self, benchmark: Benchmark, *, slow: bool) -> bool:
-        """One process of one benchmark; whether it is worth starting another for what is left."""
+        """Run one process of one benchmark; returns whether another should run the remaining rows."""
         source = provenance.source_hash(benchmark)
         started: list[tuple[str, ...]] = []
 
@@ -254,7 +254,7 @@ class GpuRun:
         red = any(self.journal.of("verdict", bench=benchmark.name, ok=False))
         if ending.status in ("out of time", "stopped") or ending.ok or red:
             return False
-        # The row it died in, unless it died between two rows.
+        # The row in which it died, unless it died between two rows.
         key = next((key for key in started[-1:] if key not in self.journal.done(benchmark.name, source)), None)
         kind = "hung" if ending.status == "hung" else "failed"
         self.journal.add(kind, bench=benchmark.name, source=source, key=key, how=_how(ending))
@@ -263,7 +263,7 @@ class GpuRun:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def _write_results(self) -> None:
-        """Every benchmark's record, from this and earlier calls with the same directory and the same sources."""
+        """Write every benchmark's record, from all calls with the same directory and the same sources."""
         records = {}
         for benchmark in self.benchmarks:
             outcome = self.journal.outcome(benchmark.name, provenance.source_hash(benchmark))
@@ -280,7 +280,7 @@ class GpuRun:
         self.journal.add("phase", name=name, seconds=round(time.monotonic() - started, 1))
 
     def _by(self, seconds: float) -> float:
-        """That many seconds from now, or the end of the call."""
+        """The earlier of ``seconds`` from now and the end of the call."""
         return min(time.monotonic() + seconds, self.until)
 
     def _mode(self) -> list[str]:
@@ -294,7 +294,7 @@ class GpuRun:
         chosen = self.options.tests or (DRY_TESTS if self.options.dry else ())
         if chosen:
             return [self.root / path for path in chosen]
-        # Not the test of this very run, which would start another.
+        # Not the test of this run itself, which would start another run.
         return [path for path in sorted((self.root / "tests").rglob("test_*.py")) if path.name != "test_gpu_runner.py"]
 
     def _pytest(
@@ -342,7 +342,7 @@ class GpuRun:
     def _environment(self) -> dict[str, str]:
         common = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
         if self.options.dry:
-            # The last because some virtual machines announce AMX and then refuse its instructions.
+            # The last, because some virtual machines announce AMX and then refuse its instructions.
             isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
             common |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
             common["ONEDNN_MAX_CPU_ISA"] = isa
@@ -363,7 +363,7 @@ class GpuRun:
 
 
 def _selection(only: Sequence[str]) -> tuple[list[str], list[Benchmark]]:
-    """The ops to smoke and the benchmarks to run; ``only`` names ops, and keeps the benchmarks that measure them."""
+    """The ops to smoke-test and the benchmarks to run; ``only`` names ops and keeps their benchmarks."""
     measurable = [benchmark for benchmark in benchmarks().values() if "cuda" in benchmark.devices]
     if not only:
         return sorted(registry.ops()), measurable
@@ -381,7 +381,7 @@ def _python(module: str, *arguments: str) -> list[str]:
 
 
 def _event(line: str) -> Event | None:
-    """The JSON object on a line, or None: libraries print too."""
+    """The JSON object on a line, or None: libraries print lines, too."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -395,9 +395,9 @@ def _how(ending: Ending) -> str:
 
 
 def accept(out: Path, results: Path = stale.RESULTS) -> int:
-    """File what a finished run (its directory), or one ``bench run`` (its file), measured under bench/results/.
+    """File the results of a finished run (its directory) or of one ``bench run`` (its file) under bench/results/.
 
-    Each record that is refused says why.
+    It prints the reason for each record that it refuses.
     """
     refused = 0
     for found in read_records(out / "results.json" if out.is_dir() else out):
@@ -414,11 +414,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m shardfuse.bench.gpu", description="Test and measure on a GPU machine."
     )
-    parser.add_argument("--out", type=Path, help="directory for the results; an earlier call's is gone on with")
-    parser.add_argument("--only", default="", help="ops, separated by commas: only these and what measures them")
-    parser.add_argument("--dry", action="store_true", help="the same path on a CPU, tiny shapes, no measurement")
+    parser.add_argument("--out", type=Path, help="directory for the results; an earlier call's is resumed")
+    parser.add_argument("--only", default="", help="ops, separated by commas: run only these and their benchmarks")
+    parser.add_argument("--dry", action="store_true", help="do the same on a CPU, with tiny shapes, no measurement")
     parser.add_argument("--deadline", type=float, default=Options.deadline_s, help="seconds for the whole call")
-    parser.add_argument("--quiet", type=float, default=Options.quiet_s, help="seconds of silence that mean hung")
+    parser.add_argument("--quiet", type=float, default=Options.quiet_s, help="seconds without output that mean hung")
     parser.add_argument(
         "--tests",
         nargs="*",
@@ -432,7 +432,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.out is None:
         parser.error("--out DIR is missing: where the results go")
     if not options.dry and not torch.cuda.is_available():
-        print("error: this machine has no GPU that torch can use; --dry goes the same way without one", file=sys.stderr)
+        print("error: this machine has no GPU that torch can use; --dry does the same without one", file=sys.stderr)
         return 2
     only = tuple(name for name in options.only.split(",") if name)
     try:
@@ -443,7 +443,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that it ends its processes
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends its processes, too
     try:
         return run.run()
     except KeyboardInterrupt:
@@ -451,7 +451,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _progress(event: Event) -> None:
-    """One line per event worth a line, while the run goes on."""
+    """Print one line for each notable event while the run is under way."""
     shown = {
         "phase": ("name", "seconds"),
         "pytest": ("lane", "files", "how"),

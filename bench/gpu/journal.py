@@ -1,4 +1,4 @@
-"""The GPU run's memory: one JSON event a line, written as it happens, read again when the run is resumed."""
+"""The journal of a GPU run: one JSON event a line, written as it happens, read again when the run is resumed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Event = dict[str, Any]
 class Journal:
     """Appends events to ``path``; every event is on disk before the call returns.
 
-    ``on_event`` sees each new event, for progress on a terminal. ``origin`` is this machine, as
-    ``provenance.describe`` has it.
+    ``on_event`` gets each new event, for progress on a terminal. ``origin`` describes this machine, as
+    ``provenance.describe`` returns it.
 
     Raises ValueError if ``path`` holds a run from another device or other versions than ``origin`` names.
     """
@@ -65,17 +65,17 @@ class Journal:
                 yield entry
 
     def done(self, bench: str, source: str) -> set[RowKey]:
-        """Rows not to measure again: measured, or lost, from the same sources, in this call or an earlier one."""
+        """Rows not to measure again: measured, or lost, with the same sources, in this call or an earlier one."""
         rows = self._of_source("row", bench, source)
         return {Row.from_record(row).key for row in rows} | self.lost(bench, source)
 
     def lost(self, bench: str, source: str) -> set[RowKey]:
-        """Rows that hung or crashed: not tried again until the sources change."""
+        """Rows that hung or crashed; they are not tried again until the sources change."""
         ended = (event for kind in ("hung", "failed") for event in self._of_source(kind, bench, source))
         return {(case, metric, peer_name) for case, metric, peer_name in (e["key"] for e in ended if e["key"])}
 
     def outcome(self, bench: str, source: str) -> Outcome:
-        """All that is known of a benchmark at these sources."""
+        """All results of a benchmark with these sources."""
         verdicts = {(e["case"], e["name"]): e for e in self._of_source("verdict", bench, source)}
         rows = {Row.from_record(e).key: Row.from_record(e) for e in self._of_source("row", bench, source)}
         return Outcome(
@@ -87,7 +87,7 @@ class Journal:
 
 
 def _read(path: Path) -> Iterator[Event]:
-    """Every whole line; a run that was killed may have left half of one at the end."""
+    """Every complete line; a killed run may have left half of one at the end."""
     if not path.exists():
         return
     text = path.read_text()

@@ -1,4 +1,4 @@
-"""What a GPU run says at its end: a few lines on every phase and the tables of rows."""
+"""The summary of a GPU run: a few lines for each phase and the tables of rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def good(journal: Journal, measured: Iterable[Benchmark]) -> bool:
 
 
 def show(out: Console, journal: Journal, measured: Iterable[Benchmark], *, dry: bool) -> None:
-    """Print the summary; a dry run's numbers are shown as the nonsense they are."""
+    """Print the summary; a dry run's numbers are marked as meaningless."""
     for line in _lines(journal):
         out.print(line, markup=False, soft_wrap=True)
     for benchmark, rows in _rows(journal, measured):

@@ -1,4 +1,4 @@
-"""Runs a command that may hang: killed, with everything it started, when it says nothing for too long."""
+"""Runs a command that may hang, and kills it with all its children when it prints nothing for too long."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Ending:
-    """How a watched command ended: "ended" by itself, "hung", "out of time" or "stopped"; seconds it ran."""
+    """How a watched command ended: "ended" by itself, "hung", "out of time" or "stopped"; and its seconds."""
 
     status: str
     returncode: int | None
@@ -42,7 +42,7 @@ def watch(
     stop: threading.Event | None = None,
     on_start: Callable[[int], None] = lambda pid: None,
 ) -> Ending:
-    """Run ``command`` in a process group of its own and hand over its output line by line.
+    """Run ``command`` in a process group of its own and pass its output to ``on_line``, line by line.
 
     The group is killed when no line came for ``quiet_s`` seconds (``startup_s`` before the first), when ``until`` (of
     ``time.monotonic``) has passed, when ``stop`` is set, and in any case when this function returns or raises.
@@ -95,14 +95,14 @@ def _follow(
 
 def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:
     assert process.stdout is not None
-    with contextlib.suppress(ValueError):  # closed under our hands after a kill
+    with contextlib.suppress(ValueError):  # a kill may have closed it meanwhile
         for line in process.stdout:
             lines.put(line.rstrip("\n"))
     lines.put(None)
 
 
 def _wait(process: subprocess.Popen[str], until: float) -> str:
-    """A process that closed its output is about to exit; one that lingers past the deadline is out of time."""
+    """Wait for a process that closed its output; one that is still running at the deadline is out of time."""
     try:
         process.wait(max(1.0, until - time.monotonic()))
         return "ended"

@@ -1,1 +1,1 @@
-"""What every benchmark goes through: the gate, the timing, the records and their provenance."""
+"""The common parts of all benchmarks: the gate, the timing, the records and their provenance."""

@@ -1,6 +1,6 @@
-"""What a benchmark is: a plan of rows, each against one peer, behind a correctness check.
+"""Defines a benchmark: a plan of rows, each against one peer, after a correctness check.
 
-A benchmark is one file in this folder with a ``BENCHMARK``. It says *what* is measured; the runner decides in which
+A benchmark is one file in ``bench/suites`` with a ``BENCHMARK``. It defines *what* is measured; the runner decides the
 order, checks correctness first, prints, records and resumes.
 """
 
@@ -18,16 +18,16 @@ from .timing import Ceilings, Timing
 
 @dataclass(frozen=True)
 class Settings:
-    """How this run measures.
+    """The options of a run.
 
-    ``short`` keeps the dozen cases that fit a short run on a GPU. ``dry`` goes the same way with tiny shapes and single
-    calls, interpreted where there is no GPU: it proves the path, and its numbers mean nothing.
+    ``short`` keeps the dozen cases that fit a short run on a GPU. ``dry`` does the same with tiny shapes and single
+    calls, interpreted if there is no GPU: it tests the path, and its numbers mean nothing.
     """
 
     device: torch.device
     short: bool = False
     dry: bool = False
-    seconds: float = 2.0  # spent on one row's timing, both sides together
+    seconds: float = 2.0  # for one row's timing, both sides together
 
     @property
     def cuda(self) -> bool:
@@ -35,17 +35,17 @@ class Settings:
 
     @property
     def impl(self) -> str:
-        """What users get; a dry run insists on the kernels, interpreted."""
+        """The implementation that users get; a dry run requires the kernels, interpreted."""
         return "triton" if self.dry else "auto"
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a call that is timed in microseconds has to do at the least.
+    """The minimum of work in a call that is timed in microseconds.
 
     ``flops`` of its matrix products, ``bytes`` to and from memory if everything is touched once, and ``extra``: bytes
-    of the peer's own passes over results, which fusion takes out. ``bytes`` may count the same reads and writes: they
-    hide under the products, or are part of what a memory-bound call must do.
+    of the peer's own passes over results, which fusion avoids. ``bytes`` may include the same reads and writes: the
+    products hide them, or a memory-bound call needs them anyway.
     """
 
     flops: int
@@ -53,9 +53,9 @@ class Work:
     extra: int = 0
 
     def bound(self, ceilings: Ceilings) -> float:
-        """All that can be gained over the peer by taking its extra passes out, as a share of the products' time.
+        """The largest possible gain over the peer by avoiding its extra passes, as a share of the products' time.
 
-        0 (unknown) where memory is the limit: there ``extra`` and ``bytes`` overlap.
+        0 (unknown) if memory is the limit: there ``extra`` and ``bytes`` overlap.
         """
         products = self.flops / ceilings.flops
         if self.bytes / ceilings.bandwidth > products:
@@ -65,13 +65,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Measurement:
-    """One row to be: ours against one peer on one case.
+    """One planned row: ours against one peer on one case.
 
-    ``run`` returns both sides in the unit that ``metric`` names. ``target`` is the least ratio that counts as met
-    (ratio > 1: ours is better), or None where no target is set. ``slow``: the peer compiles or searches for long, so
-    a run against the clock leaves the row for last. ``work`` is given where the metric is microseconds of a known
-    number of operations. ``bf16``: its products run in 16 bits, as the one does that the ceilings come from; what runs
-    in fewer is not held against them.
+    ``run`` returns both sides in the unit that ``metric`` names. ``target`` is the least ratio that meets the target
+    (ratio > 1: ours is better), or None for a row without one. ``slow``: the peer compiles or searches for long, so a
+    run with a deadline measures the row last. ``work`` is given if the metric is microseconds of a known number of
+    operations. ``bf16``: its products run in 16 bits, like the product that measures the ceilings; other rows are not
+    compared with them.
     """
 
     case: str
@@ -91,11 +91,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A named set of measurements and what must be true before their numbers may be shown.
+    """A named set of measurements, and the check that must pass before their numbers are shown.
 
-    ``check`` compares the named cases with the fp64 oracle; ``warm`` runs ours once on a case, so that its kernels
-    are compiled (nothing to do where a benchmark has none). ``ops`` are measured by it: their sources, and
-    ``sources`` (paths below the package, "layers/mlp.py"), make its results stale when they change.
+    ``check`` compares the named cases with the fp64 oracle; ``warm`` runs ours once on a case, to compile its kernels
+    (it does nothing in a benchmark without any). ``ops`` are the ops that it measures: a change of their sources, or of
+    ``sources`` (paths below the package, "layers/mlp.py"), makes its results stale.
     """
 
     name: str

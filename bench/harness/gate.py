@@ -1,4 +1,4 @@
-"""The gate before every timing: ours against the fp64 oracle, by the one rule that the tests use too."""
+"""The gate before every timing: ours against the fp64 oracle, by the same rule as the tests."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Outputs = Mapping[str, torch.Tensor]
 
 
 def check_case(spec: OpSpec, case: Case, device: torch.device, impl: str, *, seed: int = 0) -> list[Verdict]:
-    """One op on one case, outputs and gradients, on fresh random inputs.
+    """Check one op on one case, outputs and gradients, with fresh random inputs.
 
-    All three sides get their copies before any runs: an op may write into its inputs.
+    All three sides get their copies before any of them runs: an op may write into its inputs.
     """
     inputs = spec.make_inputs(case, device, seed)
     plain, exact = _fresh(inputs), to_double(_fresh(inputs), device)
@@ -31,7 +31,7 @@ def check_case(spec: OpSpec, case: Case, device: torch.device, impl: str, *, see
 def check_outputs(
     ours: Outputs, *, low: Callable[[], Outputs], oracle: Callable[[], Outputs], terms: int = 1
 ) -> list[Verdict]:
-    """Compare by name. ``low`` makes the same maths in ours' precision, ``oracle`` in fp64; ``terms`` as in ``judge``.
+    """Compare by name. ``low`` does the same maths in ours' precision, ``oracle`` in fp64; ``terms`` as in ``judge``.
 
     Raises RuntimeError if the sides don't return the same names: a missing gradient must not pass as a right one.
     """
@@ -59,8 +59,8 @@ def module_outputs(
 def join_layers(outputs: Outputs) -> dict[str, torch.Tensor]:
     """The same outputs with each layer's weight and bias gradients as one vector, named after the layer.
 
-    For attention: the gradient of the key bias is what is left after almost everything cancels, so its own relative
-    error says nothing about the layer.
+    For attention: almost everything cancels in the gradient of the key bias, so its own relative error does not
+    describe the layer's accuracy.
     """
     joined: dict[str, list[torch.Tensor]] = {}
     for name, value in outputs.items():
@@ -77,7 +77,7 @@ def _grad(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _fresh(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The same values as new leaves, so that gradients of two runs don't add up."""
+    """The same values as new leaves, so that gradients of two runs do not add up."""
 
     def renew(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

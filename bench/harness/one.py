@@ -1,4 +1,4 @@
-"""One op on one of its cases, and nothing else: what profilers and sanitizers wrap.
+"""Runs one op on one of its cases and nothing else, for profilers and sanitizers.
 
     python -m shardfuse.bench.harness.one OP [CASE ...] [--tag TAG] [--check] [--json]
 
@@ -23,7 +23,7 @@ from .runner import default_device
 
 
 def run_case(spec: OpSpec, case: Case, device: torch.device, impl: str, *, check: bool) -> dict[str, Any]:
-    """Run one case; what happened, as one JSON object. With ``check`` every output faces the fp64 oracle."""
+    """Run one case; returns the result as a JSON object. ``check`` compares every output with the fp64 oracle."""
     said: dict[str, Any] = {"op": spec.name, "case": case.name, "impl": impl}
     try:
         if check:
@@ -33,7 +33,7 @@ def run_case(spec: OpSpec, case: Case, device: torch.device, impl: str, *, check
         if device.type == "cuda":
             torch.cuda.synchronize()
         return said | {"ok": True, "detail": ""}
-    except Exception:  # a report on every case: one that cannot run is a finding, not an end
+    except Exception:  # report on every case: one that cannot run is a finding
         return said | {"ok": False, "detail": traceback.format_exc(limit=-3).strip()}
 
 

@@ -1,4 +1,4 @@
-"""One projection as benchmarks time it: its operands, the stock calls on them, and rows of ours against a peer."""
+"""A projection for benchmarks: its operands, the stock calls on them, and rows of ours against a peer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .gate import Outputs, check_outputs
 from .stock import compiled
 from .timing import Timing, compare, input_sets
 
-# Where nothing but the path counts: few blocks, not all of them full; "few" tokens swap operands and split K.
+# Only the path matters: few blocks, not all of them full; "few" tokens swap operands and split K.
 DRY = {
     "up": Projection("dry", "up", 1, 40, 48, (72,), "gelu_tanh"),
     "qkv": Projection("dry", "qkv", 1, 40, 48, (64, 32, 32)),
@@ -38,28 +38,28 @@ class Operands:
 
     @cached_property
     def packed(self) -> torch.Tensor:
-        """The weights one below the other, [F, D], as a model would hold them that fuses by packing."""
+        """The weights stacked, [F, D], as a model that fuses by packing would hold them."""
         return self.weights[0].detach() if len(self.weights) == 1 else torch.cat(self.weights).detach()
 
     @cached_property
     def after(self) -> torch.Tensor:
-        """The weight of the layer that comes after the (first) output, back to the width of x: [D, F]."""
+        """The weight of the next layer, from the (first) output back to the width of x: [D, F]."""
         return self.weights[0].detach().T.contiguous()
 
     @cached_property
     def buffers(self) -> list[torch.Tensor]:
-        """Where gradients of the weights add up, in fp32 (the oracle's in fp64), [F_i, D]."""
+        """Buffers that accumulate the gradients of the weights, in fp32 (the oracle's in fp64), [F_i, D]."""
         dtype = torch.promote_types(self.x.dtype, torch.float32)
         return [torch.zeros_like(weight, dtype=dtype, requires_grad=False) for weight in self.weights]
 
     @property
     def leaves(self) -> dict[str, torch.Tensor]:
-        """What has a gradient, by the gradient's name."""
+        """The tensors that have a gradient, by the gradient's name."""
         found = {"dx": self.x} | {f"dw{i}": weight for i, weight in enumerate(self.weights)}
         return found | {f"db{i}": bias for i, bias in enumerate(self.biases) if bias is not None}
 
     def to(self, dtype: torch.dtype) -> Operands:
-        """The same values in another precision, as leaves of their own."""
+        """The same values in another precision, as new leaves."""
 
         def convert(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.detach().to(dtype, copy=True).requires_grad_(tensor.requires_grad)
@@ -78,7 +78,7 @@ Side = Callable[[Operands], object]
 
 @dataclass(frozen=True)
 class Problem:
-    """A projection in one precision. Its name is a benchmark's case."""
+    """A projection in one precision. Its name is the case of a benchmark."""
 
     projection: Projection
     dtype: torch.dtype
@@ -93,21 +93,21 @@ class Problem:
 
     @property
     def input_bytes(self) -> int:
-        """x, [T, D]."""
+        """Bytes of x, [T, D]."""
         return self.projection.T * self.projection.D * self.dtype.itemsize
 
     @property
     def output_bytes(self) -> int:
-        """[T, F] of all weights together: one pass over it."""
+        """Bytes of one pass over [T, F] of all weights together."""
         return self.projection.T * self.projection.F * self.dtype.itemsize
 
     @property
     def flops(self) -> int:
-        """Of one product."""
+        """Operations of one product."""
         return 2 * self.projection.T * self.projection.D * self.projection.F
 
     def operands(self, device: torch.device, seed: int = 0) -> Operands:
-        """Random, of order 1 after the product; x, weights and biases require gradients."""
+        """Random operands, of order 1 after the product; x, weights and biases require gradients."""
         T, D, widths = self.projection.T, self.projection.D, self.projection.widths
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -123,13 +123,13 @@ class Problem:
         )
 
     def operand_sets(self, device: torch.device) -> list[Operands]:
-        """As many as outgrow the cache together."""
+        """As many sets as exceed the cache together."""
         size = self.weight_bytes + self.input_bytes + self.output_bytes
         return [self.operands(device, seed) for seed in range(input_sets(size, device))]
 
 
 def problems(projections: Iterable[Projection], settings: Settings) -> list[Problem]:
-    """In bf16 on a GPU; in fp32 on a CPU, where everything is."""
+    """The problems of ``projections``: bf16 on a GPU, fp32 on a CPU."""
     return [Problem(projection, torch.bfloat16 if settings.cuda else torch.float32) for projection in projections]
 
 
@@ -145,7 +145,7 @@ def row(
     work: Work | None = None,
     slow: bool = False,
 ) -> Measurement:
-    """Both sides on the same operands, in rotation over as many sets as outgrow the cache."""
+    """A row with both sides on the same operands, in rotation over as many sets as exceed the cache."""
 
     def run() -> tuple[Timing, Timing]:
         sets = problem.operand_sets(settings.device)
@@ -166,10 +166,10 @@ def verdicts(
     names: Sequence[str],
     outputs: Callable[[Problem, Operands, str], Outputs],
 ) -> Iterator[tuple[str, Verdict]]:
-    """The named problems' outputs against the oracle; ``outputs`` is given the implementation to use."""
+    """Compare the named problems' outputs with the oracle; ``outputs`` gets the implementation to use."""
     for problem in chosen:
         if problem.name in names:
-            # Each side draws the same operands anew and lets go of them: the largest fit only one side at a time.
+            # Each side draws the same operands again and frees them: the largest fit only one side at a time.
             side = partial(_side, settings, problem, outputs)
             for verdict in check_outputs(
                 side(problem.dtype, settings.impl),
@@ -220,12 +220,12 @@ def eager(operands: Operands, activation: str) -> tuple[torch.Tensor, ...]:
 
 @torch.no_grad()
 def plain_gemm(operands: Operands) -> torch.Tensor:
-    """One cuBLAS product of the widths together, [T, F], without bias or activation."""
+    """One cuBLAS product of all widths together, [T, F], without bias or activation."""
     return operands.x @ operands.packed.T
 
 
 def lazily_compiled(call: Callable[..., object], **options: object) -> Callable[..., object]:
-    """``call`` compiled at its first use, which is when its row is measured."""
+    """``call``, compiled at its first use, when its row is measured."""
 
     @cache
     def made() -> Callable[..., object]:

@@ -1,4 +1,4 @@
-"""What a person sees of a run that may take hours: what is under way, how far it is, how long it will still take."""
+"""Progress of a run that may take hours: the current row, the number of rows done, the time left."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LAST_ERROR = 3
 
 
 class Progress:
-    """Lines on ``console`` for ``total`` rows; ``keep`` is called after every row and every case that was checked.
+    """Prints lines on ``console`` for ``total`` rows; ``keep`` is called after every row and every checked case.
 
-    ``failed`` collects the rows that raise. After LAST_ERROR of them in a row the next is not begun: a GPU that has
-    failed once may answer nothing any more.
+    ``failed`` collects the rows that raise. After LAST_ERROR failing rows in succession no further row starts: a GPU
+    may stop responding after a failure.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Progress:
         self._failed = failed
         self._keep = keep
         self._rows = 0
-        self._errors = 0  # one after another
+        self._errors = 0  # in succession
         self._case: str | None = None
         self._started = 0.0
 
@@ -64,7 +64,7 @@ class Progress:
         self._keep()
 
     def on_error(self, lost: Sequence[Measurement], error: Exception) -> None:
-        """One row that raised, or every row of a case whose check did: one error."""
+        """Record a row that raised, or all rows of a case whose check raised, as one error."""
         self._rows += len(lost)
         self._errors += 1
         message = str(error).strip().partition("\n")[0]
@@ -77,7 +77,7 @@ class Progress:
             raise error
 
     def _left(self) -> str:
-        """An estimate by the rows so far, worth showing where it is minutes."""
+        """An estimate from the rows so far, shown if it is minutes."""
         if not self._rows:
             return ""
         minutes = (time.monotonic() - self._started) / self._rows * (self._total - self._rows) / 60

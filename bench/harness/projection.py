@@ -1,4 +1,4 @@
-"""What several GPUs would give, by the cost model: rows that say so, where there is no more than one to measure on."""
+"""Projects times on several GPUs by the cost model, as rows marked as projections, where only one GPU can measure."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ SOURCES = (
 
 
 def projection(case: str, call: Call, device: torch.device, *, exposed: bool = False) -> Measurement | None:
-    """The kernel against the plain collective on as many GPUs of this kind: two outcomes of the link model.
+    """The kernel against the plain collective on as many GPUs of this kind: two predictions of the link model.
 
-    No measurement, so it has no target; the peer's name gives the model's inputs and whose they are. ``exposed``: what
-    no product hides, instead of the whole with the product. None where nothing is known of this device's links. Where
-    there is no GPU it is an H100's, so that a dry run proves the path.
+    It is no measurement, so it has no target; the peer's name lists the model's inputs and their source. ``exposed``:
+    only the communication that no product hides, instead of the total. None if the figures of this device's links are
+    unknown. Without a GPU it uses an H100's, so that a dry run tests the path.
     """
     profile = load(device) if device.type == "cuda" else shipped("sm_90")
     if profile is None:
@@ -37,7 +37,7 @@ def projection(case: str, call: Call, device: torch.device, *, exposed: bool = F
 
 
 def _inputs(profile: Profile, call: Call) -> str:
-    """What the model was given, and who says so."""
+    """The model's inputs and their source."""
     link = profile.links["node"][COLLECTIVES[call.op]]
     said = {
         "start": f"{link.start_s * 1e6:.3g} us",

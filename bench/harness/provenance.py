@@ -1,4 +1,4 @@
-"""Where a result comes from: machine, versions, commit, and the sources whose change makes it stale."""
+"""The provenance of a result: machine, versions, commit, and the sources whose change makes it stale."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from ...kernels.dev import registry
 from .benchmark import Benchmark
 
 PACKAGE = __name__.rpartition(".bench.")[0]
-# Every benchmark's numbers go through these.
+# Every benchmark's numbers depend on these.
 HARNESS = ("bench/harness/benchmark.py", "bench/harness/gate.py", "bench/harness/report.py", "bench/harness/timing.py")
 TUNED = ("kernels/runtime/chips.py", "kernels/linear/tuned.py", "kernels/tuned")  # what picks the GEMM's configuration
-TUNED_OPS = "linear/launch.py"  # a source of all ops that ask them
+TUNED_OPS = "linear/launch.py"  # a source of all ops that use them
 PREFIX = "SHARDFUSE_"
 _OTHERWISE_TOLD = ("SHARDFUSE_COMMIT", "SHARDFUSE_DEBUG", "SHARDFUSE_DIRTY")
-MACHINE = ("device", "torch", "triton")  # of an origin: what the rows of one result must have in common
+MACHINE = ("device", "torch", "triton")  # fields of an origin that all rows of one result must share
 GPU_QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
 
 
@@ -41,8 +41,8 @@ def slug(name: str) -> str:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Versions, device, clocks as found, commit, date, and every ``SHARDFUSE_*`` variable that is set: what every
-    result file says about its origin.
+    """The origin that every result file states: versions, device, current clocks, commit, date, and every
+    ``SHARDFUSE_*`` variable that is set.
     """
     commit, dirty = revision()
     return {
@@ -65,7 +65,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """The variables that may change what runs, as they are set."""
+    """The environment variables that may change what runs, with their values."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -74,7 +74,7 @@ def environment() -> dict[str, str]:
 
 
 def check_machine(path: str | Path, earlier: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """ValueError if what ``path`` holds was measured on another device, or with other versions, than ``now`` names."""
+    """ValueError if the contents of ``path`` were measured on another device, or with other versions, than ``now``."""
     if any(earlier[name] != now[name] for name in MACHINE):
         raise ValueError(
             f"{path} was measured on {_machine(earlier)}, and this is {_machine(now)}: rows of the two must not "
@@ -87,7 +87,7 @@ def _machine(origin: Mapping[str, Any]) -> str:
 
 
 def gpu_state() -> dict[str, str] | None:
-    """Driver, clocks, power and temperature by nvidia-smi's own words; None where it doesn't run."""
+    """Driver, clocks, power and temperature in nvidia-smi's words; None if it does not run."""
     try:
         command = ["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader"]
         out = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -98,7 +98,7 @@ def gpu_state() -> dict[str, str] | None:
 
 @functools.cache
 def revision() -> tuple[str, bool | None]:
-    """(commit, dirty). ``SHARDFUSE_COMMIT`` and ``SHARDFUSE_DIRTY`` speak for a tree without ``.git``."""
+    """(commit, dirty). ``SHARDFUSE_COMMIT`` and ``SHARDFUSE_DIRTY`` give them for a tree without ``.git``."""
     if "SHARDFUSE_COMMIT" in os.environ:
         dirty = os.environ.get("SHARDFUSE_DIRTY")
         return os.environ["SHARDFUSE_COMMIT"], None if dirty is None else dirty not in ("", "0")
@@ -122,7 +122,7 @@ def source_hashes(benchmark: Benchmark) -> dict[str, str]:
 
 
 def source_hash(benchmark: Benchmark) -> str:
-    """One hash over ``source_hashes``: what a resumed run compares."""
+    """One hash over ``source_hashes``, which a resumed run compares."""
     lines = "\n".join(f"{name} {digest}" for name, digest in sorted(source_hashes(benchmark).items()))
     return hashlib.sha256(lines.encode()).hexdigest()[:16]
 

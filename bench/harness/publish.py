@@ -18,26 +18,26 @@ _RIGHT = "---:"
 
 @dataclass(frozen=True)
 class Result:
-    """One benchmark's record, as read from a file."""
+    """One benchmark's record, read from a file."""
 
     bench: str
     device: str
     origin: Mapping[str, Any]
     rows: Sequence[Row]
     missing: int
-    complaint: str  # why its numbers may not be shown, or empty
+    complaint: str  # why its numbers must not be shown, or empty
 
     @property
     def absolute(self) -> bool:
-        """On a CPU only ratios mean anything."""
+        """Whether absolute times count: on a CPU only ratios do."""
         return self.device != "cpu"
 
 
 def publish(paths: Sequence[Path], out: Path, *, results: Path = stale.RESULTS) -> list[Path]:
-    """Write the table and the plots of the records in ``paths`` (by default the committed ones); what was written.
+    """Write the table and the plots of the records in ``paths`` (by default the committed ones); returns the files.
 
     ``paths`` hold one record (``bench run --out``, ``bench/results/``) or several by name (``make gpu``'s
-    results.json). Raises ValueError for other files, RuntimeError where there is something to draw and no Matplotlib.
+    results.json). Raises ValueError for other files, RuntimeError if a plot is needed and Matplotlib is missing.
     """
     found = [result for path in paths or sorted(results.glob("*/*.json")) for result in read(path)]
     if not found:
@@ -57,14 +57,14 @@ def publish(paths: Sequence[Path], out: Path, *, results: Path = stale.RESULTS) 
 
 
 def show(paths: Sequence[Path], out: Path) -> int:
-    """Publish and say where; the process's exit code."""
+    """Publish and print the files; returns the process's exit code."""
     for path in publish(paths, out):
         console().print(str(path), markup=False, soft_wrap=True)
     return 0
 
 
 def read(path: Path) -> list[Result]:
-    """The records in a file; ValueError if it holds others."""
+    """The records in a file; ValueError if it holds anything else."""
     records = read_records(path)
     try:
         return [_result(record) for record in records]

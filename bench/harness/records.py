@@ -1,4 +1,4 @@
-"""What a run of a benchmark came to, its record on disk, and what a later run takes over from one."""
+"""The outcome of a benchmark's run, its record on disk, and what a later run reuses from one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ RowKey = tuple[str, str, str]
 
 @dataclass
 class Outcome:
-    """What one run of a benchmark came to."""
+    """The outcome of one run of a benchmark."""
 
     verdicts: list[tuple[str, Verdict]] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
-    failed: dict[RowKey, str] = field(default_factory=dict)  # rows that raised, and what
+    failed: dict[RowKey, str] = field(default_factory=dict)  # rows that raised, and their errors
 
     @property
     def green(self) -> bool:
@@ -32,12 +32,12 @@ class Outcome:
 def left(
     benchmark: Benchmark, settings: Settings, *, done: Collection[RowKey] = (), slow: bool = True
 ) -> list[Measurement]:
-    """The rows of the plan that are still to be measured."""
+    """The planned rows that are not measured yet."""
     return [row for row in benchmark.plan(settings) if row.key not in done and (slow or not row.slow)]
 
 
 def is_short(benchmark: Benchmark, settings: Settings) -> bool:
-    """Whether a run plans less than there is to measure."""
+    """Whether a run plans fewer rows than the whole plan."""
     if not settings.short:
         return False
     planned = {row.key for row in benchmark.plan(settings)}
@@ -45,7 +45,7 @@ def is_short(benchmark: Benchmark, settings: Settings) -> bool:
 
 
 def header(benchmark: Benchmark, settings: Settings) -> dict[str, Any]:
-    """What a result says of its making: machine, versions, commit and the hashes of its sources, as they are now."""
+    """The header of a result: machine, versions, commit and the hashes of its sources, as they are now."""
     return {
         "bench": benchmark.name,
         "device": provenance.device_name(settings.device),
@@ -60,7 +60,7 @@ def header(benchmark: Benchmark, settings: Settings) -> dict[str, Any]:
 def record(
     benchmark: Benchmark, settings: Settings, outcome: Outcome, head: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The full result: header, verdicts, rows with all that follows from them, planned rows without one."""
+    """The full result: header, verdicts, rows with derived figures, planned rows that were not measured."""
     measured = {row.key for row in outcome.rows}
     return {
         **(head or header(benchmark, settings)),
@@ -73,13 +73,13 @@ def record(
 
 
 def earlier(benchmark: Benchmark, settings: Settings, path: str | Path | None, resume: bool) -> Outcome:
-    """With ``resume`` what the record at ``path`` knows; nothing if there is none yet, or if its gate was red.
+    """With ``resume`` the outcome recorded at ``path``; empty if there is none yet, or if its gate was red.
 
-    Raises ValueError where its rows and this run's must not end up in one result, and without ``resume`` where they
-    would be lost although they are worth going on with.
+    Raises ValueError if its rows and this run's must not share one result, and without ``resume`` if the run would
+    overwrite rows that can be resumed.
     """
     if path is None and resume:
-        raise ValueError("--resume goes on with the file that --out names: pass --out as well")
+        raise ValueError("--resume continues the run in the file that --out names: pass --out as well")
     if path is None or not Path(path).exists():
         return Outcome()
     if not resume:
@@ -111,19 +111,19 @@ def earlier(benchmark: Benchmark, settings: Settings, path: str | Path | None, r
         )
     if gate != "green":
         return Outcome()
-    # The run may have been stopped in the middle of its last check.
+    # The run may have stopped within its last check.
     whole = {row.case for row in rows} | {case for case, _ in verdicts if case != verdicts[-1][0]}
     return Outcome([(case, verdict) for case, verdict in verdicts if case in whole], rows, failed)
 
 
 def _let_go(path: Path, benchmark: Benchmark, settings: Settings) -> None:
-    """ValueError if ``path`` holds what a slip must not overwrite.
+    """ValueError if ``path`` holds something that must not be overwritten by mistake.
 
-    That is anything but a run of the same benchmark on the same device, one that was stopped, and any run on a GPU.
+    That is anything but a finished run of the same benchmark on the same device, a CPU.
     """
     text = path.read_text()
     if not text.strip():
-        return  # a file that was made to be written
+        return  # an empty file, made to be written
     try:
         found = json.loads(text)
         same = (found["bench"], found["device"], found["dry"]) == (
@@ -139,7 +139,7 @@ def _let_go(path: Path, benchmark: Benchmark, settings: Settings) -> None:
         raise ValueError(f"{path} holds {held}: choose another --out, or remove it")
     if rows and unfinished:
         raise ValueError(
-            f"{path} holds {rows} rows of a run that was stopped: --resume goes on with it; remove it to start again"
+            f"{path} holds {rows} rows of a run that was stopped: --resume continues it; remove it to start again"
         )
     if rows and on_gpu and not settings.dry:
         raise ValueError(f"{path} holds {held}, finished: choose another --out, or remove it to start again")

@@ -1,4 +1,4 @@
-"""Rows, and the three forms they take: the line for scripts, the table for people, the record for the repository."""
+"""Rows and their three forms: the line for scripts, the table for people, the record for the repository."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...kernels.dev.accuracy import Verdict
 from .benchmark import Measurement, Work
 from .timing import Ceilings, Timing
 
-# Where the same version timed twice differs by more than this, the machine was too busy to tell.
+# If two timings of the same version differ by more than this, the machine was too busy for a result.
 NOISE_LIMIT = 0.25
 
 CONTRACT = ("case", "metric", "ours", "peer", "peer_name", "ratio", "target", "met")
@@ -25,12 +25,12 @@ CONTRACT = ("case", "metric", "ours", "peer", "peer_name", "ratio", "target", "m
 
 @dataclass(frozen=True)
 class Row:
-    """One measured comparison. ``ratio`` > 1 means that ours is better; ``met`` is None where no target is set.
+    """One measured comparison. ``ratio`` > 1 means that ours is better; ``met`` is None without a target.
 
-    A row noisier than NOISE_LIMIT has shown nothing, so it meets no target. ``ceilings`` are those that the same
-    process measured, where there is ``work`` to hold against them, in their precision. ``ran`` names the ops and the
-    implementations that the timed calls of both sides went through ("linear_act=triton"): a table of measurements may
-    have sent ours to the stock path.
+    A row noisier than NOISE_LIMIT is inconclusive, so it meets no target. ``ceilings`` were measured by the same
+    process, in the row's precision, if there is ``work`` to compare with them. ``ran`` names the ops and
+    implementations that the timed calls of both sides used ("linear_act=triton"): a table of measurements may have
+    selected the stock path for ours.
     """
 
     case: str
@@ -87,12 +87,12 @@ class Row:
         return {name: getattr(self, name) for name in CONTRACT}
 
     def record(self) -> dict[str, Any]:
-        """Every field, and what follows from them: see :meth:`rates`."""
+        """Every field and the derived figures: see :meth:`rates`."""
         return asdict(self) | self.rates()
 
     def rates(self) -> dict[str, float]:
-        """What our time means: TFLOP/s, GB/s, their shares of the ceilings, the gain that the pass count allows over
-        this peer, and how much of that was won. Empty without work; no shares without ceilings.
+        """Figures derived from our time: TFLOP/s, GB/s, their shares of the ceilings, the gain over this peer that the
+        pass count allows, and the share of it that was reached. Empty without work; no shares without ceilings.
         """
         if self.work is None:
             return {}
@@ -112,18 +112,18 @@ DRY_NOTE = " (dry run: the path was proved, the numbers mean nothing)"
 
 
 def console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
-    """A terminal as wide as it is; a file or a pipe, which has no width of its own, wide enough for every table."""
+    """A console as wide as its terminal; for a file or a pipe, which have no width, wide enough for every table."""
     found = Console(stderr=stderr, file=file, highlight=False)
     return found if found.is_terminal else Console(stderr=stderr, file=file, highlight=False, width=LOG_WIDTH)
 
 
 def last_line(bench: str, green: bool, device: str, rows: Sequence[Row]) -> str:
-    """What ``--json`` prints last; a red gate shows no row."""
+    """The last line of ``--json``; a red gate shows no row."""
     shown = [row.contract() for row in rows] if green else []
     return json.dumps({"bench": bench, "gate": "green" if green else "red", "device": device, "rows": shown})
 
 
-# Columns for people, each of one or two of Row.rates().
+# Columns for people, each from one or two entries of Row.rates().
 RATES = {
     "TFLOP/s (of peak)": lambda rates: _with_share(rates, "tflops", "of_peak"),
     "GB/s (of copy)": lambda rates: _with_share(rates, "gb_s", "of_copy"),
@@ -165,7 +165,7 @@ def show_rows(console: Console, title: str, rows: Sequence[Row], *, absolute: bo
 
 
 def show_red(console: Console, bench: str, verdicts: Sequence[tuple[str, Verdict]]) -> None:
-    """Why a gate is red: the failing comparisons, and nothing that could pass for a result."""
+    """Print why a gate is red: the failing comparisons, and no timings."""
     console.print(f"[red]{bench}: the correctness gate is red, nothing was timed")
     for case, verdict in verdicts:
         if not verdict.ok:
@@ -173,7 +173,7 @@ def show_red(console: Console, bench: str, verdicts: Sequence[tuple[str, Verdict
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write beside, then rename: a reader never sees half a file."""
+    """Write a temporary file beside ``path``, then rename it: a reader never sees half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:

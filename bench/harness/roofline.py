@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 OURS = "shardfuse"
 MARGIN = 1.3  # around the points, as a factor
-# Who, by how a peer's name begins: label, colour (Okabe and Ito's, told apart by every eye), marker.
+# The sides, by the beginning of a peer's name: label, colour (Okabe and Ito's, safe for colour-blind readers), marker.
 _SIDES = {
     OURS: (OURS, "#0072B2", "o"),
     "cuBLAS": ("cuBLAS, plain GEMM", "#000000", "_"),
@@ -29,8 +29,8 @@ _OTHER = ("other", "#999999", "x")
 def draw(title: str, benchmarks: Mapping[str, Sequence[Row]]) -> Figure | None:
     """Both sides of every row that has work and ceilings, a panel for each benchmark; None without such rows.
 
-    A side's height is the useful work over its time, so both sides of a row stand above the same place, which is the
-    intensity of ours. Raises RuntimeError where Matplotlib is not installed.
+    A side's height is the useful work over its time, so both sides of a row have the same abscissa: the intensity of
+    ours. Raises RuntimeError if Matplotlib is not installed.
     """
     found = {name: [row for row in rows if row.work and row.ceilings] for name, rows in benchmarks.items()}
     found = {name: rows for name, rows in found.items() if rows}
@@ -48,7 +48,7 @@ def draw(title: str, benchmarks: Mapping[str, Sequence[Row]]) -> Figure | None:
     panels = figure.subplots(lines, columns, squeeze=False).flatten()
     for axes, (name, rows) in zip(panels, found.items()):
         axes.set(xscale="log", yscale="log", title=f"{name}, {len(rows)} rows")
-        axes.set(xlabel="FLOP per byte that has to be moved", ylabel="TFLOP/s")
+        axes.set(xlabel="FLOP per byte that must be moved", ylabel="TFLOP/s")
         _points(axes, rows)
         _ceilings(axes, rows)
         _ticks(axes)
@@ -61,7 +61,7 @@ def draw(title: str, benchmarks: Mapping[str, Sequence[Row]]) -> Figure | None:
 
 
 def _points(axes: Axes, rows: Iterable[Row]) -> None:
-    """Peers hollow, ours full and on top, a thin line from one side of a row to the other."""
+    """Draw peers hollow, ours full and on top, and a thin line between the two sides of a row."""
     sides: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for row in rows:
         found = {
@@ -80,7 +80,7 @@ def _points(axes: Axes, rows: Iterable[Row]) -> None:
 
 
 def _ceilings(axes: Axes, rows: Sequence[Row]) -> None:
-    """The median ceilings of the rows' runs, and limits that show every point and the ceiling above it."""
+    """Draw the median ceilings of the rows' runs, and set limits that show every point and the ceiling above it."""
     found = [row.ceilings for row in rows if row.ceilings]
     peak = statistics.median(each.flops for each in found) / 1e12
     copy = statistics.median(each.bandwidth for each in found) / 1e12
@@ -97,7 +97,7 @@ def _ceilings(axes: Axes, rows: Sequence[Row]) -> None:
 
 
 def _ticks(axes: Axes) -> None:
-    """Plain numbers, the closer the less of a power of ten a panel spans."""
+    """Plain numbers, closer together the smaller the part of a power of ten that a panel spans."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     for axis in (axes.xaxis, axes.yaxis):

@@ -44,7 +44,7 @@ def benchmarks() -> dict[str, Benchmark]:
 
 
 def find(name: str) -> Benchmark:
-    """The benchmark called ``name``; ValueError listing the known ones otherwise."""
+    """The benchmark called ``name``; ValueError, with the known ones, if there is none."""
     if name not in benchmarks():
         raise ValueError(f"no benchmark called {name!r}: known are {', '.join(benchmarks())}")
     return benchmarks()[name]
@@ -68,9 +68,10 @@ def run(
 ) -> Outcome:
     """Measure the plan's rows, each case checked just before its first; a red gate ends the run, and no row counts.
 
-    ``outcome`` is an earlier run's to go on with: what it holds is neither checked nor measured again, and rows that
-    failed in it come last. Rows in ``done`` are skipped, and without ``slow`` those whose peer takes long to prepare.
-    A row that raises ends the run, unless ``on_error`` takes it; with it a check that raises loses that case's rows.
+    ``outcome`` is an earlier run's, to be resumed: its cases and rows are neither checked nor measured again, and rows
+    that failed in it come last. Rows in ``done`` are skipped, and without ``slow`` those whose peer takes long to
+    prepare. A row that raises ends the run, unless ``on_error`` handles it; then a check that raises loses that case's
+    rows.
     """
     outcome = outcome or Outcome()
     plan = left(benchmark, settings, done={*done, *(row.key for row in outcome.rows)}, slow=slow)
@@ -115,7 +116,7 @@ def _check(
     outcome: Outcome,
     on_verdict: Callable[[str, Verdict], None],
 ) -> None:
-    """Add the case's verdicts to ``outcome``; of a check that raises only the red ones: it is to be made again."""
+    """Add the case's verdicts to ``outcome``; of a check that raises only the red ones, since it must be repeated."""
     found: list[tuple[str, Verdict]] = []
     try:
         for name, verdict in benchmark.check(settings, [case]):
@@ -138,7 +139,7 @@ def list_benchmarks() -> list[Benchmark]:
 
 
 def show_list() -> int:
-    """Print what can be run here: a name, what it measures, its targets, on which devices."""
+    """Print the benchmarks that can run here: name, what it measures, targets, devices."""
     table = Table(title="benchmarks", title_justify="left")
     for column in ("name", "measures", "devices", "targets (of the ratio, > 1: ours is better)"):
         table.add_column(column, overflow="fold")
@@ -160,12 +161,11 @@ def run_benchmark(
     device: str | None = None,
     seconds: float = Settings.seconds,
 ) -> int:
-    """Run one benchmark for a person or (``json``) a script; the process's exit code.
+    """Run one benchmark for a person or (``json``) a script; returns the process's exit code.
 
-    0 if the gate was green and every row was measured, 1 if not, 2 if there is nothing to run: an unknown name, a
-    benchmark that doesn't run on this device, a file that cannot be gone on with. ``out`` is a file for the full
-    record, as kept under bench/results/; it is whole after every row, and with ``resume`` a run goes on with what it
-    holds.
+    0 if the gate was green and every row was measured, 1 if not, 2 if nothing can run: an unknown name, a benchmark
+    that does not run on this device, a file that cannot be resumed. ``out`` is a file for the full record, as kept
+    under bench/results/; it is complete after every row, and with ``resume`` a run continues from its rows.
     """
     errors = console(stderr=True)
     open_queues()
@@ -184,7 +184,7 @@ def run_benchmark(
     where = provenance.device_name(settings.device)
     errors.print(f"{name} on {where}: checking correctness, then timing", markup=False)
     if outcome.rows:
-        errors.print(f"  going on after {len(outcome.rows)} rows that {out} holds", markup=False)
+        errors.print(f"  resuming after {len(outcome.rows)} rows that {out} holds", markup=False)
     head = header(benchmark, settings)
 
     def keep() -> None:
@@ -205,7 +205,7 @@ def run_benchmark(
             )
     except BaseException:
         if out is not None and outcome.rows:
-            errors.print(f"stopped; {out} holds {len(outcome.rows)} rows, and --resume goes on with it", markup=False)
+            errors.print(f"stopped; {out} holds {len(outcome.rows)} rows, and --resume continues it", markup=False)
         raise
     if not outcome.green:
         show_red(errors, name, outcome.verdicts)
@@ -237,7 +237,7 @@ def _require(benchmark: Benchmark, settings: Settings) -> None:
 
 
 def _wants_the_interpreter(benchmark: Benchmark, settings: Settings) -> bool:
-    """A dry run insists on the kernels, and on a CPU they run interpreted or not at all."""
+    """Whether the run needs Triton's interpreter: a dry run requires the kernels, which a CPU can only interpret."""
     return settings.dry and not settings.cuda and bool(benchmark.ops) and not dispatch.interpreting()
 
 
@@ -251,7 +251,7 @@ def _interpret_instead(
     device: str | None,
     seconds: float,
 ) -> None:
-    """Start a dry run over in a Python whose kernels are interpreted, which is fixed when it starts; doesn't return.
+    """Restart a dry run in a Python with interpreted kernels, which is fixed at its start; does not return.
 
     Raises ValueError without Triton.
     """
@@ -268,7 +268,7 @@ def _interpret_instead(
 
 
 def _stream(benchmark: Benchmark, settings: Settings, done: Collection[RowKey], slow: bool) -> int:
-    """One JSON event a line, flushed: verdicts, rows, the end. What the GPU run's watchdog reads."""
+    """Print one JSON event a line, flushed, for the GPU run's watchdog: verdicts, rows, the end."""
 
     def emit(event: str, **content: Any) -> None:
         print(json.dumps({"event": event, "bench": benchmark.name, **content}), flush=True)
@@ -291,16 +291,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m shardfuse.bench.harness.runner", description="Run benchmarks.")
     parser.add_argument("names", nargs="*", help="benchmarks; all that run on this device if none is given")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON per benchmark")
-    parser.add_argument("--short", action="store_true", help="the dozen cases that count most")
+    parser.add_argument("--short", action="store_true", help="the dozen most important cases")
     parser.add_argument(
-        "--dry", action="store_true", help="tiny shapes, one call each: proves the path, measures nothing"
+        "--dry", action="store_true", help="tiny shapes, one call each: tests the path, measures nothing"
     )
-    parser.add_argument("--seconds", type=float, default=Settings.seconds, help="spent on the timing of one row")
+    parser.add_argument("--seconds", type=float, default=Settings.seconds, help="for the timing of one row")
     parser.add_argument("--device", help="cpu or cuda; default: a GPU if there is one")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the full record, of one benchmark")
-    parser.add_argument("--resume", action="store_true", help="go on with what FILE holds")
+    parser.add_argument("--resume", action="store_true", help="continue from the rows in FILE")
     parser.add_argument("--stream", action="store_true", help="one JSON event per line")
-    parser.add_argument("--warm", metavar="CASE", action="append", help="only compile what CASE needs")
+    parser.add_argument("--warm", metavar="CASE", action="append", help="only compile the kernels of CASE")
     parser.add_argument("--fast", action="store_true", help="without peers that compile for long (with --stream)")
     parser.add_argument("--done", metavar="FILE", help="JSON list of [case, metric, peer] rows to skip (with --stream)")
     options = parser.parse_args(argv)

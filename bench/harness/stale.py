@@ -1,7 +1,7 @@
-"""Which results are missing, lack rows, or are older than the code they measured.
+"""Reports which results are missing, lack rows, or are older than the code they measured.
 
-Results live in bench/results/<gpu>/<benchmark>.json and carry a hash of every source they depend on. Nothing is stale
-for a CPU: there only ratios count, and every run takes its own.
+Results are in bench/results/<gpu>/<benchmark>.json with a hash of every source they depend on. A CPU has no stale
+results: only ratios count there, and every run measures its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 ANY_GPU = "any GPU"
 _HOW = "make gpu OUT=dir measures their short plans, shardfuse bench run NAME --out FILE a whole one"
 _ORDER = {"unmeasured": 0, "missing": 1, "stale": 2, "incomplete": 3, "short": 4, "fresh": 5}
-# What makes "ours" something else than what users get.
+# Variables that make "ours" differ from what users get.
 _NOT_WHAT_USERS_GET = ("SHARDFUSE_IMPL", "SHARDFUSE_POISON", "SHARDFUSE_ROW_INVARIANT", "SHARDFUSE_TUNED")
 _DEFAULTS = (None, "", "0", "auto")
 
@@ -34,7 +34,7 @@ class Stale:
     """One benchmark (or an op without one) on one GPU.
 
     ``state`` is "unmeasured" (an op that no benchmark measures), "missing", "stale", "incomplete" (planned rows were
-    not measured), "short" (all that a short run plans, and no more) or "fresh".
+    not measured), "short" (only the short plan was measured) or "fresh".
     """
 
     gpu: str
@@ -45,7 +45,7 @@ class Stale:
 
     @property
     def order(self) -> tuple[int, str, str, str]:
-        """Stalest first: what has no result, then the oldest of those whose sources changed, then what lacks rows."""
+        """Stalest first: missing results, then the oldest of those with changed sources, then those that lack rows."""
         return _ORDER[self.state], self.date, self.gpu, self.name
 
 
@@ -63,7 +63,7 @@ def stalest_first(chosen: Iterable[Benchmark], gpu: str, results: Path = RESULTS
 
 
 def show(*, json: bool = False, results: Path = RESULTS) -> int:
-    """Print what is stale, stalest first; 0. With ``json`` the last line is a list of objects."""
+    """Print what is stale, stalest first; returns 0. With ``json`` the last line is a list of objects."""
     due = [item for item in survey(results) if item.state != "fresh"]
     if json:
         print(_dumps(due), flush=True)
@@ -81,11 +81,11 @@ def show(*, json: bool = False, results: Path = RESULTS) -> int:
 
 
 def accept(record: dict[str, Any], results: Path = RESULTS) -> Path:
-    """File a benchmark's record under its GPU; the path written.
+    """File a benchmark's record under its GPU; returns the path.
 
-    A record that lacks planned rows is filed, and stays stale. Raises ValueError for what must not be filed: a dry
-    run, a red gate, a CPU, no rows, a tree that no commit names, an environment that changes what "ours" is, or a
-    short run where the whole plan's result is.
+    A record that lacks planned rows is filed, and stays stale. Raises ValueError for records that must not be filed: a
+    dry run, a red gate, a CPU, no rows, a tree without a commit, an environment that changes what "ours" is, or a short
+    run in place of a whole plan's result.
     """
     name, device, origin = record["bench"], record["device"], record["origin"]
     commit_known = origin["commit"] not in ("", "unknown")
@@ -97,10 +97,10 @@ def accept(record: dict[str, Any], results: Path = RESULTS) -> Path:
         "its gate is red": record["gate"] != "green",
         "it ran on a CPU": device == "cpu",
         "it has no rows": not record["rows"],
-        "its commit is unknown; measure again from a checkout, or say what the tree is with "
+        "its commit is unknown; measure again from a checkout, or name the tree's commit with "
         "make gpu COMMIT=<hash> DIRTY=0": not commit_known,
         f"its tree was dirty, {origin['commit']} with changes; commit them and measure again": origin["dirty"],
-        f"nothing says whether its tree was just {origin['commit']}; measure again with "
+        f"it is unknown whether its tree had changes to {origin['commit']}; measure again with "
         "make gpu COMMIT=<hash> DIRTY=0": commit_known and origin["dirty"] is None,
         f"it ran under {', '.join(changed)}; unset and measure again": bool(changed),
         f"it is of the short plan, and {path} is of the whole one; file a whole run (shardfuse bench run {name} --out "

@@ -1,4 +1,4 @@
-"""What the benchmarks compare with: plain torch modules, named as ours so that state dicts pass both ways; their
+"""Plain torch modules that the benchmarks compare with, named as ours so that state dicts fit both ways, and their
 compilation.
 """
 
@@ -47,7 +47,7 @@ class StockMLP(nn.Module):
 class StockGatedMLP(nn.Module):
     """``down_proj(activation(gate_proj(x)) * up_proj(x))`` without biases, [..., D] to [..., D].
 
-    ``multiply`` stands for activation and product where somebody else's kernel does both.
+    ``multiply`` replaces activation and product by a third-party kernel that does both.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StockGatedMLP(nn.Module):
 
 
 class StockAttention(nn.Module):
-    """Causal attention with as many KV heads as query heads, x [B, S, D]; heads may be split by a parallel plan."""
+    """Causal attention with as many KV heads as query heads, x [B, S, D]; a parallel plan may split the heads."""
 
     def __init__(self, hidden: int, head_dim: int) -> None:
         super().__init__()
@@ -106,9 +106,10 @@ def training_step(
     call: Callable[..., torch.Tensor] | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Forward and backward of ``module(x, **options)`` under the cotangent ``grad``; the output.
+    """Forward and backward of ``module(x, **options)`` under the cotangent ``grad``; returns the output.
 
-    Gradients are written afresh, not added. ``call`` replaces ``module`` in the forward pass: its compiled form, say.
+    Gradients are overwritten, not added. ``call`` replaces ``module`` in the forward pass, for example by its compiled
+    form.
     """
     x.grad = None
     for parameter in module.parameters():
@@ -119,7 +120,7 @@ def training_step(
 
 
 def liger_multiply(activation: str) -> Callable[..., torch.Tensor] | None:
-    """Liger's kernel for activation(gate) * up; None where Liger is not installed, or has no such kernel."""
+    """Liger's kernel for activation(gate) * up; None if Liger is not installed or has no such kernel."""
     names = {"silu": ("swiglu", "LigerSiLUMulFunction"), "gelu_tanh": ("geglu", "LigerGELUMulFunction")}
     if activation not in names or importlib.util.find_spec("liger_kernel") is None:
         return None
@@ -130,7 +131,7 @@ def liger_multiply(activation: str) -> Callable[..., torch.Tensor] | None:
 def compiled(call: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """``torch.compile`` for one row, as if the process had compiled nothing before.
 
-    torch keeps a few compilations of a function and then silently runs it eagerly; here that is an error.
+    torch keeps a few compilations of a function and then silently runs it eagerly; here that raises an error.
     """
     torch._dynamo.reset()
     if hasattr(torch._dynamo.config, "fail_on_recompile_limit_hit"):

@@ -1,11 +1,11 @@
-"""How long a call takes, measured so that two versions can be compared.
+"""Times calls so that two versions can be compared.
 
-Both sides run interleaved, in alternating order, so that drifting clocks and noisy neighbours hit them alike.
+Both sides run interleaved, in alternating order, so that drifting clocks and other load affect them alike.
 
-On a GPU, device events bracket each call behind a short spin that hides the host's part, the calls rotate over input
-sets larger than the L2 cache together, and the figure is the median over rounds. By the host's clock it is the first
-decile: whatever disturbs such a sample makes it longer, and on a shared machine more than half may be disturbed. On a
-CPU only the ratio of two interleaved sides means anything.
+On a GPU, device events bracket each call after a short spin that hides the host's part, the calls rotate over input
+sets larger than the L2 cache together, and the figure is the median over rounds. By the host's clock the figure is the
+first decile: any disturbance makes a sample longer, and on a shared machine more than half may be disturbed. On a CPU
+only the ratio of two interleaved sides is meaningful.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 
 Call = Callable[[], object]
 
-MIN_SAMPLE_US = 200.0  # a host-clock sample shorter than this measures the clock; a longer one is disturbed oftener
+MIN_SAMPLE_US = 200.0  # a shorter host-clock sample measures the clock; a longer one is disturbed more often
 MIN_ROUNDS, MAX_ROUNDS = 10, 1000
-SPIN_MARGIN = 1.5  # the spin outlasts the host's own time per call by this factor
-SPIN_CLOCK_HZ = 2.0e9  # at or above the boost clock of the chips we know: erring long costs only time
+SPIN_MARGIN = 1.5  # the spin lasts longer than the host's time per call by this factor
+SPIN_CLOCK_HZ = 2.0e9  # at least the boost clock of the chips we know: a value too high only costs time
 L2_SHARE = 4.0  # input sets together exceed the cache by this factor
 HOST_CALLS = 50  # calls per sample of host time; few enough that the launch queue never fills
 
@@ -33,9 +33,9 @@ HOST_CALLS = 50  # calls per sample of host time; few enough that the launch que
 class Timing:
     """One side of a comparison, in the metric's unit.
 
-    ``noise`` is the relative difference between the figures of every other round, taken among the rounds that it began
-    and among those that it ended (the larger): the same version timed twice.
-    ``host`` is the host's time per call in microseconds, where the value itself is device time.
+    ``noise`` is the relative difference between the figures of every other round, among the rounds that this side began
+    and among those that it ended (the larger): the same version timed twice. ``host`` is the host's time per call in
+    microseconds, if the value itself is device time.
     """
 
     value: float
@@ -46,10 +46,10 @@ class Timing:
 def compare(
     ours: Sequence[Call], peer: Sequence[Call], device: torch.device, *, seconds: float = 1.0, dry: bool = False
 ) -> tuple[Timing, Timing]:
-    """Microseconds per call of both sides. Each side is one call per input set, used in rotation, half a cycle apart:
-    otherwise the second of a round would find its operands where the first has just pulled them, in the cache.
+    """Microseconds per call of both sides: device time on a GPU (and the host's beside it), elsewhere the host's.
 
-    Device time on a GPU (the host's beside it), the host's clock elsewhere. ``dry`` makes one call of each.
+    Each side is one call per input set. They rotate half a cycle apart: otherwise the second call of a round would find
+    in the cache the operands that the first has just read. ``dry`` makes one call of each.
     """
     if dry:
         return Timing(_per_call(ours[0], 1)), Timing(_per_call(peer[0], 1))
@@ -61,7 +61,7 @@ def compare(
 
 
 def compare_fixed(ours: Call, peer: Call, *, rounds: int, calls: int) -> tuple[Timing, Timing]:
-    """Microseconds per call by the host's clock over an exact number of calls, the same in every rank."""
+    """Microseconds per call by the host's clock over a fixed number of calls, the same on every rank."""
     sides = (ours, peer)
     return _alternate(lambda side: _per_call(sides[side], calls), lambda done: done < rounds)
 
@@ -69,7 +69,7 @@ def compare_fixed(ours: Call, peer: Call, *, rounds: int, calls: int) -> tuple[T
 def compare_host(
     ours: Call, peer: Call, device: torch.device, *, seconds: float = 1.0, dry: bool = False
 ) -> tuple[Timing, Timing]:
-    """Microseconds of host time per call of both sides; on a GPU the device's work is not waited for."""
+    """Microseconds of host time per call of both sides; on a GPU it does not wait for the device's work."""
     if device.type != "cuda" or dry:
         return compare([ours], [peer], device, seconds=seconds, dry=dry)
     sides = (ours, peer)
@@ -84,9 +84,10 @@ def compare_host(
 
 
 def input_sets(bytes_per_set: int, device: torch.device) -> int:
-    """How many input sets outgrow the L2 cache together; one on a CPU, where nothing is rotated.
+    """The number of input sets that exceed the L2 cache together; one on a CPU, where nothing rotates.
 
-    Two where one alone outgrows it. Else an even number from 4 on, so that enough others come between two uses of one.
+    Two if one set alone exceeds it. Otherwise an even number of at least 4, so that enough others run between two uses
+    of one.
     """
     if device.type != "cuda":
         return 1
@@ -99,7 +100,7 @@ def input_sets(bytes_per_set: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a device was seen to do at best: operations per second in a product, bytes per second in a copy."""
+    """The best rates measured on a device: operations per second in a product, bytes per second in a copy."""
 
     flops: float
     bandwidth: float
@@ -107,7 +108,7 @@ class Ceilings:
 
 @cache
 def ceilings(device: torch.device) -> Ceilings:
-    """Measured once per process: cuBLAS's plain bf16 product of 8192^3, and a copy of 1 GiB."""
+    """The ceilings, measured once per process: cuBLAS's plain bf16 product of 8192^3, and a copy of 1 GiB."""
     return Ceilings(gemm_peak(device), copy_bandwidth(device))
 
 
@@ -119,7 +120,7 @@ def gemm_peak(device: torch.device, *, size: int = 8192) -> float:
 
 
 def copy_bandwidth(device: torch.device, *, size: int = 1 << 30) -> float:
-    """Bytes per second of a copy of ``size`` random bytes within the device, read and write counted."""
+    """Bytes per second of a copy of ``size`` random bytes within the device; reads and writes both count."""
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy, _ = compare([lambda: target.copy_(source)], [lambda: target.copy_(source)], device, seconds=0.3)
@@ -149,7 +150,7 @@ def _device_rounds(sides: tuple[_Rotation, _Rotation], seconds: float) -> tuple[
 
 
 class _Rotation:
-    """Calls the next input set's version at every call, from the one at ``start`` on."""
+    """Calls the version of the next input set each time, beginning with the one at ``start``."""
 
     def __init__(self, calls: Sequence[Call], start: int = 0) -> None:
         self._next = itertools.cycle((*calls[start:], *calls[:start])).__next__
@@ -168,7 +169,7 @@ def _alternate(
     more: Callable[[int], bool],
     figure: Callable[[Sequence[float]], float] = _first_decile,
 ) -> tuple[Timing, Timing]:
-    """Rounds of one sample per side, the order reversed every time, while ``more(rounds so far)``."""
+    """Run rounds of one sample per side, in alternating order, while ``more(rounds so far)``."""
     samples: tuple[list[float], list[float]] = ([], [])
     while more(len(samples[0])):
         for side in (0, 1) if len(samples[0]) % 2 == 0 else (1, 0):
@@ -197,7 +198,7 @@ def _warm(side: _Rotation) -> float:
 
 
 def _spin_cycles(side: _Rotation) -> int:
-    """Device cycles that outlast the host's work for one call, so that its kernels queue up behind them."""
+    """Device cycles that last longer than the host's work for one call, so that its kernels queue up behind them."""
     torch.cuda.synchronize()
     host_us = statistics.median(_per_call(side, 1) for _ in range(5))
     torch.cuda.synchronize()

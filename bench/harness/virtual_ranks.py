@@ -1,19 +1,19 @@
-"""R virtual ranks on one device: how exchanges between ranks are timed where there is one GPU.
+"""R virtual ranks on one device: they time exchanges between ranks on a single GPU.
 
 On a GPU every rank is a stream of one process, with copies on a second one, in a pool of virtual ranks
 (``parallel/overlap/memory/pool.py``). Ranks wait for each other inside their kernels, so the programs of all of them
 have to be on the chip at once: each rank gets an equal share of the multiprocessors and launches no more programs than
-that (``kernels/runtime/device.slots``). Three things would make a wait last for ever, and every wait gives up after
-TIMEOUT_S:
+that (``kernels/runtime/device.slots``). Three things would make a wait last for ever; every wait ends after TIMEOUT_S:
 
     a kernel that is loaded while others spin: loading waits for them. ``alone`` runs everything once beforehand, with
         all flags raised
-    a copy within one device that the driver makes with a kernel of its own: SPARE multiprocessors stay free for those
+    a copy within one device that the driver makes with a kernel of its own: SPARE multiprocessors stay free for it
     streams that share one of CUDA's hardware queues, where one's copy waits behind another's kernel: CUDA opens 8, and
-        ``open_queues`` asks for more
+        ``open_queues`` requests more
 
-On a CPU, where the interpreter runs one kernel after another, ranks take turns: all flags are raised beforehand, and
-after ROUNDS exchanges with the same operands the data of all ranks is there. That proves the path and measures nothing.
+On a CPU, where the interpreter runs one kernel after another, ranks run one after another: all flags are raised
+beforehand, and after ROUNDS exchanges with the same operands the data of all ranks has arrived. That tests the path and
+measures nothing.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from ...kernels.runtime.signals import EPOCH, ExchangeTimeout, Signals, describe
 from ...parallel.overlap.memory.pool import SymmetricMemoryPool
 from ...parallel.overlap.memory.sizes import layout, own_slots
 
-TIMEOUT_S = 4.0  # of a wait: longer than any call that is timed here, shorter than a watchdog's patience
+TIMEOUT_S = 4.0  # of a wait: longer than any timed call, shorter than a watchdog's limit
 SPARE = 4  # multiprocessors
-ROUNDS = 3  # exchanges before results count: a two-shot all-reduce of ranks that take turns needs as many in a slot
+ROUNDS = 3  # exchanges before results count: a two-shot all-reduce of ranks in turn needs that many in a slot
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _CUDA_QUEUES, _MOST_QUEUES = 8, 32  # CUDA's default and its limit
-AHEAD = 2**30  # a flag that every exchange of a run takes for raised
+AHEAD = 2**30  # a flag value that every exchange of a run takes as raised
 _NAME = "bench"
-# What results of virtual ranks depend on, beside the ops.
+# The sources on which results of virtual ranks depend, besides the ops'.
 SYMMETRIC = tuple(f"parallel/overlap/memory/{part}.py" for part in ("pool", "backends", "channel", "sizes"))
 
 Body = Callable[[int], Any]
 
 
 def open_queues() -> None:
-    """Ask CUDA for all the hardware queues it can have. It listens when it starts."""
+    """Request all of CUDA's hardware queues. It takes effect only before CUDA starts."""
     os.environ.setdefault(QUEUES, str(_MOST_QUEUES))
 
 
 def make(size: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> VirtualRanks:
-    """``size`` ranks that exchange slots of ``shape``. Use it with ``with``: the memory goes at the end."""
+    """``size`` ranks that exchange slots of ``shape``. Use it in a ``with`` block, which frees the memory."""
     kind = OnStreams if device.type == "cuda" else TakingTurns
     return kind(size, shape, dtype, device)
 
 
 def share_of(device: torch.device, size: int) -> int:
-    """How many programs each of ``size`` ranks may run at a time."""
+    """The number of programs that each of ``size`` ranks may run at a time."""
     spare = SPARE if device.type == "cuda" else 0
     return max(1, (chips.program_slots(device) - spare) // size)
 
@@ -76,11 +76,11 @@ class VirtualRanks(ABC):
 
     @abstractmethod
     def run(self, body: Body) -> list[Any]:
-        """``body(rank)`` of every rank, beside each other where the device can; the current stream waits for all."""
+        """``body(rank)`` of every rank, concurrently if the device can; the current stream waits for all."""
 
     @abstractmethod
     def alone(self, body: Body) -> None:
-        """``body(rank)`` of one rank after the other, waiting for nobody: kernels are loaded and memory is had."""
+        """``body(rank)`` of one rank after another, without waits: it loads kernels and allocates memory."""
 
     @abstractmethod
     def begin(self, rank: int) -> tuple[list[torch.Tensor], Signals]:
@@ -88,18 +88,18 @@ class VirtualRanks(ABC):
 
     @abstractmethod
     def end(self, rank: int) -> None:
-        """The last reader of the rank's exchange has been launched."""
+        """Mark that the last reader of the rank's exchange has been launched."""
 
     @abstractmethod
     def counted(self, rank: int) -> tuple[list[torch.Tensor], Signals]:
-        """The rank's exchanges as the device counts them: (each rank's two slots, its signals)."""
+        """The rank's exchanges, counted by the device: (each rank's two slots, its signals)."""
 
     @abstractmethod
     def captured(self, body: Body) -> Body:
-        """``body`` of each rank as a CUDA graph of its own, which the result replays; on a CPU ``body`` itself."""
+        """``body`` of each rank as a CUDA graph, which the result replays; on a CPU ``body`` itself."""
 
     def settled(self, body: Body, rounds: int = ROUNDS) -> list[Any]:
-        """What the ranks return from the last of ``rounds`` calls; raises as :meth:`check`."""
+        """The ranks' results of the last of ``rounds`` calls; raises as :meth:`check`."""
         found = []
         for _ in range(rounds):
             found = self.run(body)
@@ -108,29 +108,29 @@ class VirtualRanks(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise ExchangeTimeout if a wait was in vain: whatever was timed meanwhile is no result."""
+        """Raise ExchangeTimeout if a wait timed out: timings since then are invalid."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
 
 
 class OnStreams(VirtualRanks):
-    """Ranks that run beside each other on a GPU."""
+    """Ranks that run concurrently on a GPU."""
 
     def __init__(self, size: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(size, shape, dtype, device)
         queues = int(os.environ.get(QUEUES, _CUDA_QUEUES))
         if queues < 2 * size + 1:
             raise RuntimeError(
-                f"{size} virtual ranks have {2 * size + 1} streams and CUDA {queues} hardware queues: those that share "
-                f"one would wait for each other; set {QUEUES}={_MOST_QUEUES} before CUDA starts"
+                f"{size} virtual ranks have {2 * size + 1} streams and CUDA has {queues} hardware queues: streams in "
+                f"one queue would wait for each other; set {QUEUES}={_MOST_QUEUES} before CUDA starts"
             )
         slot = math.prod(shape) * dtype.itemsize
         total = layout({**own_slots(size), _NAME: slot}, size)[1]
         self._pools = SymmetricMemoryPool.virtual(size, total, device, timeout_s=TIMEOUT_S)
         self._channels = [pool.channel(_NAME, slot) for pool in self._pools]
-        for pool in self._pools:  # which waits for the device, as nothing may once a kernel spins
+        for pool in self._pools:  # this waits for the device, which is impossible once a kernel spins
             pool.settle()
         self._streams = [torch.cuda.Stream(device) for _ in range(size)]
         self._alone: list[Signals] | None = None  # of the exchanges made inside alone()
@@ -157,7 +157,7 @@ class OnStreams(VirtualRanks):
                     with torch.cuda.stream(stream):
                         body(rank)
                     torch.cuda.synchronize(self.device)
-            for signals in self._alone:  # flags that were raised too high say again what they would have said
+            for signals in self._alone:  # restore the values of flags that were raised too high
                 epoch = int(signals.state[EPOCH]) if signals.epoch is None else signals.epoch
                 signals.pads[signals.rank].fill_(epoch)
             torch.cuda.synchronize(self.device)
@@ -204,7 +204,7 @@ class OnStreams(VirtualRanks):
 
 
 class TakingTurns(VirtualRanks):
-    """Ranks that run one after another, on a CPU: nobody waits, and data is there from the round before."""
+    """Ranks that run one after another on a CPU: no rank waits, and data comes from the previous round."""
 
     def __init__(self, size: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(size, shape, dtype, device)

@@ -1,14 +1,14 @@
-"""``all_reduce_rmsnorm`` at the sizes of decoding, with virtual ranks on one GPU, against its steps by themselves.
+"""``all_reduce_rmsnorm`` at the sizes of decoding, with virtual ranks on one GPU, against its separate steps.
 
-Ours is one launch a rank: rows to the peers, their sum with the residual, and its norm. The peers copy everybody's rows
-to everybody, add them up with torch, and launch a norm, ours or torch's. Nobody waits for anybody there, so they are
-spared what an exchange has to pay. Both run on R streams and equal shares of the chip (``virtual_ranks.py``), launched
-by the host, and replayed from one CUDA graph for each rank, in which the device counts the exchanges. The rows that
-decoding adds up come from the product before: nothing is done to keep them out of the cache. A step has many layers:
-timed is a row of exchanges without a stop, and a metric is one's share.
+Ours is one launch a rank: it sends rows to the peers, sums them with the residual, and normalises. The peers copy all
+ranks' rows to all ranks, sum them with torch, and launch a norm, ours or torch's. Their ranks do not wait for each
+other, so they avoid a cost that every exchange has. Both run on R streams and equal shares of the chip
+(``virtual_ranks.py``), launched by the host, and replayed from one CUDA graph for each rank, in which the device counts
+the exchanges. In decoding the rows come from the previous product, so the benchmark does not keep them out of the
+cache. A step has many layers: it times a series of exchanges without a stop, and a metric is the share of one.
 
-One shot and two shots are both shown. The target holds for the one that a call without ``shots`` takes. Rows whose
-metric says "projected" come from a model (``projection.py``).
+One shot and two shots are both shown. The target holds for the one that a call without ``shots`` chooses. Rows whose
+metric contains "projected" come from a model (``projection.py``).
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ TARGETS = {"against copies, sum and norm, in the number of shots that a call tak
 (STEPS,) = TARGETS.values()
 
 EPS = 1e-6
-SETS = 8  # of operands: exchanges that are timed in a row, so that to start and join R streams costs little of each
+SETS = 8  # of operands: exchanges timed in a series, so that starting and joining R streams adds little to each
 OURS, TORCH = "copies, torch's sum, own rms_norm", "copies, torch's sum, F.rms_norm"
 DRY = "t5-d80-r2-fp32"
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How ours is called."""
+    """A way to call ours."""
 
     shots: int
     replayed: bool  # from CUDA graphs
@@ -82,13 +82,13 @@ def plan(settings: Settings) -> list[Measurement]:
 
 
 def _projection(settings: Settings, case: Case) -> Measurement | None:
-    """Of the exchange alone: the model counts the norm's own pass on neither side."""
+    """A projection of the exchange alone: the model leaves out the norm's own pass on both sides."""
     T, D, R = _sizes(case)
     return projection(case.name, link_model.Call(SPEC.name, T, D, D, case.dtype, R), settings.device, exposed=True)
 
 
 def check(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, Verdict]]:
-    """Every mode: the last of several exchanges, of all ranks."""
+    """Check every mode: the last of several exchanges, on all ranks."""
     for case in problems(settings):
         if case.name not in names:
             continue
@@ -98,7 +98,7 @@ def check(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, Verdi
             with _ranks(settings, case, mode) as ranks:
                 rounds = virtual_ranks.ROUNDS * (
                     2 if mode.replayed else 1
-                )  # what the device counts has two slots in turn
+                )  # device-counted exchanges use two slots in turn
                 ys, ss = zip(*ranks.settled(_ready(ranks, _ours(ranks, drawn, mode), mode), rounds))
                 found = {"y": torch.stack(ys), "s": torch.stack(ss)}
             same = replace(case, options={**case.options, "shots": mode.shots})
@@ -125,12 +125,12 @@ def _sizes(case: Case) -> tuple[int, int, int]:
 
 
 def _bytes(case: Case) -> int:
-    """Of all ranks: x read, R rows of addends stored and read for each row, the residual read, y and s written."""
+    """Bytes of all ranks: x read, R partial sums stored and read for each row, residual read, y and s written."""
     T, D, R = _sizes(case)
     return R * (1 + 2 * R + 3) * T * D * case.dtype.itemsize
 
 
-# --- what is timed ----------------------------------------------------------------------------------------------------
+# --- timed calls ------------------------------------------------------------------------------------------------------
 
 
 def _ranks(settings: Settings, case: Case, mode: Mode) -> VirtualRanks:
@@ -159,7 +159,7 @@ def _ours(ranks: VirtualRanks, drawn: dict[str, Any], mode: Mode) -> Body:
 
 
 def _steps(ranks: VirtualRanks, drawn: dict[str, Any], norm: str) -> Body:
-    """Everybody's rows copied here, their sum, and ``norm``: what follows it."""
+    """The steps after the copies of all ranks' rows to this rank: their sum, and ``norm``."""
     x, weight, residual, bias = (drawn[name] for name in ("x", "weight", "residual", "bias"))
     gathered = [torch.empty_like(x) for _ in range(ranks.size)]
 
@@ -179,13 +179,13 @@ def _steps(ranks: VirtualRanks, drawn: dict[str, Any], norm: str) -> Body:
 
 
 def _ready(ranks: VirtualRanks, body: Body, mode: Mode) -> Body:
-    """``body`` with its kernels loaded, and where ``mode`` says so as graphs."""
+    """``body`` with its kernels loaded; as CUDA graphs if ``mode`` replays."""
     ranks.alone(body)
     return ranks.captured(body) if mode.replayed else body
 
 
 def _time(settings: Settings, case: Case, mode: Mode, norm: str) -> tuple[Timing, Timing]:
-    """Microseconds of one exchange, as one of SETS in a row."""
+    """Microseconds of one exchange, as a share of SETS in a series."""
     with _ranks(settings, case, mode) as ranks:
         sets = [SPEC.make_inputs(case, settings.device, seed) for seed in range(SETS if settings.cuda else 1)]
         ours, steps = (
@@ -198,7 +198,7 @@ def _time(settings: Settings, case: Case, mode: Mode, norm: str) -> tuple[Timing
 
 
 def _in_a_row(bodies: Sequence[Body]) -> Body:
-    """The calls of one rank one after another, as the layers of a step make them."""
+    """The calls of one rank one after another, as in the layers of a step."""
 
     def body(rank: int) -> list[Any]:
         return [each(rank) for each in bodies]
@@ -207,7 +207,7 @@ def _in_a_row(bodies: Sequence[Body]) -> Body:
 
 
 def _each(timing: Timing, calls: int) -> Timing:
-    """Of one of ``calls`` that were timed together."""
+    """The timing of one of ``calls`` that were timed together."""
     return Timing(timing.value / calls, timing.noise, None if timing.host is None else timing.host / calls)
 
 

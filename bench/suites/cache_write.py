@@ -1,14 +1,14 @@
-"""What fills and moves the pages of a KV cache, against a copy of as many bytes, and against what others do.
+"""The ops that fill and move the pages of a KV cache, against a copy of as many bytes and other implementations.
 
-``write_kv_`` stores a step's keys and values as they are, or in fp8 or int8 with one given scale or one that it writes
-for each token and head. ``norm_rope_write_kv_`` also normalises the heads of q and k and rotates them, all in one
-launch: its peers are the same steps one by one, in eager torch and as this project's own ops. ``copy_blocks_`` copies
-blocks of all layers over others. Up to 256 tokens are decodes, each in a page of its own; more are a prefill.
+``write_kv_`` stores a step's keys and values unchanged, or in fp8 or int8 with a given scale or with scales that it
+writes for each token and head. ``norm_rope_write_kv_`` also normalises the heads of q and k and rotates them, all in
+one launch: its peers are the same steps one by one, in eager torch and as this project's own ops. ``copy_blocks_``
+copies blocks of all layers over others. Up to 256 tokens are decodes, each in its own page; more are a prefill.
 
 vLLM's Triton kernels (``paged_peers.py``) write into pages of their own layout: [blocks, B, K, H], K and V apart. The
-blocks are copied within one cache, which is far larger than what a call moves; the calls rotate over pairs of its
-blocks, and the gate copies in two of its layers. No target is set for these ops by themselves: the ratio against the
-copy says how much of its bandwidth they reach.
+blocks are copied within one cache, which is far larger than the bytes that a call moves; the calls rotate over pairs of
+its blocks, and the gate copies in two of its layers. These ops have no targets of their own: the ratio against the copy
+gives their share of its bandwidth.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Read and written at the least."""
+        """Bytes read and written at least."""
         size = self.case.dtype.itemsize
         if self.copies:
             blocks = self.case.options["shape"][self.case.options["block_dim"]]
@@ -102,7 +102,7 @@ def plan(settings: Settings) -> list[Measurement]:
         vllm = paged_peers.load_vllm_writes()
         if vllm is not None and settings.cuda and not settings.dry and problem.spec is cases.WRITE_KV:
             peers[VLLM] = partial(_vllm, launchers=vllm)
-        if settings.short and settings.cuda:  # the copy, and who comes closest
+        if settings.short and settings.cuda:  # the copy, and the closest peer
             peers = {name: peers[name] for name in (COPY, list(peers)[-1])}
         rows += [_row(settings, problem, name, prepare) for name, prepare in peers.items()]
     return rows
@@ -122,7 +122,7 @@ def warm(settings: Settings, name: str) -> None:
 
 
 def _twin(problem: Problem) -> Case:
-    """The case, or for a copy between layers one with fewer of them."""
+    """The case; for a copy between layers one with fewer layers."""
     case = problem.case
     if not problem.copies or case.options["block_dim"] == 0:
         return case
@@ -146,7 +146,7 @@ def _row(settings: Settings, problem: Problem, peer_name: str, prepare: Prepare)
 
 
 def _input_sets(problem: Problem, device: torch.device, count: int) -> Iterator[Inputs]:
-    """Inputs of the op. Copies share one cache, and are of different blocks as far as there are any."""
+    """Inputs of the op. Copies share one cache, and use different blocks as long as there are any."""
     if not problem.copies:
         yield from (problem.spec.make_inputs(problem.case, device, seed) for seed in range(count))
         return
@@ -178,7 +178,7 @@ def _copy(problem: Problem, inputs: Inputs) -> Call:
 
 def _eager_copy(problem: Problem, inputs: Inputs) -> Call:
     blocks = inputs["cache"].movedim(problem.case.options["block_dim"], 0)
-    blocks = blocks.view(torch.uint8) if blocks.dtype == torch.float8_e4m3fn else blocks  # not indexed everywhere
+    blocks = blocks.view(torch.uint8) if blocks.dtype == torch.float8_e4m3fn else blocks  # not every device indexes fp8
     sources, targets = inputs["pairs"].unbind(1)
 
     def call() -> None:
@@ -188,7 +188,7 @@ def _eager_copy(problem: Problem, inputs: Inputs) -> Call:
 
 
 def _eager(problem: Problem, inputs: Inputs) -> Call:
-    """Norm, rotation of pairs (i, i + P/2), quantisation and the write, each in torch's own operations."""
+    """Norm, rotation of pairs (i, i + P/2), quantisation and the write, each by torch's own operations."""
     slots = inputs["slot_mapping"][inputs["slot_mapping"] >= 0]  # only the last token may be padding
     count, page = len(slots), problem.case.sizes["B"]
     where = slots // page, slots % page
@@ -205,7 +205,7 @@ def _eager(problem: Problem, inputs: Inputs) -> Call:
 
 
 def _stock_tables(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Each element's own cosine and sine [T, 1, P] in q's dtype, as the models of transformers have them."""
+    """Each element's own cosine and sine [T, 1, P] in q's dtype, as in transformers' models."""
     if inputs["cos"] is None:
         return None
     cos, sin = (
@@ -230,7 +230,7 @@ def _stock_norm_rope(inputs: Inputs, name: str, tables: tuple[torch.Tensor, torc
 def _stock_write(
     cache: torch.Tensor, x: torch.Tensor, where: tuple[torch.Tensor, torch.Tensor], scale: torch.Tensor | None
 ) -> None:
-    """x [T, K, H] into a cache [blocks, K, B, H] at (blocks, offsets)."""
+    """Write x [T, K, H] into a cache [blocks, K, B, H] at (blocks, offsets)."""
     if scale is not None:
         largest = LARGEST[cache.dtype]
         x = x.float()
@@ -246,7 +246,7 @@ def _stock_write(
 
 
 def _one_by_one(problem: Problem, inputs: Inputs, impl: str) -> Call:
-    """This project's ops for the same: at most four launches instead of one."""
+    """The same by this project's separate ops: at most four launches instead of one."""
     how = cases.options(problem.case)
     cache = {name: inputs[name] for name in ("kv_cache", "slot_mapping", "k_scale", "v_scale")}
 
@@ -266,7 +266,7 @@ def _one_by_one(problem: Problem, inputs: Inputs, impl: str) -> Call:
 
 
 def _vllm(problem: Problem, inputs: Inputs, launchers: tuple[Callable[..., None], Callable[..., None]]) -> Call:
-    """Into pages of vLLM's own layout, as many as ours."""
+    """Write into pages of vLLM's own layout, as many as ours."""
     plain, quantising = launchers
     pages = inputs["kv_cache"]
     blocks, K, B, _ = pages.shape

@@ -1,12 +1,12 @@
 """``linear_cross_entropy``, forward and backward, against eager, compiled and Liger's, and its products alone.
 
-Time: against the three products of a vocabulary projection (forward, hidden states, weight) on the whole of the logits
-by the stock library, which no loss can do without, and against what else computes the loss. Memory: the peak over
-forward and backward of all that is allocated beyond the operands, gradients included. With the weight frozen that is
-the logits and what is made of them; where it trains, ours also sums its gradient in fp32, which the last row shows.
+Time: against the three products of a vocabulary projection (forward, hidden states, weight) on the whole logits by the
+stock library, which every loss needs, and against other implementations of the loss. Memory: the peak over forward and
+backward of all allocations beyond the operands, gradients included. With a frozen weight that is the logits and tensors
+derived from them; with a trained weight ours also sums its gradient in fp32, which the last row shows.
 
-The peers' loss is ``F.cross_entropy`` of 16-bit logits, which is the least memory that stock calls can do with. The
-gate looks at no more than CHECKED tokens: in fp64, with its gradients, the logits of more would not fit.
+The peers' loss is ``F.cross_entropy`` of 16-bit logits, which takes the least memory of all stock calls. The gate
+checks at most CHECKED tokens: in fp64, with gradients, the logits of more would not fit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PRODUCTS, PEERS, MEMORY, CPU = TARGETS.values()
 STEP = "forward + backward, us"
 FROZEN, TRAINED = "peak bytes, weight frozen", "peak bytes"
 
-# Fewer tokens than this make the weight's gradient, read and written once per chunk, longer than the products.
+# With fewer tokens the weight's gradient, read and written once per chunk, takes longer than the products.
 LARGE = 8192
 CHECKED, CHECKED_CHUNK = 512, 192
 
@@ -68,12 +68,12 @@ GPU = tuple(Shape(T, 4096, V) for V in (32000, 128256, 152064) for T in (2048, 4
 SHORT = tuple(Shape(T, 4096, 128256) for T in (2048, 8192))
 DRY = (Shape(40, 24, 100, torch.float32),)
 ON_CPU = (Shape(512, 256, 32000, torch.float32),)
-ON_CPU_MEMORY = (Shape(2048, 64, 128 * 1024, torch.float32),)  # too slow to be timed
+ON_CPU_MEMORY = (Shape(2048, 64, 128 * 1024, torch.float32),)  # too slow to time
 
 
 @dataclass(frozen=True)
 class Operands:
-    """hidden [T, D], weight [V, D], targets [T], every eighth of them ignored."""
+    """hidden [T, D], weight [V, D], targets [T], one in eight ignored."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -93,7 +93,7 @@ class Operands:
         return Operands(hidden, weight, self.targets)
 
 
-Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # of hidden, weight, targets
+Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # (hidden, weight, targets)
 
 
 def timed(settings: Settings) -> tuple[Shape, ...]:
@@ -103,7 +103,7 @@ def timed(settings: Settings) -> tuple[Shape, ...]:
 
 
 def weighed(settings: Settings) -> tuple[Shape, ...]:
-    """The shapes whose memory is measured."""
+    """The shapes for which memory is measured."""
     return timed(settings) if settings.cuda or settings.dry else (*ON_CPU, *ON_CPU_MEMORY)
 
 
@@ -156,23 +156,23 @@ def _compiled() -> Loss:
 
 
 def _liger() -> Loss | None:
-    """Liger's fused linear cross-entropy; None where it is not installed."""
+    """Liger's fused linear cross-entropy; None if it is not installed."""
     if importlib.util.find_spec("liger_kernel") is None:
         return None
-    # The function, not its module beside it: that one wants transformers.
+    # The function, not the module next to it, which needs transformers.
     module = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
     apply = module.LigerFusedLinearCrossEntropyFunction.apply
     return lambda hidden, weight, targets: apply(hidden, weight, targets)[0]
 
 
 def _step(loss: Loss, operands: Operands) -> tuple[torch.Tensor, ...]:
-    """Gradients of all that require them."""
+    """Gradients of all operands that require them."""
     leaves = [leaf for leaf in (operands.hidden, operands.weight) if leaf.requires_grad]
     return torch.autograd.grad(loss(operands.hidden, operands.weight, operands.targets), leaves)
 
 
 def _outputs(loss: Loss, operands: Operands, dtype: torch.dtype) -> Outputs:
-    """The loss in the operands' dtype: whatever it is kept in, it is made of logits in that."""
+    """The loss in the operands' dtype, since its logits have that dtype, whatever dtype the loss is stored in."""
     found = loss(operands.hidden, operands.weight, operands.targets)
     dhidden, dweight = torch.autograd.grad(found, (operands.hidden, operands.weight))
     return {"loss": found.detach().to(dtype), "dhidden": dhidden, "dweight": dweight}
@@ -234,9 +234,9 @@ def _memory_row(settings: Settings, shape: Shape, metric: str, target: float | N
 
 
 def _peak(step: Callable[[], object], device: torch.device) -> int:
-    """Bytes that ``step`` has allocated at once at most, by the allocator's own account."""
+    """The most bytes that ``step`` has allocated at once, by the allocator's count."""
     if device.type == "cuda":
-        step()  # so that workspaces exist already
+        step()  # allocates the workspaces
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

@@ -1,8 +1,8 @@
 """``dropout`` with the residual sum after it, against a copy of as many bytes, eager and torch.compile.
 
 It is memory-bound: forward reads x (and the residual) and writes y, backward reads and writes a gradient; torch also
-writes a mask, and reads it again. On a CPU its masks, drawn by torch's integer arithmetic, cost more than torch's own:
-they are what makes a run on one process equal a run on many, and the row there says what that costs.
+writes a mask, and reads it again. On a CPU its masks, computed by torch's integer arithmetic, cost more than torch's
+own. They make a run on one process equal a run on many; the CPU row shows their cost.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _cases(settings: Settings) -> list[Case]:
 
 
 def _bytes(case: Case, metric: str) -> int:
-    """x, y and the residual; in backward the two gradients, the residual's being that of y."""
+    """Bytes of x, y and the residual; in backward of the two gradients (the residual's is y's)."""
     passes = (3 if case.options["residual"] else 2) + (2 if metric == BOTH else 0)
     return passes * case.sizes["R"] * case.sizes["C"] * case.dtype.itemsize
 
@@ -82,7 +82,7 @@ def _row(
     *,
     slow: bool = False,
 ) -> Measurement:
-    """Against ``peer``, forward or with its backward; None: against the copy."""
+    """A row against ``peer``, forward or forward and backward; None: against the copy."""
 
     def run() -> tuple[Timing, Timing]:
         ours: Callable[..., Any] = partial(_ours, case, settings.impl)
@@ -133,7 +133,7 @@ def _eager(case: Case, inputs: Inputs) -> torch.Tensor:
 
 
 def _compiled(case: Case) -> Side:
-    """:func:`_stock` through torch.compile, at its first use."""
+    """:func:`_stock` through torch.compile, compiled at its first use."""
 
     @cache
     def made() -> Callable[..., torch.Tensor]:

@@ -1,8 +1,8 @@
 """Gated layers: ``gated_linear`` against one GEMM of the doubled width, a gated ``ParallelMLP`` against stock modules.
 
-Forward saves what backward needs, the plain GEMM (which cannot) runs without gradients. Peers: eager torch,
-torch.compile, and where it is installed Liger's kernel for activation and product after cuBLAS. The MLP's rows are
-forward and backward, with the pass-count bound that ``mlp.py`` explains.
+Forward saves the tensors that backward needs; the plain GEMM, which cannot, runs without gradients. Peers: eager torch,
+torch.compile, and, if installed, Liger's kernel for activation and product after cuBLAS. The MLP's rows are forward and
+backward, with the pass-count bound that ``mlp.py`` explains.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TARGETS = {
 DOUBLED, OTHERS, MLP, BOUND, MEMORY, CPU = TARGETS.values()
 
 FORWARD = "forward, us"
-MIN_TOKENS = 256  # of the MLP's rows: nobody trains on fewer at once
+MIN_TOKENS = 256  # of the MLP's rows: training steps have more
 AUTOTUNED = 1  # of a short run's shapes
 
 ON_CPU = tuple(
@@ -54,12 +54,12 @@ def chosen(settings: Settings) -> list[Problem]:
 
 
 def shapes(settings: Settings) -> list[Shape]:
-    """The MLPs around the projections, where there are tokens enough to train on."""
+    """The MLPs of the projections that have enough tokens for training."""
     return [_mlp(each) for each in chosen(settings) if _trains(settings, each)]
 
 
 def _mlp(problem: Problem) -> Shape:
-    """The gated layer that begins with this projection, as one rank holds it."""
+    """The gated layer that begins with this projection, one rank's part."""
     projection = problem.projection
     F = projection.widths[0]
     return Shape(projection.T, projection.D, F, problem.dtype, gated=True, activation=projection.activation)
@@ -101,7 +101,7 @@ def warm(settings: Settings, name: str) -> None:
 
 
 def _outputs(problem: Problem, operands: Operands, impl: str) -> Outputs:
-    """Forward and backward."""
+    """The outputs and gradients of forward and backward."""
     h = _ours(operands, problem.projection.activation, impl)
     leaves = operands.leaves
     grads = torch.autograd.grad(h, list(leaves.values()), operands.dys[0])
@@ -109,7 +109,7 @@ def _outputs(problem: Problem, operands: Operands, impl: str) -> Outputs:
 
 
 def _pass(problem: Problem) -> int:
-    """Bytes of [T, F], F of one weight."""
+    """Bytes of one pass over [T, F], F of one weight."""
     return problem.output_bytes // 2
 
 
@@ -127,14 +127,14 @@ def _row(
     extra: int = 0,
     slow: bool = False,
 ) -> Measurement:
-    written = 3 * _pass(problem)  # h, and for backward both of its factors before the activation
+    written = 3 * _pass(problem)  # h, and for backward both factors before the activation
     work = Work(problem.flops, problem.input_bytes + problem.weight_bytes + written, extra)
     ours = partial(_ours, activation=problem.projection.activation, impl=settings.impl)
     return row(settings, problem, FORWARD, ours, peer_name, peer, target, work=work, slow=slow)
 
 
 def _liger_rows(settings: Settings, problem: Problem) -> Iterator[Measurement]:
-    """None where Liger is not installed."""
+    """Rows against Liger; none if it is not installed."""
     projection = problem.projection
     multiply = liger_multiply(projection.activation)
     if multiply is None:
@@ -187,7 +187,7 @@ def _eager(problem: Problem) -> Callable[[Operands], torch.Tensor]:
 
 
 def _compiled(problem: Problem) -> Callable[[Operands], object]:
-    """Without CUDA graphs: those would copy every operand at every call."""
+    """Compiled without CUDA graphs, which would copy every operand at every call."""
     multiply = partial(_stock_multiply, activation=problem.projection.activation)
     call = lazily_compiled(partial(_stock_gated, multiply=multiply), mode="max-autotune-no-cudagraphs")
     return lambda operands: call(operands.x, *operands.weights)

@@ -1,9 +1,9 @@
 """``linear_act`` against the stock GEMM, eager torch, cuBLASLt's fused epilogue and torch.compile.
 
-On a GPU the forward pass saves what backward needs, as training does; peers that cannot (the plain GEMM, the fused
-epilogue) run without gradients and are the harder to beat for it. Up to three weights on one x are one launch of ours,
-one plain GEMM of their packed widths, or as many eager calls. On a CPU ``auto`` is plain torch, and what is measured is
-what our layer of dispatch costs.
+On a GPU the forward pass saves the tensors that backward needs, as in training; peers that cannot (the plain GEMM, the
+fused epilogue) run without gradients, which favours them. Up to three weights on one x are one launch of ours, one
+plain GEMM of their packed widths, or as many eager calls. On a CPU ``auto`` is plain torch, so the rows measure the
+cost of our dispatch.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ PLAIN, OTHERS, HOST, CPU = TARGETS.values()
 
 FORWARD = "forward, us"
 HOST_BUDGET_US = 10.0
-LARGE = 4096  # tokens from which the epilogue must be free
+LARGE = 4096  # tokens from which the epilogue must cost nothing
 AUTOTUNED = 2  # of a short run's shapes: the compiled peer searches for most of a minute on each
-FUSED = ("gelu_tanh", "relu")  # what torch._addmm_activation computes
+FUSED = ("gelu_tanh", "relu")  # the activations of torch._addmm_activation
 
 ON_CPU = tuple(Projection("cpu", "up", 1, T, D, (4 * D,), "gelu_tanh") for T, D in ((64, 256), (512, 1024)))
 
@@ -73,7 +73,7 @@ def warm(settings: Settings, name: str) -> None:
 
 
 def _outputs(problem: Problem, operands: Operands, impl: str) -> Outputs:
-    """Forward and backward."""
+    """The outputs and gradients of forward and backward."""
     ys = _ours(operands, problem.projection.activation, impl)
     leaves = operands.leaves
     grads = torch.autograd.grad(ys, list(leaves.values()), operands.dys)
@@ -90,7 +90,7 @@ def _saves(problem: Problem) -> bool:
 
 
 def _eager_passes(problem: Problem) -> int:
-    """Bytes of the passes that eager's activation makes."""
+    """Bytes of the passes of eager's activation."""
     return PASSES["forward"] * problem.output_bytes if _saves(problem) else 0
 
 
@@ -160,7 +160,7 @@ def _fused(operands: Operands, problem: Problem) -> torch.Tensor:
 
 
 def _compiled(problem: Problem) -> Callable[[Operands], object]:
-    """The eager calls, compiled without CUDA graphs: those would copy every operand at every call."""
+    """The eager calls, compiled without CUDA graphs, which would copy every operand at every call."""
     stock = partial(stock_linear, activation=problem.projection.activation)
     call = lazily_compiled(stock, mode="max-autotune-no-cudagraphs")
     return lambda operands: call(operands.x, operands.weights, operands.biases)

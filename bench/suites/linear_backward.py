@@ -1,11 +1,11 @@
-"""The products of backward, with what rides in their epilogues, against the same in eager torch and compiled.
+"""The products of backward with their fused epilogues, against the same in eager torch and compiled.
 
 - dgrad of the layer after an activation, with that activation's gradient: dz = (dy @ W) * act'(z);
 - wgrad with the bias gradient: dW = dz^T @ x, db = sum_T dz;
 - wgrad added in place to an fp32 buffer, as training with accumulated gradients keeps them;
 - ``linear_act``'s whole backward through autograd.
 
-The plain products are shown beside the first two, without a target.
+The plain products appear beside the first two, without a target.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..harness.timing import Timing, compare
 TARGETS = {"every step of backward against eager and torch.compile": 1.0}
 (PEERS,) = TARGETS.values()
 
-MIN_TOKENS = 256  # nobody trains on fewer at once
+MIN_TOKENS = 256  # training steps have more
 DGRAD, WGRAD, INTO = "dgrad with act', us", "wgrad with bias gradient, us", "wgrad into fp32, us"
 BACKWARD = "linear_act backward, us"
 
@@ -74,11 +74,11 @@ def warm(settings: Settings, name: str) -> None:
 
 
 def _outputs(problem: Problem, operands: Operands, impl: str) -> Outputs:
-    """Everything that a row times, once."""
+    """The results of everything that a row times, once."""
     activation = problem.projection.activation
     choice = _choice(operands, impl)
     dw, db = _ours_wgrad(operands, activation, choice)
-    for _ in range(2):  # written instead of added would be half of it
+    for _ in range(2):  # an op that wrote instead of adding would give half
         _ours_into(operands, activation, choice)
     leaves = operands.leaves
     grads = torch.autograd.grad(_forward(operands, activation, impl), list(leaves.values()), operands.dys)
@@ -117,7 +117,7 @@ def _row(
 
 
 def _bytes(problem: Problem, metric: str) -> int:
-    """Everything that a step reads and writes, once."""
+    """Bytes of everything that a step reads and writes, once."""
     if metric == DGRAD:  # dy, w, z, dz
         return problem.input_bytes + problem.weight_bytes + 2 * problem.output_bytes
     written = problem.weight_bytes if metric == WGRAD else 2 * 4 * problem.projection.D * problem.projection.F
@@ -125,7 +125,7 @@ def _bytes(problem: Problem, metric: str) -> int:
 
 
 def _backward_row(settings: Settings, problem: Problem) -> Measurement:
-    """Autograd's backward alone: forward ran once, and its graph is kept."""
+    """Autograd's backward alone: forward runs once, and its graph is kept."""
     activation = problem.projection.activation
     inputs = 2 * (problem.input_bytes + problem.weight_bytes)  # and their gradients
 

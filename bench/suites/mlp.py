@@ -1,8 +1,8 @@
 """``ParallelMLP`` on one device, forward and backward, against the stock modules.
 
-On a GPU each shape also gets its pass-count bound: what eager torch's passes over [T, F] beside its products (bias,
-GeLU forward, GeLU backward) cost at this device's copy bandwidth, over what the plain products cost. That is all that
-can be gained; both are measured in the same run. So are the bytes that each level of recomputation keeps for backward.
+On a GPU each shape also gets its pass-count bound: the time of eager torch's passes over [T, F] beside its products
+(bias, GeLU forward, GeLU backward) at this device's copy bandwidth, over the time of the plain products. Fusion cannot
+gain more. The same run measures both, and the bytes that each level of recomputation keeps for backward.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SHORT_SHAPES = tuple(
     Shape(*sizes, torch.bfloat16)
     for sizes in ((4096, 4096, 16384), (8192, 8192, 4096), (16384, 4096, 4096), (1024, 4096, 16384))
 )
-# Megatron's feed-forward of 4 D, whole and as one rank of eight holds it.
+# Megatron's feed-forward width of 4 D, whole and one rank's part of eight.
 _WIDTHS = sorted({4096, 8192, *(model.D for model in MODELS.values() if not model.gated)})
 GPU_SHAPES = tuple(
     dict.fromkeys(
@@ -49,7 +49,7 @@ GPU_SHAPES = tuple(
         )
     )
 )
-# How ParallelMLP is built for the rows below.
+# The options of ParallelMLP in the rows below.
 VARIANTS: tuple[dict[str, Any], ...] = ({}, {"recompute": 1}, {"recompute": 2}, {"fuse_wgrad_accumulation": True})
 
 

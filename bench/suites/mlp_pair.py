@@ -1,4 +1,4 @@
-"""``ParallelMLP`` beside the stock modules: one step of training, what it keeps for backward, what fusion can gain."""
+"""``ParallelMLP`` and the stock modules in pairs: a training step, the bytes kept for backward, the bound of fusion."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INTO_FP32 = "forward + backward into fp32, us"
 KEPT = "bytes kept for backward"
 BOUND = "gain over eager"
 
-# What a result that times ParallelMLP depends on, beside the ops.
+# The sources, besides the ops, of a result that times ParallelMLP.
 SOURCES = (
     *(
         "bench/suites/mlp_pair.py",
@@ -38,14 +38,14 @@ SOURCES = (
 )
 LARGE = 4096  # tokens from which targets of time count
 GAIN_TIME = 3.0  # a gain is a difference of two times, and gets this many rows' time
-LEAST_GAIN = 1e-3  # below it a gain is all noise
-MEMORY_MARGIN = 1.1  # what arithmetic saves, over a target of memory that allocations must still reach
+LEAST_GAIN = 1e-3  # a smaller gain is noise
+MEMORY_MARGIN = 1.1  # the computed saving over a memory target, so that real allocations can reach the target
 LEVELS = (0, 1, 2)  # of recomputation: keep both activations, the pre-activation, the input alone
 
 
 @dataclass(frozen=True)
 class Shape:
-    """T tokens through D -> F -> D, with two weights in the first step where gated."""
+    """T tokens through D -> F -> D; a gated shape has two weights in the first step."""
 
     T: int
     D: int
@@ -65,12 +65,12 @@ class Shape:
 
     @property
     def weights(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return (3 if self.gated else 2) * self.D * self.F
 
     @property
     def passes(self) -> int:
-        """Over [T, F], of eager torch beside its products, forward and backward."""
+        """Passes over [T, F] of eager torch beside its products, forward and backward."""
         return sum(PASSES["gated " * self.gated + way] for way in ("forward", "backward"))
 
     def saving(self, level: int) -> float:
@@ -82,7 +82,7 @@ class Shape:
         return (self.D + activations) / (self.D + activations // 2 * (2 - level))
 
     def work(self, *, accumulated: bool = False) -> Work:
-        """A forward and two backward products for each weight, every operand and result once."""
+        """A forward and two backward products for each weight, every operand and result counted once."""
         T, D, F, size = self.T, self.D, self.F, self.dtype.itemsize
         products = 9 if self.gated else 6
         extra = pass_bytes(self.passes, T, F, itemsize=size, accumulated=self.weights if accumulated else 0)
@@ -100,7 +100,7 @@ class Pair:
 
     @classmethod
     def of(cls, settings: Settings, shape: Shape, seed: int = 0, **options: Any) -> Pair:
-        """``options`` are ParallelMLP's."""
+        """A pair; ``options`` are ParallelMLP's."""
         torch.manual_seed(seed)
         stock: nn.Module
         stock = StockGatedMLP(shape.D, shape.F, shape.activation) if shape.gated else StockMLP(shape.D, shape.F)
@@ -118,7 +118,7 @@ def _ours(settings: Settings, shape: Shape, stock: nn.Module, **options: Any) ->
 
 
 def pairs(settings: Settings, shape: Shape, **options: Any) -> list[Pair]:
-    """As many as outgrow the cache together."""
+    """As many pairs as exceed the cache together."""
     size = shape.weights * shape.dtype.itemsize
     return [Pair.of(settings, shape, seed, **options) for seed in range(input_sets(size, settings.device))]
 
@@ -129,14 +129,14 @@ def pairs(settings: Settings, shape: Shape, **options: Any) -> list[Pair]:
 def verdicts(
     settings: Settings, shapes: Sequence[Shape], names: Sequence[str], options: Sequence[dict[str, Any]] = ({},)
 ) -> Iterator[tuple[str, Verdict]]:
-    """Output and gradients of ParallelMLP, built with each of ``options``, on the named shapes."""
+    """Check output and gradients of ParallelMLP, built with each of ``options``, on the named shapes."""
     for shape in shapes:
         if shape.name in names:
             pair = Pair.of(settings, shape)
             low = module_outputs(pair.stock, pair.x, pair.grad)
             exact = copy.deepcopy(pair.stock).double()
             oracle = module_outputs(exact, pair.x.double(), pair.grad.double())
-            del exact  # its weights are not needed any more, and large
+            del exact  # frees its weights, which are large
             for chosen in options:
                 ours = _outputs(_ours(settings, shape, pair.stock, **chosen), pair, chosen)
                 for verdict in check_outputs(
@@ -149,7 +149,7 @@ def verdicts(
 
 
 def _outputs(ours: ParallelMLP, pair: Pair, options: dict[str, Any]) -> Outputs:
-    """y, dx and the parameters' gradients, wherever the module puts those."""
+    """y, dx and the parameters' gradients, from ``grad`` or ``main_grad``."""
     if not options.get("fuse_wgrad_accumulation"):
         return module_outputs(ours, pair.x, pair.grad)
     attach_buffers(ours)
@@ -165,7 +165,7 @@ def _label(options: dict[str, Any]) -> str:
 
 
 def attach_buffers(module: nn.Module) -> None:
-    """An fp32 ``main_grad`` for every parameter, as training that accumulates in fp32 has them."""
+    """Give every parameter an fp32 ``main_grad``, as in training that accumulates in fp32."""
     for parameter in module.parameters():
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)  # type: ignore[attr-defined]
 
@@ -184,7 +184,7 @@ def step_row(
     metric: str = STEP,
     **options: Any,
 ) -> Measurement:
-    """A step of training. ``peer`` makes what is timed from the stock module; ``options`` are ParallelMLP's."""
+    """A training step. ``peer`` wraps the stock module for timing; ``options`` are ParallelMLP's."""
 
     def run() -> tuple[Timing, Timing]:
         found = pairs(settings, shape, **options)
@@ -202,7 +202,7 @@ def step_row(
 
 
 def accumulating_row(settings: Settings, shape: Shape, target: float | None) -> Measurement:
-    """A step whose gradients are added to fp32 buffers: ours in the products, eager's after them."""
+    """A step whose gradients are added to fp32 buffers: by ours in the products, by eager after them."""
 
     def run() -> tuple[Timing, Timing]:
         found = pairs(settings, shape, fuse_wgrad_accumulation=True)
@@ -222,7 +222,7 @@ def accumulating_row(settings: Settings, shape: Shape, target: float | None) -> 
 
 
 def bound_row(settings: Settings, shape: Shape, target: float | None) -> Measurement:
-    """The gain over eager as a share of what the pass count allows over the plain products, all of this run."""
+    """The gain over eager as a share of the pass-count bound; all times from this run."""
 
     def run() -> tuple[Timing, Timing]:
         found = pairs(settings, shape)
@@ -243,15 +243,15 @@ def bound_row(settings: Settings, shape: Shape, target: float | None) -> Measure
 
 
 def gain_noise(gain: float, ours: Timing, eager: Timing, gemm: Timing) -> float:
-    """Of a gain's share of its bound: a small difference of two times has the noise of both, many times over."""
+    """The noise of a gain's share of its bound: a small difference of two times multiplies the noise of both."""
     ours_and_eager = (ours.noise or 0.0) + (eager.noise or 0.0)
     return ours_and_eager * (1 + gain) / max(abs(gain), LEAST_GAIN) + (gemm.noise or 0.0)
 
 
 def memory_row(settings: Settings, shape: Shape, level: int, target: float | None) -> Measurement:
-    """Bytes that stay between forward and backward, x among them, at one level of recomputation.
+    """Bytes kept between forward and backward, including x, at one level of recomputation.
 
-    ``target`` counts where F is so large beside D that the arithmetic allows it.
+    ``target`` applies if F is large enough compared to D.
     """
     if target is not None and shape.saving(level) < MEMORY_MARGIN * target:
         target = None
@@ -264,12 +264,12 @@ def memory_row(settings: Settings, shape: Shape, level: int, target: float | Non
 
 
 def kept_bytes(module: nn.Module, pair: Pair) -> int:
-    """What ``module(x)`` leaves behind for backward, x included and its parameters not.
+    """Bytes that ``module(x)`` keeps for backward, with x and without the parameters.
 
-    On a GPU by the allocator's own count, elsewhere by what autograd saves.
+    On a GPU by the allocator's count, elsewhere by the tensors that autograd saves.
     """
     if pair.x.is_cuda:
-        training_step(module, pair.x, pair.grad)  # so that workspaces exist already
+        training_step(module, pair.x, pair.grad)  # allocates the workspaces
         before = torch.cuda.memory_allocated(pair.x.device)
         y = module(pair.x)
         return torch.cuda.memory_allocated(pair.x.device) - before - y.nbytes + pair.x.nbytes
@@ -300,7 +300,7 @@ def _adding_step(pair: Pair) -> Callable[[], None]:
 
 
 def _gemms(pair: Pair, shape: Shape) -> Callable[[], None]:
-    """The products of forward and backward and nothing else, on random hidden activations [T, F]."""
+    """Only the products of forward and backward, on random hidden activations [T, F]."""
     with torch.no_grad():
         h = torch.randn(shape.T, shape.F, device=pair.x.device, dtype=pair.x.dtype)
         inward = [weight for weight in pair.stock.parameters() if weight.shape == (shape.F, shape.D)]

@@ -1,9 +1,9 @@
 """``rms_norm`` and ``layer_norm``, alone and with the residual sum before them, against a copy of as many bytes.
 
 A norm is memory-bound: forward reads x (and the residual) and writes y (and the sum), backward reads the gradients and
-what was normalised and writes one gradient. The copy that moves as many bytes is the measure that their target is
-about; an even copy of all that forward and backward move is a bound for both. Peers: eager torch, torch.compile, and
-Liger's kernels where they are installed. On a CPU the peers are ``F.rms_norm`` and ``F.layer_norm`` after the sum.
+the normalised tensor and writes one gradient. The target compares it with a copy that moves as many bytes; a copy of
+all that forward and backward move is a bound for both. Peers: eager torch, torch.compile, and Liger's kernels if
+installed. On a CPU the peers are ``F.rms_norm`` and ``F.layer_norm`` after the sum.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ OPS = ("rms_norm", "layer_norm")
 FORWARD, BOTH = "forward, us", "forward + backward, us"
 DRY = "t6-d48-fp32-layout_columns", "t6-d1000-bf16-residual_same"
 COMPILED = 1  # of a short run's cases
-FEW_TOKENS = 1024  # with fewer the launch is all, and no share of a bandwidth means anything
+FEW_TOKENS = 1024  # with fewer the launch dominates, and a share of the bandwidth is meaningless
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A norm on one case. Its name is a benchmark's case."""
+    """A norm on one case. Its name is the case of a benchmark."""
 
     op: str
     case: Case
@@ -57,8 +57,8 @@ class Problem:
         return self.case.options["residual"] is not None
 
     def bytes(self, metric: str) -> int:
-        """That have to be moved: x, y, and with a residual that and the sum; in backward dy, s, dx, and with a residual
-        the sum's own gradient, x and residual sharing one.
+        """Bytes that must be moved: x, y, with a residual also that and the sum; in backward dy, s, dx, with a residual
+        also the sum's own gradient, since x and residual share one.
         """
         forward, backward = (4, 4) if self.fused else (2, 3)
         passes = forward + (backward if metric == BOTH else 0)
@@ -92,7 +92,7 @@ class Operands:
 
     @cached_property
     def copied(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """For each metric, from where and to where a copy moves as many bytes."""
+        """For each metric, source and target of a copy that moves as many bytes."""
         sizes = {metric: self.problem.bytes(metric) // 2 for metric in (FORWARD, BOTH)}
         sources = {name: torch.empty(size, dtype=torch.uint8, device=self.x.device) for name, size in sizes.items()}
         return {name: (source.random_(), torch.empty_like(source)) for name, source in sources.items()}
@@ -156,7 +156,7 @@ def _row(
     *,
     slow: bool = False,
 ) -> Measurement:
-    """Against ``peer``, forward or with its backward; None: against the copy."""
+    """A row against ``peer``, forward or forward and backward; None: against the copy."""
 
     def side(call: Side) -> Side:
         return partial(_trained, call) if metric == BOTH else call
@@ -180,7 +180,7 @@ def _row(
 
 
 def _trained(call: Side, operands: Operands) -> object:
-    """The results and the gradients of everything."""
+    """The results and the gradients of all operands."""
     return torch.autograd.grad(call(operands), operands.leaves, operands.grads)
 
 
@@ -212,7 +212,7 @@ def _stock(
 
 
 def _compiled() -> Side:
-    """:func:`_eager` through torch.compile, at its first use."""
+    """:func:`_eager` through torch.compile, compiled at its first use."""
 
     @cache
     def made() -> Callable[..., Any]:
@@ -226,7 +226,7 @@ def _compiled() -> Side:
 
 
 def _liger(problem: Problem) -> Side | None:
-    """Liger's kernel, in which all is fp32 as in torch's; None where it is not installed, or has none."""
+    """Liger's kernel, which computes in fp32 like torch's; None if it is not installed, or has no such norm."""
     if importlib.util.find_spec("liger_kernel") is None:
         return None
     if problem.op == "layer_norm":

@@ -1,12 +1,12 @@
 """Products that exchange rows with other ranks while they run, with virtual ranks on one GPU.
 
-What one GPU can show: whether a product that waits for its rows costs more than one that has them (every flag set);
-and whether R ranks that share the chip hide their copies under their products (``virtual_ranks.py``). The peer of the
-second is the slower of the products alone and the copies alone, on the same shares of the chip at the same time:
-whoever does both takes no less. Exposed is the time less that of the products alone, as a share of the call; the peer
-of that row does the same things one after another, each for all ranks.
+One GPU can show two things: whether a product that waits for its rows costs more than one whose rows are there (all
+flags set); and whether R ranks that share the chip hide their copies under their products (``virtual_ranks.py``). The
+peer of the latter is the slower of the products alone and the copies alone, on the same shares of the chip at the same
+time: doing both cannot take less. Exposed is the time minus that of the products alone, as a share of the call; the
+peer of that row runs the same steps one after another, each for all ranks.
 
-What links between GPUs would give cannot be measured here: rows whose metric says "projected" come from a model
+Links between GPUs cannot be measured here: rows whose metric contains "projected" come from a model
 (``projection.py``).
 """
 
@@ -43,8 +43,8 @@ SET, TIME, EXPOSED = "every flag set, us", "overlapped, us", "exposed, %"
 PLAIN, SLOWER, IN_TURN = "own plain GEMM", "slower of GEMM and copies alone", "GEMM and copies in turn"
 FLAGGED = "y, every flag set"
 GATHER, SCATTER, REDUCE = cases.GATHER, cases.REDUCE_SCATTER, cases.ALL_REDUCE
-FLOOR_PERCENT = 0.1  # an exposed share below this is none
-# Llama 70B's MLP, whose hidden rows travel, and Megatron's of width 4096: (T, D, F).
+FLOOR_PERCENT = 0.1  # a smaller exposed share counts as none
+# Llama 70B's MLP, whose hidden rows are exchanged, and Megatron's of width 4096: (T, D, F).
 _LARGE, _SMALL = (8192, 8192, 28672), (4096, 4096, 16384)
 _SHORT = {GATHER.name: "gather", SCATTER.name: "scatter", REDUCE.name: "reduce"}
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -54,7 +54,7 @@ Run = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Problem:
-    """An op on one case of ``kernels/dev/cases/comm.py``'s kind. Its name is a benchmark's case."""
+    """An op on a case like those of ``kernels/dev/cases/comm.py``. Its name is the case of a benchmark."""
 
     spec: OpSpec
     case: Case
@@ -74,14 +74,14 @@ class Problem:
 
     @property
     def slot(self) -> tuple[int, ...]:
-        """What a rank's slot holds."""
+        """The shape of a rank's slot."""
         T, K, N, R = self.sizes
         if self.gathers:
             return T, K
         return op.reduce_scatter_shape(T, N, R) if self.spec is SCATTER else op.all_reduce_shape(T, N, R)
 
     def work(self, ranks: int) -> Work:
-        """Of as many ranks' products, every operand touched once."""
+        """The work of ``ranks`` products, every operand touched once."""
         T, K, N, _ = self.sizes
         return Work(ranks * 2 * T * K * N, self.bytes(ranks))
 
@@ -90,12 +90,12 @@ class Problem:
         return str(self.case.options.get("activation", "identity"))
 
     def bytes(self, ranks: int) -> int:
-        """Of as many ranks' operands and results."""
+        """Bytes of the operands and results of ``ranks`` ranks."""
         T, K, N, _ = self.sizes
         return ranks * (T * K + N * K + T * N) * self.case.dtype.itemsize
 
     def draw(self, device: torch.device, seed: int) -> dict[str, Any]:
-        """Random operands of all ranks, as the op's cases have them."""
+        """Random operands of all ranks, drawn as in the op's cases."""
         return self.spec.make_inputs(self.case, device, seed)
 
 
@@ -134,7 +134,7 @@ def plan(settings: Settings) -> list[Measurement]:
 
 
 def check(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, Verdict]]:
-    """The ranks' results after several exchanges, and the product whose flags are all set."""
+    """Check the ranks' results after several exchanges, and the product with all flags set."""
     for problem in problems(settings):
         if problem.name in names:
             drawn = problem.draw(settings.device, 0)
@@ -172,11 +172,11 @@ def warm(settings: Settings, name: str) -> None:
                 _waiting(problem, sides.drawn)()
 
 
-# --- one rank's product, every flag set -------------------------------------------------------------------------------
+# --- one rank's product, all flags set --------------------------------------------------------------------------------
 
 
 def _waiting(problem: Problem, drawn: dict[str, Any]) -> Run:
-    """The product of a rank in the middle, over the whole chip, whose rows are all there."""
+    """The product of a rank in the middle, over the whole chip, with all rows there."""
     T, _, _, R = problem.sizes
     x = drawn["x"]
     signals = in_one_process([x] * R, timeout_s=virtual_ranks.TIMEOUT_S)[R // 2]
@@ -208,7 +208,7 @@ def _ranks(settings: Settings, problem: Problem) -> VirtualRanks:
 
 
 def _ours(problem: Problem, ranks: VirtualRanks, drawn: dict[str, Any]) -> Body:
-    """A rank's exchange, as a layer makes it."""
+    """A rank's exchange, as in a layer."""
     x = drawn["x"]
 
     def gather(rank: int) -> torch.Tensor:
@@ -232,13 +232,13 @@ def _ours(problem: Problem, ranks: VirtualRanks, drawn: dict[str, Any]) -> Body:
 
 @dataclass(frozen=True)
 class _Sides:
-    """What is timed, on one set of operands: bodies of a rank."""
+    """The timed calls on one set of operands: bodies of a rank."""
 
     problem: Problem
     drawn: dict[str, Any]
     ours: Body
-    slots: list[torch.Tensor]  # in which copies end; of a gather, all rows are there
-    addends: list[torch.Tensor]  # what is copied where the product's results are
+    slots: list[torch.Tensor]  # targets of the copies; for a gather all rows are there
+    addends: list[torch.Tensor]  # sources of the copies in place of the product's results
 
     @classmethod
     def of(cls, problem: Problem, ranks: VirtualRanks, seed: int) -> _Sides:
@@ -249,7 +249,7 @@ class _Sides:
         return cls(problem, drawn, _ours(problem, ranks, drawn), slots, [make(T, N)] * R)
 
     def product(self, rank: int) -> torch.Tensor:
-        """The rank's product alone, of rows that are its own."""
+        """The rank's product alone, on rows of its own."""
         drawn = self.drawn
         if self.problem.gathers:
             (weight,), (bias,) = drawn["weights"], drawn["biases"]
@@ -257,7 +257,7 @@ class _Sides:
         return linear_act(drawn["x"][rank], drawn["weight"][rank], impl="triton")
 
     def copies(self, rank: int) -> None:
-        """What the rank sends, from where it would be."""
+        """Copies of all that the rank sends."""
         if self.problem.gathers:
             self._to_all(_own(self.drawn["x"], rank, len(self.slots)), rank, 0)
             return
@@ -266,7 +266,7 @@ class _Sides:
             self._to_all(_own(self.addends[rank], rank, len(self.slots)), rank, self._sums_at)
 
     def in_turn(self, ranks: VirtualRanks) -> list[torch.Tensor]:
-        """What ours returns, step by step of all ranks."""
+        """The results of ours, computed step by step over all ranks."""
         if self.problem.gathers:
             ranks.run(self.copies)
             return ranks.run(self.product)
@@ -286,13 +286,13 @@ class _Sides:
         return R * -(-T // R)
 
     def _by_source(self, rank: int) -> torch.Tensor:
-        """The rank's slot for addends, [R, ceil(T/R), N]."""
+        """The rank's slot for partial sums, [R, ceil(T/R), N]."""
         T, _, N, R = self.problem.sizes
         per = -(-T // R)
         return self.slots[rank].view(-1, N)[: R * per].view(R, per, N)
 
     def _to_all(self, rows: torch.Tensor, rank: int, at: int) -> None:
-        """``rows``, the rank's own of T, to their place in everyone's slot, where row 0 is row ``at``."""
+        """Copy ``rows``, the rank's own of T, to their place in all ranks' slots, where row 0 is row ``at``."""
         first, last = rows_of(rank, len(self.slots), self.problem.sizes[0])
         for peer in _order(rank, len(self.slots)):
             self.slots[peer].view(-1, rows.shape[-1])[at + first : at + last].copy_(rows, non_blocking=True)
@@ -303,7 +303,7 @@ class _Sides:
             self._by_source(owner)[rank, : last - first].copy_(rows[first:last], non_blocking=True)
 
     def _total(self, rank: int) -> torch.Tensor:
-        """The rank's own rows of the sum, which torch forms in fp32."""
+        """The rank's own rows of the sum, computed by torch in fp32."""
         first, last = rows_of(rank, len(self.slots), self.problem.sizes[0])
         return self._by_source(rank)[:, : last - first].sum(0)
 
@@ -314,12 +314,12 @@ def _own(rows: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
 
 
 def _order(rank: int, size: int) -> list[int]:
-    """The ranks that ``rank`` sends to, beginning with itself: no two send to the same one at a time."""
+    """The ranks to which ``rank`` sends, beginning with itself: no two send to the same rank at a time."""
     return [(rank + step) % size for step in range(size)]
 
 
 def _overlapped(settings: Settings, problem: Problem) -> tuple[Timing, Timing]:
-    """Ours against the slower of its two halves, from the run in which those two were compared."""
+    """Ours against the slower of its two halves, with the times of the run that compared those two."""
     with _ranks(settings, problem) as ranks:
         sets = _sets(problem, ranks)
         half = replace(settings, seconds=settings.seconds / 2)
@@ -332,7 +332,7 @@ def _overlapped(settings: Settings, problem: Problem) -> tuple[Timing, Timing]:
 
 
 def _exposed(settings: Settings, problem: Problem) -> tuple[Timing, Timing]:
-    """Percent of the time that are not the products': of ours, and of the same things one after another."""
+    """Percent of the time outside the products: for ours, and for the same steps one after another."""
     with _ranks(settings, problem) as ranks:
         sets = _sets(problem, ranks)
         half = replace(settings, seconds=settings.seconds / 2)
@@ -345,7 +345,7 @@ def _exposed(settings: Settings, problem: Problem) -> tuple[Timing, Timing]:
 
 
 def _sets(problem: Problem, ranks: VirtualRanks) -> list[_Sides]:
-    """As many as outgrow the cache, every kernel of theirs loaded."""
+    """As many sets as exceed the cache, with all kernels loaded."""
     count = input_sets(problem.bytes(ranks.size), ranks.device)
     sets = [_Sides.of(problem, ranks, seed) for seed in range(count)]
     ranks.alone(sets[0].ours)

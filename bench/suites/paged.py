@@ -1,12 +1,13 @@
-"""What the benchmarks of ``paged_attention`` share: steps and their inputs, ours in each mode, the gate, the rows.
+"""The common parts of ``paged_attention``'s benchmarks: steps and their inputs, ours in each mode, the gate, the rows.
 
-A step is one call of an engine: every sequence's queries, after the keys that it has in the cache already. Ours is what
-a layer calls, with the plan that all layers of the step share, and with the bounds that the engine knows. Beside the
-peers a row can compare it with itself: in invariant mode (the price of that promise), or without the shared plan.
+A step is one call of an engine: every sequence's queries, after the keys that it already has in the cache. Ours is the
+call of a layer, with the plan that all layers of the step share, and with the bounds that the engine knows. Besides the
+peers a row can compare it with another mode of itself: invariant mode (the cost of its guarantee), or without the
+shared plan.
 
-The gate compares every mode with the fp64 reference. Where the step is large it is made smaller for that: three of its
-sequences, the longest among them, of at most ``TWIN_CONTEXT`` keys and ``TWIN_QUERIES`` queries each; heads, pages and
-dtypes stay.
+The gate compares every mode with the fp64 reference. For a large step it checks a smaller one: three of its sequences,
+the longest among them, of at most ``TWIN_CONTEXT`` keys and ``TWIN_QUERIES`` queries each, with the same heads, pages
+and dtypes.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from ..harness.gate import check_outputs
 from ..harness.timing import Call, Timing, compare, compare_fixed, input_sets
 
 MEASURED_KV = 256 << 20  # bytes of keys and values from which a share of the copy's bandwidth has a target
-MAX_KV = 8 << 30  # of one step: two sets of inputs and a peer's copies of them have to fit a GPU
+MAX_KV = 8 << 30  # of one step: two sets of inputs and a peer's copies of them must fit a GPU
 TWIN_CONTEXT, TWIN_QUERIES, TWIN_SEQS = 1500, 150, 3
-SPARE_KEYS = 32  # room in the tables for the entries that vLLM's tiles read, and do not use, behind the last key
-GAP_CALLS = 50  # calls between two looks at the clock; few enough that the launch queue never fills
-GAP_FLOOR_US = 0.05  # a launch gap below this is none
+SPARE_KEYS = 32  # room in the tables for the entries that vLLM's tiles read, but do not use, after the last key
+GAP_CALLS = 50  # calls between two readings of the clock; few enough that the launch queue never fills
+GAP_FLOOR_US = 0.05  # a smaller launch gap counts as none
 
 NAMES = {
     torch.float32: "fp32",
@@ -48,9 +49,9 @@ Prepare = Callable[["Operands"], Call]
 
 @dataclass(frozen=True)
 class Step:
-    """Sequence s has ``context[s]`` tokens in the cache and brings ``queries[s]`` more.
+    """Sequence s has ``context[s]`` tokens in the cache and adds ``queries[s]``.
 
-    ``scales`` of a quantised cache: "tensor" or "token_head". ``note`` tells steps of the same sizes apart.
+    ``scales`` of a quantised cache: "tensor" or "token_head". ``note`` distinguishes steps of the same sizes.
     """
 
     context: tuple[int, ...]
@@ -81,7 +82,7 @@ class Step:
 
     @property
     def uniform(self) -> bool:
-        """Whether all sequences have as many keys and queries, so that one dense call could take them all."""
+        """Whether all sequences have the same numbers of keys and queries, so that one dense call suffices."""
         return len(set(self.context)) == len(set(self.queries)) == 1
 
     @property
@@ -90,19 +91,19 @@ class Step:
 
     @property
     def kv_bytes(self) -> int:
-        """Of the keys and values that are seen, and their scales if each has its own."""
+        """Bytes of the visible keys and values, with their scales if each has its own."""
         scales = 4 if self.scales == "token_head" else 0
         return 2 * sum(self.seq_lens) * self.kv_heads * (self.head_size * self.kv_dtype.itemsize + scales)
 
     @property
     def bytes(self) -> int:
-        """Touched at the least: each key and value once, q, the result, and an index for each page."""
+        """Bytes touched at least: each key and value once, q, the result, and an index for each page."""
         pages = sum(-(-length // self.page) for length in self.seq_lens)
         return self.kv_bytes + 2 * self.tokens * self.heads * self.head_size * self.dtype.itemsize + 4 * pages
 
     @property
     def flops(self) -> int:
-        """Of both products over the keys that each query sees."""
+        """Operations of both products over the keys that each query sees."""
         seen = sum(n * c + n * (n + 1) // 2 for c, n in zip(self.context, self.queries))
         return 4 * seen * self.heads * self.head_size
 
@@ -123,9 +124,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Peer:
-    """What steps are compared with: ``prepare(operands)`` is the call to time.
+    """An implementation to compare with: ``prepare(operands)`` is the call to time.
 
-    ``takes`` says of which steps; ``slow``: it compiles for long.
+    ``takes``: the steps that it supports; ``slow``: it compiles for long.
     """
 
     name: str
@@ -135,14 +136,14 @@ class Peer:
 
 
 def decodes(batch: int, context: int, *, queries: int = 1, **options: Any) -> Step:
-    """``batch`` sequences of ``context`` keys in all, the last ``queries`` of them new."""
+    """``batch`` sequences of ``context`` keys in all, of which the last ``queries`` are new."""
     note = f"s{batch}-l{context}" + (f"-q{queries}" if queries > 1 else "")
     return Step((context - queries,) * batch, (queries,) * batch, **{"note": note, **options})
 
 
 @dataclass(frozen=True)
 class Operands:
-    """A step's inputs. Its blocks lie scattered over a pool that holds no others.
+    """A step's inputs. Its blocks are scattered over a pool that holds no others.
 
     q [T, N, H]; kv_cache [blocks, K, B, 2H]; block_tables [S, max_blocks], seq_lens [S], query_start_loc [S + 1] int32;
     k_scale, v_scale None, [1] or [blocks, K, B] fp32.
@@ -191,7 +192,7 @@ class Operands:
         return plan_attention(*self.paged, **self.bounds, invariant=invariant, impl=impl)
 
     def gathered(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [tokens, K, H] of all sequences, one after another, as they are stored."""
+        """Keys and values [tokens, K, H] of all sequences, one after another, in the cache's dtype."""
         step = self.step
         shape = (sum(step.seq_lens), step.kv_heads, step.head_size)
         k, v = (self.kv_cache.new_empty(shape) for _ in range(2))
@@ -207,7 +208,7 @@ class Operands:
 def _scales(
     step: Step, shape: tuple[int, ...], device: torch.device, generator: torch.Generator
 ) -> torch.Tensor | None:
-    """As large as makes stored values ordinary ones: integers reach to 127, and fp8 here to 2."""
+    """Scales that give stored values an ordinary size: integers reach 127, and fp8 here 2."""
     if not step.quantised:
         return None
     size = shape if step.scales == "token_head" else (1,)
@@ -222,7 +223,7 @@ def _random_cache(
         return torch.empty(shape, dtype=dtype, device=device).random_(-127, 128, generator=generator)
     if dtype == torch.float8_e4m3fn:
         bits = torch.empty(shape, dtype=torch.uint8, device=device).random_(0, 256, generator=generator)
-        return bits.bitwise_and_(0b10111111).view(dtype)  # the exponent's highest bit off: below 2, and no NaN
+        return bits.bitwise_and_(0b10111111).view(dtype)  # clears the exponent's highest bit: below 2, and no NaN
     return torch.empty(shape, dtype=dtype, device=device).normal_(generator=generator)
 
 
@@ -237,13 +238,13 @@ def ours(operands: Operands, impl: str, *, invariant: bool = False, planned: boo
     return partial(paged_attention, *o.paged, plan=plan, invariant=invariant, impl=impl, **options)
 
 
-# Ours in other ways, by the names that rows show.
+# Other modes of ours, by the names in rows.
 INVARIANT, UNPLANNED = "own invariant mode", "own, without a shared plan"
 MODES: dict[str, dict[str, Any]] = {INVARIANT: {"invariant": True}, UNPLANNED: {"planned": False}}
 
 
 def own(settings: Settings, name: str) -> Peer:
-    """Ours in another of its modes: the ratio is a price, and has no target."""
+    """Another mode of ours as a peer: the ratio is a cost, and has no target."""
     return Peer(name, partial(ours, impl=settings.impl, **MODES[name]))
 
 
@@ -261,7 +262,7 @@ COPY = Peer("copy of the bytes", _copied)
 
 
 def check(steps: Sequence[Step], settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, Verdict]]:
-    """Every mode of the named steps (their smaller twins) against the reference in fp64."""
+    """Compare every mode of the named steps (or their smaller twins) with the reference in fp64."""
     for step in steps:
         if step.name in names:
             for verdict in _check(Operands.of(step.twin(), settings.device, 0), settings.impl):
@@ -289,7 +290,7 @@ def _reference(operands: Operands) -> torch.Tensor:
 
 
 def warm(steps: Sequence[Step], settings: Settings, name: str) -> None:
-    """Compile what the step called ``name`` launches."""
+    """Compile the kernels of the step called ``name``."""
     for step in steps:
         if step.name == name:
             operands = Operands.of(step, settings.device, 0)
@@ -302,7 +303,7 @@ def warm(steps: Sequence[Step], settings: Settings, name: str) -> None:
 
 
 def row(settings: Settings, step: Step, metric: str, peer: Peer, target: float | None = None) -> Measurement:
-    """Ours as a layer calls it against ``peer``, both over inputs that outgrow the cache together."""
+    """Ours as a layer calls it against ``peer``, both over inputs that exceed the cache together."""
 
     def run() -> tuple[Timing, Timing]:
         sets = [Operands.of(step, settings.device, i) for i in range(input_sets(step.bytes, settings.device))]
@@ -319,7 +320,7 @@ def row(settings: Settings, step: Step, metric: str, peer: Peer, target: float |
 
 
 def gap_row(settings: Settings, step: Step, peer: Peer) -> Measurement:
-    """What a call costs beyond the device's own time: see :func:`launch_gaps`."""
+    """The host time of a call beyond the device's own: see :func:`launch_gaps`."""
 
     def run() -> tuple[Timing, Timing]:
         operands = Operands.of(step, settings.device, 0)
@@ -330,10 +331,10 @@ def gap_row(settings: Settings, step: Step, peer: Peer) -> Measurement:
 
 
 def launch_gaps(ours: Call, peer: Call, *, seconds: float) -> tuple[Timing, Timing]:
-    """Of both sides: microseconds per call, back to back, less those of the same calls replayed from a CUDA graph.
+    """For both sides: microseconds per call, back to back, minus those of the same calls replayed from a CUDA graph.
 
-    That is what the host adds to a step that is not captured, where it is slower than the device: Python, the checks,
-    the launches. The noise is that of the calls.
+    The host adds this time to a step that is not captured, if it is slower than the device: Python, the checks, the
+    launches. The noise is that of the calls.
     """
     calls = tuple(map(_back_to_back, (ours, peer)))
     graphs = tuple(map(_replayed, (ours, peer)))
@@ -358,7 +359,7 @@ def _back_to_back(call: Call) -> Call:
 
 
 def _replayed(call: Call) -> Call:
-    """``GAP_CALLS`` calls as one graph. The first calls come before it: they compile, and fill what is cached."""
+    """``GAP_CALLS`` calls as one graph. A few calls come before it: they compile, and fill caches."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):

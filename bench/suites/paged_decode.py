@@ -1,13 +1,13 @@
-"""``paged_attention`` of one new token per sequence: as fast as its keys and values can be read.
+"""``paged_attention`` of one new token per sequence, against the bandwidth at which keys and values can be read.
 
-A decode reads every cached key and value once, so the copy of as many bytes is the measure of its target, where they
-are too many for a cache to hold (256 MiB). Batches of 1 to 256, contexts of 128 to 128k tokens as far as they fit; 1 to
-16 query heads per KV head; pages of 1, 16 and 256; quantised caches; and one long sequence among short ones, which must
-not be waited for. The peers are in ``paged_peers.py``; against itself ours is shown in invariant mode and without the
-plan that a step's layers share. The launch gap (``paged.py``) is what a call costs the host.
+A decode reads every cached key and value once, so its target is relative to a copy of as many bytes, if they exceed a
+cache (256 MiB). Batches of 1 to 256, contexts of 128 to 128k tokens as far as they fit; 1 to 16 query heads per KV
+head; pages of 1, 16 and 256; quantised caches; and one long sequence among short ones, which must not delay them. The
+peers are in ``paged_peers.py``; ours is also compared with its invariant mode and with itself without the plan that a
+step's layers share. The launch gap (``paged.py``) is a call's cost on the host.
 
 On a CPU the peer is one ``scaled_dot_product_attention`` over contiguous keys and values, called as models do (query
-heads share KV heads by ``enable_gqa``), and without a target in the form that is fastest there.
+heads share KV heads by ``enable_gqa``), and without a target in its fastest form there.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TIME = "decode, us"
 PEER_NAMES = (paged_peers.VLLM, paged_peers.VARLEN, paged_peers.SDPA, paged_peers.FLASHINFER, paged_peers.FLEX)
 BATCHES, CONTEXTS = (1, 4, 16, 64, 256), (128, 1024, 8192, 32768, 131072)
 SHORT = {(64, 1024), (64, 8192)}
-GAP = decodes(1, 128)  # hardly any work, so that the host's part shows
+GAP = decodes(1, 128)  # so little work that the host's part shows
 CPU_PAGE = 256  # the default there
 FP8, INT8 = torch.float8_e4m3fn, torch.int8
 
@@ -83,7 +83,7 @@ def plan(settings: Settings) -> list[Measurement]:
         return rows + [paged.row(settings, step, TIME, packed) for step in found]
     peers = paged_peers.peers(settings)
     rows = []
-    timed = [step for step in found if step.short or not settings.short]  # the rest is there for the launch gap
+    timed = [step for step in found if step.short or not settings.short]  # the others only serve the launch gap
     for step in timed:
         rows.append(paged.row(settings, step, TIME, paged.COPY, copy_target(step)))
         names = PEER_NAMES[:1] if settings.short else PEER_NAMES
@@ -91,7 +91,7 @@ def plan(settings: Settings) -> list[Measurement]:
         rows += [paged.row(settings, step, TIME, peer, PEERS) for peer in those]
         modes = [paged.INVARIANT] if settings.short and step is not timed[0] else paged.MODES
         rows += [paged.row(settings, step, TIME, paged.own(settings, mode)) for mode in modes]
-    if settings.cuda and not settings.dry:  # elsewhere there is no graph to compare with
+    if settings.cuda and not settings.dry:  # otherwise there is no graph to compare with
         rows.append(paged.gap_row(settings, GAP, peers.get(paged_peers.VLLM, paged.own(settings, paged.UNPLANNED))))
     return rows
 

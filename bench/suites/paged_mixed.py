@@ -1,8 +1,8 @@
-"""``paged_attention`` of what an engine has in one step: a prefill chunk beside decodes, and speculative decodes.
+"""``paged_attention`` of an engine's mixed steps: a prefill chunk beside decodes, and speculative decodes.
 
-The chunk's programs are long and the decodes' many: neither may wait for the other. A speculative decode brings five
-queries per sequence, a token and four guesses, over keys that are still read once. Of the dense calls none takes
-ragged sequences; the peers (``paged_peers.py``) are those that do.
+The chunk has long programs and the decodes many: neither may wait for the other. A speculative decode has five queries
+per sequence, a token and four guesses, over keys that are still read once. No dense call supports ragged sequences; the
+peers (``paged_peers.py``) are those that do.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ TARGETS = {
 }
 
 TIME = "mixed, us"
-GUESSED = 5  # queries of a sequence that guesses four tokens
+GUESSED = 5  # queries of a sequence with four guessed tokens
 PEER_NAMES = (paged_peers.VLLM, paged_peers.VARLEN, paged_peers.FLASHINFER)
 
 
 def chunk_beside(tokens: int, batch: int, length: int, **options: Any) -> Step:
-    """A prompt's first ``tokens`` in the midst of ``batch`` decodes over ``length`` keys each."""
+    """A prompt's first ``tokens`` among ``batch`` decodes over ``length`` keys each."""
     before = batch // 2
     after = batch - before
     context = (length - 1,) * before + (0,) + (length - 1,) * after

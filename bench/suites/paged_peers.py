@@ -1,8 +1,8 @@
-"""What ``paged_attention`` is compared with: the same step, as others compute it.
+"""The peers of ``paged_attention``: the same step by other implementations.
 
-:func:`load_vllm` and :func:`load_vllm_writes` hand out vLLM's own Triton kernels. Their files are no part of this
-project: they are read from the folder ``.peers/vllm`` of the checkout, which git ignores, as they are in a release
-(0.33.0 is what the rows were written for)::
+:func:`load_vllm` and :func:`load_vllm_writes` return vLLM's own Triton kernels. Their files are not part of this
+project: they are read from the folder ``.peers/vllm`` of the checkout, which git ignores, unchanged from a release (the
+rows were written for 0.33.0)::
 
     .peers/vllm/triton_unified_attention.py
     .peers/vllm/triton_attention_helpers.py
@@ -10,10 +10,10 @@ project: they are read from the folder ``.peers/vllm`` of the checkout, which gi
 
 A machine without them has no rows against vLLM.
 
-The other peers are torch's: ``scaled_dot_product_attention`` and ``varlen_attn`` over the same keys and values, which
-were gathered into contiguous ones before the clock starts, and FlexAttention over pages of its own (``PagedAttention``
-in torch.nn.attention.experimental, 128 keys each, into which the same keys and values were put); and FlashInfer's
-wrappers where that is installed, planned before the clock starts.
+The other peers are torch's: ``scaled_dot_product_attention`` and ``varlen_attn`` over the same keys and values,
+gathered into contiguous ones before the timing, and FlexAttention over pages of its own (``PagedAttention`` in
+torch.nn.attention.experimental, 128 keys each, filled with the same keys and values); and FlashInfer's wrappers, if
+installed, planned before the timing.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from .paged import Operands, Peer, Step
 VLLM_FOLDER = Path(".peers", "vllm")
 _KERNELS = "vllm.v1.attention.ops"
 _ATTENTION, _WRITES = "triton_unified_attention", "triton_reshape_and_cache_flash"
-VLLM_SEGMENTS = 16  # into which its short queries' keys are split, as its own engine sets it
-VLLM_PROGRAMS = 128  # of one launch: with fewer, its engine has the keys split
+VLLM_SEGMENTS = 16  # into which it splits the keys of short queries, the setting of its own engine
+VLLM_PROGRAMS = 128  # of one launch: with fewer, its engine splits the keys
 VLLM_SHORT = 8  # the longest query whose keys it splits
 FLEX_PAGE = 128  # FlexAttention's own block size, which its pages must have
 FLASHINFER_WORKSPACE = 256 << 20  # bytes
@@ -57,7 +57,7 @@ SDPA, SDPA_FLASH, SDPA_CUDNN = "SDPA, contiguous KV", "SDPA FlashAttention, cont
 
 
 def peers(settings: Settings) -> dict[str, Peer]:
-    """Those that run here, by name. A dry run has SDPA, and vLLM's kernel, interpreted where there is no GPU."""
+    """The peers that run here, by name. A dry run has SDPA, and vLLM's kernel, interpreted if there is no GPU."""
     found = [Peer(SDPA, sdpa, _dense)]
     unified_attention = load_vllm()
     if unified_attention is not None:
@@ -73,12 +73,12 @@ def peers(settings: Settings) -> dict[str, Peer]:
 
 
 def _dense(step: Step) -> bool:
-    """Whether one dense call does the same: no mask but the causal one whose corner is the first query's."""
+    """Whether one dense call computes the same: no mask but the causal one that begins at the first query."""
     return step.uniform and not step.quantised and (max(step.queries) == 1 or max(step.context) == 0)
 
 
 def _in_flex(step: Step) -> bool:
-    """It compiles for most of a minute, so only what a short run measures; its q is dense [S, N, Q, H]."""
+    """Whether FlexAttention gets a row: it compiles for most of a minute, so only a short run's; q is [S, N, Q, H]."""
     return step.short and len(set(step.queries)) == 1 and not step.quantised
 
 
@@ -86,7 +86,7 @@ def _in_flex(step: Step) -> bool:
 
 
 def sdpa(operands: Operands, backend: SDPBackend | None = None) -> Call:
-    """One call of torch's function, KV heads shared among query heads, over [S, K, L, H]."""
+    """One call of torch's function over [S, K, L, H]; query heads share KV heads."""
     step = operands.step
     seqs, causal = len(step.queries), max(step.queries) > 1
     q = operands.q.unflatten(0, (seqs, -1)).transpose(1, 2)  # [S, N, Q, H]
@@ -101,7 +101,7 @@ def sdpa(operands: Operands, backend: SDPBackend | None = None) -> Call:
 
 
 def sdpa_packed(operands: Operands) -> Call:
-    """A decode with the query heads of each KV head as that head's queries: on a CPU the fastest dense form."""
+    """A decode with the query heads of each KV head as that head's queries: the fastest dense form on a CPU."""
     step = operands.step
     seqs = len(step.queries)
     q = operands.q.view(seqs, step.kv_heads, -1, step.head_size)
@@ -111,21 +111,21 @@ def sdpa_packed(operands: Operands) -> Call:
 
 def varlen(operands: Operands) -> Call:
     """FlashAttention's ragged kernel through torch, over [tokens, K, H]."""
-    from torch.nn.attention.varlen import varlen_attn  # late: it imports the compiler
+    from torch.nn.attention.varlen import varlen_attn  # here, because it imports the compiler
 
     step = operands.step
     starts_k = F.pad(operands.seq_lens.cumsum(0), (1, 0)).to(torch.int32)
     starts = operands.query_start_loc, starts_k, max(step.queries), max(step.seq_lens)
     k, v = operands.gathered()
     attention: Callable[..., Any] = varlen_attn
-    # torch 2.11 shares KV heads among query heads unasked.
+    # torch 2.11 shares KV heads among query heads without the option.
     asked = "enable_gqa" in inspect.signature(varlen_attn).parameters
     grouped: dict[str, Any] = {"enable_gqa": True} if asked else {}
     return partial(attention, operands.q, k, v, *starts, window_size=(-1, 0), **grouped)
 
 
 class Flex:
-    """FlexAttention over pages of its own, compiled at the first use."""
+    """FlexAttention over pages of its own, compiled at its first use."""
 
     def __init__(self) -> None:
         self._attention: Callable[..., torch.Tensor] | None = None
@@ -171,7 +171,7 @@ def _flex_pages(operands: Operands) -> tuple[torch.Tensor, torch.Tensor, Any]:
 
 
 def flashinfer(operands: Operands) -> Call:
-    """FlashInfer's wrapper for decodes, or the one that takes any queries; both on the very pages that ours reads."""
+    """FlashInfer's wrapper for decodes, or the one for any queries; both on the same pages as ours."""
     library = importlib.import_module("flashinfer")
     step, device = operands.step, operands.q.device
     pages = [-(-length // step.page) for length in step.seq_lens]
@@ -198,7 +198,7 @@ def flashinfer(operands: Operands) -> Call:
 
 
 class KVQuantMode(IntEnum):
-    """vLLM's names for how a cache is quantised, with the numbers that its kernels go by."""
+    """vLLM's names for the quantisation of a cache, with the numbers that its kernels use."""
 
     NONE = 0
     FP8_PER_TENSOR = 1
@@ -208,17 +208,17 @@ class KVQuantMode(IntEnum):
 
 
 def load_vllm(folder: Path | None = None) -> Callable[..., None] | None:
-    """vLLM's ``unified_attention``, its own launcher with its own arguments; None where ``folder`` lacks it.
+    """vLLM's ``unified_attention``, its own launcher with its own arguments; None if ``folder`` lacks it.
 
-    Raises RuntimeError for files that don't load.
+    Raises RuntimeError for files that do not load.
     """
     return _load(_ATTENTION, "unified_attention", folder)
 
 
 def load_vllm_writes(folder: Path | None = None) -> tuple[Callable[..., None], Callable[..., None]] | None:
-    """vLLM's ``triton_reshape_and_cache_flash`` and the one that quantises per token and head; None without them.
+    """vLLM's ``triton_reshape_and_cache_flash`` and its version that quantises per token and head; None without them.
 
-    Raises RuntimeError for files that don't load.
+    Raises RuntimeError for files that do not load.
     """
     plain = _load(_WRITES, "triton_reshape_and_cache_flash", folder)
     quantising = _load(_WRITES, "triton_reshape_and_cache_flash_per_token_head_quant", folder)
@@ -226,7 +226,7 @@ def load_vllm_writes(folder: Path | None = None) -> tuple[Callable[..., None], C
 
 
 def vllm(operands: Operands, launcher: Callable[..., None]) -> Call:
-    """vLLM's kernel on the pages that ours reads, with the scratch memory that its engine keeps for short queries."""
+    """vLLM's kernel on the same pages as ours, with the scratch memory that its engine keeps for short queries."""
     step = operands.step
     most = VLLM_PROGRAMS // step.kv_heads
     rows = step.tokens if len(step.queries) <= most and max(step.queries) <= VLLM_SHORT else 0
@@ -298,16 +298,16 @@ def _load(module: str, function: str, folder: Path | None) -> Callable[..., None
 
 @cache
 def _module(name: str, folder: Path) -> ModuleType:
-    """The file ``folder/name.py`` as the module that it is in vLLM, among stand-ins for the rest of vLLM."""
+    """The file ``folder/name.py`` imported as vLLM's module, with stand-ins for the rest of vLLM."""
     with _stand_ins(folder):
         return importlib.import_module(f"{_KERNELS}.{name}")
 
 
 @contextmanager
 def _stand_ins(folder: Path) -> Iterator[None]:
-    """Modules called ``vllm...`` that hold what the kernels' files import, for as long as these are being imported.
+    """Modules called ``vllm...`` with the names that the kernels' files import, while these are imported.
 
-    A vLLM that is installed or imported is out of sight meanwhile, and back in its place afterwards.
+    An installed or imported vLLM is hidden meanwhile, and restored afterwards.
     """
     import triton
     import triton.language as tl
@@ -351,13 +351,13 @@ def _stand_ins(folder: Path) -> Iterator[None]:
 
 
 def _take_out() -> dict[str, ModuleType]:
-    """Remove every module of vLLM's name from those that Python knows; what was removed."""
+    """Remove all of vLLM's modules from ``sys.modules``; returns them."""
     names = [name for name in sys.modules if name == "vllm" or name.startswith("vllm.")]
     return {name: sys.modules.pop(name) for name in names}
 
 
 class _Platform:
-    """The GPU as vLLM's launchers ask after it. Interpreted kernels are taken to be for a Hopper one."""
+    """The GPU as vLLM's launchers query it. Interpreted kernels run as if on a Hopper GPU."""
 
     def fp8_dtype(self) -> torch.dtype:
         return torch.float8_e4m3fn

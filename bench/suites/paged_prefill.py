@@ -1,9 +1,9 @@
-"""``paged_attention`` of whole prompts, 512 to 32k tokens, and of chunks behind a context that is cached already.
+"""``paged_attention`` of whole prompts, 512 to 32k tokens, and of chunks after a cached context.
 
-The products are the limit here, so a row says how much of the device's peak they reach, over the keys that causal
-queries see. SDPA and ``varlen_attn`` run over contiguous keys and values, which a serving engine would have to gather
-first; that is not counted against ours or for it. The peers are in ``paged_peers.py``; against itself ours is shown in
-invariant mode, which does the arithmetic of decodes.
+The products are the limit here, so a row gives the share of the device's peak that they reach, over the keys that
+causal queries see. SDPA and ``varlen_attn`` run over contiguous keys and values, which a serving engine would first
+have to gather; the comparison does not count that. The peers are in ``paged_peers.py``; ours is also compared with its
+invariant mode, which uses the arithmetic of decodes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHORT = {2048, 8192}
 
 
 def prompts(batch: int, length: int, *, context: int = 0, **options: Any) -> Step:
-    """``batch`` chunks of ``length`` tokens, each behind ``context`` cached ones."""
+    """``batch`` chunks of ``length`` tokens, each after ``context`` cached ones."""
     note = f"s{batch}-t{length}" + (f"-behind{context}" if context else "")
     return Step((context,) * batch, (length,) * batch, note=note, **options)
 

@@ -1,9 +1,9 @@
-"""``apply_rope``: q and k rotated in one launch, against a copy of as many bytes, and against what others do.
+"""``apply_rope``: q and k rotated in one launch, against a copy of as many bytes, and against other implementations.
 
-Rotation is memory-bound: each element is read once and written once, and the copy of the same number of bytes is the
-measure that its target is about. Peers: eager torch as transformers' models write it, torch.compile of that, and
-Liger's kernel (in place, q and k in one launch) where it is installed. On a CPU the peer is the plain-torch rotation
-with full-width tables, q and k one after the other.
+Rotation is memory-bound: each element is read once and written once, and the target compares it with a copy of as many
+bytes. Peers: eager torch as in transformers' models, torch.compile of that, and Liger's kernel (in place, q and k in
+one launch) if installed. On a CPU the peer is the plain-torch rotation with full-width tables, q and k one after the
+other.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ COPY, PEERS, CPU = TARGETS.values()
 FORWARD, BOTH = "forward, us", "forward + backward, us"
 DRY = next(case for case in SPEC.tagged("test") if case.sizes["B"] and case.sizes["S"])
 COMPILED = 1  # of a short run's cases
-FEW_TOKENS = 1024  # with fewer the launch is all, and no share of a bandwidth means anything
+FEW_TOKENS = 1024  # with fewer the launch dominates, and a share of the bandwidth is meaningless
 
 
 @dataclass(frozen=True)
 class Operands:
-    """Leaves q [..., N, H] and k [..., K, H], their results' gradients, and tables: ours, and those of the peers."""
+    """Leaves q [..., N, H] and k [..., K, H], their results' gradients, and tables: ours and the peers'."""
 
     case: Case
     q: torch.Tensor
@@ -50,7 +50,7 @@ class Operands:
     dk: torch.Tensor
     cos: torch.Tensor  # [S, P/2] fp32
     sin: torch.Tensor
-    full_cos: torch.Tensor  # [S, 1, P], each element's own; in q's dtype, as transformers has them
+    full_cos: torch.Tensor  # [S, 1, P], one for each element; in q's dtype, as in transformers
     full_sin: torch.Tensor
     plain: tuple[torch.Tensor, torch.Tensor]  # the same in fp32, the sine of each pair's first element negated
 
@@ -69,7 +69,7 @@ class Operands:
 
     @cached_property
     def copied(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """From where and to where a copy moves as many bytes as the rotation does."""
+        """Source and target of a copy that moves as many bytes as the rotation."""
         source = torch.empty(_bytes(self.case) // 2, dtype=torch.uint8, device=self.q.device).random_()
         return source, torch.empty_like(source)
 
@@ -135,7 +135,7 @@ def _copy_target(case: Case) -> float | None:
 
 
 def _bytes(case: Case) -> int:
-    """Read and written by a rotation: q and k (in place their rotated elements), and the tables."""
+    """Bytes that a rotation reads and writes: q and k (in place their rotated elements), and the tables."""
     B, S, N, K, H, P = (case.sizes[letter] for letter in "BSNKHP")
     width = P if _inplace(case) else H
     return 2 * max(B, 1) * S * (N + K) * width * case.dtype.itemsize + S * P * 4
@@ -163,7 +163,7 @@ def _row(
 
 
 def _trained(call: Side, operands: Operands) -> object:
-    """Rotated, and the gradients rotated back."""
+    """The rotated results, and the gradients rotated back."""
     o = operands
     return torch.autograd.grad(call(o), (o.q, o.k), (o.dq, o.dk))
 
@@ -177,7 +177,7 @@ def _rotated(operands: Operands, *, impl: str, inplace: bool) -> object:
 
 
 def _eager(operands: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the models of transformers write it: x * cos + rotate_half(x) * sin, in x's dtype."""
+    """As in transformers' models: x * cos + rotate_half(x) * sin, in x's dtype."""
     o = operands
     return _stock(o.q, o.full_cos, o.full_sin, o.interleaved), _stock(o.k, o.full_cos, o.full_sin, o.interleaved)
 
@@ -202,7 +202,7 @@ def _plain(operands: Operands) -> tuple[torch.Tensor, ...]:
 
 
 class _Compiled:
-    """:func:`_eager` through torch.compile, at its first use."""
+    """:func:`_eager` through torch.compile, compiled at its first use."""
 
     def __init__(self) -> None:
         self._stock: Callable[..., torch.Tensor] | None = None
@@ -226,7 +226,7 @@ def _copy(operands: Operands) -> torch.Tensor:
 
 
 def _liger() -> Side | None:
-    """Liger's rotation of q and k, over their memory; None where it is not installed."""
+    """Liger's rotation of q and k in place; None if it is not installed."""
     if importlib.util.find_spec("liger_kernel") is None:
         return None
     function = importlib.import_module("liger_kernel.ops.rope").LigerRopeFunction

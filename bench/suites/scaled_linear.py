@@ -1,8 +1,8 @@
 """``scaled_linear`` on fp8 operands against ``torch._scaled_mm`` with the same scales, and cuBLAS in bf16.
 
-The operands are quantised beforehand, as weights are for inference; their scales are one number each, or one for each
-row. ``torch._scaled_mm`` accumulates as our product does (``use_fast_accum=True``). The plain product in bf16 shows
-what fp8 gains, and on a dry run without a GPU it is the only peer.
+The operands are quantised beforehand, as weights are for inference; they have one scale each, or one for each row.
+``torch._scaled_mm`` accumulates like our product (``use_fast_accum=True``). The plain product in bf16 shows the gain of
+fp8; it is the only peer of a dry run without a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SCALINGS = ("tensor", "row")
 
 @dataclass(frozen=True)
 class Operands:
-    """x [T, D] and the weights below one another [F, D]: quantised, and as they were."""
+    """x [T, D] and the stacked weights [F, D]: quantised, and the originals."""
 
     x: Quantized
     weight: Quantized
@@ -89,7 +89,7 @@ def _row(
     target: float | None,
     peer: Callable[[Operands], object],
 ) -> Measurement:
-    # One byte an element of what comes in.
+    # One byte for each element of the operands.
     taken = (found.input_bytes + found.weight_bytes) // found.dtype.itemsize
 
     def run() -> tuple[Timing, Timing]:
@@ -127,7 +127,7 @@ def _plain(operands: Operands) -> torch.Tensor:
 
 
 def _exact(operands: Operands) -> Outputs:
-    """The product of what the operands stand for, in fp64."""
+    """The product of the values that the operands represent, in fp64."""
     x, weight = (t.values.double() * t.scale for t in (operands.x, operands.weight))
     return {"y": x @ weight.t()}
 

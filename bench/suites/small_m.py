@@ -1,7 +1,7 @@
-"""``linear_act`` on the few tokens of a decoding step, without gradients, where the weights' way through memory is all.
+"""``linear_act`` on the few tokens of a decoding step, without gradients, where reading the weights dominates.
 
-Against the plain GEMM, eager torch and torch.compile; each row says what share of the bandwidth of a plain copy the
-weights came in with. The operands rotate over sets that outgrow the cache together, as a model's layers do.
+It runs against the plain GEMM, eager torch and torch.compile; each row gives the share of a plain copy's bandwidth at
+which the weights were read. The operands rotate over sets that exceed the cache together, like a model's layers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """TP = 2 over gloo: our layers against torch's own, ``parallelize_module`` over DTensor.
 
-Both sides hold the same weights, run in the same two processes with the same threads, interleaved, and are held to the
-same fp64 oracle, outputs and full gradients, before anything is timed. The peer follows the plan that torch's tensor
-parallelism tutorial gives for a transformer block; q, k and v share one prepared input, which is faster than one
-input per projection.
+Both sides hold the same weights, run interleaved in the same two processes with the same threads, and must agree with
+the same fp64 oracle, outputs and full gradients, before anything is timed. The peer follows the plan of torch's tensor
+parallelism tutorial for a transformer block; q, k and v share one prepared input, which is faster than one input per
+projection.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RANKS = 2
 HEAD_DIM = 64
 ROPE_THETA = 10000.0
 MIN_ROUNDS, MAX_ROUNDS = 16, 300
-SECONDS_PER_SIZE = 6.0  # more than other benchmarks: two processes feel every neighbour
+SECONDS_PER_SIZE = 6.0  # more than other benchmarks: other load affects two processes more
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def check(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, Verdi
 
 @dataclass(frozen=True)
 class Result:
-    """What the ranks found for one size; no timing where the check failed."""
+    """The ranks' results for one size; no timing if the check failed."""
 
     verdicts: list[Verdict]
     timings: tuple[Timing, Timing]
@@ -98,7 +98,7 @@ def _sizes(settings: Settings) -> tuple[Size, ...]:
 
 @cache
 def _results(settings: Settings) -> dict[str, Result]:
-    """Check and measure every size in one launch: the modules that are timed are the very ones that were checked."""
+    """Check and measure every size in one launch: the timed modules are the same objects that were checked."""
     try:
         return launch(_worker, _sizes(settings), 0.0 if settings.dry else SECONDS_PER_SIZE, processes=RANKS)[0]
     except Stopped as stop:
@@ -121,7 +121,7 @@ def _worker(sizes: Sequence[Size], seconds: float) -> dict[str, Result]:
 
 @dataclass(frozen=True)
 class Rig:
-    """Our module and the peer on this rank, and the whole stock module that both stand for."""
+    """Our module and the peer on this rank, and the whole stock module that both represent."""
 
     ours: nn.Module
     peer: nn.Module
@@ -154,11 +154,11 @@ class Rig:
         return cls(ours, peer, stock, x.requires_grad_(), grad, options, stock_options)
 
     def check(self) -> list[Verdict]:
-        """Both sides against the stock module in fp64; every rank takes part in gathering the gradients."""
+        """Compare both sides with the stock module in fp64; every rank takes part in gathering the gradients."""
         low = self._outputs(self.stock)
         exact = self._outputs(copy.deepcopy(self.stock).double(), torch.float64)
         found = []
-        terms = sum(sum(param.shape) for param in self.stock.parameters())  # as if its products followed one another
+        terms = sum(sum(param.shape) for param in self.stock.parameters())  # as if its products were consecutive
         for side, module in (("ours", self.ours), ("peer", self.peer)):
             outputs = self._outputs(module)
             for verdict in check_outputs(outputs, low=lambda: low, oracle=lambda: exact, terms=terms):
@@ -168,7 +168,7 @@ class Rig:
         return [max(same, key=lambda verdict: (not verdict.ok, verdict.error)) for same in zip(*everyone)]
 
     def measure(self, seconds: float) -> tuple[Timing, Timing]:
-        """Interleaved forward and backward; rank 0's clock, and a number of rounds that both ranks agree on."""
+        """Time forward and backward, interleaved, by rank 0's clock, over a number of rounds that ranks agree on."""
         ours, peer = (partial(self._step, module) for module in (self.ours, self.peer))
         ours_once, peer_once = compare_fixed(ours, peer, rounds=3, calls=1)
         wanted = seconds / ((ours_once.value + peer_once.value) * 1e-6)
@@ -177,7 +177,7 @@ class Rig:
         return compare_fixed(ours, peer, rounds=int(rounds), calls=1)
 
     def _step(self, module: nn.Module) -> None:
-        """One training step, finished: DTensor's last all-reduces run on until somebody reads what they bring."""
+        """One complete training step: DTensor's last all-reduces are pending until their results are read."""
         y = training_step(module, self.x, self.grad, **self._options(module))
         assert self.x.grad is not None
         for result in (y, self.x.grad):
@@ -210,7 +210,7 @@ def _peer_plan(layer: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def _load(ours: nn.Module, stock: nn.Module) -> None:
-    """Give every sharded parameter its part of the stock module's."""
+    """Give every sharded parameter its part of the stock module's parameter."""
     whole = stock.state_dict()
     for name, parameter in ours.named_parameters():
         if isinstance(parameter, DTensor):

@@ -127,7 +127,7 @@ def test_stopped_run_goes_on_after_its_last_row(go, capsys):
     assert record["missing"] == [["c", "forward, us", "eager"]]
     told = capsys.readouterr().err
     assert "3 of 3" in told
-    assert "--resume goes on" in told
+    assert "--resume continues it" in told
 
     log, code, record = go()
     # The last case that was checked has no row yet: its check may have been cut short.
@@ -148,7 +148,7 @@ def test_stopped_run_is_not_overwritten_by_a_slip(go, capsys):
     _, _, before = go(stop_at="time c")
     log, code, after = go(resume=False)
     assert (log, code, after) == ([], 2, before)
-    assert "--resume goes on with it" in " ".join(capsys.readouterr().err.split())
+    assert "--resume continues it" in " ".join(capsys.readouterr().err.split())
 
 
 def test_without_resume_a_finished_run_starts_again(go):

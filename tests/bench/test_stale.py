@@ -115,7 +115,7 @@ def test_ops_without_a_benchmark_are_named(tmp_path):
         ({"device": "cpu"}, "ran on a CPU"),
         ({"rows": []}, "no rows"),
         ({"origin": CLEAN | {"dirty": True}}, "dirty, abc123 with changes; commit them"),
-        ({"origin": CLEAN | {"dirty": None}}, "nothing says whether .* DIRTY=0"),
+        ({"origin": CLEAN | {"dirty": None}}, "it is unknown whether .* DIRTY=0"),
         ({"origin": CLEAN | {"environment": {"SHARDFUSE_IMPL": "reference"}}}, "ran under SHARDFUSE_IMPL=reference"),
         ({"origin": CLEAN | {"environment": {"SHARDFUSE_TUNED": "/mine.json"}}}, "ran under SHARDFUSE_TUNED"),
         ({"origin": CLEAN | {"commit": "unknown", "dirty": None}}, "commit is unknown; .* COMMIT="),

@@ -205,7 +205,7 @@ def test_a_stopped_run_goes_on_where_it_was(shipped, tmp_path, monkeypatch, capf
 
     monkeypatch.setattr(tune, "compare", stop_at_the_second)
     assert tune.tune(_options(out)) == 130
-    assert "the same command goes on" in capfd.readouterr().err
+    assert "the same command resumes" in capfd.readouterr().err
     first = _events(out, "tried")
     assert len(first) == 1
     assert tune.tune(_options(out)) == 0
@@ -365,7 +365,7 @@ def test_a_dry_run_leaves_measurements_alone(shipped, tmp_path, capfd):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_there_is_nothing_to_tune(tmp_path, capfd):
     assert tune.tune(_options(tmp_path / "tuned.json", dry=False)) == 2
-    assert "no GPU that torch can use; --dry goes the same way" in " ".join(capfd.readouterr().err.split())
+    assert "no GPU that torch can use; --dry does the same" in " ".join(capfd.readouterr().err.split())
 
 
 def test_other_ranks_leave_it_to_rank_0(tmp_path, monkeypatch, capfd):
