@@ -1,8 +1,8 @@
-"""What does not compose: combinations of engines that train wrongly, often without a word, and what to use instead.
+"""Refuses combinations of engines that train incorrectly, often silently, and names an alternative for each.
 
-:func:`check` is called before anything is wrapped. It knows only combinations that were seen to break: each of
-:data:`REFUSALS` has a test (``test_compatibility.py``, ``test_deepspeed.py``) that builds it without asking and shows
-what becomes of it. Everything else is let through.
+:func:`check` runs before anything is wrapped. It refuses only combinations that were seen to break: each of
+:data:`REFUSALS` has a test (``test_compatibility.py``, ``test_deepspeed.py``) that builds it without the check and
+shows the failure. Everything else is allowed.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .core.mesh import data_coordinate
 from .core.sharding import spec_of
 
-# fsdp2: what zero.shard applies, replicate included. Model is the module before it.
+# fsdp2: what zero.shard applies, including replicate. Model is the module before wrapping.
 ENGINES = ("fsdp2", "ddp", "zero_optimizer", "deepspeed")
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is about to be combined."""
+    """A combination to be checked."""
 
     engine: str
     zero: int
-    wraps: bool  # the engine has something to do: several shares of data, or precision or offloading of its own
+    wraps: bool  # the engine has work: several shares of data, or a precision or offloading of its own
     schedule: str | None
     splits_backward: bool
-    dcp: bool  # torch's distributed checkpoint is handed the model's own state_dict
+    dcp: bool  # torch's distributed checkpoint saves the model's own state_dict
     dtensor: bool  # parameters are DTensors over a tensor-parallel group
-    local: bool  # parameters are plain parts of logical tensors
+    local: bool  # parameters are plain tensors, parts of logical tensors
     fuses_wgrad: bool
     ddp: bool
     data_parallel: bool
@@ -41,7 +41,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A combination, what happens, and what to do instead."""
+    """A combination, its failure, and the alternative."""
 
     name: str
     applies: Callable[[Setup], bool]
@@ -144,10 +144,10 @@ def check(
 ) -> None:
     """ValueError where ``module``, not wrapped yet, is about to be combined with something that breaks it.
 
-    ``engine`` is of :data:`ENGINES`, ``zero`` its stage. ``splits_backward`` says that the pipeline's ``schedule`` runs
-    the gradients of inputs and weights apart. ``dcp`` says that torch.distributed.checkpoint will be handed the
-    model's own ``state_dict``. ``shares`` of the data are the mesh's, where it is there. Asks nobody: every rank comes
-    to the same answer by itself.
+    ``engine`` is one of :data:`ENGINES`, ``zero`` its stage. ``splits_backward``: the pipeline's ``schedule`` computes
+    the gradients of inputs and weights separately. ``dcp``: torch.distributed.checkpoint will save the model's own
+    ``state_dict``. ``shares`` of the data defaults to the mesh's. Not collective: every rank reaches the same answer by
+    itself.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine={engine!r}: expected one of {', '.join(ENGINES)}")

@@ -1,25 +1,24 @@
-"""The loss of a vocabulary projection whose logits nobody stores, over a vocabulary split among tensor-parallel ranks.
+"""The loss of a vocabulary projection without stored logits, over a vocabulary split among tensor-parallel ranks.
 
-``kernels/cross_entropy`` walks through the logits chunk by chunk; here is what ranks tell each other, and autograd.
+``kernels/cross_entropy`` processes the logits chunk by chunk; this module adds the communication and autograd.
 
-    reduction                       the logits are formed   crosses ranks, for each token
+    reduction                       logits formed           communication, for each token
     "mean", "sum"                   once, in forward        4 numbers per rank, chunk by chunk, under the next product
     "none", log-probabilities       in both directions      4 numbers per rank, in one all-gather
     any, without gradients          in forward              4 numbers per rank, in one all-gather
     any, under torch.compile, R > 1 in both directions      4 numbers per rank, in one all-gather
 
 Backward sums the gradient of the hidden states over the ranks, or scatters the sum, as a column-parallel layer does
-(Shoeybi et al., arXiv:1909.08053, section 3), at ``site + ".in.grad"``; the statistics go by ``site + ".statistics"``,
-the gathered hidden states by ``site + ".in"``.
+(Shoeybi et al., arXiv:1909.08053, section 3), at ``site + ".in.grad"``; the statistics travel at
+``site + ".statistics"``, the gathered hidden states at ``site + ".in"``.
 
-A scalar loss has the gradients of its *sum* ready when forward ends, and backward multiplies them by one number: the
-gradient that comes in, over the number of targets under "mean". That number is on the device, so nothing can be skipped
-where it is 1; for 16-bit weights the multiplication is the cast from the fp32 sum, which has to be made anyway, and for
-fp32 ones it is done in place, a pass over the weight beside products that pass over it T times. Being applied last, it
-also leaves the gradient of logits at order 1, where it cannot overflow whatever the number of tokens and a GradScaler
-(in fp16, probabilities below 6e-8 are lost).
-A ``main_grad`` gets the product added in that same pass: forward, which may never be followed by a backward, leaves it
-alone.
+For a scalar loss forward already forms the gradients of the *sum*, and backward multiplies them by one number: the
+incoming gradient, divided by the number of targets under "mean". That number is on the device, so a factor of 1 cannot
+be skipped. For 16-bit weights the multiplication is part of the cast from the fp32 sum, which is needed anyway; for
+fp32 ones it is done in place, one pass over the weight beside products that pass over it T times. Because it is applied
+last, the gradient of logits stays at order 1, where it cannot overflow for any number of tokens and any GradScaler (in
+fp16, probabilities below 6e-8 are lost). The same pass adds the product to a ``main_grad``; forward, which may have no
+backward, does not touch it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from .core.operands import close_grads, open_params
 from .core.sharding import local_tensors, unwrap
 from .overlap.strategies import InFlight, Pending
 
-IGNORE_INDEX = -100  # torch's: a target that counts for nothing
+IGNORE_INDEX = -100  # torch's: a target that does not count
 NAME = "linear_cross_entropy"
 
 
@@ -68,12 +67,12 @@ def linear_cross_entropy(
         hidden: [..., D], the same on every rank; with ``sequence_parallel`` this rank's [T/R, D], gathered here.
         weight: [V/R, D], rank r's the r-th slice of the vocabulary. DTensor or plain, as ``bias``, [V/R] or None.
         targets: [...] (all T tokens), int64 or int32, ids in the whole vocabulary.
-        ignore_index: the target of tokens that count for nothing.
+        ignore_index: the target of tokens that do not count.
         label_smoothing: as in ``F.cross_entropy``.
-        z_loss: times the squared log-sum-exp of a token's scores, added to its loss.
+        z_loss: the factor of the squared log-sum-exp of a token's scores, which is added to its loss.
         softcap: c, where scores are c tanh(logits / c).
         reduction: "mean" over the targets that count, "sum" or "none".
-        vocab_size: V, where the ranks' rows are more than that: the last ones are padding and count for nothing.
+        vocab_size: V, where the ranks have more rows than that: the last ones are padding and do not count.
         fuse_wgrad_accumulation: backward adds the gradients of weight and bias to their ``main_grad``.
         chunk_tokens: tokens whose logits are in memory at once; None chooses, see ``kernels/cross_entropy/chunks.py``.
         impl: "auto", "triton" or "reference"; see ``kernels/runtime/dispatch.py``. fp64 runs the reference.
@@ -87,9 +86,9 @@ def linear_cross_entropy(
             outside the vocabulary, which otherwise makes the loss and its gradients NaN.
         RuntimeError: impl="triton" where Triton cannot run; fuse_wgrad_accumulation under torch.compile.
 
-    Beside operands and gradients, memory holds a chunk of logits and, for "mean" and "sum" with a weight in 16 bits,
-    its gradient's sum in fp32. "none" has no such sum and takes four products for the three: where the weight's
-    gradient is large beside the logits, ``reduction="none"`` and a mean of it take less memory and more time.
+    Besides operands and gradients, memory holds a chunk of logits and, for "mean" and "sum" with a 16-bit weight, the
+    fp32 sum of its gradient. "none" has no such sum and takes four products instead of three: where the weight's
+    gradient is large compared to the logits, ``reduction="none"`` and a mean of it take less memory and more time.
     """
     operands = hidden, weight, targets, bias, group, sequence_parallel
     options = (ignore_index, label_smoothing, z_loss, softcap, vocab_size, chunk_tokens)
@@ -116,13 +115,13 @@ def linear_log_probs(
 ) -> torch.Tensor:
     """Each target's log-probability, [...] in fp32 (fp64), differentiable; 0 for targets that are ``ignore_index``.
 
-    Operands, options and what is raised are as in :func:`linear_cross_entropy`, of which this is the negative with
-    ``reduction="none"``.
+    Operands, options and errors are those of :func:`linear_cross_entropy`, whose negative with ``reduction="none"``
+    this is.
     """
     operands = hidden, weight, targets, bias, group, sequence_parallel
     options = (ignore_index, 0.0, 0.0, softcap, vocab_size, chunk_tokens)
     call = _prepare("linear_log_probs", *operands, *options, fuse_wgrad_accumulation, "none", impl, site)
-    return 0.0 - _run(call, hidden, weight, targets, bias)  # unlike neg, leaves no -0.0
+    return 0.0 - _run(call, hidden, weight, targets, bias)  # unlike neg, produces no -0.0
 
 
 class _Call(NamedTuple):
@@ -136,15 +135,15 @@ class _Call(NamedTuple):
     fuse_wgrad_accumulation: bool
     chunk: int | None
     choice: Choice
-    dtype: torch.dtype  # to compute in
+    dtype: torch.dtype  # of the computation
     site: str
-    grad: bool  # whether autograd is on: inside a function's forward it never is
-    alone: bool  # whether autograd functions leave what hidden states cross ranks to others
+    grad: bool  # whether autograd is on: inside an autograd function's forward it always reads off
+    alone: bool  # whether the autograd functions leave the collectives of the hidden states to the caller
 
     def exchange(self, stats: torch.Tensor) -> Pending:
-        """Begin to gather the ranks' statistics [4, t]: all of them, [R, 4, t].
+        """Start to gather the ranks' statistics [4, t]; the result is [R, 4, t].
 
-        By a sum over slots of which each rank fills its own: the collectives have a sum that runs in the background.
+        It sums slots of which each rank fills its own, because only sums can run in the background here.
         """
         slots = stats.new_zeros(self.group.size, *stats.shape)
         slots[self.group.rank] = stats
@@ -169,7 +168,7 @@ def _run(
         flat = targets if targets.dim() == 1 else targets.reshape(-1)
         try:
             found = reference.linear_cross_entropy(rows, weight, bias, flat, call.loss, call.reduction)
-        except IndexError:  # torch's does not say of how many words
+        except IndexError:  # torch's message does not name the size of the vocabulary
             _check_targets(call, targets)
             raise
         return found if call.reduction != "none" or targets.dim() == 1 else found.view(targets.shape)
@@ -191,15 +190,15 @@ def _reduced(call: _Call, losses: torch.Tensor, targets: torch.Tensor) -> torch.
 
 
 def _counted(call: _Call, targets: torch.Tensor) -> torch.Tensor:
-    """How many targets count: a scalar on the device, where the host need not wait for it."""
+    """The number of targets that count: a scalar on the device, so that the host need not wait for it."""
     return (targets != call.loss.ignore_index).sum()
 
 
 def _is_small(call: _Call, hidden: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether stock calls on the whole of the logits serve best: on a CPU, where they would be one chunk anyway."""
+    """Whether stock calls on the whole logits are best: on a CPU, where they would be one chunk anyway."""
     if call.choice.triton or call.group.size > 1 or call.fuse_wgrad_accumulation or call.chunk is not None:
         return False
-    if autograd.transformed() is not None:  # which needs torch's own functions, whatever they store
+    if autograd.transformed() is not None:  # needs torch's own functions, whatever they store
         return True
     if torch.compiler.is_compiling() or not hidden.is_cpu:
         return False
@@ -207,7 +206,7 @@ def _is_small(call: _Call, hidden: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 class _Total(torch.autograd.Function):
-    """The sum or the mean of the losses, whose gradients are formed on the way."""
+    """The sum or the mean of the losses; forward also forms the gradients."""
 
     @staticmethod
     def forward(
@@ -228,7 +227,7 @@ class _Total(torch.autograd.Function):
         if call.reduction == "mean":
             counted = _counted(call, targets)
             loss = loss / counted
-            inverse = counted.clamp(min=1).to(loss.dtype).reciprocal()  # no targets, no gradients: not 0 / 0
+            inverse = counted.clamp(min=1).to(loss.dtype).reciprocal()  # without targets gradients are 0, not 0 / 0
         ctx.call = call
         ctx.save_for_backward(inverse, *(grad if w else None for grad, w in zip(grads, want)))
         return loss
@@ -261,7 +260,7 @@ class _Total(torch.autograd.Function):
 
 
 class _PerToken(torch.autograd.Function):
-    """The losses [...], of which forward keeps the statistics; backward forms the logits again."""
+    """The losses [...]; forward keeps their statistics, and backward forms the logits again."""
 
     @staticmethod
     def forward(
@@ -300,7 +299,7 @@ class _PerToken(torch.autograd.Function):
 
 
 def _open(ctx: Any, call: _Call, hidden: torch.Tensor, weight: Any, bias: Any) -> list[Any]:
-    """Rows, weight and bias as plain tensors in the dtype to compute in; all tokens' rows."""
+    """Rows of all tokens, weight and bias as plain tensors in the computation's dtype."""
     plain = open_params(ctx, hidden, (weight, bias), call.fuse_wgrad_accumulation and call.grad)
     hidden, weight, bias = functional.cast((hidden, *plain), [call.dtype] * 3)
     if call.sequence_parallel and not call.alone:
@@ -310,7 +309,7 @@ def _open(ctx: Any, call: _Call, hidden: torch.Tensor, weight: Any, bias: Any) -
 
 
 def _reduce(ctx: Any, drows: torch.Tensor) -> Pending:
-    """Begin to sum this rank's addend to the rows' gradient: that of the hidden states."""
+    """Start to sum this rank's partial gradient of the rows: the gradient of the hidden states."""
     call = ctx.call
     dhidden = drows.view(ctx.shape)
     if call.alone or call.group.size == 1:
@@ -320,7 +319,7 @@ def _reduce(ctx: Any, drows: torch.Tensor) -> Pending:
 
 
 def _scaled(grad: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, reuse: bool) -> torch.Tensor:
-    """grad * scale in ``dtype``, in one pass; where ``reuse`` and the dtype let it, in grad's memory.
+    """grad * scale in ``dtype``, in one pass; in grad's memory where ``reuse`` and the dtype allow it.
 
     ``scale`` has dimensions, so that torch multiplies in its fp32: GradScaler's 65536 is infinite in fp16.
     """
@@ -353,7 +352,7 @@ def _prepare(
     impl: str,
     site: str,
 ) -> _Call:
-    """Check and count one call."""
+    """Validate and count one call."""
     sequence_parallel = sequence_parallel and group.size > 1
     if torch.compiler.is_compiling():
         own_weight, own_bias = local_tensors(weight, bias)
@@ -416,7 +415,7 @@ def _check_operands(
 
 
 def _dtype(name: str, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.dtype:
-    """What to compute in: autocast's dtype, or that of all operands."""
+    """The dtype of the computation: autocast's, or that of all operands."""
     autocast = functional.autocast_dtype(hidden)
     for what, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
         if tensor is None:

@@ -1,9 +1,9 @@
-"""Which samples a process reads, and where it goes on after a stop in the middle of an epoch.
+"""Samplers and loaders that give each data-parallel rank its share of the samples and resume within an epoch.
 
 Data is split over the data-parallel ranks alone: tensor-parallel ranks and the stages of a pipeline see the same batch.
-The order is that of torch's DistributedSampler over all shares together, so a position in it says what has been read
-whatever the number of shares: a run that stops with four data-parallel ranks goes on with two and reads every sample of
-the epoch once.
+The order is that of torch's DistributedSampler over all shares together, so a position in it does not depend on the
+number of shares: a run that stops with four data-parallel ranks can resume with two and reads every sample of the epoch
+once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .core.mesh import data_coordinate
 
 __all__ = ["DataSampler", "ResumableLoader", "data_loader", "data_sampler"]
 
-# What two runs must have in common for a position in the order to mean the same.
+# Two runs must agree on these for a position in the order to mean the same samples.
 _ORDER = ("samples", "shuffle", "seed")
 
 
@@ -30,8 +30,8 @@ def data_sampler(
 ) -> DataSampler:
     """The sampler of this process's share of ``dataset``; without a mesh that is all of it.
 
-    Options are DistributedSampler's: ``drop_last`` leaves out what does not divide by the number of shares, which
-    otherwise is made up with samples of the epoch's start. Raises ValueError where a share would be empty.
+    The options are DistributedSampler's: ``drop_last`` drops the samples that do not divide by the number of shares;
+    otherwise samples from the epoch's start fill the gap. Raises ValueError where a share would be empty.
     """
     share, shares = data_coordinate(mesh)
     return DataSampler(dataset, share, shares, shuffle=shuffle, seed=seed, drop_last=drop_last)
@@ -49,21 +49,21 @@ def data_loader(
 ) -> ResumableLoader:
     """A DataLoader of this process's share, ``batch_size`` samples at a time; ``options`` are DataLoader's.
 
-    ``loader.sampler`` is what to save: it counts the batches that were handed out, not those that workers of the
-    loader have read ahead. ``drop_last`` also leaves out a last batch that is not full.
+    Save ``loader.sampler``: it counts the batches that were returned, not those that the loader's workers have read
+    ahead. ``drop_last`` also drops a last batch that is not full.
     """
     sampler = data_sampler(dataset, mesh, shuffle=shuffle, seed=seed, drop_last=drop_last)  # type: ignore[arg-type]
     return ResumableLoader(dataset, sampler, batch_size=batch_size, drop_last=drop_last, **options)
 
 
 class DataSampler(DistributedSampler[int]):
-    """torch's DistributedSampler, with a memory of how far it got.
+    """torch's DistributedSampler with a resumable position.
 
-    ``consumed`` counts samples of the epoch, over all shares. Iterating yields what is left of the epoch and counts
-    nothing, because whoever iterates may read ahead: :meth:`advance` does (:class:`ResumableLoader` calls it). The
-    epoch that is used up ends by itself; the next one starts from its beginning, in an order of its own.
+    ``consumed`` counts samples of the epoch over all shares. Iterating yields the rest of the epoch and counts nothing,
+    because an iterating worker may read ahead: :meth:`advance` counts (:class:`ResumableLoader` calls it). A consumed
+    epoch ends by itself; the next one starts from its beginning, in an order of its own.
 
-    A saved position loads at another number of shares.
+    A saved position can be loaded with another number of shares.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class DataSampler(DistributedSampler[int]):
         return iter(left[self.rank :: self.num_replicas])
 
     def __len__(self) -> int:
-        """This share's samples that are left of the epoch."""
+        """The number of this share's samples left in the epoch."""
         left = self.samples - self.consumed
         return left // self.num_replicas if self.drop_last else -(-left // self.num_replicas)
 
@@ -109,22 +109,22 @@ class DataSampler(DistributedSampler[int]):
         return list(whole)
 
     def advance(self, samples: int) -> None:
-        """Note that every share has used ``samples`` more; at the end of the epoch the next one begins."""
+        """Record that every share has used ``samples`` more; at the end of the epoch the next one begins."""
         self.consumed += samples * self.num_replicas
         if len(self) <= 0:
             self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to ``epoch``: to its beginning, unless it is the one under way."""
+        """Move to the beginning of ``epoch``, unless it is the current one."""
         if epoch != self.epoch:
             self.epoch, self.consumed = epoch, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, the same on every rank, and what it is a position in."""
+        """The position, the same on every rank, and the data set and order that it refers to."""
         return {"epoch": self.epoch, "consumed": self.consumed, **self._fingerprint()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved position, at whatever number of shares it was saved.
+        """Resume from a saved position; the number of shares may differ.
 
         Raises ValueError for a position in another dataset or order.
         """
@@ -136,11 +136,11 @@ class DataSampler(DistributedSampler[int]):
                     "the same position would be other data; use the same dataset, shuffle and seed, or start afresh"
                 )
         self.epoch, self.consumed = state["epoch"], state["consumed"]
-        if len(self) <= 0:  # what was left does not make a sample for every share
+        if len(self) <= 0:  # the rest does not give every share a sample
             self.set_epoch(self.epoch + 1)
 
     def workers_seed(self) -> int:
-        """A seed for what reads this share from here on: another one for every share, epoch and position."""
+        """A seed for the workers that read this share from here on; it differs by share, epoch and position."""
         place = (self.seed, self.rank, self.epoch, self.consumed)
         return int.from_bytes(hashlib.blake2b(repr(place).encode(), digest_size=7).digest(), "little")
 
@@ -149,12 +149,11 @@ class DataSampler(DistributedSampler[int]):
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A DataLoader whose sampler counts what was handed out.
+    """A DataLoader whose sampler counts the samples that were returned.
 
-    Iterating goes through what is left of the epoch. A state saved after a batch's step holds that batch. The loader
-    draws its workers' seeds from a generator of its own, so that starting it again in the middle of an epoch does not
-    move torch's; workers draw other numbers on every share of the data and wherever they start, unless ``generator``
-    says otherwise.
+    Iterating yields the rest of the epoch. A state saved after a batch's step includes that batch. The loader draws its
+    workers' seeds from a generator of its own, so that restarting it within an epoch does not advance torch's. Workers
+    draw different numbers on every share of the data and from every starting point, unless ``generator`` is given.
     """
 
     sampler: DataSampler
@@ -171,7 +170,7 @@ class ResumableLoader(DataLoader[Any]):
         self._size = batch_size
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        self._skip_scraps()  # where the position was saved with smaller batches
+        self._skip_scraps()  # after a position that was saved with smaller batches
         if self._own_generator is not None:
             self._own_generator.manual_seed(self.sampler.workers_seed())
         for batch in super().__iter__():
@@ -180,6 +179,6 @@ class ResumableLoader(DataLoader[Any]):
             yield batch
 
     def _skip_scraps(self) -> None:
-        """End an epoch of which no whole batch is left, where only whole ones are wanted."""
+        """End an epoch that has no whole batch left, if the caller wants only whole ones."""
         if self.drop_last and len(self.sampler) < self._size:
             self.sampler.set_epoch(self.sampler.epoch + 1)

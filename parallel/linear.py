@@ -1,26 +1,25 @@
 """Linear layers with their collectives inside one autograd function.
 
-Composed of :mod:`mappings` and ``linear_act``, as they are under torch.compile, they would compute the same. Here
-backward starts to reduce dx and forms dW while that is under way, sums land in the buffers that the products made, and
-autograd sees one node for each layer, its sharded parameters included. A pass of backward forms what it is asked for,
-and one that follows it over the same graph repeats no product and no collective (``kernels/runtime/autograd.py``).
+A composition of :mod:`mappings` and ``linear_act``, which runs under torch.compile, computes the same. Here backward
+starts to reduce dx and forms dW meanwhile, sums use the buffers of the products, and autograd sees one node for each
+layer, including its sharded parameters. A backward pass forms only the requested gradients, and a later pass over the
+same graph repeats no product and no collective (``kernels/runtime/autograd.py``).
 
-    layer    weight     x                  y                  crosses ranks in forward, in backward
+    layer    weight     x                  y                  communication in forward, in backward
     column   [F/R, D]   [..., D]           [..., F/R]         nothing, all-reduce of dx
     row      [F, D/R]   [..., D/R]         [..., F]           all-reduce of y, nothing
     with sequence parallelism (tokens are dimension 0):
     column   [F/R, D]   [T/R, D]           [T, F/R]           all-gather of x, reduce-scatter of dx
     row      [F, D/R]   [T, D/R]           [T/R, F]           reduce-scatter of y, all-gather of dy
 
-``overlap`` says how a collective meets the product beside it: "none", one after the other; "chunked" or "kernel", the
-rows travelling while others are computed (:mod:`strategies`); or "auto", whichever :mod:`policy` expects to be fastest.
-Where rows travel under the product because that was asked for, a column layer with sequence parallelism keeps the T/R
-rows it was given instead of the T that it gathered, and gathers again in backward, for the weights' gradients, under
-the product that forms dx's. With "auto" it keeps them, and dx is summed under the weights' gradients as plainly as
-ever.
+``overlap`` selects how a collective runs beside its product: "none", one after the other; "chunked" or "kernel", rows
+travel while others are computed (:mod:`strategies`); or "auto", the one that :mod:`policy` expects to be fastest. If
+the caller asked for "chunked" or "kernel", a column layer with sequence parallelism keeps its T/R input rows instead of
+the T gathered ones, and gathers again in backward, for the weights' gradients, under the product that forms dx's. With
+"auto" it keeps the gathered rows, and dx is summed under the weights' gradients as with "none".
 
-A collective in backward is counted at ``site + ".grad"``, the second all-gather at ``site + ".again"``. Sources: see
-:mod:`mappings`; to keep the shard and gather again is Korthikanti et al. (arXiv:2205.05198), section 4.2.2.
+A collective in backward counts at ``site + ".grad"``, the second all-gather at ``site + ".again"``. Sources: see
+:mod:`mappings`; keeping the shard and gathering again is Korthikanti et al. (arXiv:2205.05198), section 4.2.2.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from .overlap.strategies import InFlight, Pending, Strategy
 def column_linear(
     x: torch.Tensor, weights: Params, biases: Params, options: TPOptions, *, activation: str = "identity"
 ) -> tuple[torch.Tensor, ...]:
-    """act(x @ W_i^T + b_i) for up to three weights [F_i/R, D], which share x's one collective.
+    """act(x @ W_i^T + b_i) for up to three weights [F_i/R, D], which share one collective of x.
 
-    torch.compile, which orders the collectives itself, has no ``overlap``. Raises ValueError for operands that do not
-    fit, RuntimeError for an unavailable overlap that ``strict`` insists on.
+    Under torch.compile, which orders the collectives itself, ``overlap`` does not apply. Raises ValueError for operands
+    that do not fit, RuntimeError with ``strict`` for an unavailable overlap.
     """
     fused: dict[str, Any] = {"fuse_wgrad_accumulation": options.fuse_wgrad_accumulation, "impl": options.impl}
     if options.group.size == 1:
@@ -172,7 +171,7 @@ class LinearReduceScatter(torch.autograd.Function):
     x_shard, dx_shard   [T, D/R]
     w_shard, dw_shard   [F, D/R]
     y_shard, dy_shard   [T/R, F]    this rank's tokens; without sequence parallelism y and dy, [T, F]
-    dy                  [T, F]      every rank's, gathered: so the bias needs no collective of its own
+    dy                  [T, F]      every rank's, gathered, so the bias needs no collective of its own
 
     forward    y_shard = reduce_scatter(x_shard @ w_shard^T) + b, or y = all_reduce(...) + b
     backward   dy = all_gather(dy_shard);  dx_shard = dy @ w_shard;  dw_shard = dy^T @ x_shard;  db = sum_T dy
@@ -216,7 +215,7 @@ class LinearReduceScatter(torch.autograd.Function):
         if not want_x:
             product = product.without_results()
         if dy is None:
-            keep = autograd.keeps_graph()  # a later pass may ask for the rows again
+            keep = autograd.keeps_graph()  # a later pass may need the rows again
             found, dy = ctx.overlap.backward.all_gather_linear(product, site=f"{options.site}.grad", keep=keep)
         else:
             found = product.compute()
@@ -238,7 +237,7 @@ def sum_input_grad(
     choice: Choice,
     site: str,
 ) -> Pending:
-    """Begin a column-parallel layer's dx = sum_i dz_i @ w_i, summed over the ranks: its rows [T, D] or [T/R, D]."""
+    """Start a column-parallel layer's dx = sum_i dz_i @ w_i, summed over the ranks: its rows [T, D] or [T/R, D]."""
     product = Product.input_grad(dzs, weights, choice)
     if options.sequence_parallel:
         return strategy.linear_reduce_scatter(product, site=f"{site}.grad")
@@ -246,5 +245,5 @@ def sum_input_grad(
 
 
 def shaped(rows: torch.Tensor, lead: Sequence[int]) -> torch.Tensor:
-    """``rows`` [T, F] as [*lead, F], for autograd no view (see ``functional.shaped``). The caller gives ``rows`` up."""
+    """``rows`` [T, F] as [*lead, F], not as a view of autograd (see ``functional.shaped``). Reuses ``rows``' memory."""
     return rows if len(lead) == 1 else torch.ops.aten._unsafe_view.default(rows, (*lead, rows.shape[-1]))

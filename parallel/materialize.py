@@ -1,4 +1,4 @@
-"""Where a model's parameters begin: their device, and first values that all ranks agree on."""
+"""Materializes a model's parameters: on their device, with initial values that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .core.sharding import local_tensors, parameter_seed
 
 
 def device_of(mesh: DeviceMesh | None, wanted: torch.device | str | None) -> torch.device:
-    """Where ``mesh``'s ranks compute, unless another place is ``wanted``; without a mesh the GPU if there is one."""
+    """``wanted`` if given, else the device of ``mesh``'s ranks; without a mesh the GPU if there is one."""
     if wanted is not None:
         return torch.device(wanted)
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if mesh is None else mesh.device_type
@@ -20,14 +20,14 @@ def device_of(mesh: DeviceMesh | None, wanted: torch.device | str | None) -> tor
 
 
 def place(model: nn.Module, mesh: DeviceMesh | None, device: torch.device, seed: int | None) -> None:
-    """Have ``model`` on ``device``, with the same values on all ranks that hold the same. A collective.
+    """Materialize ``model`` on ``device``, with equal values on all ranks that hold the same tensor. Collective.
 
-    Raises ValueError for parameters on meta that nothing here can draw.
+    Raises ValueError for parameters on meta that the model cannot initialise.
     """
     params = dict(model.named_parameters())
     empty = [name for name, param in params.items() if param.is_meta]
     if not empty:
-        moves = mesh is not None and device.type != "cpu"  # sharding takes it from wherever it is
+        moves = mesh is not None and device.type != "cpu"  # sharding moves the model from any device
         if moves and any(param.device.type != device.type for param in params.values()):
             model.to(device)
         data = data_group(mesh)
@@ -38,7 +38,7 @@ def place(model: nn.Module, mesh: DeviceMesh | None, device: torch.device, seed:
     if len(empty) < len(params):
         there = next(name for name in params if name not in empty)
         raise ValueError(
-            f"{empty[0]} is on the meta device and {there} is not: materialising the one would draw the other anew; "
+            f"{empty[0]} is on the meta device and {there} is not: materialising the one would redraw the other; "
             "build all of the model on meta, or none of it"
         )
     if not hasattr(model, "init_weights"):
@@ -51,7 +51,7 @@ def place(model: nn.Module, mesh: DeviceMesh | None, device: torch.device, seed:
 
 
 def _agreed_seed(mesh: DeviceMesh | None) -> int:
-    """Rank 0's, whatever the others' generators would give: replicas have other random numbers, not other weights."""
+    """Rank 0's seed on every rank: replicas need different random numbers, but equal weights."""
     seed = torch.tensor(
         parameter_seed(), dtype=torch.int64, device=device_of(mesh, None) if mesh is not None else "cpu"
     )

@@ -6,14 +6,13 @@
     x, y [..., D] (with sequence parallelism [T/R, D]); W1, Wg, Wu [F/R, D]; W2 [D, F/R]; b1, bg, bu [F/R]; b2 [D]
     z = x @ W1^T + b1, or g and u, and h = act(z), or act(g) * u: [T, F/R]
 
-One function where two would do, because of what lies between the layers: the gradient of z leaves the product that
-would have formed that of h, which is never written, and h need not be kept, since the same product can rebuild it.
-Backward sums dx over the ranks while it forms the weights' gradients. What crosses the ranks, and where it is counted,
-is what the two layers of :mod:`linear` would send, at ``site + ".in"`` and ``site + ".out"``; level 2, and with
-sequence parallelism every level at which rows travel under the products (``overlap``), gathers x once more, at
-``site + ".in.again"``.
+One function replaces two layers, because of what lies between them: the gradient of z leaves the product that would
+have formed the gradient of h, which is never written, and h need not be kept, since the same product can recompute it.
+Backward sums dx over the ranks while it forms the weights' gradients. The collectives and their sites are those of the
+two layers of :mod:`linear`, at ``site + ".in"`` and ``site + ".out"``. Level 2 gathers x once more, at
+``site + ".in.again"``; so does every level with sequence parallelism if rows travel under the products (``overlap``).
 
-    recompute   kept for backward                     done again in backward
+    recompute   kept for backward                     repeated in backward
     0           x (with overlap T/R of it), z, h      with overlap, the all-gather of x
     1           x (with overlap T/R of it), z         the same; h, in the epilogue of a product
     2           x (T/R of it)                         the first product, with sequence parallelism its all-gather
@@ -54,17 +53,17 @@ def fused_mlp(
 ) -> torch.Tensor:
     """The layer above; with two ``weights``, gate and up, it is gated. Parameters are DTensors or plain.
 
-    ``residual``, of the result's shape and dtype, is added in the last product's epilogue: for a group of one only.
-    Under torch.compile for a group of one only. Raises ValueError for operands that do not fit, RuntimeError for an
-    overlap that ``strict`` insists on and that is unavailable.
+    ``residual``, of the result's shape and dtype, is added in the last product's epilogue, in a group of one only.
+    Under torch.compile the group must be of one, too. Raises ValueError for operands that do not fit, RuntimeError with
+    ``strict`` for an unavailable overlap.
     """
     call = _Call(options.now(), activation, recompute, n=len(weights))
     if residual is not None and options.group.size > 1:
-        raise ValueError("residual: what the ranks' products add up to has no epilogue; add it to the result")
+        raise ValueError("residual: a sum over ranks has no epilogue to add it in; add it to the result")
     if residual is not None and residual.dtype != (functional.autocast_dtype(x) or x.dtype):
-        # Under autocast over a wider stream: a sum in the wider dtype, as torch's.
+        # Under autocast with a wider residual: add in the wider dtype, as torch does.
         return residual + ParallelMLPFunction.apply(call, None, x, *weights, *biases, out_weight, out_bias)
-    if residual is x:  # torch.compile takes no tensor twice
+    if residual is x:  # torch.compile does not accept a tensor twice
         residual = x.view_as(x)
     return ParallelMLPFunction.apply(call, residual, x, *weights, *biases, out_weight, out_bias)
 
@@ -83,13 +82,13 @@ class _Call(NamedTuple):
 
     @property
     def bare(self) -> bool:
-        """Whether h is z: nothing lies between the layers."""
+        """Whether h is z: no activation between the layers."""
         return self.activation == "identity" and not self.gated
 
     def first_product(
         self, rows: torch.Tensor, weights: Params, biases: Params, choice: Choice, *, save_preact: bool
     ) -> Product:
-        """h of the rows; with ``save_preact`` also [z] or [g, u], nothing where h is z."""
+        """The product that forms h of the rows; with ``save_preact`` also [z] or [g, u], unless h is z."""
         kind = Product.gated_linear if self.gated else Product.linear_act
         return kind(rows, weights, biases, self.activation, choice, save_preact=save_preact)
 
@@ -100,13 +99,13 @@ class _Call(NamedTuple):
 
 
 class _Left(NamedTuple):
-    """What a pass of backward leaves for the next one over the same graph."""
+    """What a backward pass saves for the next one over the same graph."""
 
-    dy: torch.Tensor  # every token's
+    dy: torch.Tensor  # all tokens'
     x: torch.Tensor | None
     h: torch.Tensor | None
     zs: Params
-    dzs: Any  # the list, None where it was not formed
+    dzs: Any  # the list, or None if it was not formed
 
 
 class ParallelMLPFunction(torch.autograd.Function):
@@ -137,7 +136,7 @@ class ParallelMLPFunction(torch.autograd.Function):
         x_shard, *operands = autocast((x_shard, *plain), dtype)
         weights, biases, (out_weight, out_bias) = operands[:n], operands[n : 2 * n], operands[2 * n :]
 
-        # What backward will read: the first layer's input x, the hidden h, and what leads from dy to the dzs.
+        # What backward will read: the first layer's input x, the hidden h, and whatever gives the dzs from dy.
         _, _, need_x, *need = [needed and options.grad for needed in ctx.needs_input_grad]
         need_dz, need_h, need_rows = need_x or any(need[: 2 * n]), need[2 * n], any(need[:n])
         again = call.recompute == 2 and (need_dz or need_h)
@@ -157,7 +156,7 @@ class ParallelMLPFunction(torch.autograd.Function):
         _, second_choice = functional.prepare(h, [out_weight], [out_bias], "identity", options.impl)
         check = lambda: functional.check(h, [out_weight], [out_bias], "identity")
         out_overlap = row_overlap(options, h, out_weight, check)
-        if alone:  # bias and residual ride in the product
+        if alone:  # the epilogue adds bias and residual
             if residual is not None:
                 residual = functional.check_residual(residual, x_shard, out_weight, dtype)
             (y_shard,) = Product.linear_act(
@@ -208,7 +207,7 @@ class ParallelMLPFunction(torch.autograd.Function):
         if call.recompute == 2 and h is None and (want_dz or want_h):
             h, zs, x = _first_again(call, kept, weights, biases, first_choice, in_overlap)
 
-        # Through the second layer and the activation: dy, dzs, and h where it is needed and was not kept.
+        # Through the second layer and the activation: dy, dzs, and h if it is needed and was not kept.
         form_dzs = want_dz and dzs is None
         recompute_act = form_dzs and h is None and ctx.needs_input_grad[3 + 2 * n]  # for this pass or a later one
         rows = functional.as_rows(dy_shard) if dy is None else dy
@@ -223,14 +222,14 @@ class ParallelMLPFunction(torch.autograd.Function):
         if dy is not None or not options.sequence_parallel:
             dy, found = rows, product.compute()
         else:
-            keep = autograd.keeps_graph()  # a later pass may ask for the rows again
+            keep = autograd.keeps_graph()  # a later pass may need the rows again
             found, dy = out_overlap.backward.all_gather_linear(product, site=f"{site}.out.grad", keep=keep)
         if form_dzs:
             dzs, h = found[:n], found[n] if recompute_act else h
         if want_h and h is None:
             h = call.activated(zs)
 
-        # dx travels while the weights get their gradients.
+        # dx travels while the gradients of the weights are formed.
         gather = x is None and any(want_params[:n])
         buffers = autograd.destinations(ctx, ctx.buffers)
         dws: list[Any] = [None] * n
@@ -261,7 +260,7 @@ class ParallelMLPFunction(torch.autograd.Function):
 def _first_again(
     call: _Call, kept: torch.Tensor, weights: Params, biases: Params, choice: Choice, overlap: LayerOverlap
 ) -> tuple[torch.Tensor, Params, torch.Tensor]:
-    """The first layer once more, in backward: h, the zs and every token's x, which the weights' gradients want."""
+    """The first layer once more, in backward: h, the zs and all tokens' x, for the weights' gradients."""
     product = call.first_product(kept, weights, biases, choice, save_preact=True)
     if call.options.sequence_parallel:
         (h, *zs), x = overlap.forward.all_gather_linear(product, site=f"{call.options.site}.in.again")
@@ -273,7 +272,7 @@ def _first_again(
 def _param_grads(
     dzs: Params, x: torch.Tensor | None, want: Any, into: Any, choice: Choice
 ) -> tuple[list[Any], list[Any]]:
-    """The gradients of a layer's weights and its biases, where wanted and not added to a buffer."""
+    """The gradients of a layer's weights and biases that are needed and were not added to a buffer."""
     n = len(dzs)
     return functional.param_grads(
         dzs,

@@ -1,8 +1,8 @@
-"""One call that spreads a model over a mesh: pipeline stages first, then ZeRO inside each stage, which knows the
-schedule.
+"""One call that spreads a model over a mesh: pipeline stages first, then ZeRO inside each stage.
 
-The parts stand by themselves as well: ``pipeline.split`` and ``pipeline.Pipeline``, ``zero.shard``, ``clip``. Tensor
-parallelism is the layers' own: a model is built with the same mesh.
+ZeRO comes second because it must know the schedule. Each part also works alone: ``pipeline.split`` and
+``pipeline.Pipeline``, ``zero.shard``, ``clip``. Tensor parallelism belongs to the layers: build the model with the same
+mesh.
 """
 
 from __future__ import annotations
@@ -53,38 +53,41 @@ def parallelize(
     The result trains by ``step(tokens, targets)``; make the optimizer from its ``parameters()``.
 
     Args:
-        model: a ParallelTransformer built with the same mesh, best with ``device="meta"``: a rank then holds memory
-            for its own part only. Or any module that returns the mean loss of its valid targets (those other than
-            -100) when it is called as ``model(*inputs, targets)``; a pipeline wants what :class:`pipeline.Divisible`
-            lists. Parameters on meta are materialised, and ``model.init_weights(seed)`` draws them.
+        model: a ParallelTransformer built with the same mesh, best with ``device="meta"``, so that a rank allocates
+            memory for its own part only. Or any module that returns the mean loss of its valid targets (all but -100)
+            when called as ``model(*inputs, targets)``; a pipeline requires the methods that
+            :class:`pipeline.Divisible` lists. Parameters on meta are materialised, and ``model.init_weights(seed)``
+            draws them.
         zero: 0 replicas, 1 and 2 shards of optimizer state and gradients, 3 of parameters as well (``zero.py``).
         schedule: of the pipeline, where the mesh has ``pp`` > 1: one of ``pipeline.SCHEDULES``.
-        microbatches: in how many parts a rank's batch goes through; gradients travel once. None: 1, with a pipeline
-            twice its stages.
-        costs: of the model's parts, in any unit, by which a pipeline is cut evenly; all ranks pass the same. Those that
-            ``layers.stage_costs.measured_costs(..., mesh=mesh)`` or ``pipeline.measured`` measures, say. None: those
-            that the model knows of itself.
-        offload: parameters, gradients and optimizer state stay in the host's memory. For a process alone this makes a
+        microbatches: the number of parts in which a rank's batch is processed; gradients travel once. None: 1, with a
+            pipeline twice its stages.
+        costs: of the model's parts, in any unit, for an even cut of the pipeline; the same on all ranks, for example
+            from ``layers.stage_costs.measured_costs(..., mesh=mesh)`` or ``pipeline.measured``. None: the model's own
+            estimate.
+        offload: parameters, gradients and optimizer state stay in the host's memory. For a single process this makes a
             mesh of one, for which it initialises torch.distributed.
-        precision: "bf16" or "fp16" for forward and backward; what the optimizer sees stays fp32. With fp16 the loss is
+        precision: "bf16" or "fp16" for forward and backward; the optimizer's tensors stay fp32. With fp16 the loss is
             scaled, and a step whose gradients overflow leaves none.
-        recompute: keep only each block's input for backward; None leaves it as the model was built, as does
+        recompute: keep only each block's input for backward; None leaves the model's setting, as for
         overlap: "auto", "kernel", "chunked" or "none" (``ParallelTransformer``).
-        seed: of the first weights of a model on meta; None: rank 0 draws one from torch's global generator. A model
-            that has its weights starts everywhere from those of the first data-parallel rank.
-        device: where parameters on meta are materialised; None: where the mesh is, and without one the GPU if there is
+        seed: of the initial weights of a model on meta; None: rank 0 draws one from torch's global generator. A model
+            that already has weights takes those of the first data-parallel rank on all ranks.
+        device: where parameters on meta are materialised; None: the mesh's device, without a mesh the GPU if there is
             one.
 
-    Raises ValueError for combinations that train wrongly (``compatibility.py`` says which, and what to use instead),
-    and for arguments that do not fit the mesh or the model. Every rank comes to the same answer by itself.
+    Raises ValueError for combinations that train incorrectly (``compatibility.py`` lists them with alternatives) and
+    for arguments that do not fit the mesh or the model. Every rank reaches the same answer by itself.
     """
     check_dims(mesh)
     stages = degree(mesh, "pp")
     if stages > 1 and schedule is None:
-        raise ValueError(f"the mesh has pp={stages} pipeline stages and schedule=None: pass one, schedule='1f1b' say")
+        raise ValueError(
+            f"the mesh has pp={stages} pipeline stages and schedule=None: pass one, such as schedule='1f1b'"
+        )
     splits_backward = False
     if schedule is not None:
-        from .pipeline.pipeline import Pipeline, split  # torch's take seconds to import
+        from .pipeline.pipeline import Pipeline, split  # torch's pipelining takes seconds to import
         from .pipeline.schedules import check_microbatches, default_microbatches, find
 
         found = find(schedule)
@@ -115,13 +118,13 @@ def parallelize(
     divisible = hasattr(model, "pipeline_parts")
     if stages > 1 and not divisible:
         raise ValueError(
-            f"a pipeline wants a model that can be cut in stages, which {type(model).__name__} does not say how to: it "
-            "lacks pipeline_parts() and what else shardfuse.parallel.pipeline.partition.Divisible lists"
+            f"a pipeline needs a model that can be cut into stages: {type(model).__name__} lacks pipeline_parts() and "
+            "the other methods that shardfuse.parallel.pipeline.partition.Divisible lists"
         )
     if schedule is not None:
         assert mesh is not None
         cut = split(model, mesh, schedule, costs=None if costs is None else _agreed(costs, mesh))  # type: ignore[arg-type]
-    host = offload or (zero > 0 and data_coordinate(mesh)[1] > 1)  # where sharding takes it from, block by block
+    host = offload or (zero > 0 and data_coordinate(mesh)[1] > 1)  # sharding then moves it to the GPU block by block
     place(model, mesh, torch.device("cpu") if host else device_of(mesh, device), seed)
     if schedule is not None:
         modules = [(stage.index, model.stage(stage.parts)) for stage in cut]  # type: ignore[operator]
@@ -144,9 +147,8 @@ def parallelize(
 class ParallelModel(nn.Module):
     """This rank's part of a model, as :func:`parallelize` spread it.
 
-    ``module`` is the model with the parts that are this rank's, under the names that they have in the whole: what
-    ``explain`` and ``export_hf`` take. ``stages`` are the modules that run, made of its submodules. ``pipeline``
-    is the Pipeline, None without one.
+    ``module`` is the model with only this rank's parts, under their names in the whole: pass it to ``explain`` and
+    ``export_hf``. ``stages`` are the modules that run, made of its submodules. ``pipeline`` is the Pipeline, or None.
     """
 
     module: nn.Module
@@ -163,32 +165,32 @@ class ParallelModel(nn.Module):
         super().__init__()
         self.module = module
         self.mesh, self.pipeline, self.microbatches, self.precision = mesh, pipeline, microbatches, precision
-        self.stages = tuple(stages)  # not children: they share the module's
+        self.stages = tuple(stages)  # not child modules: they share the module's
         self._divisible = hasattr(module, "pipeline_parts")
         self._data_parallel_size = data_coordinate(mesh)[1]
         self._data: Group = data_group(mesh)
         self._group = whole_group(_group_of(module) if mesh is None else mesh)
-        self._parameters_here = tuple(module.parameters())  # as the optimizer has them
+        self._parameters_here = tuple(module.parameters())  # as the optimizer holds them
         self._clipper: tuple[float, GradientClipper] | None = None
         self.loss_scale = LossScale(self._group) if precision == "fp16" else None
 
     # ------------------------------------------------------------------------------------------------------ training
 
     def step(self, *batch: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Forward and backward of ``tokens`` [B, S] and ``targets`` [B, S] (int64; -100 counts for nothing).
+        """Forward and backward of ``tokens`` [B, S] and ``targets`` [B, S] (int64; -100 does not count).
 
-        This rank's share of the step's batch: ranks that differ along dp (and dp_replicate) alone pass different ones,
-        of any sizes; all others the same. Returns the mean loss over all valid targets of all of them, an fp32 scalar
-        (fp64 for fp64), the same on every rank. Adds to ``.grad`` the gradients of that mean, summed over the ranks,
-        however the batch was divided among ranks and micro-batches. ``positions`` [S] or [B, S] are by default 0 to S -
-        1. A collective.
+        They are this rank's share of the step's batch: ranks that differ only along dp (and dp_replicate) pass
+        different shares, of any sizes; all other ranks pass the same. Returns the mean loss over the valid targets of
+        all shares, an fp32 scalar (fp64 for fp64), the same on every rank. Adds to ``.grad`` the gradients of that
+        mean, summed over the ranks, independent of how the batch was divided among ranks and micro-batches.
+        ``positions`` [S] or [B, S] default to 0 to S - 1. Collective.
 
-        A batch with fewer sequences than micro-batches is filled up with some that count for nothing. A step that fails
-        midway leaves nothing behind for the next one, but perhaps a part of its gradients: call ``zero_grad``.
+        A batch with fewer sequences than micro-batches is padded with sequences that do not count. A failing step does
+        not affect the next one, except that it may leave some of its gradients: call ``zero_grad``.
 
-        Raises ValueError, on every rank that reads data, where one of them was given a batch that the model cannot
-        take, where no target is valid, and where a module that cannot leave sequences out of its mean is given fewer of
-        them than micro-batches.
+        Raises ValueError, on every rank that reads data, where one rank's batch does not suit the model, where no
+        target is valid, and where a module that cannot exclude sequences from its mean gets fewer sequences than
+        micro-batches.
         """
         inputs, targets = self._inputs(batch, positions)
         scale = self._scale(inputs, targets, positions)
@@ -213,7 +215,7 @@ class ParallelModel(nn.Module):
 
     @torch.no_grad()
     def evaluate(self, *batch: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """The loss that :meth:`step` returns, without gradients and dropout. A collective."""
+        """The loss that :meth:`step` returns, without gradients and dropout. Collective."""
         inputs, targets = self._inputs(batch, positions)
         scale = self._scale(inputs, targets, positions)
         modules = {module for top in (self, *self.stages) for module in top.modules()}
@@ -235,10 +237,10 @@ class ParallelModel(nn.Module):
         return self._mean(loss)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients so that their norm over the whole model is at most ``max_norm`` (infinity: measure only);
-        the norm before, a scalar that is the same on every rank. A collective.
+        """Scale the gradients to a norm over the whole model of at most ``max_norm`` (infinity: measure only).
 
-        Raises ValueError for a ``max_norm`` of 0 or less.
+        Returns the norm before, a scalar that is the same on every rank. Collective. Raises ValueError for a
+        ``max_norm`` of 0 or less.
         """
         if self._clipper is None or self._clipper[0] != max_norm:
             copies = {} if self.pipeline is None else self.pipeline.copies()
@@ -247,11 +249,11 @@ class ParallelModel(nn.Module):
         return self._clipper[1].clip()
 
     def forward(self, *batch: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """The model's own forward, in the precision of :meth:`step`. Without a pipeline only: RuntimeError with one."""
+        """The model's own forward, in the precision of :meth:`step`. RuntimeError with a pipeline."""
         if self.pipeline is not None:
             raise RuntimeError(
-                "a pipeline has no forward of its own, since no rank has the whole model: step() trains, evaluate() "
-                "gives the loss"
+                "a pipeline has no forward of its own, since no rank has the whole model: use step() to train, or "
+                "evaluate() for the loss"
             )
         (stage,) = self.stages
         try:
@@ -271,12 +273,12 @@ class ParallelModel(nn.Module):
             stage.train(mode)
         return self
 
-    # --------------------------------------------------------------------------------------------------------- parts
+    # ------------------------------------------------------------------------------------------------------- helpers
 
     def _inputs(
         self, batch: tuple[torch.Tensor, ...], positions: torch.Tensor | None
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """What the model takes, and its targets. ValueError for a call that no batch would make right."""
+        """The model's inputs, and its targets. ValueError for a call that no batch could make valid."""
         *inputs, targets = batch or (None,)
         if targets is None or not inputs or (self._divisible and len(inputs) > 1):
             raise ValueError(
@@ -296,7 +298,8 @@ class ParallelModel(nn.Module):
             raise problem
         if refused:
             raise ValueError(
-                f"{refused:.0f} of {self._data_parallel_size} ranks that read data refused their batch, and say why"
+                f"{refused:.0f} of {self._data_parallel_size} ranks that read data refused their batch; their errors "
+                "say why"
             )
         if not valid:
             raise ValueError("no target of this step is valid: all of them are -100")
@@ -305,7 +308,7 @@ class ParallelModel(nn.Module):
     def _problem(
         self, inputs: list[torch.Tensor], targets: torch.Tensor, positions: torch.Tensor | None
     ) -> ValueError | None:
-        """Why this rank's batch cannot be taken: said by all data-parallel ranks before any of them begins."""
+        """Why this rank's batch is invalid, or None; data-parallel ranks exchange this before any of them begins."""
         count, rows = self.microbatches, targets.shape[0]
         if not self._divisible:
             if rows >= count:
@@ -324,7 +327,7 @@ class ParallelModel(nn.Module):
         return None
 
     def _set_aside(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Gradients of earlier steps, which this one's factor has no part in."""
+        """Take out the gradients of earlier steps, to which this step's factor does not apply."""
         earlier = {param: param.grad for param in self._parameters_here if param.grad is not None}
         for param in earlier:
             param.grad = None
@@ -358,7 +361,7 @@ class ParallelModel(nn.Module):
         with self._autocast():
             if not self._divisible:
                 valid = _valid(targets)
-                # A mean over nothing is no number: a target that weighs nothing takes the place of none.
+                # The mean over no targets is NaN: replace it by a target with weight 0.
                 loss = stage(*inputs, targets.masked_fill((targets == IGNORE_INDEX) & (valid == 0), 0))
                 return loss * (valid * scale).to(loss.dtype)
             return stage(*inputs, targets, positions=positions, scale=scale, draws=draws).sum()
@@ -366,7 +369,7 @@ class ParallelModel(nn.Module):
     def _parts(self, inputs: list[torch.Tensor], targets: torch.Tensor, positions: torch.Tensor | None) -> list[_Part]:
         """The micro-batches."""
         count = self.microbatches
-        missing = max(0, count - targets.shape[0])  # only a model that knows of sequences which count for nothing
+        missing = max(0, count - targets.shape[0])  # only for a model that can exclude sequences
         if positions is not None:
             positions = positions.expand(targets.shape)
 
@@ -379,7 +382,7 @@ class ParallelModel(nn.Module):
         return [_Part(list(one), target, place) for one, target, place in zip(given, wanted, placed)]
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Where FSDP2 does not cast, since there is no mesh."""
+        """Autocast for a model without a mesh, where FSDP2 does not cast."""
         if self.precision is None or self.mesh is not None:
             return contextlib.nullcontext()
         device = next(self.parameters()).device.type
@@ -402,7 +405,7 @@ class _Part(NamedTuple):
 
 
 def _valid(targets: torch.Tensor) -> torch.Tensor:
-    """How many targets count, fp64."""
+    """The number of targets that count, fp64."""
     return (targets != IGNORE_INDEX).sum(dtype=torch.float64)
 
 
@@ -415,7 +418,7 @@ def _mesh_of_one(device: torch.device) -> DeviceMesh:
 
 
 def _agreed(costs: Sequence[float | Costs], mesh: DeviceMesh) -> list[float]:
-    """``costs`` as numbers. ValueError on every rank where they differ: parts would run twice, or not at all."""
+    """``costs`` as numbers. ValueError on every rank if they differ: parts would run twice, or not at all."""
     mine = [float(getattr(each, "step", each)) for each in costs]  # type: ignore[arg-type]
     if any(theirs != mine for theirs in collectives.gather_objects(mine, whole_group(mesh), site="parallelize.costs")):
         raise ValueError(
@@ -426,7 +429,7 @@ def _agreed(costs: Sequence[float | Costs], mesh: DeviceMesh) -> list[float]:
 
 
 def _group_of(model: nn.Module) -> Group:
-    """The tensor-parallel group that ``model`` was built for; SINGLE for one that knows of none."""
+    """The tensor-parallel group that ``model`` was built for; SINGLE for a model without one."""
     group = getattr(model, "group", None)
     return group if isinstance(group, Group) else SINGLE
 

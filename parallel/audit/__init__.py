@@ -1,1 +1,1 @@
-"""What a training step sends, counted, and what it should send on paper."""
+"""Counts what a training step sends, and computes what it should send."""

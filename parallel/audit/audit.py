@@ -1,26 +1,26 @@
-"""Counts what a step sends: every collective, by group, kind and site, with its bytes; and what a link makes of that.
+"""Counts what a step sends: every collective, by group, kind and site, with its bytes.
 
     with Audit(mesh) as audit:
         step()
         audit.next_step()
         step()
-    print(audit.report())             # what this rank took part in, step by step; audit.entries to compute with
+    print(audit.report())             # what this rank sent, step by step; audit.entries holds the same as data
 
-torch's own calls (FSDP2, pipelining, DTensor) are seen as they go through torch's dispatcher. Those of this package's
-layers are seen there as well, but counted as :mod:`collectives` counts them: once for each, under their site, whatever
-they are made of (gloo's reduce-scatter is an all-to-all, a small all-reduce of two ranks is a send and a receive). What
-torch.compile has captured is not seen. An operator that sends in a way that this module does not know is an error,
-because a count without it would look whole.
+torch's own calls (FSDP2, pipelining, DTensor) are counted as they pass torch's dispatcher. Calls of this package's
+layers pass there as well, but count as :mod:`collectives` counts them: one each, under their site, however they are
+implemented (gloo's reduce-scatter is an all-to-all, a small all-reduce of two ranks is a send and a receive). The audit
+does not see what torch.compile has captured. An unknown operator that sends is an error, because a count without it
+would look complete.
 
-The payload of a collective is the size of the whole tensor that it is about, the same on all ranks: what an all-reduce
-sums, what an all-gather has made, what a reduce-scatter is given. In rings over R ranks each rank sends
+The payload of a collective is the size of the whole tensor, the same on all ranks: the sum of an all-reduce, the result
+of an all-gather, the input of a reduce-scatter. In rings over R ranks each rank sends
 
     all-reduce                                 2 (R - 1) / R  of the payload
     all-gather, reduce-scatter, all-to-all     (R - 1) / R
     broadcast, reduce, send                    1
 
 so an all-reduce is a reduce-scatter and an all-gather of the same payload (Thakur et al., IJHPCA 19(1), 2005).
-:func:`one_way` counts in these halves. :mod:`forms` has the closed forms that counts are held against.
+:func:`one_way` counts in these halves. :mod:`forms` has the closed forms with which counts are compared.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..core import collectives
 
-# torch's operators, and which argument holds the payload.
+# torch's operators, and the argument that holds the payload.
 _C10D = {
     "allreduce_": ("all_reduce", 0),
     "allreduce_coalesced_": ("all_reduce", 0),
@@ -56,7 +56,7 @@ _C10D = {
     "reduce_": ("reduce", 0),
     "send": ("send", 0),
 }
-# Functional collectives are all about their first argument, of which an all-gather is given the shard.
+# The first argument of a functional collective is its payload; of an all-gather it is the shard.
 _FUNCTIONAL = {
     "all_reduce": "all_reduce",
     "all_reduce_": "all_reduce",
@@ -73,13 +73,13 @@ _FUNCTIONAL = {
     "broadcast_": "broadcast",
     "isend": "send",
 }
-# By library: what sends no tensor, or not from this rank; a sender counts what it sends.
+# By library: operators that send no tensor, or not from this rank; the sender counts.
 _SILENT = {
     "c10d": {"barrier", "monitored_barrier_", "check_for_nan", "recv_", "recv_any_source_"},
     "_c10d_functional": {"irecv", "wait_tensor", "_wrap_tensor_autograd"},
 }
 _ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
-TORCH = "torch"  # the site of what torch's engines send
+TORCH = "torch"  # the site of the collectives of torch's engines
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class Entry:
     """Calls of one kind at one site of one group in one step."""
 
     step: int
-    group: str  # the mesh's dimensions that its ranks differ in: "dp", "dp_replicate x dp"
+    group: str  # the mesh's dimensions in which its ranks differ: "dp", "dp_replicate x dp"
     ranks: int
     kind: str
     site: str
     calls: int
-    payload: int  # bytes, of all calls
+    payload: int  # bytes of all calls
 
     @property
     def sent(self) -> float:
@@ -101,12 +101,12 @@ class Entry:
 
 
 def sent(kind: str, payload: float, ranks: int) -> float:
-    """Bytes that each of ``ranks`` sends in a ``kind`` about ``payload`` bytes."""
+    """Bytes that each of ``ranks`` sends in a ``kind`` with ``payload`` bytes."""
     return _ROUNDS[kind] * (ranks - 1) / ranks * payload if kind in _ROUNDS else float(payload)
 
 
 def one_way(entries: Iterable[Entry]) -> int:
-    """The payload in halves: bytes, those of an all-reduce counted as its reduce-scatter's and its all-gather's."""
+    """The payload in halves, in bytes: an all-reduce counts as its reduce-scatter and its all-gather."""
     return sum(entry.payload * (2 if entry.kind == "all_reduce" else 1) for entry in entries)
 
 
@@ -119,9 +119,9 @@ class _Key(NamedTuple):
 
 
 class Audit(TorchDispatchMode):
-    """Inside, counts the collectives of this process. ``mesh`` gives groups their names; None: everyone is one group.
+    """Counts the collectives of this process inside the block. ``mesh`` names the groups; None: one group of all ranks.
 
-    One step at a time: :meth:`next_step` begins another. Leave :func:`collectives.reset_counts` alone meanwhile.
+    It counts one step at a time: :meth:`next_step` begins another. Do not call :func:`collectives.reset_counts` inside.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -131,7 +131,7 @@ class Audit(TorchDispatchMode):
         self._calls: Counter[_Key] = Counter()
         self._payload: Counter[_Key] = Counter()
         self._told: tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]] = (Counter(), Counter())
-        self._groups: dict[str, tuple[str, int]] = {}  # by torch's name for one: what we call it, and its ranks
+        self._groups: dict[str, tuple[str, int]] = {}  # by torch's name of a group: its name here, and its ranks
 
     def __enter__(self) -> Audit:
         self._told = collectives.calls.copy(), collectives.payload.copy()
@@ -148,7 +148,7 @@ class Audit(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # DTensor's turn; what it does to its local tensors comes back here
+            return NotImplemented  # DTensor runs first; its operators on local tensors come back here
         library, _, name = func._schema.name.partition("::")
         if library == "c10d" and name in _C10D:
             kind, holds = _C10D[name]
@@ -158,19 +158,19 @@ class Audit(TorchDispatchMode):
             self._note(kind, _nbytes(args[0]) * (group.size() if kind == "all_gather" else 1), group)
         elif name not in _SILENT.get(library, {name}):
             raise RuntimeError(
-                f"{library}::{name}: a step sends with it, and the audit does not know how much; leave it out of what "
-                "is audited, or use a collective that the audit counts"
+                f"{library}::{name}: a step sends with it, and the audit does not know how much; leave it out of the "
+                "audited step, or use a collective that the audit counts"
             )
         return func(*args, **kwargs or {})
 
     def next_step(self) -> None:
-        """What comes belongs to the next step."""
+        """Count what follows in the next step."""
         self._take_the_rest()
         self._step += 1
 
     @property
     def entries(self) -> list[Entry]:
-        """What was counted, in order of step, group, kind and site."""
+        """The counts, in order of step, group, kind and site."""
         return [Entry(*key, calls, self._payload[key]) for key, calls in sorted(self._calls.items())]
 
     def report(self) -> str:
@@ -190,18 +190,18 @@ class Audit(TorchDispatchMode):
             self._add(_Key(self._step, group, ranks, kind, TORCH), 1, nbytes)
 
     def _take(self, kind: str, site: str, group: str, ranks: int) -> None:
-        """Move what ``collectives`` has counted at (kind, site) since we last looked to the group that it was in."""
+        """Move the calls that ``collectives`` has counted at (kind, site) since the last look to their group."""
         told_calls, told_payload = self._told
         calls = collectives.calls[kind, site] - told_calls[kind, site]
         nbytes = collectives.payload[kind, site] - told_payload[kind, site]
-        if calls:  # later pieces of one that was counted add none
+        if calls:  # later pieces of a counted collective add none
             told_calls[kind, site] += calls
             told_payload[kind, site] += nbytes
             whole = nbytes * ranks if kind == "all_gather" else nbytes  # collectives counts the shard
             self._add(_Key(self._step, group, ranks, kind, site), calls, whole)
 
     def _take_the_rest(self) -> None:
-        """Exchanges through memory that ranks share never reach torch; the layers' are within their own group."""
+        """Count exchanges through shared memory, which never reach torch; the layers' stay within their own group."""
         names = (self._mesh.mesh_dim_names or ()) if self._mesh is not None else ()
         ranks = self._mesh["tp"].size() if self._mesh is not None and "tp" in names else _world()
         for kind, site in list(collectives.calls):
@@ -212,7 +212,7 @@ class Audit(TorchDispatchMode):
         self._payload[key] += nbytes
 
     def _named(self, group: dist.ProcessGroup) -> tuple[str, int]:
-        """What ``group`` is called, and how many ranks it has."""
+        """The name of ``group``, and its number of ranks."""
         key = group.group_name
         if key not in self._groups:
             ranks = dist.get_process_group_ranks(group)
@@ -221,14 +221,14 @@ class Audit(TorchDispatchMode):
 
 
 def group_name(mesh: DeviceMesh, ranks: Sequence[int]) -> str:
-    """The dimensions of ``mesh`` in which ``ranks`` differ: "dp", "dp x tp"; "" for a rank alone."""
+    """The dimensions of ``mesh`` in which ``ranks`` differ: "dp", "dp x tp"; "" for a single rank."""
     places = torch.cat([(mesh.mesh == rank).nonzero() for rank in ranks])
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     return " x ".join(name for name, column in zip(names, places.T) if len(column.unique()) > 1)
 
 
 def _process_group(args: Iterable[Any]) -> dist.ProcessGroup:
-    """The one among an operator's arguments: an object, or for functional collectives its name, the last string."""
+    """The group among an operator's arguments: an object, or for functional collectives its name, the last string."""
     name: Any = None
     for arg in args:
         if isinstance(arg, dist.ProcessGroup):
@@ -241,7 +241,7 @@ def _process_group(args: Iterable[Any]) -> dist.ProcessGroup:
 
 
 def _nbytes(tensors: Any) -> int:
-    """Of a tensor, or of all in a nest of lists."""
+    """The bytes of a tensor, or of all tensors in nested lists."""
     return tensors.nbytes if isinstance(tensors, torch.Tensor) else sum(map(_nbytes, tensors))
 
 

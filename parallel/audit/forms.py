@@ -1,8 +1,8 @@
-"""What a training step should send, on paper: the closed forms that :mod:`audit`'s counts are held against.
+"""Closed forms of what a training step should send, with which the counts of :mod:`audit` are compared.
 
-Per rank and step, in payload (see :mod:`audit`): Psi bytes of parameters as they are gathered, G as their gradients are
-reduced, both what this rank's pipeline stages and tensor-parallel part would be unsharded; M backward passes (whether
-micro-batches of a pipeline or of accumulation); A bytes of activations [T, D] of one of them, L blocks in the stages.
+Per rank and step, in payload (see :mod:`audit`): Psi bytes of gathered parameters and G of reduced gradients, both of
+this rank's pipeline stages and tensor-parallel part without sharding; M backward passes (micro-batches of a pipeline or
+of accumulation); A bytes of activations [T, D] of one of them; L blocks in the stages.
 
     data parallelism     all-reduce   reduce-scatter   all-gather   all-gather, M = 1
     zero 0, over dp_replicate x dp   G               -              -             -
@@ -28,7 +28,7 @@ An all-reduce is a reduce-scatter and an all-gather, so one micro-batch moves 2 
     hidden states, to a stage on another rank           A        A / R
     their gradients, back                               A        A / R
 
-    an embedding that the head shares, at both ends of a pipeline: its gradient as this rank has it, in one all-reduce
+    an embedding shared with the head, at both ends of a pipeline: its gradient as this rank has it, in one all-reduce
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from torch.distributed.tensor import DTensor, Shard
 from ..core.sharding import spec_of
 from .audit import TORCH, Entry
 
-LOSS_NUMBERS = 3  # per token: its largest logit; its sum of exponentials and its target's logit
-LOSS_BYTES = 4  # of each of them: losses are formed in fp32
+LOSS_NUMBERS = 3  # per token: its largest logit, its sum of exponentials and its target's logit
+LOSS_BYTES = 4  # per number: losses are formed in fp32
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One rank's part in a step; bytes are those of one micro-batch where the module says so."""
+    """One rank's part in a step; where the module docstring says so, bytes are those of one micro-batch."""
 
     dp: int = 1
     dp_replicate: int = 1
     tp: int = 1
     zero: int = 0
     microbatches: int = 1  # M: backward passes in a step
-    pipelined: bool = False  # whether a schedule of torch's runs them
+    pipelined: bool = False  # whether one of torch's schedules runs them
     parameters: int = 0  # Psi
     gradients: int = 0  # G
     activation: int = 0  # A
@@ -67,24 +67,24 @@ class Plan:
     first: bool = True  # whether this rank has the embedding
     last: bool = True  # whether this rank has the head
     norms: int = 0  # bytes of the norms' parameters
-    tied: int = 0  # bytes of gradients that the pipeline's two ends add up
-    hops: int = 0  # stages of this rank that send hidden states to another, and those that send gradients back
+    tied: int = 0  # bytes of gradients that the two ends of the pipeline sum
+    hops: int = 0  # this rank's sends to other ranks: stages that send hidden states, plus stages that send gradients
     sequence_parallel: bool = False
     recompute: bool = False
 
 
 class Form(NamedTuple):
-    """A line of the closed form: what one step sends in a kind of collective over a group."""
+    """A line of the closed form: what one step sends in one kind of collective over a group."""
 
     what: str
     group: str
     kind: str
     payload: int
-    sites: tuple[str, ...]  # that it covers: names, or what they begin with up to a dot
+    sites: tuple[str, ...]  # the sites that it covers: names, or their beginnings up to a dot
 
 
 class Line(NamedTuple):
-    """A line of the closed form beside what was counted."""
+    """A line of the closed form and the count."""
 
     form: Form
     calls: int
@@ -96,7 +96,7 @@ class Line(NamedTuple):
 
 
 def expected(plan: Plan) -> list[Form]:
-    """The closed form of ``plan``'s step; lines in which nothing is sent are left out.
+    """The closed form of ``plan``'s step, without the lines that send nothing.
 
     Raises ValueError for a ``zero`` that is not 0 to 3.
     """
@@ -116,7 +116,7 @@ def _data_parallel(plan: Plan) -> list[Form]:
         return [Form("gradients", group, "all_reduce", plan.gradients, sites)] if group else []
     forms = []
     if plan.dp > 1:
-        again = 1 if plan.pipelined else plan.microbatches  # times that backward finds them sharded
+        again = 1 if plan.pipelined else plan.microbatches  # how often backward has to gather them
         times = plan.microbatches + again if plan.zero == 3 else 1
         forms.append(Form("gradients", "dp", "reduce_scatter", plan.gradients, sites))
         forms.append(Form("parameters", "dp", "all_gather", times * plan.parameters, sites))
@@ -144,7 +144,7 @@ def _tensor_parallel(plan: Plan) -> list[Form]:
 
 
 def compare(forms: Sequence[Form], entries: Iterable[Entry]) -> tuple[list[Line], list[Entry]]:
-    """Each form beside what one step's ``entries`` have of it, and the entries that are in none."""
+    """Each form with its count among one step's ``entries``, and the entries that no form covers."""
     left = {entry: entry for entry in entries}
     lines = []
     for form in forms:
@@ -162,10 +162,10 @@ def _covers(form: Form, entry: Entry) -> bool:
 
 
 def unsharded_bytes(parameters: Iterable[torch.Tensor], shards: int, itemsize: int | None = None) -> int:
-    """Bytes of ``parameters``, tensor-parallel parts as they are, gathered from ``shards`` data-parallel shards.
+    """Bytes of ``parameters`` (tensor-parallel parts count as they are) gathered from ``shards`` data-parallel shards.
 
-    FSDP2 fills dimension 0 up to a multiple of ``shards``, and so does this. ``itemsize`` is that of the dtype they
-    travel in; None: their own.
+    Like FSDP2, it pads dimension 0 to a multiple of ``shards``. ``itemsize`` is that of the dtype in which they are
+    sent; None: their own.
     """
     total = 0
     for param in parameters:
@@ -175,7 +175,7 @@ def unsharded_bytes(parameters: Iterable[torch.Tensor], shards: int, itemsize: i
 
 
 def _tensor_parallel_shape(param: torch.Tensor) -> list[int]:
-    """The shape of this rank's tensor-parallel part, whatever else the parameter is sharded over."""
+    """The shape of this rank's tensor-parallel part, ignoring any other sharding."""
     if not isinstance(param, DTensor):
         return list(spec_of(param).local_shape)
     shape = list(param.shape)
@@ -186,6 +186,6 @@ def _tensor_parallel_shape(param: torch.Tensor) -> list[int]:
 
 
 def hops(owners: Sequence[int], rank: int) -> int:
-    """Sends of ``rank`` for each micro-batch, where stage i is on rank ``owners[i]``: forward and back."""
+    """Sends of ``rank`` for each micro-batch, forward and backward, with stage i on rank ``owners[i]``."""
     borders = [(here, there) for here, there in pairwise(owners) if here != there]
     return sum((here == rank) + (there == rank) for here, there in borders)

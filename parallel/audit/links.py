@@ -1,8 +1,8 @@
-"""What a link would take for what was counted: published rates, so every figure made of them is a projection.
+"""Projects the time that a link would take for the counted collectives, from published rates.
 
 Seconds of a call in rings (Thakur, Rabenseifner and Gropp, IJHPCA 19(1), 2005), as in :mod:`link_model`: ``start_s``
-for the call, ``alpha_s`` for each step of the ring, and what a rank sends over ``bytes_per_s``. Each rank is taken to
-have the link to itself, and nothing to be hidden under products.
+for the call, ``alpha_s`` for each step of the ring, and the bytes that a rank sends over ``bytes_per_s``. The
+projection assumes that each rank has the link to itself and that no product hides anything.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from ..overlap.link_profile import Link, shipped
 from .audit import Entry
 
-CHIP = "sm_90"  # whose NVLink it is
-# Latencies of the others are those of NCCL's model of a ring with its Simple protocol (src/graph/tuning.cc: baseLat,
+CHIP = "sm_90"  # whose NVLink is listed
+# Latencies of the other links come from NCCL's model of a ring with its Simple protocol (src/graph/tuning.cc: baseLat,
 # and hwLat of PCI and of a network), in seconds.
 _START_S, _PCI_S, _NETWORK_S = 8.4e-6, 5.7e-6, 14.0e-6
 
 
 @dataclass(frozen=True)
 class Wire:
-    """A kind of link: its price, and who says so."""
+    """A kind of link: its cost, and the source of the figures."""
 
     name: str
     link: Link
@@ -48,6 +48,6 @@ WIRES = _wires()
 
 
 def seconds(entry: Entry, link: Link) -> float:
-    """What all calls of ``entry`` would take over ``link``, one after another."""
+    """The time that all calls of ``entry`` would take over ``link``, one after another."""
     steps = {"all_reduce": 2 * (entry.ranks - 1), "send": 1}.get(entry.kind, entry.ranks - 1)
     return entry.calls * (link.start_s + steps * link.alpha_s) + entry.sent / link.bytes_per_s

@@ -1,1 +1,1 @@
-"""Checkpoints that any layout loads: the calls, the folders on disk, and a run's series of them."""
+"""Checkpoints that load in any layout: the calls, the folders on disk, and the series of checkpoints of a run."""

@@ -1,10 +1,10 @@
 """Checkpoints that load at any tensor-parallel degree, through torch.distributed.checkpoint.
 
-What is saved are logical tensors: each rank writes its parts, and a reader with other ranks takes the parts that it
+A checkpoint holds logical tensors: each rank writes its parts, and a reader with other ranks takes the parts that it
 needs. Parameters in DTensor mode and in local mode give the same checkpoint, optimizer state included, and each loads
 the other's. So do any numbers of data-parallel ranks, stages and tensor-parallel ranks: a stage's model has the names
-of the whole one, and what several ranks hold is written once. ``storage.py`` has the folder: what replaces what, and
-what reading refuses.
+of the whole one, and tensors that several ranks hold are written once. ``storage.py`` handles the folder: how it is
+replaced, and what reading refuses.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ __all__ = [
 ]
 
 StrPath = str | os.PathLike[str]
-Index = dict[str, TensorStorageMetadata]  # what the checkpoint holds
+Index = dict[str, TensorStorageMetadata]  # the contents of the checkpoint
 Slots = dict[str, torch.Tensor]  # an optimizer's state of one parameter: exp_avg, exp_avg_sq, step
 
 _SITE = "checkpoint"
 
-# Settings that say how an optimizer computes, which is the run's choice: they are not restored.
+# Settings of how an optimizer computes. The run chooses them, so they are not restored.
 _HOW = frozenset({"capturable", "differentiable", "foreach", "fused"})
 
 
@@ -65,10 +65,10 @@ def save_checkpoint(
 ) -> None:
     """Write the model's parameters and persistent buffers, and the optimizer's state and settings, to folder ``path``.
 
-    All ranks of ``group`` (default: every process) call it and share the file system. ``states`` are other things to
-    save by name, the same on every rank: whatever has ``state_dict`` and ``load_state_dict``, such as a sampler or a
-    learning-rate scheduler. ``extra`` is JSON: step, config. An existing checkpoint is replaced once the new one is
-    complete on disk; if writing fails, it stays as it was.
+    All ranks of ``group`` (default: every process) call it and share the file system. ``states`` are further objects
+    by name, the same on every rank, with ``state_dict`` and ``load_state_dict``, such as a sampler or a learning-rate
+    scheduler. ``extra`` is JSON: step, config. An existing checkpoint is replaced once the new one is complete on disk;
+    if writing fails, it does not change.
 
     Raises ValueError for ``extra`` that is not JSON, states that are more than plain data, optimizer state other than
     numbers and tensors shaped like their parameter, parameter groups that are not the same on all ranks but for their
@@ -80,13 +80,13 @@ def save_checkpoint(
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint will hold: this rank's parts of the tensors, by key, and the fields of the manifest."""
+    """The contents of a checkpoint: this rank's parts of the tensors, by key, and the fields of the manifest."""
 
     tensors: dict[str, torch.Tensor]
     fields: dict[str, Any]
 
     def on_host(self) -> Snapshot:
-        """The same in host memory of its own, which training does not touch."""
+        """A copy in host memory, which training does not change."""
         copies = {key: host_copy(tensor) for key, tensor in self.tensors.items()}
         if any(tensor.device.type == "cuda" for tensor in self.tensors.values()):
             torch.cuda.synchronize()
@@ -101,7 +101,7 @@ def take_snapshot(
     extra: dict[str, Any] | None = None,
     ranks: Group,
 ) -> Snapshot:
-    """The first half of :func:`save_checkpoint`, which checks everything. It shares memory with model and optimizer."""
+    """The first half of :func:`save_checkpoint`; it checks everything. It shares memory with model and optimizer."""
     with torch.no_grad():
         tensors, fields = storage.agree(ranks, lambda: _collect(model, optimizer, states or {}, extra))
         if optimizer is not None:
@@ -110,7 +110,7 @@ def take_snapshot(
 
 
 def write_snapshot(path: StrPath, snapshot: Snapshot, ranks: Group) -> None:
-    """The second half, which may run in another thread; then ``ranks`` is a group that nobody else uses meanwhile."""
+    """The second half. It may run in another thread; nothing else may then use the group ``ranks`` meanwhile."""
     target = Path(os.path.realpath(path))
     with storage.explained(target, "writing"), torch.no_grad(), storage.replacing(target, ranks) as folder:
         _save(snapshot.tensors, folder, ranks)
@@ -128,13 +128,13 @@ def load_checkpoint(
     """Load folder ``path`` into the model, the optimizer and ``states``, whatever ranks wrote it; returns ``extra``.
 
     All ranks of ``group`` (default: every process) call it. Values take the model's dtype and device; optimizer state
-    keeps the dtype that it was saved in, and how the optimizer computes (``fused``, ``foreach``, ``capturable``,
-    ``differentiable``) stays as it was built. What is not asked for, such as the optimizer's state or one of the
-    states, is left alone. Everything is read and checked before anything is changed, at the price of a second copy of
-    it meanwhile; only the states check for themselves, as they load, before model and optimizer do.
+    keeps its saved dtype, and the settings of how the optimizer computes (``fused``, ``foreach``, ``capturable``,
+    ``differentiable``) do not change. Contents that the caller does not request, such as the optimizer's state or one
+    of the states, are skipped. Everything is read and checked before anything is changed, which takes memory for a
+    second copy; only the states check themselves as they load, before model and optimizer do.
 
-    Loading runs no code from the checkpoint: the index is unpickled with no classes but those it consists of, tensors
-    and states are read by torch with ``weights_only=True``, the rest is JSON.
+    Loading runs no code from the checkpoint: the index is unpickled with only the classes that it consists of, torch
+    reads tensors and states with ``weights_only=True``, the rest is JSON.
 
     Raises FileNotFoundError or ValueError for a checkpoint that is missing, incomplete, corrupt or of another model;
     RuntimeError when reading fails. Every rank raises.
@@ -146,7 +146,7 @@ def load_checkpoint(
         folder, manifest = storage.agree(ranks, lambda: storage.open_checkpoint(target))
         storage.check_files(folder, manifest, ranks)
         reader = storage.Reader(folder, manifest)
-        # The reader lets nothing but tensors through.
+        # The reader accepts only tensors.
         index = cast(Index, storage.agree(ranks, reader.read_metadata).state_dict_metadata)
         entries = storage.agree(ranks, lambda: named_entries(model))
         names = set().union(*collectives.gather_objects(set(entries), ranks, site=_SITE))
@@ -171,9 +171,9 @@ def load_checkpoint(
 
 
 def read_extra(path: StrPath) -> dict[str, Any]:
-    """The ``extra`` of a checkpoint alone: a config to build the model from, before loading into it.
+    """The ``extra`` of a checkpoint alone, for example a config from which to build the model before loading.
 
-    Raises as :func:`load_checkpoint` does, on this rank only.
+    Raises what :func:`load_checkpoint` raises, on this rank only.
     """
     target = Path(os.path.realpath(path))
     with storage.explained(target, "reading"):
@@ -181,10 +181,10 @@ def read_extra(path: StrPath) -> dict[str, Any]:
 
 
 def full_state_dict(model: nn.Module, *, first_rank_only: bool = False) -> dict[str, torch.Tensor]:
-    """The model's logical tensors, whole, as copies on the CPU; every rank of the model calls it.
+    """The model's whole logical tensors, as copies on the CPU. Collective over the model's ranks.
 
-    A pipeline's rank gets those of its own stages. ``first_rank_only`` returns {} but on the first of the ranks that
-    share these tensors; the others then need no memory for them.
+    A pipeline's rank gets those of its own stages. With ``first_rank_only`` every rank but the first of those that
+    share these tensors gets {}, and needs no memory for them.
     """
     entries = bare(model).state_dict(keep_vars=True)
     keep = not first_rank_only or all(on_first_rank(entry) for entry in entries.values())
@@ -210,8 +210,8 @@ def _other_key(name: str) -> str:
 
 
 def _state_holder(optimizer: Optimizer) -> Optimizer:
-    """Whose ``state`` it is: ZeroRedundancyOptimizer leaves this rank's share to an optimizer of its own."""
-    # Whoever has one has imported it; importing it here would bring warnings to everybody else.
+    """The optimizer that holds ``state``: ZeroRedundancyOptimizer keeps this rank's share in an inner optimizer."""
+    # A program that has one has imported its module; importing it here would bring warnings to all others.
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return (
         optimizer.optim if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer) else optimizer
@@ -219,7 +219,7 @@ def _state_holder(optimizer: Optimizer) -> Optimizer:
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """``model`` without what was put around it: ``parallelize``, DistributedDataParallel, torch.compile."""
+    """``model`` without its wrappers: ``parallelize``, DistributedDataParallel, torch.compile."""
     while True:
         if isinstance(model, ParallelModel | DistributedDataParallel):
             model = cast(nn.Module, model.module)
@@ -230,7 +230,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def named_entries(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The model's parameters and persistent buffers by name, those that are tied under the first one only.
+    """The model's parameters and persistent buffers by name; tied ones appear under their first name only.
 
     Names are the bare model's.
     """
@@ -249,7 +249,7 @@ def named_entries(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _optimized(model: nn.Module, optimizer: Optimizer) -> list[list[tuple[str, torch.Tensor]]]:
-    """Per parameter group of the optimizer, its parameters with their names in the model."""
+    """The optimizer's parameters with their names in the model, one list for each parameter group."""
     names = {id(entry): name for name, entry in named_entries(model).items()}
     groups = []
     for group in optimizer.param_groups:
@@ -305,7 +305,7 @@ def _logical_state(name: str, slot: str, value: Any, param: torch.Tensor) -> tor
 
 
 def _as_json(value: dict[str, Any], what: str) -> dict[str, Any]:
-    """A copy of ``value``, as it will be read: the caller may change its own while a thread writes."""
+    """A copy of ``value`` as a reader will get it: the caller may change its own while a thread writes."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
@@ -313,7 +313,7 @@ def _as_json(value: dict[str, Any], what: str) -> dict[str, Any]:
 
 
 def _merge(per_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One list of parameter groups from every rank's, whose parameters differ where pipeline stages do.
+    """Merge every rank's parameter groups into one list; their parameters differ between pipeline stages.
 
     Raises ValueError where their number or settings differ, which no optimizer could load.
     """
@@ -336,7 +336,7 @@ def _merge(per_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def _check_fits(folder: Path, entries: dict[str, torch.Tensor], names: set[str], index: Index) -> None:
-    """ValueError unless the checkpoint holds the model of which this rank has ``entries`` and all ranks ``names``."""
+    """ValueError unless the checkpoint's model has this rank's ``entries`` and exactly the ``names`` of all ranks."""
     saved = {key.removeprefix("model."): value for key, value in index.items() if key.startswith("model.")}
     shaped = {name: logical(entry) for name, entry in entries.items()}
     problems = [f"{name} is not in the checkpoint" for name in entries if name not in saved]
@@ -361,7 +361,7 @@ def _check_groups(folder: Path, manifest: dict[str, Any], model: nn.Module, opti
     if len(saved) != len(ours) or any(not mine <= theirs for mine, theirs in zip(ours, saved)):
         raise ValueError(
             f"{folder}: its optimizer has {len(saved)} parameter group(s) of {[len(names) for names in saved]} "
-            f"parameters, and yours {len(ours)} of {[len(names) for names in ours]}, or they are grouped otherwise; "
+            f"parameters, and yours {len(ours)} of {[len(names) for names in ours]}, or the groups differ; "
             "build the optimizer as when saving"
         )
 
@@ -386,7 +386,7 @@ def _load_states(folder: Path, others: Mapping[str, Stateful], packed: dict[str,
 
 
 def _empty_state(model: nn.Module, optimizer: Optimizer | None, index: Index) -> dict[str, Slots]:
-    """Per parameter name, tensors for the state that the checkpoint has of it, laid out as the parameter is."""
+    """By parameter name, empty tensors for the optimizer state in the checkpoint, laid out like the parameter."""
     if optimizer is None:
         return {}
     saved: dict[str, list[str]] = {}
@@ -397,7 +397,7 @@ def _empty_state(model: nn.Module, optimizer: Optimizer | None, index: Index) ->
     state: dict[str, Slots] = {}
     optimizer = _state_holder(optimizer)
     for group, params in zip(optimizer.param_groups, _optimized(model, optimizer)):
-        # Where torch's optimizers keep their step counts.
+        # The device on which torch's optimizers keep their step counts.
         on_device = group.get("capturable") or group.get("fused")
         for name, param in params:
             state[name] = {}
@@ -420,7 +420,7 @@ def _restore(model: nn.Module, optimizer: Optimizer, state: dict[str, Slots], gr
             holder.state.pop(param, None)
             if state[name]:
                 holder.state[param] = {slot: as_stored(value, param) for slot, value in state[name].items()}
-    # ZeroRedundancyOptimizer's own settings are those that count: each step takes them over.
+    # ZeroRedundancyOptimizer's outer settings count: each step copies them to the inner optimizer.
     for group, saved in zip(optimizer.param_groups, groups):
         for key, value in saved["settings"].items():
             if key in _HOW:
@@ -438,7 +438,7 @@ def _save(tensors: dict[str, torch.Tensor], folder: Path, ranks: Group) -> None:
         with _connected(folder, "writing"):
             dcp.save(tensors, storage_writer=writer, process_group=ranks.pg)
         return
-    # dcp.save would warn that a process is alone, which is meant, and a thread cannot turn off a warning for itself.
+    # dcp.save would warn that the process is alone, which is intended, and a thread cannot suppress its own warnings.
     planner = dcp.DefaultSavePlanner()
     planner.set_up_planner(tensors, writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)
@@ -460,11 +460,11 @@ def _load(wanted: dict[str, torch.Tensor], reader: storage.Reader, ranks: Group)
 
 @contextlib.contextmanager
 def _connected(folder: Path, doing: str) -> Iterator[None]:
-    """Around torch.distributed.checkpoint, which raises what a rank ran into as an exception of its own: a RuntimeError
-    is then of a collective."""
+    """Within the block a RuntimeError comes from a collective, because torch.distributed.checkpoint raises what a rank
+    ran into as an exception of its own."""
     try:
         yield
     except RuntimeError as error:
         raise RuntimeError(
-            f"{folder}: {doing} failed: has another rank of the group ended, or not come here in time? ({error})"
+            f"{folder}: {doing} failed: has another rank of the group ended, or not reached this call? ({error})"
         ) from error

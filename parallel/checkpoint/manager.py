@@ -1,12 +1,12 @@
-"""The checkpoints of a run: written in the background, the last few kept, found again after a crash.
+"""The checkpoints of a run: written in the background, limited to the last few, found again after a crash.
 
 FOLDER/
     step-00000100/        a checkpoint (``storage.py``)
     step-00000200/
-    .step-...             what is being written or removed; what dead processes left goes away with the next save
+    .step-...             being written or removed; the next save removes the leftovers of dead processes
 
 A save copies this rank's parts to host memory and returns; a thread writes them, on a process group of its own, and
-renames the folder once every rank's part is complete. Until then the checkpoint before it is the latest.
+renames the folder once every rank's part is complete. Until then the previous checkpoint is the latest.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from .rng_state import RandomStates, gather_random, restore_random
 __all__ = ["Checkpointer", "Resumed"]
 
 _PATTERN = "step-*"
-_RANDOM = "random"  # the state that is saved without being asked for
+_RANDOM = "random"  # the state that is always saved
 
 
 class Resumed(NamedTuple):
-    """Where a run goes on: the step that was saved, and the ``extra`` that was saved with it."""
+    """The point from which a run resumes: the saved step, and the ``extra`` saved with it."""
 
     step: int
     extra: dict[str, Any]
 
 
 class Checkpointer:
-    """Saves a run's checkpoints to ``folder``, keeps the last ``keep`` (None: all) and loads them at any layout.
+    """Saves a run's checkpoints to ``folder``, keeps the last ``keep`` (None: all) and loads them in any layout.
 
-    All processes make one and call its methods, in the same order; they share the file system. ``mesh`` says which
-    ranks draw the same random numbers (``random.py``). One save is under way at a time: the next call of any
-    method waits for it, and raises what went wrong. While it is, host memory holds this rank's parts once more.
+    All processes create one and call its methods in the same order; they share the file system. ``mesh`` determines
+    which ranks draw the same random numbers (``random.py``). One save runs at a time: the next call of any method waits
+    for it and raises its error. Until then host memory holds a second copy of this rank's parts.
 
     Use it as a context manager, or call :meth:`close`: a process that is killed, or leaves by ``os._exit``, loses the
     save under way (and nothing else).
@@ -75,10 +75,10 @@ class Checkpointer:
         states: Mapping[str, Stateful] | None = None,
         asynchronous: bool = True,
     ) -> None:
-        """Save everything that ``step`` steps have led to, torch's random states included.
+        """Save the state after ``step`` steps, including torch's random states.
 
-        Arguments are :func:`save_checkpoint`'s. ``asynchronous`` returns as soon as model and optimizer may change;
-        a failure to write then shows at the next call. A checkpoint of the same step is replaced.
+        Arguments are :func:`save_checkpoint`'s. With ``asynchronous`` it returns as soon as model and optimizer may
+        change; the next call then raises a failure to write. A checkpoint of the same step is replaced.
 
         Raises ValueError for what cannot be saved, RuntimeError when writing fails. Every rank raises.
         """
@@ -105,10 +105,10 @@ class Checkpointer:
         step: int | None = None,
         states: Mapping[str, Stateful] | None = None,
     ) -> Resumed | None:
-        """Load the latest checkpoint, or that of ``step``; None where there is none yet.
+        """Load the latest checkpoint, or that of ``step``; None if there is none yet.
 
-        Arguments and errors are :func:`load_checkpoint`'s; whatever layout of ranks wrote it. Torch's random states are
-        set as well; at another degree of data parallelism they are seeded from those that were saved.
+        Arguments and errors are :func:`load_checkpoint`'s; any layout of ranks may have written it. It restores torch's
+        random states, too; at another degree of data parallelism it seeds them from the saved ones.
         """
         if step is None and (step := self.latest()) is None:
             return None
@@ -118,10 +118,10 @@ class Checkpointer:
         return Resumed(step, extra)
 
     def latest(self) -> int | None:
-        """The step of the checkpoint that was written last, None without any.
+        """The step of the checkpoint that was written last; None without any.
 
-        Not of the highest step: who goes back to an earlier one goes on from there. A folder that looks like a
-        checkpoint and cannot be read is passed over where the last one is of a higher step; otherwise it may be the
+        It need not be the highest step: a run that returned to an earlier step continues from there. A folder that
+        looks like a checkpoint but cannot be read is skipped if the last one has a higher step; otherwise it may be the
         latest itself, and its error is raised: ValueError, or OSError where the system refuses.
         """
         self.wait()
@@ -138,7 +138,7 @@ class Checkpointer:
             writing.result()
 
     def close(self) -> None:
-        """Wait, and give back the thread and the process group. Raises as :meth:`wait` does."""
+        """Wait, and free the thread and the process group. Raises as :meth:`wait` does."""
         try:
             self.wait()
         finally:
@@ -155,7 +155,7 @@ class Checkpointer:
         self.close()
 
     def _write_aside(self, device: int | None, step: int, snapshot: Snapshot) -> None:
-        """:meth:`_write` in the thread, whose CUDA device would be the first one, whichever this rank's is."""
+        """:meth:`_write` in the thread, with this rank's CUDA device: a new thread starts with the first one."""
         if device is not None:
             torch.cuda.set_device(device)
         self._write(step, snapshot)
@@ -169,7 +169,7 @@ class Checkpointer:
         return 1 + max(self._serials()[0].values(), default=0)
 
     def _steps(self) -> list[int]:
-        """The steps that there are readable checkpoints of, in the order in which they were written."""
+        """The steps of the readable checkpoints, in the order in which they were written."""
         serials, _ = self._serials()
         return sorted(serials, key=lambda step: serials[step])
 
@@ -182,7 +182,7 @@ class Checkpointer:
         return latest
 
     def _serials(self) -> tuple[dict[int, int], dict[int, Exception]]:
-        """Step -> the number of its save, which grows with each; step -> why the checkpoint cannot be read."""
+        """Step -> the serial number of its save, which increases; step -> why the checkpoint cannot be read."""
         found: dict[int, int] = {}
         unreadable: dict[int, Exception] = {}
         for name in storage.names(self.folder, _PATTERN):
@@ -202,14 +202,14 @@ class Checkpointer:
 
 
 class _Random:
-    """Torch's random states as something to save."""
+    """Torch's random states as a Stateful."""
 
     def __init__(self, mesh: DeviceMesh | None, ranks: Group) -> None:
         self._mesh, self._ranks = mesh, ranks
         self._gathered: RandomStates = {}
 
     def gather(self) -> None:
-        """Collect them from all ranks: before anything that may fail on one of them alone."""
+        """Collect them from all ranks, before anything that may fail on only one rank."""
         self._gathered = gather_random(self._mesh, self._ranks)
 
     def state_dict(self) -> RandomStates:
@@ -220,7 +220,7 @@ class _Random:
 
 
 def _own_group() -> Group:
-    """All processes once more, over gloo: what the thread sends meets nobody else's messages."""
+    """All processes in another group, over gloo: the thread's messages do not mix with others."""
     world = everyone()
     if world.size == 1:
         return world

@@ -1,6 +1,6 @@
-"""What a run needs to go on beside model and optimizer: its sampler, schedulers, random numbers.
+"""Packs the state of samplers, schedulers and random generators, which a run needs besides model and optimizer.
 
-In a checkpoint each is one tensor of bytes: torch's own serialisation of plain data, which is read back with
+In a checkpoint each state is one tensor of bytes: torch's own serialisation of plain data, which is read back with
 ``weights_only=True`` and so runs no code.
 """
 
@@ -24,7 +24,7 @@ __all__ = ["gather_random", "pack", "restore_random", "unpack"]
 def pack(name: str, state: Any) -> torch.Tensor:
     """``state`` as bytes: uint8 [n], on the CPU.
 
-    Raises ValueError where it holds more than numbers, strings, tensors and containers of them.
+    Raises ValueError if it holds anything but numbers, strings, tensors and containers of them.
     """
     buffer = io.BytesIO()
     try:
@@ -40,7 +40,7 @@ def pack(name: str, state: Any) -> torch.Tensor:
 
 
 def unpack(name: str, packed: torch.Tensor) -> Any:
-    """What :func:`pack` was given. Raises ValueError where the bytes are no plain data."""
+    """The inverse of :func:`pack`. Raises ValueError if the bytes are not plain data."""
     try:
         return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
@@ -48,15 +48,15 @@ def unpack(name: str, packed: torch.Tensor) -> Any:
         raise ValueError(f"the state of {name!r} is not plain data: {first_line}") from error
 
 
-# Place -> device type -> state of torch's generator.
+# Coordinate -> device type -> state of torch's generator.
 RandomStates = dict[str, dict[str, torch.Tensor]]
 
 
 def gather_random(mesh: DeviceMesh | None, ranks: Group) -> RandomStates:
-    """The states of torch's generators on every place of ``mesh``. A collective of ``ranks``.
+    """The states of torch's generators for every share of ``mesh``'s data. A collective of ``ranks``.
 
-    A place is where random numbers differ, a share of the data: tensor-parallel peers and the stages of a pipeline draw
-    alike (``random.py``). Without a mesh every rank has its own. A GPU that this process does not use is left alone.
+    Random numbers differ between shares of the data; tensor-parallel peers and the stages of a pipeline draw alike
+    (``random.py``). Without a mesh every rank has its own share. A GPU that this process does not use is skipped.
     """
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
@@ -65,10 +65,10 @@ def gather_random(mesh: DeviceMesh | None, ranks: Group) -> RandomStates:
 
 
 def restore_random(states: RandomStates, mesh: DeviceMesh | None, ranks: Group) -> None:
-    """Set torch's generators to what was saved for this rank's place.
+    """Restore torch's generators from this rank's saved states.
 
-    Where the places are other ones, because the number of shares has changed, the generators are seeded from what was
-    saved, each share's differently. Every rank gives the same ``states``.
+    If the number of shares has changed, the generators are seeded from the saved states, differently for each share.
+    Every rank passes the same ``states``.
     """
     mine = states.get(_place(mesh, ranks))
     if mine is None:

@@ -1,11 +1,11 @@
-"""Checkpoint folders: written beside their place and renamed into it, checked before they are read.
+"""Checkpoint folders on disk: written under another name and renamed, checked before they are read.
 
 NAME/                     one checkpoint
-    checkpoint.json       what the caller added, the optimizer's settings, size and CRC-32 of every other file
+    checkpoint.json       the caller's extra, the optimizer's settings, size and CRC-32 of every other file
     .metadata             torch.distributed.checkpoint's index: which part of which tensor is where
     __0_0.distcp, ...     the tensors
-.NAME.writing-XXXX/       being written; its writer holds a lock on it, so a leftover of a dead one shows
-.NAME.replaced/           the previous NAME, while the new one takes its place
+.NAME.writing-XXXX/       being written; its writer holds a lock on it, which tells it from a dead writer's leftover
+.NAME.replaced/           the previous NAME, while the new one replaces it
 .NAME.removed/            a NAME that is being deleted
 """
 
@@ -48,9 +48,9 @@ _REPLACED = ".replaced"
 
 
 def agree(group: Group, work: Callable[[], T]) -> T:
-    """Run ``work`` on every rank and return this rank's result; where any rank raises, all raise the first's error.
+    """Run ``work`` on every rank and return this rank's result; if any rank raises, all raise the first error.
 
-    Without it, a rank that fails alone leaves the others waiting in the next collective. Where an error cannot be sent,
+    Without it, a rank that fails alone leaves the others waiting in the next collective. If an error cannot be sent,
     the other ranks raise a RuntimeError with its name and text.
     """
     result: Any = None
@@ -67,8 +67,8 @@ def agree(group: Group, work: Callable[[], T]) -> T:
 
 
 def _sendable(error: Exception) -> Exception:
-    """``error``, or a RuntimeError that says the same where pickling loses it: one of a local class, or whose
-    constructor wants other arguments than it keeps."""
+    """``error``, or a RuntimeError with its text if pickling would lose it: an error of a local class, or one whose
+    constructor takes other arguments than it keeps."""
     with contextlib.suppress(Exception):
         if isinstance(pickle.loads(pickle.dumps(error)), Exception):
             return error
@@ -76,7 +76,7 @@ def _sendable(error: Exception) -> Exception:
 
 
 def together(group: Group, work: Callable[[], T]) -> list[T]:
-    """:func:`agree`, but every rank gets every rank's result."""
+    """:func:`agree`, but every rank gets all ranks' results."""
     return collectives.gather_objects(agree(group, work), group, site="checkpoint.together")
 
 
@@ -90,7 +90,7 @@ def on_first(group: Group, work: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def replacing(target: Path, group: Group) -> Iterator[Path]:
-    """A new folder to write into; it takes ``target``'s place when the block ends well and disappears when not.
+    """A new folder to write into; it replaces ``target`` when the block succeeds and is removed when it fails.
 
     Every rank enters. Raises ValueError if ``target`` is something other than a checkpoint.
     """
@@ -118,27 +118,27 @@ def replacing(target: Path, group: Group) -> Iterator[Path]:
 
 
 def _refuse_foreign(target: Path) -> None:
-    """ValueError if replacing ``target`` would delete something that is not ours."""
+    """ValueError if replacing ``target`` would delete foreign files."""
     if not os.path.lexists(target):
         return
     if not target.is_dir():
-        raise ValueError(f"{target}: a file is in the way; choose another path for the checkpoint")
+        raise ValueError(f"{target}: a file of that name exists; choose another path for the checkpoint")
     if foreign := _foreign(target):
         raise ValueError(
-            f"{target}: this folder holds {foreign[0]!r}, which no checkpoint does, and writing would delete "
+            f"{target}: this folder holds {foreign[0]!r}, which is not part of a checkpoint, and writing would delete "
             "it; choose another path for the checkpoint"
         )
 
 
 def _foreign(target: Path) -> list[str]:
-    """What is in a checkpoint's folder and does not belong to it."""
+    """The names in a checkpoint's folder that are not part of it."""
     return sorted(
         name for name in os.listdir(target) if name not in (MANIFEST, INDEX) and not name.endswith(DATA_SUFFIX)
     )
 
 
 def beside(target: Path) -> tuple[Path, int]:
-    """A new folder next to ``target``, and the lock that shows that its writer lives: a file descriptor to close."""
+    """A new folder next to ``target``, and a lock that its writer holds while it lives: a file descriptor to close."""
     folder = target.with_name(f".{target.name}.writing-{uuid.uuid4().hex[:8]}")
     folder.mkdir()
     lock = os.open(folder, os.O_RDONLY)
@@ -147,7 +147,7 @@ def beside(target: Path) -> tuple[Path, int]:
 
 
 def tidy(target: Path) -> None:
-    """Remove what dead writers of ``target`` left, and put back a checkpoint that one had moved aside."""
+    """Remove the leftovers of dead writers of ``target``, and restore a checkpoint that one had moved aside."""
     replaced = _replaced(target)
     if replaced.exists():
         if target.exists():
@@ -158,7 +158,7 @@ def tidy(target: Path) -> None:
 
 
 def remove(target: Path) -> None:
-    """Delete a checkpoint, at no moment half of it under its name. One with other people's files stays."""
+    """Delete a checkpoint; its name never refers to half of it. One with foreign files stays."""
     if _foreign(target):
         return
     removed = target.with_name(f".{target.name}.removed")
@@ -168,7 +168,7 @@ def remove(target: Path) -> None:
 
 
 def sweep(folder: Path, pattern: str) -> None:
-    """:func:`tidy` for all names in ``folder`` that fit the glob ``pattern``; ends removals that were cut short too."""
+    """:func:`tidy` for all names in ``folder`` that match the glob ``pattern``; also finishes interrupted removals."""
     for name in names(folder, pattern):
         tidy(folder / name)
     _remove_dead(folder, pattern)
@@ -177,9 +177,9 @@ def sweep(folder: Path, pattern: str) -> None:
 
 
 def _remove_dead(folder: Path, pattern: str) -> None:
-    """Remove what dead writers of checkpoints whose names fit ``pattern`` left in ``folder``."""
+    """Remove from ``folder`` the leftovers of dead writers of checkpoints whose names match ``pattern``."""
     for leftover in folder.glob(f".{pattern}.writing-*"):
-        with contextlib.suppress(OSError):  # its writer lives, or somebody else removes it
+        with contextlib.suppress(OSError):  # its writer lives, or another process removes it
             fd = os.open(leftover, os.O_RDONLY)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -193,7 +193,7 @@ def publish(folder: Path, target: Path) -> None:
     _sync(folder)
     replaced = _replaced(target)
     if target.exists():
-        target.rename(replaced)  # until the next rename, locate() finds it there
+        target.rename(replaced)  # until the next rename, locate() returns that folder
     try:
         folder.rename(target)
     except OSError:
@@ -205,14 +205,14 @@ def publish(folder: Path, target: Path) -> None:
 
 
 class _Stream:
-    """A file that several tensors are written to one after another; closing it is not theirs."""
+    """A file to which several tensors are written one after another; a tensor's writer must not close it."""
 
     def __init__(self, raw: Any) -> None:
         self.write, self.flush, self.close = raw.write, raw.flush, raw.flush
 
 
 class _Transforms(_StorageWriterTransforms):
-    """No transform, and a stream without a finaliser: torch's own flushes the file once more when it is collected.
+    """No transform, and a stream without a finaliser: torch's own flushes the file again when it is collected.
 
     The file is closed by then, which Python 3.13 reports on stderr.
     """
@@ -222,7 +222,7 @@ class _Transforms(_StorageWriterTransforms):
 
 
 class Writer(FileSystemWriter):
-    """torch's writer, which hides a full disk behind what its own clean-up then trips over."""
+    """torch's writer, which raises the OSError, such as a full disk, that a failure of its clean-up would hide."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -240,7 +240,7 @@ class Writer(FileSystemWriter):
 
 def write_manifest(folder: Path, fields: dict[str, Any], group: Group) -> None:
     """Write ``checkpoint.json``, with size and CRC-32 of every file of ``folder``; each rank reads its share."""
-    # A barrier, and everybody's view of what is there.
+    # A barrier, and the union of all ranks' views of the folder.
     names = sorted(set().union(*together(group, lambda: set(os.listdir(folder)))))
     sums: dict[str, list[int]] = {}
     for part in together(group, lambda: {name: _checksum(folder / name) for name in names[group.rank :: group.size]}):
@@ -286,19 +286,19 @@ def open_checkpoint(target: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def names(folder: Path, pattern: str) -> list[str]:
-    """The names that fit the glob ``pattern`` and stand for a checkpoint, in place or moved aside, in ``folder``."""
+    """The names in ``folder`` of checkpoints, in place or moved aside, that match the glob ``pattern``."""
     aside = {path.name[1:].removesuffix(_REPLACED) for path in folder.glob(f".{pattern}{_REPLACED}")}
     return sorted(aside | {path.name for path in folder.glob(pattern) if path.is_dir()})
 
 
 def locate(target: Path) -> Path:
-    """Where the checkpoint is: at ``target``, or moved aside if its replacement was cut short just then."""
+    """The checkpoint's folder: ``target``, or the one moved aside if its replacement was interrupted."""
     replaced = _replaced(target)
     return replaced if not target.exists() and (replaced / MANIFEST).exists() else target
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """``checkpoint.json``. Raises ValueError or FileNotFoundError that says what is there instead."""
+    """``checkpoint.json``. Raises ValueError or FileNotFoundError, which describe what is there instead."""
     if not folder.exists():
         raise FileNotFoundError(f"{folder}: no such checkpoint; give the folder that save_checkpoint wrote")
     path = folder / MANIFEST
@@ -319,7 +319,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _problem(manifest: dict[str, Any]) -> str | None:
-    """What is missing from a manifest or not of its kind, None where nothing is."""
+    """What is missing from a manifest or of the wrong type; None for a valid one."""
     files, groups = manifest.get("files"), manifest.get("param_groups", [])
     if not isinstance(manifest.get("extra"), dict):
         return "it has no dictionary 'extra'"
@@ -330,7 +330,7 @@ def _problem(manifest: dict[str, Any]) -> str | None:
     if not isinstance(files, dict) or not all(map(_is_checksum, files.values())):
         return "it has no dictionary 'files' of sizes and CRC-32s"
     for name in files:
-        if os.path.basename(name) != name:  # the path of a file elsewhere, or of a device
+        if os.path.basename(name) != name:  # a path to a file elsewhere, or to a device
             return f"it lists {name!r}, which is outside the checkpoint"
     return None if INDEX in files else f"it does not list {INDEX}"
 
@@ -347,13 +347,13 @@ def _is_checksum(value: Any) -> bool:
 
 
 def _check_regular(path: Path) -> None:
-    """ValueError for a link, which may lead outside the checkpoint, and for what can be read without end."""
+    """ValueError for a link, which may lead outside the checkpoint, and for an endless file, such as a device."""
     if not stat.S_ISREG(path.lstat().st_mode):
-        raise ValueError(f"{path}: a link, or no file; put the file itself there or load another checkpoint")
+        raise ValueError(f"{path}: a link, or not a file; put the file itself there or load another checkpoint")
 
 
 def check_files(folder: Path, manifest: dict[str, Any], group: Group) -> None:
-    """ValueError on every rank if a file is missing or not as it was written; each rank reads its share."""
+    """ValueError on every rank if a file is missing or was changed; each rank reads its share."""
 
     def check() -> None:
         files = sorted(manifest["files"].items())
@@ -374,11 +374,11 @@ def check_files(folder: Path, manifest: dict[str, Any], group: Group) -> None:
 
 
 class Reader(FileSystemReader):
-    """torch's reader, for files that nobody vouches for: a checkpoint cannot run code when it is loaded.
+    """torch's reader for untrusted files: loading a checkpoint cannot run code.
 
-    torch unpickles the index, which may call anything. Here only the classes that an index consists of are let
-    through, and only entries that are tensors, which torch loads with ``weights_only=True``, from files that
-    ``manifest`` lists: :func:`check_files` has seen those.
+    torch unpickles the index, which may call anything. This reader accepts only the classes of which an index consists,
+    and only entries that are tensors, which torch loads with ``weights_only=True``, from files that ``manifest`` lists:
+    :func:`check_files` has checked those.
     """
 
     def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
@@ -406,7 +406,7 @@ def _read_index(path: Path, files: Collection[str]) -> Metadata:
     for where in index.storage_data.values():
         listed = getattr(where, "relative_path", None)
         if not isinstance(listed, str) or listed not in files:
-            raise ValueError(f"{path}: it points to {listed!r}, which is no file of the checkpoint ({MANIFEST})")
+            raise ValueError(f"{path}: it points to {listed!r}, which is not a file of the checkpoint ({MANIFEST})")
     return index
 
 
@@ -437,15 +437,15 @@ class _IndexUnpickler(pickle.Unpickler):
         if not allowed:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index needs")
         if module == "pathlib._local":
-            module = "pathlib"  # every Python has the class here
+            module = "pathlib"  # every Python version has the class here
         return super().find_class(module, name)
 
 
 def _member(kind: Any, name: Any) -> Enum:
-    """The member ``name`` of the enumeration ``kind``: all that an index needs of ``getattr``.
+    """The member ``name`` of the enumeration ``kind``: the only use that an index has for ``getattr``.
 
     The first releases of Python 3.11 pickle a member as a call of ``getattr``. The unpickler has already checked
-    ``kind``, and a member gives the index nothing that it could not have by the member's value.
+    ``kind``, and the member's value would give the index the same.
     """
     if isinstance(kind, EnumMeta) and isinstance(name, str) and name in kind.__members__:
         return kind[name]
@@ -457,16 +457,16 @@ def _member(kind: Any, name: Any) -> Enum:
 
 @contextlib.contextmanager
 def explained(path: Path, doing: str) -> Iterator[None]:
-    """Turns what torch.distributed.checkpoint and the system raise into one line that names ``path``."""
+    """Turns errors of torch.distributed.checkpoint and the system into one line that names ``path``."""
     try:
         yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        if isinstance(cause, KeyboardInterrupt):  # torch catches that too
+        if isinstance(cause, KeyboardInterrupt):  # torch catches it, too
             raise cause from error
         raise RuntimeError(_line(path, doing, cause, rank)) from error
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and error.errno is None:  # ours, and clear
+        if isinstance(error, FileNotFoundError) and error.errno is None:  # our own, already clear
             raise
         raise RuntimeError(_line(path, doing, error, None)) from error
 

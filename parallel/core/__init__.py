@@ -1,1 +1,1 @@
-"""The ground of this floor: the mesh, collectives, sharded parameters, random numbers, differentiable collectives."""
+"""Basics of this floor: the mesh, collectives, sharded parameters, random numbers, differentiable collectives."""

@@ -12,7 +12,7 @@ partner, so the pairs compose to exact gradients.
     split_to            local slice        all-gather         [n] replicated -> [n/R]
     gather_from         all-gather         local slice        [n/R]          -> [n] replicated, replicated gradient
 
-"Partial" means that the ranks hold addends. A collective in backward is counted at ``site + ".grad"``.
+"Partial" means that the ranks hold partial sums. A collective in backward counts at ``site + ".grad"``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def copy_all_to(tensors: Sequence[Any], group: Group, *, site: str) -> tuple[Any
 
 
 def reduce_from(x: torch.Tensor, group: Group, *, site: str) -> torch.Tensor:
-    """Leave such a region by summing the parts: all-reduce forward, identity backward (Megatron's g)."""
+    """Leave such a region by summing the ranks' parts: all-reduce forward, identity backward (Megatron's g)."""
     return x if group.size == 1 else _ReduceFrom.apply(x, group, site)
 
 

@@ -1,9 +1,9 @@
-"""Which processes work together, and on what: the device mesh and its groups.
+"""The device mesh and its groups: which processes work together.
 
 A mesh has the dimensions ``("dp", "pp", "tp")``: data-parallel ranks, pipeline stages, tensor-parallel ranks. Hybrid
-sharding puts ``"dp_replicate"`` in front: parameters are then split over dp, and dp_replicate counts the replicas of
-these shards, one per node, say. Tensor-parallel ranks are neighbours, because they talk most. A process that is alone
-needs no mesh and no process group; everything then takes ``None``.
+sharding adds ``"dp_replicate"`` in front: parameters are then split over dp, and dp_replicate counts the replicas of
+these shards, one per node, say. Tensor-parallel ranks are neighbours, because they communicate most. A single process
+needs no mesh and no process group: ``None`` takes their place.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .rendezvous import agent_store
 
 MESH_DIMS = ("dp", "pp", "tp")
 HYBRID_DIMS = ("dp_replicate", *MESH_DIMS)
-DATA_DIMS = ("dp_replicate", "dp")  # over which batches differ
+DATA_DIMS = ("dp_replicate", "dp")  # the dimensions over which batches differ
 
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks that share a tensor: a process group, and where this process stands in it.
+    """The ranks that share a tensor: a process group, and this process's rank in it.
 
     ``pg`` is the ProcessGroup, ``mesh`` the same as a one-dimensional DeviceMesh, for DTensor. Both are None for a
-    process alone.
+    single process.
     """
 
     pg: Any
@@ -41,7 +41,7 @@ class Group:
     mesh: DeviceMesh | None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
-        return self  # process groups cannot be copied, and a copied module works in the same one
+        return self  # process groups cannot be copied, and a copied module uses the same one
 
     def __repr__(self) -> str:
         return f"Group(rank {self.rank} of {self.size})"
@@ -62,19 +62,20 @@ def init_mesh(
     timeout: timedelta | None = None,
     alone: bool = False,
 ) -> DeviceMesh | None:
-    """The mesh ``("dp", "pp", "tp")`` over all processes, behind a dimension ``"dp_replicate"`` where that is > 1.
+    """The mesh ``("dp", "pp", "tp")`` over all processes, with a dimension ``"dp_replicate"`` in front if that is > 1.
 
-    None when this process is alone. ``alone`` asks for a mesh of one then (FSDP2, which offloads, wants one):
-    torch.distributed is initialised, and the current GPU is the mesh's.
+    None for a single process. With ``alone`` it gets a mesh of one instead (FSDP2 needs one to offload):
+    torch.distributed is initialised, and the mesh uses the current GPU.
 
-    Reads what torchrun sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and initialises torch.distributed
-    if nobody has: gloo on a CPU, NCCL with ``device_type="cuda"``, which also selects this process's GPU.
-    ``tp=None`` takes what the other degrees leave of the world. ``device_type=None`` is "cuda" where there is a GPU.
-    ``timeout`` bounds every collective of the processes and of the mesh's groups, those that are made of it later
-    included; None is what the default process group has, which is torch's default where this starts it.
+    Reads torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and initialises
+    torch.distributed unless the program already has: gloo on a CPU, NCCL with ``device_type="cuda"``, which also
+    selects this process's GPU. ``tp=None``: the world size divided by the other degrees. ``device_type=None`` is "cuda"
+    where there is a GPU. ``timeout`` bounds every collective of the processes and of the mesh's groups, including
+    groups made of it later; None is the default process group's timeout, which is torch's default if this call starts
+    it.
 
     Raises ValueError where ``dp_replicate * dp * pp * tp`` is not the world size, a variable of torchrun's is missing,
-    or a machine has fewer GPUs than processes; RuntimeError where the processes cannot meet.
+    or a machine has fewer GPUs than processes; RuntimeError where the processes cannot connect.
     """
     world = _world_size()
     shape = _mesh_shape(dp_replicate, dp, pp, tp, world)
@@ -84,7 +85,7 @@ def init_mesh(
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
     if device_type == "cuda":
         if single:
-            torch.cuda.init()  # or DeviceMesh would choose another GPU than the current one
+            torch.cuda.init()  # without it DeviceMesh would choose another GPU than the current one
         else:
             _select_gpu()
     if not dist.is_initialized():
@@ -99,11 +100,11 @@ def init_mesh(
         except dist.DistError as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise RuntimeError(
-                f"init_mesh: the {world} processes could not meet at {where} (MASTER_ADDR:MASTER_PORT); is the port in "
-                "use, or a process gone? torchrun --standalone finds a free port"
+                f"init_mesh: the {world} processes could not connect at {where} (MASTER_ADDR:MASTER_PORT); is the port "
+                "in use, or a process gone? torchrun --standalone finds a free port"
             ) from error
         if device_type == "cpu":
-            atexit.register(shutdown)  # what this function starts, the process ends
+            atexit.register(shutdown)  # at exit, because this function made the groups
     elif timeout is not None:
         set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.15
         set_timeout(timeout)
@@ -115,11 +116,11 @@ def init_mesh(
 
 
 def share_timeout(pg: dist.ProcessGroup) -> None:
-    """Let collectives in ``pg`` wait for as long as the default group's, not torch's default, which new groups get."""
+    """Give collectives in ``pg`` the default group's timeout, where new groups get torch's default."""
     world = dist.group.WORLD
     assert world is not None
     for device in set(pg._device_types) & set(world._device_types):
-        options = getattr(world._get_backend(device), "options", None)  # a fake backend has none, and never waits
+        options = getattr(world._get_backend(device), "options", None)  # a fake backend has none and never waits
         if options is not None:
             pg._get_backend(device)._set_default_timeout(options._timeout)
 
@@ -134,7 +135,7 @@ def _check_variables(world: int) -> None:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:
         raise ValueError(
-            f"init_mesh: WORLD_SIZE={world} and no {', no '.join(missing)}: start the processes with torchrun, which "
+            f"init_mesh: WORLD_SIZE={world} but no {', no '.join(missing)}: start the processes with torchrun, which "
             "sets all of them"
         )
 
@@ -172,14 +173,14 @@ def _select_gpu() -> None:
 
 
 def shutdown() -> None:
-    """Leave torch.distributed. Does nothing for a process alone."""
+    """Leave torch.distributed. Does nothing for a single process."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def tp_group(mesh: MeshLike, dim: str = "tp") -> Group:
-    """The group in ``mesh`` that shares tensors: a mesh with a dimension ``dim``, any one-dimensional mesh, a process
-    group, a Group, or None for a process alone.
+    """The tensor-parallel group of ``mesh``: a mesh with a dimension ``dim``, any one-dimensional mesh, a process
+    group, a Group, or None for a single process.
 
     Raises ValueError for a mesh of several dimensions without ``dim``, TypeError for anything else.
     """
@@ -197,7 +198,7 @@ def tp_group(mesh: MeshLike, dim: str = "tp") -> Group:
         mesh = mesh[dim]
     if mesh.ndim != 1:
         raise ValueError(
-            f"mesh: its dimensions {names or mesh.ndim} hold no {dim!r}, so which ranks share a tensor is open; "
+            f"mesh: its dimensions {names or mesh.ndim} hold no {dim!r}, so the ranks that share a tensor are unknown; "
             f"pass a one-dimensional sub-mesh (mesh[{names[-1]!r}])"
             if names
             else f"mesh: it has {mesh.ndim} dimensions without names; pass a one-dimensional mesh, or name one {dim!r}"
@@ -213,20 +214,20 @@ def everyone() -> Group:
 
 
 def degree(mesh: DeviceMesh | None, dim: str) -> int:
-    """How many ranks ``mesh`` has along ``dim``: 1 where it has no such dimension."""
+    """The number of ranks of ``mesh`` along ``dim``: 1 where it has no such dimension."""
     if mesh is None or dim not in (mesh.mesh_dim_names or ()):
         return 1
     return mesh[dim].size()
 
 
 def check_dims(mesh: DeviceMesh | None) -> None:
-    """ValueError for a mesh with dimensions that nothing here is spread over: its ranks would train apart."""
+    """ValueError for a mesh with dimensions over which this library spreads nothing: their ranks would diverge."""
     if mesh is None:
         return
     names = mesh.mesh_dim_names
     if names is None and mesh.size() > 1:
         raise ValueError(
-            f"the mesh's dimensions {list(mesh.shape)} have no names, so what is spread over them is open: make it by "
+            f"the mesh's dimensions {list(mesh.shape)} have no names, so their meaning is unknown: make it by "
             "init_mesh(), or name them (mesh_dim_names) 'dp_replicate', 'dp', 'pp' and 'tp'"
         )
     if degree(mesh, "dp_replicate") > 1 and "dp" not in (names or ()):
@@ -243,7 +244,7 @@ def check_dims(mesh: DeviceMesh | None) -> None:
 
 
 def data_coordinate(mesh: DeviceMesh | None) -> tuple[int, int]:
-    """(which share of the data this process reads, of how many): ranks with the same share see the same batch."""
+    """(this process's share of the data, the number of shares): ranks with the same share see the same batch."""
     share, shares = 0, 1
     for dim in DATA_DIMS:
         if mesh is not None and degree(mesh, dim) > 1:
@@ -253,9 +254,9 @@ def data_coordinate(mesh: DeviceMesh | None) -> tuple[int, int]:
 
 
 def data_group(mesh: DeviceMesh | None) -> Group:
-    """The ranks that differ from this one in their share of the data alone, in order of their shares.
+    """The ranks that differ from this one only in their share of the data, in order of their shares.
 
-    The first call makes a process group where ``mesh`` has both data dimensions: every rank calls it.
+    The first call creates a process group where ``mesh`` has both data dimensions, so every rank must call it.
     """
     dims = tuple(dim for dim in DATA_DIMS if degree(mesh, dim) > 1)
     if mesh is None or not dims:
@@ -264,10 +265,10 @@ def data_group(mesh: DeviceMesh | None) -> Group:
 
 
 def whole_group(mesh: MeshLike) -> Group:
-    """All ranks of ``mesh``, whatever its dimensions.
+    """All ranks of ``mesh``.
 
-    The first call makes a process group where ``mesh`` has several dimensions and does not hold every process; each of
-    its ranks then calls it.
+    The first call creates a process group where ``mesh`` has several dimensions and does not hold every process; each
+    of its ranks must then call it.
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim == 1:
         return tp_group(mesh)

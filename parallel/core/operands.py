@@ -1,7 +1,7 @@
-"""What the autograd functions of ``linear.py`` and ``mlp.py`` do with their operands, and with gradients at the end.
+"""Opens the operands of the autograd functions of ``linear.py`` and ``mlp.py``, and closes their gradients.
 
-A function takes (call, x, *params): its options, an activation [..., D], and parameters as modules hold them, DTensors
-or plain, or None.
+A function takes (call, x, *params): its options, an activation [..., D], and parameters as modules hold them: DTensors,
+plain tensors or None.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Params = Sequence[Any]
 
 
 def open_params(ctx: Any, x: torch.Tensor, params: Params, fuse_wgrad_accumulation: bool) -> list[Any]:
-    """This rank's plain tensors of ``params``. Notes on ``ctx`` what :func:`close_grads` wants."""
+    """This rank's plain tensors of ``params``. Stores on ``ctx`` what :func:`close_grads` needs."""
     plain, ctx.specs = unwrap(params)
     ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (x, *plain)]
     ctx.buffers = autograd.main_grads(params, plain) if fuse_wgrad_accumulation else [None] * len(plain)
@@ -27,11 +27,11 @@ def open_params(ctx: Any, x: torch.Tensor, params: Params, fuse_wgrad_accumulati
 
 
 def close_grads(ctx: Any, dx: torch.Tensor | None, grads: Params) -> tuple[Any, ...]:
-    """What backward returns at its end: gradients in the dtype and layout of x and the parameters."""
+    """The return value of backward: gradients in the dtype and layout of x and the parameters."""
     dx, *grads = cast((dx, *grads), ctx.dtypes)
     return dx, *wrap_grads(grads, ctx.specs)
 
 
 def autocast(tensors: Params, dtype: torch.dtype) -> Params:
-    """What autocast does to operands; without it a mixture of dtypes stays one, and is refused."""
+    """``tensors`` as autocast would cast them; without autocast a mixture of dtypes stays, and is refused later."""
     return cast(tensors, [dtype] * len(tensors)) if torch.is_autocast_enabled(tensors[0].device.type) else tensors

@@ -1,4 +1,4 @@
-"""What a tensor-parallel layer's call is told besides its operands: one value, handed on as it is."""
+"""The options of a tensor-parallel layer's call besides its operands, as one value."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class TPOptions(NamedTuple):
     fuse_wgrad_accumulation: bool = False  # add the parameters' gradients to their ``main_grad``
     impl: str = "auto"
     overlap: str = "none"  # "auto", "kernel", "chunked" or "none": see overlap/policy.py
-    strict: bool = False  # RuntimeError where ``overlap`` is unavailable, instead of the plain way
+    strict: bool = False  # RuntimeError where ``overlap`` is unavailable, instead of a fall-back to "none"
     site: str = "linear"  # of its collectives
-    grad: bool = False  # whether autograd is on: inside a function's forward it never is
+    grad: bool = False  # whether autograd is on: inside an autograd function's forward it always reads off
 
     def now(self) -> TPOptions:
-        """The same with ``grad`` as it is at this moment."""
+        """The same with the current value of ``grad``."""
         return self._replace(grad=torch.is_grad_enabled())

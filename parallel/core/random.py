@@ -1,12 +1,12 @@
 """Random numbers that tensor-parallel ranks agree on.
 
-Dropout here is a function of an RNG key and of where an element lies in the whole tensor (``kernels/dropout``). Ranks
-that draw the same rng_keys therefore draw the same mask where a tensor is replicated, and their own parts of one mask
-where it is sharded: a run gives the same numbers at every degree of tensor parallelism. (Dropped attention weights are
-the exception: torch's own kernels draw them; see :func:`sharded_draws`.) Tickets come from torch's own generators,
-which ``torch.utils.checkpoint`` winds back for a recomputed forward and CUDA graphs advance, so all that is asked of a
-program is to seed them: alike within a tensor-parallel group and over the stages of a pipeline, which draw the rng_keys
-of all layers, differently between data-parallel replicas, whose tokens are different ones.
+Dropout here is a function of an RNG key and of an element's place in the whole tensor (``kernels/dropout``). Ranks that
+draw the same RNG keys therefore draw the same mask where a tensor is replicated, and their own parts of one mask where
+it is sharded: a run gives the same numbers at every degree of tensor parallelism. (Dropped attention weights are the
+exception: torch's own kernels draw them; see :func:`sharded_draws`.) RNG keys come from torch's own generators, which
+``torch.utils.checkpoint`` rewinds for a recomputed forward and CUDA graphs advance. So a program only has to seed them:
+alike within a tensor-parallel group and over the stages of a pipeline, which draw the RNG keys of all layers, and
+differently between data-parallel replicas, whose tokens differ.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .sharding import named_seed
 def manual_seed(
     seed: int, mesh: DeviceMesh | None = None, *, step: int = 0, tp_dim: str = "tp", pp_dim: str = "pp"
 ) -> int:
-    """Seed torch's generators for this rank, and return the seed that they got.
+    """Seed torch's generators for this rank, and return the seed.
 
-    It depends on ``seed``, ``step`` and the rank's place in every dimension of ``mesh`` (of ``init_mesh``, say) but
-    ``tp_dim`` and ``pp_dim``. Called with the step's number at the start of every step, it makes a run that goes on
-    from a checkpoint draw what the uninterrupted one would have drawn. It moves the generator that parameters are drawn
-    from too: build the model before, or seed its weights by themselves (``init_weights``).
+    It depends on ``seed``, ``step`` and the rank's coordinates in every dimension of ``mesh`` (of ``init_mesh``, say)
+    except ``tp_dim`` and ``pp_dim``. Called with the step's number at the start of every step, it makes a run resumed
+    from a checkpoint draw what the uninterrupted run would have drawn. It also seeds the generator that draws
+    parameters: build the model before, or seed its weights separately (``init_weights``).
     """
     places = []
     if mesh is not None:
@@ -45,10 +45,11 @@ def manual_seed(
 
 @contextlib.contextmanager
 def sharded_draws(group: Group, device: torch.device) -> Iterator[None]:
-    """Within the block torch's generator of ``device`` gives every rank of ``group`` numbers of its own.
+    """Within the block torch's generator of ``device`` gives every rank of ``group`` different numbers.
 
-    For what draws by itself and is sharded, such as the weights of each rank's attention heads. Afterwards the ranks
-    draw alike again. Raises RuntimeError while a CUDA graph is captured or torch.compile traces (one rank: never).
+    For operations that draw by themselves on sharded tensors, such as the weights of each rank's attention heads.
+    Afterwards the ranks draw alike again. Raises RuntimeError while a CUDA graph is captured or torch.compile traces
+    (never with one rank).
     """
     if group.size == 1:
         yield
@@ -61,7 +62,7 @@ def sharded_draws(group: Group, device: torch.device) -> Iterator[None]:
         )
     generator = _generator(device)
     before = generator.get_state()
-    # A number that everyone draws moves the state on for the next one; what it leads to differs by rank.
+    # All ranks draw the same number, which advances the state for the next call; the seed made of it differs by rank.
     generator.manual_seed(named_seed(_fingerprint(device), f"rank={group.rank}"))
     try:
         yield
@@ -72,10 +73,10 @@ def sharded_draws(group: Group, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_draws(place: str, device: torch.device) -> Iterator[None]:
-    """Within the block torch's generator of ``device`` gives what follows from where it stands and from ``place``.
+    """Within the block torch's generator of ``device`` is seeded by its state and ``place``.
 
     For layers that draw by themselves on pipeline stages, which would otherwise draw alike. Afterwards the generator
-    stands where it stood.
+    has its former state.
     """
     generator = _generator(device)
     before = generator.get_state()
@@ -87,7 +88,7 @@ def own_draws(place: str, device: torch.device) -> Iterator[None]:
 
 
 def check_alike(group: Group, device: torch.device) -> None:
-    """RuntimeError unless every rank of ``group`` will draw the same random numbers on ``device``. A collective."""
+    """RuntimeError unless all ranks of ``group`` would draw the same random numbers on ``device``. Collective."""
     if group.size == 1:
         return
     mine = _fingerprint(device)
@@ -96,13 +97,13 @@ def check_alike(group: Group, device: torch.device) -> None:
     if others:
         raise RuntimeError(
             f"tensor-parallel ranks {others} would draw other random numbers than rank 0, so their dropout masks would "
-            "not fit together: call shardfuse.manual_seed(seed, mesh) on every rank, and draw nothing on some of them "
-            "only"
+            "not fit together: call shardfuse.manual_seed(seed, mesh) on every rank, and never draw on only some of "
+            "them"
         )
 
 
 def _fingerprint(device: torch.device) -> int:
-    """What a generator will give next, as a number of 63 bits; it is not moved, and no GPU waited for."""
+    """63 bits that identify a generator's next numbers; it neither advances the generator nor waits for a GPU."""
     generator = _generator(device)
     if device.type == "cuda":
         return named_seed(generator.initial_seed(), f"offset={generator.get_offset()}")
@@ -112,7 +113,7 @@ def _fingerprint(device: torch.device) -> int:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """Torch's own for ``device``."""
+    """Torch's own generator for ``device``."""
     if device.type != "cuda":
         return torch.default_generator
     return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]

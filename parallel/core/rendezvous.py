@@ -1,9 +1,9 @@
-"""Where processes that torchrun started again find each other, and not those that died.
+"""The rendezvous of processes that torchrun has restarted, safe from the addresses of dead processes.
 
-torchrun's agent keeps a store that its processes meet in, and torch (2.13) hands them the same one each time that they
-are started: what the last ones left there, addresses of theirs included, is still in it. A restarted
-process can read stale addresses and hang. The count of restarts does not tell one start from the next either: each
-machine's agent counts those of its own (pytorch issue 135712). So rank 0 gives each start a name.
+torchrun's agent keeps a store in which its processes meet, and torch (2.13) gives them the same store after each
+restart: it still holds the entries of the previous processes, including their addresses. A restarted process can read
+stale addresses and hang. The restart count does not identify a start either, because each machine's agent counts its
+own (pytorch issue 135712). So rank 0 gives each start a name.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 LEADER = "shardfuse/leader"
-PATIENCE = timedelta(seconds=2)  # with a name that may be one of an earlier start, before it is asked for again
+PATIENCE = timedelta(seconds=2)  # how long a rank trusts a name, perhaps of an earlier start, before it reads again
 PAUSE_S = 0.05
 
 
 def agent_store(timeout: timedelta | None) -> tuple[dist.Store, int, int] | None:
     """(store, rank, world size) for ``init_process_group`` where torchrun keeps the store, None elsewhere.
 
-    A collective of all processes. Raises dist.DistError where they do not come within ``timeout``.
+    A collective of all processes. Raises dist.DistError where they do not connect within ``timeout``.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -35,10 +35,10 @@ def agent_store(timeout: timedelta | None) -> tuple[dist.Store, int, int] | None
 
 
 def start_name(store: dist.Store, rank: int, world: int, timeout: timedelta) -> str:
-    """A name that these ``world`` processes have got from their rank 0, and no others before or after them.
+    """A name that rank 0 has given to exactly these ``world`` processes.
 
-    Rank 0 says a new one, the others answer under it, and with everybody's answer it is good. An earlier rank 0's is
-    seen by its answers: one's own is not among them.
+    Rank 0 publishes a new name, the others answer under it, and once all have answered it is valid. A rank recognises
+    the name of an earlier rank 0 by its answers: its own is not among them.
     """
     mine = uuid.uuid4().hex
     if rank == 0:
@@ -60,4 +60,4 @@ def start_name(store: dist.Store, rank: int, world: int, timeout: timedelta) -> 
         if mine in store.get(f"{name}/answers").decode().split():
             return name
         time.sleep(PAUSE_S)
-    raise dist.DistStoreError(f"rank 0 of {world} did not come within {timeout}")
+    raise dist.DistStoreError(f"rank 0 of {world} did not connect within {timeout}")

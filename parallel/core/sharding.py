@@ -1,9 +1,9 @@
 """Parameters that are split over a tensor-parallel group: the only place that knows DTensor.
 
-A :class:`ShardSpec` says what a rank's tensor is a part of. In DTensor mode, the default, a parameter is a DTensor over
-the group, which FSDP2, torch's pipelining and distributed checkpoints understand. In local mode it is the rank's plain
-tensor with its spec beside it, for DDP, ZeroRedundancyOptimizer and DeepSpeed, which do not take DTensors. Both start
-from the same bits and save the same logical tensors.
+A :class:`ShardSpec` describes which part of which tensor a rank holds. In DTensor mode, the default, a parameter is a
+DTensor over the group, which FSDP2, torch's pipelining and distributed checkpoints understand. In local mode it is the
+rank's plain tensor with its spec attached, for DDP, ZeroRedundancyOptimizer and DeepSpeed, which do not take DTensors.
+Both modes start from the same bits and save the same logical tensors.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from .mesh import DATA_DIMS, SINGLE, Group, tp_group
 
 PARAM_MODES = ("dtensor", "local")
 
-# Rows that one generator draws. Part of what a seed means: changing it changes every initialisation.
+# Rows that one generator draws. A seed's meaning depends on it: changing it changes every initialisation.
 BLOCK_ROWS = 16
 
-# What the dimensions are called over which FSDP2 shards and repeats; the last is both, made one.
+# The names of the dimensions over which FSDP2 shards and replicates; the last is both, flattened.
 _FSDP_DIMS = {*DATA_DIMS, "_".join(DATA_DIMS)}
 
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A logical tensor, and which part of it each rank of ``group`` holds.
+    """A logical tensor, and the part of it that each rank of ``group`` holds.
 
-    ``shard_dim`` None means that every rank holds all of it. Raises ValueError where it does not divide.
+    With ``shard_dim`` None every rank holds all of it. Raises ValueError where the dimension does not divide.
     """
 
     name: str
@@ -94,7 +94,7 @@ def make_parameter(local: torch.Tensor, spec: ShardSpec, params: str = "dtensor"
 
 
 def tag(param: torch.Tensor, spec: ShardSpec) -> None:
-    """Note on a plain parameter what it is a part of."""
+    """Attach ``spec`` to a plain parameter."""
     param.shard_spec = spec  # type: ignore[attr-defined]
     param.tensor_model_parallel = spec.shard_dim is not None and spec.group.size > 1  # type: ignore[attr-defined]
 
@@ -105,9 +105,9 @@ def as_dtensor(local: torch.Tensor, spec: ShardSpec) -> DTensor:
 
 
 def spec_of(param: torch.Tensor) -> ShardSpec:
-    """What a parameter is a part of; for a plain one that nobody sharded, itself.
+    """The spec of a parameter; a plain one that was never sharded is a whole tensor.
 
-    Of a DTensor that FSDP2 has sharded as well, this is the tensor-parallel part, which forward sees.
+    For a DTensor that FSDP2 has sharded as well, this is the tensor-parallel part, which forward sees.
     """
     if not isinstance(param, DTensor):
         spec = getattr(param, "shard_spec", None)
@@ -130,7 +130,7 @@ def local_tensors(*params: torch.Tensor | None) -> tuple[Any, ...]:
     if torch.compiler.is_compiling():
         return tuple(param.to_local() if isinstance(param, DTensor) else param for param in params)
     plain, _ = unwrap(params)
-    # Only what wants a gradient: one differentiable input makes every output of an autograd function differentiable.
+    # Only those that need a gradient: one differentiable input makes every output of an autograd function so.
     wanted = [i for i, param in enumerate(params) if isinstance(param, DTensor) and param.requires_grad]
     if wanted and torch.is_grad_enabled():
         for i, tensor in zip(wanted, _ToLocal.apply(*(params[i] for i in wanted))):
@@ -139,9 +139,9 @@ def local_tensors(*params: torch.Tensor | None) -> tuple[Any, ...]:
 
 
 class _ToLocal(torch.autograd.Function):
-    """``DTensor.to_local`` of several parameters, whose gradients are laid out as they are.
+    """``DTensor.to_local`` of several parameters, whose gradients have the parameters' layout.
 
-    It spares what to_local derives anew for each gradient, which takes longer than a small GEMM.
+    It avoids what to_local recomputes for each gradient, which takes longer than a small GEMM.
     """
 
     @staticmethod
@@ -157,14 +157,14 @@ class _ToLocal(torch.autograd.Function):
 
 
 def unwrap(params: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[Any]]:
-    """Plain tensors, for autograd functions that take parameters themselves, and what :func:`wrap_grads` wants."""
+    """Plain tensors, for autograd functions that take parameters directly, and the specs for :func:`wrap_grads`."""
     plain = [param._local_tensor if isinstance(param, DTensor) else param for param in params]
     return plain, [param._spec if isinstance(param, DTensor) else None for param in params]
 
 
 def wrap_grads(grads: Sequence[torch.Tensor | None], specs: Sequence[Any]) -> tuple[torch.Tensor | None, ...]:
-    """Plain gradients as the parameters want them, None where there is none."""
-    # The spec is shared, as DTensor's own operations share it; a copy would be hashed and compared anew every time.
+    """Plain gradients in the layout of the parameters; None where there is none."""
+    # DTensor's own operations share the spec, too; a copy would be hashed and compared again every time.
     return tuple(
         grad if grad is None or spec is None else DTensor(grad.contiguous(), spec, requires_grad=False)
         for grad, spec in zip(grads, specs)
@@ -172,10 +172,10 @@ def wrap_grads(grads: Sequence[torch.Tensor | None], specs: Sequence[Any]) -> tu
 
 
 def logical(tensor: torch.Tensor, param: torch.Tensor | None = None) -> torch.Tensor:
-    """The logical tensor of which a parameter, or its optimizer state, is this rank's part: a DTensor that shares its
-    memory. Plain tensors that nobody sharded stay as they are.
+    """The logical tensor of a parameter or of its optimizer state: a DTensor that shares this rank's memory.
+    Plain tensors that were never sharded stay as they are.
 
-    ``param`` is whose optimizer state ``tensor`` is, which does not say itself what it is a part of.
+    Optimizer state does not carry a spec: pass the parameter that it belongs to as ``param``.
     """
     if isinstance(tensor, DTensor):
         return tensor.detach()
@@ -184,7 +184,7 @@ def logical(tensor: torch.Tensor, param: torch.Tensor | None = None) -> torch.Te
 
 
 def as_stored(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """``logical`` undone: ``value`` as an optimizer keeps state of ``param``, a DTensor only where ``param`` is one."""
+    """The inverse of ``logical``: ``value`` as an optimizer stores state of ``param``: a DTensor only if that is."""
     return value if isinstance(param, DTensor) else local_tensor(value)
 
 
@@ -195,7 +195,7 @@ def gather(param: torch.Tensor) -> torch.Tensor:
 
 
 def shard_slice(param: torch.Tensor) -> tuple[slice, ...]:
-    """This rank's part of a parameter, as an index into the logical tensor, whatever else it is sharded over."""
+    """This rank's part of a parameter, as an index into the logical tensor, including any other sharding of it."""
     if not isinstance(param, DTensor):
         return spec_of(param).index
     lengths, starts = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
@@ -203,16 +203,16 @@ def shard_slice(param: torch.Tensor) -> tuple[slice, ...]:
 
 
 def on_first_rank(param: torch.Tensor) -> bool:
-    """Whether this is the first of the ranks that hold parts or copies of a parameter."""
+    """Whether this rank is the first of those that hold parts or copies of a parameter."""
     if isinstance(param, DTensor):
         return not any(param.device_mesh.get_coordinate() or ())
     return spec_of(param).group.rank == 0
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of ``tensor`` copied to host memory, laid out as it was.
+    """This rank's part of ``tensor`` copied to host memory, in the same layout.
 
-    From a GPU the copy is under way when this returns, into pinned memory: synchronize before it is read.
+    From a GPU the copy into pinned memory is still under way on return: synchronize before reading it.
     """
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     from_gpu = local.device.type == "cuda"
@@ -222,7 +222,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def parameter_seed() -> int:
-    """A seed from torch's global CPU generator: the same on every rank that called ``torch.manual_seed`` alike."""
+    """A seed from torch's global CPU generator: the same on all ranks that called ``torch.manual_seed`` alike."""
     return int(torch.randint(2**62, (), device="cpu", dtype=torch.int64))
 
 

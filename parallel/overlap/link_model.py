@@ -1,33 +1,33 @@
-"""What a product with a collective beside it should cost, on paper: alpha and beta against the product's own time.
+"""A cost model of a product with a collective beside it: alpha and beta of the links, and the product's own time.
 
-A model, not a measurement; good for a guess where nothing was measured. R ranks, a product [T, K] @ [K, N] on each,
-n bytes that the collective is about. A collective in rings costs (Thakur, Rabenseifner and Gropp, "Optimization of
-Collective Communication Operations in MPICH", IJHPCA 19(1), 2005; pushing straight to each of R - 1 peers moves the
-same bytes)
+It is an estimate for shapes that were not measured. R ranks each form a product [T, K] @ [K, N]; the collective handles
+n bytes. A ring collective costs (Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations
+in MPICH", IJHPCA 19(1), 2005; pushing straight to each of R - 1 peers moves the same bytes)
 
     all-gather, reduce-scatter    start + (R - 1) alpha + (R - 1) / R n / beta
     all-reduce                    start + 2 (R - 1) alpha + 2 (R - 1) / R n / beta
 
-where ``start`` is a call's own latency, ``alpha`` that of a step and ``beta`` what a rank sends in a second. An
-all-gather is about the gathered [T, K], a reduce-scatter and an all-reduce are about the addends [T, N].
+where ``start`` is the latency of a call, ``alpha`` that of a step and ``beta`` the bytes that a rank sends in a second.
+For an all-gather n counts the gathered [T, K], for a reduce-scatter and an all-reduce the partial sums [T, N].
 
-The product's time G is that of ``kernels/runtime/cost.py`` on a chip that it knows, so that pieces which leave
-multiprocessors idle pay for it, but no less than at the measured rate; elsewhere 2 T K N over that rate.
+The product's time G comes from ``kernels/runtime/cost.py`` on a chip that it knows, so pieces that leave
+multiprocessors idle cost more; it is never below the time at the measured rate. On other chips G is 2 T K N over that
+rate.
 
-    plain     the one after the other: C + G
-    chunked   the own shard whole, the others' in p pieces of [T / (R p), K] (an all-reduce: T / p rows): a gathered
-              piece is multiplied when it has arrived, after the own shard; an addend is sent when it was formed, the
-              own shard's last. A piece's transfer costs start + alpha + bytes / beta, and the host ``piece_s``, which
-              is the limit of small pieces
-    kernel    the same with one launch of the product, in ``KERNEL_CHUNKS`` pieces a shard that a copy engine moves;
-              all_reduce_rmsnorm, which follows its product, hides under nothing, but has no call and no ring: in one
-              shot alpha + (R - 1) n / beta, every rank pushing to all at once, in two 2 (alpha + (R - 1) / R n / beta),
-              as Chan et al. count direct exchanges ("Collective communication: theory, practice, and experience",
-              CCPE 19(13), 2007), beta being the rate to a peer. The norm's own pass is left out on both sides
+    plain     one after the other: C + G
+    chunked   this rank's shard in one product, the others' in p pieces of [T / (R p), K] (an all-reduce: T / p rows). A
+              gathered piece is multiplied when it has arrived, after this rank's shard; a partial sum is sent when it
+              has been formed, this rank's shard last. The transfer of a piece costs start + alpha + bytes / beta, and
+              ``piece_s`` on the host, which limits how small pieces can be
+    kernel    the same with one launch of the product, in ``KERNEL_CHUNKS`` pieces a shard that a copy engine moves.
+              all_reduce_rmsnorm follows its product, so nothing hides it, but it needs no call and no ring: one shot
+              costs alpha + (R - 1) n / beta, every rank pushing to all at once, two shots 2 (alpha + (R - 1) / R n /
+              beta), as Chan et al. count direct exchanges ("Collective communication: theory, practice, and
+              experience", CCPE 19(13), 2007), with beta the rate to a peer. Both sides leave out the norm's own pass
 
-While a transfer is under way a product runs at ``hides`` of its speed: NCCL's kernels take multiprocessors, gloo's
-threads take cores (all of them: 0), a copy engine takes neither (1). A sum of received addends passes through memory
-once. What is "exposed" is the total less the products: the communication, and what it costs them, that nothing hides.
+During a transfer a product runs at ``hides`` of its speed: NCCL's kernels take multiprocessors, gloo's threads take
+cores (all of them: 0), a copy engine takes neither (1). A sum of received partial sums passes through memory once.
+"Exposed" is the total minus the products: the communication that no product hides, and what it slows them by.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from ...kernels.runtime.chips import CHIPS
 from .link_profile import COLLECTIVES, OPS, Link, Profile, dtype_name
 
 GATHER, SCATTER, REDUCE, NORM = OPS
-PIECES = (1, 2, 4)  # of a shard; of an all-reduce, of which nothing is local, twice as many
+PIECES = (1, 2, 4)  # of a shard; an all-reduce, in which no rows are local, has twice as many
 KERNEL_CHUNKS = 4
-KERNEL_START_S = 1e-5  # flags, and the first tile's wait: an assumption
+KERNEL_START_S = 1e-5  # flags, and the wait of the first tile: an assumption
 
 
 class Call(NamedTuple):
-    """One use of an operation: the product [T, K] @ [K, N] of each of R ranks."""
+    """One use of an operation: each of R ranks forms a product [T, K] @ [K, N]."""
 
     op: str
     T: int
@@ -63,14 +63,14 @@ class Call(NamedTuple):
 
 
 class Estimate(NamedTuple):
-    """Seconds: all of it, and what of it no product hides."""
+    """Seconds: the total, and the communication that no product hides."""
 
     total_s: float
     exposed_s: float
 
 
 def pieces_of(call: Call) -> tuple[int, ...]:
-    """The numbers of pieces that are worth a thought: every piece has a row."""
+    """The numbers of pieces worth considering: every piece has at least one row."""
     if call.op == NORM:
         return ()
     each, factor = (call.T, 2) if call.op == REDUCE else (call.T // call.R, 1)
@@ -78,7 +78,7 @@ def pieces_of(call: Call) -> tuple[int, ...]:
 
 
 def predict(profile: Profile, link: str, call: Call, kind: str, pieces: int = 1) -> Estimate | None:
-    """What ``call`` should take by the path ``kind``; None where the profile lacks a figure that this needs."""
+    """The predicted time of ``call`` by the path ``kind``; None where the profile lacks a figure that this needs."""
     of = profile.links.get(link, {}).get(COLLECTIVES[call.op])
     if of is None or call.T < 1:
         return None
@@ -94,14 +94,14 @@ def predict(profile: Profile, link: str, call: Call, kind: str, pieces: int = 1)
 
 
 def collective_seconds(link: Link, call: Call) -> float:
-    """The call's collective by itself."""
+    """The time of the call's collective alone."""
     rounds = 2 if call.op in (REDUCE, NORM) else 1
     steps = rounds * (call.R - 1)
     return link.start_s + steps * link.alpha_s + rounds * _sent_bytes(call) / link.bytes_per_s
 
 
 def gemm_seconds(profile: Profile, rows: int, call: Call) -> float | None:
-    """The product of ``rows`` of the call's tokens by itself; None where neither rate nor chip is known."""
+    """The time of the product of ``rows`` of the call's tokens alone; None where neither rate nor chip is known."""
     rate = profile.gemm_flops.get(dtype_name(call.dtype))
     at_rate = 2.0 * rows * call.K * call.N / rate if rate else 0.0
     on_chip = _on_chip(profile.arch, rows, call.K, call.N, call.dtype)
@@ -110,7 +110,7 @@ def gemm_seconds(profile: Profile, rows: int, call: Call) -> float | None:
 
 @functools.lru_cache(4096)
 def _on_chip(arch: str, M: int, K: int, N: int, dtype: torch.dtype) -> float:
-    """By the model of the chip; 0 where it is none of those that it knows."""
+    """The chip model's time; 0 for a chip that it does not know."""
     if arch not in CHIPS or min(M, K, N) < 1 or dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return 0.0
     gemm = Gemm("nt", M, N, K, dtype, dtype)
@@ -145,13 +145,13 @@ def _kernel(profile: Profile, call: Call, whole: float) -> Estimate | None:
     total = KERNEL_START_S + timeline(whole / call.R, [whole / (call.R * KERNEL_CHUNKS)] * remote, transfer, 1.0)
     if call.op != GATHER:
         total += _sum_seconds(profile, call)
-    if call.op == REDUCE:  # the sums go back to everyone, and nothing hides that
+    if call.op == REDUCE:  # the sums go back to every rank, and nothing hides that
         total += _sent_bytes(call) / profile.copy_bytes_per_s
     return Estimate(total, max(0.0, total - whole))
 
 
 def _one_launch(profile: Profile, link: Link, call: Call, whole: float) -> Estimate | None:
-    """``all_reduce_rmsnorm`` behind its product."""
+    """The time of ``all_reduce_rmsnorm`` after its product."""
     if profile.copy_bytes_per_s is None:
         return None
     shots = pick_shots(call.T, call.N, call.dtype.itemsize, call.R)
@@ -161,24 +161,24 @@ def _one_launch(profile: Profile, link: Link, call: Call, whole: float) -> Estim
 
 
 def _moved_bytes(call: Call) -> int:
-    """What the collective is about: the gathered tokens, or the addends."""
+    """The bytes that the collective handles: the gathered tokens, or the partial sums."""
     return call.T * (call.K if call.op == GATHER else call.N) * call.dtype.itemsize
 
 
 def _sent_bytes(call: Call) -> float:
-    """What a rank sends in an all-gather, in a reduce-scatter, and in half of an all-reduce."""
+    """The bytes that a rank sends in an all-gather, in a reduce-scatter, and in half of an all-reduce."""
     return (call.R - 1) / call.R * _moved_bytes(call)
 
 
 def _sum_seconds(profile: Profile, call: Call) -> float:
-    """Reading R addends of the own rows and writing their sum."""
+    """The time to read R partial sums of this rank's rows and to write their sum."""
     if profile.memory_bytes_per_s is None:
         return 0.0
     return (call.R + 1) * call.T / call.R * call.N * call.dtype.itemsize / profile.memory_bytes_per_s
 
 
 def _consumed(own: float, pieces: Sequence[float], transfer: float, hides: float) -> float:
-    """When the products of ``own`` rows and then of ``pieces``, which come in one after another, are done."""
+    """When the products are done: first of ``own`` rows, then of ``pieces``, which arrive one after another."""
     busy = len(pieces) * transfer
     now = _worked(0.0, own, busy, hides)
     for index, piece in enumerate(pieces):
@@ -187,7 +187,7 @@ def _consumed(own: float, pieces: Sequence[float], transfer: float, hides: float
 
 
 def _produced(own: float, pieces: Sequence[float], transfer: float, hides: float) -> float:
-    """When the addends ``pieces`` were formed and sent, one after another, and the ``own`` ones formed after them."""
+    """When all is sent: the partial sums ``pieces`` are formed and sent one after another, the ``own`` ones last."""
     now = sent = 0.0
     for piece in pieces:
         now = _worked(now, piece, sent, hides)

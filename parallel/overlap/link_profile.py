@@ -1,8 +1,8 @@
-"""What is known of the links between ranks and of the products beside them: one JSON file for a kind of machine.
+"""Profiles: the figures of the links between ranks and of the products beside them, one JSON file per kind of machine.
 
-``shardfuse bench calibrate`` measures a node and writes one; ``SHARDFUSE_LINKS`` names it. Without it the shipped ones
-count (``profiles/<chip>.json``): on a CPU one that overlaps nothing, on GPUs one made of published figures, which says
-so in every reason that it gives. A profile, in JSON (seconds, bytes, FLOP/s)::
+``shardfuse bench calibrate`` measures a node and writes a profile; ``SHARDFUSE_LINKS`` names the file. Without it a
+shipped profile applies (``profiles/<chip>.json``): the one for CPUs overlaps nothing; those for GPUs hold published
+figures, and every reason based on them says so. A profile in JSON (seconds, bytes, FLOP/s)::
 
     {"format": 1, "device": "NVIDIA H100 80GB HBM3", "arch": "sm_90", "measured": true, "dry": false,
      "origin": {"date": ..., "torch": ..., "triton": ..., "ranks": 8, "cpus": 104, ...},
@@ -13,8 +13,8 @@ so in every reason that it gives. A profile, in JSON (seconds, bytes, FLOP/s)::
      "rows": [{"op": "all_gather_linear", "dtype": "bf16", "ranks": 8, "link": "node", "bucket": "t4096-k8192-n3584",
                "plain_s": 4e-4, "chunked_s": {"1": 3.7e-4, "2": 3.9e-4}, "kernel_s": 3.3e-4, "noise": 0.01}]}
 
-``links`` has "node" for ranks of one machine and "network" for ranks of several; :mod:`link_model` says what the
-figures mean. ``rows`` are measurements of whole operations, each of a bucket of shapes; ``kernel_s`` may be missing.
+``links`` has "node" for ranks of one machine and "network" for ranks of several; :mod:`link_model` defines the figures.
+``rows`` are measurements of whole operations, each for a bucket of shapes; ``kernel_s`` may be missing.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ COLLECTIVES = dict(zip(OPS, ("all_gather", "reduce_scatter", "all_reduce", "all_
 LINKS = ("node", "network")
 AGAIN = "write one with `shardfuse bench calibrate`, or unset SHARDFUSE_LINKS"
 
-_OTHER_LINKS = re.compile("PCIE|NVL", re.IGNORECASE)  # cards whose links are not those of the chip's usual module
+_OTHER_LINKS = re.compile("PCIE|NVL", re.IGNORECASE)  # cards whose links differ from those of the chip's usual module
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
 @dataclass(frozen=True)
 class Link:
-    """A collective's price: seconds for each call, seconds for each step of it, bytes/s that a rank sends."""
+    """A collective's cost: seconds per call, seconds per step of it, and bytes/s that a rank sends."""
 
     start_s: float
     alpha_s: float
@@ -58,8 +58,8 @@ class Link:
 class Row:
     """One operation measured on shapes that stand for their bucket: seconds of each path.
 
-    ``plain_s`` is plain's time on the first shape. What another path took is told as that times its share of plain's on
-    the same shape, of several shapes the worst.
+    ``plain_s`` is plain's time on the first shape. The time of another path is ``plain_s`` times its share of plain's
+    time on the same shape; of several shapes the worst share counts.
     """
 
     op: str
@@ -70,23 +70,23 @@ class Row:
     plain_s: float
     chunked_s: Mapping[int, float]  # by the number of pieces of each rank's shard
     kernel_s: float | None = None
-    noise: float = 0.0  # the relative difference that the same path showed when it was timed twice
+    noise: float = 0.0  # the relative difference between two timings of the same path
 
     @property
     def key(self) -> tuple[str, str, int, str, str]:
         return self.op, self.dtype, self.ranks, self.link, self.bucket
 
     def record(self) -> dict[str, Any]:
-        """The row as it is written."""
+        """The row as it is written to the file."""
         plain = {name: getattr(self, name) for name in _ROW if getattr(self, name) is not None}
         return plain | {"chunked_s": {str(pieces): seconds for pieces, seconds in sorted(self.chunked_s.items())}}
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One file. Where ``measured`` is False the figures are published or assumed ones; ``sources`` says whose."""
+    """One file. Where ``measured`` is False the figures are published or assumed; ``sources`` names their origin."""
 
-    device: str  # the GPU's name, or "cpu"; of a shipped profile the chip's
+    device: str  # the GPU's name, or "cpu"; in a shipped profile the chip's name
     arch: str  # "sm_90", or "cpu"
     measured: bool
     dry: bool = False
@@ -94,10 +94,10 @@ class Profile:
     sources: tuple[str, ...] = ()
     links: Mapping[str, Mapping[str, Link]] = field(default_factory=dict)
     gemm_flops: Mapping[str, float] = field(default_factory=dict)  # by dtype
-    copy_bytes_per_s: float | None = None  # of a copy engine, to a peer
+    copy_bytes_per_s: float | None = None  # of a copy engine to a peer
     memory_bytes_per_s: float | None = None
-    hides: float = 0.0  # how fast a product runs while a collective is under way, as a share of its speed alone
-    piece_s: float = 0.0  # what a piece of a chunked operation costs the host
+    hides: float = 0.0  # a product's speed during a collective, as a share of its speed alone
+    piece_s: float = 0.0  # host time for one piece of a chunked operation
     rows: tuple[Row, ...] = ()
 
     @functools.cached_property
@@ -106,7 +106,7 @@ class Profile:
         return {row.key: row for row in self.rows}
 
     def record(self) -> dict[str, Any]:
-        """The profile as it is written, rows in order of their keys."""
+        """The profile as it is written to the file, rows in order of their keys."""
         rows = sorted(self.rows, key=lambda row: row.key)
         links = {
             name: {collective: vars(link) for collective, link in of.items()} for name, of in sorted(self.links.items())
@@ -123,12 +123,12 @@ class Profile:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As profiles call it: "bf16"."""
+    """The name of ``dtype`` in profiles: "bf16"."""
     return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def bucket(tokens: int, features_in: int, features_out: int) -> str:
-    """The bucket of a shape: each size at the nearest power of two, in the logarithm."""
+    """The bucket of a shape: each size rounded to the nearest power of two on a logarithmic scale."""
     return "-".join(
         f"{letter}{_nearest(size)}" for letter, size in (("t", tokens), ("k", features_in), ("n", features_out))
     )
@@ -139,7 +139,7 @@ def _nearest(size: int) -> int:
 
 
 class Ends(NamedTuple):
-    """The sizes that a bucket takes together: from ``low`` to ``high``, under the name of ``middle``."""
+    """The sizes of a bucket: from ``low`` to ``high``, named after ``middle``."""
 
     low: int
     middle: int
@@ -147,14 +147,14 @@ class Ends(NamedTuple):
 
 
 def bucket_ends(size: int) -> Ends:
-    """The bucket of one ``size`` from 1 on."""
+    """The bucket of one ``size`` of at least 1."""
     middle = _nearest(size)
     return Ends(math.ceil(middle * 0.5**0.5), middle, math.floor(middle * 2**0.5))
 
 
 def device_names(device: torch.device) -> tuple[str, str]:
-    """(the device's name, its chip): ("NVIDIA H100 80GB HBM3", "sm_90"), ("cpu", "cpu"), of a GPU that this machine
-    lacks ("cuda", "unknown").
+    """(the device's name, its chip): ("NVIDIA H100 80GB HBM3", "sm_90"), ("cpu", "cpu"); ("cuda", "unknown") for a GPU
+    that this machine lacks.
     """
     if device.type != "cuda":
         return device.type, device.type
@@ -164,9 +164,9 @@ def device_names(device: torch.device) -> tuple[str, str]:
 
 
 def load(device: torch.device) -> Profile | None:
-    """The profile for ``device``: the file that SHARDFUSE_LINKS names, else the shipped one, None if there is none.
+    """The profile for ``device``: the file that SHARDFUSE_LINKS names, else the shipped one, or None if there is none.
 
-    Raises ValueError, naming the file, for one that is missing, broken, or of another kind of device.
+    Raises ValueError, naming the file, if it is missing, broken, or for another kind of device.
     """
     name, arch = device_names(device)
     path = os.environ.get(VARIABLE)
@@ -176,20 +176,20 @@ def load(device: torch.device) -> Profile | None:
     if (profile.device, profile.arch) != (name, arch):
         raise ValueError(
             f"{VARIABLE}: {path} was measured on {profile.device} ({profile.arch}), and this is {name} ({arch}): "
-            f"figures of one say nothing of the other; {AGAIN}"
+            f"figures of one device do not apply to another; {AGAIN}"
         )
     return profile
 
 
 @functools.cache
 def shipped(arch: str) -> Profile | None:
-    """The profile that comes with the package for a chip ("sm_90", "cpu")."""
+    """The profile that ships with the package for a chip ("sm_90", "cpu"), or None."""
     path = SHIPPED / f"{arch}.json"
     return read(path) if path.is_file() else None
 
 
 def read(path: Path) -> Profile:
-    """The profile in ``path``; ValueError, naming it, for a file that is missing, cut short or something else."""
+    """The profile in ``path``; ValueError, naming the file, if it is missing, truncated or something else."""
     try:
         content = json.loads(path.read_text())
     except OSError as error:
@@ -200,7 +200,7 @@ def read(path: Path) -> Profile:
 
 
 def parse(content: Any, where: str) -> Profile:
-    """The profile that :meth:`Profile.record` wrote as ``content``; ``where`` it is from, for messages."""
+    """The profile that :meth:`Profile.record` wrote as ``content``; messages name ``where`` it comes from."""
     _check(where, content, _PROFILE, _MAY_LACK)
     if content["format"] != FORMAT:
         raise ValueError(f"{where}: format {content['format']}, and this version reads {FORMAT}; {AGAIN}")
@@ -243,7 +243,7 @@ def _row(where: str, content: Any) -> Row:
     return Row(**content | {"chunked_s": {int(pieces): seconds for pieces, seconds in content["chunked_s"].items()}})
 
 
-_NUMBER = float  # JSON's whole numbers count as such
+_NUMBER = float  # also accepts JSON's whole numbers
 _PROFILE = {
     "format": int,
     "device": str,
@@ -276,7 +276,7 @@ _ROW = {
 
 
 def _check(where: str, content: Any, fields: Mapping[str, type], may_lack: Any) -> None:
-    """ValueError unless ``content`` is an object with these fields in these types, its numbers finite and from 0 on."""
+    """ValueError unless ``content`` is an object with these fields and types, its numbers finite and at least 0."""
     if not isinstance(content, dict):
         raise ValueError(f"{where}: expected an object with {', '.join(fields)}; {AGAIN}")
     unknown, missing = content.keys() - fields.keys(), fields.keys() - content.keys() - set(may_lack)

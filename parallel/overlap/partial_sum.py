@@ -1,15 +1,16 @@
-"""A sum over the ranks that waits for the norm behind it: in a step of decoding, one launch where there were two.
+"""Deferred all-reduces: the norm after a row-parallel layer sums over the ranks, one launch in place of two.
 
-    row-parallel product    x @ W^T on this rank: a PartialSum [T, D], of which nothing has been sent
-    residual stream         carries the addend to the norm that comes next
-    the norm                s = sum over ranks of the addends + bias + stream,  y = RMSNorm(s): ``all_reduce_rmsnorm``
+    row-parallel product    x @ W^T on this rank: a PartialSum [T, D], not sent yet
+    residual stream         carries the partial sum to the next norm
+    the norm                s = sum of the ranks' partial sums + bias + stream,  y = RMSNorm(s): ``all_reduce_rmsnorm``
 
-With few tokens a product is over before its all-reduce could hide under it, and what is left to save is the calls. The
-kernel counts its exchanges itself, in channels of their own of the group's pool, "decode" for one round and "decode2"
-for two, so a CUDA graph may capture it after one run outside. They have room for ``DECODE_TOKENS`` rows from their
-first use on: fewer tokens never move them.
+With few tokens a product is over before its all-reduce could hide under it, so only calls can be saved. The kernel
+counts its exchanges itself, in its own channels of the group's pool, "decode" for one shot and "decode2" for two, so a
+CUDA graph may capture it after one run outside. The channels have room for ``DECODE_TOKENS`` rows from their first use
+on: fewer tokens never move them.
 
-It is for forward without gradients. Counted are the same all-reduce and payload, at the row-parallel layer's site.
+A deferred all-reduce is inference-only. It counts as the same all-reduce with the same payload, at the row-parallel
+layer's site.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ OP = "all_reduce_rmsnorm"
 
 @dataclass(frozen=True)
 class PartialSum:
-    """A row-parallel layer's result that is still to be summed over the ranks."""
+    """A row-parallel layer's result before the sum over the ranks."""
 
     rows: torch.Tensor  # [..., D], this rank's part
-    bias: torch.Tensor | None  # [D], to be added to the sum
+    bias: torch.Tensor | None  # [D], added to the sum
     group: Group
     site: str  # of the collective
 
     def reduce(self) -> torch.Tensor:
-        """The sum by a collective of its own, where nothing that follows can form it."""
+        """Sum it by a collective of its own, where no norm can."""
         y = collectives.all_reduce(self.rows, self.group, site=self.site, inplace=True)
         return y if self.bias is None else y.add_(self.bias)
 
@@ -59,11 +60,12 @@ def can_defer_all_reduce(
     overlap: str,
     impl: str,
 ) -> bool:
-    """Whether a row-parallel layer [features_in, features_out] of this rank may leave the sum for the tokens of ``x``
+    """Whether a row-parallel layer [features_in, features_out] of this rank may defer its sum for the tokens of ``x``
     [..., D] to a norm; the same on all ranks. The first call in a group is a collective.
 
-    ``dtype`` is that to which the operands of the norm promote and ``impl`` its own. Where a gradient may be wanted,
-    autocast has a say in dtypes, or a token's result must not depend on how many there are, a sum does not wait.
+    ``dtype`` is the dtype to which the norm's operands promote and ``impl`` the norm's own. A sum is not deferred where
+    a gradient may be needed, where autocast changes dtypes, or where a token's result must not depend on the number of
+    tokens.
     """
     tokens = x.shape[:-1].numel()
     if torch.is_grad_enabled() or not _eligible(tokens, overlap, x.device):
@@ -94,7 +96,7 @@ def preview_deferred(
     overlap: str,
     impl: str,
 ) -> OverlapPlan | None:
-    """The plan that :func:`can_defer_all_reduce` would go by, without a collective; None where it would refuse."""
+    """The plan that :func:`can_defer_all_reduce` would use, without a collective; None where it would refuse."""
     if tokens is None or not _eligible(tokens, overlap, device):
         return None
     path = preview(
@@ -120,9 +122,9 @@ def _eligible(tokens: int, overlap: str, device: torch.device) -> bool:
 def fused_allreduce_norm(
     partial: PartialSum, residual: torch.Tensor, weight: torch.Tensor, *, eps: float, weight_offset: float, impl: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(y, s), as ``rms_norm`` with a residual gives them, of the sum of all ranks' ``partial``; ``residual`` [..., D].
+    """(y, s) of ``rms_norm`` with a residual, for the sum of all ranks' ``partial``; ``residual`` [..., D].
 
-    Raises what ``all_reduce_rmsnorm`` raises; RuntimeError where the channel is broken or would have to move although
+    Raises what ``all_reduce_rmsnorm`` raises; RuntimeError where the channel is broken, or would have to move although
     a captured graph holds its addresses.
     """
     rows, group, site = as_rows(partial.rows), partial.group, partial.site
@@ -150,7 +152,7 @@ def fused_allreduce_norm(
 
 
 def _has_room(tokens: int, width: int, dtype: torch.dtype, group: Group, device: torch.device) -> bool:
-    """Whether the channel is there, or may be had now: not while a graph is captured."""
+    """Whether the channel has room, or can be allocated now: not during a graph capture."""
     if not capturing():
         return True
     name = decode_channel(pick_shots(tokens, width, dtype.itemsize, group.size))

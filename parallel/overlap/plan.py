@@ -22,24 +22,24 @@ from .link_model import Call
 from .link_profile import Profile, Row, bucket, dtype_name
 from .strategies import Chunked, InKernel, Plain, Strategy
 
-MARGIN = 0.03  # of plain's time, by which another path must have been faster
-MODEL_MARGIN = 0.10  # the same where the time is only predicted
-MODEL_TOKENS = 1024  # fewer are all latency, of which the model knows least: plain until something is measured
-DEFAULT_PIECES = 2  # of a shard, where nothing is known
+MARGIN = 0.03  # of plain's time: another path must beat plain by more
+MODEL_MARGIN = 0.10  # the same for predicted times
+MODEL_TOKENS = 1024  # with fewer, latency dominates, where the model is least accurate: plain unless measured
+DEFAULT_PIECES = 2  # of a shard, without any figures
 CALIBRATE = "shardfuse bench calibrate"
 NOTHING = "nothing to send or to multiply"
 
 
 class OverlapPlan(NamedTuple):
-    """How one collective and the product beside it are run."""
+    """How one collective and the product beside it run."""
 
     kind: str = "plain"  # "kernel", "chunked" or "plain"
     pieces: int = 1  # chunked: of each rank's shard, or of all rows for an all-reduce
     reason: str = ""
-    exposed_s: float | None = None  # seconds of communication that no product hides, as expected; None: unknown
+    exposed_s: float | None = None  # expected seconds of communication that no product hides; None: unknown
 
     def strategy(self, group: Group) -> Strategy:
-        """What runs it."""
+        """The strategy that runs this plan."""
         if self.kind == "chunked":
             return Chunked(group, self.pieces)
         return InKernel(group) if self.kind == "kernel" else Plain(group)
@@ -48,13 +48,13 @@ class OverlapPlan(NamedTuple):
 def pure_selection(
     profile: Profile | None, link: str, call: Call, *, unavailable: str | None, device_type: str
 ) -> OverlapPlan:
-    """The choice under ``overlap="auto"``; ``unavailable`` is why the kernel cannot run, or None."""
+    """The choice under ``overlap="auto"``; ``unavailable`` is the reason why the kernel cannot run, or None."""
     if call.T < 1 or min(call.K, call.N) < 1:
         return OverlapPlan(reason=NOTHING)
     if profile is None:
         return OverlapPlan(reason=f"nothing is known of this node's links: {CALIBRATE}")
     if profile.dry:
-        return OverlapPlan(reason="the profile is of a dry run, whose figures mean nothing")
+        return OverlapPlan(reason="the profile comes from a dry run, whose figures mean nothing")
     row = measured_row(profile, link, call)
     if row is not None:
         return _by_measurement(profile, link, call, row, unavailable)
@@ -65,12 +65,12 @@ def pure_selection(
 
 
 def measured_row(profile: Profile, link: str, call: Call) -> Row | None:
-    """The measurement that stands for ``call``."""
+    """The measurement of the bucket of ``call``, or None."""
     return profile.table.get((call.op, dtype_name(call.dtype), call.R, link, bucket(call.T, call.K, call.N)))
 
 
 def fastest(row: Row, *, unavailable: str | None, most: int | None = None) -> tuple[str, int]:
-    """(path, pieces) of a measured row: another than plain only where it won beyond doubt.
+    """(path, pieces) of the fastest path of a measured row; plain unless another won by more than margin and noise.
 
     ``most`` bounds the number of pieces: a bucket may hold shapes with fewer rows than the one that was measured.
     """
@@ -98,7 +98,7 @@ def _by_measurement(profile: Profile, link: str, call: Call, row: Row, unavailab
 
 
 def _by_model(profile: Profile, link: str, call: Call, unavailable: str | None) -> OverlapPlan:
-    """The path that should be fastest; another than plain only by a clear margin."""
+    """The path with the lowest predicted time; plain unless another wins by MODEL_MARGIN."""
     source = "modelled from this node's links" if profile.measured else "projected"
     advice = f"not measured on this node: {CALIBRATE}"
     plain = link_model.predict(profile, link, call, "plain")
@@ -115,13 +115,13 @@ def _by_model(profile: Profile, link: str, call: Call, unavailable: str | None) 
     if best is None or totals[best] >= plain.total_s * (1 - MODEL_MARGIN):
         return OverlapPlan("plain", 1, f"{source}: no gain worth the risk; {advice}", plain.exposed_s)
     why = f"{source}: {totals[best] / plain.total_s:.2f} of plain's time, {advice}"
-    if not profile.measured:  # published figures say what to expect, not that nothing is lost
+    if not profile.measured:  # published figures justify an expectation, not a choice
         return OverlapPlan("plain", 1, f"projected: {best[0]} might take {why.partition(': ')[2]}", plain.exposed_s)
     return OverlapPlan(*best, why, exposed_time(profile, link, call, *best))
 
 
 def best_pieces(profile: Profile | None, link: str, call: Call) -> int:
-    """In how many pieces to cut where chunks were asked for: as measured, else as modelled, else DEFAULT_PIECES."""
+    """The number of pieces where the caller asked for chunks: as measured, else as modelled, else DEFAULT_PIECES."""
     possible = link_model.pieces_of(call)
     if profile is not None and possible:
         row = measured_row(profile, link, call)

@@ -1,18 +1,14 @@
-"""Which way a linear layer's collective goes: inside the kernel, in chunks, or plainly before or after the product.
+"""Selects how a linear layer's collective runs: inside the kernel, in chunks, or plainly before or after the product.
 
-``select`` is a pure function of a profile (:mod:`link_profile`), an operation and its shape. In this order:
+``select`` is a pure function of a profile (:mod:`link_profile`), an operation and its shape:
 
-    1. what ``overlap`` asks for: "none" is plain, "chunked" is chunked, "kernel" is the kernel or, where it cannot run,
-       plain with the reason (RuntimeError with ``strict``); a product without features is always plain
-    2. "auto", where the profile holds a measurement of the shape's bucket: the fastest path that can run, and another
-       than plain only where it beat plain by more than MARGIN and the measurement's noise
-    3. "auto" elsewhere, where the node's links were measured: the path that the cost model (:mod:`link_model`) puts
-       first, and another than plain only from MODEL_TOKENS on and where it predicts a gain of more than MODEL_MARGIN;
-       on a CPU plain, since gloo's threads share the products' cores
-    4. "auto" by shipped figures alone: plain, with what the model expects of another path as the reason to measure
+    overlap="none"      plain, as is any product without features
+    overlap="chunked"   chunked
+    overlap="kernel"    the kernel; where it is unavailable plain, with the reason (RuntimeError with ``strict``)
+    overlap="auto"      the best plan by the profile's figures (:mod:`plan`)
 
-Ranks must go the same way or they wait for each other for ever. So the first choice in a group is a collective of its
-own: rank 0 reads its profile, everyone takes that one, and what SHARDFUSE_LINKS says elsewhere is not looked at.
+Ranks that choose differently deadlock. So the first choice in a group is a collective of its own: rank 0 reads its
+profile, all ranks use that one, and the other ranks' SHARDFUSE_LINKS is ignored.
 """
 
 from __future__ import annotations
@@ -41,25 +37,25 @@ from .plan import MODEL_TOKENS, NOTHING, OverlapPlan, best_pieces, exposed_time,
 from .strategies import Plain, Strategy
 
 OVERLAPS = ("auto", "kernel", "chunked", "none")
-REMEMBERED = 4096  # choices of a group: serving has as many shapes as it has numbers of tokens
+REMEMBERED = 4096  # cached choices per group: serving has as many shapes as numbers of tokens
 Tensors = Sequence[torch.Tensor]
 
 
 class LayerOverlap(NamedTuple):
-    """How a linear layer's collectives run, forward and in backward."""
+    """How a linear layer's collectives run, in forward and in backward."""
 
     forward: Strategy
     backward: Strategy
-    gathers_again: bool = False  # whether backward gathers a column layer's input once more
+    gathers_again: bool = False  # whether backward gathers a column layer's input again
 
 
 class _Unasked:
-    """Nobody has asked yet whether the kernel can run."""
+    """Marks that kernel_unavailable() has not been called yet."""
 
 
 @dataclass
 class _Agreed:
-    """What the ranks of a group agreed on, for tensors on one device, and what followed from it so far."""
+    """What the ranks of a group agreed on for tensors on one device, and the choices made with it so far."""
 
     profile: Profile | None
     link: str  # "node", or "network" where the group spans machines
@@ -68,7 +64,7 @@ class _Agreed:
     paths: dict[Any, OverlapPlan] = field(default_factory=dict)
 
 
-# By the process group's identity and the device; an entry goes when its group does.
+# Keyed by the process group's id and the device; an entry is removed with its group.
 _agreed: dict[tuple[int, torch.device], _Agreed] = {}
 
 
@@ -95,14 +91,14 @@ def select(
 ) -> OverlapPlan:
     """The path of ``op``, "all_gather_linear", "linear_reduce_scatter", "linear_all_reduce" or "all_reduce_rmsnorm".
 
-    ``tokens`` T are those of the whole product [T, K] @ [K, N] that this rank forms, ``features_in`` K and
-    ``features_out`` N its own sizes (N of all weights together where several share x). The first call in a group is a
-    collective of all its ranks; each later one with the same arguments is a look-up. ``impl`` is the product's own, of
-    "all_reduce_rmsnorm" the norm's. While a CUDA graph is captured the path is plain, but for an op whose exchanges are
-    ``device_counted`` once the ranks have agreed.
+    ``tokens`` T counts the rows of the whole product [T, K] @ [K, N] that this rank forms, ``features_in`` K and
+    ``features_out`` N are its own sizes (N sums over the weights where several share x). The first call in a group is a
+    collective of all its ranks; each later one with the same arguments is a look-up. ``impl`` is the product's own, for
+    "all_reduce_rmsnorm" the norm's. During a CUDA graph capture the path is plain, except for an op with
+    ``device_counted`` exchanges once the ranks have agreed.
 
     Raises ValueError for an unknown ``op`` or ``overlap`` and, on all ranks, for a profile that rank 0 cannot use;
-    RuntimeError with ``strict`` where ``overlap`` asks for what cannot run.
+    RuntimeError with ``strict`` where the requested ``overlap`` cannot run.
     """
     if group.size == 1:
         return OverlapPlan(reason="one rank")
@@ -116,7 +112,7 @@ def select(
     if agreed is None:
         agreed = _agree(group, device)
     invariant = dispatch.row_invariant()
-    # Whether the kernel may take a call depends on what surrounds it, too: torch.func, forward-mode differentiation.
+    # torch.func and forward-mode differentiation also decide whether the kernel may take a call.
     key = op, tokens, features_in, features_out, dtype, overlap, strict, impl, invariant, autograd.transformed()
     path = agreed.paths.get(key)
     if path is None:
@@ -131,9 +127,10 @@ def select(
 
 
 def column_overlap(options: TPOptions, x: torch.Tensor, weights: Tensors, check: Callable[[], Any]) -> LayerOverlap:
-    """For a column-parallel layer act(x @ W_i^T + b_i): x [..., D], this rank's tokens with sequence parallelism.
+    """The strategies of a column-parallel layer act(x @ W_i^T + b_i).
 
-    ``check`` looks at the operands before anything is sent that a failure would strand.
+    x is [..., D], with sequence parallelism this rank's tokens. ``check`` validates the operands before anything is
+    sent, because a later failure would leave the peers waiting.
     """
     plain = Plain(options.group)
     if options.overlap == "none" or options.group.size == 1:
@@ -146,8 +143,8 @@ def column_overlap(options: TPOptions, x: torch.Tensor, weights: Tensors, check:
         tokens *= options.group.size
         forward = _layer_plan("all_gather_linear", options, tokens, *sizes, x)
         op = "linear_reduce_scatter"
-    # The plain sum of dx travels under the products of the weights' gradients as it is, and rows that are kept need no
-    # second gather: "auto" does neither, since neither was measured.
+    # Plain already hides the sum of dx under the products of the weights' gradients, and kept rows need no second
+    # gather. "auto" changes neither, since neither was measured.
     if asked and options.grad:
         backward = _layer_plan(op, options, tokens, *sizes[::-1], x)
     if forward.kind != "plain" or backward.kind != "plain":
@@ -158,8 +155,8 @@ def column_overlap(options: TPOptions, x: torch.Tensor, weights: Tensors, check:
 
 
 def row_overlap(options: TPOptions, x: torch.Tensor, weight: torch.Tensor, check: Callable[[], Any]) -> LayerOverlap:
-    """For a row-parallel layer x @ W^T + b, likewise. Backward's plan is made in forward: what ``strict`` refuses is
-    refused before anything has run."""
+    """The strategies of a row-parallel layer x @ W^T + b, likewise. Backward's plan is made in forward, so ``strict``
+    refuses it before anything has run."""
     plain = Plain(options.group)
     if options.overlap == "none" or options.group.size == 1:
         return LayerOverlap(plain, plain)
@@ -179,7 +176,7 @@ def row_overlap(options: TPOptions, x: torch.Tensor, weight: torch.Tensor, check
 def _layer_plan(
     op: str, options: TPOptions, tokens: int, features_in: int, features_out: int, like: torch.Tensor
 ) -> OverlapPlan:
-    """For a product [tokens, features_in] -> [tokens, features_out] and its collective."""
+    """The plan for a product [tokens, features_in] -> [tokens, features_out] and its collective."""
     return select(
         op,
         options.group,
@@ -207,9 +204,9 @@ def preview(
     strict: bool = False,
     impl: str = "auto",
 ) -> OverlapPlan:
-    """What :func:`select` would say, without a collective: one rank may ask alone.
+    """The plan that :func:`select` would return, without a collective: one rank may call it alone.
 
-    Before the first choice of the group this rank's own profile counts, and the kernel as one that can run. Raises what
+    Before the group's first choice it uses this rank's own profile and assumes that the kernel can run. Raises what
     :func:`select` raises.
     """
     if group.size == 1:
@@ -225,11 +222,11 @@ def preview(
     return path
 
 
-# --- can the kernel run? ----------------------------------------------------------------------------------------------
+# --- availability of the kernel ---------------------------------------------------------------------------------------
 
 
 def kernel_unavailable(group: Group, device: torch.device) -> str | None:
-    """Why the kernel path cannot run in ``group``, or None. Asked once per group, by all its ranks together.
+    """Why the kernel path cannot run in ``group``, or None. Collective; called once per group.
 
     The answer is the same on every rank: what one of them lacks, or what the probe of their symmetric memory found.
     """
@@ -245,18 +242,18 @@ def kernel_unavailable(group: Group, device: torch.device) -> str | None:
 
 
 def _without_kernel(call: Call, device: torch.device, impl: str) -> str | None:
-    """Why what would exchange rows, the product or the norm behind it, is no kernel; or None."""
+    """Why the product, or the norm after it, does not run the kernel that would exchange rows; or None."""
     if call.op == link_model.NORM:
         what, choice = "norm", all_reduce_choice(device, call.N, impl, call.dtype)
     else:
         if call.op != link_model.GATHER and call.N > WIDEST:
-            return f"rows of {call.N} columns are added up by no kernel (up to {WIDEST} are)"
+            return f"no kernel sums rows of {call.N} columns (at most {WIDEST})"
         what, choice = "product", linear_act_choice(call.dtype, device, impl)
     return None if choice.triton else f"the {what} runs the reference ({choice.reason})"
 
 
 def lacking(device: torch.device) -> str | None:
-    """What this process knows to be missing, without asking the others."""
+    """What this process is known to lack, without asking the other ranks."""
     if dispatch.triton_version() is None:
         return "Triton is not installed (pip install triton; Linux only)"
     if device.type == "cpu" and not dispatch.interpreting():
@@ -269,7 +266,7 @@ def lacking(device: torch.device) -> str | None:
 
 
 def _kernel_matters(agreed: _Agreed, call: Call, overlap: str) -> bool:
-    """Whether the answer of :func:`kernel_unavailable` can change this choice: to find it takes a moment."""
+    """Whether the answer of :func:`kernel_unavailable`, which takes a moment, can change this choice."""
     profile = agreed.profile
     if agreed.link == "network":
         return False
@@ -287,13 +284,13 @@ def _kernel_matters(agreed: _Agreed, call: Call, overlap: str) -> bool:
 
 
 def _agree(group: Group, device: torch.device) -> _Agreed:
-    """Have all ranks of ``group`` take rank 0's profile, and learn whether they share a machine. A collective."""
+    """Have all ranks of ``group`` adopt rank 0's profile, and find out whether they share a machine. Collective."""
     content: Any = None
     if group.rank == 0:
         try:
             profile = load(device)
             content = None if profile is None else profile.record()
-        except ValueError as error:  # everyone is to hear of it: the others are about to wait for this rank
+        except ValueError as error:  # every rank must get it: the others are about to wait for this one
             content = str(error)
     said = collectives.gather_objects((machine(), content), group, site="links")
     content = said[0][1]
@@ -308,7 +305,7 @@ def _agree(group: Group, device: torch.device) -> _Agreed:
 
 
 def machine() -> str:
-    """What tells this machine from others; containers on one machine share it, and their shared memory."""
+    """An identifier of this machine; containers on one machine share it, as they share its memory."""
     try:
         return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -316,12 +313,12 @@ def machine() -> str:
 
 
 def link_of(machines: Sequence[str]) -> str:
-    """Which link joins ranks on these machines: "node" or "network"."""
+    """The link that joins ranks on these machines: "node" or "network"."""
     return "node" if len(set(machines)) == 1 else "network"
 
 
 def forget(group: Group) -> None:
-    """Have the ranks of ``group`` agree anew at their next choice: after a profile was written, and in tests."""
+    """Have the ranks of ``group`` agree again at their next choice: after a new profile was written, and in tests."""
     for key in [key for key in _agreed if key[0] == id(group.pg)]:
         del _agreed[key]
 
@@ -365,7 +362,7 @@ def _decide(agreed: _Agreed, call: Call, overlap: str, strict: bool, without_ker
 
 
 def _refused(op: str, overlap: str, strict: bool, why: str, exposed_s: float | None = None) -> OverlapPlan:
-    """Plain in place of what was asked for; with ``strict`` RuntimeError."""
+    """Plain in place of an unavailable path; with ``strict`` RuntimeError."""
     if strict:
         raise RuntimeError(
             f"{op}: overlap={overlap!r} was asked for with strict=True, but {why}; pass overlap='auto', or "
@@ -375,7 +372,7 @@ def _refused(op: str, overlap: str, strict: bool, why: str, exposed_s: float | N
 
 
 def check_compiled(overlap: str, strict: bool) -> None:
-    """Under torch.compile: RuntimeError where ``strict`` would have an ``overlap`` that only eager layers have.
+    """Under torch.compile: RuntimeError where ``strict`` requires an ``overlap`` that only eager layers support.
 
     The compiler sees functional collectives and orders them itself.
     """
@@ -390,15 +387,15 @@ def _refuse_compiled(overlap: str) -> None:
     )
 
 
-# As torch.compiler.assume_constant_result does, without importing the compiler: it calls the function while it traces.
-# An error in a function that it traces would, without fullgraph=True, only send the layer back to Python.
+# Does what torch.compiler.assume_constant_result does, without importing the compiler: Dynamo calls the function while
+# it traces. An error in a traced function would, without fullgraph=True, only make the layer run in Python.
 _refuse_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _captured(op: str, overlap: str, strict: bool, device_counted: bool) -> OverlapPlan:
-    """In a graph that is being captured nobody can wait for a peer, agree on anything or count exchanges."""
+    """The plan during a graph capture, in which ranks can neither wait for a peer nor agree nor count exchanges."""
     why = "a CUDA graph is being captured"
-    if device_counted:  # by a kernel: what is missing is the agreement
+    if device_counted:  # the kernel counts, so only the agreement is missing
         why += ", and the ranks have not agreed before: run the same step once outside of it"
     return OverlapPlan(reason=why) if overlap in ("auto", "none") else _refused(op, overlap, strict, why)
 

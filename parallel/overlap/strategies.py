@@ -5,19 +5,19 @@
     linear_reduce_scatter   reduce-scatter   of rows, those of other ranks first   this rank's rows of the sum [T/R, N]
     linear_all_reduce       all-reduce       of rows, from the first to the last   the sum [T, N]
 
-    Plain      the whole collective, then the whole product, or the other way round; a sum that was started travels
-               under whatever the caller does before it waits
-    Chunked    rows in pieces, each sent by a message of its own (``core/pieces.py``): any transport, any device
-    InKernel   the product's own tiles wait for the rows they need, or go to the owners of their rows, through symmetric
-               memory (``memory/``): where all ranks reach each other's
+    Plain      the whole collective, then the whole product, or the other way round; a started sum travels while the
+               caller does other work, until it waits
+    Chunked    rows in pieces, each in a message of its own (``core/pieces.py``): any transport, any device
+    InKernel   the product's own tiles wait for the rows they need, or send their rows to the owners, through symmetric
+               memory (``memory/``): requires that all ranks reach each other's memory
 
-A product is a value (``kernels/linear/product.py``); a strategy replaces its rows and says when it runs. Under each
-strategy a collective counts as one, with the same payload at the same site, and every row goes through its product
-once. On all ranks T, the strategy and the order of calls are the same; a call may begin before others have finished.
+A product is a value (``kernels/linear/product.py``); a strategy replaces its rows and decides when it runs. Under each
+strategy a collective counts once, with the same payload at the same site, and every row goes through its product once.
+T, the strategy and the order of calls are the same on all ranks; a call may begin before others have finished.
 
-Where a product fails (memory runs out, say), what travels at the time is waited for, and the error then goes on. If all
-ranks fail alike, the next call finds everything in order. If some do, the others wait for them in vain, for as long as
-the process group's or the memory pool's timeout lets them, and the step is void on every rank.
+If a product fails (memory runs out, say), the strategy waits for the transfers under way and then raises the error. If
+all ranks fail alike, the next call works normally. If only some fail, the others wait until the process group's or the
+memory pool's timeout, and the step is void on every rank.
 
 Cutting the transfer so that the product starts before its end is the decomposition of Wang et al., "Overlap
 Communication with Dependent Computation via Decomposition" (ASPLOS 2023).
@@ -42,11 +42,11 @@ from ..core.mesh import Group
 from ..core.pieces import GatherPieces, ReducePieces, ScatterPieces
 from .memory.pool import Channel, SymmetricMemoryPool
 
-GATHER, REDUCE = "gather", "reduce"  # the channels of InKernel: for rows that are gathered, and for addends
+GATHER, REDUCE = "gather", "reduce"  # the channels of InKernel: for gathered rows, and for partial sums
 
 
 class Pending:
-    """A collective under way; :meth:`wait`, called once, returns what it came to, plus the ``bias``."""
+    """A collective under way; :meth:`wait`, called once, returns its result, plus the ``bias``."""
 
     __slots__ = ("_bias", "_finish")
 
@@ -59,10 +59,10 @@ class Pending:
 
 
 class InFlight:
-    """What starts in a ``with`` block and is waited for there.
+    """Collectives that start in a ``with`` block and are waited for there.
 
     An error that leaves the block waits for the rest first, so that it neither holds memory nor meets the next
-    collective. Not after an ExchangeTimeout: a peer that did not come would only be waited for again.
+    collective. After an ExchangeTimeout it does not: the missing peer would only be waited for again.
     """
 
     __slots__ = ("_pending",)
@@ -71,8 +71,8 @@ class InFlight:
         self._pending: list[Pending] = []
 
     def add(self, pending: Pending) -> Pending:
-        """``pending``, to be waited for once in the block."""
-        if torch.compiler.is_compiling():  # which cannot follow what comes, and of what it captures nothing travels yet
+        """Register ``pending``, to be waited for once in the block, and return it."""
+        if torch.compiler.is_compiling():  # Dynamo cannot trace this, and a captured collective is not under way yet
             return pending
 
         def once() -> torch.Tensor:
@@ -93,20 +93,20 @@ class InFlight:
 
 
 class Strategy(Protocol):
-    """What the three have in common. ``site`` names the collective."""
+    """The interface of the three strategies. ``site`` names the collective."""
 
     def all_gather_linear(
         self, product: Product, *, site: str, keep: bool = True
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Gather the product's rows [T/R, D] from all ranks and compute it on them: (results, the rows [T, D]).
 
-        What its epilogue reads is of all T rows. Without ``keep`` the rows may be gone when the next rows are gathered
-        in this group.
+        The operands of its epilogue have all T rows. Without ``keep`` the next gather in this group may overwrite the
+        rows.
         """
         ...
 
     def linear_reduce_scatter(self, product: Product, *, bias: torch.Tensor | None = None, site: str) -> Pending:
-        """Compute this rank's addend [T, N] and begin to sum it: this rank's rows of the sum [T/R, N], plus ``bias``.
+        """Compute this rank's partial sum [T, N] and start to reduce it: this rank's rows [T/R, N], plus ``bias``.
 
         Raises ValueError unless T divides by the group's size.
         """
@@ -121,7 +121,7 @@ class Strategy(Protocol):
 
 @dataclass(frozen=True)
 class Plain:
-    """One after the other."""
+    """The collective and the product one after the other."""
 
     group: Group
 
@@ -147,7 +147,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Chunked:
-    """Each rank's shard in up to ``pieces`` pieces; for an all-reduce, all rows in as many."""
+    """Each rank's shard in up to ``pieces`` pieces; for an all-reduce, all rows in that many."""
 
     group: Group
     pieces: int
@@ -167,7 +167,7 @@ class Chunked:
                     outs = [alloc.empty((tokens, *y.shape[1:]), y.dtype, y.device) for y in results]
                 for out, y in zip(outs, results):
                     out[part] = y
-                del results, y  # a piece's memory serves the next one
+                del results, y  # frees a piece's memory for the next one
         return outs, gathering.whole
 
     def linear_reduce_scatter(self, product: Product, *, bias: torch.Tensor | None = None, site: str) -> Pending:
@@ -195,12 +195,12 @@ class Chunked:
 class InKernel:
     """Inside the kernels, over the channels of the group's memory pool.
 
-    An exchange begins when the one before it on its channel has been read, in the order of the stream on which both
-    run, and ends whatever fails meanwhile. Rows that are gathered have been pushed before their product is formed, so
-    one that fails leaves them to be waited for. Addends that were not formed nobody can wait for: their exchange is
-    abandoned, and ranks meet before the next one (``Channel.abandon``).
+    An exchange begins after the previous one on its channel has been read, in the order of the stream on which both
+    run. It always ends, even after an error. Gathered rows have been pushed before their product is formed, so a
+    failing product leaves rows that only have to be waited for. Partial sums that were never formed cannot be waited
+    for: their exchange is abandoned, and the ranks synchronize before the next one (``Channel.abandon``).
 
-    A collective of no rows goes plainly.
+    A collective of no rows runs plainly.
     """
 
     group: Group
@@ -210,7 +210,7 @@ class InKernel:
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         if not product.tokens:
             return Plain(self.group).all_gather_linear(product, site=site)
-        x = product.rows[0].contiguous()  # which takes memory, so not in the middle of an exchange
+        x = product.rows[0].contiguous()  # allocates, so not in the middle of an exchange
         collectives.count("all_gather", x.nbytes, site)
         channel, peers, signals = self._begin(GATHER, (x.shape[0] * self.group.size, x.shape[1]), x, site)
         pieces = transport.pieces_for(x.shape[0])
@@ -218,7 +218,7 @@ class InKernel:
         whole = peers[self.group.rank]
         try:
             outs = product.of(whole).compute(Gathered(peers, signals, pieces))
-            if not any(y.numel() for y in outs):  # nothing was computed that would have waited
+            if not any(y.numel() for y in outs):  # no kernel ran that would have waited
                 transport.wait_for_rows(signals, pieces)
         except Exception:
             _end_after_error(channel, pushed, partial(transport.wait_for_rows, signals, pieces))
@@ -274,7 +274,7 @@ class InKernel:
 
 
 def _end_after_error(channel: Channel, *steps: Callable[[], None]) -> None:
-    """End an exchange whose product failed: take the steps that are left, and ignore what fails in them."""
+    """End an exchange whose product failed: run the remaining ``steps``, and ignore errors in them."""
     try:
         for step in steps:
             step()

@@ -1,1 +1,1 @@
-"""Pipelines over torch's schedules: stages, their partition, and what a schedule does when."""
+"""Pipelines over torch's schedules: stages, their partition, and the timeline of a schedule."""

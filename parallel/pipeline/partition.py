@@ -1,8 +1,8 @@
-"""Which consecutive parts of a model make a pipeline stage, so that no rank works longer than it has to.
+"""Partitions a model into pipeline stages so that the slowest rank has as little work as possible.
 
-A model is a list of parts (embedding, each block, norm and head), a stage some consecutive ones, and a rank has one
-stage or several. Where every rank has one, the partition is the best there is, found by dynamic programming; where it
-has several, the best that moving one part at a time from any stage to any other leads to.
+A model is a list of parts (embedding, each block, norm and head), a stage is a run of consecutive parts, and a rank has
+one stage or several. With one stage per rank, dynamic programming finds the best partition; with several, a local
+search moves one part at a time from any stage to any other until nothing improves.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ LAYOUTS = ("loop", "v")
 
 
 class Part(NamedTuple):
-    """A piece of a model that no stage boundary cuts, and what it costs beside the others, in any unit."""
+    """A piece of a model that no stage boundary cuts, and its cost relative to the others, in any unit."""
 
     name: str
     cost: float
 
 
 class Divisible(Protocol):
-    """A model that can be cut in stages."""
+    """A model that can be cut into stages."""
 
     training: bool
 
     def pipeline_parts(self, length: int | None = None) -> list[Part]:
-        """The parts in order, with what each costs for a token in a sequence of ``length``."""
+        """The parts in order, each with its cost for a token in a sequence of ``length``."""
 
     def keep(self, parts: Iterable[int]) -> None:
-        """Drop all other parts; the names of these stay."""
+        """Drop all other parts; the names of these do not change."""
 
     def stage(self, parts: range) -> nn.Module:
         """A module of the consecutive ``parts``, which shares the model's submodules and names.
 
-        It takes what the stage before it returned (the first one: tokens [B, S]) and the keywords ``targets`` [B, S],
+        It takes the output of the previous stage (the first one: tokens [B, S]) and the keywords ``targets`` [B, S],
         ``positions`` [B, S], ``batch_size`` (B), ``scale`` and ``draws`` (see :meth:`draws`). The last one returns the
         sum of the losses times ``scale``, [1].
         """
@@ -47,24 +47,24 @@ class Divisible(Protocol):
         """The names of parameters that the first and the last part share."""
 
     def check_batch(self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None) -> None:
-        """ValueError for a batch that the model could not take, the same on every rank."""
+        """ValueError for a batch that the model could not process, the same on every rank."""
 
     def boundary(self, batch: int, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """On meta, what a stage hands to the next for [batch, length] tokens."""
+        """A meta tensor of what a stage sends to the next for [batch, length] tokens."""
 
     def draws(self, device: torch.device) -> Any:
-        """What decides on the randomness of a step, drawn alike by all ranks; None: there is none."""
+        """The random state of a step, drawn alike by all ranks; None for a model without randomness."""
 
 
 def owners(stages: int, ranks: int, layout: str = "loop") -> list[int]:
-    """The rank of each stage. ``"loop"`` goes around the ranks, ``"v"`` turns back at the last and the first one.
+    """The rank of each stage. ``"loop"`` cycles through the ranks, ``"v"`` turns back at the last and the first one.
 
-    Raises ValueError for another layout, or stages that do not divide by the ranks.
+    Raises ValueError for another layout, or a number of stages that does not divide by the ranks.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: expected one of {', '.join(LAYOUTS)}")
     if ranks < 1 or stages < 1 or stages % ranks:
-        raise ValueError(f"{stages} stages over {ranks} pipeline ranks: every rank has the same number, at least one")
+        raise ValueError(f"{stages} stages over {ranks} pipeline ranks: expected the same number on each, at least one")
     found = []
     for stage in range(stages):
         turn, place = divmod(stage, ranks)
@@ -73,10 +73,10 @@ def owners(stages: int, ranks: int, layout: str = "loop") -> list[int]:
 
 
 def balanced(costs: Sequence[float], stages: int, *, layout: str = "loop", ranks: int | None = None) -> list[range]:
-    """The parts of each of ``stages`` stages, such that the costs of the slowest rank are as low as possible.
+    """The parts of each of ``stages`` stages, such that the slowest rank costs as little as possible.
 
-    ``costs`` are those of the model's parts in order; every stage gets one at least. ``ranks`` defaults to one for each
-    stage. Among equally good partitions the one with the evenest ranks is taken.
+    ``costs`` belong to the model's parts in order; every stage gets at least one part. ``ranks`` defaults to one for
+    each stage. Of equally good partitions it returns the one with the most even ranks.
 
     Raises ValueError for fewer parts than stages, or costs that are negative or not finite.
     """
@@ -84,8 +84,8 @@ def balanced(costs: Sequence[float], stages: int, *, layout: str = "loop", ranks
     owner = owners(stages, ranks, layout)
     if len(costs) < stages:
         raise ValueError(
-            f"a model of {len(costs)} parts makes no {stages} pipeline stages: use fewer ranks, a schedule with fewer "
-            "stages on each, or a deeper model"
+            f"a model of {len(costs)} parts cannot be cut into {stages} pipeline stages: use fewer ranks, a schedule "
+            "with fewer stages on each, or a deeper model"
         )
     if not all(0 <= cost < float("inf") for cost in costs):
         raise ValueError(f"costs={list(costs)}: expected numbers of at least 0, all in one unit")
@@ -99,7 +99,7 @@ def balanced(costs: Sequence[float], stages: int, *, layout: str = "loop", ranks
 def loads(
     costs: Sequence[float], ranges: Sequence[range], layout: str = "loop", ranks: int | None = None
 ) -> list[float]:
-    """What each rank's stages cost together."""
+    """The total cost of each rank's stages."""
     owner = owners(len(ranges), len(ranges) if ranks is None else ranks, layout)
     found = [0.0] * (max(owner) + 1)
     for rank, parts in zip(owner, ranges):
@@ -108,17 +108,17 @@ def loads(
 
 
 def _one_stage_each(sums: list[float], stages: int) -> list[int]:
-    """The borders with the lowest maximum over the stages, and of these the ones with the lowest sum of squares."""
+    """The borders with the lowest maximum over the stages, and among those with the lowest sum of squares."""
     limit, _ = _best(sums, stages, max)
-    limit *= 1 + 1e-12  # sums in another order
+    limit *= 1 + 1e-12  # tolerates sums in another order
     _, borders = _best(sums, stages, lambda rest, load: rest + load * load if load <= limit else float("inf"))
     return borders
 
 
 def _best(sums: list[float], stages: int, combine: Callable[[float, float], float]) -> tuple[float, list[int]]:
-    """The lowest value of ``combine`` folded over the stages' loads, and the borders that reach it."""
+    """The lowest value of ``combine`` folded over the stages' loads, and the borders that give it."""
     n = len(sums) - 1
-    # best[i]: the first i parts in as many stages as rows of `last` were filled, whose row says where the last begins.
+    # best[i]: the first i parts in as many stages as `last` has rows; a row gives the beginning of the last stage.
     best: list[float] = [0.0] + [float("inf")] * n
     last: list[list[int]] = []
     for stage in range(1, stages + 1):
@@ -137,7 +137,7 @@ def _best(sums: list[float], stages: int, combine: Callable[[float, float], floa
 
 
 def _descended(borders: list[int], sums: list[float], owner: list[int]) -> list[int]:
-    """From ``borders`` by steps that hand one part from a stage to another, as long as one makes it better."""
+    """A local search from ``borders``: move one part from a stage to another as long as that improves them."""
     while True:
         better = min(_neighbours(borders), key=lambda other: _badness(other, sums, owner), default=borders)
         if _badness(better, sums, owner) >= _badness(borders, sums, owner):
@@ -146,7 +146,7 @@ def _descended(borders: list[int], sums: list[float], owner: list[int]) -> list[
 
 
 def _neighbours(borders: list[int]) -> list[list[int]]:
-    """Every run of inner borders moved by one part, to either side: the stages at its ends swap one part's worth."""
+    """Every run of inner borders moved by one part, to either side: one end gains a part, the other loses it."""
     inner = len(borders) - 2
     found = []
     for first in range(1, inner + 1):
@@ -163,5 +163,5 @@ def _badness(borders: list[int], sums: list[float], owner: list[int]) -> tuple[f
     ranks = [0.0] * (max(owner) + 1)
     for rank, load in zip(owner, stages):
         ranks[rank] += load
-    # Rounded: what differs by the order of additions must not look like progress for ever.
+    # Rounded, because differences in the order of additions must not look like progress for ever.
     return tuple(float(f"{x:.12g}") for x in (max(ranks), sum(x * x for x in ranks), sum(x * x for x in stages)))

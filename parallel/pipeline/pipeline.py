@@ -1,10 +1,10 @@
 """Pipelines: a model in stages over ranks, run by torch's schedules (torch.distributed.pipelining).
 
-:func:`split` says which parts of a model are this rank's and drops the others; the model makes modules of them
+:func:`split` selects this rank's parts of a model and drops the others; the model makes modules of them
 (:class:`Divisible`), which may then be sharded over data-parallel ranks; a :class:`Pipeline` runs them. Every rank of
-the pipeline is given the whole batch. Activations and their gradients go from stage to stage; targets do not, and
-neither does what shapes they have: that is said beforehand, since torch would otherwise run the model on uninitialised
-tensors to find out.
+the pipeline gets the whole batch. Stages send each other activations and their gradients, but neither targets nor
+shapes: the stages know the shapes in advance, since torch would otherwise run the model on uninitialised tensors to
+infer them.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ CPU = torch.device("cpu")
 
 
 class StageParts(NamedTuple):
-    """A stage, and which parts of the model it has."""
+    """A stage and its parts of the model."""
 
-    index: int  # type: ignore[assignment]  # it has no use for tuple's
+    index: int  # type: ignore[assignment]  # hides tuple.index, which it does not need
     parts: range
 
 
 def split(
     model: Divisible, mesh: DeviceMesh, schedule: str, *, costs: Sequence[float] | None = None, pp_dim: str = "pp"
 ) -> list[StageParts]:
-    """Cut ``model`` in the stages of ``schedule`` over the ranks of ``mesh``'s ``pp_dim``, and keep this rank's.
+    """Cut ``model`` into the stages of ``schedule`` over the ranks of ``mesh``'s ``pp_dim``, and keep this rank's.
 
-    ``costs`` of the parts (of :func:`measured`, say) replace what the model knows of them; all ranks pass the same.
-    Nothing is sent, and a model on meta will do.
+    ``costs`` of the parts (from :func:`measured`, say) replace the model's own estimate; all ranks pass the same.
+    Nothing is sent, and the model may be on meta.
 
     Raises ValueError for an unknown schedule, for fewer parts than stages, and for tied parameters whose gradients the
     layers accumulate themselves.
@@ -70,21 +70,21 @@ def split(
 
 
 def _check_tied(model: Divisible) -> None:
-    """ValueError where gradients of tied parameters would not be found; for a whole model, so that all ranks agree."""
+    """ValueError where gradients of tied parameters would be missed; on a whole model, so that all ranks agree."""
     names = model.tied_parameters()
     if names and any(getattr(each, "fuse_wgrad_accumulation", False) for each in cast(nn.Module, model).modules()):
         raise ValueError(
-            f"fuse_wgrad_accumulation=True with {', '.join(names)} at both ends of a pipeline: what is summed over the "
-            "ends is param.grad, and the head would add to param.main_grad; build the model with "
+            f"fuse_wgrad_accumulation=True with {', '.join(names)} at both ends of a pipeline: the ends sum "
+            "param.grad, but the head would add to param.main_grad; build the model with "
             "fuse_wgrad_accumulation=False"
         )
 
 
 def measured(model: Divisible, tokens: torch.Tensor, targets: torch.Tensor, *, rounds: int = 5) -> list[float]:
-    """Seconds that each part of a whole ``model`` takes for a micro-batch [B, S], forward and backward: costs for
-    :func:`split`.
+    """Seconds that each part of a whole ``model`` takes for a micro-batch [B, S], forward and backward.
 
-    Those of ``stage_costs.measured_parts`` on the slowest rank. A collective of all processes.
+    They serve as costs for :func:`split`: the times of ``stage_costs.measured_parts`` on the slowest rank. A collective
+    of all processes.
     """
     mine = [costs.step for costs in measured_parts(model, tokens, targets, split=False, rounds=rounds)]
     everyones = collectives.gather_objects(mine, everyone(), site="pipeline.measured")
@@ -93,17 +93,17 @@ def measured(model: Divisible, tokens: torch.Tensor, targets: torch.Tensor, *, r
 
 class _Stage(SplitStage):
     def _post_metadata_inference_cleanup(self) -> None:
-        """Torch (2.13) drops the gradients of FSDP modules here, whenever training follows on evaluation or the other
-        way round, because trying out shapes may have left some. Nothing is tried out, and these are wanted."""
+        """Do nothing. Torch (2.13) drops the gradients of FSDP modules here whenever training follows evaluation or the
+        reverse, because its shape inference may have left some. No inference runs here, and these gradients count."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Torch (2.11) opens connections before the first step, in a V also one of a rank to itself: gloo has none.
+        """Torch (2.11) opens connections before the first step, in a V also from a rank to itself, which gloo lacks.
         Later versions let connections open themselves."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
 
 class _Built(NamedTuple):
-    """A schedule, the micro-batches that it is for, and the dtype of their losses."""
+    """A schedule, its number of micro-batches, and the dtype of their losses."""
 
     like: tuple[Any, ...]
     schedule: Any
@@ -113,13 +113,13 @@ class _Built(NamedTuple):
 class Pipeline:
     """This rank's ``stages`` of ``model``, (index, module) each, and a schedule that runs them with the others'.
 
-    ``dtype`` is that of the activations between stages, by default the parameters': say it where mixed precision makes
-    it another one. Batches may change their shape from step to step: all ranks see the same, and build anew.
+    ``dtype`` is that of the activations between stages, by default the parameters': pass it if mixed precision changes
+    it. Batches may change shape from step to step: all ranks see the same batch and rebuild the schedule.
 
     ``borrowed`` names the parameters that another rank of the pipeline owns and this one holds as well (a tied
-    embedding's on the last stage). After a step their gradients are equal on both; in a norm they count once.
+    embedding's on the last stage). After a step their gradients are equal on both; a norm counts them once.
 
-    Raises ValueError for too few micro-batches, and stages that are not this rank's under ``schedule``.
+    Raises ValueError for too few micro-batches, and for stages that are not this rank's under ``schedule``.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class Pipeline:
         modules = [each for _, stage in stages for each in stage.modules()]
         if self.schedule.splits_backward and any(each._compiled_call_impl is not None for each in modules):
             raise ValueError(
-                f"schedule={schedule!r} splits backward, and a module of a stage is compiled: torch.compile makes one "
-                "function of its backward, which cannot be walked twice; leave compile() out, or take schedule='1f1b'"
+                f"schedule={schedule!r} splits backward, and a module of a stage is compiled: torch.compile makes its "
+                "backward one function, which cannot run in two passes; leave compile() out, or use schedule='1f1b'"
             )
         self.model, self.stages, self.dtype = model, list(stages), dtype
         self.count = self.group.size * self.schedule.stages_per_rank
@@ -167,8 +167,8 @@ class Pipeline:
     ) -> torch.Tensor:
         """Forward and backward of a batch [B, S]: the sum of its targets' losses times ``scale``, on every rank.
 
-        Gradients are added to ``.grad``, those of that sum. ``positions`` are [S] or [B, S]. A batch whose size does
-        not divide by the micro-batches is filled up with sequences of which nothing counts. A collective.
+        Adds the gradients of that sum to ``.grad``. ``positions`` are [S] or [B, S]. A batch whose size does not divide
+        by the micro-batches is padded with sequences that do not count. Collective.
         """
         batch = self._batch(True, tokens, targets, positions)
         draws = self.model.draws(self.device)
@@ -190,7 +190,7 @@ class Pipeline:
         scale: float = 1.0,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The same sum without gradients and with nothing dropped. A collective."""
+        """The same sum without gradients and dropout. Collective."""
         batch = self._batch(False, tokens, targets, positions)
         with _evaluating(module for _, module in self.stages):
             return self._run(False, batch, scale=scale)
@@ -198,7 +198,7 @@ class Pipeline:
     def _batch(
         self, training: bool, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None
     ) -> dict[str, torch.Tensor]:
-        """What is given, filled up, and found good: what is not raises ValueError before anything was sent."""
+        """The batch, padded and checked; ValueError for an invalid one, before anything is sent."""
         self.model.check_batch(tokens, targets, positions)
         batch = {"tokens": self._padded(tokens, 0), "targets": self._padded(targets, IGNORE_INDEX)}
         if positions is not None:
@@ -207,7 +207,7 @@ class Pipeline:
         return batch
 
     def _padded(self, x: torch.Tensor, value: int) -> torch.Tensor:
-        """``x`` [B, S] with as many rows of ``value`` as the micro-batches lack to be equal and not empty."""
+        """``x`` [B, S] with rows of ``value`` added, so that the micro-batches are equal and not empty."""
         missing = max(self.microbatches - x.shape[0], -x.shape[0] % self.microbatches)
         return F.pad(x, (0, 0, 0, missing), value=value) if missing else x
 
@@ -227,17 +227,17 @@ class Pipeline:
                 with forward_only(schedule):
                     schedule.eval(*read, **options)
         except Exception as error:
-            self._built = None  # what was under way is lost, and with it the stages' state
+            self._built = None  # the step under way is lost, and with it the stages' state
             raise RuntimeError(self._said_of(error)) from error
         return self._shared_loss(losses, dtype)
 
     def _said_of(self, error: BaseException) -> str:
-        while error.__cause__ is not None:  # torch wraps what fails in a stage
+        while error.__cause__ is not None:  # torch wraps errors of a stage
             error = error.__cause__
         return (
             f"pipeline rank {self.group.rank} of {self.group.size}, schedule={self.name!r}: a step ended early "
-            f"({type(error).__name__}: {error}). Where a connection was closed or a wait timed out, another rank "
-            "failed first, and says why"
+            f"({type(error).__name__}: {error}). If a connection was closed or a wait timed out, another rank failed "
+            "first: see its error"
         )
 
     def _shared_loss(self, losses: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -247,9 +247,10 @@ class Pipeline:
     # ----------------------------------------------------------------------------------------------------- building
 
     def _prepare(self, training: bool, tokens: torch.Tensor) -> None:
-        """Have a schedule for batches like ``tokens``.
+        """Make sure that there is a schedule for batches like ``tokens``.
 
-        One for both until torch 2.12 would have receive buffers that take no gradients, had it evaluated first.
+        Training and evaluation cannot share one before torch 2.12: after an evaluation its receive buffers would take
+        no gradients.
         """
         rows, length = tokens.shape[0] // self.microbatches, tokens.shape[1]
         handed = self.model.boundary(rows, length, self.dtype)
@@ -260,8 +261,8 @@ class Pipeline:
             self._built = _Built(like, self._build(read, handed, torch.empty(1, dtype=loss, device="meta")), loss)
 
     def _build(self, read: torch.Tensor, handed: torch.Tensor, loss: torch.Tensor) -> Any:
-        """Torch's schedule over stages of which the first reads ``read``, the last returns ``loss`` and every other
-        passes ``handed`` on, all on meta."""
+        """Torch's schedule over stages: the first reads ``read``, the last returns ``loss`` and every other sends
+        ``handed``, all on meta."""
         stages = [
             _Stage(
                 module,
@@ -280,7 +281,7 @@ class Pipeline:
     # -------------------------------------------------------------------------------------------- tied parameters
 
     def _tie(self) -> tuple[Group | None, frozenset[str]]:
-        """The two ranks that share parameters, None where one has both ends; which of mine the other one owns."""
+        """The two ranks that share parameters, None if one has both ends; and this rank's names that the other owns."""
         names = self.model.tied_parameters()
         first, last = self._owner[0], self._owner[-1]
         if not names or first == last or self.group.rank not in (first, last):
@@ -295,24 +296,24 @@ class Pipeline:
         return pair, frozenset(names if self.group.rank == last else ())
 
     def _tied_here(self) -> list[list[nn.Parameter]]:
-        """For each tied name the parameters that this rank's end stages have under it: two, one or none."""
+        """For each tied name the parameters under it on this rank's end stages: two, one or none."""
         ends = [module for index, module in self.stages if index in (0, self.count - 1)]
         found = [[module.get_parameter(name) for module in ends] for name in self.model.tied_parameters()]
         return [params[:1] if params and all(p is params[0] for p in params) else params for params in found]
 
     @torch.no_grad()
     def _equalise_local(self) -> None:
-        """Where both ends are here, the last one's copy follows the first one's parameter."""
+        """If both ends are on this rank, copy the first one's parameter to the last one's."""
         for params in self._tied_here():
             if len(params) == 2:
                 local_tensor(params[1]).copy_(local_tensor(params[0]))
 
     def copies(self) -> dict[nn.Parameter, int]:
-        """This rank's parameters that other ranks of the pipeline hold as well, and how many do in all."""
+        """This rank's parameters that other ranks of the pipeline hold as well, and the number of ranks that do."""
         return {} if self._ends is None else {params[0]: 2 for params in self._tied_here()}
 
     def _set_aside(self) -> list[torch.Tensor | None]:
-        """Gradients that were summed over both ends in an earlier step, so that they are not summed again."""
+        """Take out the gradients that an earlier step summed over both ends, so that they are not summed again."""
         if self._ends is None:
             return []
         params = [params[0] for params in self._tied_here()]
@@ -323,7 +324,7 @@ class Pipeline:
 
     @torch.no_grad()
     def _add_tied(self, before: list[torch.Tensor | None]) -> None:
-        """The gradient of a parameter at both ends is the sum of both; a frozen one is frozen at both and has none."""
+        """Sum the gradients of a parameter at both ends; a frozen one is frozen at both and has none."""
         for params in self._tied_here():
             if len(params) == 2:
                 _add_grad(params[0], params[1].grad)
@@ -348,13 +349,13 @@ def _add_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
 
 
 def _loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The last stage has computed it."""
+    """The loss, which the last stage has already computed."""
     return output.sum()
 
 
 @contextlib.contextmanager
 def _evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Within the block nothing in ``modules`` trains."""
+    """Within the block all ``modules`` are in evaluation mode."""
     flags = {module: module.training for top in modules for module in top.modules()}
     for module in flags:
         module.training = False

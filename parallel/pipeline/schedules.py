@@ -24,9 +24,9 @@ from .partition import owners
 
 
 class ScheduleNaive(PipelineScheduleSingle):
-    """One micro-batch after another: each goes forward through all stages and back before the next one starts.
+    """One micro-batch after another: each runs forward through all stages and back before the next one starts.
 
-    The least memory, and one rank at work at a time.
+    It takes the least memory, but only one rank works at a time.
     """
 
     def _step_microbatches(
@@ -58,17 +58,17 @@ def _exchange(ops: list[Any]) -> None:
         _wait_batch_p2p(work)
 
 
-# The two waits are torch 2.15's.
+# The two waits exist from torch 2.15 on.
 _BACKWARD = {"FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "SEND_B", "RECV_B", "REDUCE_GRAD"}
 _BACKWARD |= {"WAIT_SEND_B", "WAIT_REDUCE_GRAD"}
 
 
 @contextlib.contextmanager
 def forward_only(schedule: Any) -> Iterator[None]:
-    """Within the block one of torch's schedules has no backward in its list of actions, if it goes by one.
+    """Within the block one of torch's schedules has no backward in its list of actions, if it uses a list.
 
-    Torch (2.13) leaves the actions there in an evaluation and has each of them do nothing, but for those that hand a
-    gradient to another stage of the same rank, which raise; torch 2.15 also waits for gradients that nobody sent.
+    In an evaluation torch (2.13) keeps the backward actions, which do nothing, except that those that pass a gradient
+    to another stage of the same rank raise; torch 2.15 also waits for gradients that no rank sends.
     """
     orders = getattr(schedule, "pipeline_order_with_comms", None)
     if orders is None:
@@ -88,18 +88,18 @@ def forward_only(schedule: Any) -> Iterator[None]:
 
 
 class Schedule(NamedTuple):
-    """A way through a pipeline."""
+    """A pipeline schedule."""
 
-    kind: type[Any]  # of torch's schedules
+    kind: type[Any]  # torch's class
     stages_per_rank: int
-    splits_backward: bool  # in a pass for the inputs' gradients and one for the weights'
-    layout: str  # which rank has which stages, see partition.owners
+    splits_backward: bool  # into a pass for the inputs' gradients and one for the weights'
+    layout: str  # which rank has which stages: see partition.owners
 
 
 # Huang et al., "GPipe" (arXiv:1811.06965); Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training"
 # (arXiv:2006.09503) and "Efficient Large-Scale Language Model Training" (arXiv:2104.04473); Qi et al., "Zero Bubble
-# Pipeline Parallelism" (arXiv:2401.10241); DeepSeek-AI, "DeepSeek-V3" (arXiv:2412.19437). GPipe with
-# re-materialisation is "gpipe" and a model that recomputes.
+# Pipeline Parallelism" (arXiv:2401.10241); DeepSeek-AI, "DeepSeek-V3" (arXiv:2412.19437). GPipe with re-materialisation
+# is "gpipe" with a model that recomputes.
 SCHEDULES = {
     "naive": Schedule(ScheduleNaive, 1, False, "loop"),
     "gpipe": Schedule(ScheduleGPipe, 1, False, "loop"),
@@ -112,39 +112,39 @@ SCHEDULES = {
 
 
 def find(name: str) -> Schedule:
-    """The schedule ``name``; ValueError where there is none."""
+    """The schedule ``name``; ValueError for an unknown one."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule={name!r}: expected one of {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
 
 
 def stages_of(name: str, rank: int, ranks: int) -> list[int]:
-    """The stages that a pipeline rank has under a schedule."""
+    """The stages of a pipeline rank under a schedule."""
     schedule = find(name)
     owner = owners(ranks * schedule.stages_per_rank, ranks, schedule.layout)
     return [stage for stage, at in enumerate(owner) if at == rank]
 
 
 def default_microbatches(name: str, ranks: int) -> int:
-    """Two for each stage, with which every schedule can work."""
+    """Two for each stage, which every schedule supports."""
     return 2 * ranks * find(name).stages_per_rank
 
 
 def check_microbatches(name: str, microbatches: int, ranks: int) -> None:
-    """ValueError where the schedule cannot run with so many micro-batches."""
+    """ValueError if the schedule cannot run with that many micro-batches."""
     schedule = find(name)
     if microbatches < 1:
         raise ValueError(f"microbatches={microbatches}: expected at least 1")
     least = {"1f1b": ranks, "dualpipev": ranks * schedule.stages_per_rank}.get(name, 1)
     if microbatches < least:
         raise ValueError(
-            f"schedule={name!r} over {ranks} pipeline ranks wants at least {least} micro-batches, not {microbatches}: "
-            "raise microbatches, or take schedule='gpipe', which runs with any number"
+            f"schedule={name!r} over {ranks} pipeline ranks needs at least {least} micro-batches, not {microbatches}: "
+            "raise microbatches, or use schedule='gpipe', which runs with any number"
         )
     rounds = max(1, microbatches // ranks)
     if name.startswith("interleaved") and microbatches % rounds:
         raise ValueError(
-            f"schedule={name!r} over {ranks} pipeline ranks goes in {rounds} rounds, and {microbatches} micro-batches "
-            f"do not divide by that: take {microbatches - microbatches % ranks} or "
+            f"schedule={name!r} over {ranks} pipeline ranks runs in {rounds} rounds, and {microbatches} micro-batches "
+            f"do not divide by that: use {microbatches - microbatches % ranks} or "
             f"{microbatches - microbatches % ranks + ranks}"
         )

@@ -1,9 +1,9 @@
 """The two passes of a split backward: gradients of a stage's inputs first, of its weights later.
 
-From torch 2.13 on they are torch's own (torch.distributed.pipelining). Before, torch's pass for the weights fails at
-autograd functions that are written in Python, as our layers' are: the graph that a function's node belongs to is gone
-by then, and the gradients of several outputs are added up as if they were one output's. Once the oldest torch that the
-package supports is 2.13, this file goes.
+From torch 2.13 on torch's own passes are used (torch.distributed.pipelining). Before, torch's pass for the weights
+fails on autograd functions written in Python, such as our layers': the graph of a function's node is freed by then, and
+the gradients of several outputs are added up as if they belonged to one. This file can go once torch 2.13 is the oldest
+supported version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Groups = list[dict[str, Any]]
 
 
 def torch_can() -> bool:
-    """Whether torch's own passes serve: from 2.13 on."""
+    """Whether torch's own passes work: from 2.13 on."""
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
@@ -31,13 +31,13 @@ def stage_backward_input(
     inputs: list[Any],
     weights: Iterator[nn.Parameter],
 ) -> tuple[tuple[torch.Tensor | None, ...], Groups]:
-    """Add the gradients of ``inputs`` to their ``.grad``; those, and what :func:`stage_backward_weight` wants.
+    """Add the gradients of ``inputs`` to their ``.grad``; returns them and the groups of parameters.
 
-    ``grads`` are those of ``outputs``, which are detached; None for ones. Inputs that want no gradient get None.
+    ``grads`` are those of ``outputs``, which are detached; None for ones. Inputs that need no gradient get None.
     """
     if torch_can():
         return _backward.stage_backward_input(outputs, grads, inputs, weights)
-    edges = [get_gradient_edge(output) for output in outputs]  # they keep the nodes alive
+    edges = [get_gradient_edge(output) for output in outputs]  # these keep the nodes alive
     wanting = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
     found, groups = _backward.stage_backward_input(outputs, grads, [inputs[i] for i in wanting], weights)
     for group in groups:
@@ -49,7 +49,7 @@ def stage_backward_input(
 
 
 def stage_backward_weight(weights: Iterator[nn.Parameter], groups: Groups) -> None:
-    """Add the gradients of ``weights`` to their ``.grad``; uses up the ``groups`` of the pass for the inputs."""
+    """Add the gradients of ``weights`` to their ``.grad``; consumes the ``groups`` of the pass for the inputs."""
     if torch_can():
         _backward.stage_backward_weight(weights, groups)
         return
@@ -66,7 +66,7 @@ def stage_backward_weight(weights: Iterator[nn.Parameter], groups: Groups) -> No
 
 
 def _grads(group: dict[str, Any], accumulators: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """The gradients that arrive at ``accumulators`` from the nodes at which the pass for the inputs left the group."""
+    """The gradients that reach ``accumulators`` from the nodes at which the pass for the inputs stopped."""
     nodes, kept = list(group["intermediates"]), group["grads"]
     roots = [
         (GradientEdge(node, i), grad)
@@ -74,7 +74,7 @@ def _grads(group: dict[str, Any], accumulators: Sequence[Any]) -> tuple[torch.Te
         for i, grad in enumerate(grads)
         if grad is not None
     ]
-    # Where one node leads to another, that one starts from what was kept for it, which has the other's share in it.
+    # Where one node leads to another, the latter starts from its saved gradient, which includes the former's share.
     handles = [node.register_prehook(lambda _, grads=grads: grads) for node, grads in zip(nodes, kept)]
     try:
         return torch.autograd.grad(
@@ -88,14 +88,14 @@ def _grads(group: dict[str, Any], accumulators: Sequence[Any]) -> tuple[torch.Te
 
 
 class SplitStage(PipelineStage):
-    """A stage of a pipeline whose backward is split by the functions above: torch's calls its own by name."""
+    """A pipeline stage that uses the functions above for its split backward, where torch's calls its own by name."""
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         if torch_can() or backward_type == "full":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        if isinstance(self.submod, FSDPModule):  # as torch's: gradients are reduced after the last micro-batch
+        if isinstance(self.submod, FSDPModule):  # as in torch's: reduce gradients after the last micro-batch
             self.submod.set_is_last_backward(False)
             self.submod.set_reshard_after_backward(False)
             self.submod.set_requires_gradient_sync(False)

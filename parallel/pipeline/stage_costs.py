@@ -1,10 +1,10 @@
-"""What a pipeline stage's passes cost, for :mod:`timeline`: modelled for a chip, or measured on this machine.
+"""The cost of a pipeline stage's passes, for :mod:`timeline`: modelled for a chip, or measured on this machine.
 
-Modelled are a decoder block's products (``kernels/runtime/cost.py``, in the configurations that would run) and its
+The model covers a decoder block's products (``kernels/runtime/cost.py``, in the configurations that would run) and its
 causal attention, 2 T S N H FLOPs at the chip's dense peak: half of the full 4. Attention's backward takes 2.5 times its
-forward, having five products where that has two (Dao, "FlashAttention-2", arXiv:2307.08691), and none of it is for
-weights: the gradient of the input costs more than those of the weights, which is what keeps zero-bubble schedules from
-being free of bubbles. Norms, what crosses ranks and what products hide are left out.
+forward, with five products instead of two (Dao, "FlashAttention-2", arXiv:2307.08691), none of them for weights: so the
+gradient of the input costs more than those of the weights, and zero-bubble schedules keep some bubbles. The model
+ignores norms, communication and overlap.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def modelled(model: str, tokens: int, *, length: int, tp: int = 1, arch: str = "
     """Microseconds of one block of ``model`` for a micro-batch of ``tokens`` in sequences of ``length``, in bf16.
 
     ``model`` is one of ``kernels/dev/shapes.py``, over ``tp`` ranks; ``arch`` a chip of ``kernels/runtime/chips.py``.
-    Raises ValueError for a model or chip that is not there, and sizes that do not divide.
+    Raises ValueError for an unknown model or chip, and for sizes that do not divide.
     """
     if model not in shapes.MODELS:
         raise ValueError(f"model={model!r}: expected one of {', '.join(shapes.MODELS)}")
     if arch not in CHIPS:
         raise ValueError(f"target={arch!r}: expected one of {', '.join(CHIPS)}")
     if tokens < 1 or length < 1 or tokens % length:
-        raise ValueError(f"tokens={tokens} are no whole number of sequences of length={length}")
+        raise ValueError(f"tokens={tokens} are not a whole number of sequences of length={length}")
     sizes = shapes.MODELS[model]
     if tp < 1 or sizes.N % tp or sizes.K % tp or sizes.F % tp:
         raise ValueError(f"tp={tp}: {model} has {sizes.N} heads and {sizes.K} KV heads, which do not divide by it")
@@ -56,7 +56,7 @@ def modelled(model: str, tokens: int, *, length: int, tp: int = 1, arch: str = "
 
 
 def _product_us(arch: str, layout: str, T: int, F: int, D: int) -> float:
-    """Forward x @ W^T ("nt"), dz @ W ("nn") or dz^T @ x ("tn") of x [T, D] and W [F, D]."""
+    """The time of x @ W^T ("nt"), dz @ W ("nn") or dz^T @ x ("tn") of x [T, D] and W [F, D]."""
     M, N, K = {"nt": (T, F, D), "nn": (T, D, F), "tn": (F, D, T)}[layout]
     gemm = Gemm(layout, M, N, K, torch.bfloat16, torch.bfloat16)
     return cost.predict(CHIPS[arch], gemm, pick_config(arch, gemm)).time_us
@@ -65,17 +65,17 @@ def _product_us(arch: str, layout: str, T: int, F: int, D: int) -> float:
 def measured(stage: nn.Module, x: torch.Tensor, *, split: bool = True, rounds: int = 5, **options: Any) -> Costs:
     """Seconds of ``stage``'s passes over ``x``: medians of ``rounds``.
 
-    ``stage`` maps a tensor, and ``options``, to a floating-point one. Backward is ``split`` as torch's pipelines split
-    it, or it runs in one and counts as the gradient of the input. Where ``x`` are tokens it is a pipeline's first
-    stage, which has no gradient to hand on: torch runs all of its backward in the place of the weights'. The
-    parameters' gradients stay as they are. Where parameters are sharded over ranks, all of them call this together.
+    ``stage`` maps a tensor, and ``options``, to a floating-point one. With ``split`` backward is split as torch's
+    pipelines split it; otherwise it runs in one pass and counts as the gradient of the input. If ``x`` are tokens, it
+    is a pipeline's first stage, which sends no gradient: torch runs its whole backward as the weights' pass. The
+    parameters' gradients do not change. If parameters are sharded over ranks, all of them call this together.
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: expected at least 1")
     grads = [(each, each.grad) for each in stage.parameters()]
     try:
         with autograd.split_backward(split):
-            times = [_passes(stage, x, split, options) for _ in range(rounds + 1)][1:]  # the first finds its kernels
+            times = [_passes(stage, x, split, options) for _ in range(rounds + 1)][1:]  # the first compiles kernels
     finally:
         for param, grad in grads:
             param.grad = grad
@@ -100,14 +100,14 @@ def measured_parts(
 
 
 def joined(parts: Sequence[Costs], *, first: bool) -> Costs:
-    """What a stage of these ``parts`` costs; the ``first`` stage of a model as :func:`measured` has it."""
+    """The cost of a stage of these ``parts``; ``first`` for the first stage of a model (see :func:`measured`)."""
     forward = sum(part.forward for part in parts)
     backward, weight = sum(part.backward for part in parts), sum(part.weight for part in parts)
     return Costs(forward, 0.0, backward + weight) if first else Costs(forward, backward, weight)
 
 
 def slowest(ranks: Sequence[Costs]) -> Costs:
-    """Of each pass what it takes on the rank where it takes longest."""
+    """The cost of each pass on the rank where that pass is slowest."""
     return Costs(*(max(getattr(each, name) for each in ranks) for name in ("forward", "backward", "weight")))
 
 
@@ -129,7 +129,7 @@ def _passes(stage: nn.Module, x: torch.Tensor, split: bool, options: Mapping[str
 
 
 def _seconds(x: torch.Tensor, work: Callable[[], Any]) -> tuple[float, Any]:
-    """How long ``work`` takes on x's device, and what it returns."""
+    """The time that ``work`` takes on x's device, and its result."""
     _finish(x.device)
     start = time.perf_counter()
     result = work()

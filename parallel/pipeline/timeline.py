@@ -1,15 +1,14 @@
-"""What a pipeline schedule does when: every pass of every rank, in the order in which torch runs them.
+"""The timeline of a pipeline schedule: every pass of every rank, in the order in which torch runs them.
 
 A pass is F, a micro-batch's forward through one stage; B, its backward; or, in the schedules that split it, I, the
 gradient of the stage's input, and later W, those of its weights. The order is torch's own (``pipeline_order`` of the
-schedule's class). A pass starts when its rank is free and what it needs is there: F what the stage before sends, B and
-I what the stage behind sends. Sending takes no time. Two passes that torch runs as one (DualPipeV) send when both are
-done.
+schedule's class). A pass starts when its rank is free and its input has arrived: for F from the previous stage, for B
+and I from the next one. Sending takes no time. Two passes that torch runs as one (DualPipeV) send when both are done.
 
-Idle is a rank's time without a pass between the step's first pass and its last, wherever they are: what a step costs
-that ends with an optimizer step for all ranks. It is a share of that time. :func:`closed_form` has it on paper, with P
-ranks, v stages on each, M micro-batches, and F, I, W the seconds of one pass of a rank's whole part (v stages), B = I +
-W. The share is b / (b + M (F + B)) where b, the bubble, is
+A rank is idle when it runs no pass between the first and the last pass of the step on any rank: that is the cost of a
+step that ends with an optimizer step for all ranks. The idle share is relative to that time. :func:`closed_form`
+computes it from P ranks, v stages on each, M micro-batches, and F, I, W, the seconds of one pass over all v stages of a
+rank, with B = I + W. The share is b / (b + M (F + B)), where b, the bubble, is
 
     naive                 M (P - 1) (F + B)             one rank works at a time
     gpipe, 1f1b           (P - 1) (F + B)               Narayanan et al. (arXiv:2104.04473), section 2.2
@@ -19,10 +18,10 @@ W. The share is b / (b + M (F + B)) where b, the bubble, is
     dualpipev             (P - 1) (F + 2 I - W) / v     DeepSeek's DualPipe, its table of bubbles, in these letters
 
 Qi et al. call ZBV free of bubbles where F = I = W: they count each rank from its own first pass to its own last. In a
-whole step the last rank waits until a micro-batch has gone through P - 1 stages. For passes that differ no source is
-known: zbv's formula is then fitted to the simulation, and says no more than that does.
+whole step the last rank waits until a micro-batch has passed P - 1 stages. For unequal passes no source is known: there
+zbv's formula is fitted to the simulation and is no independent check of it.
 
-Formulas hold where the pipeline is full and nothing but its two ends is idle, and there is none elsewhere:
+The formulas hold where the pipeline is full and only its two ends are idle; elsewhere there is none:
 
     interleaved_1f1b      M a multiple of P
     interleaved_zb        M a multiple of P, W <= F and W <= I
@@ -56,7 +55,7 @@ class Pass(NamedTuple):
 
 
 class Todo(NamedTuple):
-    """A pass that has no time yet."""
+    """A pass that has not been timed yet."""
 
     kind: str
     stage: int
@@ -65,11 +64,11 @@ class Todo(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """What a micro-batch costs in one stage: seconds, or any other unit.
+    """The cost of a micro-batch in one stage: seconds, or any other unit.
 
     ``backward`` is the gradient of the stage's input, ``weight`` those of its weights; a backward that is not split
-    takes both. ``held`` is what stays in memory from I to W, as a share of what forward kept.
-    Raises ValueError unless all are numbers from 0 on, and one pass at least takes time.
+    takes both. ``held`` is the memory kept from I to W, as a share of what forward kept. Raises ValueError unless all
+    are numbers of at least 0, and at least one pass takes time.
     """
 
     forward: float = 1.0
@@ -80,17 +79,17 @@ class Costs:
     def __post_init__(self) -> None:
         for name in ("forward", "backward", "weight", "held"):
             if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected a cost from 0 on")
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a cost of at least 0")
         if not self.step:
             raise ValueError("forward, backward and weight all cost 0: one of them has to take time")
 
     @property
     def step(self) -> float:
-        """All passes of a micro-batch."""
+        """The time of all passes of a micro-batch."""
         return self.forward + self.backward + self.weight
 
     def of(self, kind: str) -> float:
-        """What a pass of ``kind`` takes."""
+        """The time of a pass of ``kind``."""
         if kind == "F":
             return self.forward
         if kind == "W":
@@ -104,7 +103,7 @@ class Costs:
         )
 
     def recomputed(self) -> Costs:
-        """The same where backward runs forward again first: GPipe's re-materialisation (arXiv:1811.06965)."""
+        """The same if backward first runs forward again: GPipe's re-materialisation (arXiv:1811.06965)."""
         return replace(self, backward=self.backward + self.forward)
 
 
@@ -116,11 +115,11 @@ class Timeline:
     microbatches: int
     stages_per_rank: int
     passes: tuple[tuple[Pass, ...], ...]  # of each rank, in order
-    peak_activations: tuple[float, ...]  # of each rank, the most that it keeps for backward at a time: see simulate
+    peak_activations: tuple[float, ...]  # of each rank, the most that it keeps for backward at once: see simulate
 
     @property
     def end(self) -> float:
-        """When the last pass of the step is done."""
+        """When the last pass of the step ends."""
         return max(passes[-1].end for passes in self.passes)
 
     @property
@@ -130,7 +129,7 @@ class Timeline:
 
     @property
     def idle_share(self) -> float:
-        """That of all ranks together."""
+        """The idle share of all ranks together."""
         return sum(self.idle) / len(self.idle)
 
 
@@ -138,8 +137,8 @@ def simulate(name: str, ranks: int, microbatches: int, costs: Costs | Sequence[C
     """One step of the schedule ``name`` over ``ranks`` pipeline ranks.
 
     ``costs`` are those of every stage, or one for each in order: ``ranks`` times the schedule's stages per rank. Peaks
-    of activations are in what one micro-batch leaves for backward in all stages of a rank.
-    Raises ValueError for a schedule that there is not, and for numbers that it cannot work with.
+    of activations are multiples of what one micro-batch leaves for backward in all stages of a rank. Raises ValueError
+    for an unknown schedule, and for numbers that it does not support.
     """
     per_rank = find(name).stages_per_rank
     stages = ranks * per_rank
@@ -155,9 +154,9 @@ def simulate(name: str, ranks: int, microbatches: int, costs: Costs | Sequence[C
 
 @functools.lru_cache(64)
 def order(name: str, ranks: int, microbatches: int) -> list[list[tuple[Todo, ...]]]:
-    """For each rank its passes in the order in which torch runs them; what is run as one, in one tuple.
+    """For each rank its passes in the order in which torch runs them; passes that run as one share a tuple.
 
-    Raises ValueError for numbers that the schedule cannot work with.
+    Raises ValueError for numbers that the schedule does not support.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks}: expected at least 1")
@@ -172,8 +171,8 @@ def order(name: str, ranks: int, microbatches: int) -> list[list[tuple[Todo, ...
 def _single_stage(name: str, rank: int, ranks: int, microbatches: int) -> list[Todo]:
     """The order of a schedule with one stage per rank.
 
-    torch runs these from code of their own, not from an order, and the order that it gives for 1F1B numbers the last
-    rank's forwards from 1.
+    torch runs these by code of their own, not from an order, and its order for 1F1B numbers the last rank's forwards
+    from 1.
     """
     ahead = {"naive": 1, "1f1b": ranks - rank}.get(name, microbatches)  # forwards before the first backward
     forwards = [Todo("F", rank, index) for index in range(microbatches)]
@@ -185,7 +184,7 @@ def _single_stage(name: str, rank: int, ranks: int, microbatches: int) -> list[T
 
 
 def _todos(action: Any) -> tuple[Todo, ...]:
-    """The passes in one action of torch's; none in a gap, and in what moves data or gradients."""
+    """The passes in one action of torch's; none in a gap, or in an action that moves data or gradients."""
     if action is None:
         return ()
     parts = action.sub_actions or (action,)
@@ -194,8 +193,8 @@ def _todos(action: Any) -> tuple[Todo, ...]:
 
 
 def _timed(orders: list[list[tuple[Todo, ...]]], costs: list[Costs]) -> list[list[Pass]]:
-    """Every pass as early as its rank and its input allow."""
-    there: dict[Todo, float] = {}  # when what a pass leaves can be used
+    """The times of all passes, each as early as its rank and its input allow."""
+    there: dict[Todo, float] = {}  # when a pass's output can be used
     passes: list[list[Pass]] = [[] for _ in orders]
     left = [list(reversed(mine)) for mine in orders]
     while any(left):
@@ -205,14 +204,14 @@ def _timed(orders: list[list[tuple[Todo, ...]]], costs: list[Costs]) -> list[lis
                 mine.pop()
                 passes[rank] += done
                 there |= {_product(Todo(*one[2:])): done[-1].end for one in done}
-        assert sum(map(len, left)) < before, "the schedule waits for itself"
+        assert sum(map(len, left)) < before, "the schedule deadlocks"
     return passes
 
 
 def _begun(
     todos: tuple[Todo, ...], mine: list[Pass], there: dict[Todo, float], costs: list[Costs]
 ) -> list[Pass] | None:
-    """The passes of ``todos``, one after another behind ``mine``; None while something that they need is missing."""
+    """The timed passes of ``todos``, one after another following ``mine``; None while an input is missing."""
     now = mine[-1].end if mine else 0.0
     done = []
     for todo in todos:
@@ -236,12 +235,12 @@ def _needs(todo: Todo, stages: int) -> list[Todo]:
 
 
 def _product(todo: Todo) -> Todo:
-    """What others wait for: a whole backward is as good as its first half."""
+    """The pass that others wait for: of a whole backward its first half."""
     return todo._replace(kind="I") if todo.kind == "B" else todo
 
 
 def _peak(passes: Sequence[Pass], costs: list[Costs]) -> float:
-    """The most that is kept at a time, in what one micro-batch leaves in one stage."""
+    """The most memory kept at a time, as a multiple of what one micro-batch leaves in one stage."""
     kept = peak = 0.0
     for one in passes:
         held = costs[one.stage].held
@@ -251,9 +250,9 @@ def _peak(passes: Sequence[Pass], costs: list[Costs]) -> float:
 
 
 def closed_form(name: str, ranks: int, microbatches: int, costs: Costs = Costs()) -> float | None:
-    """The idle share of the schedule on paper, from 0 to 1, where every stage costs the same: see the module.
+    """The idle share of the schedule by its formula, from 0 to 1, with equal costs of all stages: see the module.
 
-    None where the schedule's formula does not hold.
+    None where the formula does not hold.
     """
     v = find(name).stages_per_rank
     F, I, W = costs.forward, costs.backward, costs.weight  # noqa: E741 (of one stage: the formulas' F / v)
@@ -267,7 +266,7 @@ def closed_form(name: str, ranks: int, microbatches: int, costs: Costs = Costs()
         "dualpipev": F + 2 * I - W,
     }
     if name not in bubbles:
-        raise ValueError(f"{name}: no closed form is known of its idle share")
+        raise ValueError(f"{name}: no closed form of its idle share is known")
     holds = {
         "interleaved_1f1b": microbatches % ranks == 0,
         "interleaved_zb": microbatches % ranks == 0 and min(F, I) >= W,

@@ -1,4 +1,4 @@
-"""The same model under DeepSpeed's ZeRO, for those who have their training loop there.
+"""Trains a model under DeepSpeed's ZeRO, for programs whose training loop uses DeepSpeed.
 
     mesh = init_mesh(dp=2, tp=2)
     model = ParallelTransformer(config, mesh=mesh, params="local")       # DeepSpeed flattens and moves plain tensors
@@ -7,11 +7,10 @@
     engine.backward(loss)
     engine.step()
 
-DeepSpeed learns from :class:`Mpu` which ranks share tensors and which share data, and from ``tensor_model_parallel`` of
-local parameters which are parts: it clips by the norm of the whole model. Gradients are means over data-parallel ranks.
-Stages 1 and 2 all-reduce whole gradients and then gather the parameters (DeepSpeed 0.19): 3 Psi, where zero=1 of this
-project moves 2. Save and load through the engine, which owns the optimizer's
-state.
+:class:`Mpu` tells DeepSpeed which ranks share tensors and which share data; ``tensor_model_parallel`` of local
+parameters marks the parts, so that it clips by the norm of the whole model. Gradients are means over data-parallel
+ranks. Stages 1 and 2 all-reduce whole gradients and then gather the parameters (DeepSpeed 0.19): 3 Psi, where zero=1 of
+this project moves 2. Save and load through the engine, which owns the optimizer's state.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def deepspeed_config(
     offload: bool = False,
     **others: Any,
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration, for an optimizer of torch's that the caller makes.
+    """DeepSpeed's configuration, for an optimizer of torch's that the caller creates.
 
     Args:
         zero: the stage, 0 to 3.
@@ -49,7 +48,7 @@ def deepspeed_config(
         max_norm: of the gradients; None clips nothing.
         precision: None for the parameters' own, "bf16" or "fp16".
         offload: keep the optimizer's state, and at stage 3 the parameters, in the host's memory.
-        others: further entries, which win.
+        others: further entries, which override these.
 
     Raises ValueError for values that DeepSpeed does not know.
     """
@@ -69,7 +68,7 @@ def deepspeed_config(
         "gradient_accumulation_steps": accumulate,
         "gradient_clipping": max_norm or 0.0,
         "zero_optimization": stage,
-        # The optimizer stays torch's, which DeepSpeed otherwise refuses or replaces by its own.
+        # Keep torch's optimizer, which DeepSpeed otherwise refuses or replaces by its own.
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         **({precision: {"enabled": True}} if precision else {}),
@@ -87,7 +86,7 @@ class Mpu:
         if degree(mesh, "pp") > 1:
             raise ValueError(
                 f"mpu: the mesh has {degree(mesh, 'pp')} pipeline stages, whose schedules run backward themselves, and "
-                "a DeepSpeed engine wants to; use zero=0 to 3 of this project, or pp=1"
+                "a DeepSpeed engine needs to; use zero=0 to 3 of this project, or pp=1"
             )
         self._tensor = tp_group(mesh["tp"])
         data = data_group(mesh)
@@ -117,14 +116,14 @@ class Mpu:
     def get_tensor_model_parallel_src_rank(self) -> int:
         return dist.get_process_group_ranks(self._tensor.pg)[0]
 
-    # The names from when tensor parallelism was all of model parallelism.
+    # Older names, from when model parallelism meant tensor parallelism alone.
     get_model_parallel_group = get_tensor_model_parallel_group
     get_model_parallel_rank = get_tensor_model_parallel_rank
     get_model_parallel_world_size = get_tensor_model_parallel_world_size
 
 
 def mpu(mesh: DeviceMesh) -> Mpu:
-    """What ``deepspeed.initialize(mpu=...)`` wants. Every rank calls it: it may make a process group."""
+    """The argument ``mpu`` of ``deepspeed.initialize``. Every rank calls it: it may create a process group."""
     return Mpu(mesh)
 
 

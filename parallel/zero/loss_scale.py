@@ -1,7 +1,7 @@
-"""A factor that keeps fp16 gradients from vanishing, for models whose gradients end in fp32 shards.
+"""Loss scaling: a factor that keeps fp16 gradients from vanishing, for models whose gradients end in fp32 shards.
 
-Micikevicius et al., "Mixed Precision Training" (arXiv:1710.03740), section 3.2, with a factor that follows the
-gradients: halved when one overflows, doubled after a while without.
+Micikevicius et al., "Mixed Precision Training" (arXiv:1710.03740), section 3.2, with a dynamic factor: halved when a
+gradient overflows, doubled after a while without overflow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GROWS_AFTER = 2000  # steps without an overflow
 
 
 class LossScale:
-    """The ``factor`` that the loss is multiplied with before backward; :meth:`unscale` undoes it afterwards."""
+    """The ``factor`` by which the loss is multiplied before backward; :meth:`unscale` undoes it afterwards."""
 
     def __init__(self, group: Group, factor: float = FIRST) -> None:
         self.factor = factor
@@ -28,10 +28,10 @@ class LossScale:
 
     @torch.no_grad()
     def unscale(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """Divide the gradients by the factor, or, where one is not finite on any rank, drop them all and halve it.
+        """Divide the gradients by the factor; if one is not finite on any rank, drop all gradients and halve it.
 
-        An optimizer leaves parameters without gradients as they are, so such a step changes nothing. Returns whether
-        the gradients are there. A collective.
+        An optimizer does not change parameters without gradients, so such a step has no effect. Returns whether the
+        gradients are valid. Collective.
         """
         params = [param for param in parameters if param.grad is not None]
         grads = list(local_tensors(*(param.grad for param in params)))
@@ -50,7 +50,7 @@ class LossScale:
     def _finite(self, grads: list[torch.Tensor]) -> bool:
         device = grads[0].device if grads else torch.device("cpu")
         if device.type == "cpu" and torch.cuda.is_available() and self._group.size > 1:
-            device = torch.device("cuda", torch.cuda.current_device())  # NCCL takes no other
+            device = torch.device("cuda", torch.cuda.current_device())  # NCCL needs a tensor on the current GPU
         bad = torch.zeros((), device=device)
         if grads:
             largest = torch.stack(torch._foreach_norm(grads, float("inf")))

@@ -1,8 +1,8 @@
-"""Gradients that are added up in buffers of their own: ``param.main_grad``, as Megatron and TransformerEngine call it.
+"""Gradients accumulated in separate buffers: ``param.main_grad``, the name that Megatron and TransformerEngine use.
 
 Layers built with ``fuse_wgrad_accumulation=True`` form a weight's gradient and add it to its buffer in one product, in
-fp32 where the parameters are bf16, so that many small gradients do not drown in rounding and no second pass over the
-weights adds them up. ``param.grad`` stays empty until all micro-batches are through::
+fp32 where the parameters are bf16, so that rounding does not lose small gradients and no second pass over the weights
+adds them up. ``param.grad`` stays empty until all micro-batches are done::
 
     attach_main_grads(model)                     # once, after model.to(...)
     for batch in batches:
@@ -12,10 +12,10 @@ weights adds them up. ``param.grad`` stays empty until all micro-batches are thr
         clip, optimizer.step()
         zero_main_grads(model)                   # and optimizer.zero_grad() for the other parameters
 
-What other parts of the model, or torch.autograd.grad in a split backward, put in the ``.grad`` of such a parameter (an
-embedding that shares its weight with the head) is added on the way to the optimizer. Whoever waits for ``.grad`` during
-backward sees nothing: with DistributedDataParallel and FSDP the layers refuse, and hooks on such parameters (an
-optimizer step in backward) run without a gradient. To average over replicas, reduce the buffers before
+Other code may put gradients in the ``.grad`` of such a parameter: other parts of the model (an embedding that shares
+its weight with the head), or torch.autograd.grad in a split backward. :func:`main_grads_to_grads` adds them. Code that
+reads ``.grad`` during backward sees nothing: the layers refuse DistributedDataParallel and FSDP, and hooks on such
+parameters (an optimizer step in backward) run without a gradient. To average over replicas, reduce the buffers before
 :func:`main_grads_to_grads`.
 """
 
@@ -33,11 +33,11 @@ from ..core.sharding import local_tensors, unwrap, wrap_grads
 def attach_main_grads(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     """Give the parameters of the layers built with ``fuse_wgrad_accumulation=True`` a zero ``main_grad``.
 
-    A buffer has the shape of this rank's part. Frozen parameters get none. Call it again after what changes device or
-    dtype, or makes parameters anew (``to``, ``to_empty``, ``copy.deepcopy``).
+    A buffer has the shape of this rank's part. Frozen parameters get none. Call it again after anything that changes
+    device or dtype, or creates new parameters (``to``, ``to_empty``, ``copy.deepcopy``).
 
-    Raises ValueError where no layer was built so, for a dtype that is neither fp32 nor a parameter's, and for a model
-    in DistributedDataParallel.
+    Raises ValueError if no layer was built so, for a dtype that is neither fp32 nor a parameter's, and for a model in
+    DistributedDataParallel.
     """
     if isinstance(model, DistributedDataParallel):
         raise ValueError(
@@ -63,8 +63,8 @@ def attach_main_grads(model: nn.Module, dtype: torch.dtype = torch.float32) -> N
 def main_grads_to_grads(model: nn.Module) -> None:
     """Put every ``main_grad`` in its parameter's ``.grad``, a DTensor where the parameter is one, for the optimizer.
 
-    ``.grad`` shares the buffer's memory where dtypes agree, and is a copy in the parameter's dtype otherwise. What was
-    in ``.grad`` is added to the buffer first.
+    ``.grad`` shares the buffer's memory where dtypes agree; otherwise it is a copy in the parameter's dtype. The
+    previous contents of ``.grad`` are added to the buffer first.
     """
     for param in _with_buffers(model):
         buffer: torch.Tensor = param.main_grad  # type: ignore[attr-defined]
@@ -78,14 +78,14 @@ def main_grads_to_grads(model: nn.Module) -> None:
 
 @torch.no_grad()
 def zero_main_grads(model: nn.Module) -> None:
-    """Make every ``main_grad`` zero and drop the ``.grad`` of its parameter: for the next step."""
+    """Set every ``main_grad`` to zero and drop the ``.grad`` of its parameter, for the next step."""
     for param in _with_buffers(model):
         param.main_grad.zero_()  # type: ignore[attr-defined]
         param.grad = None
 
 
 def _with_buffers(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Those that train and have one."""
+    """The trainable parameters that have a buffer."""
     for param in model.parameters():
         if param.requires_grad and getattr(param, "main_grad", None) is not None:
             yield param

@@ -1,11 +1,11 @@
-"""Activation checkpointing for graphs that backward walks through in several passes.
+"""Activation checkpointing for graphs that several backward passes traverse.
 
-A recomputed region keeps its inputs and, when backward comes to it, runs again to form what its nodes had saved. Under
-a pipeline schedule that splits backward a region is read by many passes: one for the gradient of its input, later one
-for each group of parameters. ``torch.utils.checkpoint`` runs it again for each of them, since each is a pass of its
-own. Within ``autograd.split_backward`` a region runs again once, and each tensor lives from then on until the node that
-saved it is freed, as it would without checkpointing: after its only pass where backward is whole, after the weights'
-where it is split.
+A recomputed region keeps its inputs and runs again when backward reaches it, to form the tensors that its nodes had
+saved. Under a pipeline schedule that splits backward many passes read a region: one for the gradient of its input,
+later one for each group of parameters. ``torch.utils.checkpoint`` runs it again for each pass. Within
+``autograd.split_backward`` this module runs a region again once, and each tensor then lives until the node that saved
+it is freed, as it would without checkpointing: after the only pass of a whole backward, or after the weights' pass of a
+split one.
 
 The method is Chen et al., "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
 """
@@ -25,11 +25,11 @@ from ...kernels.runtime import autograd
 
 
 def recomputed(fn: Callable[..., Any], x: torch.Tensor, *args: Any, random: bool) -> Any:
-    """``fn(x, *args)``, of which backward will find x alone and form the rest again; no gradient goes to ``args``.
+    """``fn(x, *args)``, for which only x is kept; backward forms the rest again. ``args`` get no gradient.
 
-    ``random``: whether ``fn`` draws from torch's generators, and is to draw the same again.
+    ``random``: whether ``fn`` draws from torch's generators, and must draw the same again.
 
-    Raises RuntimeError in backward where x was written to since, or ``fn`` computes something else than it did.
+    Raises RuntimeError in backward if x was written to since, or ``fn`` computes something else than before.
     """
     if not autograd.splitting():
         return checkpoint(fn, x, *args, use_reentrant=False, preserve_rng_state=random)
@@ -39,7 +39,7 @@ def recomputed(fn: Callable[..., Any], x: torch.Tensor, *args: Any, random: bool
 
 
 class _Saved:
-    """What stands in for a tensor that a node of the region saved."""
+    """The placeholder of a tensor that a node of the region saved."""
 
     __slots__ = ("__weakref__", "region", "value")
 
@@ -55,12 +55,12 @@ class _Saved:
 
 
 class _Region:
-    """One run of ``fn``: how to run it again, and the nodes that wait for what they saved."""
+    """One run of ``fn``: how to run it again, and the nodes that need their saved tensors."""
 
     def __init__(self, fn: Callable[..., Any], x: torch.Tensor, args: tuple[Any, ...], random: bool) -> None:
         self.call: Any = fn, args
         self.x, self.needs_grad, self.version = x.detach(), x.requires_grad, x._version
-        self.saved: list[tuple[weakref.ref[_Saved], Any]] = []  # and what each looked like
+        self.saved: list[tuple[weakref.ref[_Saved], Any]] = []  # and the form of each tensor
         self.autocast = [_autocast_of(kind) for kind in {"cpu", x.device.type}]
         self.draws = (torch.get_rng_state(), *get_device_states(x)) if random else None
 
@@ -80,11 +80,11 @@ class _Region:
             if found == len(self.saved) or self.saved[found][1] != _looks(tensor):
                 raise RuntimeError(
                     f"a recomputed region saves {_looks(tensor)} where its forward saved something else: it has to "
-                    "compute the same whenever it runs"
+                    "compute the same in every run"
                 )
             saved = self.saved[found][0]()
             tensor = tensor.detach()
-            if saved is not None:  # else its node has gone
+            if saved is not None:  # otherwise its node was freed
                 saved.value = tensor
             found += 1
             if found == len(self.saved):
@@ -100,13 +100,13 @@ class _Region:
         if found < len(self.saved):
             raise RuntimeError(
                 f"a recomputed region saved {len(self.saved)} tensors in forward and {found} now: it has to compute "
-                "the same whenever it runs"
+                "the same in every run"
             )
-        self.call = self.draws = None  # it will not run a third time
+        self.call = self.draws = None  # it does not run a third time
 
     @contextlib.contextmanager
     def _redrawn(self) -> Iterator[None]:
-        """Within, torch's generators are where they were before forward."""
+        """Within the block torch's generators have their states from before forward."""
         if self.draws is None:
             yield
             return
@@ -119,7 +119,7 @@ class _Region:
 
 
 class _Done(Exception):
-    """Everything that was saved is there again: what forward did after that need not be."""
+    """All saved tensors exist again: the rest of forward need not run."""
 
 
 def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -127,7 +127,7 @@ def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _autocast_of(kind: str) -> Callable[[], Any]:
-    """What makes autocast of ``kind`` what it is now."""
+    """A function that makes a context with the current autocast of ``kind``."""
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     cached = torch.is_autocast_cache_enabled()
     return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached)

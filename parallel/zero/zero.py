@@ -1,4 +1,4 @@
-"""ZeRO and data parallelism on torch's FSDP2: who holds parameters, gradients and optimizer state.
+"""ZeRO and data parallelism on torch's FSDP2: shards parameters, gradients and optimizer state over ranks.
 
     zero   engine                                   this rank holds of dp ranks          payload of a step
     0      replicate                                everything                           2 Psi  (an all-reduce)
@@ -7,17 +7,18 @@
     3      fully_shard(reshard_after_forward=True)  1/dp of everything, and whole blocks 3 Psi
                                                     while they run
 
-(Rajbhandari et al., arXiv:1910.02054.) Psi is the size of the parameters; an all-reduce moves what a reduce-scatter and
-an all-gather move. Stages 1 and 2 are one: FSDP2 has no use for whole gradients after it has scattered their sum. With
-the dimension "dp_replicate" in the mesh, shards are spread over dp and repeated over dp_replicate (hybrid sharding):
-one more all-reduce, of the gradients' shards. Gradients are means over all data-parallel ranks.
+(Rajbhandari et al., arXiv:1910.02054.) Psi is the size of the parameters; an all-reduce moves as much as a
+reduce-scatter and an all-gather. Stages 1 and 2 are the same: FSDP2 does not keep whole gradients after it has
+scattered their sum. With the dimension "dp_replicate" in the mesh, shards are spread over dp and replicated over
+dp_replicate (hybrid sharding), which adds one all-reduce of the gradients' shards. Gradients are means over all
+data-parallel ranks.
 
-Parameters are sharded in groups, block by block, so that a block's gradients travel while the one before it is still
-in backward. They become DTensors over the data-parallel dimensions, in front of the tensor-parallel one; make the
-optimizer afterwards. Where one rank alone reads data, nothing is wrapped.
+Parameters are sharded in groups, block by block, so that a block's gradients travel during the previous block's
+backward. They become DTensors over the data-parallel dimensions, in front of the tensor-parallel one; create the
+optimizer afterwards. If only one rank reads data, nothing is wrapped.
 
-Over plain parameters (tp=1, or ``params="local"``) two other engines of torch's work as they are.
-DistributedDataParallel does what stage 0 does. ZeroRedundancyOptimizer beside it shards the optimizer state alone: it
+Over plain parameters (tp=1, or ``params="local"``) two other engines of torch's work without changes.
+DistributedDataParallel is equivalent to stage 0. ZeroRedundancyOptimizer beside it shards the optimizer state alone: it
 keeps DDP's all-reduce and broadcasts every parameter after a step, 3 Psi where stage 1 moves 2.
 """
 
@@ -39,7 +40,7 @@ from ..core.mesh import DATA_DIMS, check_dims, data_coordinate, data_group, degr
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-# What shard has wrapped, and for which stage.
+# The modules that shard() has wrapped, and their stages.
 _stages: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
@@ -54,19 +55,19 @@ def shard(
     splits_backward: bool = False,
     schedule: str | None = None,
 ) -> None:
-    """Have ``module``, a model or a pipeline stage, trained by all of ``mesh``'s data-parallel ranks; in place.
+    """Shard ``module``, a model or a pipeline stage, over all of ``mesh``'s data-parallel ranks; in place.
 
     Args:
         zero: 0 to 3, see above.
         offload: keep parameters, gradients and optimizer state in the host's memory; the optimizer runs there.
-        precision: "bf16" or "fp16": forward, backward and the gathering of parameters in that dtype; parameters that
-            the optimizer sees, and sums of gradients, stay as they are (fp32). With fp16 the loss has to be scaled.
-        blocks: what is gathered and reduced as one group each; whatever is in none makes another group. None: the
-            members of ``module``'s outermost nn.ModuleLists, or its children where it is an nn.Sequential.
-        splits_backward: the pipeline's ``schedule`` runs the gradients of inputs and weights apart.
+        precision: "bf16" or "fp16": the dtype of forward, backward and gathered parameters; the optimizer's parameters
+            and sums of gradients stay as they are (fp32). With fp16 the loss has to be scaled.
+        blocks: modules that are gathered and reduced as one group each; the rest makes another group. None: the
+            members of ``module``'s outermost nn.ModuleLists, or its children if it is an nn.Sequential.
+        splits_backward: the pipeline's ``schedule`` computes the gradients of inputs and weights separately.
 
-    Raises ValueError for what does not go together (:mod:`compatibility`), for a ``precision`` that is not known, for
-    ``offload`` or ``precision`` without data-parallel ranks to give them to, and for a module that is sharded already.
+    Raises ValueError for combinations that train incorrectly (:mod:`compatibility`), for an unknown ``precision``, for
+    ``offload`` or ``precision`` without data-parallel ranks, and for a module that is already sharded.
     """
     options = {"zero": zero, "offload": offload, "precision": precision}
     compatibility.check(module, mesh, splits_backward=splits_backward, schedule=schedule, **options)  # type: ignore[arg-type]
@@ -79,9 +80,9 @@ def shard(
             what, alone = (
                 ("offload=True", "init_mesh(alone=True) makes one of a single process")
                 if offload
-                else (f"precision={precision!r}", "a process alone may use torch.autocast")
+                else (f"precision={precision!r}", "a single process may use torch.autocast")
             )
-            raise ValueError(f"{what}: FSDP2 does this, which wants a mesh with a dimension 'dp'; {alone}")
+            raise ValueError(f"{what}: FSDP2 does this, which needs a mesh with a dimension 'dp'; {alone}")
         if zero and mesh is None and everyone().size > 1:
             raise ValueError(
                 f"zero={zero} without a mesh shards nothing over the {everyone().size} processes: pass init_mesh()"
@@ -94,9 +95,9 @@ def shard(
 
 
 def check_whole(module: nn.Module) -> None:
-    """ValueError for a module that FSDP2 has its hands on already."""
+    """ValueError for a module that FSDP2 has already wrapped."""
     if any(isinstance(each, FSDPModule) for each in module.modules()):
-        raise ValueError(f"this {type(module).__name__} is sharded already: shard it once, or build it anew")
+        raise ValueError(f"this {type(module).__name__} is already sharded: shard it once, or build it anew")
 
 
 def _spans_data(mesh: DeviceMesh | None) -> bool:
@@ -110,39 +111,39 @@ def _wrap(
     if precision is not None:
         how["mp_policy"] = MixedPrecisionPolicy(param_dtype=PRECISIONS[precision], reduce_dtype=torch.float32)
     if offload:
-        # Pinning wants an accelerator to copy to; without one there is nothing to gain.
+        # Pinning requires an accelerator to copy to; without one it gains nothing.
         how["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
     for part in [*blocks, module]:
         if zero == 0:
             replicate(part, mesh=data_group(mesh).mesh or mesh["dp"], **how)
         else:
-            # The root too: torch would keep it whole, but then stage 3 would move less than its formula, and hold more.
+            # The root, too: torch would keep it whole, but stage 3 would then move less than its formula and hold more.
             fully_shard(part, mesh=_shard_mesh(mesh), reshard_after_forward=zero == 3, **how)
         _stages[part] = zero
 
 
 def _shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """[dp], or [dp_replicate, dp] where shards are repeated."""
+    """[dp], or [dp_replicate, dp] if shards are replicated."""
     return mesh[DATA_DIMS] if degree(mesh, "dp_replicate") > 1 else mesh["dp"]
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
-    """The members of the outermost lists of modules that hold parameters."""
+    """The members of the outermost module lists that hold parameters."""
     if isinstance(module, nn.ModuleList | nn.Sequential):
         return [child for child in module if next(child.parameters(), None) is not None]
     found: list[nn.Module] = []
     for child in module.children():
-        if not isinstance(child, nn.Sequential):  # inside a model often one layer, not a list of blocks
+        if not isinstance(child, nn.Sequential):  # inside a model it is often one layer, not a list of blocks
             found += _blocks(child)
     return found
 
 
 def accumulate(module: nn.Module, last: bool) -> None:
-    """Say before a micro-batch's backward, or its forward under DDP, whether it is the step's ``last``.
+    """Declare, before a micro-batch's backward (under DDP its forward), whether it is the step's ``last``.
 
-    Gradients are added up on every rank and travel with the last alone. Stages 1 and 2 also keep their parameters whole
-    until then, which are gathered once for all micro-batches; stage 3 gathers them for each, to keep its promise.
-    Pipelines do this by themselves. A module that :func:`shard` left alone stays as it is.
+    Every rank accumulates gradients, which travel with the last micro-batch alone. Stages 1 and 2 also keep their
+    parameters whole until then, gathered once for all micro-batches; stage 3 gathers them for each, to limit memory.
+    Pipelines do this by themselves. A module that :func:`shard` did not wrap is not changed.
     """
     for each in module.modules():
         if isinstance(each, FSDPModule):
@@ -154,7 +155,7 @@ def accumulate(module: nn.Module, last: bool) -> None:
 
 
 def settle(module: nn.Module) -> None:
-    """After a forward without backward: give up whole parameters, which FSDP2 keeps for a backward at stages 0 to 2.
+    """After a forward without backward: free whole parameters, which FSDP2 keeps for a backward at stages 0 to 2.
 
     Until then ``module.parameters()`` are the gathered ones, which no optimizer and no norm should see.
     """
@@ -164,7 +165,7 @@ def settle(module: nn.Module) -> None:
 
 
 def _param_groups(module: FSDPModule) -> list[Any]:
-    """The groups in which FSDP2 gathers the parameters of ``module`` itself: torch 2.11 has one at most."""
+    """The groups in which FSDP2 gathers the parameters of ``module`` itself: at most one in torch 2.11."""
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
@@ -172,9 +173,7 @@ def _param_groups(module: FSDPModule) -> list[Any]:
 
 
 def abandon(module: nn.Module) -> None:
-    """After a step that failed: drop the gradients of its first micro-batches, which FSDP2 keeps where no
-    ``zero_grad`` comes by.
-    """
+    """After a failed step: drop the gradients of its first micro-batches, which FSDP2 keeps beyond ``zero_grad``."""
     for each in module.modules():
         if not isinstance(each, FSDPModule):
             continue

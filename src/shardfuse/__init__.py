@@ -1,7 +1,7 @@
 """Fused, sharded transformer layers in Triton: the public names.
 
-Each name is imported from its floor when it is first used, so that ``import shardfuse`` and ``shardfuse --help``
-cost nothing and need neither Triton nor a GPU nor any optional package.
+Each name is imported from its floor at its first use, so that ``import shardfuse`` and ``shardfuse --help`` are fast
+and need neither Triton nor a GPU nor any optional package.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if (Path(__file__).parent / "kernels").is_symlink():  # a checkout: tracebacks are to name the files, not the links
+if (Path(__file__).parent / "kernels").is_symlink():  # in a checkout tracebacks should name the files, not the links
     __path__.insert(0, str((Path(__file__).parent / "kernels").resolve().parent))
 
 try:
@@ -134,10 +134,10 @@ __all__ = [
 
 __version__: str
 
-# Hooks run in reverse order, so those that end process groups, which are registered later, come before it.
+# Hooks run in reverse order, so those that destroy process groups, which are registered later, run before this one.
 atexit.register(gloo_threads.settle)
 
-# Where each public name lives. tests/face/test_import.py holds this, __all__ and the imports above together.
+# The module of each public name. tests/face/test_import.py compares this, __all__ and the imports above.
 _HOMES = {
     "Audit": "parallel.audit.audit",
     "Checkpointer": "parallel.checkpoint.manager",
@@ -216,7 +216,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value  # the next look-up does not come here
+    globals()[name] = value  # later look-ups do not reach this function
     return value
 
 
@@ -226,7 +226,7 @@ def _version() -> str:
     try:
         return metadata.version(__name__)
     except metadata.PackageNotFoundError:
-        return "0.0.0+not.installed"  # run from the tree
+        return "0.0.0+not.installed"  # runs from the source tree
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,7 @@
 """The command line: ``shardfuse demo | train | audit | schedule | env | inspect | bench``.
 
-Only parsing and reporting of errors; each command's work lives near its floor and is imported when the command runs,
-so that ``shardfuse --help`` answers at once.
+It only parses arguments and reports errors; each command's work is near its floor and is imported when the command
+runs, so that ``shardfuse --help`` is fast.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ app = typer.Typer(
 bench_app = typer.Typer(help="Benchmarks: correctness first, then timing against peers.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
-# Failures that a message explains; anything else is a defect and keeps its traceback.
+# Errors that carry an explanation; anything else is a defect and keeps its traceback.
 _EXPLAINED = (ValueError, RuntimeError, OSError, ImportError)
 
 
 def main() -> None:
-    """The console script. An explained failure is one line on standard error and exit code 1."""
+    """The console script. An explained error is one line on standard error and exit code 1."""
     try:
         app(prog_name="shardfuse")
     except KeyboardInterrupt:
@@ -57,7 +57,7 @@ def _set_debug(wanted: bool) -> None:
         os.environ["SHARDFUSE_DEBUG"] = "1"  # worker processes inherit it
 
 
-# It works by its callback; the commands take it so that it may stand anywhere on the line, and never read it.
+# Its callback does the work; the commands take the option, and ignore it, so that it may stand anywhere on the line.
 Debug = Annotated[
     bool, typer.Option("--debug", callback=_set_debug, help="Show tracebacks, as SHARDFUSE_DEBUG=1 does.")
 ]
@@ -133,7 +133,7 @@ def train(
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
     zero: Annotated[int | None, typer.Option(help="ZeRO stage, 0 to 3.")] = None,
     schedule: Annotated[str | None, typer.Option(help="Pipeline schedule, such as 1f1b or zbv.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Parts that a batch goes through the model in.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Micro-batches of a batch.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, or bf16 or fp16 products over fp32 parameters.")] = None,
     recompute: Annotated[
         bool | None, typer.Option("--recompute/--no-recompute", help="Keep only each block's input for backward.")
@@ -141,25 +141,23 @@ def train(
     offload: Annotated[
         bool | None, typer.Option("--offload/--no-offload", help="Parameters and optimizer state in host memory.")
     ] = None,
-    overlap: Annotated[str | None, typer.Option(help="How collectives travel under products; see README.")] = None,
+    overlap: Annotated[str | None, typer.Option(help="How collectives overlap with products; see README.")] = None,
     sequence_parallel: Annotated[
-        bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel", help="Shard what lies between layers.")
+        bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel", help="Shard tensors between layers.")
     ] = None,
     assignments: Annotated[
         list[str] | None, typer.Option("--set", metavar="SETTING=VALUE", help="Any other setting; may be repeated.")
     ] = None,
     processes: Annotated[
-        int | None, typer.Option(help="Processes to start. Default: what the degrees make up.")
+        int | None, typer.Option(help="Processes to start. Default: the product of the degrees.")
     ] = None,
     port: Annotated[int | None, typer.Option(help="Port where the processes meet. Default: any free one.")] = None,
-    restarts: Annotated[int, typer.Option(help="Times to start again after a process was killed.")] = 3,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in the folder, if there is one.")
-    ] = False,
+    restarts: Annotated[int, typer.Option(help="Restarts after a process was killed.")] = 3,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the folder, if there is one.")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Train a transformer, spread over processes in any way; flags win over the file."""
+    """Train a transformer over processes in any layout; flags override the file."""
     from .commands.train import FLAGS, TrainOptions, run_train
 
     flags = {name: context.params[name] for name in FLAGS if context.params[name] is not None}
@@ -178,16 +176,16 @@ def audit(
     zero: Annotated[int, typer.Option(help="ZeRO stage, 0 to 3.")] = 0,
     schedule: Annotated[str | None, typer.Option(help="Pipeline schedule, such as 1f1b or zbv.")] = None,
     microbatches: Annotated[
-        int | None, typer.Option(help="Parts that a batch goes through the model in. Default: what the schedule likes.")
+        int | None, typer.Option(help="Micro-batches of a batch. Default: the schedule's own number.")
     ] = None,
     style: Annotated[str, typer.Option(help="gelu or gated.")] = "gated",
     sequence_parallel: Annotated[
-        bool, typer.Option("--sequence-parallel", help="Shard what lies between layers.")
+        bool, typer.Option("--sequence-parallel", help="Shard tensors between layers.")
     ] = False,
     recompute: Annotated[bool, typer.Option("--recompute", help="Keep only each block's input for backward.")] = False,
     precision: Annotated[str | None, typer.Option(help="bf16 or fp16 over fp32 parameters. Default: fp32.")] = None,
     overlap: Annotated[
-        str | None, typer.Option(help="auto, kernel, chunked or none: how collectives travel under products.")
+        str | None, typer.Option(help="auto, kernel, chunked or none: how collectives overlap with products.")
     ] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Parameters and gradients in the host's memory.")] = False,
     tie_embeddings: Annotated[
@@ -196,7 +194,7 @@ def audit(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Count what a small model's training step sends and hold it against the closed form. Exit code 1: it differs."""
+    """Count what a small model's training step sends and compare it with the closed form. Exit code 1: it differs."""
     from .commands.audit import Options
     from .commands.audit import audit as run_audit
 
@@ -222,16 +220,16 @@ def schedule(
     stages: Annotated[int, typer.Option(help="Pipeline ranks; some schedules put two stages on each.")] = 4,
     microbatches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 8,
     forward_cost: Annotated[
-        float | None, typer.Option(help="Of a micro-batch in one stage, in any unit. Default of each: 1.")
+        float | None, typer.Option(help="Of a micro-batch in one stage, in any unit. Default of each cost: 1.")
     ] = None,
     backward_cost: Annotated[float | None, typer.Option(help="Of the gradient of a stage's input.")] = None,
     weight_cost: Annotated[float | None, typer.Option(help="Of the gradients of a stage's weights.")] = None,
     held: Annotated[
-        float | None, typer.Option(help="What stays between the two, as a share of what forward keeps. Default: 1.")
+        float | None, typer.Option(help="Memory kept between the two, as a share of what forward keeps. Default: 1.")
     ] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Backward runs forward again first.")] = False,
     model: Annotated[
-        str | None, typer.Option(help="Costs modelled for a block of a model, such as llama3-8b, in us.")
+        str | None, typer.Option(help="Model the costs of a block of a model, such as llama3-8b, in us.")
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="With --model: tokens of a micro-batch. Default: 8192.")] = None,
     length: Annotated[int | None, typer.Option(help="With --model: tokens of a sequence. Default: 8192.")] = None,
@@ -240,18 +238,18 @@ def schedule(
     measure: Annotated[
         Path | None,
         typer.Option(
-            help="Costs measured here of the run that this TOML file of shardfuse train describes, in ms. What dp the "
-            "file leaves open counts as 1."
+            help="Measure the costs here, in ms, for the run that this TOML file of shardfuse train describes. A dp "
+            "that the file leaves open counts as 1."
         ),
     ] = None,
     assignments: Annotated[
-        list[str] | None, typer.Option("--set", metavar="SETTING=VALUE", help="With --measure: over the file's value.")
+        list[str] | None, typer.Option("--set", metavar="SETTING=VALUE", help="With --measure: overrides the file.")
     ] = None,
     draw: Annotated[Path | None, typer.Option(help="Write the timeline to this picture (.png, .svg, .pdf).")] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show what a pipeline schedule does when, its idle share and its peak of activations."""
+    """Show the timeline of a pipeline schedule, its idle share and its peak of activations."""
     from .commands.schedule import schedule as show_schedule
     from .commands.schedule_costs import price
 
@@ -273,7 +271,7 @@ def schedule(
 
 @app.command()
 def env(json: Json = False, debug: Debug = False) -> None:
-    """Print versions, devices and choices: a report to paste into a bug report."""
+    """Print versions, devices and choices, for a bug report."""
     from .commands.env import show
 
     show(json=json)
@@ -305,11 +303,13 @@ def bench_list(debug: Debug = False) -> None:
 def bench_run(
     name: Annotated[str, typer.Argument(help="A benchmark; see `shardfuse bench list`.")],
     json: Json = False,
-    short: Annotated[bool, typer.Option("--short", help="Only the cases that count most.")] = False,
+    short: Annotated[bool, typer.Option("--short", help="Only the most important cases.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the full record to this file, row by row.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with what the --out file holds.")] = False,
-    dry: Annotated[bool, typer.Option("--dry", help="Tiny shapes, single calls: the path, no measurement.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the rows in the --out file.")] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="Tiny shapes, single calls: test the path, measure nothing.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Run one benchmark. Exit code 1 if its correctness check fails: then nothing is timed."""
@@ -336,14 +336,14 @@ def bench_report(
 def bench_tune(
     op: Annotated[str | None, typer.Argument(help="An op, such as linear_act; default: all that launch GEMMs.")] = None,
     cases: Annotated[
-        list[str] | None, typer.Option(help="A case or a tag; may be repeated. Default: the dozen that count most.")
+        list[str] | None, typer.Option(help="A case or a tag; may be repeated. Default: the dozen most important.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The table; an earlier call's is gone on with. Default: here, by chip.")
+        Path | None, typer.Option(help="The table; an earlier call's is resumed. Default: here, by chip.")
     ] = None,
     budget: Annotated[float | None, typer.Option(help="Seconds; default: an hour.")] = None,
     top: Annotated[int | None, typer.Option(help="Candidates to time for each launch; default: 12.")] = None,
-    dry: Annotated[bool, typer.Option("--dry", help="The same path on a CPU, tiny shapes, no measurement.")] = False,
+    dry: Annotated[bool, typer.Option("--dry", help="The same on a CPU, with tiny shapes, no measurement.")] = False,
     debug: Debug = False,
 ) -> None:
     """Measure kernel configurations on this GPU and write them to a table that SHARDFUSE_TUNED names."""
@@ -356,13 +356,15 @@ def bench_tune(
 
 @bench_app.command("calibrate")
 def bench_calibrate(
-    ranks: Annotated[int, typer.Option(help="Processes to start; under torchrun its own take part.")] = 2,
+    ranks: Annotated[int, typer.Option(help="Processes to start; under torchrun it uses torchrun's.")] = 2,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The profile; an earlier call's is gone on with. Default: here, by chip.")
+        Path | None, typer.Option(help="The profile; an earlier call's is resumed. Default: here, by chip.")
     ] = None,
     short: Annotated[bool, typer.Option("--short", help="Fewer shapes, less time for each.")] = False,
-    dry: Annotated[bool, typer.Option("--dry", help="Tiny shapes, single calls: the path, no measurement.")] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="Tiny shapes, single calls: test the path, measure nothing.")
+    ] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:

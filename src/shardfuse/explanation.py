@@ -1,4 +1,4 @@
-"""What a model will run, and why: one table, before anything runs."""
+"""``explain``: a table of what a model will run, and why, before anything runs."""
 
 from __future__ import annotations
 
@@ -26,32 +26,30 @@ from .parallel.overlap.plan import OverlapPlan
 
 @dataclass(frozen=True)
 class Row:
-    """One op of one module, or of several layers that differ in nothing but their number."""
+    """One op of one module, or of several layers that differ only in their number."""
 
     path: str  # "model.layers.*.mlp.c_fc": the star stands for a layer's number
     kind: str  # the module's class
     op: str
-    runs: str  # "triton", "reference", or "refused" where the implementation asked for cannot run
+    runs: str  # "triton", "reference", or "refused" if the requested implementation cannot run
     why: str
     layout: str  # "weight [1024/2, 256], bias [1024/2]"
     parameters: int  # on this rank, in one layer
     layers: int = 1
-    collectives: tuple[CollectiveInfo, ...] = ()  # each with how it overlaps the product beside it
-    shared_by: tuple[str, ...] = ()  # the layers beside this one that share them: "k_proj", "v_proj"
+    collectives: tuple[CollectiveInfo, ...] = ()  # and how they overlap with products
+    shared_by: tuple[str, ...] = ()  # other layers that share these: "k_proj", "v_proj"
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """:func:`explain`'s answer: print it, or go through ``rows``."""
+    """The answer of :func:`explain`: print it, or read its ``rows``."""
 
     device: torch.device
     ranks: int
     parameters: int  # of the whole model
     parameters_per_rank: int
     rows: tuple[Row, ...]
-    memory: str = (
-        ""  # a table of what its exchanges take of symmetric memory, for an input and where ranks could use it
-    )
+    memory: str = ""  # a table of its symmetric memory, for an input if ranks could use such memory
 
     def __rich__(self) -> Group:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -71,7 +69,7 @@ class Explanation:
         return Group(head, table, *across, *([escape(self.memory)] if self.memory else []))
 
     def _across(self) -> Table:
-        """The collectives of every row."""
+        """The table of collectives."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         for name in ("module", "in", "across ranks", "path", "exposed us", "why"):
             table.add_column(name, no_wrap=name in ("module", "path"), justify="right" if "us" in name else "left")
@@ -88,12 +86,12 @@ class Explanation:
 
 
 def explain(model: nn.Module, x: torch.Tensor | torch.device | str | None = None) -> Explanation:
-    """Say per module of ``model`` which implementation runs and why, how it is sharded, and what a rank holds.
+    """Tell for each module of ``model`` which implementation runs and why, how it is sharded, and what a rank holds.
 
-    ``x`` is an input or a device; None asks for where the parameters are. Nothing is run, and no other rank is asked.
-    How collectives meet the products beside them depends on the number of tokens, as does the symmetric memory that
-    takes: an input has it. Under autocast ask under autocast: it decides on the dtype. A collective that several layers
-    share is listed at the first. Modules that are not this package's are listed where they own parameters.
+    ``x`` is an input or a device; None: the device of the parameters. It runs nothing and asks no other rank. The
+    overlap of collectives with products, and the symmetric memory for it, depend on the number of tokens: pass an input
+    to see them. For a model under autocast call it under autocast, which decides the dtype. A collective that several
+    layers share is listed at the first. Other packages' modules are listed if they own parameters.
     """
     device, tokens = _device(model, x), _tokens(model, x)
     rows: dict[Row, Row] = {}
@@ -120,13 +118,13 @@ def _device(model: nn.Module, x: torch.Tensor | torch.device | str | None) -> to
 
 
 def _tokens(model: nn.Module, x: Any) -> int | None:
-    """How many tokens ``x`` is of, those of all ranks together: ids [B, S] or [T], or activations [..., D]."""
+    """The number of tokens of ``x`` on all ranks together: ids [B, S] or [T], or activations [..., D]."""
     if not isinstance(x, torch.Tensor):
         return None
     if not x.is_floating_point():
         return x.numel()
     tokens = x.shape[:-1].numel()
-    # All layers but the row-parallel one take this rank's share of a sequence that is split.
+    # With sequence parallelism all layers but the row-parallel one take this rank's share of the tokens.
     split = getattr(model, "sequence_parallel", False) and not isinstance(model, RowParallelLinear)
     group: Any = getattr(model, "group", None)
     return tokens * group.size if split else tokens
@@ -142,7 +140,7 @@ def _rows(model: nn.Module, device: torch.device, tokens: int | None) -> Iterato
             continue
         fused_group = fused_groups.get(module)
         for position, (op, runs, why) in enumerate(ops or [("", "torch", "not a layer of this package")]):
-            first = position == 0  # parameters are told once, beside the first op
+            first = position == 0  # the first op's row lists the parameters
             collectives = _collectives(module, device, tokens, taken.get(module), fused_group) if first else ()
             others = fused_group.layers[1:] if fused_group and collectives else ()
             yield Row(
@@ -165,12 +163,12 @@ def _ops(module: nn.Module, device: torch.device) -> list[tuple[str, str, str]]:
         return []
     try:
         return [(op, choice.impl, choice.reason) for op, choice in runs(device)]
-    except (RuntimeError, ValueError) as error:  # impl="triton" where it cannot run: forward will say the same
+    except (RuntimeError, ValueError) as error:  # impl="triton" where it cannot run: forward will raise the same
         return [("", "refused", str(error))]
 
 
 def _taken(model: nn.Module) -> dict[nn.Module, RowParallelLinear]:
-    """By norm the layer whose sum over the ranks it may take."""
+    """By norm the layer whose all-reduce may be deferred to it."""
     found: dict[nn.Module, RowParallelLinear] = {}
     for module in model.modules():
         deferred_sums: Any = getattr(module, "deferred_sums", None)
@@ -197,18 +195,18 @@ def _collectives(
 ) -> tuple[CollectiveInfo, ...]:
     if not isinstance(module, ShardedModule) or module.group.size == 1:
         return ()
-    if fused_group is not None and module is not fused_group.layers[0]:  # the first one tells
+    if fused_group is not None and module is not fused_group.layers[0]:  # the first one lists it
         return ()
     try:
         path = None if takes is None else block.preview_deferred(takes, module, device, tokens)
         late = [] if path is None else [CollectiveInfo("decoding", partial_sum.OP, path)]
         return (*module.collectives(device, tokens, fused_group), *late)
-    except (RuntimeError, ValueError) as error:  # forward will say the same
+    except (RuntimeError, ValueError) as error:  # forward will raise the same
         return (CollectiveInfo("", "", OverlapPlan("refused", reason=str(error))),)
 
 
 def _told(collective: CollectiveInfo) -> tuple[str, ...]:
-    """When, what, how, the microseconds of it that nothing hides, and why so."""
+    """When, which op, how, its exposed microseconds, and the reason."""
     if collective.path is None:
         return collective.when, collective.op, "per call", "", "it depends on the number of tokens: pass an input"
     kind, pieces, reason, exposed_s = collective.path

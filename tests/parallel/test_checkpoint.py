@@ -261,10 +261,10 @@ def test_a_live_writers_folder_is_left_alone(tmp_path: Path) -> None:
 def test_other_peoples_files_are_never_deleted(tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.txt").write_text("")
-    with pytest.raises(ValueError, match=r"home: this folder holds 'thesis.txt', which no checkpoint does"):
+    with pytest.raises(ValueError, match=r"home: this folder holds 'thesis.txt', which is not part of a checkpoint"):
         save_checkpoint(tmp_path / "home", Net())
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"file: a file is in the way"):
+    with pytest.raises(ValueError, match=r"file: a file of that name exists"):
         save_checkpoint(tmp_path / "file", Net())
     assert _names(tmp_path) == ["file", "home"]
     assert _names(tmp_path / "home") == ["thesis.txt"]

@@ -59,7 +59,7 @@ def test_a_manifest_that_is_not_one_is_refused(saved: Path, name: str) -> None:
 def test_a_file_that_the_manifest_does_not_list_is_not_read(saved: Path) -> None:
     _rewrite(saved, lambda manifest: manifest["files"].pop("__0_0.distcp"))
     with pytest.raises(
-        ValueError, match=r"\.metadata: it points to '__0_0.distcp', which is no file of the checkpoint"
+        ValueError, match=r"\.metadata: it points to '__0_0.distcp', which is not a file of the checkpoint"
     ):
         load_checkpoint(saved, nn.Linear(2, 2))
 
@@ -69,14 +69,14 @@ def test_a_link_is_not_followed(saved: Path, name: str) -> None:
     """Here to the file itself, elsewhere: its checksum would be right."""
     (saved / name).rename(saved.parent / name)
     (saved / name).symlink_to(saved.parent / name)
-    with pytest.raises(ValueError, match=f"{name}: a link, or no file"):
+    with pytest.raises(ValueError, match=f"{name}: a link, or not a file"):
         load_checkpoint(saved, nn.Linear(2, 2))
 
 
 def test_a_pipe_is_not_waited_for(saved: Path) -> None:
     (saved / "__0_0.distcp").unlink()
     os.mkfifo(saved / "__0_0.distcp")
-    with pytest.raises(ValueError, match="a link, or no file"):
+    with pytest.raises(ValueError, match="a link, or not a file"):
         load_checkpoint(saved, nn.Linear(2, 2))
 
 

@@ -194,7 +194,7 @@ def test_loading_reads_no_file_outside(saved: Path) -> None:
         where.relative_path = "../elsewhere"
     (saved / ".metadata").write_bytes(pickle.dumps(index))
     _sign(saved)
-    assert "'../elsewhere', which is no file of the checkpoint" in _refused(saved)
+    assert "'../elsewhere', which is not a file of the checkpoint" in _refused(saved)
 
 
 def _load_damaged(rank: int, world: int, path: Path) -> str:

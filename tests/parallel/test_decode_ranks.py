@@ -296,7 +296,7 @@ def test_memory_grows_between_steps_but_not_under_a_graph(ranks: Any):
     for moved, same, error in ranks(2, _growth_body):
         assert moved
         assert same
-        assert "captured graphs may hold its addresses; ask for all channels, at their full size, before" in error
+        assert "captured graphs may hold its addresses; request all channels at their full size before" in error
 
 
 def _reserve_body(rank: int, world: int) -> tuple[str, str, str, bool, list[str]]:

@@ -173,7 +173,7 @@ def _meshes(rank: int, world: int) -> list[str]:
 @pytest.mark.ranks
 def test_a_group_from_any_mesh(ranks: Any) -> None:
     assert ranks(4, _meshes)[0] == [
-        "mesh: its dimensions ('a', 'b') hold no 'tp', so which ranks share a tensor is open; "
+        "mesh: its dimensions ('a', 'b') hold no 'tp', so the ranks that share a tensor are unknown; "
         "pass a one-dimensional sub-mesh (mesh['b'])",
         "mesh: it has 2 dimensions without names; pass a one-dimensional mesh, or name one 'tp'",
         "mesh: expected a DeviceMesh, ProcessGroup, Group or None, not int",
@@ -229,4 +229,4 @@ def test_a_port_in_use_is_said() -> None:
             timeout=300,
         )
     assert result.returncode == 1
-    assert f"RuntimeError: init_mesh: the 2 processes could not meet at 127.0.0.1:{port}" in result.stderr
+    assert f"RuntimeError: init_mesh: the 2 processes could not connect at 127.0.0.1:{port}" in result.stderr

@@ -67,7 +67,7 @@ def _meshes_body(rank: int, world: int) -> list[str]:
 def test_meshes_over_which_ranks_would_train_apart_are_refused(ranks: Any):
     for said in ranks(2, _meshes_body):
         assert said == [
-            "the mesh's dimensions [2] have no names, so what is spread over them is open: make it by init_mesh(), or "
+            "the mesh's dimensions [2] have no names, so their meaning is unknown: make it by init_mesh(), or "
             "name them (mesh_dim_names) 'dp_replicate', 'dp', 'pp' and 'tp'",
             *(
                 f"the mesh has a dimension {name!r} of 2 ranks, over which nothing would be spread: expected "
@@ -76,7 +76,7 @@ def test_meshes_over_which_ranks_would_train_apart_are_refused(ranks: Any):
                 for name in ("data", "stage", "data")
             ),
             "zero=1 without a mesh shards nothing over the 2 processes: pass init_mesh()",
-            "this FSDPParallelTransformer is sharded already: shard it once, or build it anew",
+            "this FSDPParallelTransformer is already sharded: shard it once, or build it anew",
             "the mesh has a dimension 'dp_replicate', which repeats the shards of 'dp', and no 'dp': name it 'dp'",
             "the model was built for 1 tensor-parallel rank(s) and the mesh has tp=2: build it with mesh=mesh",
         ]
@@ -87,7 +87,7 @@ def test_variables_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, m
     for name, value in {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv(missing)
-    with pytest.raises(ValueError, match=f"WORLD_SIZE=2 and no {missing}: start the processes with torchrun"):
+    with pytest.raises(ValueError, match=f"WORLD_SIZE=2 but no {missing}: start the processes with torchrun"):
         init_mesh(device_type="cpu")
 
 
@@ -162,7 +162,7 @@ def _bad_batches_body(rank: int, world: int) -> list[str]:
 
 def test_batches_that_cannot_be_taken_are_refused_on_every_rank(ranks: Any):
     good, bad = ranks(2, _bad_batches_body)
-    others = "1 of 2 ranks that read data refused their batch, and say why"
+    others = "1 of 2 ranks that read data refused their batch; their errors say why"
     in_a_row = "in a row: expected tokens and targets; positions go by name"
     assert good[:3] == [others] * 3
     assert bad[:3] == [

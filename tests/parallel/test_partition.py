@@ -81,7 +81,7 @@ def _block(config: TransformerConfig, length: int) -> float:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: balanced([1.0] * 3, 4), "a model of 3 parts makes no 4 pipeline stages"),
+        (lambda: balanced([1.0] * 3, 4), "a model of 3 parts cannot be cut into 4 pipeline stages"),
         (lambda: balanced([1.0, -1.0], 2), "expected numbers of at least 0"),
         (lambda: balanced([1.0, float("nan")], 2), "expected numbers of at least 0"),
         (lambda: balanced([1.0] * 8, 6, ranks=4), "6 stages over 4 pipeline ranks"),

@@ -268,9 +268,9 @@ def test_what_cannot_run_is_refused_on_every_rank(ranks: Any):
     expected = [
         "schedule='2f2b': expected one of naive, gpipe",
         "costs: 2 for a model of 6 parts",
-        "wants at least 2 micro-batches, not 1: raise microbatches, or take schedule='gpipe'",
-        "goes in 2 rounds, and 5 micro-batches do not divide by that: take 4 or 6",
-        "wants at least 4 micro-batches, not 3",
+        "needs at least 2 micro-batches, not 1: raise microbatches, or use schedule='gpipe'",
+        "runs in 2 rounds, and 5 micro-batches do not divide by that: use 4 or 6",
+        "needs at least 4 micro-batches, not 3",
         "microbatches=0: expected at least 1",
         "but schedule='zbv' gives pipeline rank",
         "schedule='zbv' splits backward, and a module of a stage is compiled",
@@ -360,7 +360,7 @@ def test_when_a_rank_dies_the_others_say_so(tmp_path: Path):
     assert started[1].returncode == 9
     assert started[0].returncode == 1
     assert "pipeline rank 0 of 2, schedule='interleaved_1f1b': a step ended early" in errors[0]
-    assert "another rank failed first, and says why" in errors[0]
+    assert "another rank failed first: see its error" in errors[0]
 
 
 def test_a_model_too_small_for_its_stages_is_refused(ranks: Any):
@@ -368,8 +368,8 @@ def test_a_model_too_small_for_its_stages_is_refused(ranks: Any):
         return layers + 2 >= 4 * SCHEDULES[schedule].stages_per_rank
 
     assert [ranks(4, _deep_body, name, 5) for name in ("1f1b", "zbv")] == [
-        [fits("1f1b", 5) or "a model of 7 parts makes no 4 pipeline stages"] * 4,
-        [fits("zbv", 5) or "a model of 7 parts makes no 8 pipeline stages"] * 4,
+        [fits("1f1b", 5) or "a model of 7 parts cannot be cut into 4 pipeline stages"] * 4,
+        [fits("zbv", 5) or "a model of 7 parts cannot be cut into 8 pipeline stages"] * 4,
     ]
 
 

@@ -151,7 +151,7 @@ def test_what_computes_something_else_again_is_refused():
     x = torch.randn(T, D, requires_grad=True)
     with autograd.split_backward():
         y = recomputed(fickle, x, random=False)
-        with pytest.raises(RuntimeError, match="has to compute the same whenever it runs"):
+        with pytest.raises(RuntimeError, match="has to compute the same in every run"):
             y.sum().backward()
         other = x.detach().clone()
         y = recomputed(lambda a: (a * weight).sin(), other, random=False)

@@ -58,7 +58,7 @@ def test_whoever_comes_first_does_not_follow_a_dead_rank_0(
 def test_a_rank_0_that_does_not_come_is_waited_for_so_long(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(rendezvous, "PATIENCE", timedelta(milliseconds=50))
     server.set(LEADER, "shardfuse/old")
-    with pytest.raises(dist.DistStoreError, match="rank 0 of 2 did not come within"):
+    with pytest.raises(dist.DistStoreError, match="rank 0 of 2 did not connect within"):
         _meet(server, 1, 2, timedelta(seconds=0.3))
     with pytest.raises(dist.DistStoreError):
         _meet(server, 0, 2, timedelta(seconds=0.3))

@@ -253,7 +253,7 @@ def test_memory_that_one_rank_cannot_have_is_refused_on_all(ranks: Any, name: st
     paths = []
     for why, error in answers:
         for said in (why, error):
-            assert said.startswith("symmetric memory cannot be had: rank 1: /proc/")
+            assert said.startswith("symmetric memory is unavailable: rank 1: /proc/")
             assert UNREACHABLE[name][2] in said
         paths.append(why)
     assert paths[0] == paths[1]
@@ -270,7 +270,7 @@ def _no_room_body(rank: int, world: int) -> str:
 
 def test_memory_that_is_short_is_an_error_at_once(ranks: Any):
     errors = ranks(2, _no_room_body)
-    assert errors == ["symmetric memory cannot be had: rank 0: [Errno 28] No space left on device"] * 2
+    assert errors == ["symmetric memory is unavailable: rank 0: [Errno 28] No space left on device"] * 2
 
 
 # --- torch's own ------------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ def test_gpus_without_a_link_are_told_by_torchs_own_words(monkeypatch: pytest.Mo
     def rendezvous(local: torch.Tensor, pg: Any) -> Any:
         raise RuntimeError("no peer access between devices 0 and 1")
 
-    with pytest.raises(MemoryUnavailable, match="cannot be had: rank 0: no peer access between devices 0 and 1"):
+    with pytest.raises(MemoryUnavailable, match="is unavailable: rank 0: no peer access between devices 0 and 1"):
         _torch_body(monkeypatch, rendezvous).allocate(512)
 
 
@@ -349,7 +349,7 @@ def test_misuse_of_a_channel_says_what_to_do():
 
 def test_misuse_of_an_pool_says_what_to_do():
     for wrong, message in (
-        (lambda: SymmetricMemoryPool.of(SINGLE, device="cpu"), "a group of one rank has nobody to exchange with"),
+        (lambda: SymmetricMemoryPool.of(SINGLE, device="cpu"), "a group of one rank has no peer to exchange with"),
         (lambda: SymmetricMemoryPool.virtual(0, 1), "world=0: expected at least 1"),
         (lambda: SymmetricMemoryPool.virtual(2, 1 << 16, "meta"), "device=meta: expected a CPU or a GPU"),
         (

@@ -181,8 +181,8 @@ def test_each_stage_has_its_own_costs():
     ("arguments", "says"),
     [
         (("zbx", 4, 8), "schedule='zbx': expected one of naive, gpipe"),
-        (("dualpipev", 4, 7), "wants at least 8 micro-batches, not 7"),
-        (("1f1b", 4, 3), "wants at least 4 micro-batches"),
+        (("dualpipev", 4, 7), "needs at least 8 micro-batches, not 7"),
+        (("1f1b", 4, 3), "needs at least 4 micro-batches"),
         (("interleaved_1f1b", 4, 9), "do not divide"),
         (("gpipe", 0, 8), "ranks=0: expected at least 1"),
         (("zbv", 2, 8, [Costs()] * 2), "costs: 2 were given, and zbv over 2 ranks has 4 stages"),
@@ -195,7 +195,7 @@ def test_what_cannot_be_is_refused(arguments: Any, says: str):
 
 
 def test_costs_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match=r"weight=-1: expected a cost from 0 on"):
+    with pytest.raises(ValueError, match=r"weight=-1: expected a cost of at least 0"):
         Costs(weight=-1)
     with pytest.raises(ValueError, match="one of them has to take time"):
         Costs(0, 0, 0)
@@ -213,7 +213,7 @@ def test_modelled_costs():
         ({"model": "llama9"}, "model='llama9'"),
         ({"arch": "sm_1"}, "target='sm_1'"),
         ({"tp": 3}, "do not divide"),
-        ({"tokens": 100}, "no whole number of sequences"),
+        ({"tokens": 100}, "not a whole number of sequences"),
     ]:
         with pytest.raises(ValueError, match=says):
             stage_costs.modelled(**{"model": "llama3-8b", "tokens": 8192, "length": 1024, **arguments})
@@ -293,9 +293,9 @@ def test_the_command_takes_modelled_costs():
     assert json.loads(result.stdout.splitlines()[-1])["end"] == simulate("gpipe", 4, 4, costs).end
     with pytest.raises(ValueError, match="leave out --forward-cost, or --model"):
         price("gpipe", 4, 4, given={"forward": 1.0, "held": 1.0}, model="llama3-8b")
-    with pytest.raises(ValueError, match="--tp is said of a --model"):
+    with pytest.raises(ValueError, match="--tp needs a --model"):
         price("gpipe", 4, 4, given={}, shape={"tp": 2})
-    with pytest.raises(ValueError, match=r"--set data\.seq=8 is said of a file to --measure"):
+    with pytest.raises(ValueError, match=r"--set data\.seq=8 needs a file to --measure"):
         price("gpipe", 4, 4, given={}, assignments=["data.seq=8"])
 
 
@@ -323,7 +323,7 @@ def test_the_command_measures_a_run(tmp_path: Path):
         (("--set", "parallel.tp=2"), "--set parallel.tp=1"),
         (("--model", "llama3-8b"), "leave one"),
         (("--stages", "0"), "ranks=0: expected at least 1"),
-        (("--stages", "4"), "a model of 7 parts makes no 8 pipeline stages"),
+        (("--stages", "4"), "a model of 7 parts cannot be cut into 8 pipeline stages"),
     ]:
         assert says in str(_run(*arguments, *wrong).exception)
 

@@ -321,7 +321,7 @@ def _wrapped_body(rank: int, world: int) -> list[Any]:
         zero.shard(model, mesh, zero=3, **options)
         model(torch.randn(1, 2)).sum().backward()
         found.append(_wrapped(model))
-    with pytest.raises(ValueError, match="this FSDP_Foreign is sharded already: shard it once"):
+    with pytest.raises(ValueError, match="this FSDP_Foreign is already sharded: shard it once"):
         zero.shard(model, mesh, zero=0)
     alone = build(mesh["tp"])
     zero.shard(alone, mesh["tp"], zero=3)  # a mesh without data-parallel ranks
@@ -343,8 +343,8 @@ def test_blocks_are_the_members_of_lists(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"zero": 1, "precision": "bf16"}, "precision='bf16': FSDP2 does this, which wants a mesh.*torch.autocast"),
-        ({"zero": 1, "offload": True}, "offload=True: FSDP2 does this, which wants a mesh"),
+        ({"zero": 1, "precision": "bf16"}, "precision='bf16': FSDP2 does this, which needs a mesh.*torch.autocast"),
+        ({"zero": 1, "offload": True}, "offload=True: FSDP2 does this, which needs a mesh"),
         ({"zero": 1, "precision": "fp8"}, "precision='fp8': expected None or one of bf16, fp16"),
         ({"zero": 5}, "zero=5: expected 0"),
     ],

@@ -30,13 +30,13 @@ def _settings(processes: int, batch: int = 8, **parallel: Any) -> RunSettings:
         ),
         (
             {"parallel": {"pp": 2, "schedule": "zbv"}, "model": {"num_layers": 1}},
-            "a model of 3 parts makes no 4 pipeline stages",
+            "a model of 3 parts cannot be cut into 4 pipeline stages",
         ),
         ({"parallel": {"pp": 2, "schedule": "zigzag"}}, "schedule='zigzag': expected one of naive, gpipe, 1f1b"),
         ({"parallel": {"schedule": "zigzag"}}, "schedule='zigzag': expected one of naive, gpipe, 1f1b"),
         (
             {"parallel": {"pp": 2, "schedule": "1f1b", "microbatches": 1}},
-            "schedule='1f1b' over 2 pipeline ranks wants at least 2 micro-batches, not 1",
+            "schedule='1f1b' over 2 pipeline ranks needs at least 2 micro-batches, not 1",
         ),
         (
             {"parallel": {"pp": 2, "dp": 2, "schedule": "zbv", "zero": 3}},

@@ -1,6 +1,6 @@
-"""Where symmetric memory comes from. Three bodies give the same thing: every rank's memory as tensors of this process.
+"""Backends of symmetric memory. Each gives the same thing: every rank's memory as tensors of this process.
 
-| body | ranks are | memory |
+| backend | ranks are | memory |
 |---|---|---|
 | ``_TorchBody`` | processes with a GPU each, on one node | torch's symmetric memory: mapped over NVLink or PCIe |
 | ``_SharedBody`` | processes on CPUs of one machine | files without a name (memfd), mapped by all |
@@ -29,7 +29,7 @@ from .sizes import aligned
 
 T = TypeVar("T")
 
-SITE = "symmetric"  # of the collectives that set memory up
+SITE = "symmetric"  # of the collectives that allocate memory
 
 _POLL_S = 2e-5
 _TOKEN_BYTES = 16
@@ -42,14 +42,14 @@ _ELSEWHERE = (
 
 
 class MemoryUnavailable(RuntimeError):
-    """The ranks cannot have symmetric memory. Raised on all of them alike."""
+    """Symmetric memory is unavailable. Raised on all ranks alike."""
 
 
 class SymmetricBuffer:
     """One allocation: ``tensors[r]`` is rank r's memory, uint8 [bytes], as this process sees it.
 
-    Memory of CPUs and virtual ranks lives as long as any view of it. That of a GPU goes with ``close``, or with this
-    object: views that outlive it are invalid.
+    Memory of CPUs and virtual ranks lives as long as any view of it. ``close``, or the end of this object, frees a
+    GPU's memory: later uses of its views are invalid.
     """
 
     def __init__(self, tensors: list[torch.Tensor], owner: object = None) -> None:
@@ -58,7 +58,7 @@ class SymmetricBuffer:
 
     @property
     def addresses(self) -> list[int]:
-        """Where each rank's memory begins, in this process."""
+        """The address of each rank's memory in this process."""
         return [tensor.data_ptr() for tensor in self.tensors]
 
     def close(self) -> None:
@@ -66,28 +66,28 @@ class SymmetricBuffer:
 
 
 class Body(ABC):
-    """The ranks of a group, and how they come by memory that all of them can write."""
+    """The ranks of a group, and how they allocate memory that all of them can write."""
 
     rank: int
     size: int
     device: torch.device
     virtual = False
-    lock: AbstractContextManager[Any] = nullcontext()  # to be held while channels are laid out
+    lock: AbstractContextManager[Any] = nullcontext()  # held while channels are laid out
 
     @abstractmethod
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        """``nbytes`` of zeros on every rank; a collective call. MemoryUnavailable on all where one fails."""
+        """Allocate ``nbytes`` of zeros on every rank. Collective; MemoryUnavailable on all ranks where one fails."""
 
     @abstractmethod
     def agree(self, value: Any) -> list[Any]:
-        """Every rank's ``value``, in order of rank; a collective call."""
+        """Every rank's ``value``, in order of rank. Collective."""
 
     def resets(self, channel: Hashable) -> Sequence[int]:
-        """Whose flags this rank sets when ``channel``, a name and a place, is laid out: its own. Under ``lock``."""
+        """The ranks whose flags this rank sets when it lays out ``channel``, a name and a place. Under ``lock``."""
         return [self.rank]
 
     def together(self, step: Callable[[], T]) -> list[T]:
-        """What ``step`` returns on each rank, once all have made it; MemoryUnavailable on all where one fails."""
+        """Each rank's result of ``step``, once all ranks have run it; MemoryUnavailable on all where one fails."""
         value, failure = None, None
         try:
             value = step()
@@ -96,12 +96,12 @@ class Body(ABC):
         answers = self.agree((value, failure))
         failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why is not None]
         if failures:
-            raise MemoryUnavailable(f"symmetric memory cannot be had: {'; '.join(failures)}")
+            raise MemoryUnavailable(f"symmetric memory is unavailable: {'; '.join(failures)}")
         return [value for value, _ in answers]
 
 
 class _GroupBody(Body):
-    """Ranks that are processes. The group is asked for each time: memory must not keep it alive."""
+    """Ranks that are processes. The group is looked up at each use, because memory must not keep it alive."""
 
     def __init__(self, group: Callable[[], Group], device: torch.device) -> None:
         self._group, self.device = group, device
@@ -128,18 +128,18 @@ class _TorchBody(_GroupBody):
     def _rendezvous(self, local: torch.Tensor) -> Any:
         import torch.distributed._symmetric_memory as symm_mem
 
-        torch.cuda.synchronize(self.device)  # zeros first: a peer may write as soon as it has a mapping
+        torch.cuda.synchronize(self.device)  # zeros first: a peer may write as soon as it has the mapping
         return symm_mem.rendezvous(local, self._group().pg)
 
 
 class _SharedBody(_GroupBody):
-    """memfd_create(2): a file that has no name anywhere, which the kernel frees with the last process that maps it.
+    """memfd_create(2): a file without a name, which the kernel frees with the last process that maps it.
 
-    Peers open it through /proc/<pid>/fd/<number>. When a process dies, however it dies, nothing stays behind.
+    Peers open it through /proc/<pid>/fd/<number>. Nothing stays behind when a process dies, however it dies.
     """
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        token = os.urandom(_TOKEN_BYTES)  # a process of that number in another container has another file
+        token = os.urandom(_TOKEN_BYTES)  # a process of the same number in another container has another file
         files: list[int] = []
         tensors: list[torch.Tensor] = []
         try:
@@ -147,7 +147,7 @@ class _SharedBody(_GroupBody):
             self.together(lambda: tensors.extend(self._map(peer, *offer, nbytes) for peer, offer in enumerate(offers)))
         finally:
             for fd in files:
-                os.close(fd)  # the mappings hold the file
+                os.close(fd)  # the mappings keep the file
         return SymmetricBuffer(tensors)
 
     def _map(self, peer: int, pid: int, number: int, token: bytes, nbytes: int) -> torch.Tensor:
@@ -155,7 +155,7 @@ class _SharedBody(_GroupBody):
             return _mapping(number, nbytes)
         path = f"/proc/{pid}/fd/{number}"
         try:
-            # Looked at before it is opened: what another container's process has there may block, or do worse.
+            # Check the link before opening it: a file of another container's process may block, or do worse.
             if not os.readlink(path).startswith(f"/memfd:{_FILE_NAME}"):
                 raise RuntimeError(f"{path} is not the memory of rank {peer}: {_ELSEWHERE}")
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -170,24 +170,24 @@ class _SharedBody(_GroupBody):
 
 
 def _create(files: list[int], nbytes: int, token: bytes) -> tuple[int, int, bytes]:
-    """Make this rank's file, ``token`` after its memory, and say where it is: (process, number of the file, token)."""
+    """Create this rank's file, with ``token`` after its memory; returns (process, file descriptor, token)."""
     if not hasattr(os, "memfd_create"):
         raise RuntimeError("shared memory between CPU ranks needs Linux (memfd_create); choose overlap='chunked'")
     fd = os.memfd_create(_FILE_NAME)
     files.append(fd)
-    # Reserved at once: memory that turns out to be short later on would kill the process that touches it.
+    # Reserve now: memory that runs short later would kill the process that touches it.
     os.posix_fallocate(fd, 0, nbytes + len(token))
     os.pwrite(fd, token, nbytes)
     return os.getpid(), fd, token
 
 
 def _mapping(fd: int, nbytes: int) -> torch.Tensor:
-    """The file's memory as a tensor, which keeps the mapping."""
+    """The file's memory as a tensor, which keeps the mapping alive."""
     return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
 
 
 class _VirtualBody(Body):
-    """Ranks of one process, which share one tensor: for tests, and for measurements on one GPU."""
+    """Ranks of one process that share one tensor: for tests, and for measurements on one GPU."""
 
     virtual = True
 
@@ -206,10 +206,10 @@ class _VirtualBody(Body):
         return SymmetricBuffer(list(self._memory.unbind()))
 
     def agree(self, value: Any) -> list[Any]:
-        return [value] * self.size  # one program runs all of them
+        return [value] * self.size  # one program runs all ranks
 
     def resets(self, channel: Hashable) -> Sequence[int]:
-        """Everybody's by whoever comes first: one thread may have raised flags for ranks whose turn comes later."""
+        """All ranks, for the thread that comes first: it may raise flags of ranks that have not run yet."""
         if channel in self._laid_out:
             return []
         self._laid_out.add(channel)
@@ -217,16 +217,16 @@ class _VirtualBody(Body):
 
 
 def wait_words(words: torch.Tensor, epoch: int, timeout_s: float) -> dict[int, int]:
-    """Wait, on the host, until the ranks' flags, int32 [R], have reached ``epoch``.
+    """Wait on the host until the ranks' flags, int32 [R], have reached ``epoch``.
 
-    Returns those that had not after ``timeout_s``, by rank, as they were last seen.
+    Returns the flags that had not reached it after ``timeout_s``, by rank, as last seen.
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        late = time.monotonic() > deadline  # asked first: who was not let run for long looks once more
+        late = time.monotonic() > deadline  # read first: a process that the system did not schedule checks once more
         missing = {rank: flag for rank, flag in enumerate(words.tolist()) if not reached(flag, epoch)}
         if late or not missing:
             if words.device.type == "cpu":
-                fence()  # what is read from now on is what was there when the flags were raised, or later
+                fence()  # later reads see at least what was there when the flags were raised
             return missing
         time.sleep(_POLL_S)  # the peers may share this rank's core

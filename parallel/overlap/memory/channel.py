@@ -1,4 +1,4 @@
-"""A channel: two slots of data in turn, flags, and the count of exchanges, on every rank. Made by a pool."""
+"""A channel of a memory pool: on every rank two buffers used in turn, flags, and the count of exchanges."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ....kernels.runtime.signals import (
 from .backends import SymmetricBuffer
 from .sizes import aligned, pad_bytes
 
-_VIEWS = 64  # shapes whose views are kept
-_DOINGS = 64  # exchanges that can still be named when the device reports one
-_BOTH = 2  # in place of a slot: the two of them
+_VIEWS = 64  # shapes whose views are cached
+_DOINGS = 64  # recent exchanges that errors reported by the device can name
+_BOTH = 2  # in place of a slot: both slots
 
 
 class Owner(Protocol):
-    """What a channel asks of the pool that made it."""
+    """What a channel needs of its pool."""
 
     rank: int
     size: int
@@ -52,15 +52,15 @@ class Owner(Protocol):
 class Channel:
     """``slot_bytes`` twice, on each of ``size`` ranks; ``epoch`` is the number of the last exchange, int32.
 
-    :meth:`begin` and :meth:`end` enclose what a rank launches for an exchange, or :meth:`abandon` where that fails.
-    Exchanges of one channel do not overlap on a rank; those of different channels may.
+    :meth:`begin` and :meth:`end` enclose what a rank launches for an exchange; :meth:`abandon` replaces ``end`` if that
+    fails. Exchanges of one channel do not overlap on a rank; those of different channels may.
     """
 
     def __init__(self, pool: Owner, name: str, slot_bytes: int, epoch: int, rebase_every: int) -> None:
         self.name, self.slot_bytes, self.epoch = name, slot_bytes, epoch
         self.rank, self.size, self.device = pool.rank, pool.size, pool.device
         self._pool, self._rebase_every, self._since_rebase = pool, rebase_every, 0
-        with torch.inference_mode(False):  # tensors made inside could not be used outside
+        with torch.inference_mode(False):  # a tensor made in inference mode cannot be used outside it
             self._state = new_state(self.rank, self.size, pool.timeout_s, self.device)
             self._state[EPOCH] = epoch
             self._report = torch.zeros(REPORT, dtype=torch.int32, pin_memory=self.device.type == "cuda")
@@ -69,22 +69,22 @@ class Channel:
         self._slots: list[torch.Tensor] = []  # each rank's, both, uint8 [2, aligned slot_bytes]
         self._tables: list[torch.Tensor] = []  # Signals.table for either slot
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
-        self._counts: str | None = None  # who counts the exchanges, "host" or "device", once somebody does
+        self._counts: str | None = None  # what counts the exchanges, "host" or "device", from the first one on
         self._captured = False  # whether a graph holds its addresses
-        self._open: str | None = None  # what the exchange under way is
+        self._open: str | None = None  # a description of the exchange under way
         self._doings: deque[tuple[int | None, str]] = deque(maxlen=_DOINGS)
         self._broken: str | None = None
-        self._stream: torch.cuda.Stream | None = None  # on which the last exchange's readers were launched
+        self._stream: torch.cuda.Stream | None = None  # the stream of the last exchange's readers
 
     def begin(self, shape: Sequence[int], dtype: torch.dtype, *, op: str = "") -> tuple[list[torch.Tensor], Signals]:
         """Begin the next exchange: (each rank's slot as ``dtype`` ``shape``, its signals). Collective.
 
-        The previous exchange's data is gone with it. On a GPU the current stream waits for the previous exchange's.
-        ``op`` names the caller in errors.
+        It overwrites the previous exchange's data. On a GPU the current stream waits for the previous exchange's
+        stream. ``op`` names the caller in errors.
 
-        Raises ValueError where ``shape`` does not fit in a slot; RuntimeError where the channel is broken, the
-        previous exchange has not ended, the device counts or a graph is being captured; ExchangeTimeout where an
-        earlier exchange turns out to have failed, or a rebase does not come about.
+        Raises ValueError where ``shape`` does not fit in a slot; RuntimeError where the channel is broken, the previous
+        exchange has not ended, the device counts or a graph is being captured; ExchangeTimeout where an earlier
+        exchange turns out to have failed, or a rebase times out.
         """
         if capturing():
             raise RuntimeError(
@@ -92,13 +92,13 @@ class Channel:
                 "would repeat one of them; use a channel's device_counted()"
             )
         self._prepare("host", shape, dtype)
-        if self._stream is not None:  # the last exchange's: what was launched there reads its data, perhaps
+        if self._stream is not None:  # kernels on that stream may still read the last exchange's data
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         if self._since_rebase >= self._rebase_every:
             self._rebase()
         if alloc.poisoned():
-            # Nobody writes here before this rank has raised a flag of the new exchange. Whoever reads what its peer
-            # has not sent yet then reads NaN, not what was sent two exchanges ago, which is often the same.
+            # No peer writes here before this rank has raised a flag of the new exchange. A reader that is too early
+            # then reads NaN instead of the data of two exchanges ago, which is often the same.
             self._slots[self.rank][self.epoch % 2].fill_(255)
         self.epoch = following(self.epoch)
         self._since_rebase += 1
@@ -108,11 +108,11 @@ class Channel:
         return self._view(slot, shape, dtype), self._signals(self.epoch, slot)
 
     def end(self) -> None:
-        """Say that the exchange's kernels have been launched on the current stream.
+        """Mark that all kernels of the exchange have been launched on the current stream.
 
-        What is launched there before the next :meth:`begin` may still read the data: that one waits for it.
-        On a CPU it has run: raises ExchangeTimeout if a wait in it was in vain. On a GPU the next :meth:`begin` or
-        :meth:`check` does.
+        Kernels launched there before the next :meth:`begin` may still read the data: that one waits for them. On a CPU
+        the exchange has run: raises ExchangeTimeout if one of its waits timed out. On a GPU the next :meth:`begin` or
+        :meth:`check` raises it.
         """
         if self._open is None:
             raise RuntimeError(f"channel {self.name!r}: end() without begin(): no exchange is under way")
@@ -123,11 +123,11 @@ class Channel:
             self.check()
 
     def abandon(self) -> None:
-        """Give up the exchange under way, which failed on this rank before it was over; nothing if there is none.
+        """Give up the exchange under way, which failed on this rank; does nothing if there is none.
 
-        Its peers may lack this rank's rows and flags, so nobody can be asked to wait for it. The next :meth:`begin` is
-        a meeting of all ranks, as for a rebase. Where all have given up the same exchange, it clears the field;
-        otherwise the peers wait in vain for this exchange and this rank for the meeting, until they run out of time.
+        Its peers may lack this rank's rows and flags, so no rank can wait for it. The next :meth:`begin` synchronizes
+        all ranks, as for a rebase. If all ranks gave up the same exchange, that recovers the channel; otherwise the
+        peers wait for this exchange, and this rank for them, until they time out.
         """
         if self._open is None:
             return
@@ -141,13 +141,13 @@ class Channel:
     ) -> tuple[list[torch.Tensor], Signals]:
         """For kernels that count exchanges themselves, in ``signals.state``, so that a graph can hold them.
 
-        Returns (each rank's slots [2, *shape]; signals with the epoch None and slot 0's addresses), for one launch: the
-        next time they may lie elsewhere. From then on the channel is such kernels', and from the first capture on it
-        stays where it is. Each of them raises every flag that any of them ever waits for in every exchange (so not one
-        and two rounds of ``all_reduce_rmsnorm`` in one channel): nothing rebases.
+        Returns (each rank's slots [2, *shape]; signals with the epoch None and slot 0's addresses), valid for one
+        launch: later they may lie elsewhere. From then on only such kernels may use the channel, and from the first
+        capture on it does not move. In every exchange each of them raises every flag that any of them waits for (so
+        one-shot and two-shot ``all_reduce_rmsnorm`` use different channels), because nothing rebases the flags.
         Collective.
 
-        Raises as :meth:`begin`; during a capture only where memory is still to be had.
+        Raises what :meth:`begin` raises; during a capture only where memory still has to be allocated.
         """
         self._prepare("device", shape, dtype)
         self._captured |= capturing()
@@ -155,7 +155,7 @@ class Channel:
         return self._view(_BOTH, shape, dtype), self._signals(None, 0)
 
     def check(self) -> None:
-        """Raise ExchangeTimeout if a wait of a kernel that has run was in vain, RuntimeError if that is known."""
+        """Raise ExchangeTimeout if a wait of a finished kernel timed out, RuntimeError if the channel is broken."""
         if self._broken is not None:
             raise RuntimeError(
                 f"channel {self.name!r} is broken since: {self._broken}; close() its pool on every rank, or start anew"
@@ -169,7 +169,7 @@ class Channel:
     # --- for the pool ------------------------------------------------------------------------------------------------
 
     def bind(self, buffer: SymmetricBuffer, offset: int, resets: Sequence[int]) -> None:
-        """Take this place in the memory and set the flags of the ranks ``resets`` there to the present epoch."""
+        """Take this place in the memory and set the flags of the ranks ``resets`` there to the current epoch."""
         start, stride = offset + pad_bytes(self.size), aligned(self.slot_bytes)
         if self._counts == "device":  # the pool has waited for its kernels
             self.epoch = int(self._state[EPOCH])
@@ -193,33 +193,33 @@ class Channel:
                 self._slots[rank].fill_(255)
 
     def at(self, buffer: SymmetricBuffer | None, offset: int, slot_bytes: int) -> bool:
-        """Whether the channel has this place already."""
+        """Whether the channel already has this place."""
         return self._place is not None and self._place == (buffer, offset, slot_bytes)
 
     def check_movable(self) -> None:
-        """RuntimeError where somebody relies on where the channel lies."""
+        """RuntimeError where an exchange or a captured graph relies on the channel's address."""
         if self._open is not None:
             raise RuntimeError(f"symmetric memory cannot move while an exchange is under way: {self._open}")
         if self._captured or (self._counts and self._pool.is_virtual):
             holder = "captured graphs may hold" if self._counts == "device" else "the other virtual ranks have"
             raise RuntimeError(
-                f"symmetric memory cannot move: channel {self.name!r} is in use, and {holder} its addresses; ask for "
-                "all channels, at their full size, before"
+                f"symmetric memory cannot move: channel {self.name!r} is in use, and {holder} its addresses; request "
+                "all channels at their full size before"
             )
 
     def set_timeout(self, timeout_s: float) -> None:
         self._state[LIMIT_MS] = new_state(self.rank, self.size, timeout_s, "cpu")[LIMIT_MS]
 
     def release(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._place = None
         self._pads, self._slots, self._tables = [], [], []
         self._views.clear()
 
-    # --- parts --------------------------------------------------------------------------------------------------------
+    # --- internals ----------------------------------------------------------------------------------------------------
 
     def _prepare(self, counts: str, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Have memory; refuse what cannot be done."""
+        """Make sure that there is memory; raise if the exchange cannot run."""
         self.check()
         self._pool.settle()
         if self._open is not None:
@@ -242,7 +242,7 @@ class Channel:
         self._counts = counts
 
     def _rebase(self) -> None:
-        """Bring all flags to the present epoch, with nobody between exchanges: long unused ones would seem ahead."""
+        """Bring all flags to the current epoch, with no exchange under way: long unused flags would seem ahead."""
         self._pool.barrier()
         self._pads[self.rank].fill_(self.epoch)
         self._pool.barrier()
@@ -252,7 +252,7 @@ class Channel:
         return f"{op} (channel {self.name!r}{self._pool.whose}, {dtype} {list(shape)})"
 
     def _view(self, slot: int, shape: Sequence[int], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Each rank's slot as a tensor, kept: R of them take longer to make than a kernel to launch."""
+        """Each rank's slot as a tensor, cached: making R of them takes longer than launching a kernel."""
         key = slot, tuple(shape), dtype
         views = self._views.get(key)
         if views is None:
@@ -271,5 +271,5 @@ class Channel:
 
 
 def capturing() -> bool:
-    """Whether the current stream records a CUDA graph. (Without CUDA torch cannot even be asked.)"""
+    """Whether the current stream records a CUDA graph. (Without CUDA the query itself fails.)"""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,17 +1,17 @@
 """Memory that all ranks of a group can write, and the exchanges they make in it.
 
-A group has one *memory pool*, which all layers and pipeline stages share. In it are a few *channels* ("gather",
+A group has one *memory pool*, which all layers and pipeline stages share. It holds a few *channels* ("gather",
 "reduce", ...): on every rank two slots for data, used in turn, and a pad of flags. One use of a channel by all ranks is
-an *exchange*; ``kernels/runtime/signals.py`` says how data and flags travel in one, docs/overlap.md why two slots are
-enough. The layout of one rank's memory:
+an *exchange*; ``kernels/runtime/signals.py`` describes how data and flags travel in one, docs/overlap.md why two slots
+are enough. The layout of one rank's memory:
 
     "barrier": pad int32 [PHASES, R, CHUNKS]  |  "probe": pad, slot 0, slot 1  |  the first other channel  |  ...
 
-"Collective" means here what it means elsewhere: all ranks make these calls, with the same arguments, in the same order.
-Memory is allocated at first use and reallocated when channels are added or grow.
+"Collective" has its usual meaning: all ranks make these calls with the same arguments in the same order. Memory is
+allocated at first use and reallocated when channels are added or grow.
 
-``channel.py`` has the channel, ``backends.py`` where memory comes from, ``sizes.py`` how
-much a model needs, ``probe.py`` the probe.
+``channel.py`` has the channel, ``backends.py`` the allocation, ``sizes.py`` the bytes that a model needs, ``probe.py``
+the probe.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Channel", "SymmetricBuffer", "SymmetricMemoryPool", "model_slots", "
 
 TIMEOUT_S = 120.0  # a peer may be compiling its kernels
 LONGEST_S = 2e6  # kernels count milliseconds in 32 bits
-REBASE_EVERY = 2**30  # exchanges: a flag that is left alone for 2^31 of them seems to be ahead
+REBASE_EVERY = 2**30  # exchanges: a flag unused for 2^31 of them seems to be ahead
 
 
 class SymmetricMemoryPool:
@@ -59,7 +59,7 @@ class SymmetricMemoryPool:
         self._probed: list[str | None] = []  # the probe's answer, once there is one
         self._end: weakref.finalize[..., Any] | None = None
         own = own_slots(self.size)
-        # A barrier raises all the flags that it waits for, so it never rebases; a rebase is made of barriers.
+        # A barrier raises all flags that it waits for, so it needs no rebase; a rebase consists of barriers.
         self._channels[BARRIER] = Channel(self, BARRIER, own[BARRIER], first_epoch, sys.maxsize)
         self.channel(PROBE, own[PROBE])
 
@@ -74,19 +74,19 @@ class SymmetricMemoryPool:
         first_epoch: int = 0,
         rebase_every: int = REBASE_EVERY,
     ) -> SymmetricMemoryPool:
-        """The pool of ``group``, made if there is none. Collective. It is closed when the group goes.
+        """The pool of ``group``, created if there is none. Collective. It is closed with its group.
 
-        ``bytes`` is what it may take on each rank: taken at once, and a channel that does not fit is refused;
-        :func:`pool_bytes` says what a model needs. None: what its channels ask for. For a pool that exists, more
-        ``bytes`` and another ``timeout_s`` (seconds; at first 120) replace the old ones. ``first_epoch`` and
-        ``rebase_every``, for a pool that is made, are for tests of long runs.
+        ``bytes`` is the pool's size on each rank, allocated at once; a channel that does not fit is refused.
+        :func:`pool_bytes` gives what a model needs. None: the pool grows with its channels. For an existing pool, more
+        ``bytes`` and another ``timeout_s`` (seconds; 120 at first) replace the old ones. ``first_epoch`` and
+        ``rebase_every`` apply to a new pool and let tests simulate long runs.
 
-        Raises ValueError for a group of one rank, a destroyed group, another device than before; RuntimeError where
+        Raises ValueError for a group of one rank, a destroyed group or another device than before; RuntimeError where
         more bytes would move memory that is in use.
         """
         if group.size == 1:
             raise ValueError(
-                "SymmetricMemoryPool.of: a group of one rank has nobody to exchange with; virtual(1, ...) has"
+                "SymmetricMemoryPool.of: a group of one rank has no peer to exchange with; use virtual(1, ...)"
             )
         device = _indexed(device)
         _close_destroyed()
@@ -98,13 +98,13 @@ class SymmetricMemoryPool:
         body = _TorchBody(current, device) if device.type == "cuda" else _SharedBody(current, device)
         pool = cls(body, bytes, TIMEOUT_S if timeout_s is None else timeout_s, first_epoch, rebase_every, whose)
         _pools[group.pg] = pool
-        # When the group goes, or the process ends. This holds the pool, and the pool does not hold the group.
+        # Runs when the group is freed or the process ends. It holds the pool; the pool does not hold the group.
         pool._end = weakref.finalize(group.pg, pool.close)
         return pool
 
     @staticmethod
     def existing(group: Group) -> SymmetricMemoryPool | None:
-        """The pool of ``group`` if there is one; asks nobody."""
+        """The pool of ``group`` if there is one. Not collective."""
         pool = _pools.get(group.pg)
         return None if pool is None or pool._closed else pool
 
@@ -122,7 +122,7 @@ class SymmetricMemoryPool:
         """``world`` ranks in this process, each with ``bytes``: for tests, and for measurements on one GPU.
 
         Ranks that wait for each other on the host (:meth:`barrier`, a rebase) need a thread each, and a channel that
-        has been used stays where it is.
+        has been used does not move.
         """
         if world < 1:
             raise ValueError(f"SymmetricMemoryPool.virtual: world={world}: expected at least 1")
@@ -130,10 +130,10 @@ class SymmetricMemoryPool:
         return [cls(body, bytes, timeout_s, first_epoch, rebase_every) for body in team]
 
     def channel(self, name: str, slot_bytes: int) -> Channel:
-        """The channel ``name``, with slots of at least ``slot_bytes``: made, or grown, if need be. Collective.
+        """The channel ``name``, with slots of at least ``slot_bytes``, created or enlarged if needed. Collective.
 
-        Raises ValueError where the pool's bytes do not suffice, RuntimeError where memory would move that is in use,
-        or the pool is closed or broken.
+        Raises ValueError where the pool's bytes do not suffice, RuntimeError where memory in use would move or the pool
+        is closed or broken.
         """
         if slot_bytes < 0:
             raise ValueError(f"channel {name!r}: slot_bytes={slot_bytes}: expected 0 or more")
@@ -150,14 +150,14 @@ class SymmetricMemoryPool:
         return known
 
     def ready(self, name: str, slot_bytes: int) -> bool:
-        """Whether the channel ``name`` has memory for slots of ``slot_bytes``, so that its use moves nothing."""
+        """Whether the channel ``name`` has memory for slots of ``slot_bytes``, so that using it moves nothing."""
         channel = self._channels.get(name)
         return self._settled and channel is not None and slot_bytes <= channel.slot_bytes
 
     def barrier(self, timeout_s: float | None = None) -> None:
-        """Wait, on the host, until all ranks are here and what each launched on its current stream is done. Collective.
+        """Wait on the host until all ranks are here and their launches on the current stream are done. Collective.
 
-        Raises ExchangeTimeout after ``timeout_s`` (by default the pool's), which names the missing ranks; the pool is
+        Raises ExchangeTimeout, which names the missing ranks, after ``timeout_s`` (default: the pool's); the pool is
         then broken.
         """
         channel = self._channels[BARRIER]
@@ -171,13 +171,13 @@ class SymmetricMemoryPool:
             peers = ", ".join(f"rank {peer} (its flag stands at {flag})" for peer, flag in missing.items())
             self._broken = (
                 f"barrier{self.whose}: rank {self.rank} waited {limit:g} s in vain for {peers}, epoch "
-                f"{channel.epoch}: who does not come has died, hangs, or makes other calls; look at its output first"
+                f"{channel.epoch}: a missing rank has died, hangs, or makes other calls; look at its output first"
             )
             raise ExchangeTimeout(self._broken)
         channel.end()
 
     def check(self) -> None:
-        """Raise ExchangeTimeout if a wait of a kernel that has run was in vain, RuntimeError if that is known."""
+        """Raise ExchangeTimeout if a wait of a finished kernel timed out, RuntimeError if the pool is broken."""
         self._check_open()
         self._check_whole()
         for channel in self._channels.values():
@@ -186,9 +186,9 @@ class SymmetricMemoryPool:
     def probe(self, timeout_s: float | None = None) -> str | None:
         """Why this memory cannot be trusted, in one line, or None. Collective; all ranks get the same answer.
 
-        Every rank writes patterns into every peer's memory and gets them back, in both slots, within ``timeout_s`` (by
-        default the pool's). Memory that cannot be allocated is an answer, too. Whoever asks again gets the first
-        answer. Memory that failed is not used again.
+        Every rank writes patterns into every peer's memory and gets them back, in both slots, within ``timeout_s``
+        (default: the pool's). An allocation that fails is an answer, too. Later calls return the first answer. Memory
+        that failed is not used again.
         """
         self._check_open()
         if not self._probed:
@@ -198,12 +198,12 @@ class SymmetricMemoryPool:
         return self._probed[0]
 
     def budget(self, wanted: Mapping[str, int] | None = None) -> str:
-        """The bytes of each channel on each rank, as a table to print; as if ``wanted`` slots had been asked for."""
+        """A printable table of each channel's bytes on each rank, assuming that ``wanted`` slots are requested too."""
         title = f"symmetric memory{self.whose}, on each of {self.size} ranks"
         return table(largest(self._slots(), wanted or {}), self.size, self._limit, title)
 
     def close(self) -> None:
-        """Give the memory back; every later use raises. On a GPU its views are then invalid, on a CPU they hold it."""
+        """Free the memory; every later use raises. Views then are invalid on a GPU; on a CPU they keep it alive."""
         if self._closed:
             return
         self._closed = True
@@ -219,8 +219,8 @@ class SymmetricMemoryPool:
     def settle(self) -> SymmetricBuffer:
         """The memory, with a place for every channel. Collective where channels have changed.
 
-        Raises MemoryUnavailable where there is none, RuntimeError where the pool is closed or broken, or a graph is
-        being captured while memory is to be had.
+        Raises MemoryUnavailable where it cannot be allocated, RuntimeError where the pool is closed or broken, or where
+        memory has to be allocated during a graph capture.
         """
         self._check_open()
         self._check_whole()
@@ -236,14 +236,14 @@ class SymmetricMemoryPool:
             return str(error)
         try:
             finding = probe.run(self._channels[PROBE], timeout_s)
-        except Exception as error:  # the others are about to be asked what they found
+        except Exception as error:  # the other ranks are about to gather this rank's finding
             finding = probe.Finding(0, f"rank {self.rank} failed: {type(error).__name__}: {error}")
         found = self._body.agree(finding)
         findings = [finding for finding in found if finding is not None]
         return f"probe{self.whose}: {min(findings).text}" if findings else None
 
     def _change(self, device: torch.device, limit: int | None, timeout_s: float | None) -> None:
-        """What :meth:`of` wants of a pool that exists."""
+        """Apply the arguments of :meth:`of` to an existing pool."""
         if device != self.device:
             raise ValueError(
                 f"SymmetricMemoryPool.of: device={device}: the group's pool is on {self.device}; close() it first"
@@ -262,7 +262,7 @@ class SymmetricMemoryPool:
         return {name: channel.slot_bytes for name, channel in self._channels.items()}
 
     def _plan(self, slots: dict[str, int], limit: int | None) -> None:
-        """Refuse what does not fit, and what would move memory that is in use."""
+        """Raise where the channels do not fit, or where memory in use would move."""
         places, total = layout(slots, self.size)
         if limit is not None and total > limit:
             channels = ", ".join(f"{name!r} (2 x {text(slot)})" for name, slot in slots.items())
@@ -276,19 +276,19 @@ class SymmetricMemoryPool:
                 channel.check_movable()
 
     def _lay_out(self) -> None:
-        """Have memory that suffices, and give every channel whose place has changed its place in it."""
+        """Allocate enough memory, and give every channel whose place has changed its new place."""
         if capturing():
             raise RuntimeError(
-                "symmetric memory is had at its first use, which cannot be inside graph capture: probe() the pool, or "
-                "warm up, with all channels at their full size before"
+                "symmetric memory is allocated at its first use, which cannot be inside graph capture: probe() the "
+                "pool, or warm up, with all channels at their full size before"
             )
-        self._wait_for_device()  # what this rank has launched is over when the others hear that it is here
+        self._wait_for_device()  # this rank's launches must be over when the others learn that it is here
         slots = self._slots()
         places, total = layout(slots, self.size)
         if not self.is_virtual:
             self._compare(slots)
         capacity = self._limit or total
-        with torch.inference_mode(False), self._body.lock:  # tensors of inference mode could not be used outside
+        with torch.inference_mode(False), self._body.lock:  # a tensor made in inference mode cannot be used outside it
             if self._buffer is None or capacity > self._buffer.nbytes:
                 self._buffer = self._body.allocate(capacity)
             for name, channel in self._channels.items():
@@ -296,7 +296,7 @@ class SymmetricMemoryPool:
                     channel.bind(self._buffer, places[name], self._body.resets((name, places[name], slots[name])))
             self._wait_for_device()
         if not self.is_virtual:
-            self._body.agree(None)  # nobody raises a flag before all have set theirs
+            self._body.agree(None)  # no rank raises a flag before all have set theirs
         self._settled = True
 
     def _compare(self, slots: dict[str, int]) -> None:
@@ -329,7 +329,7 @@ _pools: weakref.WeakKeyDictionary[Any, SymmetricMemoryPool] = weakref.WeakKeyDic
 
 
 def _close_destroyed() -> None:
-    """A destroyed group may live on in a mesh, or in a module that kept it: its pool should not."""
+    """Close the pools of destroyed groups, which a mesh or a module may keep alive."""
     for pg, pool in list(_pools.items()):
         if not _exists(pg):
             pool.close()
@@ -344,7 +344,7 @@ def _exists(pg: Any) -> bool:
 
 
 def _whose(group: Group) -> str:
-    """Which ranks of the world a group has, where it does not have all of them: to be put into errors."""
+    """The global ranks of a group that has not all of them, for errors; empty for one that has."""
     if not _exists(group.pg):
         raise ValueError("SymmetricMemoryPool.of: group: its process group has been destroyed; pass one that exists")
     members = dist.get_process_group_ranks(group.pg)
@@ -352,7 +352,7 @@ def _whose(group: Group) -> str:
 
 
 def _without_holding(group: Group) -> Callable[[], Group]:
-    """The group, for as long as others hold it."""
+    """A function that returns the group, for as long as others hold it."""
     pg, rank, size = weakref.ref(group.pg), group.rank, group.size
 
     def current() -> Group:
@@ -365,7 +365,7 @@ def _without_holding(group: Group) -> Callable[[], Group]:
 
 
 def _indexed(device: torch.device | str) -> torch.device:
-    """``device``, a GPU with its index; ValueError for what is neither GPU nor CPU."""
+    """``device``, a GPU with its index; ValueError for anything but a CPU or a GPU."""
     device = torch.device(device)
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"symmetric memory: device={device}: expected a CPU or a GPU ('cpu', 'cuda')")

@@ -1,7 +1,7 @@
-"""Whether symmetric memory can be trusted: patterns sent to every peer and back, each wait bounded, each word compared.
+"""The probe: whether symmetric memory works. It sends patterns to every peer and back, and compares each word.
 
-Links that are there may still lose or misplace writes (wrong IOMMU settings, say), so nobody exchanges activations in
-memory that has not been seen to work.
+Existing links may still lose or misplace writes (wrong IOMMU settings, say), so layers use symmetric memory only after
+it has passed the probe. Every wait has a time limit.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from .channel import Channel
 from .sizes import PROBE_WORDS
 
 EXCHANGES = 2  # one in each slot
-THERE, BACK = 0, 1  # the phases of one, and the halves of a slot
+THERE, BACK = 0, 1  # the phases of an exchange, and the halves of a slot
 
 
 class Finding(NamedTuple):
-    """What went wrong, and how early: of several ranks' findings the smallest is the cause."""
+    """What went wrong, and how early: the smallest of several ranks' findings is the cause."""
 
     step: int
     text: str
 
 
 def run(channel: Channel, timeout_s: float) -> Finding | None:
-    """This rank's part of a probe in ``channel``. Collective; ends on every rank, whatever the others do."""
+    """Run this rank's part of a probe in ``channel``. Collective; it ends on every rank, whatever the others do."""
     deadline = time.monotonic() + timeout_s
     for exchange in range(EXCHANGES):
         try:
@@ -41,7 +41,7 @@ def run(channel: Channel, timeout_s: float) -> Finding | None:
 
 
 def _exchange(channel: Channel, deadline: float, timeout_s: float, exchange: int) -> Finding | None:
-    """Send a row to every rank, send back what came, look at both. Slots are int32 [2, R, PROBE_WORDS]."""
+    """Send a row to every rank, send back the rows received, compare both. Slots are int32 [2, R, PROBE_WORDS]."""
     rank, size = channel.rank, channel.size
     peers, signals = channel.begin((2, size, PROBE_WORDS), torch.int32, op="probe")
     own = peers[rank]
@@ -69,7 +69,7 @@ def _exchange(channel: Channel, deadline: float, timeout_s: float, exchange: int
 
 
 def _pattern(source: int, target: int, size: int, exchange: int, device: torch.device) -> torch.Tensor:
-    """int32 [PROBE_WORDS]; no word of it is in any other pattern of the probe, or zero."""
+    """int32 [PROBE_WORDS]; none of its words occurs in another pattern of the probe, or is zero."""
     first = 1 + ((exchange * size + source) * size + target) * PROBE_WORDS
     return torch.arange(first, first + PROBE_WORDS, dtype=torch.int32, device=device)
 

@@ -1,7 +1,8 @@
-"""Symmetric memory for a whole model at once, before its first step.
+"""Reserves symmetric memory for a whole model at once, before its first step.
 
-A layer's first exchange asks for the memory it needs, and a larger one for more: all ranks then stop, wait for their
-devices and share memory anew. That is correct, but neither free nor possible once a captured graph holds addresses.
+Without it a layer's first exchange requests the memory it needs, and a larger exchange requests more. All ranks then
+stop, wait for their devices and reallocate. That is correct, but slow, and impossible once a captured graph holds
+addresses.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .sizes import largest, own_slots, table
 
 
 class Needs(NamedTuple):
-    """What the layers of one group ask of its pool: the bytes of a slot by channel, each the largest of any layer."""
+    """What the layers of one group need of its pool: the bytes of a slot by channel, the largest of any layer."""
 
     group: Group
     device: torch.device
@@ -27,11 +28,11 @@ class Needs(NamedTuple):
 
 
 def reserve_symmetric_memory(model: nn.Module, tokens: int) -> str:
-    """Have the memory that the layers of ``model`` exchange rows in, for steps of up to ``tokens`` in all; its budget.
+    """Allocate the memory in which the layers of ``model`` exchange rows, for steps of up to ``tokens``; its budget.
 
-    Collective over the ranks that share the model, before its first step and before any capture of a CUDA graph. What
-    ``overlap`` of "none" or "chunked" asks for is nothing. The result is a table of bytes to print, or says why the
-    ranks have no such memory: layers then go other ways.
+    Call it on all ranks that share the model, before its first step and before any capture of a CUDA graph. Layers with
+    ``overlap`` "none" or "chunked" need no such memory. The result is a printable table of bytes, or the reason why
+    symmetric memory is unavailable; layers then use other paths.
 
     Raises ValueError for ``tokens`` below 1 and where the pool's own limit does not suffice, RuntimeError where a
     captured graph holds addresses that would have to change.
@@ -53,7 +54,7 @@ def reserve_symmetric_memory(model: nn.Module, tokens: int) -> str:
 
 
 def needs(model: nn.Module, tokens: int) -> Iterator[Needs]:
-    """Of each group that layers of ``model`` exchange rows in, in the order in which these come."""
+    """The needs of each group in which layers of ``model`` exchange rows, in the order of the layers."""
     found: dict[int, Needs] = {}
     for module in model.modules():
         ask: Any = getattr(module, "slots", None)
@@ -68,7 +69,7 @@ def needs(model: nn.Module, tokens: int) -> Iterator[Needs]:
 
 
 def budgets(model: nn.Module, tokens: int, device: torch.device) -> Iterator[str]:
-    """The table that :func:`reserve_symmetric_memory` would give for ``device``, of every group; asks nobody."""
+    """The table of :func:`reserve_symmetric_memory` for ``device``, one for each group. Not collective."""
     for group, _, slots in needs(model, tokens):
         if policy.lacking(device) is not None:
             continue

@@ -1,4 +1,4 @@
-"""How many bytes symmetric memory takes: of a channel, of a pool, of a model."""
+"""The bytes of symmetric memory that a channel, a pool or a model takes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ....kernels.comm.reduce_config import flagged_programs, gathered_slot_shape
 from ....kernels.runtime.device import INTERPRETER
 from ....kernels.runtime.signals import CHUNKS, PHASES
 
-ALIGN = 256  # of whatever a kernel may read in wide pieces
-# Rows up to which a sum over the ranks may wait for the norm behind it (partial_sum.py): a step of decoding. Of a model
-# 8192 wide they are 1 MiB, about what all_reduce_rmsnorm moves in one shot (pick_shots). Channel "decode" has room for
-# so many from its first use on.
+ALIGN = 256  # of everything that a kernel may read in wide pieces
+# The most rows whose sum over the ranks may be deferred to the next norm (partial_sum.py): a step of decoding. For a
+# model 8192 wide they are 1 MiB, about what all_reduce_rmsnorm moves in one shot (pick_shots). Channel "decode" has
+# room for that many from its first use on.
 DECODE_TOKENS = 64
 
 # Every pool's first channels.
@@ -34,7 +34,7 @@ def pad_bytes(ranks: int) -> int:
 
 
 def own_slots(ranks: int) -> dict[str, int]:
-    """The slots of a pool's own channels: a barrier has flags only, a probe int32 [2, R, PROBE_WORDS]."""
+    """The slots of a pool's own channels: a barrier has only flags, a probe int32 [2, R, PROBE_WORDS]."""
     return {BARRIER: 0, PROBE: 2 * ranks * PROBE_WORDS * 4}
 
 
@@ -44,7 +44,7 @@ def channel_bytes(slot_bytes: int, ranks: int) -> int:
 
 
 def layout(slots: Mapping[str, int], ranks: int) -> tuple[dict[str, int], int]:
-    """(where each channel begins, how many bytes all take on a rank) for ``slots``: the bytes of each one's slot."""
+    """(where each channel begins, the bytes of all on a rank) for ``slots``, the bytes of each channel's slot."""
     places, end = {}, 0
     for name, slot_bytes in slots.items():
         places[name] = end
@@ -55,9 +55,9 @@ def layout(slots: Mapping[str, int], ranks: int) -> tuple[dict[str, int], int]:
 def layer_slots(
     width: int, tokens: int, dtype: torch.dtype, ranks: int, *, sequence_parallel: bool, late: bool
 ) -> dict[str, int]:
-    """The channels of one layer and the bytes of a slot of each: it exchanges ``tokens`` rows of ``width``.
+    """The channels of one layer that exchanges ``tokens`` rows of ``width``, and the bytes of a slot of each.
 
-    ``late`` is for a row-parallel layer, whose sum may wait for the norm behind it.
+    ``late`` is for a row-parallel layer, whose sum may be deferred to the next norm.
     """
     if sequence_parallel:
         rows = {"gather": tokens, "reduce": ranks * -(-tokens // ranks)}
@@ -70,7 +70,7 @@ def layer_slots(
 def decode_slots(width: int, dtype: torch.dtype, ranks: int, tokens: int = DECODE_TOKENS) -> dict[str, int]:
     """The channels for ``all_reduce_rmsnorm`` of up to ``tokens`` rows, and the bytes of a slot of each on any device.
 
-    In one shot and in two other flags are raised, and a device-counted channel raises all of its own each time.
+    One shot and two raise different flags, and a device-counted channel must raise all of its flags each time.
     """
     archs = (INTERPRETER, "any GPU")
     return {
@@ -81,12 +81,12 @@ def decode_slots(width: int, dtype: torch.dtype, ranks: int, tokens: int = DECOD
 
 
 def decode_channel(shots: int) -> str:
-    """The channel for ``all_reduce_rmsnorm`` in so many rounds."""
+    """The channel for ``all_reduce_rmsnorm`` in so many shots."""
     return "decode" if shots == 1 else f"decode{shots}"
 
 
 def largest(*slots: Mapping[str, int]) -> dict[str, int]:
-    """By channel the largest of its ``slots``, in the order in which they come."""
+    """The largest of the ``slots`` of each channel, in order of first appearance."""
     found: dict[str, int] = {}
     for each in slots:
         for name, nbytes in each.items():
@@ -105,10 +105,9 @@ def model_slots(
 ) -> dict[str, int]:
     """The channels of a model and the bytes of a slot of each, for exchanges of up to ``tokens`` rows of ``hidden``.
 
-    "gather" is for ``all_gather_linear``; "reduce" for ``linear_reduce_scatter`` and, as it needs more,
-    ``linear_all_reduce``; "decode" and "decode2" for ``all_reduce_rmsnorm`` of up to ``decode_tokens`` rows, in one
-    shot and in two.
-    Attention and MLPs exchange hidden rows only. Give ``ffn`` for layers that exchange rows of that width:
+    "gather" is for ``all_gather_linear``; "reduce" for ``linear_reduce_scatter`` and for ``linear_all_reduce``, which
+    needs more; "decode" and "decode2" for ``all_reduce_rmsnorm`` of up to ``decode_tokens`` rows, in one shot and in
+    two. Attention and MLPs exchange hidden rows only. Give ``ffn`` for layers that exchange rows of that width:
     row-parallel ones with ``ffn`` outputs, column-parallel ones with ``ffn`` inputs.
     """
     width = max(hidden, ffn or 0)
@@ -128,13 +127,13 @@ def pool_bytes(
     ffn: int | None = None,
     decode_tokens: int = DECODE_TOKENS,
 ) -> int:
-    """What a pool with the channels of :func:`model_slots` takes on each rank."""
+    """The bytes on each rank of a pool with the channels of :func:`model_slots`."""
     slots = model_slots(hidden=hidden, tokens=tokens, dtype=dtype, ranks=ranks, ffn=ffn, decode_tokens=decode_tokens)
     return layout({**own_slots(ranks), **slots}, ranks)[1]
 
 
 def table(slots: Mapping[str, int], ranks: int, limit: int | None, title: str) -> str:
-    """The bytes of a pool by channel, for people."""
+    """A printable table of a pool's bytes by channel."""
     rows = [("channel", "slots", "bytes")]
     rows += [(name, f"2 x {text(n)}", text(channel_bytes(n, ranks))) for name, n in slots.items()]
     total = text(layout(slots, ranks)[1])

@@ -1,1 +1,1 @@
-"""What the commands of ``shardfuse`` do; ``cli.py`` parses for them."""
+"""The work of ``shardfuse``'s commands; ``cli.py`` parses their arguments."""

@@ -1,8 +1,8 @@
-"""``shardfuse audit``: does a training step send what it should? A small model over processes of this machine answers.
+"""``shardfuse audit``: compares what a training step sends with what it should send, on a small model.
 
-Every rank counts one step (``parallel/audit/audit.py``) and holds it against the closed form
-(``parallel/audit/forms.py``); the table shows one rank of each pipeline stage, the verdict is about all. What links of
-other machines would take is projected from published figures (``parallel/audit/links.py``).
+Every rank of a few processes on this machine counts one step (``parallel/audit/audit.py``) and compares it with the
+closed form (``parallel/audit/forms.py``). The tables show one rank of each pipeline stage; the verdict covers all
+ranks. The time on other machines' links is projected from published figures (``parallel/audit/links.py``).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from ..training.launch import Stopped, launch
 
 ROWS, LENGTH = 2, 8  # sequences of a micro-batch, and their tokens
 BLOCKS = 4  # or one for each stage
-WARM = 2  # steps before the one that counts: engines learn in the first what they need, and agree on it
-# What ranks tell each other beside the model's work, of a few bytes: sums of losses and of targets, norms, clocks.
+WARM = 2  # steps before the counted one: in the first, engines find out what they need and agree on it
+# Ranks also send control data of a few bytes: sums of losses and of targets, norms, clocks.
 CONTROL_BYTES = 64
 
 
 @dataclass(frozen=True)
 class Options:
-    """One call: degrees, and what ``parallelize`` takes."""
+    """The options of one call: degrees, and the arguments of ``parallelize``."""
 
     dp: int = 1
     pp: int = 1
@@ -66,18 +66,18 @@ class Options:
 
     @property
     def stages(self) -> int:
-        """Pipeline stages over all ranks."""
+        """The pipeline stages of all ranks."""
         return self.pp * find(self.schedule).stages_per_rank if self.schedule else 1
 
     @property
     def passes(self) -> int:
-        """M: the micro-batches, those that ``parallelize`` takes where none are given."""
+        """M: the micro-batches, by default those of ``parallelize``."""
         if self.schedule is None or self.pp == 1:
             return self.microbatches or 1
         return self.microbatches or default_microbatches(self.schedule, self.pp)
 
     def config(self) -> TransformerConfig:
-        """The model: small, and divisible by what there is to divide by."""
+        """The model: small, and divisible by all degrees."""
         return TransformerConfig(
             style=self.style,
             vocab_size=64 * self.tp,
@@ -90,7 +90,7 @@ class Options:
         )
 
     def said(self) -> str:
-        """The call, as a heading."""
+        """The options as a heading."""
         degrees = [
             f"{name}={getattr(self, name)}" for name in ("dp_replicate", "dp", "pp", "tp") if getattr(self, name) > 1
         ]
@@ -104,18 +104,18 @@ class Options:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank found in its step."""
+    """The result of one rank's step."""
 
     rank: int
     stage: int  # the pipeline rank
-    shown: bool  # whether it stands for its pipeline rank in the tables
+    shown: bool  # whether the tables show this rank for its pipeline rank
     lines: list[Line]
-    other: list[Entry]  # that are in no line
+    other: list[Entry]  # entries that belong to no line
     entries: list[Entry]
 
     @property
     def wrong(self) -> list[str]:
-        """What does not agree with the closed form, in words."""
+        """Descriptions of all differences from the closed form."""
         wrong = [
             f"rank {self.rank}: {line.form.what}, {line.form.kind} over {line.form.group}: counted {line.counted} "
             f"bytes in {line.calls} calls, the closed form has {line.form.payload}"
@@ -131,9 +131,9 @@ class Outcome:
 
 
 def audit(options: Options, *, json: bool = False) -> int:
-    """Run, compare and print; the exit code, 1 where anything is sent that should not be, or the other way round.
+    """Run, compare and print; returns the exit code, 1 if the count differs from the closed form.
 
-    Raises ValueError for options that do not go together.
+    Raises ValueError for options that do not fit together.
     """
     if options.processes < 2:
         raise ValueError(
@@ -156,7 +156,7 @@ def audit(options: Options, *, json: bool = False) -> int:
 
 
 def run(options: Options) -> Outcome:
-    """One rank's part: the step that counts, after those that warm up."""
+    """Run one rank's part: steps to warm up, then the counted one."""
     mesh = meshes.init_mesh(
         dp_replicate=options.dp_replicate, dp=options.dp, pp=options.pp, tp=options.tp, device_type="cpu"
     )
@@ -168,7 +168,7 @@ def run(options: Options) -> Outcome:
 
 
 def count_step(options: Options, mesh: DeviceMesh) -> Outcome:
-    """Build the model over ``mesh``, run its steps, and hold what the last one sent against the closed form."""
+    """Build the model over ``mesh``, run its steps, and compare what the last one sent with the closed form."""
     config = options.config()
     whole = ParallelTransformer(
         config,
@@ -202,7 +202,7 @@ def count_step(options: Options, mesh: DeviceMesh) -> Outcome:
 
 
 def plan(options: Options, mesh: DeviceMesh, model: ParallelModel) -> Plan:
-    """What the closed form is about, of this rank and its part of the model."""
+    """The input of the closed form for this rank and its part of the model."""
     parameters = {(index, name): p for index, stage in enumerate(model.stages) for name, p in stage.named_parameters()}
     shards = options.dp if options.zero else 1
     travels = 2 if options.precision else None
@@ -239,7 +239,7 @@ def _hops(options: Options, rank: int) -> int:
 
 
 def show(people: Console, options: Options, outcomes: Sequence[Outcome], wrong: Sequence[str]) -> None:
-    """The tables, and what is wrong."""
+    """Print the tables and the differences."""
     people.print(f"one step, {options.said()}; bytes of one rank", soft_wrap=True)
     for outcome in outcomes:
         if outcome.shown:
@@ -264,7 +264,7 @@ def _counts(outcome: Outcome) -> Table:
 
 
 def _links(outcome: Outcome) -> Table:
-    """For each group what its traffic would take over each kind of link."""
+    """The time of each group's traffic over each kind of link."""
     wires = links.WIRES.values()
     table = _table(("over",), ("one way", *(wire.name for wire in wires)))
     table.title, table.title_justify = "projected from published rates, us", "left"

@@ -1,4 +1,4 @@
-"""The demo's serving: more requests than slots, streamed, then checked against a forward without cache."""
+"""The demo's serving: more requests than slots, streamed, then checked against a forward without a cache."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ARRIVAL_STEPS = 10  # between one request and the next
 
 @dataclass(frozen=True)
 class DemoServing:
-    """What was served. ``equal`` counts the answers that agree with a solo forward."""
+    """The result of serving. ``equal`` counts the answers that agree with a solo forward."""
 
     requests: int
     slots: int
@@ -40,7 +40,7 @@ class DemoServing:
 
 
 def serve(model: ParallelTransformer, corpus: Corpus, console: Console, *, seed: int) -> DemoServing:
-    """Continue pieces of held-out text through a paged cache and a rolling batch, streaming to ``console``."""
+    """Continue pieces of held-out text with the engine, streaming to ``console``."""
     model.eval()
     requests = make_requests(corpus, seed)
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
@@ -62,9 +62,9 @@ def serve(model: ParallelTransformer, corpus: Corpus, console: Console, *, seed:
 
 
 def make_requests(corpus: Corpus, seed: int) -> list[Request]:
-    """Prompts from the held-out text, each starting at a line, of different lengths, arriving one after another.
+    """Prompts of different lengths from the held-out text, each starting at a line, arriving one after another.
 
-    Every fourth request is greedy; the rest sample, each from a seed of its own.
+    Every fourth request is greedy; the rest sample, each with its own seed.
     """
     text = bytes(corpus.held_out.numpy())
     requests = []
@@ -86,11 +86,12 @@ def make_requests(corpus: Corpus, seed: int) -> list[Request]:
 
 @torch.no_grad()
 def agrees(model: ParallelTransformer, exact: ParallelTransformer, request: Request, answer: list[int]) -> bool:
-    """Whether one forward without cache, over this request alone, picks the tokens of ``answer`` after its prefixes.
+    """Whether one forward without a cache, over this request alone, picks the tokens of ``answer`` after its prefixes.
 
-    The first token depends on the prompt only, each next one on tokens that were picked: an answer that agrees is one
-    that the model could have given alone. A batch of another size rounds its logits otherwise, which decides between
-    tokens that are next to equal. ``exact`` is the model in fp64, whose distance from ``model`` says how near that is.
+    The first token depends only on the prompt, each later one also on the tokens before it: an agreeing answer is one
+    that the model could have given alone. A batch of another size rounds the logits differently, which can decide
+    between tokens of nearly equal probability. ``exact`` is the model in fp64; its distance from ``model`` bounds that
+    difference.
     """
     prompt = list(request.prompt)
     tokens = torch.tensor([prompt + answer[:-1]], device=next(model.parameters()).device)
@@ -106,14 +107,14 @@ def could_pick(logits: torch.Tensor, token: int, error: float, temperature: floa
         return bool(logits[token] >= logits.max() - 2 * error)
     cumulative = torch.softmax(logits / temperature, dim=-1).cumsum(dim=-1)
     drawn = torch.rand((), generator=generator, dtype=torch.float64).item()
-    # Every probability may change by a factor of exp(2 error / temperature), and with it what lies on either side.
+    # Every probability, and the sum on either side of it, may change by a factor of exp(2 error / temperature).
     slack = math.expm1(2 * error / temperature) / 2
     below = cumulative[token - 1].item() if token else 0.0
     return below - slack <= drawn <= cumulative[token].item() + slack
 
 
 class _Streams:
-    """All requests as a table that grows with their tokens (terminal), or a line for each that ends (elsewhere)."""
+    """All requests as a table that grows with their tokens (terminal), or a line for each finished one (elsewhere)."""
 
     def __init__(self, console: Console, requests: list[Request], answers: list[list[int]], live: Live | None) -> None:
         self._console = console
@@ -166,5 +167,5 @@ def _streaming(console: Console, requests: list[Request], answers: list[list[int
 
 
 def printable(tokens: Sequence[int]) -> str:
-    """Bytes as ASCII that cannot disturb a terminal: line ends as ``\\n``, anything else unprintable as a dot."""
+    """Bytes as ASCII that is safe on a terminal: line ends as ``\\n``, anything else unprintable as a dot."""
     return "".join("\\n" if byte == 10 else chr(byte) if 32 <= byte < 127 else "." for byte in tokens)

@@ -1,6 +1,6 @@
-"""``shardfuse env``: what a bug report needs to say about a machine, without saying more than that.
+"""``shardfuse env``: the facts about a machine that a bug report needs, and no others.
 
-It must also work where the installation is broken, so whatever cannot be asked is reported as such.
+It must also work if the installation is broken: facts that cannot be determined are reported as such.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _memory() -> str:
 
 
 def _asked_of_torch() -> dict[str, Any]:
-    """Devices, backends and choices; where torch or this package fails to import, what it said."""
+    """Devices, backends and choices; if torch or this package fails to import, the error."""
     try:
         import torch
 
@@ -105,7 +105,7 @@ def _asked_of_torch() -> dict[str, Any]:
             "threads": str(torch.get_num_threads()),
             f"ops on {device}": {name: _choice(name, device) for name in sorted(registry.ops())},
         }
-    except Exception as error:  # a report of a broken installation is the one that matters most
+    except Exception as error:  # the report of a broken installation matters most
         return {"broken": f"{type(error).__name__}: {error}"}
 
 
@@ -114,7 +114,7 @@ def _choice(op: str, device: Any) -> str:
 
     try:
         choice = dispatch.choose(op, device)
-    except RuntimeError as error:  # SHARDFUSE_IMPL=triton where it cannot be had
+    except RuntimeError as error:  # SHARDFUSE_IMPL=triton where Triton is unavailable
         return f"refused: {error}"
     return f"{choice.impl}: {choice.reason}"
 

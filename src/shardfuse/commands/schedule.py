@@ -1,4 +1,4 @@
-"""``shardfuse schedule``: what a pipeline schedule does when, what it leaves idle, and what it keeps in memory."""
+"""``shardfuse schedule``: prints the timeline of a pipeline schedule, its idle shares and its peaks of activations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COLOURS = {"F": "#3b6fb6", "B": "#e08a2c", "I": "#4fb3bf", "W": "#5a9e4b"}
 MEANS = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradients of the weights"}
 LEGEND = {kind: f"{kind} {means}" for kind, means in MEANS.items()}
 IDLE = "·"
-NARROW = 60  # columns that a timeline has at least
+NARROW = 60  # the least columns of a timeline
 
 
 def schedule(
@@ -34,10 +34,10 @@ def schedule(
     draw: Path | None = None,
     json: bool = False,
 ) -> int:
-    """Print the timeline of one step, its idle shares and its peaks; ``draw`` writes it as a picture too.
+    """Print the timeline of one step, its idle shares and its peaks; ``draw`` also writes it as a picture.
 
-    Raises ValueError for a schedule that there is not or that cannot work with these numbers, ImportError where a
-    picture is wanted and matplotlib is missing.
+    Raises ValueError for an unknown schedule or numbers that it does not support, ImportError if a picture is requested
+    and matplotlib is missing.
     """
     step = timeline.simulate(name, ranks, microbatches, priced.costs)
     costs = priced.costs
@@ -51,7 +51,7 @@ def schedule(
 
 
 def show(people: Console, step: Timeline, form: float | None, priced: Priced) -> None:
-    """The timeline as text, a line for each rank, and the tables."""
+    """Print the timeline as text, a line for each rank, and the tables."""
     ranks = len(step.passes)
     people.print(
         f"{step.schedule}: {ranks} pipeline rank{'s' * (ranks > 1)} of {step.stages_per_rank} "
@@ -80,13 +80,13 @@ def show(people: Console, step: Timeline, form: float | None, priced: Priced) ->
     people.print(table)
     paper = "none for these numbers" if form is None else f"{form:.1%} idle"
     people.print(
-        f"closed form: {paper}. Peaks are in what one micro-batch leaves for backward in all of a rank's stages.",
+        f"closed form: {paper}. Peaks are multiples of what one micro-batch leaves for backward in a rank's stages.",
         soft_wrap=True,
     )
 
 
 def _parts_table(priced: Priced) -> Table:
-    """What each part of the model was found to cost."""
+    """The cost of each part of the model."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=priced.title, title_justify="left")
     table.add_column("part")
     for kind in "FIW":
@@ -97,7 +97,7 @@ def _parts_table(priced: Priced) -> Table:
 
 
 def line(passes: tuple[Pass, ...], end: float, width: int) -> Text:
-    """A rank's step in ``width`` columns: each pass its kind and micro-batch, as far as they fit."""
+    """A rank's step in ``width`` columns: the kind and micro-batch of each pass, as far as they fit."""
     text = Text(IDLE * width)
     for one in passes:
         first, last = round(one.start / end * width), round(one.end / end * width)
@@ -108,7 +108,7 @@ def line(passes: tuple[Pass, ...], end: float, width: int) -> Text:
 
 
 def record(step: Timeline, form: float | None, priced: Priced) -> dict[str, Any]:
-    """The same as JSON; times in ``unit``, the closed form null where there is none."""
+    """The same as JSON; times in ``unit``, the closed form null if there is none."""
     stages = len(step.passes) * step.stages_per_rank
     return {
         "schedule": step.schedule,
@@ -128,9 +128,9 @@ def record(step: Timeline, form: float | None, priced: Priced) -> dict[str, Any]
 
 
 def write_picture(step: Timeline, path: Path) -> None:
-    """The timeline as a picture, in the format that the path's ending names.
+    """Write the timeline as a picture, in the format of the path's suffix.
 
-    Raises ImportError without matplotlib, ValueError for an ending that it does not know.
+    Raises ImportError without matplotlib, ValueError for an unknown suffix.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -138,7 +138,7 @@ def write_picture(step: Timeline, path: Path) -> None:
         from matplotlib.patches import Patch
     except ImportError:
         raise ImportError(
-            "--draw wants matplotlib, which is not installed: pip install 'shardfuse[bench]', or leave --draw out"
+            "--draw needs matplotlib, which is not installed: pip install 'shardfuse[bench]', or leave --draw out"
         ) from None
     ranks = len(step.passes)
     longest = max(map(len, step.passes))

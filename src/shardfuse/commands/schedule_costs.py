@@ -1,4 +1,4 @@
-"""What ``shardfuse schedule`` takes the passes to cost: as given, modelled for a chip, or measured here."""
+"""The costs of the passes for ``shardfuse schedule``: given, modelled for a chip, or measured here."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..parallel.pipeline.partition import balanced
 from ..parallel.pipeline.schedules import find
 from ..parallel.pipeline.timeline import Costs
 
-TOKENS = 8192  # of a micro-batch, and of a sequence, where a model's shape does not say
+TOKENS = 8192  # of a micro-batch, and of a sequence, unless a model's shape gives them
 
 
 @dataclass(frozen=True)
 class Priced:
-    """What passes cost: those of every stage alike, or of each by the parts that it has."""
+    """The costs of passes: the same for all stages, or for each stage by its parts."""
 
     costs: Costs | list[Costs]
     unit: str = ""
-    parts: Mapping[str, Costs] = field(default_factory=dict)  # where they were measured: each kind of part once
-    title: str = ""  # of what
+    parts: Mapping[str, Costs] = field(default_factory=dict)  # if measured: each kind of part once
+    title: str = ""  # of the table of parts
     stages: Sequence[str] = ()  # the parts of each stage
 
     def of(self, stage: int) -> Costs:
@@ -42,19 +42,19 @@ def price(
     measure: Path | None = None,
     assignments: Sequence[str] = (),
 ) -> Priced:
-    """The ``given`` fields of Costs; or those modelled for ``model`` in a ``shape`` (``stage_costs.modelled``); or
-    those that are measured of a TOML file of ``shardfuse train``, with ``assignments`` over the file's settings.
+    """The ``given`` fields of Costs; or costs modelled for ``model`` in a ``shape`` (``stage_costs.modelled``); or
+    costs measured for a TOML file of ``shardfuse train``, with ``assignments`` overriding the file's settings.
 
-    Raises ValueError where two of them are given, and for what each says of its values.
+    Raises ValueError if two of them are given, and for invalid values of each.
     """
-    timeline.order(name, ranks, microbatches)  # says what is wrong with these
+    timeline.order(name, ranks, microbatches)  # raises for invalid numbers
     sources = [option for option, value in (("--model", model), ("--measure", measure)) if value is not None]
     if len(sources) == 2:
         raise ValueError("--model and --measure both give costs: leave one of them out")
     if shape and model is None:
-        raise ValueError(f"--{next(iter(shape))} is said of a --model, and none is given")
+        raise ValueError(f"--{next(iter(shape))} needs a --model, and none is given")
     if assignments and measure is None:
-        raise ValueError(f"--set {assignments[0]} is said of a file to --measure, and none is given")
+        raise ValueError(f"--set {assignments[0]} needs a file to --measure, and none is given")
     twice = given.keys() - {"held"} if sources else ()
     if twice:
         raise ValueError(f"{sources[0]} has costs of its own: leave out --{min(twice)}-cost, or {sources[0]}")
@@ -73,7 +73,7 @@ def price(
 def _measured(
     name: str, ranks: int, microbatches: int, file: Path, assignments: Sequence[str], *, recompute: bool, held: float
 ) -> Priced:
-    """In ms, and cut in stages as is best by them: with ``parallel.partition = "measured"`` the run is cut so too."""
+    """Costs in ms, and the stages cut by them, as ``parallel.partition = "measured"`` cuts the run."""
     from ..training.layout import resolve
     from ..training.settings import parse_assignment, read_settings
     from ..training.stages import part_costs
@@ -84,15 +84,13 @@ def _measured(
     if parallel.tp > 1:
         raise ValueError(
             f"{file}: parallel.tp = {parallel.tp}: costs are measured in this process alone; pass --set parallel.tp=1, "
-            "or have those of a shard modelled: --model with --tp"
+            "or model those of a shard: --model with --tp"
         )
     dp = parallel.dp or 1
-    alone = replace(
-        parallel, dp=dp, pp=1, schedule=None, microbatches=microbatches
-    )  # the pipeline is the one asked for
+    alone = replace(parallel, dp=dp, pp=1, schedule=None, microbatches=microbatches)  # the requested pipeline
     settings = resolve(replace(settings, parallel=alone), parallel.dp_replicate * dp)
     layout, count = find(name).layout, ranks * find(name).stages_per_rank
-    balanced([1.0] * (settings.model.num_layers + 2), count, layout=layout, ranks=ranks)  # or there are too few parts
+    balanced([1.0] * (settings.model.num_layers + 2), count, layout=layout, ranks=ranks)  # raises for too few parts
     with console(stderr=True).status("measuring an embedding, a block and a head"):
         costs = [each.scaled(1e3) for each in part_costs(settings, name)]
     ranges = balanced([each.step for each in costs], count, layout=layout, ranks=ranks)
@@ -108,7 +106,7 @@ def _measured(
 
 
 def _words(stage: range, count: int) -> str:
-    """What a stage of a model of ``count`` parts consists of."""
+    """The parts of a stage of a model of ``count`` parts, in words."""
     blocks = len(range(max(stage.start, 1), min(stage.stop, count - 1)))
     words = ["embedding"] if stage.start == 0 else []
     words += [f"{blocks} block{'s' * (blocks > 1)}"] if blocks else []
