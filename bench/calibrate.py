@@ -34,11 +34,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ..kernels.dev import shapes
+from ..kernels.runtime.dtypes import short_name
 from ..parallel.core import collectives
 from ..parallel.core.mesh import Group, init_mesh, shutdown, tp_group
 from ..parallel.overlap import link_model, policy
 from ..parallel.overlap import link_profile as profiles
-from ..parallel.overlap.link_profile import OPS, Profile, Row, bucket, dtype_name
+from ..parallel.overlap.link_profile import OPS, Profile, Row, bucket
 from ..parallel.overlap.memory.sizes import DECODE_TOKENS
 from ..parallel.overlap.plan import OverlapPlan, fastest
 from ..training.launch import Stopped, launch
@@ -197,7 +198,7 @@ class Run:
         if self.link not in self.profile.links:
             self._say(f"links: {len(self.meter.sizes())} sizes of each collective")
             self._keep(links=dict(self.profile.links) | {self.link: self.meter.links()})
-        if dtype_name(self.dtype) not in self.profile.gemm_flops:
+        if short_name(self.dtype) not in self.profile.gemm_flops:
             self._say("products, copies, and both at once")
             self._keep(**self.meter.rates(self.profile.gemm_flops))
         if self.link == "node" and self.profile.copy_bytes_per_s is None:  # also after a run over a network
@@ -205,7 +206,7 @@ class Run:
         left = [call for call in self._calls() if self._key(call) not in self.profile.table]
         for index, call in enumerate(left):
             where = bucket(call.T, call.K, call.N)
-            self._say(f"{index + 1} of {len(left)}  {call.op} {where} {dtype_name(call.dtype)}")
+            self._say(f"{index + 1} of {len(left)}  {call.op} {where} {short_name(call.dtype)}")
             self._keep(rows=(*self.profile.rows, self._row(call)))
 
     # --- the file -----------------------------------------------------------------------------------------------------
@@ -270,7 +271,7 @@ class Run:
         return list(found.values())
 
     def _key(self, call: link_model.Call) -> tuple[str, str, int, str, str]:
-        return call.op, dtype_name(call.dtype), call.R, self.link, bucket(call.T, call.K, call.N)
+        return call.op, short_name(call.dtype), call.R, self.link, bucket(call.T, call.K, call.N)
 
     def _paths(self, call: link_model.Call) -> list[OverlapPlan]:
         paths = [OverlapPlan("chunked", pieces) for pieces in link_model.pieces_of(call)]

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from ..kernels.runtime.dtypes import short_name
 from ..parallel.core import collectives
 from ..parallel.core.mesh import Group
 from ..parallel.overlap.link_model import GATHER, Call
-from ..parallel.overlap.link_profile import COLLECTIVES, Link, dtype_name
+from ..parallel.overlap.link_profile import COLLECTIVES, Link
 from ..parallel.overlap.plan import OverlapPlan
 from .calibrate_rig import SITE, Rig
 from .harness.timing import Timing, compare_fixed, copy_bandwidth
@@ -64,7 +65,7 @@ class Meter:
         a, b = (torch.randn(size, size, dtype=self.dtype, device=self.device) for _ in range(2))
         product_s = self._seconds_of(lambda: a @ b)
         found: dict[str, Any] = {
-            "gemm_flops": dict(gemm_flops) | {dtype_name(self.dtype): 2 * size**3 / product_s},
+            "gemm_flops": dict(gemm_flops) | {short_name(self.dtype): 2 * size**3 / product_s},
             "piece_s": self._piece_seconds(),
             "hides": self._hides(lambda: a @ b, product_s) if on_gpu else 0.0,
         }

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from ..kernels.runtime import dispatch
+from ..kernels.runtime.dtypes import CACHE_NAMES, QUANTISED
 from ..layers.attention.paged import PagedBatch, PagedKVCache, Span, default_block_size
 from .allocator import BlockAllocator
 from .request import Finish, Request, SequenceState, TokenEvent
@@ -23,7 +24,7 @@ from .sampling import sample
 from .scheduler import Chunk, Scheduler
 from .stats import EngineStats
 
-KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+KV_DTYPES = {CACHE_NAMES[dtype]: dtype for dtype in QUANTISED}
 
 
 class ServableModel(Protocol):

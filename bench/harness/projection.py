@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ...kernels.runtime.dtypes import short_name
 from ...parallel.overlap.link_model import Call, predict
-from ...parallel.overlap.link_profile import COLLECTIVES, Profile, dtype_name, load, shipped
+from ...parallel.overlap.link_profile import COLLECTIVES, Profile, load, shipped
 from .benchmark import Measurement
 from .timing import Timing
 
@@ -44,7 +45,7 @@ def _inputs(profile: Profile, call: Call) -> str:
         "alpha": f"{link.alpha_s * 1e6:.3g} us",
         "beta": f"{link.bytes_per_s / 1e9:.4g} GB/s",
         "copies": f"{(profile.copy_bytes_per_s or 0) / 1e9:.4g} GB/s",
-        "GEMM": f"{profile.gemm_flops.get(dtype_name(call.dtype), 0) / 1e12:.4g} TFLOP/s",
+        "GEMM": f"{profile.gemm_flops.get(short_name(call.dtype), 0) / 1e12:.4g} TFLOP/s",
     }
     whose = "measured on" if profile.measured else "published or assumed for"
     return f"{', '.join(f'{name} {value}' for name, value in said.items())}, {whose} {profile.device}"

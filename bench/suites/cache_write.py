@@ -27,6 +27,7 @@ from ...kernels.dev.registry import Case, OpSpec
 from ...kernels.kv_cache import copy_blocks_, norm_rope_write_kv_, write_kv_
 from ...kernels.norm import rms_norm
 from ...kernels.rope import apply_rope
+from ...kernels.runtime.dtypes import LARGEST
 from ..harness.benchmark import Benchmark, Measurement, Settings, Work
 from ..harness.gate import check_case
 from ..harness.timing import Call, Timing, compare, input_sets
@@ -35,7 +36,6 @@ from .paged_peers import KVQuantMode
 
 TIME = "write, us"
 COPY, EAGER, STEPS, VLLM = "copy of the bytes", "eager", "own ops, one by one", paged_peers.VLLM
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 DRY = ("t7-k2-h16-p4-fp32", "t6-n4-k2-h24-p4-fp32-e4m3-written-r8", "6x2x3x10-fp32-n4")
 SHORT = (
     "llama8b-t8192-k8-h128-p16-bf16",

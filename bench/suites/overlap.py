@@ -24,6 +24,7 @@ from ...kernels.dev.accuracy import Verdict
 from ...kernels.dev.cases import comm as cases
 from ...kernels.dev.registry import Case, OpSpec, to_double
 from ...kernels.linear import Product, linear_act, linear_act_choice, reference
+from ...kernels.runtime.dtypes import NAMES
 from ...kernels.runtime.signals import Gathered, in_one_process, rows_of
 from ...parallel.overlap import link_model
 from ..harness import virtual_ranks
@@ -47,7 +48,6 @@ FLOOR_PERCENT = 0.1  # a smaller exposed share counts as none
 # Llama 70B's MLP, whose hidden rows are exchanged, and Megatron's of width 4096: (T, D, F).
 _LARGE, _SMALL = (8192, 8192, 28672), (4096, 4096, 16384)
 _SHORT = {GATHER.name: "gather", SCATTER.name: "scatter", REDUCE.name: "reduce"}
-_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 Run = Callable[[], torch.Tensor]
 
@@ -117,7 +117,7 @@ def _problem(spec: OpSpec, T: int, K: int, N: int, R: int, dtype: torch.dtype = 
     options: dict[str, Any] = {"bias": False, "residual": False}
     if spec is GATHER:
         options = {"weights": 1, "gated": False, "activation": "gelu_tanh", "bias": True}
-    return Problem(spec, Case(f"t{T}-k{K}-n{N}-r{R}-{_NAMES[dtype]}", dtype, {"T": T, "K": K, "N": N, "R": R}, options))
+    return Problem(spec, Case(f"t{T}-k{K}-n{N}-r{R}-{NAMES[dtype]}", dtype, {"T": T, "K": K, "N": N, "R": R}, options))
 
 
 def plan(settings: Settings) -> list[Measurement]:

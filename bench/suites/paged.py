@@ -24,7 +24,8 @@ import torch
 from ...kernels.dev.accuracy import Verdict
 from ...kernels.paged_attention import paged_attention, plan_attention, reference
 from ...kernels.paged_attention.op import split_cache
-from ...kernels.paged_attention.options import QUANTISED, AttentionOptions
+from ...kernels.paged_attention.options import AttentionOptions
+from ...kernels.runtime.dtypes import CACHE_NAMES, QUANTISED
 from ..harness.benchmark import Measurement, Settings, Work
 from ..harness.gate import check_outputs
 from ..harness.timing import Call, Timing, compare, compare_fixed, input_sets
@@ -35,14 +36,6 @@ TWIN_CONTEXT, TWIN_QUERIES, TWIN_SEQS = 1500, 150, 3
 SPARE_KEYS = 32  # room in the tables for the entries that vLLM's tiles read, but do not use, after the last key
 GAP_CALLS = 50  # calls between two readings of the clock; few enough that the launch queue never fills
 GAP_FLOOR_US = 0.05  # a smaller launch gap counts as none
-
-NAMES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float8_e4m3fn: "fp8",
-    torch.int8: "int8",
-}
 
 Prepare = Callable[["Operands"], Call]
 
@@ -68,8 +61,8 @@ class Step:
 
     @property
     def name(self) -> str:
-        sizes = f"n{self.heads}k{self.kv_heads}h{self.head_size}-page{self.page}-{NAMES[self.dtype]}"
-        kv = "" if self.kv_dtype == self.dtype else f"-kv_{NAMES[self.kv_dtype]}_per_{self.scales}"
+        sizes = f"n{self.heads}k{self.kv_heads}h{self.head_size}-page{self.page}-{CACHE_NAMES[self.dtype]}"
+        kv = "" if self.kv_dtype == self.dtype else f"-kv_{CACHE_NAMES[self.kv_dtype]}_per_{self.scales}"
         return f"{self.note}-{sizes}{kv}"
 
     @property

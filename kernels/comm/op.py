@@ -19,6 +19,7 @@ import torch
 from ..linear import Product, functional, linear_act_choice
 from ..runtime import dispatch
 from ..runtime.dispatch import Choice
+from ..runtime.dtypes import KERNEL_FLOATS
 from ..runtime.signals import (
     CHUNKS,
     ExchangeTimeout,
@@ -35,8 +36,6 @@ from .reduce_config import WIDEST, Norm, gathered_slot_shape
 
 Peers = list[torch.Tensor]
 Optional = torch.Tensor | None
-
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def all_gather_linear(
@@ -275,7 +274,7 @@ def _check_after(op: str, x: torch.Tensor, width: int, residual: Optional, norm:
     for name, tensor in given.items():
         if tensor is None:
             continue
-        if tensor.dtype not in {x.dtype, *_KERNEL_DTYPES} or tensor.device != x.device or tensor.shape[-1] != width:
+        if tensor.dtype not in {x.dtype, *KERNEL_FLOATS} or tensor.device != x.device or tensor.shape[-1] != width:
             raise ValueError(
                 f"{op}: {name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}: expected bf16, fp16 or fp32, "
                 f"or x's {x.dtype}, {width} wide, on {x.device}"

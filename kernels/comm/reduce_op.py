@@ -8,13 +8,13 @@ import torch
 
 from ..runtime import autograd, device, dispatch
 from ..runtime.dispatch import Choice
+from ..runtime.dtypes import no_kernel
 from ..runtime.signals import CHUNKS, EPOCH, ExchangeTimeout, Signals, describe, following, reached
 from . import reduce_reference as reference
 from .reduce_config import WIDEST, Norm, flagged_programs, pick_shots, slot_shape
 
 Optional = torch.Tensor | None
 _OP = "all_reduce_rmsnorm"
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def all_reduce_rmsnorm(
@@ -99,13 +99,9 @@ def all_reduce_rmsnorm_shape(
 
 def all_reduce_choice(on: torch.device, width: int, impl: str = "auto", *dtypes: torch.dtype) -> Choice:
     """Which implementation ``all_reduce_rmsnorm`` takes for rows of ``width`` in ``dtypes`` on ``on``, and why."""
-    unsupported = None
-    if width > WIDEST:
-        unsupported = f"rows of {width} columns have no kernel (up to {WIDEST} have)"
-    for dtype in dtypes:
-        if dtype not in _KERNEL_DTYPES:
-            unsupported = f"{dtype} has no kernel (bf16, fp16 and fp32 have)"
-    return dispatch.choose(_OP, on, impl, unsupported=autograd.transformed() or unsupported)
+    too_wide = f"rows of {width} columns have no kernel (up to {WIDEST} have)" if width > WIDEST else None
+    unsupported = autograd.transformed() or no_kernel(*dtypes) or too_wide
+    return dispatch.choose(_OP, on, impl, unsupported=unsupported)
 
 
 def _check(

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ..runtime.dtypes import NAMES
+
 # Ahead-of-time targets: name -> (Triton backend, architecture, warp size).
 TARGETS: dict[str, tuple[str, int | str, int]] = {
     "sm_80": ("cuda", 80, 32),
@@ -96,10 +98,7 @@ class Build:
 
 
 _TRITON_NAMES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
+    **NAMES,
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
     torch.int64: "i64",

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from ..runtime import autograd, dispatch
+from ..runtime.dtypes import no_kernel
 from . import reference, schemas
-
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def dropout(
@@ -45,7 +44,7 @@ def dropout(
         raise ValueError(
             f"dropout: residual is {residual.dtype} {list(residual.shape)}: expected x's {x.dtype} {list(x.shape)}"
         )
-    unsupported = None if x.dtype in _KERNEL_DTYPES else f"{x.dtype} has no kernel (bf16, fp16 and fp32 have)"
+    unsupported = no_kernel(x.dtype)
     unsupported = autograd.transformed() or unsupported
     choice = dispatch.choose("dropout", x.device, impl, unsupported=unsupported)
     dispatch.count("dropout", choice.impl)

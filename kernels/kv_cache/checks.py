@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
-from .reference import LARGEST, Scale
+from ..runtime.dtypes import FLOATS, QUANTISED
+from .reference import Scale
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Cache = torch.Tensor | Sequence[torch.Tensor]
 
 
@@ -67,7 +67,7 @@ def _check_cache(op: str, name: str, cache: torch.Tensor, k: torch.Tensor, width
             f"{op}: {name} has shape {tuple(cache.shape)}: expected [blocks, {k.shape[1]} KV heads, block size, "
             f"{width}] to hold k {tuple(k.shape)} and its v"
         )
-    if cache.dtype not in FLOATS and cache.dtype not in LARGEST:
+    if cache.dtype not in FLOATS and cache.dtype not in QUANTISED:
         raise ValueError(f"{op}: {name} is {cache.dtype}: expected a floating-point dtype, float8_e4m3fn or int8")
 
 
@@ -76,7 +76,7 @@ def scales_of(
 ) -> tuple[Scale, Scale]:
     """What the scales of k and v are: given, or to be written."""
     _no_grad(op, k_scale, v_scale)
-    if kv_cache.dtype not in LARGEST:
+    if kv_cache.dtype not in QUANTISED:
         if k_scale is not None or v_scale is not None:
             raise ValueError(
                 f"{op}: k_scale and v_scale belong to a cache in float8_e4m3fn or int8, and this is {kv_cache.dtype}: "

@@ -11,8 +11,9 @@ import torch
 import triton
 
 from ..runtime import alloc, device
+from ..runtime.dtypes import LARGEST
 from . import triton as kernels
-from .reference import LARGEST, Scale
+from .reference import Scale
 
 _TILE_BYTES = 8192  # 64 for each thread of four warps: four loads of 16 bytes
 _NUM_WARPS = 4

@@ -26,8 +26,8 @@ from einops import rearrange
 
 from ..norm.reference import rms_norm
 from ..rope.reference import apply_rope
+from ..runtime.dtypes import LARGEST, QUANTISED
 
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 _TINY = 2.0**-126  # the smallest normal number: its inverse is finite
 
 
@@ -108,7 +108,7 @@ def write_kv_(
 
 
 def _put_(cache: torch.Tensor, x: torch.Tensor, where: tuple[torch.Tensor, torch.Tensor], scale: Scale) -> None:
-    if cache.dtype in LARGEST:
+    if cache.dtype in QUANTISED:
         x, by = x.to(wide(x.dtype)), scale.given
         if scale.written is not None:
             rows = scale_of(x, cache.dtype)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from ..runtime import autograd, dispatch, tuning
 from ..runtime import device as target
 from ..runtime.dispatch import Choice
+from ..runtime.dtypes import no_kernel
 from . import reference, schemas, tuned
 from .gemm import Gemm
 from .reference import ACTIVATIONS
@@ -22,7 +23,6 @@ from .reference import ACTIVATIONS
 Tensors = Sequence[torch.Tensor]
 
 MAX_WEIGHTS = 3
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def linear_act_choice(
@@ -39,9 +39,7 @@ def linear_act_choice(
     ``stock_wins`` is what :func:`measured` says of the sizes, where they are known; ``unsupported``, what else keeps
     the kernel from this call.
     """
-    if dtype not in _KERNEL_DTYPES:
-        unsupported = f"{dtype} has no kernel (bf16, fp16 and fp32 have)"
-    unsupported = autograd.transformed() or unsupported
+    unsupported = autograd.transformed() or no_kernel(dtype) or unsupported
     return dispatch.choose(op, device, impl, unsupported=unsupported, stock_wins=stock_wins)
 
 

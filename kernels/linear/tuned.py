@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..runtime.chips import CHIPS, Chip
+from ..runtime.dtypes import short_name
 from .gemm import Gemm, GemmConfig
 
 OP = "gemm"  # what entries are filed under: they are of one launch, whichever public op made it
@@ -13,7 +14,6 @@ MAX_TOKENS = 16384  # more than this many tokens want what this many want
 
 _ASYNCHRONOUS = ("NVIDIA H100", "NVIDIA B200")
 _ACCUMULATORS = 128  # fp32 per thread; more leave the epilogue too few of a thread's 255 registers
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def bucket(gemm: Gemm) -> str | None:
@@ -26,8 +26,8 @@ def bucket(gemm: Gemm) -> str | None:
         return None
     tokens = min(1 << max(gemm.tokens - 1, 0).bit_length(), MAX_TOKENS)
     sizes = (f"m{gemm.M}", f"n{gemm.N}") if gemm.layout == "tn" else (f"n{gemm.N}", f"k{gemm.K}")
-    parts = [gemm.layout, f"t{tokens}", *sizes, _name(gemm.dtype)]
-    parts += [f"to_{_name(gemm.out_dtype)}"] if gemm.out_dtype != gemm.dtype else []
+    parts = [gemm.layout, f"t{tokens}", *sizes, short_name(gemm.dtype)]
+    parts += [f"to_{short_name(gemm.out_dtype)}"] if gemm.out_dtype != gemm.dtype else []
     parts += [f"{gemm.combine}{gemm.pairs}"] if gemm.pairs > 1 else []
     parts += gemm.epilogue
     parts += ["tf32"] if gemm.precision == "tf32" else []
@@ -77,7 +77,3 @@ def shared_bytes(chip: Chip, gemm: Gemm, config: GemmConfig) -> int:
     by_tma = config.use_tma and "accumulate" not in gemm.epilogue
     width = config.block_n // 2 if config.epilogue_subtile else config.block_n
     return pipeline + (1 + gemm.reads * by_tma) * config.block_m * width * gemm.out_dtype.itemsize
-
-
-def _name(dtype: torch.dtype) -> str:
-    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")

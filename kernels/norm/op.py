@@ -13,10 +13,10 @@ from ..dropout import schemas as dropout_schemas
 from ..linear.functional import as_rows, shaped
 from ..runtime import autograd, dispatch
 from ..runtime.dispatch import Choice
+from ..runtime.dtypes import no_kernel
 from . import reference, schemas
 
 Optional = torch.Tensor | None
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST = 2**31 - 2**14  # of a size: the last block's end still fits 32 bits
 
 
@@ -184,12 +184,7 @@ def layer_norm(
 
 def norm_choice(op: str, device: torch.device, impl: str = "auto", *dtypes: torch.dtype) -> Choice:
     """Which implementation ``op`` ("rms_norm", "layer_norm") takes for ``dtypes`` on ``device``, and why."""
-    unsupported = None
-    for dtype in dtypes:
-        if dtype not in _KERNEL_DTYPES:
-            unsupported = f"{dtype} has no kernel (bf16, fp16 and fp32 have)"
-    unsupported = autograd.transformed() or unsupported
-    return dispatch.choose(op, device, impl, unsupported=unsupported)
+    return dispatch.choose(op, device, impl, unsupported=autograd.transformed() or no_kernel(*dtypes))
 
 
 class _Call(NamedTuple):

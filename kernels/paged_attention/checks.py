@@ -14,16 +14,15 @@ from itertools import pairwise
 
 import torch
 
+from ..runtime.dtypes import BF16, FP16, FP32, FP64, QUANTISED
 from .options import REFUSED, AttentionOptions
 
-_HALVES = (torch.float16, torch.bfloat16)
-_CODES = (torch.float8_e4m3fn, torch.int8)
 # dtype of q -> dtypes of a cache that it may attend over.
 CACHE_DTYPES = {
-    torch.float16: (*_HALVES, *_CODES),
-    torch.bfloat16: (*_HALVES, *_CODES),
-    torch.float32: (*_HALVES, torch.float32, *_CODES),
-    torch.float64: (*_HALVES, torch.float32, torch.float64, *_CODES),
+    FP16: (FP16, BF16, *QUANTISED),
+    BF16: (FP16, BF16, *QUANTISED),
+    FP32: (FP16, BF16, FP32, *QUANTISED),
+    FP64: (FP16, BF16, FP32, FP64, *QUANTISED),
 }
 
 

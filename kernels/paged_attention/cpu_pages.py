@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..runtime.dtypes import QUANTISED
 from . import reference
-from .options import QUANTISED, AttentionOptions
+from .options import AttentionOptions
 
 CPU = torch.device("cpu")  # whatever the default is
 _CONVERTED_BYTES = 2 << 20  # of pages in fp32 at a time: they stay in a core's cache

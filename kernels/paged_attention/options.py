@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-QUANTISED = (torch.float8_e4m3fn, torch.int8)  # dtypes of a cache that stand for values over a scale
+from ..runtime.dtypes import QUANTISED
 
 # Every combination that is refused, by name, and why. All others work together.
 REFUSED = {

@@ -8,10 +8,10 @@ import torch
 
 from ..runtime import autograd, dispatch
 from ..runtime.dispatch import Choice
+from ..runtime.dtypes import FLOATS
 from . import reference, schemas
 
 _OP = "apply_rope"
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _MAX_ROTARY = 2048  # of the kernel, which holds a head's pairs in registers; the reference takes any
 _MAX_TOKENS = 2**31 - 2**13  # the last tile's end still fits 32 bits
 
@@ -192,7 +192,7 @@ def _check(q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torc
     shape, dtype, device, table_shape = q.shape, q.dtype, q.device, cos.shape
     if len(shape) < 2:
         raise ValueError(f"{_OP}: q has shape {tuple(shape)}: expected [..., heads, head size]")
-    if dtype not in _FLOATS:
+    if dtype not in FLOATS:
         raise ValueError(f"{_OP}: q is {dtype}: expected bf16, fp16 or fp32")
     lead = shape[:-2]
     if k is not None and (k.dim() != len(shape) or k.shape[:-2] != lead or k.shape[-1] != shape[-1]):

@@ -24,9 +24,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from .chips import Chip
+from .dtypes import short_name
 
 if TYPE_CHECKING:
     from ..linear.gemm import Gemm, GemmConfig
@@ -147,10 +146,7 @@ def predict(chip: Chip, gemm: Gemm, config: GemmConfig, *, programs_per_sm: int 
 
 def peak_flops(chip: Chip, gemm: Gemm) -> float:
     """The chip's dense rate for the precision that ``gemm`` multiplies in, FLOP/s; ValueError where it has none."""
-    if gemm.dtype == torch.float32:
-        name = "tf32" if gemm.precision == "tf32" else "fp32"
-    else:
-        name = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(gemm.dtype, "fp8")
+    name = "tf32" if gemm.precision == "tf32" else "fp8" if gemm.dtype.itemsize == 1 else short_name(gemm.dtype)
     if name not in chip.flops:
         raise ValueError(f"{chip.name} has no rate for {name}: it has {', '.join(chip.flops)}")
     return chip.flops[name]

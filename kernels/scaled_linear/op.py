@@ -11,11 +11,10 @@ import torch
 from ..linear.reference import ACTIVATIONS
 from ..runtime import autograd, dispatch
 from ..runtime.dispatch import Choice
+from ..runtime.dtypes import E4M3, E5M2, FLOATS, KERNEL_FLOATS
 from . import reference, schemas
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALINGS = ("tensor", "row")
-_INPUTS = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST_SIZE = 2**31 - 2**10  # the last tile's end still fits 32 bits
 _LONGEST_HISTORY = 4096  # every program of the cast reads it
 
@@ -331,7 +330,7 @@ def _check_scaling(op: str, scaling: str) -> None:
 
 
 def _check_input(op: str, name: str, tensor: torch.Tensor) -> None:
-    if tensor.dtype not in (*_INPUTS, torch.float64):  # fp64 is the oracle's
+    if tensor.dtype not in FLOATS:  # fp64 is the oracle's
         raise ValueError(f"{op}: {name} is {tensor.dtype}: expected bf16, fp16 or fp32")
     _check_sizes(op, name, tensor)
 
@@ -395,7 +394,7 @@ def _check_product(
         _check_sizes(op, name, tensor)
     _check_scale(op, "x_scale", x_scale, x, _tokens(x))
     _check_scale(op, "weight_scale", weight_scale, weight, weight.shape[0])
-    if out_dtype not in _INPUTS:
+    if out_dtype not in KERNEL_FLOATS:
         raise ValueError(f"{op}: out_dtype={out_dtype}: expected bf16, fp16 or fp32")
 
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import torch
 
 from ..linear.reference import ACTIVATIONS
+from ..runtime.dtypes import E4M3, E5M2
 
-DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+DTYPES = (E4M3, E5M2)
 _TINY = 2.0**-126  # the smallest normal number: its inverse is finite
 
 

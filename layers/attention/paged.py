@@ -19,8 +19,8 @@ import torch
 
 from ...kernels.kv_cache import copy_blocks_, norm_rope_write_kv_, swap_blocks_, write_kv_
 from ...kernels.paged_attention import paged_attention, plan_attention
-from ...kernels.paged_attention.options import QUANTISED
 from ...kernels.runtime import alloc
+from ...kernels.runtime.dtypes import QUANTISED
 from ...parallel.core.mesh import Group, MeshLike, tp_group
 from ..config import check_heads
 from ..module import Init, ShardedModule, check_divides

@@ -43,7 +43,8 @@ from ...kernels.linear.config import pick_config
 from ...kernels.linear.gemm import Gemm
 from ...kernels.runtime import cost
 from ...kernels.runtime.chips import CHIPS
-from .link_profile import COLLECTIVES, OPS, Link, Profile, dtype_name
+from ...kernels.runtime.dtypes import KERNEL_FLOATS, short_name
+from .link_profile import COLLECTIVES, OPS, Link, Profile
 
 GATHER, SCATTER, REDUCE, NORM = OPS
 PIECES = (1, 2, 4)  # of a shard; an all-reduce, in which no rows are local, has twice as many
@@ -102,7 +103,7 @@ def collective_seconds(link: Link, call: Call) -> float:
 
 def gemm_seconds(profile: Profile, rows: int, call: Call) -> float | None:
     """The time of the product of ``rows`` of the call's tokens alone; None where neither rate nor chip is known."""
-    rate = profile.gemm_flops.get(dtype_name(call.dtype))
+    rate = profile.gemm_flops.get(short_name(call.dtype))
     at_rate = 2.0 * rows * call.K * call.N / rate if rate else 0.0
     on_chip = _on_chip(profile.arch, rows, call.K, call.N, call.dtype)
     return max(at_rate, on_chip) or None
@@ -111,7 +112,7 @@ def gemm_seconds(profile: Profile, rows: int, call: Call) -> float | None:
 @functools.lru_cache(4096)
 def _on_chip(arch: str, M: int, K: int, N: int, dtype: torch.dtype) -> float:
     """The chip model's time; 0 for a chip that it does not know."""
-    if arch not in CHIPS or min(M, K, N) < 1 or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if arch not in CHIPS or min(M, K, N) < 1 or dtype not in KERNEL_FLOATS:
         return 0.0
     gemm = Gemm("nt", M, N, K, dtype, dtype)
     return cost.predict(CHIPS[arch], gemm, pick_config(arch, gemm)).time_us * 1e-6

@@ -42,7 +42,6 @@ LINKS = ("node", "network")
 AGAIN = "write one with `shardfuse bench calibrate`, or unset SHARDFUSE_LINKS"
 
 _OTHER_LINKS = re.compile("PCIE|NVL", re.IGNORECASE)  # cards whose links differ from those of the chip's usual module
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
 @dataclass(frozen=True)
@@ -120,11 +119,6 @@ class Profile:
             "links": links,
             "rows": [row.record() for row in rows],
         }
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of ``dtype`` in profiles: "bf16"."""
-    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.")
 
 
 def bucket(tokens: int, features_in: int, features_out: int) -> str:

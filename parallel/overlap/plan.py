@@ -16,10 +16,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ...kernels.runtime.dtypes import short_name
 from ..core.mesh import Group
 from . import link_model
 from .link_model import Call
-from .link_profile import Profile, Row, bucket, dtype_name
+from .link_profile import Profile, Row, bucket
 from .strategies import Chunked, InKernel, Plain, Strategy
 
 MARGIN = 0.03  # of plain's time: another path must beat plain by more
@@ -66,7 +67,7 @@ def pure_selection(
 
 def measured_row(profile: Profile, link: str, call: Call) -> Row | None:
     """The measurement of the bucket of ``call``, or None."""
-    return profile.table.get((call.op, dtype_name(call.dtype), call.R, link, bucket(call.T, call.K, call.N)))
+    return profile.table.get((call.op, short_name(call.dtype), call.R, link, bucket(call.T, call.K, call.N)))
 
 
 def fastest(row: Row, *, unavailable: str | None, most: int | None = None) -> tuple[str, int]:

@@ -35,10 +35,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from ...kernels.runtime.dtypes import BY_NAME
 from .. import compatibility
 from ..core.mesh import DATA_DIMS, check_dims, data_coordinate, data_group, degree, everyone
 
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {name: BY_NAME[name] for name in ("bf16", "fp16")}
 
 # The modules that shard() has wrapped, and their stages.
 _stages: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()

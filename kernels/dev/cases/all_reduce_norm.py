@@ -16,11 +16,10 @@ from ...comm import reduce_op as op
 from ...comm import reduce_reference as reference
 from ...comm.reduce_config import Norm, flagged_programs, slot_shape
 from ...runtime import device
+from ...runtime.dtypes import BF16, FP16, FP32, NAMES
 from ...runtime.signals import CHUNKS, PHASES, STATE, Signals, in_one_process
 from ..registry import Build, Case, OpSpec
 
-_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
-_NAMES = {_BF16: "bf16", _FP16: "fp16", _FP32: "fp32"}
 _STOCK: dict[str, Any] = {"shots": 1, "residual": "same", "bias": False, "weight_offset": 0.0, "gather": None}
 _EPOCH = 5
 
@@ -28,36 +27,36 @@ _EPOCH = 5
 def _case(T: int, D: int, R: int, dtype: torch.dtype, *tags: str, **options: Any) -> Case:
     said = {name: value for name, value in options.items() if _STOCK[name] != value}
     extras = [f"{name.replace('_', '')}_{'none' if value is None else value}" for name, value in said.items()]
-    name = "-".join([f"t{T}-d{D}-r{R}-{_NAMES[dtype]}", *extras])
+    name = "-".join([f"t{T}-d{D}-r{R}-{NAMES[dtype]}", *extras])
     return Case(name, dtype, {"T": T, "D": D, "R": R}, _STOCK | options, frozenset(tags))
 
 
 # The interpreter's programs are 3.
 _TEST = (
-    _case(5, 80, 2, _FP32, "test"),
-    _case(4, 96, 4, _BF16, "test", bias=True),
-    _case(2, 33, 3, _FP16, "test", residual=None, weight_offset=1.0),
-    _case(11, 64, 2, _BF16, "test", shots=2, residual="fp32"),
-    _case(8, 48, 4, _FP32, "test", shots=2, bias=True),
-    _case(2, 17, 3, _FP16, "test", shots=2, residual=None),
-    _case(1, 1000, 1, _FP32, "test"),
+    _case(5, 80, 2, FP32, "test"),
+    _case(4, 96, 4, BF16, "test", bias=True),
+    _case(2, 33, 3, FP16, "test", residual=None, weight_offset=1.0),
+    _case(11, 64, 2, BF16, "test", shots=2, residual="fp32"),
+    _case(8, 48, 4, FP32, "test", shots=2, bias=True),
+    _case(2, 17, 3, FP16, "test", shots=2, residual=None),
+    _case(1, 1000, 1, FP32, "test"),
 )
 # The widths of the models in kernels/dev/shapes.py. ``gather``: after a GEMM has sent, T/R rows or all. Between two
 # ranks a second round saves nothing.
 _BUILDS = (
-    *(_case(16, D, R, _BF16, "codegen") for D in (4096, 8192) for R in (2, 8)),
-    *(_case(64, D, R, _BF16, "codegen", shots=2) for D, R in ((4096, 8), (8192, 4), (8192, 8))),
-    _case(16, 5120, 4, _BF16, "codegen", bias=True),
-    _case(16, 12288, 8, _BF16, "codegen", bias=True),
-    _case(16, 16384, 8, _BF16, "codegen", shots=2),
-    _case(16, 4096, 8, _FP16, "codegen", residual="fp32"),
-    _case(16, 8192, 3, _FP32, "codegen"),
-    _case(4096, 4096, 4, _BF16, "codegen", gather=False, bias=True),
-    _case(4096, 8192, 8, _BF16, "codegen", gather=True),
-    _case(4096, 16384, 8, _FP32, "codegen", gather=True),
+    *(_case(16, D, R, BF16, "codegen") for D in (4096, 8192) for R in (2, 8)),
+    *(_case(64, D, R, BF16, "codegen", shots=2) for D, R in ((4096, 8), (8192, 4), (8192, 8))),
+    _case(16, 5120, 4, BF16, "codegen", bias=True),
+    _case(16, 12288, 8, BF16, "codegen", bias=True),
+    _case(16, 16384, 8, BF16, "codegen", shots=2),
+    _case(16, 4096, 8, FP16, "codegen", residual="fp32"),
+    _case(16, 8192, 3, FP32, "codegen"),
+    _case(4096, 4096, 4, BF16, "codegen", gather=False, bias=True),
+    _case(4096, 8192, 8, BF16, "codegen", gather=True),
+    _case(4096, 16384, 8, FP32, "codegen", gather=True),
 )
 _BENCH = tuple(
-    _case(T, D, R, _BF16, "bench", *(["short"] if (T, D) == (16, 8192) else []))
+    _case(T, D, R, BF16, "bench", *(["short"] if (T, D) == (16, 8192) else []))
     for D in (4096, 8192)
     for R in (2, 4, 8)
     for T in (1, 16, 64)
@@ -76,7 +75,7 @@ def make_inputs(case: Case, on: torch.device, seed: int) -> dict[str, Any]:
 
     residual = None
     if options["residual"] is not None:
-        residual = draw(T, D, dtype=_FP32 if options["residual"] == "fp32" else case.dtype)
+        residual = draw(T, D, dtype=FP32 if options["residual"] == "fp32" else case.dtype)
     weight = draw(D, mean=1.0 - options["weight_offset"])
     return {"x": draw(R, T, D), "residual": residual, "weight": weight, "bias": draw(D) if options["bias"] else None}
 
@@ -115,7 +114,7 @@ def _launch(case: Case, arch: str, device_counted: bool) -> None:
     rows = T if gather is not False else T // R
     residual = None
     if options["residual"] is not None:
-        residual = make(rows, D, dtype=_FP32 if options["residual"] == "fp32" else case.dtype)
+        residual = make(rows, D, dtype=FP32 if options["residual"] == "fp32" else case.dtype)
     bias = make(D) if options["bias"] else None
     norm = Norm(make(D), make(D) if gather is not None and bias is not None else None, centred=bias is not None)
     int32 = {"dtype": torch.int32}
@@ -137,11 +136,11 @@ def _builds(target: str) -> Iterator[Build]:
     """The exchanges of decoding as graphs capture them, the others as the host counts them."""
     for case in SPEC.tagged("codegen"):
         options, gather = case.options, case.options["gather"]
-        device_counted = gather is None and case.dtype is _BF16
+        device_counted = gather is None and case.dtype is BF16
         with device.capture(target) as launches:
             _launch(case, target, device_counted)
         kind = f"{options['shots']}-shot" if gather is None else "gathered" if gather else "scattered"
-        steps = [kind, f"d{case.sizes['D']}", str(launches[0].config), f"ranks{case.sizes['R']}", _NAMES[case.dtype]]
+        steps = [kind, f"d{case.sizes['D']}", str(launches[0].config), f"ranks{case.sizes['R']}", NAMES[case.dtype]]
         steps += ["bias"] if options["bias"] else []
         steps += ["counted"] if device_counted else []
         for item in launches:

@@ -20,6 +20,7 @@ import torch
 
 from ...comm import op, reduce_reference, reference, transport
 from ...runtime import device
+from ...runtime.dtypes import BF16, FP16, FP32, NAMES
 from ...runtime.signals import (
     CHUNKS,
     PHASES,
@@ -37,8 +38,6 @@ from .all_reduce_norm import REDUCE_SPECS
 from .linear_builds import collect
 from .linear_fused import SOURCES
 
-_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
-_NAMES = {_BF16: "bf16", _FP16: "fp16", _FP32: "fp32"}
 _GATHER: dict[str, Any] = {"weights": 1, "gated": False, "activation": "identity", "bias": True, "backward": None}
 _REDUCE: dict[str, Any] = {"bias": False, "residual": False, "pairs": 1, "layout": "nt"}
 _RANKS = 8
@@ -49,7 +48,7 @@ def _case(stock: dict[str, Any], sizes: str, dtype: torch.dtype, *tags: str, **o
     """``sizes``: "T K N R"."""
     T, K, N, R = map(int, sizes.split())
     said = [f"{name}_{value}" for name, value in options.items() if stock[name] != value]
-    name = "-".join([f"t{T}-k{K}-n{N}-r{R}-{_NAMES[dtype]}", *said])
+    name = "-".join([f"t{T}-k{K}-n{N}-r{R}-{NAMES[dtype]}", *said])
     return Case(name, dtype, {"T": T, "K": K, "N": N, "R": R}, stock | options, frozenset(tags))
 
 
@@ -60,13 +59,13 @@ def _sizes(case: Case) -> tuple[int, int, int, int]:
 # --- all_gather_linear ------------------------------------------------------------------------------------------------
 
 _GATHERED = (
-    _case(_GATHER, "66 40 72 2", _FP32, "test", activation="gelu_tanh"),
-    _case(_GATHER, "40 64 48 3", _BF16, "test", activation="silu", bias=False, weights=3),
-    _case(_GATHER, "35 33 31 4", _FP16, "test", gated=True, weights=2, activation="silu"),  # TMA impossible
-    _case(_GATHER, "5 136 64 4", _FP16, "test"),  # split K, a rank without rows
-    _case(_GATHER, "0 16 24 2", _FP32, "test", activation="relu"),
+    _case(_GATHER, "66 40 72 2", FP32, "test", activation="gelu_tanh"),
+    _case(_GATHER, "40 64 48 3", BF16, "test", activation="silu", bias=False, weights=3),
+    _case(_GATHER, "35 33 31 4", FP16, "test", gated=True, weights=2, activation="silu"),  # TMA impossible
+    _case(_GATHER, "5 136 64 4", FP16, "test"),  # split K, a rank without rows
+    _case(_GATHER, "0 16 24 2", FP32, "test", activation="relu"),
     *(
-        _case(_GATHER, f"{_TOKENS} 8192 {N} {_RANKS}", _BF16, "codegen", **more)
+        _case(_GATHER, f"{_TOKENS} 8192 {N} {_RANKS}", BF16, "codegen", **more)
         for N, more in (
             (3584, {"activation": "gelu_tanh"}),
             (3584, {"activation": "silu", "gated": True, "weights": 2, "bias": False}),
@@ -76,9 +75,9 @@ _GATHERED = (
             (3584, {"backward": "gated", "activation": "silu"}),
         )
     ),
-    _case(_GATHER, "4096 5120 5120 4", _BF16, "codegen", activation="gelu_erf"),
-    _case(_GATHER, "4096 4096 7168 2", _FP16, "codegen", activation="gelu_tanh"),
-    _case(_GATHER, "64 8192 3584 8", _BF16, "codegen", activation="gelu_tanh"),
+    _case(_GATHER, "4096 5120 5120 4", BF16, "codegen", activation="gelu_erf"),
+    _case(_GATHER, "4096 4096 7168 2", FP16, "codegen", activation="gelu_tanh"),
+    _case(_GATHER, "64 8192 3584 8", BF16, "codegen", activation="gelu_tanh"),
 )
 
 
@@ -163,21 +162,21 @@ GATHER: OpSpec = OpSpec(
 # --- linear_reduce_scatter, linear_all_reduce -------------------------------------------------------------------------
 
 _REDUCED = (
-    _case(_REDUCE, "66 40 72 2", _FP32, "test", bias=True, residual=True),
-    _case(_REDUCE, "40 64 48 3", _BF16, "test"),
-    _case(_REDUCE, "35 33 31 4", _FP16, "test", bias=True),  # TMA impossible, short and odd rows
-    _case(_REDUCE, "5 136 64 4", _FP16, "test", residual=True),  # a rank without rows
-    _case(_REDUCE, "0 16 24 2", _FP32, "test"),
+    _case(_REDUCE, "66 40 72 2", FP32, "test", bias=True, residual=True),
+    _case(_REDUCE, "40 64 48 3", BF16, "test"),
+    _case(_REDUCE, "35 33 31 4", FP16, "test", bias=True),  # TMA impossible, short and odd rows
+    _case(_REDUCE, "5 136 64 4", FP16, "test", residual=True),  # a rank without rows
+    _case(_REDUCE, "0 16 24 2", FP32, "test"),
 )
 _SENT = (
-    _case(_REDUCE, f"{_TOKENS} 3584 8192 {_RANKS}", _BF16, "codegen"),
+    _case(_REDUCE, f"{_TOKENS} 3584 8192 {_RANKS}", BF16, "codegen"),
     *(
-        _case(_REDUCE, f"{_TOKENS} 3584 8192 {_RANKS}", _BF16, "codegen", layout="nn", pairs=pairs)
+        _case(_REDUCE, f"{_TOKENS} 3584 8192 {_RANKS}", BF16, "codegen", layout="nn", pairs=pairs)
         for pairs in (1, 2, 3)
     ),
-    _case(_REDUCE, "4096 5120 5120 4", _FP16, "codegen"),
-    _case(_REDUCE, "64 3584 8192 8", _BF16, "codegen"),
-    _case(_REDUCE, "4096 4095 4095 3", _BF16, "codegen"),
+    _case(_REDUCE, "4096 5120 5120 4", FP16, "codegen"),
+    _case(_REDUCE, "64 3584 8192 8", BF16, "codegen"),
+    _case(_REDUCE, "4096 4095 4095 3", BF16, "codegen"),
 )
 
 

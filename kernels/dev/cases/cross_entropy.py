@@ -13,11 +13,10 @@ import torch
 from ...cross_entropy import chunks, reference, schemas
 from ...cross_entropy.reference import Loss
 from ...runtime import device
+from ...runtime.dtypes import BF16, FP16, FP32, NAMES
 from ..registry import Build, Case, OpSpec
 from .linear_fused import SOURCES
 
-_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
-_NAMES = {_BF16: "bf16", _FP16: "fp16", _FP32: "fp32"}
 IGNORED = -100
 
 
@@ -26,7 +25,7 @@ def _case(T: int, D: int, V: int, dtype: torch.dtype, way: str, *tags: str, **op
     marks = [f"{name}{value:g}" if value is not True else name for name, value in options.items()]
     options = stock | options | {"way": way}
     return Case(
-        "-".join([f"t{T}-d{D}-v{V}", _NAMES[dtype], way, *marks]),
+        "-".join([f"t{T}-d{D}-v{V}", NAMES[dtype], way, *marks]),
         dtype,
         {"T": T, "D": D, "V": V},
         options,
@@ -37,23 +36,19 @@ def _case(T: int, D: int, V: int, dtype: torch.dtype, way: str, *tags: str, **op
 _EVERY: dict[str, Any] = {"smoothing": 0.1, "z_loss": 0.01, "softcap": 5.0, "bias": True}
 
 CASES = (
-    *(_case(20, 16, 72, _FP32, way, "test", chunk=8) for way in ("once", "again")),
-    *(
-        _case(20, 16, 71, dtype, way, "test", chunk=12, **_EVERY)
-        for dtype in (_FP32, _BF16)
-        for way in ("once", "again")
-    ),
-    _case(20, 24, 64, _FP16, "once", "test", bias=True),
-    _case(20, 24, 40, _FP16, "again", "test", smoothing=0.3, chunk=7),
-    *(_case(9, 16, 50, _FP32, way, "test", padding=14, chunk=4, smoothing=0.1) for way in ("once", "again")),
-    *(_case(0, 8, 24, _FP32, way, "test", bias=True) for way in ("once", "again")),
-    *(_case(5, 8, 24, _FP32, way, "test", all=True, **_EVERY) for way in ("once", "again")),  # all ignored
-    _case(3, 1, 1, _FP32, "once", "test", bias=True),
+    *(_case(20, 16, 72, FP32, way, "test", chunk=8) for way in ("once", "again")),
+    *(_case(20, 16, 71, dtype, way, "test", chunk=12, **_EVERY) for dtype in (FP32, BF16) for way in ("once", "again")),
+    _case(20, 24, 64, FP16, "once", "test", bias=True),
+    _case(20, 24, 40, FP16, "again", "test", smoothing=0.3, chunk=7),
+    *(_case(9, 16, 50, FP32, way, "test", padding=14, chunk=4, smoothing=0.1) for way in ("once", "again")),
+    *(_case(0, 8, 24, FP32, way, "test", bias=True) for way in ("once", "again")),
+    *(_case(5, 8, 24, FP32, way, "test", all=True, **_EVERY) for way in ("once", "again")),  # all ignored
+    _case(3, 1, 1, FP32, "once", "test", bias=True),
     # One rank's words of a vocabulary of 128k at TP 1 and 8, and of an odd one.
-    *(_case(8192, 4096, V, _BF16, way, "codegen") for V in (131072, 16384) for way in ("once", "again")),
-    _case(4096, 4096, 50257, _BF16, "once", "codegen"),
-    _case(8192, 4096, 131072, _BF16, "once", "codegen", **_EVERY),
-    _case(2048, 2048, 32000, _FP32, "once", "codegen", z_loss=1e-4),
+    *(_case(8192, 4096, V, BF16, way, "codegen") for V in (131072, 16384) for way in ("once", "again")),
+    _case(4096, 4096, 50257, BF16, "once", "codegen"),
+    _case(8192, 4096, 131072, BF16, "once", "codegen", **_EVERY),
+    _case(2048, 2048, 32000, FP32, "once", "codegen", z_loss=1e-4),
 )
 
 
@@ -115,7 +110,7 @@ def _builds(target: str) -> list[Build]:
         size = chunks.chunk_size(T, V, D, case.dtype.itemsize, summed=not again)
         logits = torch.empty(size, V, dtype=case.dtype, device="meta")
         targets = torch.empty(size, dtype=torch.int64, device="meta")
-        stats, gain = logits.new_empty(1, 4, size, dtype=_FP32), logits.new_empty(size, dtype=_FP32)
+        stats, gain = logits.new_empty(1, 4, size, dtype=FP32), logits.new_empty(size, dtype=FP32)
         with device.capture(target) as launches:
             if again:
                 launch.statistics(logits, targets, loss, stats[0])
@@ -132,7 +127,7 @@ def _builds(target: str) -> list[Build]:
 def _build(item: device.Launch, target: str) -> Build:
     args = item.args
     name = item.fn.__name__.removeprefix("_").removesuffix("_kernel")
-    steps = [name, str(item.config), _NAMES[args["logits_ptr"].dtype]]
+    steps = [name, str(item.config), NAMES[args["logits_ptr"].dtype]]
     steps += ["own"] if args.get("stats_ptr", 0) is None else []
     steps += ["gain"] if args.get("gain_ptr") is not None else []
     steps += [mark for mark, there in (("smooth", args["SMOOTH"]), ("cap", args["softcap"] is not None)) if there]

@@ -8,31 +8,29 @@ import torch
 
 from ...dropout.op import dropout
 from ...runtime import device
+from ...runtime.dtypes import BF16, FP16, FP32, NAMES
 from ..registry import Build, Case, OpSpec
-
-_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
-_NAMES = {_BF16: "bf16", _FP16: "fp16", _FP32: "fp32"}
 
 
 def _case(R: int, C: int, dtype: torch.dtype, *tags: str, **options: Any) -> Case:
     options = {"p": 0.1, "residual": True, "stream": 0, "row_start": 0, "col_start": 0} | options
-    name = f"r{R}-c{C}-{_NAMES[dtype]}-p{options['p']:g}" + ("-residual" if options["residual"] else "")
+    name = f"r{R}-c{C}-{NAMES[dtype]}-p{options['p']:g}" + ("-residual" if options["residual"] else "")
     name += f"-stream{options['stream']}" if options["stream"] else ""
     name += f"-at{options['row_start']},{options['col_start']}" if options["row_start"] or options["col_start"] else ""
     return Case(name, dtype, {"R": R, "C": C}, options, frozenset(tags))
 
 
 CASES = (
-    _case(9, 40, _FP32, "test"),
-    _case(5, 33, _BF16, "test", p=0.5, residual=False),
-    _case(3, 1, _FP16, "test", p=0.25, stream=2**31 + 1),
-    _case(6, 70, _FP16, "test", row_start=2**33 - 2, col_start=64),  # rows past 32 bits
-    _case(4, 80, _FP32, "test", p=0.0, residual=False),
-    _case(0, 8, _FP32, "test"),
-    _case(8192, 4096, _BF16, "codegen", "bench", "short"),
-    _case(8192, 4096, _BF16, "codegen", "bench", residual=False),
-    _case(8192, 5120, _FP32, "codegen"),
-    _case(512, 1024, _FP32, "bench-cpu"),
+    _case(9, 40, FP32, "test"),
+    _case(5, 33, BF16, "test", p=0.5, residual=False),
+    _case(3, 1, FP16, "test", p=0.25, stream=2**31 + 1),
+    _case(6, 70, FP16, "test", row_start=2**33 - 2, col_start=64),  # rows past 32 bits
+    _case(4, 80, FP32, "test", p=0.0, residual=False),
+    _case(0, 8, FP32, "test"),
+    _case(8192, 4096, BF16, "codegen", "bench", "short"),
+    _case(8192, 4096, BF16, "codegen", "bench", residual=False),
+    _case(8192, 5120, FP32, "codegen"),
+    _case(512, 1024, FP32, "bench-cpu"),
 )
 
 
@@ -74,7 +72,7 @@ def builds(target: str) -> list[Build]:
         with device.capture(target) as launches:
             launch.dropout(x, residual, rng_key, case.options["p"], 0, 0, 0)
         for item in launches:
-            config = f"{item.config}-{_NAMES[case.dtype]}" + ("-residual" if case.options["residual"] else "")
+            config = f"{item.config}-{NAMES[case.dtype]}" + ("-residual" if case.options["residual"] else "")
             found[config] = Build("dropout", config, target, item.fn, item.args, item.num_warps, item.num_stages)
     return list(found.values())
 

@@ -17,11 +17,9 @@ from ...kv_cache.blocks import copy_blocks_
 from ...kv_cache.op import norm_rope_write_kv_, write_kv_
 from ...kv_cache.reference import Scale
 from ...runtime import device
+from ...runtime.dtypes import BF16, E4M3, FP16, FP32, INT8, NAMES
 from ..registry import Build, Case, OpSpec
 
-_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
-_E4M3, _INT8 = torch.float8_e4m3fn, torch.int8
-_NAMES = {_BF16: "bf16", _FP16: "fp16", _FP32: "fp32", _E4M3: "e4m3", _INT8: "int8"}
 _DECODES = 256  # the most tokens that are taken to be of as many sequences
 _SPARE_BLOCKS = 3
 
@@ -36,7 +34,7 @@ def _case(tokens: int, heads: tuple[int, ...], page: int, dtype: torch.dtype, *t
     fused = {"interleaved": False, "norm": True, "offset": 0.0} if N else {}
     options = {"cache": None, "scales": None, "layout": "dense"} | fused | options
     name = f"t{tokens}" + (f"-n{N}" if N else "") + f"-k{K}-h{H}" + (f"-v{V}" if V != H else "") + f"-p{page}"
-    name += f"-{_NAMES[dtype]}" + ("" if options["cache"] is None else f"-{_NAMES[options['cache']]}")
+    name += f"-{NAMES[dtype]}" + ("" if options["cache"] is None else f"-{NAMES[options['cache']]}")
     name += "" if options["scales"] is None else f"-{options['scales']}"
     name += "" if options["layout"] == "dense" else f"-{options['layout']}"
     if N:
@@ -46,77 +44,77 @@ def _case(tokens: int, heads: tuple[int, ...], page: int, dtype: torch.dtype, *t
     return Case(f"{model}-{name}".lstrip("-"), dtype, sizes, options, frozenset(tags))
 
 
-_FP8 = {"cache": _E4M3, "scales": "given"}
-_FP8_ROWS = {"cache": _E4M3, "scales": "written"}
-_INT8_ROWS = {"cache": _INT8, "scales": "written"}
+_FP8 = {"cache": E4M3, "scales": "given"}
+_FP8_ROWS = {"cache": E4M3, "scales": "written"}
+_INT8_ROWS = {"cache": INT8, "scales": "written"}
 _SWEEP = (1, 8, 64, 256, 1024, 4096, 8192)  # tokens of a benchmark, decode to prefill
 
 # Small enough to interpret; a tile is 8 rows there. Odd numbers of heads, head sizes and page sizes that are no power
 # of two, one token, none.
 _WRITE_TEST = (
-    _case(7, (0, 2, 16), 4, _FP32, "test"),
-    _case(9, (0, 3, 20, 12), 3, _BF16, "test", layout="pair"),
-    _case(5, (0, 1, 80), 16, _FP16, "test", layout="slots_first"),
-    _case(6, (0, 2, 16), 4, _FP32, "test", cache=_BF16),
-    _case(6, (0, 9, 8, 24), 5, _BF16, "test", **_FP8),
-    _case(6, (0, 2, 16), 4, _FP16, "test", cache=_E4M3, layout="pair"),
-    _case(9, (0, 3, 12), 1, _FP32, "test", **_FP8_ROWS),
-    _case(6, (0, 2, 16, 8), 4, _BF16, "test", cache=_INT8, scales="given", layout="slots_first"),
-    _case(6, (0, 2, 16), 4, _FP16, "test", layout="pair", **_INT8_ROWS),
-    _case(1, (0, 1, 2, 1), 1, _FP32, "test"),
-    _case(0, (0, 2, 8), 4, _BF16, "test"),
+    _case(7, (0, 2, 16), 4, FP32, "test"),
+    _case(9, (0, 3, 20, 12), 3, BF16, "test", layout="pair"),
+    _case(5, (0, 1, 80), 16, FP16, "test", layout="slots_first"),
+    _case(6, (0, 2, 16), 4, FP32, "test", cache=BF16),
+    _case(6, (0, 9, 8, 24), 5, BF16, "test", **_FP8),
+    _case(6, (0, 2, 16), 4, FP16, "test", cache=E4M3, layout="pair"),
+    _case(9, (0, 3, 12), 1, FP32, "test", **_FP8_ROWS),
+    _case(6, (0, 2, 16, 8), 4, BF16, "test", cache=INT8, scales="given", layout="slots_first"),
+    _case(6, (0, 2, 16), 4, FP16, "test", layout="pair", **_INT8_ROWS),
+    _case(1, (0, 1, 2, 1), 1, FP32, "test"),
+    _case(0, (0, 2, 8), 4, BF16, "test"),
 )
 _KV8B, _LLAMA8B = (0, 8, 128), (32, 8, 128)
 _WRITE_BENCH = tuple(
-    _case(T, _KV8B, 16, _BF16, "bench", *(["short"] if T in (64, 8192) else []), model="llama8b", **how)
+    _case(T, _KV8B, 16, BF16, "bench", *(["short"] if T in (64, 8192) else []), model="llama8b", **how)
     for how in ({}, _FP8, _FP8_ROWS, _INT8_ROWS)
     for T in _SWEEP
 )
 _WRITE_BUILDS = (
-    _case(64, _KV8B, 16, _BF16, "codegen"),
-    _case(64, _KV8B, 16, _BF16, "codegen", **_FP8),
-    _case(64, _KV8B, 16, _BF16, "codegen", **_FP8_ROWS),
-    _case(64, _KV8B, 16, _BF16, "codegen", **_INT8_ROWS),
-    _case(64, _KV8B, 16, _FP32, "codegen", cache=_FP16),
-    _case(64, (0, 4, 80, 96), 16, _FP16, "codegen", layout="pair"),
-    _case(64, (0, 1, 192, 128), 1, _BF16, "codegen", layout="slots_first"),
+    _case(64, _KV8B, 16, BF16, "codegen"),
+    _case(64, _KV8B, 16, BF16, "codegen", **_FP8),
+    _case(64, _KV8B, 16, BF16, "codegen", **_FP8_ROWS),
+    _case(64, _KV8B, 16, BF16, "codegen", **_INT8_ROWS),
+    _case(64, _KV8B, 16, FP32, "codegen", cache=FP16),
+    _case(64, (0, 4, 80, 96), 16, FP16, "codegen", layout="pair"),
+    _case(64, (0, 1, 192, 128), 1, BF16, "codegen", layout="slots_first"),
 )
 _WRITE_CPU = (
-    *(_case(T, _KV8B, 256, _FP32, "bench-cpu", model="llama8b") for T in (1, 32, 512)),
-    _case(32, _KV8B, 256, _FP32, "bench-cpu", model="llama8b", **_FP8_ROWS),
+    *(_case(T, _KV8B, 256, FP32, "bench-cpu", model="llama8b") for T in (1, 32, 512)),
+    _case(32, _KV8B, 256, FP32, "bench-cpu", model="llama8b", **_FP8_ROWS),
 )
 
 _FUSED_TEST = (
-    _case(7, (4, 2, 16), 4, _FP32, "test"),
-    _case(5, (3, 1, 20, 12), 3, _BF16, "test", layout="pair"),
-    _case(6, (4, 4, 16), 16, _FP16, "test", rotary=8, layout="slots_first"),
-    _case(6, (9, 2, 12), 4, _FP32, "test", rotary=4, interleaved=True, offset=1.0),
-    _case(6, (2, 1, 16), 4, _BF16, "test", interleaved=True, norm=False),
-    _case(6, (5, 1, 24), 4, _FP16, "test", rotary=0, offset=1.0),
-    _case(6, (2, 2, 8), 4, _BF16, "test", rotary=0, norm=False),
-    _case(6, (4, 2, 16), 5, _FP32, "test", **_FP8),
-    _case(6, (4, 2, 24), 4, _FP32, "test", rotary=8, **_FP8_ROWS),
-    _case(6, (2, 1, 16, 8), 4, _BF16, "test", interleaved=True, layout="pair", **_INT8_ROWS),
-    _case(1, (1, 1, 2), 1, _FP32, "test"),
-    _case(0, (2, 1, 8), 4, _BF16, "test"),
+    _case(7, (4, 2, 16), 4, FP32, "test"),
+    _case(5, (3, 1, 20, 12), 3, BF16, "test", layout="pair"),
+    _case(6, (4, 4, 16), 16, FP16, "test", rotary=8, layout="slots_first"),
+    _case(6, (9, 2, 12), 4, FP32, "test", rotary=4, interleaved=True, offset=1.0),
+    _case(6, (2, 1, 16), 4, BF16, "test", interleaved=True, norm=False),
+    _case(6, (5, 1, 24), 4, FP16, "test", rotary=0, offset=1.0),
+    _case(6, (2, 2, 8), 4, BF16, "test", rotary=0, norm=False),
+    _case(6, (4, 2, 16), 5, FP32, "test", **_FP8),
+    _case(6, (4, 2, 24), 4, FP32, "test", rotary=8, **_FP8_ROWS),
+    _case(6, (2, 1, 16, 8), 4, BF16, "test", interleaved=True, layout="pair", **_INT8_ROWS),
+    _case(1, (1, 1, 2), 1, FP32, "test"),
+    _case(0, (2, 1, 8), 4, BF16, "test"),
 )
 _FUSED_BENCH = tuple(
-    _case(T, _LLAMA8B, 16, _BF16, "bench", *(["short"] if T in (64, 8192) else []), model=model, norm=norm, **how)
+    _case(T, _LLAMA8B, 16, BF16, "bench", *(["short"] if T in (64, 8192) else []), model=model, norm=norm, **how)
     for model, norm in (("llama8b", False), ("qwen3-8b", True))
     for how in ({}, _FP8, _FP8_ROWS)
     for T in _SWEEP
 )
 _FUSED_BUILDS = (
-    _case(64, _LLAMA8B, 16, _BF16, "codegen", norm=False),
-    _case(64, _LLAMA8B, 16, _BF16, "codegen"),
-    _case(64, _LLAMA8B, 16, _BF16, "codegen", **_FP8),
-    _case(64, _LLAMA8B, 16, _BF16, "codegen", **_FP8_ROWS),
-    _case(64, _LLAMA8B, 16, _FP16, "codegen", **_INT8_ROWS),
-    _case(64, (8, 4, 256), 16, _BF16, "codegen", offset=1.0, model="gemma3"),
-    _case(64, (32, 2, 128), 16, _BF16, "codegen", rotary=64, interleaved=True, norm=False, model="glm4"),
-    _case(64, (16, 4, 80, 64), 1, _FP32, "codegen", layout="pair"),
+    _case(64, _LLAMA8B, 16, BF16, "codegen", norm=False),
+    _case(64, _LLAMA8B, 16, BF16, "codegen"),
+    _case(64, _LLAMA8B, 16, BF16, "codegen", **_FP8),
+    _case(64, _LLAMA8B, 16, BF16, "codegen", **_FP8_ROWS),
+    _case(64, _LLAMA8B, 16, FP16, "codegen", **_INT8_ROWS),
+    _case(64, (8, 4, 256), 16, BF16, "codegen", offset=1.0, model="gemma3"),
+    _case(64, (32, 2, 128), 16, BF16, "codegen", rotary=64, interleaved=True, norm=False, model="glm4"),
+    _case(64, (16, 4, 80, 64), 1, FP32, "codegen", layout="pair"),
 )
-_FUSED_CPU = tuple(_case(T, _LLAMA8B, 256, _FP32, "bench-cpu", model="llama8b") for T in (1, 32, 512))
+_FUSED_CPU = tuple(_case(T, _LLAMA8B, 256, FP32, "bench-cpu", model="llama8b") for T in (1, 32, 512))
 
 
 def _unique(*cases: Case) -> tuple[Case, ...]:
@@ -163,7 +161,7 @@ def make_inputs(case: Case, on: torch.device, seed: int) -> dict[str, Any]:
     slots, blocks = _slots(case, seed)
     kv_cache = _pages(case, blocks, on)
     for cache in kv_cache if isinstance(kv_cache, tuple) else (kv_cache,):
-        cache.copy_(torch.full((), 0.0 if cache.dtype == _INT8 else float("nan"), device=on))
+        cache.copy_(torch.full((), 0.0 if cache.dtype == INT8 else float("nan"), device=on))
     scales: list[torch.Tensor | None] = [None, None]
     if case.options["scales"] == "given":
         scales = [torch.tensor([size], device=on) for size in (0.05, 0.0625)]
@@ -276,29 +274,29 @@ def _build(op: str, item: device.Launch, target: str, config: str) -> Build:
 
 def _copy(shape: tuple[int, ...], dtype: torch.dtype, pairs: int, *tags: str, **options: Any) -> Case:
     options = {"block_dim": 0, "layout": "dense"} | options
-    name = "x".join(map(str, shape)) + f"-{_NAMES[dtype]}-n{pairs}"
+    name = "x".join(map(str, shape)) + f"-{NAMES[dtype]}-n{pairs}"
     name += f"-dim{options['block_dim']}" if options["block_dim"] else ""
     name += "" if options["layout"] == "dense" else f"-{options['layout']}"
     return Case(name, dtype, {"pairs": pairs}, {"shape": shape, **options}, frozenset(tags))
 
 
 _COPY_CASES = _unique(
-    _copy((6, 2, 3, 10), _FP32, 4, "test"),
-    _copy((2, 6, 2, 4, 8), _BF16, 5, "test", block_dim=1),
-    _copy((6, 2, 3, 10), _FP16, 3, "test", layout="half"),
-    _copy((3, 6, 2, 4, 5), _E4M3, 4, "test", block_dim=1, layout="turned"),
-    _copy((6, 2, 3), _FP32, 3, "test"),
-    _copy((6, 1, 1, 1), _INT8, 2, "test"),
-    _copy((6, 2, 4), _FP32, 0, "test"),
+    _copy((6, 2, 3, 10), FP32, 4, "test"),
+    _copy((2, 6, 2, 4, 8), BF16, 5, "test", block_dim=1),
+    _copy((6, 2, 3, 10), FP16, 3, "test", layout="half"),
+    _copy((3, 6, 2, 4, 5), E4M3, 4, "test", block_dim=1, layout="turned"),
+    _copy((6, 2, 3), FP32, 3, "test"),
+    _copy((6, 1, 1, 1), INT8, 2, "test"),
+    _copy((6, 2, 4), FP32, 0, "test"),
     *(
         _copy((32, 1024, 8, 16, 256), dtype, n, "bench", *(["short"] if n == 64 else []), block_dim=1)
-        for dtype in (_BF16, _E4M3)
+        for dtype in (BF16, E4M3)
         for n in (1, 64, 512)
     ),
-    *(_copy((32, 256, 8, 16, 256), dtype, 64, "codegen", block_dim=1) for dtype in (_BF16, _E4M3)),
-    _copy((256, 8, 16, 160), _FP16, 64, "codegen", layout="half"),
-    _copy((256, 8, 16), _FP32, 64, "codegen"),
-    _copy((4, 64, 8, 16, 256), _FP32, 16, "bench-cpu", block_dim=1),
+    *(_copy((32, 256, 8, 16, 256), dtype, 64, "codegen", block_dim=1) for dtype in (BF16, E4M3)),
+    _copy((256, 8, 16, 160), FP16, 64, "codegen", layout="half"),
+    _copy((256, 8, 16), FP32, 64, "codegen"),
+    _copy((4, 64, 8, 16, 256), FP32, 16, "bench-cpu", block_dim=1),
 )
 
 

@@ -12,13 +12,11 @@ import torch
 
 from ...linear import op
 from ...linear.reference import ACTIVATIONS
+from ...runtime.dtypes import BF16, FP16, FP32, NAMES
 from .. import shapes
 from ..registry import Case, OpSpec
 from .linear_builds import collect
 from .linear_fused import DGRAD_ACT, DGRAD_GATED, GATED, SOURCES, WGRAD_ACCUMULATE
-
-_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
-_NAMES = {_BF16: "bf16", _FP16: "fp16", _FP32: "fp32"}
 
 
 def _case(T: int, D: int, F: int, dtype: torch.dtype, activation: str, *tags: str, **options: Any) -> Case:
@@ -36,48 +34,48 @@ def _case(T: int, D: int, F: int, dtype: torch.dtype, activation: str, *tags: st
     extras += [] if options["layout"] == "rows" else [options["layout"]]
     extras += ["residual"] if options["residual"] else []
     extras += ["tf32"] if options["tf32"] else []
-    name = "-".join([options.pop("model", ""), f"t{T}-d{D}-f{F}", _NAMES[dtype], activation, *extras]).lstrip("-")
+    name = "-".join([options.pop("model", ""), f"t{T}-d{D}-f{F}", NAMES[dtype], activation, *extras]).lstrip("-")
     return Case(name, dtype, {"T": T, "D": D, "F": F}, options, frozenset(tags))
 
 
 # Small enough to interpret; blocks are 32 there. Odd sizes, single rows and columns, nothing at all, strided x.
 _TEST = (
-    *(_case(33, 40, 72, _FP32, activation, "test") for activation in ACTIVATIONS),
-    *(_case(40, 48, 64, dtype, "gelu_tanh", "test") for dtype in (_BF16, _FP16)),
-    _case(64, 33, 31, _FP16, "gelu_erf", "test"),  # TMA impossible: rows of 66 and 62 bytes
-    _case(1, 64, 96, _BF16, "silu", "test"),
-    _case(0, 16, 24, _FP32, "relu", "test"),
-    _case(5, 1, 1, _FP32, "identity", "test"),
-    _case(100, 64, 64, _BF16, "identity", "test", bias=False),
-    _case(50, 40, 96, _FP16, "identity", "test", weights=3),
-    _case(37, 64, 64, _FP32, "gelu_tanh", "test", weights=2, bias=False),
-    _case(34, 48, 40, _FP32, "gelu_tanh", "test", layout="columns"),
-    _case(34, 48, 40, _BF16, "silu", "test", layout="strided"),
-    _case(45, 40, 72, _FP32, "gelu_tanh", "test", residual=True),
-    _case(7, 136, 96, _FP16, "gelu_erf", "test", residual=True),  # few tokens: swapped operands, split K
-    _case(4, 160, 64, _FP32, "identity", "test", weights=3),
-    _case(40, 64, 51, _FP16, "gelu_tanh", "test"),  # only the result is unaligned
+    *(_case(33, 40, 72, FP32, activation, "test") for activation in ACTIVATIONS),
+    *(_case(40, 48, 64, dtype, "gelu_tanh", "test") for dtype in (BF16, FP16)),
+    _case(64, 33, 31, FP16, "gelu_erf", "test"),  # TMA impossible: rows of 66 and 62 bytes
+    _case(1, 64, 96, BF16, "silu", "test"),
+    _case(0, 16, 24, FP32, "relu", "test"),
+    _case(5, 1, 1, FP32, "identity", "test"),
+    _case(100, 64, 64, BF16, "identity", "test", bias=False),
+    _case(50, 40, 96, FP16, "identity", "test", weights=3),
+    _case(37, 64, 64, FP32, "gelu_tanh", "test", weights=2, bias=False),
+    _case(34, 48, 40, FP32, "gelu_tanh", "test", layout="columns"),
+    _case(34, 48, 40, BF16, "silu", "test", layout="strided"),
+    _case(45, 40, 72, FP32, "gelu_tanh", "test", residual=True),
+    _case(7, 136, 96, FP16, "gelu_erf", "test", residual=True),  # few tokens: swapped operands, split K
+    _case(4, 160, 64, FP32, "identity", "test", weights=3),
+    _case(40, 64, 51, FP16, "gelu_tanh", "test"),  # only the result is unaligned
 )
 
 # The sizes that a short GPU call times.
 _SHORT = tuple(
-    _case(size.T, size.D, size.F, _BF16, size.activation, "codegen", "short", model=f"{size.model}-tp{size.tp}")
+    _case(size.T, size.D, size.F, BF16, size.activation, "codegen", "short", model=f"{size.model}-tp{size.tp}")
     for size in (*shapes.SHORT["linear_act"], *shapes.SHORT["small_m"])
     if len(size.widths) == 1
 )
 # What else ships: other epilogues and dtypes, several weights, operands that TMA cannot take. fp16 compiles to what
 # bf16 does, and relu's epilogue is the plain one with a maximum: neither gets builds of its own.
 _BUILDS = (
-    *(_case(4096, 4096, 4096, _BF16, activation, "codegen") for activation in ("identity", "gelu_erf", "silu")),
-    _case(4096, 4096, 4096, _FP32, "gelu_tanh", "codegen"),
-    _case(4096, 4096, 4096, _FP32, "gelu_tanh", "codegen", tf32=True),
-    _case(4096, 4096, 4096, _BF16, "identity", "codegen", weights=3),
-    _case(4096, 4096, 14336, _BF16, "identity", "codegen", weights=2, bias=False),
-    _case(4096, 4095, 4095, _BF16, "gelu_tanh", "codegen"),
-    _case(4096, 4096, 4095, _BF16, "identity", "codegen"),  # a vocabulary of odd size: only the result is unaligned
-    _case(4096, 4096, 4096, _BF16, "gelu_erf", "codegen", residual=True),
-    _case(4096, 4095, 4095, _BF16, "gelu_erf", "codegen", residual=True),
-    _case(4096, 4096, 4096, _FP32, "gelu_erf", "codegen", residual=True, tf32=True),
+    *(_case(4096, 4096, 4096, BF16, activation, "codegen") for activation in ("identity", "gelu_erf", "silu")),
+    _case(4096, 4096, 4096, FP32, "gelu_tanh", "codegen"),
+    _case(4096, 4096, 4096, FP32, "gelu_tanh", "codegen", tf32=True),
+    _case(4096, 4096, 4096, BF16, "identity", "codegen", weights=3),
+    _case(4096, 4096, 14336, BF16, "identity", "codegen", weights=2, bias=False),
+    _case(4096, 4095, 4095, BF16, "gelu_tanh", "codegen"),
+    _case(4096, 4096, 4095, BF16, "identity", "codegen"),  # a vocabulary of odd size: only the result is unaligned
+    _case(4096, 4096, 4096, BF16, "gelu_erf", "codegen", residual=True),
+    _case(4096, 4095, 4095, BF16, "gelu_erf", "codegen", residual=True),
+    _case(4096, 4096, 4096, FP32, "gelu_erf", "codegen", residual=True, tf32=True),
 )
 CASES = tuple({case.name: case for case in (*_TEST, *_SHORT, *_BUILDS)}.values())
 
@@ -143,7 +141,7 @@ def _launch(case: Case) -> None:
 def _launch_projection(size: shapes.Projection) -> None:
     from ...linear import launch
 
-    x = torch.empty(size.T, size.D, dtype=_BF16, device="meta")
+    x = torch.empty(size.T, size.D, dtype=BF16, device="meta")
     weights = tuple(x.new_empty(width, size.D) for width in size.widths)
     biases = tuple(x.new_empty(width) if size.bias else None for width in size.widths)
     found = launch.linear_act_fwd(x, weights, biases, None, size.activation, size.activation != "identity")

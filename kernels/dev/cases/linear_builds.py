@@ -8,16 +8,10 @@ from typing import Any
 import torch
 
 from ...runtime import device
+from ...runtime.dtypes import NAMES
 from ..registry import Build, Case
 from ..shapes import Projection
 
-_NAMES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float8_e4m3fn: "e4m3",
-    torch.float8_e5m2: "e5m2",
-}
 _KINDS = {"nt": "fwd", "nn": "dgrad", "tn": "wgrad"}
 
 
@@ -73,8 +67,8 @@ def build_of(op: str, item: device.Launch, target: str) -> Build:
     label = [_KINDS[gemm.layout], f"{tile.block_m}x{tile.block_n}x{tile.block_k}-w{tile.num_warps}-s{tile.num_stages}"]
     label += ["tma"] if tile.use_tma else []
     label += ["swap"] if tile.swap else []
-    label += ["tf32" if gemm.precision == "tf32" else _NAMES[gemm.dtype]]
-    label += [f"to_{_NAMES[gemm.out_dtype]}"] if gemm.out_dtype != gemm.dtype else []
+    label += ["tf32" if gemm.precision == "tf32" else NAMES[gemm.dtype]]
+    label += [f"to_{NAMES[gemm.out_dtype]}"] if gemm.out_dtype != gemm.dtype else []
     label += [f"{gemm.combine}{gemm.pairs}"] if gemm.pairs > 1 else []
     label += [f"gather{args['PIECES']}"] if gemm.remote == "gather" else []
     label += steps + _operands(args)

@@ -16,12 +16,11 @@ import torch
 
 from ...linear import Product, functional, op
 from ...runtime.dispatch import Choice
+from ...runtime.dtypes import BF16, FP16, FP32, NAMES
 from .. import shapes
 from ..registry import Case, OpSpec
 from .linear_builds import collect
 
-_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
-_NAMES = {_BF16: "bf16", _FP16: "fp16", _FP32: "fp32"}
 SOURCES = (
     *(
         "linear/triton.py",
@@ -46,7 +45,7 @@ SOURCES = (
 def _case(T: int, D: int, F: int, dtype: torch.dtype, *tags: str, **options: Any) -> Case:
     marks = [str(value) if isinstance(value, str) else name for name, value in options.items() if value]
     return Case(
-        "-".join([f"t{T}-d{D}-f{F}", _NAMES[dtype], *marks]),
+        "-".join([f"t{T}-d{D}-f{F}", NAMES[dtype], *marks]),
         dtype,
         {"T": T, "D": D, "F": F},
         options,
@@ -68,7 +67,7 @@ def _meta(case: Case) -> Any:
 
 
 def _bf16(*shape: int) -> torch.Tensor:
-    return torch.empty(shape, dtype=_BF16, device="meta")
+    return torch.empty(shape, dtype=BF16, device="meta")
 
 
 def _sizes(case: Case) -> tuple[int, int, int]:
@@ -82,19 +81,19 @@ def _choice(impl: str) -> Choice:
 # ------------------------------------------------------------------------------------------------ gated_linear
 
 _GATED = (
-    _case(33, 40, 72, _FP32, "test", activation="silu", bias=True),
-    *(_case(36, 48, 40, _FP32, "test", activation=a, bias=False) for a in ("gelu_erf", "gelu_tanh", "relu")),
-    _case(40, 64, 64, _BF16, "test", activation="silu", bias=False),
-    _case(35, 33, 31, _FP16, "test", activation="silu", bias=True),  # TMA impossible
-    _case(5, 136, 96, _FP16, "test", activation="silu", bias=True),  # swapped operands, split K
-    _case(0, 16, 24, _FP32, "test", activation="silu", bias=True),
-    _case(8192, 4096, 14336, _BF16, "codegen", "short", activation="silu", bias=False),
-    _case(4096, 8192, 3584, _BF16, "codegen", "short", activation="gelu_tanh", bias=False),
-    _case(16, 4096, 14336, _BF16, "codegen", activation="silu", bias=False),
-    _case(4096, 4096, 4096, _BF16, "codegen", activation="gelu_erf", bias=True),
-    _case(4096, 4096, 4096, _BF16, "codegen", activation="relu", bias=False),
-    _case(4096, 4095, 4095, _BF16, "codegen", activation="gelu_erf", bias=True),
-    _case(4096, 4096, 4096, _FP32, "codegen", activation="silu", bias=False, tf32=True),
+    _case(33, 40, 72, FP32, "test", activation="silu", bias=True),
+    *(_case(36, 48, 40, FP32, "test", activation=a, bias=False) for a in ("gelu_erf", "gelu_tanh", "relu")),
+    _case(40, 64, 64, BF16, "test", activation="silu", bias=False),
+    _case(35, 33, 31, FP16, "test", activation="silu", bias=True),  # TMA impossible
+    _case(5, 136, 96, FP16, "test", activation="silu", bias=True),  # swapped operands, split K
+    _case(0, 16, 24, FP32, "test", activation="silu", bias=True),
+    _case(8192, 4096, 14336, BF16, "codegen", "short", activation="silu", bias=False),
+    _case(4096, 8192, 3584, BF16, "codegen", "short", activation="gelu_tanh", bias=False),
+    _case(16, 4096, 14336, BF16, "codegen", activation="silu", bias=False),
+    _case(4096, 4096, 4096, BF16, "codegen", activation="gelu_erf", bias=True),
+    _case(4096, 4096, 4096, BF16, "codegen", activation="relu", bias=False),
+    _case(4096, 4095, 4095, BF16, "codegen", activation="gelu_erf", bias=True),
+    _case(4096, 4096, 4096, FP32, "codegen", activation="silu", bias=False, tf32=True),
 )
 
 
@@ -160,20 +159,20 @@ GATED: OpSpec = OpSpec(
 
 _ACTIVATIONS = ("gelu_tanh", "gelu_erf", "silu", "relu", "squared_relu", "quick_gelu")
 _DGRAD_ACT = (
-    *(_case(33, 40, 72, _FP32, "test", activation=a, recompute_act=True) for a in _ACTIVATIONS),
-    _case(40, 64, 48, _BF16, "test", activation="gelu_tanh", recompute_act=False),
-    _case(35, 33, 31, _FP16, "test", activation="gelu_erf", recompute_act=True),
-    _case(3, 136, 64, _FP16, "test", activation="silu", recompute_act=True),
-    _case(0, 16, 24, _FP32, "test", activation="silu", recompute_act=True),
+    *(_case(33, 40, 72, FP32, "test", activation=a, recompute_act=True) for a in _ACTIVATIONS),
+    _case(40, 64, 48, BF16, "test", activation="gelu_tanh", recompute_act=False),
+    _case(35, 33, 31, FP16, "test", activation="gelu_erf", recompute_act=True),
+    _case(3, 136, 64, FP16, "test", activation="silu", recompute_act=True),
+    _case(0, 16, 24, FP32, "test", activation="silu", recompute_act=True),
     *(
-        _case(8192, 4096, 16384, _BF16, "codegen", activation=a, recompute_act=recompute_act)
+        _case(8192, 4096, 16384, BF16, "codegen", activation=a, recompute_act=recompute_act)
         for a in ("gelu_tanh", "gelu_erf", "silu", "relu")
         for recompute_act in (False, True)
     ),
-    _case(16, 4096, 14336, _BF16, "codegen", activation="gelu_tanh", recompute_act=True),
-    _case(4096, 4095, 4095, _BF16, "codegen", activation="gelu_erf", recompute_act=True),
-    _case(4096, 4096, 4096, _FP32, "codegen", activation="gelu_erf", recompute_act=True),
-    _case(4096, 4096, 4096, _FP32, "codegen", activation="gelu_erf", recompute_act=True, tf32=True),
+    _case(16, 4096, 14336, BF16, "codegen", activation="gelu_tanh", recompute_act=True),
+    _case(4096, 4095, 4095, BF16, "codegen", activation="gelu_erf", recompute_act=True),
+    _case(4096, 4096, 4096, FP32, "codegen", activation="gelu_erf", recompute_act=True),
+    _case(4096, 4096, 4096, FP32, "codegen", activation="gelu_erf", recompute_act=True, tf32=True),
 )
 
 
@@ -231,17 +230,17 @@ DGRAD_ACT: OpSpec = OpSpec(
 
 _DGRAD_GATED = (
     *(
-        _case(33, 40, 72, _FP32, "test", activation=a, recompute_act=True)
+        _case(33, 40, 72, FP32, "test", activation=a, recompute_act=True)
         for a in ("silu", "gelu_tanh", "gelu_erf", "relu")
     ),
-    _case(40, 64, 48, _BF16, "test", activation="silu", recompute_act=False),
-    _case(3, 136, 64, _FP16, "test", activation="silu", recompute_act=True),
-    _case(0, 16, 24, _FP32, "test", activation="silu", recompute_act=True),
-    *(_case(8192, 4096, 14336, _BF16, "codegen", activation="silu", recompute_act=r) for r in (False, True)),
-    _case(8192, 4096, 14336, _BF16, "codegen", activation="gelu_tanh", recompute_act=True),
-    _case(8192, 4096, 14336, _BF16, "codegen", activation="gelu_erf", recompute_act=True),
-    _case(4096, 4095, 4095, _BF16, "codegen", activation="gelu_erf", recompute_act=True),
-    _case(4096, 4096, 4096, _FP32, "codegen", activation="gelu_erf", recompute_act=True, tf32=True),
+    _case(40, 64, 48, BF16, "test", activation="silu", recompute_act=False),
+    _case(3, 136, 64, FP16, "test", activation="silu", recompute_act=True),
+    _case(0, 16, 24, FP32, "test", activation="silu", recompute_act=True),
+    *(_case(8192, 4096, 14336, BF16, "codegen", activation="silu", recompute_act=r) for r in (False, True)),
+    _case(8192, 4096, 14336, BF16, "codegen", activation="gelu_tanh", recompute_act=True),
+    _case(8192, 4096, 14336, BF16, "codegen", activation="gelu_erf", recompute_act=True),
+    _case(4096, 4095, 4095, BF16, "codegen", activation="gelu_erf", recompute_act=True),
+    _case(4096, 4096, 4096, FP32, "codegen", activation="gelu_erf", recompute_act=True, tf32=True),
 )
 
 
@@ -293,23 +292,23 @@ DGRAD_GATED: OpSpec = OpSpec(
 # ------------------------------------------------------------------------------------------ wgrad_accumulate
 
 _WGRAD = (
-    _case(40, 48, 72, _FP32, "test", bias=True),
-    _case(100, 40, 48, _BF16, "test", bias=True, fp32=True),
-    _case(70, 33, 31, _FP16, "test", bias=False, fp32=True),  # TMA impossible
-    _case(90, 64, 40, _FP16, "test", bias=True),
-    _case(0, 16, 24, _FP32, "test", bias=True),
-    _case(8192, 4096, 16384, _BF16, "codegen", bias=True, fp32=True),
-    _case(8192, 4096, 16384, _BF16, "codegen", bias=False, fp32=True),
-    _case(8192, 4096, 16384, _BF16, "codegen", bias=True),
-    _case(8192, 4096, 16384, _FP32, "codegen", bias=True, tf32=True),
-    _case(16384, 1024, 1024, _BF16, "codegen", bias=True, fp32=True),  # few tiles and many tokens: split K
+    _case(40, 48, 72, FP32, "test", bias=True),
+    _case(100, 40, 48, BF16, "test", bias=True, fp32=True),
+    _case(70, 33, 31, FP16, "test", bias=False, fp32=True),  # TMA impossible
+    _case(90, 64, 40, FP16, "test", bias=True),
+    _case(0, 16, 24, FP32, "test", bias=True),
+    _case(8192, 4096, 16384, BF16, "codegen", bias=True, fp32=True),
+    _case(8192, 4096, 16384, BF16, "codegen", bias=False, fp32=True),
+    _case(8192, 4096, 16384, BF16, "codegen", bias=True),
+    _case(8192, 4096, 16384, FP32, "codegen", bias=True, tf32=True),
+    _case(16384, 1024, 1024, BF16, "codegen", bias=True, fp32=True),  # few tiles and many tokens: split K
 )
 
 
 def _wgrad_inputs(case: Case, on: torch.device, seed: int) -> dict[str, Any]:
     T, D, F = _sizes(case)
     draw = _draw(case, on, seed)
-    into = _FP32 if case.options.get("fp32") else case.dtype
+    into = FP32 if case.options.get("fp32") else case.dtype
     return {
         "dz": draw(T, F),
         "x": draw(T, D, scale=max(T, 1) ** -0.5),
@@ -331,7 +330,7 @@ def _wgrad_launch(case: Case) -> None:
 
     T, D, F = _sizes(case)
     new = _meta(case)
-    into = _FP32 if case.options.get("fp32") else case.dtype
+    into = FP32 if case.options.get("fp32") else case.dtype
     db = new(F).to(into) if case.options["bias"] else None
     launch.linear_wgrad_((new(T, F),), new(T, D), (new(F, D).to(into),), (db,))
 

@@ -15,10 +15,9 @@ import torch
 
 from ...norm import op
 from ...runtime import device
+from ...runtime.dtypes import BF16, FP16, FP32, NAMES
 from ..registry import Build, Case, OpSpec
 
-_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
-_NAMES = {_BF16: "bf16", _FP16: "fp16", _FP32: "fp32"}
 _STOCK: dict[str, Any] = {
     "weight": "same",
     "bias": True,
@@ -34,52 +33,52 @@ _STOCK: dict[str, Any] = {
 def _case(T: int, D: int, dtype: torch.dtype, *tags: str, **options: Any) -> Case:
     said = {name: value for name, value in options.items() if _STOCK[name] != value}
     extras = [f"{name.replace('_', '')}_{'none' if value is None else value}" for name, value in said.items()]
-    name = "-".join([f"t{T}-d{D}-{_NAMES[dtype]}", *extras])
+    name = "-".join([f"t{T}-d{D}-{NAMES[dtype]}", *extras])
     return Case(name, dtype, {"T": T, "D": D}, _STOCK | options, frozenset(tags))
 
 
 # The interpreter's blocks are 4 rows of at most 512 columns; beyond 1024 the parameters have a pass of their own.
 _TEST = (
-    _case(9, 80, _FP32, "test"),
-    _case(6, 1000, _BF16, "test", residual="same"),
-    _case(2, 4096, _FP16, "test", residual="same", p=0.2),
-    _case(5, 1600, _FP32, "test", weight="fp32"),
-    _case(40, 16, _FP32, "test", residual="same", p=0.5),  # several blocks of rows for each program
+    _case(9, 80, FP32, "test"),
+    _case(6, 1000, BF16, "test", residual="same"),
+    _case(2, 4096, FP16, "test", residual="same", p=0.2),
+    _case(5, 1600, FP32, "test", weight="fp32"),
+    _case(40, 16, FP32, "test", residual="same", p=0.5),  # several blocks of rows for each program
     # One column: what comes back is what is left of a difference, so eps is not to be small beside the mean.
-    _case(33, 1, _FP32, "test", eps=0.5, residual="same"),
-    _case(1, 72, _BF16, "test", weight="fp32", residual="fp32", p=0.1),
-    _case(7, 96, _BF16, "test", weight="fp32", weight_offset=1.0),
-    _case(7, 96, _FP16, "test", weight_offset=1.0, residual="same", upstream="y"),
-    _case(7, 40, _FP32, "test", residual="same", p=0.3, upstream="s"),
-    _case(5, 33, _FP32, "test", weight=None),
-    _case(6, 48, _BF16, "test", bias=False, residual="fp32"),
-    _case(6, 48, _FP32, "test", layout="columns"),
-    _case(6, 48, _FP16, "test", layout="slice", residual="same"),
-    _case(0, 24, _FP32, "test", residual="same", p=0.1),
+    _case(33, 1, FP32, "test", eps=0.5, residual="same"),
+    _case(1, 72, BF16, "test", weight="fp32", residual="fp32", p=0.1),
+    _case(7, 96, BF16, "test", weight="fp32", weight_offset=1.0),
+    _case(7, 96, FP16, "test", weight_offset=1.0, residual="same", upstream="y"),
+    _case(7, 40, FP32, "test", residual="same", p=0.3, upstream="s"),
+    _case(5, 33, FP32, "test", weight=None),
+    _case(6, 48, BF16, "test", bias=False, residual="fp32"),
+    _case(6, 48, FP32, "test", layout="columns"),
+    _case(6, 48, FP16, "test", layout="slice", residual="same"),
+    _case(0, 24, FP32, "test", residual="same", p=0.1),
 )
 # The widths of the models in kernels/dev/shapes.py, of their heads, and wider than a program holds.
 _BUILDS = (
-    _case(8192, 4096, _BF16, "codegen"),
-    _case(8192, 4096, _BF16, "codegen", residual="same"),
-    _case(8192, 5120, _BF16, "codegen", residual="fp32", p=0.1),
-    _case(8192, 12288, _BF16, "codegen", residual="same"),
-    _case(8192, 16384, _BF16, "codegen", residual="same"),
-    _case(8192, 8192, _FP32, "codegen", residual="same"),
-    _case(1024, 32768, _BF16, "codegen", residual="same"),
-    _case(8192, 128, _BF16, "codegen"),
+    _case(8192, 4096, BF16, "codegen"),
+    _case(8192, 4096, BF16, "codegen", residual="same"),
+    _case(8192, 5120, BF16, "codegen", residual="fp32", p=0.1),
+    _case(8192, 12288, BF16, "codegen", residual="same"),
+    _case(8192, 16384, BF16, "codegen", residual="same"),
+    _case(8192, 8192, FP32, "codegen", residual="same"),
+    _case(1024, 32768, BF16, "codegen", residual="same"),
+    _case(8192, 128, BF16, "codegen"),
 )
 # What benchmarks time: with and without a residual; at few tokens the launch is all.
 _SHORT = ((8192, 4096, "same"), (8192, 4096, None), (4096, 12288, "same"), (16, 4096, "same"))
 _BENCH = (
-    *(_case(T, D, _BF16, "bench", "short", residual=residual) for T, D, residual in _SHORT),
+    *(_case(T, D, BF16, "bench", "short", residual=residual) for T, D, residual in _SHORT),
     *(
-        _case(T, D, _BF16, "bench", residual=residual)
+        _case(T, D, BF16, "bench", residual=residual)
         for T in (1, 16, 256, 1024, 4096, 8192, 16384)
         for D in (4096, 5120, 8192, 12288, 16384)
         for residual in (None, "same")
     ),
     *(
-        _case(T, D, _FP32, "bench-cpu", residual=residual)
+        _case(T, D, FP32, "bench-cpu", residual=residual)
         for T, D in ((512, 1024), (512, 4096))
         for residual in (None, "same")
     ),
@@ -106,7 +105,7 @@ def make_inputs(case: Case, on: torch.device, seed: int) -> dict[str, Any]:
 
     def draw(*shape: int, dtype: str = "same", mean: float = 0.0) -> torch.Tensor:
         drawn = torch.randn(*shape, generator=generator, device=on) + mean
-        return drawn.to(_FP32 if dtype == "fp32" else case.dtype)
+        return drawn.to(FP32 if dtype == "fp32" else case.dtype)
 
     if options["layout"] == "columns":
         x = draw(D, T).t()
@@ -120,7 +119,7 @@ def make_inputs(case: Case, on: torch.device, seed: int) -> dict[str, Any]:
     if options["weight"] is not None:
         leaves["weight"] = draw(D, dtype=options["weight"], mean=1.0 - options["weight_offset"])
         leaves["bias"] = draw(D, dtype=options["weight"]) if options["bias"] else None
-    dtype = _FP32 if options["residual"] == "fp32" else case.dtype
+    dtype = FP32 if options["residual"] == "fp32" else case.dtype
     grads = {name: draw(T, D).to(dtype) for name in ("dy", "ds")}
     rng_key = torch.empty(1, dtype=torch.int64, device=on).random_(generator=generator)
     return {name: t if t is None else t.requires_grad_() for name, t in leaves.items()} | grads | {"rng_key": rng_key}
@@ -156,7 +155,7 @@ def _launch(name: str, case: Case) -> None:
     x = torch.empty(T, D, dtype=case.dtype, device="meta")
     residual = None
     if options["residual"] is not None:
-        residual = torch.empty_like(x, dtype=_FP32 if options["residual"] == "fp32" else None)
+        residual = torch.empty_like(x, dtype=FP32 if options["residual"] == "fp32" else None)
     weight = x.new_empty(D)
     bias = x.new_empty(D) if centred else None
     rng_key = torch.empty(1, dtype=torch.int64, device="meta") if options["p"] else None
@@ -180,7 +179,7 @@ def _builds(name: str, target: str) -> Iterator[Build]:
                 item.fn.__name__.removeprefix("_norm_").removesuffix("_kernel"),
                 *([f"d{item.args['D']}"] if "ALIGN" in item.args else []),
             ]
-            steps += [str(item.config), _NAMES[case.dtype]]
+            steps += [str(item.config), NAMES[case.dtype]]
             steps += ["residual"] if any(item.args.get(key) is not None for key in ("residual_ptr", "ds_ptr")) else []
             steps += ["dropout"] if item.args.get("rng_key_ptr") is not None else []
             if (config := "-".join(steps)) not in seen:

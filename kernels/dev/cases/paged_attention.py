@@ -14,12 +14,11 @@ from typing import Any
 import torch
 
 from ...paged_attention.op import Cache, paged_attention, plan_attention, split_cache
+from ...runtime.dtypes import BF16, E4M3, FP16, FP32, LARGEST
 from ..registry import Build, Case, OpSpec
 
 _SPARE_BLOCKS = 3
 _PADDING_TOKENS = 2
-_BF16, _FP16, _FP32, _FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-_LARGEST = {_FP8: 448.0, torch.int8: 127.0}
 
 # What a case's options may say beside ``context`` and ``queries``, and what is meant where they don't.
 _DEFAULTS: dict[str, Any] = {
@@ -66,61 +65,61 @@ def _built(
 CASES = (
     # Small enough to interpret: every group size, head size, page size, dtype and kind of step appears. All features
     # with all others: paged_features.py.
-    _case("decode-g1-h32-p4-fp32", _FP32, (2, 2, 32), 4, (5, 0, 16), (1, 1, 1), "test"),
-    _case("decode-g3-h80-p16-fp16", _FP16, (6, 2, 80), 16, (40, 3), (1, 1), "test"),
-    _case("decode-g8-h128-p32-bf16", _BF16, (8, 1, 128), 32, (31, 64, 95), (1, 1, 1), "test", "short"),
-    _case("prefill-g1-h64-p1-fp16", _FP16, (2, 2, 64), 1, (0,), (70,), "test"),
-    _case("prefill-g2-h32-p16-bf16", _BF16, (4, 2, 32), 16, (0, 0), (37, 64), "test"),
-    _case("prefill-g4-h80-p4-fp32", _FP32, (4, 1, 80), 4, (0,), (41,), "test"),
-    _case("mixed-g3-h32-p4-fp32", _FP32, (3, 1, 32), 4, (9, 0, 30, 2), (1, 25, 1, 7), "test"),
-    _case("mixed-g4-h64-p128-bf16", _BF16, (8, 2, 64), 128, (130, 17, 0), (1, 40, 80), "test", "short"),
-    _case("mixed-g2-h128-p16-fp16", _FP16, (4, 2, 128), 16, (15, 0, 16, 50), (1, 0, 33, 1), "test"),
+    _case("decode-g1-h32-p4-fp32", FP32, (2, 2, 32), 4, (5, 0, 16), (1, 1, 1), "test"),
+    _case("decode-g3-h80-p16-fp16", FP16, (6, 2, 80), 16, (40, 3), (1, 1), "test"),
+    _case("decode-g8-h128-p32-bf16", BF16, (8, 1, 128), 32, (31, 64, 95), (1, 1, 1), "test", "short"),
+    _case("prefill-g1-h64-p1-fp16", FP16, (2, 2, 64), 1, (0,), (70,), "test"),
+    _case("prefill-g2-h32-p16-bf16", BF16, (4, 2, 32), 16, (0, 0), (37, 64), "test"),
+    _case("prefill-g4-h80-p4-fp32", FP32, (4, 1, 80), 4, (0,), (41,), "test"),
+    _case("mixed-g3-h32-p4-fp32", FP32, (3, 1, 32), 4, (9, 0, 30, 2), (1, 25, 1, 7), "test"),
+    _case("mixed-g4-h64-p128-bf16", BF16, (8, 2, 64), 128, (130, 17, 0), (1, 40, 80), "test", "short"),
+    _case("mixed-g2-h128-p16-fp16", FP16, (4, 2, 128), 16, (15, 0, 16, 50), (1, 0, 33, 1), "test"),
     # What a GPU is tested with at sizes of models. (What it is timed with: bench/suites/paged.py.)
-    _case("decode-llama8b-bf16", _BF16, (32, 8, 128), 16, (1023,) * 32, (1,) * 32, "bench", "short"),
-    _case("decode-llama70b-bf16", _BF16, (64, 8, 128), 16, (4095,) * 16, (1,) * 16, "bench"),
-    _case("decode-h64-p256-bf16", _BF16, (32, 4, 64), 256, (2047,) * 32, (1,) * 32, "bench"),
-    _case("decode-starcoder2-fp32", _FP32, (24, 2, 128), 16, (511,) * 8, (1,) * 8, "bench"),
-    _case("speculate-llama8b-bf16", _BF16, (32, 8, 128), 16, (1019,) * 32, (5,) * 32, "bench"),
-    _case("prefill-llama8b-bf16", _BF16, (32, 8, 128), 16, (0,), (4096,), "bench", "short"),
-    _case("prefill-h80-g1-fp16", _FP16, (32, 32, 80), 16, (0,) * 4, (1024,) * 4, "bench"),
-    _case("prefill-h64-p256-bf16", _BF16, (32, 4, 64), 256, (0,), (4096,), "bench"),
-    _case("mixed-llama8b-bf16", _BF16, (32, 8, 128), 16, (1023,) * 31 + (0,), (1,) * 31 + (2048,), "bench", "short"),
+    _case("decode-llama8b-bf16", BF16, (32, 8, 128), 16, (1023,) * 32, (1,) * 32, "bench", "short"),
+    _case("decode-llama70b-bf16", BF16, (64, 8, 128), 16, (4095,) * 16, (1,) * 16, "bench"),
+    _case("decode-h64-p256-bf16", BF16, (32, 4, 64), 256, (2047,) * 32, (1,) * 32, "bench"),
+    _case("decode-starcoder2-fp32", FP32, (24, 2, 128), 16, (511,) * 8, (1,) * 8, "bench"),
+    _case("speculate-llama8b-bf16", BF16, (32, 8, 128), 16, (1019,) * 32, (5,) * 32, "bench"),
+    _case("prefill-llama8b-bf16", BF16, (32, 8, 128), 16, (0,), (4096,), "bench", "short"),
+    _case("prefill-h80-g1-fp16", FP16, (32, 32, 80), 16, (0,) * 4, (1024,) * 4, "bench"),
+    _case("prefill-h64-p256-bf16", BF16, (32, 4, 64), 256, (0,), (4096,), "bench"),
+    _case("mixed-llama8b-bf16", BF16, (32, 8, 128), 16, (1023,) * 31 + (0,), (1,) * 31 + (2048,), "bench", "short"),
     # What is compiled: every tile of config.py, every feature.
-    _built("llama8b-bf16", _BF16, (32, 8, 128), 16),
-    _built("llama8b-decode-bf16", _BF16, (32, 8, 128), 16, 1, host="bounds"),
-    _built("llama8b-speculate8-bf16", _BF16, (32, 8, 128), 16, 8, host="bounds"),
-    _built("llama8b-speculate16-bf16", _BF16, (32, 8, 128), 16, 16, host="bounds"),
-    _built("llama8b-invariant-bf16", _BF16, (32, 8, 128), 16, invariant=True),
-    _built("llama8b-full-bf16", _BF16, (32, 8, 128), 16, causal=False),
-    _built("llama8b-prefix-bf16", _BF16, (32, 8, 128), 16, prefix=True),
-    _built("llama8b-tree-bf16", _BF16, (32, 8, 128), 16, tree=True),
-    _built("llama8b-fp8-bf16", _BF16, (32, 8, 128), 16, cache=_FP8, scales="tensor"),
-    _built("llama8b-fp8-rows-bf16", _BF16, (32, 8, 128), 16, cache=_FP8, scales="token"),
-    _built("llama8b-fp8-rows-fp16", _FP16, (32, 8, 128), 16, cache=_FP8, scales="token"),
-    _built("llama8b-fp8-invariant-bf16", _BF16, (32, 8, 128), 16, cache=_FP8, scales="tensor", invariant=True),
-    _built("llama8b-fp8-rows-invariant-bf16", _BF16, (32, 8, 128), 16, cache=_FP8, scales="token", invariant=True),
-    _built("llama8b-int8-bf16", _BF16, (32, 8, 128), 16, cache=torch.int8, scales="token"),
-    _built("llama8b-mixed-fp16", _FP16, (32, 8, 128), 16, cache=_BF16),
-    _built("llama8b-wide-fp32", _FP32, (32, 8, 128), 16, cache=_BF16),
-    _built("llama70b-p1-bf16", _BF16, (64, 8, 128), 1),
-    _built("h64-p256-bf16", _BF16, (32, 4, 64), 256),
-    _built("h64-p256-invariant-bf16", _BF16, (32, 4, 64), 256, invariant=True),
-    _built("gpt-oss-bf16", _BF16, (64, 8, 64), 16, window=128, sinks=True),
-    _built("gemma-bf16", _BF16, (16, 8, 256), 16, window=4096, softcap=50.0),
-    _built("gemma-full-bf16", _BF16, (16, 8, 256), 16),
-    _built("gemma-invariant-bf16", _BF16, (16, 8, 256), 16, window=4096, softcap=50.0, invariant=True),
-    _built("bloom-bf16", _BF16, (32, 32, 128), 16, alibi=True),
-    _built("falcon-bf16", _BF16, (71, 1, 64), 16),
-    _built("phi-h80-fp16", _FP16, (32, 32, 80), 16),
-    _built("phi3-h96-fp16", _FP16, (32, 32, 96), 16),
-    _built("h112-p100-bf16", _BF16, (64, 8, 112), 100),
-    _built("h160-fp16", _FP16, (32, 32, 160), 16),
-    _built("h192-v128-bf16", _BF16, (16, 16, 192), 64, v_size=128),
-    _built("starcoder2-fp32", _FP32, (24, 2, 128), 16),
-    _built("starcoder2-invariant-fp32", _FP32, (24, 2, 128), 16, invariant=True),
-    _built("gemma-fp32", _FP32, (16, 8, 256), 16),
-    _case("decode-cpu-fp32", _FP32, (8, 2, 64), 16, (1023,) * 32, (1,) * 32, "bench-cpu"),
-    _case("prefill-cpu-fp32", _FP32, (8, 2, 64), 16, (0,) * 4, (256,) * 4, "bench-cpu"),
+    _built("llama8b-bf16", BF16, (32, 8, 128), 16),
+    _built("llama8b-decode-bf16", BF16, (32, 8, 128), 16, 1, host="bounds"),
+    _built("llama8b-speculate8-bf16", BF16, (32, 8, 128), 16, 8, host="bounds"),
+    _built("llama8b-speculate16-bf16", BF16, (32, 8, 128), 16, 16, host="bounds"),
+    _built("llama8b-invariant-bf16", BF16, (32, 8, 128), 16, invariant=True),
+    _built("llama8b-full-bf16", BF16, (32, 8, 128), 16, causal=False),
+    _built("llama8b-prefix-bf16", BF16, (32, 8, 128), 16, prefix=True),
+    _built("llama8b-tree-bf16", BF16, (32, 8, 128), 16, tree=True),
+    _built("llama8b-fp8-bf16", BF16, (32, 8, 128), 16, cache=E4M3, scales="tensor"),
+    _built("llama8b-fp8-rows-bf16", BF16, (32, 8, 128), 16, cache=E4M3, scales="token"),
+    _built("llama8b-fp8-rows-fp16", FP16, (32, 8, 128), 16, cache=E4M3, scales="token"),
+    _built("llama8b-fp8-invariant-bf16", BF16, (32, 8, 128), 16, cache=E4M3, scales="tensor", invariant=True),
+    _built("llama8b-fp8-rows-invariant-bf16", BF16, (32, 8, 128), 16, cache=E4M3, scales="token", invariant=True),
+    _built("llama8b-int8-bf16", BF16, (32, 8, 128), 16, cache=torch.int8, scales="token"),
+    _built("llama8b-mixed-fp16", FP16, (32, 8, 128), 16, cache=BF16),
+    _built("llama8b-wide-fp32", FP32, (32, 8, 128), 16, cache=BF16),
+    _built("llama70b-p1-bf16", BF16, (64, 8, 128), 1),
+    _built("h64-p256-bf16", BF16, (32, 4, 64), 256),
+    _built("h64-p256-invariant-bf16", BF16, (32, 4, 64), 256, invariant=True),
+    _built("gpt-oss-bf16", BF16, (64, 8, 64), 16, window=128, sinks=True),
+    _built("gemma-bf16", BF16, (16, 8, 256), 16, window=4096, softcap=50.0),
+    _built("gemma-full-bf16", BF16, (16, 8, 256), 16),
+    _built("gemma-invariant-bf16", BF16, (16, 8, 256), 16, window=4096, softcap=50.0, invariant=True),
+    _built("bloom-bf16", BF16, (32, 32, 128), 16, alibi=True),
+    _built("falcon-bf16", BF16, (71, 1, 64), 16),
+    _built("phi-h80-fp16", FP16, (32, 32, 80), 16),
+    _built("phi3-h96-fp16", FP16, (32, 32, 96), 16),
+    _built("h112-p100-bf16", BF16, (64, 8, 112), 100),
+    _built("h160-fp16", FP16, (32, 32, 160), 16),
+    _built("h192-v128-bf16", BF16, (16, 16, 192), 64, v_size=128),
+    _built("starcoder2-fp32", FP32, (24, 2, 128), 16),
+    _built("starcoder2-invariant-fp32", FP32, (24, 2, 128), 16, invariant=True),
+    _built("gemma-fp32", FP32, (16, 8, 256), 16),
+    _case("decode-cpu-fp32", FP32, (8, 2, 64), 16, (1023,) * 32, (1,) * 32, "bench-cpu"),
+    _case("prefill-cpu-fp32", FP32, (8, 2, 64), 16, (0,) * 4, (256,) * 4, "bench-cpu"),
 )
 
 
@@ -193,7 +192,7 @@ def _stored(
     kv_heads, free = case.sizes["K"], ~owned[:, None]
     x = torch.randn(len(owned), kv_heads, owned.shape[1], size, generator=generator, device=owned.device)
     if options["scales"]:
-        scale = x.abs().amax(-1) / _LARGEST.get(options["cache"], 1.0)  # others take no scale: to be refused
+        scale = x.abs().amax(-1) / LARGEST.get(options["cache"], 1.0)  # others take no scale: to be refused
         if options["scales"] == "tensor":
             scale = scale.amax()[None, None, None]
         x = x / scale[..., None]
@@ -221,9 +220,9 @@ def arguments(inputs: dict[str, Any], case: Case) -> dict[str, Any]:
     options = asked(case)
     plain = ("causal", "window", "softcap", "invariant", "max_query_len")
     call: dict[str, Any] = {**inputs, **{name: options[name] for name in plain}}
-    if options["cache"] == _FP8 and case.dtype != inputs["q"].dtype:  # an oracle's inputs, all in fp64: back to codes
+    if options["cache"] == E4M3 and case.dtype != inputs["q"].dtype:  # an oracle's inputs, all in fp64: back to codes
         cache = inputs["kv_cache"]
-        call["kv_cache"] = cache.to(_FP8) if isinstance(cache, torch.Tensor) else tuple(x.to(_FP8) for x in cache)
+        call["kv_cache"] = cache.to(E4M3) if isinstance(cache, torch.Tensor) else tuple(x.to(E4M3) for x in cache)
     if options["host"] != "nothing":
         call["max_query_len"] = max(options["queries"])
         call["max_seq_len"] = max(c + q for c, q in zip(options["context"], options["queries"]))

@@ -9,15 +9,8 @@ import torch
 
 from ...paged_attention.options import AttentionOptions
 from ...runtime import device
+from ...runtime.dtypes import CACHE_NAMES
 from ..registry import Build, Case
-
-_NAMES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float8_e4m3fn: "fp8",
-    torch.int8: "int8",
-}
 
 
 def collect(target: str, cases: Iterable[Case]) -> list[Build]:
@@ -99,17 +92,17 @@ def _features(args: dict[str, Any], case: Case) -> list[str]:
     if "q_ptr" not in args:
         found = [f"g{args['GROUP']}"]
         if "V_SIZE" in args:
-            found += [f"h{args['V_SIZE']}", _NAMES[case.dtype], f"scales{args['V_SCALES']}"]
+            found += [f"h{args['V_SIZE']}", CACHE_NAMES[case.dtype], f"scales{args['V_SCALES']}"]
             return found + (["sinks"] if args["sinks_ptr"] is not None else [])
         masks = {"window": args["window"] is not None, "prefix": args["prefix_lens_ptr"] is not None}
         masks |= {"tree": args["TREE"], "quanta": args["QUANTA"]}
         return found + [name for name, asked in masks.items() if asked] + ([] if args["CAUSAL"] else ["full"])
     sizes = {args["HEAD_SIZE"], args["V_SIZE"]}
     found = [f"h{'x'.join(map(str, sorted(sizes, reverse=True)))}", f"g{args['GROUP']}", f"p{args['PAGE_SIZE']}"]
-    found.append(_NAMES[case.dtype])
+    found.append(CACHE_NAMES[case.dtype])
     cache = case.options.get("cache") or case.dtype
     if cache != case.dtype:
-        found.append("over-" + _NAMES[cache])
+        found.append("over-" + CACHE_NAMES[cache])
     flags = {
         "scaled": args["K_SCALES"] == 1,
         "token_scaled": args["K_SCALES"] == 2,

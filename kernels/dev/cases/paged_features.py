@@ -19,10 +19,9 @@ from typing import Any
 import torch
 
 from ...paged_attention.options import REFUSED, AttentionOptions
+from ...runtime.dtypes import BF16, E4M3, FP16, FP32, INT8
 from .. import checkout
 from ..registry import Case
-
-_FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 
 # Kinds of step: page size -> (context, queries) of each sequence. Lengths end on, one before and one behind a page, and
 # cross the borders of the interpreter's tiles (16 keys) and quanta (32 keys).
@@ -50,7 +49,7 @@ AXES: dict[str, dict[str, Any]] = {
     "softcap": {"no soft-cap": None, "soft-cap": 1.5},
     "sinks": {"no sinks": False, "sinks": True},
     "ALiBi": {"no ALiBi": False, "ALiBi": True},
-    "q": {"q fp16": _FP16, "q bf16": _BF16, "q fp32": _FP32},
+    "q": {"q fp16": FP16, "q bf16": BF16, "q fp32": FP32},
     "cache": {"cache as q": "q", "cache other 16-bit": "other", "cache fp8": "fp8", "cache int8": "int8"},
     "scales": {"unscaled": None, "scale per tensor": "tensor", "scale per token, head": "token"},
     "lse": {"no lse": False, "lse": True},
@@ -60,7 +59,7 @@ AXES: dict[str, dict[str, Any]] = {
 }
 
 _VALUE_SIZES = {32: 33, 64: 32, 80: 128, 96: 64, 112: 96, 128: 80, 160: 128, 256: 192}  # where they differ from H
-_OTHER_HALF = {_FP16: _BF16, _BF16: _FP16, _FP32: _BF16}
+_OTHER_HALF = {FP16: BF16, BF16: FP16, FP32: BF16}
 
 Choice = dict[str, str]  # axis -> value's name
 Meeting = frozenset[tuple[str, str]]  # (axis, value) of each
@@ -85,11 +84,11 @@ def refused(chosen: Iterable[tuple[str, str]]) -> str | None:
         k_scale=some if scaled else None,
         v_scale=some if scaled else None,
     )
-    return options.refused(_cache_dtype(asked.get("q", _FP16), cache))
+    return options.refused(_cache_dtype(asked.get("q", FP16), cache))
 
 
 def _cache_dtype(q: torch.dtype, cache: str) -> torch.dtype:
-    return {"q": q, "other": _OTHER_HALF[q], "fp8": torch.float8_e4m3fn, "int8": torch.int8}[cache]
+    return {"q": q, "other": _OTHER_HALF[q], "fp8": E4M3, "int8": INT8}[cache]
 
 
 # ------------------------------------------------------------------------------------------------- covering arrays

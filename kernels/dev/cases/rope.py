@@ -12,10 +12,8 @@ import torch
 
 from ...rope.op import apply_rope
 from ...runtime import device
+from ...runtime.dtypes import BF16, FP16, FP32, NAMES
 from ..registry import Build, Case, OpSpec
-
-_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
-_NAMES = {_BF16: "bf16", _FP16: "fp16", _FP32: "fp32"}
 
 
 def _case(tokens: tuple[int, int], heads: tuple[int, int, int], dtype: torch.dtype, *tags: str, **options: Any) -> Case:
@@ -25,7 +23,7 @@ def _case(tokens: tuple[int, int], heads: tuple[int, int, int], dtype: torch.dty
     model = options.pop("model", "")
     options = {"interleaved": False, "inplace": False, "layout": "dense"} | options
     name = f"b{B}-s{S}" if B else f"t{S}"
-    name += f"-n{N}-k{K}-h{H}-{_NAMES[dtype]}" + ("" if P == H else f"-p{P}")
+    name += f"-n{N}-k{K}-h{H}-{NAMES[dtype]}" + ("" if P == H else f"-p{P}")
     name += "".join(f"-{flag}" for flag in ("interleaved", "inplace") if options[flag])
     name += "" if options["layout"] == "dense" else f"-{options['layout']}"
     sizes = {"B": B, "S": S, "N": N, "K": K, "H": H, "P": P}
@@ -35,38 +33,38 @@ def _case(tokens: tuple[int, int], heads: tuple[int, int, int], dtype: torch.dty
 # Small enough to interpret; a tile is 8 rows there. Odd numbers of heads, head sizes that are no power of two, one
 # token, none.
 _TEST = (
-    _case((0, 7), (4, 2, 16), _FP32, "test"),
-    _case((2, 5), (3, 1, 20), _BF16, "test"),
-    _case((2, 5), (4, 4, 16), _FP16, "test", layout="fused"),
-    _case((3, 4), (9, 2, 24), _FP32, "test", layout="heads_first"),
-    _case((0, 9), (2, 1, 80), _BF16, "test", rotary=32),
-    _case((2, 3), (3, 3, 12), _FP32, "test", rotary=4, interleaved=True),
-    _case((0, 6), (4, 2, 16), _BF16, "test", interleaved=True, layout="fused"),
-    _case((0, 6), (5, 0, 8), _FP32, "test", inplace=True),
-    _case((2, 4), (4, 2, 16), _FP16, "test", inplace=True, interleaved=True, rotary=12),
-    _case((0, 1), (1, 1, 2), _FP32, "test"),
-    _case((0, 0), (2, 1, 8), _BF16, "test"),
-    _case((2, 0), (2, 1, 8), _FP32, "test", inplace=True),
+    _case((0, 7), (4, 2, 16), FP32, "test"),
+    _case((2, 5), (3, 1, 20), BF16, "test"),
+    _case((2, 5), (4, 4, 16), FP16, "test", layout="fused"),
+    _case((3, 4), (9, 2, 24), FP32, "test", layout="heads_first"),
+    _case((0, 9), (2, 1, 80), BF16, "test", rotary=32),
+    _case((2, 3), (3, 3, 12), FP32, "test", rotary=4, interleaved=True),
+    _case((0, 6), (4, 2, 16), BF16, "test", interleaved=True, layout="fused"),
+    _case((0, 6), (5, 0, 8), FP32, "test", inplace=True),
+    _case((2, 4), (4, 2, 16), FP16, "test", inplace=True, interleaved=True, rotary=12),
+    _case((0, 1), (1, 1, 2), FP32, "test"),
+    _case((0, 0), (2, 1, 8), BF16, "test"),
+    _case((2, 0), (2, 1, 8), FP32, "test", inplace=True),
 )
 _LLAMA8B, _STARCODER2, _GPT_J = (32, 8, 128), (36, 4, 128), (16, 16, 256)
 _BENCH = (
-    _case((1, 8192), _LLAMA8B, _BF16, "codegen", "bench", "short", model="llama8b"),
-    _case((1, 8192), _LLAMA8B, _BF16, "codegen", "bench", "short", model="llama8b", inplace=True),
-    _case((4, 4096), (64, 8, 128), _BF16, "bench", model="llama70b"),
-    _case((4, 4096), (8, 1, 128), _BF16, "bench", "short", model="llama70b-tp8"),
-    _case((4, 4096), _STARCODER2, _BF16, "codegen", "bench", model="starcoder2"),
-    _case((4, 2048), _GPT_J, _BF16, "codegen", "bench", "short", model="gptj", rotary=64, interleaved=True),
-    _case((0, 64), _LLAMA8B, _BF16, "bench", model="llama8b-decode", inplace=True),
-    _case((1, 4096), _LLAMA8B, _FP32, "codegen", "bench", model="llama8b"),
+    _case((1, 8192), _LLAMA8B, BF16, "codegen", "bench", "short", model="llama8b"),
+    _case((1, 8192), _LLAMA8B, BF16, "codegen", "bench", "short", model="llama8b", inplace=True),
+    _case((4, 4096), (64, 8, 128), BF16, "bench", model="llama70b"),
+    _case((4, 4096), (8, 1, 128), BF16, "bench", "short", model="llama70b-tp8"),
+    _case((4, 4096), _STARCODER2, BF16, "codegen", "bench", model="starcoder2"),
+    _case((4, 2048), _GPT_J, BF16, "codegen", "bench", "short", model="gptj", rotary=64, interleaved=True),
+    _case((0, 64), _LLAMA8B, BF16, "bench", model="llama8b-decode", inplace=True),
+    _case((1, 4096), _LLAMA8B, FP32, "codegen", "bench", model="llama8b"),
 )
 _BUILDS = (
-    _case((1, 4096), (32, 32, 80), _FP16, "codegen"),
-    _case((1, 4096), (32, 2, 128), _BF16, "codegen", rotary=64),  # GLM-4: half of each head
+    _case((1, 4096), (32, 32, 80), FP16, "codegen"),
+    _case((1, 4096), (32, 2, 128), BF16, "codegen", rotary=64),  # GLM-4: half of each head
 )
 _CPU = (
-    _case((2, 256), (32, 8, 128), _FP32, "bench-cpu", model="llama8b"),
-    _case((4, 256), (8, 2, 64), _FP32, "bench-cpu"),
-    _case((1, 512), (8, 2, 64), _BF16, "bench-cpu"),
+    _case((2, 256), (32, 8, 128), FP32, "bench-cpu", model="llama8b"),
+    _case((4, 256), (8, 2, 64), FP32, "bench-cpu"),
+    _case((1, 512), (8, 2, 64), BF16, "bench-cpu"),
 )
 CASES = tuple({case.name: case for case in (*_TEST, *_BENCH, *_BUILDS, *_CPU)}.values())
 
@@ -135,7 +133,7 @@ def builds(target: str) -> list[Build]:
 
 
 def _build(item: device.Launch, target: str, case: Case) -> Build:
-    label = [str(item.config), f"h{case.sizes['H']}", f"p{case.sizes['P']}", _NAMES[case.dtype]]
+    label = [str(item.config), f"h{case.sizes['H']}", f"p{case.sizes['P']}", NAMES[case.dtype]]
     label += [flag for flag in ("interleaved", "inplace") if case.options[flag]]
     label += ["back"] if item.args["CONJUGATE"] else []
     return Build(

@@ -13,45 +13,42 @@ from typing import Any
 import torch
 
 from ...runtime import device
+from ...runtime.dtypes import BF16, E4M3, E5M2, FP16, FP32, NAMES
 from ...scaled_linear import op, reference
 from ..registry import Build, Case, OpSpec
 from . import linear_builds as builds
 from .linear_fused import SOURCES
 
-_BF16, _FP16, _FP32 = torch.bfloat16, torch.float16, torch.float32
-_E4M3, _E5M2 = reference.DTYPES
-_NAMES = {_BF16: "bf16", _FP16: "fp16", _FP32: "fp32", _E4M3: "e4m3", _E5M2: "e5m2"}
-
 
 def _case(T: int, D: int, F: int, dtype: torch.dtype, kind: str, scaling: str, *tags: str, **options: Any) -> Case:
-    stock: dict[str, Any] = {"activation": "identity", "bias": True, "formats": (_E4M3, _E4M3)}
+    stock: dict[str, Any] = {"activation": "identity", "bias": True, "formats": (E4M3, E4M3)}
     options = stock | options | {"kind": kind, "scaling": scaling}
-    name = f"t{T}-d{D}-f{F}-{_NAMES[dtype]}-{kind}-{scaling}"
+    name = f"t{T}-d{D}-f{F}-{NAMES[dtype]}-{kind}-{scaling}"
     name += "" if options["activation"] == "identity" else f"-{options['activation']}"
     name += "" if options["bias"] else "-nobias"
-    name += "" if options["formats"] == stock["formats"] else "-" + "x".join(_NAMES[t] for t in options["formats"])
+    name += "" if options["formats"] == stock["formats"] else "-" + "x".join(NAMES[t] for t in options["formats"])
     return Case(name, dtype, {"T": T, "D": D, "F": F}, options, frozenset(tags))
 
 
 # ``dtype`` is the product's output, or what is trained in.
 _TEST = (
-    _case(40, 48, 72, _BF16, "product", "tensor", "test"),
-    _case(33, 80, 64, _FP32, "product", "row", "test", activation="gelu_tanh"),
-    _case(64, 64, 40, _FP16, "product", "tensor", "test", bias=False, formats=(_E5M2, _E4M3)),
-    _case(35, 33, 31, _BF16, "product", "row", "test", activation="silu"),  # rows that TMA cannot take
-    _case(1, 160, 64, _FP32, "product", "row", "test"),  # one row, several columns: swapped operands, split K
-    _case(5, 160, 1, _FP32, "product", "row", "test"),
-    _case(0, 16, 24, _BF16, "product", "tensor", "test"),
-    _case(5, 0, 24, _FP32, "product", "tensor", "test"),
-    _case(33, 40, 24, _FP32, "training", "tensor", "test"),
-    _case(33, 48, 40, _BF16, "training", "row", "test"),
-    _case(70, 40, 33, _FP16, "training", "delayed", "test", bias=False),
-    _case(0, 16, 24, _FP32, "training", "row", "test"),
+    _case(40, 48, 72, BF16, "product", "tensor", "test"),
+    _case(33, 80, 64, FP32, "product", "row", "test", activation="gelu_tanh"),
+    _case(64, 64, 40, FP16, "product", "tensor", "test", bias=False, formats=(E5M2, E4M3)),
+    _case(35, 33, 31, BF16, "product", "row", "test", activation="silu"),  # rows that TMA cannot take
+    _case(1, 160, 64, FP32, "product", "row", "test"),  # one row, several columns: swapped operands, split K
+    _case(5, 160, 1, FP32, "product", "row", "test"),
+    _case(0, 16, 24, BF16, "product", "tensor", "test"),
+    _case(5, 0, 24, FP32, "product", "tensor", "test"),
+    _case(33, 40, 24, FP32, "training", "tensor", "test"),
+    _case(33, 48, 40, BF16, "training", "row", "test"),
+    _case(70, 40, 33, FP16, "training", "delayed", "test", bias=False),
+    _case(0, 16, 24, FP32, "training", "row", "test"),
 )
 _BUILDS = (
-    _case(8192, 4096, 14336, _BF16, "training", "tensor", "codegen", bias=False),
-    _case(8192, 4096, 14336, _BF16, "product", "row", "codegen", activation="gelu_tanh"),
-    _case(16, 4096, 4096, _BF16, "product", "row", "codegen", bias=False),
+    _case(8192, 4096, 14336, BF16, "training", "tensor", "codegen", bias=False),
+    _case(8192, 4096, 14336, BF16, "product", "row", "codegen", activation="gelu_tanh"),
+    _case(16, 4096, 4096, BF16, "product", "row", "codegen", bias=False),
 )
 CASES = (*_TEST, *_BUILDS)
 
@@ -65,7 +62,7 @@ def make_inputs(case: Case, on: torch.device, seed: int) -> dict[str, Any]:
         return torch.randn(*shape, generator=generator, device=on).mul(scale).to(dtype)
 
     bias = draw(F) if case.options["bias"] else None
-    x, weight = draw(T, D, dtype=_FP32), draw(F, D, scale=max(D, 1) ** -0.5, dtype=_FP32)
+    x, weight = draw(T, D, dtype=FP32), draw(F, D, scale=max(D, 1) ** -0.5, dtype=FP32)
     if case.options["kind"] == "training":
         leaves = {"x": x.to(case.dtype), "weight": weight.to(case.dtype), "bias": bias}
         return {name: t if t is None else t.requires_grad_() for name, t in leaves.items()} | {"dy": draw(T, F)}
@@ -116,11 +113,11 @@ def _launch(case: Case) -> None:
     launch.scaled_linear(*operands, case.options["activation"], case.dtype)
     if case.options["kind"] == "training":
         dy = torch.empty(T, F, dtype=case.dtype, device="meta")
-        launch.quantize(dy, _E5M2, True)
-        launch.quantize(dy, _E5M2, True, history=torch.empty(16, device="meta"))
-        launch.quantize_rows(dy, _E5M2, True)
-        launch.scaled_linear(fp8(T, F, _E5M2), fp8(D, F, _E4M3), scale(T), scale(D), None, "identity", case.dtype)
-        launch.scaled_linear(fp8(F, T, _E5M2), fp8(D, T, _E4M3), scale(F), scale(D), None, "identity", case.dtype)
+        launch.quantize(dy, E5M2, True)
+        launch.quantize(dy, E5M2, True, history=torch.empty(16, device="meta"))
+        launch.quantize_rows(dy, E5M2, True)
+        launch.scaled_linear(fp8(T, F, E5M2), fp8(D, F, E4M3), scale(T), scale(D), None, "identity", case.dtype)
+        launch.scaled_linear(fp8(F, T, E5M2), fp8(D, T, E4M3), scale(F), scale(D), None, "identity", case.dtype)
 
 
 def _collect(target: str) -> list[Build]:
@@ -142,10 +139,10 @@ def _build(item: device.Launch, target: str) -> Build:
         build = builds.build_of("scaled_linear", item, target)
         if item.gemm is None:
             return build
-        return dataclasses.replace(build, config=f"{build.config}-by_{_NAMES[item.args['b_ptrs'][0].dtype]}")
+        return dataclasses.replace(build, config=f"{build.config}-by_{NAMES[item.args['b_ptrs'][0].dtype]}")
     args = item.args
     steps = [item.fn.__name__.removeprefix("_").removesuffix("_kernel"), str(item.config)]
-    steps += [_NAMES[args["values_ptr"].dtype]] if "values_ptr" in args else []
+    steps += [NAMES[args["values_ptr"].dtype]] if "values_ptr" in args else []
     steps += ["transposed"] if args.get("values_t_ptr") is not None else []
     steps += ["delayed"] if args.get("parts_ptr") is not None and "values_ptr" in args else []
     return Build(
