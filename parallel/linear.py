@@ -104,8 +104,7 @@ class AllGatherLinear(torch.autograd.Function):
         dtype, choice = functional.prepare(x_shard, plain[:n], plain[n:], activation, options.impl)
         x_shard, *operands = autocast((x_shard, *plain), dtype)
         weights, biases = operands[:n], operands[n:]
-        check = lambda: functional.check(x_shard, weights, biases, activation)
-        overlap = column_overlap(options, x_shard, weights, check)
+        overlap = column_overlap(options, x_shard, weights)
 
         rows = functional.as_rows(x_shard)
         product = Product.linear_act(rows, weights, biases, activation, choice, save_preact=options.grad)
@@ -182,8 +181,7 @@ class LinearReduceScatter(torch.autograd.Function):
         plain = open_params(ctx, x_shard, params, options.fuse_wgrad_accumulation and options.grad)
         dtype, choice = functional.prepare(x_shard, plain[:1], plain[1:], "identity", options.impl)
         x_shard, weight, bias = autocast((x_shard, *plain), dtype)
-        check = lambda: functional.check(x_shard, [weight], [bias], "identity")
-        overlap = row_overlap(options, x_shard, weight, check)
+        overlap = row_overlap(options, x_shard, weight)
 
         rows = functional.as_rows(x_shard)
         product = Product.linear_act(rows, [weight], [None], "identity", choice)

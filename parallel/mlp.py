@@ -143,8 +143,7 @@ class ParallelMLPFunction(torch.autograd.Function):
         keep_h = need_h and (call.recompute == 0 or call.bare) and not again
         save_preact = (need_dz or (need_h and not keep_h)) and not again
 
-        check = lambda: functional.check(x_shard, weights, biases, call.activation)
-        in_overlap = column_overlap(options, x_shard, weights, check)
+        in_overlap = column_overlap(options, x_shard, weights)
         rows = functional.as_rows(x_shard)
         product = call.first_product(rows, weights, biases, first_choice, save_preact=save_preact)
         if options.sequence_parallel:
@@ -154,8 +153,7 @@ class ParallelMLPFunction(torch.autograd.Function):
             (h, *zs), x = product.compute(), rows
 
         _, second_choice = functional.prepare(h, [out_weight], [out_bias], "identity", options.impl)
-        check = lambda: functional.check(h, [out_weight], [out_bias], "identity")
-        out_overlap = row_overlap(options, h, out_weight, check)
+        out_overlap = row_overlap(options, h, out_weight)
         if alone:  # the epilogue adds bias and residual
             if residual is not None:
                 residual = functional.check_residual(residual, x_shard, out_weight, dtype)

@@ -44,9 +44,7 @@ def dropout(
         raise ValueError(
             f"dropout: residual is {residual.dtype} {list(residual.shape)}: expected x's {x.dtype} {list(x.shape)}"
         )
-    unsupported = no_kernel(x.dtype)
-    unsupported = autograd.transformed() or unsupported
-    choice = dispatch.choose("dropout", x.device, impl, unsupported=unsupported)
+    choice = dispatch.choose("dropout", x.device, impl, unsupported=autograd.transformed() or no_kernel(x.dtype))
     dispatch.count("dropout", choice.impl)
     call = (p, stream, row_start, col_start, choice.triton)
     if residual is x:  # torch.compile takes no tensor twice

@@ -9,7 +9,7 @@ import torch
 
 from ..runtime import autograd, dispatch
 from ..runtime.dispatch import Choice
-from . import functional
+from . import functional, reference
 from .product import Product
 
 Optional = tuple["torch.Tensor | None", ...]
@@ -83,7 +83,7 @@ def linear_act(
         biases = tuple(bias)
     dtype, choice = functional.prepare(x, weights, biases, activation, impl, residual)
     if not choice.triton and not fuse_wgrad_accumulation:
-        outputs = functional.reference_forward(x, weights, biases, activation, residual)
+        outputs = reference.linear_act(x, weights, biases, activation, residual)
         return outputs if many else outputs[0]
     n, params = len(weights), (*weights, *biases)
     late = None
@@ -128,7 +128,7 @@ def gated_linear(
         return functional.plain_forward(x, weights, biases, activation, op="gated_linear")
     dtype, choice = functional.prepare(x, weights, biases, activation, impl, op="gated_linear")
     if not choice.triton and not fuse_wgrad_accumulation:
-        return functional.reference_gated(x, weights, biases, activation)
+        return reference.gated_linear(x, weights, biases, activation)
     params = (*weights, *biases)
     grad = _wants_grad(x, *params)
     call = _Call("gated_linear", activation, choice, dtype, 2, _buffers(grad and fuse_wgrad_accumulation, params))

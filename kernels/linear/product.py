@@ -24,7 +24,6 @@ import torch
 from ..runtime.dispatch import Choice
 from ..runtime.signals import Gathered, Scattered
 from . import reference, schemas
-from .functional import check
 
 Tensors = Sequence[torch.Tensor]
 Biases = Sequence["torch.Tensor | None"]
@@ -151,20 +150,15 @@ class Product(NamedTuple):
             from . import launch as where  # Triton, only when a kernel runs
 
             options["arriving"] = arriving
-        try:
-            if kind == "gated":
-                return where.gated_linear_fwd(x, weights, biases, activation, save_preact, **options)
-            if self.layout == "nt":
-                return where.linear_act_fwd(x, weights, biases, residual, activation, save_preact, **options)
-            if kind == "act_grad":
-                return where.linear_dgrad_act(x, weights[0], *preacts, activation, recompute_act, **options)
-            if kind == "gated_grad":
-                return where.linear_dgrad_gated(x, weights[0], *preacts, activation, recompute_act, **options)
-            return [where.linear_dgrad(self.rows, weights, **options)]
-        except (RuntimeError, KeyError):
-            if where is reference and self.layout == "nt":  # torch's own words may not speak of the caller's arguments
-                check(x, weights, biases, activation, op="gated_linear" if kind == "gated" else "linear_act")
-            raise
+        if kind == "gated":
+            return where.gated_linear_fwd(x, weights, biases, activation, save_preact, **options)
+        if self.layout == "nt":
+            return where.linear_act_fwd(x, weights, biases, residual, activation, save_preact, **options)
+        if kind == "act_grad":
+            return where.linear_dgrad_act(x, weights[0], *preacts, activation, recompute_act, **options)
+        if kind == "gated_grad":
+            return where.linear_dgrad_gated(x, weights[0], *preacts, activation, recompute_act, **options)
+        return [where.linear_dgrad(self.rows, weights, **options)]
 
     def send(self, to: Scattered) -> None:
         """Have the kernel's tiles leave for the ranks that own their rows, each of which adds up what it gets."""

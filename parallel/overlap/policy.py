@@ -16,7 +16,7 @@ from __future__ import annotations
 import pathlib
 import platform
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -126,11 +126,11 @@ def select(
     return path
 
 
-def column_overlap(options: TPOptions, x: torch.Tensor, weights: Tensors, check: Callable[[], Any]) -> LayerOverlap:
+def column_overlap(options: TPOptions, x: torch.Tensor, weights: Tensors) -> LayerOverlap:
     """The strategies of a column-parallel layer act(x @ W_i^T + b_i).
 
-    x is [..., D], with sequence parallelism this rank's tokens. ``check`` validates the operands before anything is
-    sent, because a later failure would leave the peers waiting.
+    x is [..., D], with sequence parallelism this rank's tokens. The caller has checked the operands: a product that
+    fails after something was sent would leave the peers waiting.
     """
     plain = Plain(options.group)
     if options.overlap == "none" or options.group.size == 1:
@@ -147,14 +147,12 @@ def column_overlap(options: TPOptions, x: torch.Tensor, weights: Tensors, check:
     # gather. "auto" changes neither, since neither was measured.
     if asked and options.grad:
         backward = _layer_plan(op, options, tokens, *sizes[::-1], x)
-    if forward.kind != "plain" or backward.kind != "plain":
-        check()
     group = options.group
     again = asked and forward.kind != "plain"
     return LayerOverlap(forward.strategy(group), backward.strategy(group), gathers_again=again)
 
 
-def row_overlap(options: TPOptions, x: torch.Tensor, weight: torch.Tensor, check: Callable[[], Any]) -> LayerOverlap:
+def row_overlap(options: TPOptions, x: torch.Tensor, weight: torch.Tensor) -> LayerOverlap:
     """The strategies of a row-parallel layer x @ W^T + b, likewise. Backward's plan is made in forward, so ``strict``
     refuses it before anything has run."""
     plain = Plain(options.group)
@@ -168,8 +166,6 @@ def row_overlap(options: TPOptions, x: torch.Tensor, weight: torch.Tensor, check
             backward = _layer_plan("all_gather_linear", options, tokens, *sizes[::-1], x)
     else:
         forward = _layer_plan("linear_all_reduce", options, tokens, *sizes, x)
-    if forward.kind != "plain" or backward.kind != "plain":
-        check()
     return LayerOverlap(forward.strategy(options.group), backward.strategy(options.group))
 
 
