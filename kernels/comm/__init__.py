@@ -1,6 +1,13 @@
 """Matrix products and norms that exchange rows with other ranks while they run, over symmetric memory."""
 
-from .op import all_gather_linear, all_reduce_shape, linear_all_reduce, linear_reduce_scatter, reduce_scatter_shape
+from .op import (
+    all_gather_linear,
+    all_reduce_shape,
+    compute_gathered,
+    linear_all_reduce,
+    linear_reduce_scatter,
+    reduce_scatter_shape,
+)
 from .reduce_config import Norm
 from .reduce_op import all_reduce_rmsnorm, all_reduce_rmsnorm_shape
 
@@ -10,6 +17,7 @@ __all__ = [
     "all_reduce_rmsnorm",
     "all_reduce_rmsnorm_shape",
     "all_reduce_shape",
+    "compute_gathered",
     "linear_all_reduce",
     "linear_reduce_scatter",
     "reduce_scatter_shape",

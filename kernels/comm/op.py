@@ -87,7 +87,10 @@ def all_gather_linear(
         reference.push_rows(x, peers, signals.rank)
         ys = list(reference.all_gather_linear(peers, signals.rank, weights, biases, activation, gated))
     else:
-        ys = _gather_in_kernel(x, weights, biases, peers, signals, activation, gated, pieces, choice)
+        kind = Product.gated_linear if gated else Product.linear_act
+        product = kind(x.contiguous(), weights, biases, activation, choice)
+        ys = compute_gathered(product, peers, signals, pieces)
+        _raise_if_late("all_gather_linear", x, signals)
     return ys[0] if gated or isinstance(weight, torch.Tensor) else tuple(ys)
 
 
@@ -157,26 +160,17 @@ def all_reduce_shape(tokens: int, width: int, ranks: int) -> tuple[int, int]:
     return gathered_slot_shape(tokens, width, ranks)
 
 
-def _gather_in_kernel(
-    x: torch.Tensor,
-    weights: list[torch.Tensor],
-    biases: list[Optional],
-    peers: Peers,
-    signals: Signals,
-    activation: str,
-    gated: bool,
-    pieces: int,
-    choice: Choice,
-) -> list[torch.Tensor]:
-    whole = peers[signals.rank]
-    sent = transport.start_push(x.contiguous(), peers, signals, pieces)
-    arriving = Gathered(peers, signals, pieces)
-    kind = Product.gated_linear if gated else Product.linear_act
-    ys = kind(whole, weights, biases, activation, choice).compute(arriving)
-    if not any(y.numel() for y in ys):  # no product has waited, and all ranks have to hear of each other
-        transport.wait_for_rows(signals, pieces)
-    sent()
-    _raise_if_late("all_gather_linear", x, signals)
+def compute_gathered(product: Product, peers: Peers, signals: Signals, pieces: int) -> list[torch.Tensor]:
+    """The results of ``product`` on the rows of all ranks, of which it has this rank's: the step that layers share with
+    :func:`all_gather_linear`. Its rows are contiguous. They have left when this ends, also where it fails.
+    """
+    sent = transport.start_push(product.rows[0], peers, signals, pieces)
+    try:
+        ys = product.of(peers[signals.rank]).compute(Gathered(peers, signals, pieces))
+        if not any(y.numel() for y in ys):  # no product has waited, and all ranks have to hear of each other
+            transport.wait_for_rows(signals, pieces)
+    finally:
+        sent()
     return ys
 
 

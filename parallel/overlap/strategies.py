@@ -33,10 +33,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ...kernels.comm import all_reduce_shape, reduce_scatter_shape, transport
+from ...kernels.comm import all_reduce_shape, compute_gathered, reduce_scatter_shape, transport
 from ...kernels.linear import Product
 from ...kernels.runtime import alloc
-from ...kernels.runtime.signals import ExchangeTimeout, Gathered, Scattered
+from ...kernels.runtime.signals import ExchangeTimeout, Scattered
 from ..core import collectives
 from ..core.mesh import Group
 from ..core.pieces import GatherPieces, ReducePieces, ScatterPieces
@@ -214,16 +214,12 @@ class InKernel:
         collectives.count("all_gather", x.nbytes, site)
         channel, peers, signals = self._begin(GATHER, (x.shape[0] * self.group.size, x.shape[1]), x, site)
         pieces = transport.pieces_for(x.shape[0])
-        pushed = transport.start_push(x, peers, signals, pieces)
         whole = peers[self.group.rank]
         try:
-            outs = product.of(whole).compute(Gathered(peers, signals, pieces))
-            if not any(y.numel() for y in outs):  # no kernel ran that would have waited
-                transport.wait_for_rows(signals, pieces)
+            outs = compute_gathered(product._replace(rows=(x,)), peers, signals, pieces)
         except Exception:
-            _end_after_error(channel, pushed, partial(transport.wait_for_rows, signals, pieces))
+            _end_after_error(channel, partial(transport.wait_for_rows, signals, pieces))
             raise
-        pushed()
         try:
             return outs, whole.clone() if keep else whole
         finally:
@@ -273,11 +269,10 @@ class InKernel:
         return channel, *channel.begin(shape, like.dtype, op=site)
 
 
-def _end_after_error(channel: Channel, *steps: Callable[[], None]) -> None:
-    """End an exchange whose product failed: run the remaining ``steps``, and ignore errors in them."""
+def _end_after_error(channel: Channel, wait: Callable[[], None]) -> None:
+    """End an exchange whose product failed once all ranks' rows are here; ignore errors meanwhile."""
     try:
-        for step in steps:
-            step()
+        wait()
         channel.end()
     except Exception:
         channel.abandon()
