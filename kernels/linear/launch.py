@@ -1,21 +1,18 @@
-"""Launches of the kernels in ``triton.py``: from tensors to arguments. Configurations are in ``config.py``."""
+"""Launches of the kernels in ``triton.py``, on tensors. All other arguments come from ``plan.py``."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 
-from ..runtime import alloc, device, dispatch, tuning
+from ..runtime import alloc, device, dispatch
 from ..runtime.signals import Gathered, Remote, Scattered
-from ..runtime.signals_triton import clock_of
 from . import triton as kernels
-from .config import forced_config, pick_config
-from .gemm import Gemm, GemmConfig
+from .config import forced_config
+from .plan import Call, extent_of, fits_tma, kinds_of, plan_launch
 
 Matrices = tuple[torch.Tensor, ...]
 Optional = tuple["torch.Tensor | None", ...]
@@ -23,162 +20,12 @@ Optional = tuple["torch.Tensor | None", ...]
 
 _LARGEST = 2**31 - 2**10  # of a size, which a kernel holds in 32 bits: the last tile's end still fits
 
-# Shape and strides of a matrix.
-Extent = tuple[torch.Size, tuple[int, ...]]
-
-
-def _extent(tensor: torch.Tensor) -> Extent:
-    return tensor.shape, tensor.stride()
-
-
-def _pitch(extent: Extent) -> int:
-    """The distance of rows, in elements. A single row may claim any."""
-    (rows, cols), (stride, _) = extent
-    return stride if rows > 1 else cols
-
-
-def _fits_tma(extent: Extent, itemsize: int) -> bool:
-    """Rows contiguous, and their pitch a multiple of 16 bytes (CUDA's rule for tensor maps); the base is to be too."""
-    (rows, cols), (_, step) = extent
-    pitch = _pitch(extent)
-    return rows > 0 and cols > 0 and (step == 1 or cols == 1) and pitch >= cols and pitch * itemsize % 16 == 0
-
 
 def _own_rows(tensor: torch.Tensor) -> torch.Tensor:
     """A copy where the alignment of ``tensor`` would decide which instructions its rows are multiplied with."""
-    if _fits_tma(_extent(tensor), tensor.element_size()) and not tensor.data_ptr() & 15:
+    if fits_tma(extent_of(tensor), tensor.element_size()) and not tensor.data_ptr() & 15:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _kinds(tensors: Optional | None) -> Any:
-    """What Triton specialises a kernel on, but for sizes: (dtype, aligned) in place of each tensor."""
-    if tensors is None:
-        return None
-    return tuple([None if t is None else (t.dtype, not t.data_ptr() & 15) for t in tensors])
-
-
-class _Call(NamedTuple):
-    """What the arguments of a launch depend on, but for addresses."""
-
-    arch: str
-    layout: str
-    combine: str
-    epilogue: str
-    activation: str
-    a: tuple[Extent, ...]
-    b: tuple[Extent, ...]
-    outs: tuple[Extent, ...]
-    kinds: tuple[Any, ...]  # of the kernel's tensors
-    scales: str  # "", "tensor" or "row"
-    tf32: bool
-    row_invariant: bool
-    remote: str  # "", "gather" or "send"
-    pieces: int  # these two as the kernel takes them
-    flags: int
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """How a call is launched: every argument of the kernel that is no tensor."""
-
-    gemm: Gemm
-    config: GemmConfig
-    tiles: int  # times the parts of K
-    product: device.Prepared
-    split_sum: device.Prepared | None  # the second launch of a split product
-    split_sum_tiles: int
-
-
-@functools.lru_cache(4096)
-def _plan(call: _Call) -> _Plan:
-    trans_a, chained = call.layout == "tn", call.combine == "chained"
-    a_kinds, b_kinds, _, _, source_kinds, target_kinds, _ = call.kinds
-    (of_a, _), (of_b, _), (of_out, _) = a_kinds[0], b_kinds[0], target_kinds[0][0]
-    around = [kind for kinds in (*target_kinds, source_kinds or ()) for kind in kinds]
-    sizes = [tuple(shape) for shape, _ in call.outs]
-    sizes_of_pairs = sizes * (len(call.a) // len(sizes))
-    gemm = Gemm(
-        call.layout,
-        M=sum(m for m, _ in sizes) if trans_a else sizes[0][0],
-        N=sizes[0][1] if trans_a else sum(n for _, n in sizes),
-        K=sum(shape[1] for shape, _ in call.a) if chained else call.a[0][0][0 if trans_a else 1],
-        dtype=of_a,
-        out_dtype=of_out,
-        combine=call.combine,
-        pairs=len(call.a),
-        epilogue=_steps(call),
-        reads=len(source_kinds or ()) + (call.epilogue == "accumulate"),
-        writes=len(target_kinds[0]),
-        precision="tf32" if call.tf32 else "ieee",
-        aligned=all(aligned for _, aligned in (*a_kinds, *b_kinds))
-        and all(_fits_tma(extent, of_a.itemsize) for extent in (*call.a, *call.b)),
-        out_aligned=call.epilogue == "accumulate"
-        or (all(aligned for _, aligned in around) and all(_fits_tma(extent, of_out.itemsize) for extent in call.outs)),
-        # Gradients (e5m2) are summed in fp32, as TransformerEngine does; activations and weights on the fast path.
-        fp32_sums=torch.float8_e5m2 in (of_a, of_b),
-        row_invariant=call.row_invariant,
-        remote=call.remote,
-    )
-    config = pick_config(call.arch, gemm)
-    sizes_args = {
-        "T": call.a[0][0][0],
-        "Ms": tuple(m for m, _ in sizes_of_pairs) if trans_a else None,
-        "Ns": tuple(n for _, n in sizes_of_pairs),
-    }
-    split = config.split_k > 1
-    modes = {"EPILOGUE": call.epilogue, "ACTIVATION": call.activation}
-    row_scales = {"ROW_SCALES": call.scales == "row"}
-    product = device.Prepared(
-        kernels._gemm_kernel,
-        {
-            **sizes_args,
-            "Ks": None if trans_a else tuple(shape[1] for shape, _ in call.a),
-            "a_strides": tuple((_pitch(extent), extent[1][1]) for extent in call.a),
-            "b_strides": tuple((_pitch(extent), extent[1][1]) for extent in call.b),
-            "splits": config.split_k,
-            "COMBINE": call.combine,
-            **({"EPILOGUE": "partial", "ACTIVATION": "identity"} if split else modes),
-            "TRANS_A": trans_a,
-            "TRANS_B": call.layout == "nt",
-            "SWAP": config.swap,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "BLOCK_K": config.block_k,
-            "GROUP_M": config.group_m,
-            "PRECISION": gemm.precision,
-            "MAX_IMPRECISE_ACC": config.block_k if gemm.fp32_sums else None,
-            **({"ROW_SCALES": False} if split else row_scales),
-            "UPCAST": call.arch == device.INTERPRETER,
-            "USE_TMA": config.use_tma,
-            "OUT_ALIGNED": config.use_tma and gemm.out_aligned,
-            "EPILOGUE_SUBTILE": config.epilogue_subtile,
-            # AMD's pipeliner gains nothing from it; several main loops in one tile cannot be flattened.
-            "FLATTEN": not chained and not call.arch.startswith("gfx"),
-            "PIECES": call.pieces,
-            "FLAGS": call.flags,
-            "CLOCK": clock_of(call.arch) if call.remote else "",
-        },
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        config=config,
-        gemm=gemm,
-    )
-    tiles = config.split_k * sum(_tiles(m, n, config.block_m, config.block_n) for m, n in sizes)
-    if not split:
-        return _Plan(gemm, config, tiles, product, None, 0)
-    block_m, block_n = (16, 32) if call.arch == device.INTERPRETER else (16, 128)
-    split_sum = device.Prepared(
-        kernels._split_sum_kernel,
-        {**sizes_args, "splits": config.split_k, **modes, **row_scales, "BLOCK_M": block_m, "BLOCK_N": block_n},
-        num_warps=4,
-        num_stages=2,
-        config=f"{block_m}x{block_n}",
-    )
-    return _Plan(gemm, config, tiles, product, split_sum, max(_tiles(m, n, block_m, block_n) for m, n in sizes))
-
-
-tuning.also_forget.append(_plan.cache_clear)
 
 
 _CUDA = torch.cuda.is_available()
@@ -219,30 +66,30 @@ def run_gemm(
         biases = tuple([bias if bias is None else bias.contiguous() for bias in biases])
     nothing = (None,) * len(outs)
     around = (biases or (None,) * len(a), scales, sources or nothing, targets, row_sums or nothing)
-    call = _Call(
+    call = Call(
         device.architecture(outs[0].device),
         layout,
         combine,
         epilogue,
         activation,
-        tuple([_extent(t) for t in a]),
-        tuple([_extent(t) for t in b]),
-        tuple([_extent(t) for t in outs]),
+        tuple([extent_of(t) for t in a]),
+        tuple([extent_of(t) for t in b]),
+        tuple([extent_of(t) for t in outs]),
         (
-            _kinds(a),
-            _kinds(b),
-            _kinds(biases),
-            _kinds(scales),
-            _kinds(sources[0]) if sources else None,
-            tuple([_kinds(target) for target in targets]),
-            _kinds(row_sums),
+            kinds_of(a),
+            kinds_of(b),
+            kinds_of(biases),
+            kinds_of(scales),
+            kinds_of(sources[0]) if sources else None,
+            tuple([kinds_of(target) for target in targets]),
+            kinds_of(row_sums),
         ),
         "" if scales is None else "row" if any(scale.numel() > 1 for scale in scales) else "tensor",
         a[0].dtype is torch.float32 and device.allow_tf32(),
         row_invariant,
         *_remoteness(remote),
     )
-    plan = _plan(call) if forced_config() is None else _plan.__wrapped__(call)
+    plan = plan_launch(call) if forced_config() is None else plan_launch.__wrapped__(call)
     on = outs[0]
     grid = (min(plan.tiles, device.program_slots(on.device)), 1, 1)
     if plan.config.use_tma:
@@ -277,10 +124,6 @@ def _ends(remote: Remote | None) -> tuple[Any, Any, int]:
     return None, (signals.table, signals.state), signals.epoch
 
 
-def _tiles(m: int, n: int, block_m: int, block_n: int) -> int:
-    return -(-m // block_m) * -(-n // block_n)
-
-
 def _workspaces(splits: int, outs: Matrices, combine: str, row_sums: Optional) -> tuple[tuple[Matrices, ...], Optional]:
     """Where the parts of a split GEMM go: [splits, M, N] for each product of each output, [splits, M] for row sums."""
     products = 2 if combine == "gated" else 1
@@ -292,22 +135,6 @@ def _workspaces(splits: int, outs: Matrices, combine: str, row_sums: Optional) -
         for out, row_sum in zip(outs, row_sums)
     )
     return parts, sums
-
-
-def _steps(call: _Call) -> tuple[str, ...]:
-    """The epilogue as ``Gemm`` names it."""
-    _, _, biases, _, source, (target, *_), row_sums = call.kinds
-    gradient = call.epilogue.endswith("_grad")
-    steps = ["scale"] if call.scales else []
-    steps += ["bias"] if biases and biases[0] else []
-    steps += ["act_grad"] if gradient else []
-    steps += [call.activation] if call.activation != "identity" else []
-    steps += ["preact"] if call.epilogue in ("act", "gated") and len(target) > 1 else []
-    steps += ["residual"] if call.epilogue == "act" and source else []
-    steps += ["recompute_act"] if gradient and len(target) > 1 + call.epilogue.startswith("gated") else []
-    steps += ["row_sum"] if row_sums and any(row_sums) else []
-    steps += ["accumulate"] if call.epilogue == "accumulate" else []
-    return tuple(steps)
 
 
 def _check_sizes(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:

@@ -9,7 +9,7 @@ from ..runtime.dtypes import short_name
 from .gemm import Gemm, GemmConfig
 
 OP = "gemm"  # what entries are filed under: they are of one launch, whichever public op made it
-SOURCES = tuple(f"linear/{name}.py" for name in ("activations", "launch", "remote", "tiles", "triton"))
+SOURCES = tuple(f"linear/{name}.py" for name in ("activations", "launch", "plan", "remote", "tiles", "triton"))
 MAX_TOKENS = 16384  # more than this many tokens want what this many want
 
 _ASYNCHRONOUS = ("NVIDIA H100", "NVIDIA B200")

@@ -18,6 +18,7 @@ from shardfuse.kernels.runtime import dispatch
 from shardfuse.kernels.runtime.chips import CHIPS
 
 launch = pytest.importorskip("shardfuse.kernels.linear.launch", reason="Triton is not installed")
+plan = pytest.importorskip("shardfuse.kernels.linear.plan", reason="Triton is not installed")
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SPECS = [registry.op(name) for name in ("gated_linear", "dgrad_act", "dgrad_gated", "wgrad_accumulate")]
@@ -71,18 +72,18 @@ def _only_for(spec, config):
         with forced(config):
             yield
         return
-    inner = launch.pick_config
+    inner = plan.pick_config
 
     def pick(arch, gemm):
         return config if gemm.combine == "gated" else inner(arch, gemm)
 
-    launch.pick_config = pick
-    launch._plan.cache_clear()
+    plan.pick_config = pick
+    plan.plan_launch.cache_clear()
     try:
         yield
     finally:
-        launch.pick_config = inner
-        launch._plan.cache_clear()
+        plan.pick_config = inner
+        plan.plan_launch.cache_clear()
 
 
 @pytest.mark.interpret

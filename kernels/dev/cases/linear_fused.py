@@ -28,6 +28,7 @@ SOURCES = (
         "linear/remote.py",
         "linear/activations.py",
         "linear/launch.py",
+        "linear/plan.py",
         "linear/config.py",
     ),
     *(
