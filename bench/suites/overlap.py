@@ -25,7 +25,7 @@ from ...kernels.dev.cases import comm as cases
 from ...kernels.dev.registry import Case, OpSpec, to_double
 from ...kernels.linear import Product, linear_act, linear_act_choice, reference
 from ...kernels.runtime.dtypes import NAMES
-from ...kernels.runtime.signals import Gathered, in_one_process, rows_of
+from ...kernels.runtime.signals import Gathered, in_one_process, own_rows, rows_of
 from ...parallel.overlap import link_model
 from ..harness import virtual_ranks
 from ..harness.benchmark import Benchmark, Measurement, Settings, Work
@@ -214,7 +214,7 @@ def _ours(problem: Problem, ranks: VirtualRanks, drawn: dict[str, Any]) -> Body:
     def gather(rank: int) -> torch.Tensor:
         peers, signals = ranks.begin(rank)
         y = all_gather_linear(
-            _own(x, rank, ranks.size), drawn["weights"][0], drawn["biases"][0], peers=peers, signals=signals,
+            own_rows(x, rank, ranks.size), drawn["weights"][0], drawn["biases"][0], peers=peers, signals=signals,
             activation=problem.activation, impl="triton",
         )  # fmt: skip
         ranks.end(rank)
@@ -259,11 +259,11 @@ class _Sides:
     def copies(self, rank: int) -> None:
         """Copies of all that the rank sends."""
         if self.problem.gathers:
-            self._to_all(_own(self.drawn["x"], rank, len(self.slots)), rank, 0)
+            self._to_all(own_rows(self.drawn["x"], rank, len(self.slots)), rank, 0)
             return
         self._to_owners(self.addends[rank], rank)
         if self.problem.spec is REDUCE:
-            self._to_all(_own(self.addends[rank], rank, len(self.slots)), rank, self._sums_at)
+            self._to_all(own_rows(self.addends[rank], rank, len(self.slots)), rank, self._sums_at)
 
     def in_turn(self, ranks: VirtualRanks) -> list[torch.Tensor]:
         """The results of ours, computed step by step over all ranks."""
@@ -294,11 +294,11 @@ class _Sides:
     def _to_all(self, rows: torch.Tensor, rank: int, at: int) -> None:
         """Copy ``rows``, the rank's own of T, to their place in all ranks' slots, where row 0 is row ``at``."""
         first, last = rows_of(rank, len(self.slots), self.problem.sizes[0])
-        for peer in _order(rank, len(self.slots)):
+        for peer in transport.order(rank, len(self.slots)):
             self.slots[peer].view(-1, rows.shape[-1])[at + first : at + last].copy_(rows, non_blocking=True)
 
     def _to_owners(self, rows: torch.Tensor, rank: int) -> None:
-        for owner in _order(rank, len(self.slots)):
+        for owner in transport.order(rank, len(self.slots)):
             first, last = rows_of(owner, len(self.slots), rows.shape[0])
             self._by_source(owner)[rank, : last - first].copy_(rows[first:last], non_blocking=True)
 
@@ -306,16 +306,6 @@ class _Sides:
         """The rank's own rows of the sum, computed by torch in fp32."""
         first, last = rows_of(rank, len(self.slots), self.problem.sizes[0])
         return self._by_source(rank)[:, : last - first].sum(0)
-
-
-def _own(rows: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
-    first, last = rows_of(rank, ranks, rows.shape[0])
-    return rows[first:last]
-
-
-def _order(rank: int, size: int) -> list[int]:
-    """The ranks to which ``rank`` sends, beginning with itself: no two send to the same rank at a time."""
-    return [(rank + step) % size for step in range(size)]
 
 
 def _overlapped(settings: Settings, problem: Problem) -> tuple[Timing, Timing]:

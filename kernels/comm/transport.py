@@ -48,7 +48,7 @@ def start_push(x: torch.Tensor, peers: list[torch.Tensor], signals: Signals, pie
     if faults is None or faults.before is None:
         _push(x, peers, signals, pieces)
         return lambda: None
-    own, *others = _order(signals.rank, len(peers))
+    own, *others = order(signals.rank, len(peers))
     _push(x, peers, signals, pieces, to=[own])
     late = threading.Thread(target=_push_late, args=(faults.before, x, peers, signals, pieces, others))
     late.start()
@@ -84,7 +84,7 @@ def _push_by_engine(x: torch.Tensor, peers: list[torch.Tensor], signals: Signals
     """
     here, beside = torch.cuda.current_stream(x.device), _copy_stream(x.device, signals.state.data_ptr())
     beside.wait_stream(here)
-    own, *others = _order(signals.rank, len(peers))
+    own, *others = order(signals.rank, len(peers))
     _push(x, peers, signals, pieces, to=[own])
 
     def send() -> None:
@@ -104,7 +104,7 @@ def _push(
     piece = -(-per // pieces)
     for number in range(pieces):
         start, stop = (min(first + count * piece, last) for count in (number, number + 1))
-        for peer in _order(rank, size) if to is None else to:
+        for peer in order(rank, size) if to is None else to:
             if faults is not None and (peer, number) in faults.drop:
                 continue
             if stop > start:
@@ -112,7 +112,7 @@ def _push(
             raise_flags(signals, 0, number, [peer])
 
 
-def _order(rank: int, size: int) -> list[int]:
+def order(rank: int, size: int) -> list[int]:
     """This rank first, whose own tiles are the first to be computed, then its neighbours."""
     return [(rank + step) % size for step in range(size)]
 

@@ -4,53 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
+from ..rope.config import NUM_WARPS, pick_config
 from ..runtime import alloc, device
 from ..runtime.dtypes import LARGEST
 from . import triton as kernels
 from .reference import Scale
 
-_TILE_BYTES = 8192  # 64 for each thread of four warps: four loads of 16 bytes
-_NUM_WARPS = 4
-_COPY_BYTES = 16384  # twice that: a copy holds nothing but what it moves
+_COPY_BYTES = 16384  # twice a tile's: a copy holds nothing but what it moves
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by width
 _OF_FP8 = torch.uint8  # in place of it: not every chip's compiler knows the type
-
-
-@dataclass(frozen=True)
-class WriteConfig:
-    """The tiles of one launch, tokens x heads: those of q, and those of k and of v."""
-
-    block_tq: int
-    block_n: int
-    block_tk: int
-    block_k: int
-
-    def __str__(self) -> str:
-        return f"{self.block_tq}x{self.block_n}-{self.block_tk}x{self.block_k}-w{_NUM_WARPS}"
-
-
-def pick_config(arch: str, heads: int, kv_heads: int, *, row: int, itemsize: int) -> WriteConfig:
-    """Tiles of about ``_TILE_BYTES`` for heads of up to ``row`` elements; ``heads`` is 0 where there is no q.
-
-    As many heads of one token as there are, since they lie side by side in k and v and share the token's slot and
-    tables; more tokens where heads are few. An eighth of a tile's heads may be idle lanes.
-    """
-    rows = 8 if arch == device.INTERPRETER else max(_TILE_BYTES // (triton.next_power_of_2(row) * itemsize), 1)
-    block_n, block_k = (_head_block(n, rows) for n in (heads, kv_heads))
-    return WriteConfig(rows // block_n, block_n, rows // block_k, block_k)
-
-
-def _head_block(heads: int, most: int) -> int:
-    block = most
-    while block > 1 and 8 * (triton.cdiv(heads, block) * block - heads) > heads:
-        block //= 2
-    return block
 
 
 def native_fp8(arch: str) -> bool:
@@ -209,7 +176,7 @@ def _plan(call: _Call) -> tuple[device.Prepared, int]:
             "BLOCK_REST": triton.next_power_of_2(max(rest, 1)),
             "BLOCK_V": triton.next_power_of_2(V),
         },
-        num_warps=_NUM_WARPS,
+        num_warps=NUM_WARPS,
         num_stages=1,
         config=config,
     )
@@ -254,9 +221,9 @@ def _copy_plan(
     kernel = device.Prepared(
         kernels._copy_blocks_kernel,
         {"stride_block": strides[block_dim], "strides": steps, "SIZES": sizes, "COUNT": count, "BLOCK": block},
-        num_warps=_NUM_WARPS,
+        num_warps=NUM_WARPS,
         num_stages=1,
-        config=f"{block}-w{_NUM_WARPS}",
+        config=f"{block}-w{NUM_WARPS}",
     )
     return kernel, triton.cdiv(count, block)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -13,44 +12,7 @@ import triton
 
 from ..runtime import alloc, device
 from . import triton as kernels
-
-_TILE_BYTES = 8192  # 64 for each thread of four warps: four loads of 16 bytes
-_NUM_WARPS = 4
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """The tiles of one launch, tokens x heads: those of q and those of k."""
-
-    block_tq: int
-    block_n: int
-    block_tk: int
-    block_k: int
-
-    def __str__(self) -> str:
-        return f"{self.block_tq}x{self.block_n}-{self.block_tk}x{self.block_k}-w{_NUM_WARPS}"
-
-
-def pick_config(arch: str, heads: int, kv_heads: int, *, row: int, itemsize: int) -> RopeConfig:
-    """Tiles of about ``_TILE_BYTES``, for rows of up to ``row`` elements that are handled at once.
-
-    As many heads of one token as there are, so that its tables are loaded once for them; more tokens where heads are
-    few. An eighth of a tile's heads may be idle lanes.
-    """
-    if arch == device.INTERPRETER:
-        rows = 8
-    else:
-        rows = max(_TILE_BYTES // (triton.next_power_of_2(row) * itemsize), 1)
-    block_n, block_k = (_head_block(n, rows) for n in (heads, kv_heads))
-    return RopeConfig(rows // block_n, block_n, rows // block_k, block_k)
-
-
-def _head_block(heads: int, most: int) -> int:
-    """The largest power of two up to ``most`` whose blocks have few idle lanes at their end."""
-    block = most
-    while block > 1 and 8 * (triton.cdiv(heads, block) * block - heads) > heads:
-        block //= 2
-    return block
+from .config import NUM_WARPS, pick_config
 
 
 def apply_rope(
@@ -185,7 +147,7 @@ def _plan(call: _Call) -> _Plan | None:
             "BLOCK_HALF": triton.next_power_of_2(half),
             "BLOCK_PASS": triton.next_power_of_2(rest) if rest else 1,
         },
-        num_warps=_NUM_WARPS,
+        num_warps=NUM_WARPS,
         num_stages=1,
         config=config,
     )

@@ -133,3 +133,9 @@ def rows_of(rank: int, size: int, rows: int) -> tuple[int, int]:
     """[first, last) of ``rows`` that are ``rank``'s of ``size``: equal parts, rounded up, the last short or empty."""
     per = -(-rows // size)
     return min(rank * per, rows), min((rank + 1) * per, rows)
+
+
+def own_rows(rows: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """Those of ``rows`` that are ``rank``'s of ``size``."""
+    first, last = rows_of(rank, size, rows.shape[0])
+    return rows[first:last]

@@ -30,8 +30,8 @@ from ...runtime.signals import (
     Scattered,
     Signals,
     in_one_process,
+    own_rows,
     raise_flags,
-    rows_of,
 )
 from ..registry import Build, Case, OpSpec
 from .all_reduce_norm import REDUCE_SPECS
@@ -96,13 +96,13 @@ def _gather_run(inputs: dict[str, Any], case: Case, impl: str) -> dict[str, torc
     peers = [x.new_full((T, K), float("nan")) for _ in range(R)]
     ranks = in_one_process(peers, timeout_s=10.0)
     for signals in ranks:
-        reference.push_rows(_own(x, R, signals.rank), peers, signals.rank)
+        reference.push_rows(own_rows(x, signals.rank, R), peers, signals.rank)
         for piece in range(CHUNKS):
             raise_flags(signals, 0, piece, range(R))
     found = []
     for signals in ranks:
         ys = op.all_gather_linear(
-            _own(x, R, signals.rank), weights, biases, peers=peers, signals=signals,
+            own_rows(x, signals.rank, R), weights, biases, peers=peers, signals=signals,
             activation=case.options["activation"], gated=case.options["gated"], pieces=2, impl=impl,
         )  # fmt: skip
         found.append([ys] if case.options["gated"] else ys)
@@ -211,7 +211,7 @@ def _reduce_run(inputs: dict[str, Any], case: Case, impl: str, *, gather: bool) 
         found = [
             run(
                 x[signals.rank], weight[signals.rank], inputs["bias"], peers=peers, signals=signals,
-                residual=residual if gather or residual is None else _own(residual, R, signals.rank), impl=impl,
+                residual=residual if gather or residual is None else own_rows(residual, signals.rank, R), impl=impl,
             )
             for signals in ranks
         ]  # fmt: skip
@@ -250,11 +250,6 @@ ALL_REDUCE: OpSpec = OpSpec(
 SPECS = (GATHER, REDUCE_SCATTER, ALL_REDUCE, *REDUCE_SPECS)
 
 # --- parts ------------------------------------------------------------------------------------------------------------
-
-
-def _own(rows: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
-    first, last = rows_of(rank, ranks, rows.shape[0])
-    return rows[first:last]
 
 
 def _draw(case: Case, on: torch.device, seed: int) -> Any:

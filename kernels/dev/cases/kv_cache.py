@@ -346,7 +346,7 @@ def _copy_builds(target: str) -> list[Build]:
 
 _SOURCES = (
     *(f"kv_cache/{name}.py" for name in ("triton", "launch", "op", "blocks", "checks", "reference")),
-    *("runtime/fp8_bits.py", "runtime/device.py", "runtime/dispatch.py"),
+    *("rope/config.py", "runtime/fp8_bits.py", "runtime/device.py", "runtime/dispatch.py"),
 )
 WRITE_KV: OpSpec = OpSpec(
     name="write_kv",

@@ -155,7 +155,7 @@ SPEC = OpSpec(
     run=run,
     builds=builds,
     sources=(
-        *(f"rope/{name}.py" for name in ("triton", "launch", "schemas", "op", "reference")),
+        *(f"rope/{name}.py" for name in ("triton", "launch", "config", "schemas", "op", "reference")),
         *("runtime/device.py", "runtime/dispatch.py", "runtime/autograd.py"),
     ),
     terms=lambda case: 2,
