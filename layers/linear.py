@@ -171,6 +171,11 @@ def project(x: torch.Tensor, *layers: ColumnParallelLinear) -> tuple[torch.Tenso
     if first.sequence_parallel:
         check_tokens(x)
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    if first.group.size == 1:
+        fuse_wgrad = first.fuse_wgrad_accumulation
+        return linear_act(
+            x, weights, biases, activation=first.activation, fuse_wgrad_accumulation=fuse_wgrad, impl=first.impl
+        )
     return column_linear(x, weights, biases, first.tp_options(f"{first.site}.in"), activation=first.activation)
 
 

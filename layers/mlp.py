@@ -34,8 +34,8 @@ class ParallelMLP(TensorParallel, nn.Module):
 
     The two layers run as one autograd function (``parallel/mlp.py``). In three cases they run one after the other, each
     saving its own tensors: where a layer was replaced or has hooks (FSDP2 on a single layer, adapters); under
-    torch.compile over several ranks, where the compiler decides what is saved; and on one rank without kernels at
-    ``recompute=0``, where torch's own autograd saves the same.
+    torch.compile over several ranks, where the compiler decides what is saved; and on one rank without gradients, or
+    without kernels at ``recompute=0``, where torch's own autograd saves the same.
 
     Raises ValueError where ``ffn_size`` does not divide by the group's size, and for an unknown ``activation`` or
     ``recompute``.
@@ -106,6 +106,8 @@ class ParallelMLP(TensorParallel, nn.Module):
         """Whether the layers run one after the other although they could run as one function."""
         if self.group.size > 1:
             return torch.compiler.is_compiling()
+        if not torch.is_grad_enabled():  # what backward would keep is all that one function decides
+            return True
         if self.recompute or self.fuse_wgrad_accumulation:
             return False
         return uses_reference(self.impl, x) or not linear_act_choice(x.dtype, x.device, self.impl).triton

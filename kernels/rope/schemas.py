@@ -9,21 +9,11 @@ from typing import Any
 
 from ..runtime import library
 
-
-def _kernel(q: Any, k: Any, cos: Any, sin: Any, interleaved: bool, conjugate: bool) -> Any:
-    from . import launch  # Triton, only when a kernel runs
-
-    return launch.apply_rope(q, k, cos, sin, interleaved, conjugate)
+LAUNCH = f"{__package__}.launch"
 
 
 def _fake(q: Any, k: Any, cos: Any, sin: Any, interleaved: bool, conjugate: bool) -> Any:
     return [x.new_empty(x.shape) for x in (q, k) if x is not None]
-
-
-def _inplace_kernel(q: Any, k: Any, cos: Any, sin: Any, interleaved: bool, conjugate: bool) -> None:
-    from . import launch
-
-    launch.apply_rope_(q, k, cos, sin, interleaved, conjugate)
 
 
 def _inplace_fake(q: Any, k: Any, cos: Any, sin: Any, interleaved: bool, conjugate: bool) -> None:
@@ -31,7 +21,5 @@ def _inplace_fake(q: Any, k: Any, cos: Any, sin: Any, interleaved: bool, conjuga
 
 
 _ARGUMENTS = "Tensor cos, Tensor sin, bool interleaved, bool conjugate"
-apply_rope = library.register(f"apply_rope(Tensor q, Tensor? k, {_ARGUMENTS}) -> Tensor[]", _kernel, _fake)
-apply_rope_ = library.register(
-    f"apply_rope_(Tensor(a!) q, Tensor(b!)? k, {_ARGUMENTS}) -> ()", _inplace_kernel, _inplace_fake
-)
+apply_rope = library.register(f"apply_rope(Tensor q, Tensor? k, {_ARGUMENTS}) -> Tensor[]", LAUNCH, _fake)
+apply_rope_ = library.register(f"apply_rope_(Tensor(a!) q, Tensor(b!)? k, {_ARGUMENTS}) -> ()", LAUNCH, _inplace_fake)

@@ -11,6 +11,8 @@ import torch
 
 from ..runtime import library
 
+LAUNCH = f"{__package__}.launch"
+
 
 def _matrix(x: Any, rows: Any, cols: Any, dtype: torch.dtype) -> torch.Tensor:
     pitch = (cols + 15) // 16 * 16
@@ -59,24 +61,10 @@ def _rows_fake(x: Any, dtype: Any, transpose: bool) -> Any:
     return [*found, _matrix(x, cols, rows, dtype), x.new_empty((cols, 1), dtype=torch.float32)] if transpose else found
 
 
-def _fwd_kernel(
-    x: Any, weight: Any, x_scale: Any, weight_scale: Any, bias: Any, activation: str, out_dtype: Any
-) -> torch.Tensor:
-    from . import launch
-
-    return launch.scaled_linear(x, weight, x_scale, weight_scale, bias, activation, out_dtype)
-
-
 def _fwd_fake(
     x: Any, weight: Any, x_scale: Any, weight_scale: Any, bias: Any, activation: str, out_dtype: Any
 ) -> torch.Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=out_dtype)
-
-
-def _into_kernel(x: Any, weight: Any, x_scale: Any, weight_scale: Any, out: Any) -> None:
-    from . import launch
-
-    launch.scaled_linear_(x, weight, x_scale, weight_scale, out)
 
 
 def _into_fake(x: Any, weight: Any, x_scale: Any, weight_scale: Any, out: Any) -> None:
@@ -100,11 +88,11 @@ quantize_rows = library.register(
 scaled_linear = library.register(
     "scaled_linear(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor? bias, str activation, "
     "ScalarType out_dtype) -> Tensor",
-    _fwd_kernel,
+    LAUNCH,
     _fwd_fake,
 )
 scaled_linear_ = library.register(
     "scaled_linear_(Tensor x, Tensor weight, Tensor x_scale, Tensor weight_scale, Tensor(a!) out) -> ()",
-    _into_kernel,
+    LAUNCH,
     _into_fake,
 )

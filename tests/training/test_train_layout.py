@@ -42,7 +42,10 @@ def _settings(processes: int, batch: int = 8, **parallel: Any) -> RunSettings:
             {"parallel": {"pp": 2, "dp": 2, "schedule": "zbv", "zero": 3}},
             "zero=3 under schedule='zbv', which splits backward: ",
         ),
-        ({"parallel": {"overlap": "most"}}, "overlap='most': expected one of auto, kernel, chunked, none"),
+        (
+            {"parallel": {"overlap": "most"}},
+            "ParallelTransformer: overlap='most': expected one of auto, kernel, chunked, none",
+        ),
     ],
     ids=lambda value: " ".join(value.get("parallel", {})) if isinstance(value, dict) else "",
 )
