@@ -1,1 +1,1 @@
-"""Floor 4: the train loop, its configuration and its data."""
+"""Floor 4: the training loop, its configuration and its data."""

@@ -1,10 +1,10 @@
-"""Did a sharded run compute what one process computes, and is an exported folder the model that it came from?
+"""Compare a sharded run with a single process, and an exported folder with its model.
 
-The sharded and the unsharded run do the same sums in another order, so their losses differ by rounding. How much that
-may be is not guessed: the unsharded steps run once more in fp64, and the distance of the fp32 losses from those says
-what rounding does to this model on this machine. Both fp32 runs stray that far, each in its own direction, and the
-worst of eight steps is a rough estimate: FACTOR makes up for that. A collective that is left out moves the losses
-further than the budget (``tests/face/test_demo_collectives.py`` leaves out each).
+The sharded and the unsharded run form the same sums in another order, so their losses differ by rounding. The budget is
+measured: the unsharded steps run again in fp64, and the distance between the fp32 and fp64 losses shows the effect of
+rounding on this model and machine. Both fp32 runs stray that far, each in its own direction, and the worst of eight
+steps is a rough estimate: FACTOR allows for both. Leaving out a collective moves the losses further than the budget
+(``tests/face/test_demo_collectives.py`` leaves out each).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Agreement:
     sharded: tuple[float, ...]
     unsharded: tuple[float, ...]
     exact: tuple[float, ...]  # unsharded, in fp64
-    eps: float = float(torch.finfo(torch.float32).eps)  # of the format that products are rounded to
+    eps: float = float(torch.finfo(torch.float32).eps)  # of the products' format
 
     @property
     def rounding(self) -> float:
@@ -45,7 +45,7 @@ class Agreement:
 
     @property
     def budget(self) -> float:
-        # Ranks also round their parts of a sum, which one process never does: one rounding of the format at least.
+        # Ranks also round partial sums, which one process never does: at least one rounding of the format.
         return max(FACTOR * self.rounding, self.eps)
 
     @property
@@ -59,9 +59,9 @@ class Agreement:
 
 
 def compare_with_unsharded(sharded: Sequence[float], settings: RunSettings) -> Agreement:
-    """Repeat the first steps of resolved ``settings``, which gave the losses ``sharded``, in this process alone.
+    """Repeat the first steps of a run in this process alone, once in its own precision and once in fp64.
 
-    Once as they are, but unsharded, and once in fp64.
+    ``settings`` are the run's, resolved; ``sharded`` are its losses.
     """
     precision = settings.parallel.precision
     alone = dataclasses.replace(settings, parallel=ParallelSettings(dp=1, precision=precision))
@@ -95,9 +95,9 @@ def same_weights(folder: Path, model: ParallelTransformer) -> bool:
 
 @torch.no_grad()
 def compare_with_transformers(folder: Path, model: ParallelTransformer, tokens: torch.Tensor) -> Verdict:
-    """Logits of transformers' own model of the folder against ours of ``tokens`` [B, S], judged by an fp64 run of ours.
+    """Compare the logits of ``tokens`` [B, S] from transformers' model of the folder with ours.
 
-    ``model`` is whole, in one process. Raises ImportError without transformers.
+    An fp64 run of ours is the oracle. ``model`` is whole, in one process. Raises ImportError without transformers.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

@@ -1,7 +1,7 @@
 """Real text without a download: bytes for a byte-level model.
 
-The default corpus is the Python standard library's own source, found through ``sysconfig``; ``--data PATH`` takes a
-text file or a folder of them. A token is a byte, so the vocabulary is 256 and there is no tokenizer to ship.
+The default corpus is the source of Python's standard library, found through ``sysconfig``; ``--data PATH`` takes a text
+file or a folder of text files. A token is a byte, so the vocabulary is 256 and no tokenizer ships.
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ import numpy as np
 import torch
 
 VOCAB_SIZE = 256
-MAX_BYTES = 4 << 20  # more than a short run reads once, and quick to load
+MAX_BYTES = 4 << 20  # more than a short run reads, and quick to load
 BLOCK_BYTES = 8 << 10
 HELD_OUT_EVERY = 16  # one block in this many is kept out of training
-# Of the standard library: tests, what others installed, and character tables.
+# In the standard library: tests, installed packages and character tables.
 SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings"})
-# Bytes that text does not hold: control characters other than tab, newline, vertical tab, form feed, return, escape.
+# Bytes that text never holds: control characters except tab, newline, vertical tab, form feed, return and escape.
 _CONTROL = bytes(b for b in (*range(32), 127) if b not in b"\t\n\v\f\r\x1b")
 
 
 class DataError(ValueError):
-    """A corpus that cannot be used; the message is one line that says why and what to do."""
+    """An unusable corpus; the message is one line with the reason and the remedy."""
 
 
 @dataclass(frozen=True)
 class Corpus:
     """Training and held-out text as bytes.
 
-    ``train`` and ``held_out`` are uint8 [bytes]; ``source`` says in words where they come from, ``files`` counts the
-    files that they were cut from.
+    ``train`` and ``held_out`` are uint8 [bytes]; ``source`` describes their origin; ``files`` counts the source files.
     """
 
     train: torch.Tensor
@@ -46,7 +45,7 @@ class Corpus:
 
 
 def load_corpus(path: str | os.PathLike[str] | None = None, *, seq: int = 128, max_bytes: int = MAX_BYTES) -> Corpus:
-    """The text at ``path``, or the standard library's sources; cut to ``max_bytes`` and split by blocks.
+    """Read the text at ``path``, or the standard library's sources, cut to ``max_bytes``, and split it by blocks.
 
     Raises DataError for a path that is missing, empty, binary, unreadable, or shorter than a few windows of ``seq``.
     """
@@ -69,14 +68,14 @@ def load_corpus(path: str | os.PathLike[str] | None = None, *, seq: int = 128, m
 
 
 def unigram_nats(corpus: Corpus) -> float:
-    """Held-out nats per byte of a table of byte frequencies counted on the training text (add-one smoothed)."""
+    """Held-out nats per byte of the training text's byte frequencies (add-one smoothed)."""
     counts = np.bincount(corpus.train.numpy(), minlength=VOCAB_SIZE) + 1.0
     log_p = np.log(counts / counts.sum())
     return float(-log_p[corpus.held_out.numpy()].mean())
 
 
 def bigram_nats(corpus: Corpus) -> float:
-    """The same for a table of what follows each byte, backed off to the byte frequencies with one pseudo-count."""
+    """The same for frequencies of byte pairs, backed off to the byte frequencies with one pseudo-count."""
     train = corpus.train.numpy().astype(np.int64)
     held_out = corpus.held_out.numpy().astype(np.int64)
     unigram = np.bincount(train, minlength=VOCAB_SIZE) + 1.0
@@ -87,7 +86,7 @@ def bigram_nats(corpus: Corpus) -> float:
 
 
 def _read_path(path: Path, max_bytes: int) -> list[bytes]:
-    """The documents at a path that a user gave."""
+    """The documents at the user's path."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -112,10 +111,10 @@ def _read_path(path: Path, max_bytes: int) -> list[bytes]:
 def _read_folder(
     folder: Path, max_bytes: int, *, suffix: str = "", skipped: frozenset[str] = frozenset()
 ) -> list[bytes]:
-    """Text files below ``folder`` until ``max_bytes`` are read; not hidden or binary ones, nor folders in ``skipped``.
+    """Read text files below ``folder`` up to ``max_bytes``, except hidden and binary ones and folders in ``skipped``.
 
-    The order is that of a hash of each relative name: the same on every machine and rank, and a capped selection is
-    not all "a" to "c".
+    A hash of the relative names gives the order: the same on every machine and rank, and a capped selection is not all
+    "a" to "c".
     """
 
     def refuse(error: OSError) -> None:
@@ -152,7 +151,7 @@ def _read_file(path: Path, max_bytes: int) -> bytes:
 
 
 def _is_binary(text: bytes) -> bool:
-    """A NUL, or more than 5 % control characters."""
+    """Whether the text holds a NUL, or more than 5 % control characters."""
     head = text[: 1 << 16]
     return b"\0" in head or len(head) - len(head.translate(None, _CONTROL)) > 0.05 * len(head)
 
@@ -160,7 +159,7 @@ def _is_binary(text: bytes) -> bool:
 def _split(text: bytes) -> tuple[bytes, bytes]:
     """``(held out, training)`` text: one block in HELD_OUT_EVERY is held out.
 
-    Blocks, not whole files: a few files by chance (generated tables, prose) say little about the rest.
+    Blocks rather than whole files: a few random files (generated tables, prose) do not represent the rest.
     """
     size = min(BLOCK_BYTES, math.ceil(len(text) / (2 * HELD_OUT_EVERY)))
     blocks = [text[start : start + size] for start in range(0, len(text), size)]

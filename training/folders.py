@@ -1,18 +1,18 @@
-"""The folders that runs write: the demo's output, and a training run's, which one run holds at a time.
+"""The folders that runs write: the demo's output folder, and a training run's, which one run holds at a time.
 
-Whoever is killed on the way leaves the previous output as it was, and a folder ``.NAME.writing-XXXX`` that the next
-run removes: its writer holds a lock on it, which ends with the writer.
+A killed demo leaves the previous output unchanged, and a folder ``.NAME.writing-XXXX``, which the next demo removes:
+the writer's lock on that folder ends with the writer.
 
 A run's folder NAME::
 
     NAME/
-        settings.json         what the run was told, every default included
+        settings.json         the run's settings, every default included
         metrics.jsonl         a line per logged step
         tensorboard/          the same for TensorBoard, where it is installed
-        checkpoints/          what the run can go on from
-        model/                the trained model as transformers loads it, once the run is complete
-        .lock                 held while a run is under way
-        .job                  what started the run, and under which name, until it is complete
+        checkpoints/          the checkpoints to resume from
+        model/                the trained model for transformers, once the run is complete
+        .lock                 locked while a run is under way
+        .job                  the names of the launch and the job, until the run is complete
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ REPORT = "report.json"
 
 
 class OutputError(ValueError):
-    """A folder that cannot be written to; the message is one line that says why and what to do."""
+    """A folder that cannot be written to; the message is one line with the reason and the remedy."""
 
 
 @contextmanager
 def output_folder(path: Path, *, maker: str, names: Collection[str], need_bytes: int) -> Iterator[Path]:
-    """A new folder to write into, which takes ``path``'s place when the block ends well and disappears when not.
+    """Yield a new folder to write into: it replaces ``path`` when the block succeeds and is removed when it fails.
 
     ``path`` may be missing, empty, or an earlier output: a folder whose ``report.json`` names the same ``maker`` and
-    which holds nothing but ``names``. Raises OutputError for anything else, for a place that cannot be written to, and
-    where fewer than ``need_bytes`` are free.
+    that holds nothing but ``names``. Raises OutputError for anything else, for an unwritable place, and where fewer
+    than ``need_bytes`` are free.
     """
     target = Path(os.path.realpath(path))
     try:
@@ -71,12 +71,12 @@ def output_folder(path: Path, *, maker: str, names: Collection[str], need_bytes:
 
 
 def write_report(folder: Path, maker: str, content: dict[str, Any]) -> None:
-    """``report.json``, which also marks the folder as ``maker``'s."""
+    """Write ``report.json``, which also marks the folder as ``maker``'s."""
     (folder / REPORT).write_text(json.dumps({"made_by": maker, **content}, indent=2) + "\n", encoding="utf-8")
 
 
 def _refuse_foreign(target: Path, maker: str, names: Collection[str]) -> None:
-    """OutputError if taking ``target``'s place would delete what is not ours, or cannot work."""
+    """Raise OutputError where ``target`` cannot be replaced, or holds files that ``maker`` did not write."""
     if not os.path.lexists(target):
         return
     if not target.is_dir():
@@ -88,7 +88,7 @@ def _refuse_foreign(target: Path, maker: str, names: Collection[str]) -> None:
         return
     foreign = [name for name in found if name not in names]
     if foreign or not _made_by(target, maker):
-        what = f"it holds {foreign[0]!r}" if foreign else "no report.json in it says so"
+        what = f"it holds {foreign[0]!r}" if foreign else f"its report.json does not name {maker}"
         raise OutputError(
             f"--out {target}: this folder is not an earlier output of {maker} ({what}), and it would be replaced; "
             "choose another folder, or remove it yourself"
@@ -111,17 +111,17 @@ _TRACES = (SETTINGS, metrics.FILE, metrics.FOLDER, CHECKPOINTS, EXPORT)
 
 
 class RunFolderError(ValueError):
-    """A folder that a run cannot use; the message is one line that says why and what to do."""
+    """A folder that a run cannot use; the message is one line with the reason and the remedy."""
 
 
 class RunFolder:
-    """``path`` for one run, as a context: until it ends, another run that wants the folder is refused.
+    """A context that holds ``path`` for one run and refuses other runs until it ends.
 
-    Without ``resume`` a folder that holds an earlier run is refused too; with it, one that holds none is taken as well.
-    A launcher starts processes again without telling them, after a failure and where machines come and go. ``launch``
-    names what one launcher starts until it ends, ``job`` what may be launched several times: whoever was let in under
-    either name once is let in again, to go on whether ``resume`` or not. Once inside, ``resume`` says which it is.
-    Raises RunFolderError on entry.
+    Without ``resume`` it also refuses a folder that holds an earlier run; with ``resume`` it accepts both.
+    A launcher restarts processes without telling them, after a failure and where machines join or leave. ``launch``
+    names all processes of one launcher; ``job`` names a job that may be launched several times. A run that entered
+    under either name may enter again and resumes, even without ``resume``; inside the context the attribute ``resume``
+    says so. Raises RunFolderError on entry.
     """
 
     def __init__(self, path: Path, *, resume: bool, launch: str | None = None, job: str | None = None) -> None:
@@ -159,7 +159,7 @@ class RunFolder:
             self._lock = None
 
     def complete(self) -> None:
-        """The run has come to its end: the next launch of the same job is another run."""
+        """Mark the run as complete: the next launch of the same job is another run."""
         self._leave_mark(self._launch)
 
     def _is_of_this_job(self) -> bool:
@@ -178,6 +178,6 @@ class RunFolder:
         found = [name for name in _TRACES if (self.path / name).exists()]
         if found and not self.resume:
             raise RunFolderError(
-                f"--out {self.path}: it holds an earlier run ({found[0]}); pass --resume to go on with that one, or "
-                "choose another folder"
+                f"--out {self.path}: it holds an earlier run ({found[0]}); pass --resume to continue it, or choose "
+                "another folder"
             )

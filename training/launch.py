@@ -1,10 +1,10 @@
-"""Start a function in several processes of this machine with torchrun's agent, and bring the results home.
+"""Start a function in several processes of this machine with torchrun's agent, and return the results.
 
     results = launch(train, config, processes=2)     # [train(config) of rank 0, of rank 1]
 
-torch.distributed.elastic starts and watches the processes and ends all when one fails. What is added: everything
-stays on the loopback interface, the port is bound before anything starts, results and errors come back through files
-in a folder, and no worker outlives the caller, even one that is killed with SIGKILL.
+torch.distributed.elastic starts and watches the processes and ends all when one fails. This module adds: all traffic
+stays on the loopback interface, the port is bound before any process starts, results and errors come back through files
+in a folder, and no worker outlives the caller, even a caller killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ HOST = "127.0.0.1"
 STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
 )
-MAX_THREADS = 8  # the models started here gain nothing from more
+MAX_THREADS = 8  # more do not speed up the models that start here
 
 
 class PortError(ValueError):
-    """The port cannot be used; the message is one line that says why and what to do."""
+    """An unusable port; the message is one line with the reason and the remedy."""
 
 
 class WorkerError(RuntimeError):
-    """A worker failed. The message is one line; ``trace`` is its traceback, empty for a process that was killed."""
+    """A worker failed. The message is one line; ``trace`` is its traceback, empty for a killed process."""
 
     def __init__(self, rank: int, kind: str, message: str, trace: str = "") -> None:
         super().__init__(message)
@@ -73,21 +73,21 @@ def launch(
     max_restarts: int = 0,
     on_stop: Callable[[int], None] | None = None,
 ) -> list[Any]:
-    """``entry(*args)`` in ``processes`` new processes; what each rank returned, in order of rank.
+    """Run ``entry(*args)`` in ``processes`` new processes and return each rank's result, in order of rank.
 
-    ``entry`` is a module-level function of an importable module; it finds torchrun's environment variables and
-    initialises torch.distributed itself. Arguments and results are pickled. ``port`` is where ranks meet on the
-    loopback interface (None: the system chooses). ``folder`` takes the files that go between (None: a temporary one).
-    ``threads`` is torch's thread count per process; None shares out the cores.
+    ``entry`` is a module-level function of an importable module; it reads torchrun's environment variables and
+    initialises torch.distributed itself. Arguments and results are pickled. ``port`` is the rendezvous port on the
+    loopback interface (None: the system chooses). ``folder`` holds the files exchanged with the workers (None: a
+    temporary one). ``threads`` is torch's thread count per process; None divides the cores evenly.
 
-    Where a process fails, all are ended and started again, ``max_restarts`` times at most: after a process that was
-    killed or a RuntimeError, such as a collective's whose peer is gone. Other errors would only come again.
+    When a process fails, the agent ends all processes and restarts them, at most ``max_restarts`` times. It does so
+    after a killed process or a RuntimeError, such as a collective's whose peer has died: other errors would recur.
 
-    A stop signal ends all processes at once. With ``on_stop``, the first one is passed to that instead, which asks the
-    processes to come to an end by themselves; the second one ends them.
+    A stop signal ends all processes at once. With ``on_stop``, the first signal goes to that function instead, which
+    asks the processes to finish by themselves; the second signal ends them.
 
-    Raises PortError for a port that is taken, WorkerError for the first rank that failed, Stopped after a signal.
-    Call it from the main thread: a worker dies with the thread that started it.
+    Raises PortError for an unusable port, WorkerError for the first rank that failed, Stopped after a signal. Call it
+    from the main thread: a worker dies with the thread that started it.
     """
     name = entry.__qualname__
     if not name.isidentifier() or entry.__module__ == "__main__":
@@ -108,9 +108,9 @@ def launch(
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """Inside, Ctrl-C and the other signals that ask a process to end raise Stopped, once; the next is ignored.
+    """A context in which the first stop signal (Ctrl-C and others) raises Stopped; later signals are ignored.
 
-    So what unwinds after it is not cut short. ``launch`` does the same for its own time.
+    So no second signal interrupts the clean-up. ``launch`` does the same while it runs.
     """
 
     def stop(signum: int) -> None:
@@ -122,9 +122,9 @@ def stop_signals() -> Iterator[None]:
 
 @contextmanager
 def _handling(action: Callable[[int], None], *, ask: Callable[[int], None] | None = None) -> Iterator[None]:
-    """Call ``action`` at the first stop signal, with ``ask`` that one at the first and ``action`` at the second.
+    """Call ``action`` at the first stop signal; with ``ask``, call ``ask`` at the first and ``action`` at the second.
 
-    Signals that are ignored already (nohup) stay so.
+    Signals that were already ignored (nohup) stay ignored.
     """
     asking = [ask] if ask else []
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
@@ -148,20 +148,20 @@ def _handling(action: Callable[[int], None], *, ask: Callable[[int], None] | Non
 
 
 def check_port(port: int | None) -> None:
-    """Raises PortError unless ``port`` is free now, or None."""
+    """Raise PortError unless ``port`` is free now, or None."""
     if port is not None:
         _listen(port).close()
 
 
 def threads_per_process(processes: int) -> int:
-    """An equal share of the cores that this process may use; OMP_NUM_THREADS can lower it."""
+    """An equal share of this process's available cores; OMP_NUM_THREADS can lower it."""
     share = max(1, min(MAX_THREADS, available_cores() // processes))
     given = os.environ.get("OMP_NUM_THREADS", "")
     return min(share, int(given)) if given.isdigit() and int(given) > 0 else share
 
 
 def available_cores() -> int:
-    """Cores that this process may use: what its affinity and its control group (a container's limit) leave."""
+    """The cores that the affinity and the control group (a container's limit) leave to this process."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -171,7 +171,7 @@ def available_cores() -> int:
 
 
 def _listen(port: int | None) -> socket.socket:
-    """A socket that listens on the loopback interface. Binding it here makes a taken port an error before any work."""
+    """A socket that listens on the loopback interface. Binding it here reports a taken port before any work."""
     if port is not None and not 0 < port < 65536:
         raise PortError(f"port {port}: expected a number from 1 to 65535")
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -182,7 +182,7 @@ def _listen(port: int | None) -> socket.socket:
     except OSError as error:
         listener.close()
         raise PortError(
-            f"port {port} on {HOST} cannot be used ({error.strerror}): choose another, or leave it to the system"
+            f"port {port} on {HOST} cannot be used ({error.strerror}): choose another, or let the system choose"
         ) from None
     return listener
 
@@ -190,8 +190,7 @@ def _listen(port: int | None) -> socket.socket:
 class _Loopback(RendezvousHandler):
     """torchrun's rendezvous reduced to one agent: a TCPStore on a socket that already listens.
 
-    Workers that are started again get a store of their own, on another port: in the old one they would find the
-    addresses of the dead.
+    Restarted workers get a new store on another port: the old one holds addresses of dead processes.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -252,25 +251,25 @@ def _run_agent(job: Path, processes: int, listener: socket.socket, threads: int,
 
 @contextmanager
 def _signals_end_the_agent(on_stop: Callable[[int], None] | None = None) -> Iterator[list[int]]:
-    """Every stop signal ends the agent in the way SIGTERM does, and with it the workers, whatever they are doing.
+    """Every stop signal ends the agent and its workers at once, as SIGTERM does.
 
-    Yields the list of the signals that came, but for SIGTERM, whose handler the agent replaces by its own. Where
-    ``on_stop`` takes the first signal, the agent replaces none.
+    Yields the list of received signals, except SIGTERM, whose handler the agent replaces with its own. With ``on_stop``
+    the agent replaces no handler.
 
-    Left alone the agent passes each signal on. SIGINT would then reach Python's handler, which waits until a
-    collective returns and prints a traceback; a worker's SIGTERM handler is the kernel's.
+    By default the agent forwards each signal to the workers. SIGINT would then reach Python's handler, which waits
+    until a collective returns and prints a traceback; SIGTERM ends a worker at once, by the kernel's default.
     """
 
     received: list[int] = []
 
     def end_agent(signum: int) -> None:
         received.append(signum)
-        # Processes that were asked before may take SIGTERM for the same again.
+        # Processes that were already asked may treat SIGTERM as the same request.
         raise SignalException(f"signal {signum}", signal.SIGKILL if on_stop else signal.SIGTERM)
 
     variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
     before_variable = os.environ.get(variable)
-    os.environ[variable] = "" if on_stop else "SIGTERM"  # the others are ours
+    os.environ[variable] = "" if on_stop else "SIGTERM"  # this module handles the others
     try:
         with _handling(end_agent, ask=on_stop):
             yield received
@@ -283,7 +282,7 @@ def _signals_end_the_agent(on_stop: Callable[[int], None] | None = None) -> Iter
 
 @contextmanager
 def _quiet_elastic() -> Iterator[None]:
-    """The agent logs several lines for what is raised here in one."""
+    """Silence the agent's log: it prints several lines for an error that this module raises in one."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -294,18 +293,18 @@ def _quiet_elastic() -> Iterator[None]:
 
 _HINTS = {
     "SIGKILL": " (out of memory?)",
-    # Virtual machines that advertise AMX and trap on it do this in oneDNN's 16-bit products.
+    # oneDNN's 16-bit products raise it on virtual machines that advertise AMX but trap on it.
     "SIGILL": " (an instruction that this CPU lacks: in 16-bit precision, try ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16)",
 }
 
 
 def _first_error(job: Path, result: RunResult) -> WorkerError:
-    """The failure that came first: a killed process, else the earliest exception (others follow from it).
+    """The first failure: a killed process, else the earliest exception (the others follow from it).
 
-    Only the newest attempt that left reports counts: what failed before it was tried again.
+    Only the newest attempt with reports counts: earlier failures led to a restart.
     """
     for rank, failure in sorted(result.failures.items()):
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # SIGTERM is how the agent ends the rest
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # the agent ends the rest with SIGTERM
             name = signal.Signals(-failure.exitcode).name
             hint = _HINTS.get(name, "")
             return WorkerError(rank, "Signal", f"rank {rank} was killed by {name}{hint}")

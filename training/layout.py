@@ -1,7 +1,7 @@
-"""What the settings of a run alone decide about its layout, before any process is started.
+"""Layout validation from a run's settings alone, before any process starts.
 
-The rules are those of the layers and the schedules, which are asked here. torch's pipelines take seconds to import, so
-only a run with a schedule pays for them.
+The rules belong to the layers and the schedules; this module calls them. torch's pipelining takes seconds to import, so
+only a run with a schedule imports it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .settings import ParallelSettings, RunSettings
 
 
 def resolve(settings: RunSettings, processes: int) -> RunSettings:
-    """``settings`` with what follows from the machine, ``processes`` and the folder to start from filled in.
+    """Fill in the settings that follow from the machine, ``processes`` and the folder ``start``.
 
-    Raises ValueError where they do not fit, or the model cannot be divided so, and as ``read_hf_config`` does.
+    Raises ValueError where they do not fit or the model cannot be divided in this way, and as ``read_hf_config`` does.
     """
     if settings.start is not None:
         settings = dataclasses.replace(settings, model=read_hf_config(settings.start))
@@ -42,7 +42,7 @@ def resolve(settings: RunSettings, processes: int) -> RunSettings:
 
 
 def check_layout(settings: RunSettings) -> None:
-    """ValueError where the model of resolved ``settings`` cannot be divided over its ranks."""
+    """Raise ValueError where the model of resolved ``settings`` cannot be divided over its ranks."""
     parallel = settings.parallel
     model = ParallelTransformer(
         dataclasses.replace(settings.model, num_layers=1),  # all blocks are alike
@@ -58,9 +58,9 @@ def check_layout(settings: RunSettings) -> None:
 
     schedule = find(parallel.schedule)
     if parallel.pp > 1:
-        assert parallel.dp is not None  # so it did this
+        assert parallel.dp is not None  # resolve() filled it in
         compatibility.check(
-            nn.Identity(),  # about engines and the schedule: what the model adds to that is parallelize's to ask
+            nn.Identity(),  # checks engines and schedule only; parallelize checks the model as well
             zero=parallel.zero,
             schedule=parallel.schedule,
             splits_backward=schedule.splits_backward,
@@ -75,10 +75,10 @@ def check_layout(settings: RunSettings) -> None:
 
 
 def default_count(parallel: ParallelSettings, sequences: int) -> int | None:
-    """Micro-batches of a rank's ``sequences`` where the settings name none; None without a pipeline.
+    """The default number of micro-batches for a rank's ``sequences``; None without a pipeline.
 
-    ``parallelize`` takes two for each stage, and here are no more of them than sequences. Where the schedule cannot
-    run with so few, they are the fewest that it can run with. ValueError for an unknown schedule.
+    ``parallelize`` takes two for each stage; this takes at most one for each sequence. Where the schedule cannot run
+    with so few, it takes the fewest possible. Raises ValueError for an unknown schedule.
     """
     if parallel.pp == 1 or parallel.schedule is None:
         return None
@@ -91,14 +91,14 @@ def default_count(parallel: ParallelSettings, sequences: int) -> int | None:
 
 
 def padding(parallel: ParallelSettings, sequences: int) -> int:
-    """How many sequences that count for nothing fill up a rank's ``sequences`` (``ParallelModel.step``)."""
+    """The number of padding sequences added to a rank's ``sequences`` (``ParallelModel.step``)."""
     count = parallel.microbatches or 1
-    uneven = -sequences % count if parallel.pp > 1 else 0  # a pipeline's micro-batches are of one size
+    uneven = -sequences % count if parallel.pp > 1 else 0  # a pipeline's micro-batches have one size
     return max(count - sequences, uneven)
 
 
 def remarks(settings: RunSettings) -> list[str]:
-    """Lines about what resolved ``settings`` ask for and will hardly have meant."""
+    """Warnings about resolved ``settings`` that are valid but probably unintended."""
     parallel = settings.parallel
     assert parallel.dp is not None  # resolve() filled it in
     found = []
@@ -115,8 +115,8 @@ def remarks(settings: RunSettings) -> list[str]:
         fewer = [n for n in range(parallel.microbatches or 1, 0, -1) if _fills(parallel, n, sequences)]
         instead = f", or microbatches = {fewer[0]}" if fewer else ""
         found.append(
-            f"{parallel.microbatches} micro-batches of the {sequences} sequences that a rank has of a step: {empty} "
-            "more, which count for nothing, fill them up; use data.batch = "
+            f"{parallel.microbatches} micro-batches of a rank's {sequences} sequences per step: {empty} empty "
+            "sequences are added, which costs time; use data.batch = "
             f"{data_parallel_size * (sequences + empty)}{instead}"
         )
     return found

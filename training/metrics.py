@@ -1,10 +1,10 @@
-"""What a run says about itself: JSON lines, TensorBoard's events, NVTX ranges, use of a GPU's peak, a progress bar.
+"""A run's reports: JSON lines, TensorBoard events, NVTX ranges, model FLOPs utilisation, a progress bar.
 
-``metrics.jsonl`` holds one object a line, in order of their steps, and each step once: a run that goes on from a
-checkpoint first removes the lines of steps that it is going to repeat.
+``metrics.jsonl`` holds one object a line, in order of steps, and each step once: a resumed run first removes the lines
+of the steps that it will repeat.
 
-Model FLOPs utilisation (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B): the arithmetic that the model needs,
-whatever a run computes twice, over what the GPUs could have done in that time.
+Model FLOPs utilisation (Chowdhery et al., PaLM, arXiv:2204.02311, appendix B) is the model's own arithmetic, without
+recomputation, over the peak arithmetic of the GPUs in the same time.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ FOLDER = "tensorboard"
 
 
 class MetricsFile:
-    """``metrics.jsonl`` in ``folder``, to go on with after step ``done``.
+    """``metrics.jsonl`` in ``folder``, continued after step ``done``.
 
-    A line reaches the file when it is written, so whatever ends the process leaves whole lines, but for the last.
+    A line reaches the file when it is written, so a killed process leaves whole lines, except perhaps the last.
     """
 
     def __init__(self, folder: Path, done: int = 0) -> None:
@@ -53,11 +53,11 @@ class MetricsFile:
             file.write(_line({"step": step, **values}))
 
     def close(self) -> None:
-        """Nothing is held open between two lines."""
+        """Does nothing: no file stays open between two lines."""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in a file of metrics; [] where there is none. A last line that was cut short is left out."""
+    """The objects in a file of metrics; [] if the file is missing. An incomplete last line is dropped."""
     if not path.exists():
         return []
     lines: list[dict[str, Any]] = []
@@ -70,7 +70,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _line(values: dict[str, Any]) -> str:
-    # JSON knows no NaN, and a reader should not stumble over the very line that shows it.
+    # JSON has no NaN, and a reader must be able to parse the line that reports one.
     clean = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
     }
@@ -78,7 +78,7 @@ def _line(values: dict[str, Any]) -> str:
 
 
 class TensorBoard:
-    """Scalars for TensorBoard in ``folder/tensorboard``; nothing where it is not installed."""
+    """Scalars for TensorBoard in ``folder/tensorboard``; does nothing where it is not installed."""
 
     def __init__(self, folder: Path, done: int = 0) -> None:
         try:
@@ -104,7 +104,7 @@ class TensorBoard:
 
 
 class Recorder:
-    """Both at once. Only the rank that reports has one."""
+    """Writes to ``metrics.jsonl`` and to TensorBoard. Only the reporting rank makes one."""
 
     def __init__(self, folder: Path, *, done: int = 0, tensorboard: bool = True) -> None:
         self._sinks: list[Any] = [MetricsFile(folder, done)]
@@ -112,7 +112,7 @@ class Recorder:
             self._sinks.append(TensorBoard(folder, done))
 
     def write(self, step: int, **values: Any) -> None:
-        """Numbers of ``step`` (from 1), by name."""
+        """Write the numbers of ``step`` (from 1), by name."""
         for sink in self._sinks:
             sink.write(step, **values)
 
@@ -123,7 +123,7 @@ class Recorder:
 
 @contextlib.contextmanager
 def span(name: str, device: torch.device) -> Iterator[None]:
-    """A named stretch of the timeline that Nsight Systems shows (an NVTX range); on a CPU, nothing."""
+    """Mark a named range on the timeline of Nsight Systems (an NVTX range); on a CPU, do nothing."""
     if device.type != "cuda":
         yield
         return
@@ -134,15 +134,15 @@ def span(name: str, device: torch.device) -> Iterator[None]:
         torch.cuda.nvtx.range_pop()
 
 
-# parallel.precision -> the rate of chips.py that products run at. fp32 ones use tensor cores only where torch may.
+# parallel.precision -> the rate of products in chips.py. fp32 products use tensor cores only if torch allows TF32.
 _RATES = {"bf16": "bf16", "fp16": "fp16"}
 
 
 def flops_per_token(config: TransformerConfig, seq: int) -> int:
-    """FLOPs of forward and backward per token of sequences of ``seq``: of matrix products alone.
+    """FLOPs of forward and backward per token of sequences of length ``seq``, from matrix products alone.
 
-    A multiply-add counts as two, backward as twice the forward, and attention as causal: a token looks at half of the
-    sequence on average, or at its window.
+    A multiply-add counts as two, backward as twice the forward, and attention as causal: a token attends on average to
+    half of the sequence, or to its window.
     """
     width, inner = config.hidden_size, config.num_heads * config.head_dim
     attention = width * (2 * inner + 2 * config.num_kv_heads * config.head_dim)
@@ -154,7 +154,7 @@ def flops_per_token(config: TransformerConfig, seq: int) -> int:
 
 
 def chip_of(device: torch.device) -> Chip | None:
-    """The data sheet of a GPU that ``chips.py`` knows; None for others and for CPUs."""
+    """The data sheet of a GPU that ``chips.py`` lists; None for other GPUs and for CPUs."""
     if device.type != "cuda":
         return None
     names = torch.cuda.get_device_properties(device)
@@ -170,23 +170,23 @@ def peak_flops(chip: Chip, precision: str) -> float:
 
 
 def peak_bytes(device: str) -> int:
-    """The most memory this process has held: resident on a CPU, allocated by torch on a GPU."""
+    """This process's peak memory: resident on a CPU, allocated by torch on a GPU."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    try:  # not getrusage's on Linux: that begins with the peak of the process that started this one
+    try:  # not getrusage on Linux: its figure begins with the parent's peak
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     except (OSError, StopIteration):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # in KiB but for macOS
+        return peak if sys.platform == "darwin" else peak * 1024  # in KiB except on macOS
 
 
-LINE_EVERY = 5.0  # seconds, where there is no terminal
+LINE_EVERY = 5.0  # seconds, without a terminal
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands, for a progress bar. ``done`` is the share of its steps that are finished."""
+    """A run's progress, for a progress bar. ``done`` is the share of finished steps."""
 
     step: int  # steps finished
     loss: float
@@ -196,7 +196,7 @@ class Progress:
 
 
 class ProgressDisplay:
-    """A context manager to call with each step's ``Progress``."""
+    """A context manager; call it with each step's ``Progress``."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console

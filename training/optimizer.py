@@ -1,4 +1,4 @@
-"""How a run steps: AdamW, and learning rates that rise and then fall, on torch's own scheduler."""
+"""AdamW, and learning rates with warm-up and decay, on torch's own scheduler."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def adamw(
 ) -> torch.optim.AdamW:
     """AdamW with ``weight_decay`` on matrices, not on biases and norms.
 
-    Two groups, in the same order on every rank, empty ones included: checkpoints put the stages of a pipeline together
-    by them. ``fused`` because the other forms take a DTensor's detour at every one of their small steps.
+    Every rank has the same two groups in the same order, even empty ones: checkpoints merge the stages of a pipeline by
+    group. ``fused``, because the other forms pay DTensor's dispatch cost for each of their small operations.
     """
     matrices = [param for param in model.parameters() if param.dim() > 1]
     vectors = [param for param in model.parameters() if param.dim() <= 1]
@@ -30,7 +30,7 @@ def adamw(
     )
 
 
-# What follows the warm-up: the share of the way from the smallest rate to the peak, when the share x of it is over.
+# The decay after the warm-up: x, the share of it that is over -> the rate, where 0 is the smallest and 1 the peak.
 SHAPES: dict[str, Callable[[float], float]] = {
     "constant": lambda x: 1.0,
     "linear": lambda x: 1.0 - x,
@@ -41,7 +41,8 @@ SHAPES: dict[str, Callable[[float], float]] = {
 def rate(step: int, *, steps: int, shape: str, warmup: int = 0, floor: float = 0.0) -> float:
     """The rate of ``step`` (from 0) of ``steps``, as a share of the peak.
 
-    The last step of ``warmup`` has the peak, without one the first step; the step after the last would have ``floor``.
+    The last step of ``warmup`` has the peak rate; without a warm-up, the first step has it. The rate would reach
+    ``floor`` at the step after the last.
     """
     if step < warmup:
         return (step + 1) / warmup
@@ -53,9 +54,9 @@ def rate(step: int, *, steps: int, shape: str, warmup: int = 0, floor: float = 0
 def make_scheduler(
     optimizer: Optimizer, *, steps: int, shape: str, warmup: int = 0, floor: float = 0.0, done: int = 0
 ) -> LambdaLR:
-    """A scheduler to step after each step of ``optimizer``, of which ``done`` steps are past.
+    """A scheduler to step after each step of ``optimizer``; ``done`` steps are already finished.
 
-    Each group's ``initial_lr`` is its peak (its ``lr``, where nothing is past).
+    Each group's ``initial_lr`` is its peak (its ``lr``, if ``done`` is 0).
     """
     return LambdaLR(
         optimizer, lambda step: rate(step, steps=steps, shape=shape, warmup=warmup, floor=floor), last_epoch=done - 1

@@ -1,7 +1,7 @@
-"""Ending a run between two steps (a signal asks, all ranks agree, what was reached is saved), and going on from there.
+"""Stop a run between two steps (a signal asks, all ranks agree, the run saves a checkpoint), and resume it.
 
-torchrun passes a signal on to the ranks. Ranks that ``launch`` started find a file that the process which started them
-leaves, also if they are just being started again; schedulers that signal every process of a job reach them as well.
+torchrun forwards a signal to the ranks. Under ``launch``, the parent process writes a file that its ranks read, so that
+restarting ranks see it too; a cluster scheduler that signals every process of a job also reaches the ranks.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..parallel.core.mesh import Group
 from .settings import RunSettings
 
 ASKING = (signal.SIGINT, signal.SIGTERM)
-TIME_IS_UP = signal.SIGALRM  # what stands for a run's own time limit among the signals
+TIME_IS_UP = signal.SIGALRM  # stands for a run's own time limit among the signals
 
 
 class StopFile:
-    """Where the process that started the ranks says that they are to stop, and by which signal."""
+    """The file in which the ranks' parent process asks them to stop, and names the signal."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,12 +44,12 @@ class StopFile:
 
 
 class Stop:
-    """A context in which this rank listens to signals, and looks for ``file``; ``agreed`` is the same on every rank.
+    """A context in which this rank receives signals and polls ``file``; ``agreed`` is the same on every rank.
 
-    Once ``time_limit`` seconds have passed on any rank since the first call, ``agreed`` is TIME_IS_UP.
+    When ``time_limit`` seconds have passed on any rank since the first call, ``agreed`` is TIME_IS_UP.
 
-    Only the first signal counts: where a scheduler and torchrun both pass one on, the second would end the rank in the
-    middle of its last step.
+    Only the first signal counts: a cluster scheduler and torchrun may both deliver it, and the second must not end the
+    rank in the middle of its last step.
     """
 
     def __init__(self, group: Group, file: StopFile | None = None, time_limit: float | None = None) -> None:
@@ -84,25 +84,25 @@ class Stop:
 
 
 def check_resumable(path: Path, step: int, extra: dict[str, Any], settings: RunSettings) -> None:
-    """ValueError unless the checkpoint at ``path``, with its ``extra``, is one that the run can go on from."""
+    """Raise ValueError unless the run can resume from the checkpoint at ``path``, which has this ``extra``."""
     saved = extra.get("settings")
     if not isinstance(saved, dict) or "precision" not in saved.get("parallel", {}):
         raise ValueError(
-            f"{path}: not a checkpoint that shardfuse train wrote, and --resume goes on from no other; choose another "
-            "--out, with --start if the model is to begin as an exported one"
+            f"{path}: shardfuse train did not write this checkpoint, and --resume accepts only its own; choose another "
+            "--out, with --start to begin from an exported model"
         )
     if step > settings.steps:
         raise ValueError(
-            f"steps = {settings.steps}: the run in {settings.out} is past that, at step {step}; pass --steps with more "
-            "than that to go on, or choose another --out"
+            f"steps = {settings.steps}: the run in {settings.out} is past that, at step {step}; pass a larger --steps "
+            "to continue it, or choose another --out"
         )
 
 
 @contextlib.contextmanager
 def torn_explained(folder: Path, ranks: Group) -> Iterator[None]:
-    """Where the newest checkpoint in ``folder`` is torn, its ValueError also says how to go on from one before it.
+    """If the newest checkpoint in ``folder`` is torn, add to its ValueError how to resume from an earlier one.
 
-    Every rank enters, and all leave it with an error or none does.
+    Every rank enters; either all leave with an error or none does.
     """
     try:
         yield
@@ -111,7 +111,7 @@ def torn_explained(folder: Path, ranks: Group) -> Iterator[None]:
         if not torn:
             raise
         if whole is None:
-            advice = "there is no other one: choose another --out to start from the first step"
+            advice = "there is no other checkpoint: choose another --out to start from the first step"
         else:
             away = " and ".join(f"{folder / name} (mv {folder / name} {folder / name}.torn)" for name in torn)
             advice = f"--resume takes {whole} once {away} is out of the way"
@@ -119,7 +119,7 @@ def torn_explained(folder: Path, ranks: Group) -> Iterator[None]:
 
 
 def _newest(folder: Path, ranks: Group) -> tuple[list[str], str | None]:
-    """The checkpoints that are torn, from the highest step down to the first that is whole; and that one."""
+    """The torn checkpoints newer than the newest whole one, from the highest step down; and the whole one."""
     torn: list[str] = []
     for name in storage.on_first(ranks, lambda: storage.names(folder, "step-*"))[::-1]:
         if name.removeprefix("step-").isdigit():

@@ -1,4 +1,4 @@
-"""What a worker process does: train, or evaluate what was trained. Module-level functions for ``launch``."""
+"""The work of a worker process: train, or evaluate a trained model. Module-level functions for ``launch``."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _LAUNCH = "shardfuse/launch"  # in the store that torchrun's agent keeps
 
 
 def restore(settings: RunSettings, mesh: DeviceMesh | None = None) -> Trainer:
-    """The run in the folder of resolved ``settings`` as its newest checkpoint has it, spread over ``mesh``.
+    """Load the newest checkpoint of the run in the folder of resolved ``settings``, spread over ``mesh``.
 
-    Raises ValueError where there is none, and as :meth:`Trainer.resume` does.
+    Raises ValueError if there is no checkpoint, and as :meth:`Trainer.resume` does.
     """
     trainer = Trainer(settings, mesh)
     if not trainer.resume():
@@ -39,7 +39,7 @@ def restore(settings: RunSettings, mesh: DeviceMesh | None = None) -> Trainer:
 
 
 def evaluate_saved(settings: RunSettings) -> float | None:
-    """The held-out loss of :func:`restore`'s run, over all processes that were started together."""
+    """The held-out loss of the saved run, over all processes of this launch."""
     trainer = restore(settings, _mesh(settings))
     held_out = trainer.evaluate()
     trainer.close()
@@ -48,11 +48,11 @@ def evaluate_saved(settings: RunSettings) -> float | None:
 
 
 def train_run(settings: RunSettings, resume: bool, stop_file: StopFile | None = None) -> RunResult:
-    """The run of resolved ``settings``, over all processes that were started together.
+    """Run resolved ``settings`` over all processes of this launch.
 
-    Whoever started them with a ``stop_file`` holds the run's folder; otherwise the first rank does. Processes that are
-    started again, after a failure or because torchrun's machines came or went, go on from the newest checkpoint,
-    whatever ``resume`` says, if those before them were let into the folder.
+    With a ``stop_file`` the parent process holds the run's folder; otherwise the first rank does. Restarted processes
+    (after a failure, or because torchrun's machines joined or left) resume from the newest checkpoint, even without
+    ``resume``, if their predecessors had entered the folder.
     """
     mesh = _mesh(settings)
     folder: RunFolder | None = None
@@ -77,7 +77,7 @@ def train_run(settings: RunSettings, resume: bool, stop_file: StopFile | None = 
 
 
 def _mesh(settings: RunSettings) -> DeviceMesh | None:
-    """The mesh that resolved ``settings`` ask for, of all processes."""
+    """The mesh of resolved ``settings``, over all processes."""
     parallel = settings.parallel
     assert parallel.dp is not None  # resolve() filled it in
     return meshes.init_mesh(
@@ -91,12 +91,12 @@ def _mesh(settings: RunSettings) -> DeviceMesh | None:
 
 
 def _run(trainer: Trainer, stop: Stop, resume: bool, restarts: int) -> RunResult:
-    """Go on with what is there, if ``resume``, to the end; the first rank shows how far it is."""
+    """Train to the end, from the newest checkpoint if ``resume``; the first rank shows the progress."""
     settings, first = trainer.settings, meshes.everyone().rank == 0
     console = Console(highlight=False)
     if resume and trainer.resume() and first:
-        again = f"started again ({restarts}): " if restarts else ""
-        console.print(f"  {again}going on from step {trainer.step} of {settings.steps}")
+        again = f"restarted ({restarts}): " if restarts else ""
+        console.print(f"  {again}resuming from step {trainer.step} of {settings.steps}")
     if not first:
         return run_trainer(trainer, stop)
     with ProgressDisplay(console, settings.steps) as display:
@@ -104,26 +104,26 @@ def _run(trainer: Trainer, stop: Stop, resume: bool, restarts: int) -> RunResult
 
 
 def _leave(trainer: Trainer | None) -> None:
-    """Leave the other processes in good order, after the checkpoint that is under way."""
+    """Leave the process group cleanly, after finishing a pending checkpoint."""
     if trainer is not None:
-        with contextlib.suppress(RuntimeError, OSError):  # there is an error to tell of already
+        with contextlib.suppress(RuntimeError, OSError):  # the caller already raises an error
             trainer.checkpointer.wait()
     meshes.shutdown()
 
 
 def _restarts(ranks: Group) -> int:
-    """How often these processes were started again after a failure: the most that any of them was told.
+    """The number of restarts after a failure: the maximum over the processes.
 
-    Each machine's agent counts for itself, and one that joined later began later.
+    Each machine's agent counts its own restarts, and an agent that joined later has counted fewer.
     """
     mine = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     return int(collectives.all_reduce(torch.tensor(mine), ranks, site="train.restarts", op="max"))
 
 
 def _launch() -> str | None:
-    """A name for all that torchrun starts until it ends, None where its agent keeps no store for these processes.
+    """A name shared by all processes of one torchrun; None where its agent keeps no store for them.
 
-    ``--rdzv-id`` says something else: it may be missing, and a later torchrun may be given the same one.
+    ``--rdzv-id`` would not do: it may be missing, and a later torchrun may get the same one.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -133,6 +133,6 @@ def _launch() -> str | None:
 
 
 def _job() -> str | None:
-    """What torchrun calls this job, None where it was given no name."""
+    """torchrun's name for this job; None if it has no name."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
     return name if name not in ("", "none") else None  # "none" is torchrun's own default

@@ -1,7 +1,7 @@
-"""A run of ``shardfuse train`` as one value: a TOML file, changed by the command line.
+"""The settings of a ``shardfuse train`` run: a TOML file, changed by the command line.
 
-Each section of the file is a dataclass here, and each key a field of it. Settings that no section has stand at the top.
-TOML has no word for None: ``false`` stands for it.
+Each section of the file is a dataclass here, and each key is a field of it. RunSettings holds the settings at the top
+level. TOML has no None: ``false`` stands for it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ T = TypeVar("T")
 
 ZERO_STAGES = (0, 1, 2, 3)
 PARTITIONS = ("modelled", "measured")
-# What products are computed in. Parameters, gradients, Adam's moments and the loss stay fp32 (mixed precision:
+# The format of the products. Parameters, gradients, Adam's moments and the loss stay fp32 (mixed precision:
 # Micikevicius et al., arXiv:1710.03740); with "fp16" the loss is scaled.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """``path``: text (a file, or a folder of them; None: the standard library's sources), a byte being a token, or a
-    ``.npy`` file of token numbers in one dimension. ``seq`` tokens a sequence, ``batch`` sequences a step over all
-    ranks, in an order that ``shuffle`` draws anew each epoch.
+    """The training data.
+
+    ``path`` is text whose tokens are bytes (a file or a folder; None: the standard library's sources), or a ``.npy``
+    file of token numbers in one dimension. A sequence has ``seq`` tokens; a step takes ``batch`` sequences over all
+    ranks. ``shuffle`` draws a new order each epoch.
     """
 
     path: str | None = None
@@ -52,12 +54,12 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class ParallelSettings:
-    """How the run spreads over processes: the options of ``parallelize``, and of the model.
+    """The run's layout over processes: the options of ``parallelize``, and of the model.
 
-    ``dp_replicate`` copies of ``dp`` shards of ``pp`` stages of ``tp`` ranks; ``dp`` None is what the others leave of
-    the processes. ``microbatches`` parts of a rank's batch go through the model one after another, with a pipeline or
-    without. ``partition`` says what a pipeline's stages are evened out by: "modelled" FLOPs or "measured" seconds. None
-    leaves a choice to ``parallelize``, that of ``microbatches`` to :func:`resolve`.
+    The mesh is ``dp_replicate`` copies of ``dp`` shards of ``pp`` stages of ``tp`` ranks; with ``dp`` None it follows
+    from the number of processes. The model processes a rank's batch in ``microbatches`` parts, one after another, with
+    or without a pipeline. ``partition`` balances a pipeline's stages by "modelled" FLOPs or "measured" seconds. For
+    None, ``parallelize`` chooses; :func:`resolve` chooses ``microbatches``.
     """
 
     dp_replicate: int = 1
@@ -85,10 +87,10 @@ class ParallelSettings:
         _one_of(self, "parallel", "precision", PRECISIONS)
         _one_of(self, "parallel", "partition", PARTITIONS)
         if self.pp > 1 and self.schedule is None:
-            raise ValueError(f"parallel.pp = {self.pp}: a pipeline wants a schedule too, such as schedule = '1f1b'")
+            raise ValueError(f"parallel.pp = {self.pp}: a pipeline also needs a schedule, such as schedule = '1f1b'")
 
     def over(self, processes: int) -> ParallelSettings:
-        """The same with ``dp`` filled in. ValueError where the degrees do not make up ``processes``."""
+        """The same with ``dp`` filled in. Raises ValueError where the degrees do not multiply to ``processes``."""
         others = self.dp_replicate * self.pp * self.tp
         dp = processes // others if self.dp is None else self.dp
         if not dp or dp * others != processes:
@@ -103,8 +105,8 @@ class ParallelSettings:
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """AdamW. The rate ``lr`` is reached after ``warmup`` steps and then follows ``schedule`` down to ``min_lr`` at the
-    last step. ``clip`` bounds the gradient's norm over all parameters, None leaves it. ``weight_decay`` is of matrices.
+    """AdamW. The rate reaches ``lr`` after ``warmup`` steps, then follows ``schedule`` down to ``min_lr`` at the last
+    step. ``clip`` bounds the gradient's norm over all parameters (None: no bound). ``weight_decay`` is for matrices.
     """
 
     lr: float = 1e-3
@@ -130,10 +132,10 @@ class OptimizerSettings:
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """A checkpoint ``every`` so many steps, and at the end; None: at the end only. The newest ``keep`` stay.
+    """The run saves a checkpoint ``every`` n steps (None: never) and at the end, and keeps the newest ``keep``.
 
-    ``asynchronous`` ones are written while training goes on. ``export`` writes the folder that transformers loads, once
-    the run is complete.
+    With ``asynchronous`` it writes them while training continues. ``export`` writes a folder for transformers when the
+    run is complete.
     """
 
     every: int | None = 100
@@ -147,9 +149,9 @@ class CheckpointSettings:
 
 @dataclass(frozen=True)
 class LogSettings:
-    """A line in ``metrics.jsonl`` ``every`` so many steps (and TensorBoard's events, where it is installed and
-    ``tensorboard`` is not false); the loss of held-out text every ``eval_every`` steps, over ``eval_batches`` batches,
-    and at the end. ``eval_batches`` 0 leaves that out.
+    """The run writes a line to ``metrics.jsonl`` ``every`` n steps, and TensorBoard events if it is installed and
+    ``tensorboard`` is true. It evaluates ``eval_batches`` batches of held-out text every ``eval_every`` steps and at
+    the end; ``eval_batches`` 0 turns that off.
     """
 
     every: int = 1
@@ -164,15 +166,15 @@ class LogSettings:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Everything that decides on a run.
+    """All settings of a run.
 
-    ``out`` is its folder, ``steps`` its length, ``seed`` that of first weights, order of the data and dropout.
-    ``start`` is a Hugging Face folder that config and first weights come from, in the place of ``[model]``. ``device``
-    is "cpu" or "cuda"; None: a GPU if there is one. ``timeout`` in seconds bounds every exchange between ranks, so it
-    is how long a run takes to notice that one hangs. ``time_limit``, in seconds from the first step, ends the run as
-    its last step would: evaluated, saved and exported. A later one with ``--resume`` goes on from there.
+    ``out`` is its folder, ``steps`` its length, ``seed`` the seed of initial weights, data order and dropout. ``start``
+    is a Hugging Face folder that provides config and initial weights, instead of ``[model]``. ``device`` is "cpu" or
+    "cuda"; None: a GPU if there is one. ``timeout``, in seconds, bounds every collective, and with it the time until
+    the run notices a hanging rank. ``time_limit``, in seconds from the first step, ends the run as its last step would:
+    evaluated, saved and exported; ``--resume`` can continue it later.
 
-    Raises ValueError for values that cannot make a run.
+    Raises ValueError for invalid values.
     """
 
     steps: int = 200
@@ -208,7 +210,7 @@ class RunSettings:
         return self.data.batch * self.data.seq
 
     def check_length(self) -> None:
-        """ValueError where sequences are longer than the model's positions reach."""
+        """Raise ValueError where sequences are longer than the model's maximum number of positions."""
         if self.data.seq > self.model.max_positions:
             raise ValueError(
                 f"data.seq = {self.data.seq}: the model was made for at most {self.model.max_positions} positions "
@@ -216,7 +218,7 @@ class RunSettings:
             )
 
     def share(self, shares: int) -> int:
-        """Sequences of a step for each of ``shares`` data-parallel ranks. ValueError where they do not divide."""
+        """The sequences per step for each of ``shares`` data-parallel ranks. Raises ValueError for a remainder."""
         if self.data.batch % shares:
             raise ValueError(
                 f"data.batch = {self.data.batch}: it does not divide over dp_replicate * dp = {shares} data-parallel "
@@ -236,8 +238,8 @@ class RunSettings:
 def read_settings(path: Path | None, changes: Mapping[str, Any]) -> RunSettings:
     """The settings in the TOML file ``path`` (None: the defaults) with ``changes``: {"optimizer.lr": 1e-3, ...}.
 
-    Raises FileNotFoundError for a file that is not there, ValueError for one that is not TOML, for settings that do
-    not exist and for values that cannot make a run; the message is one line.
+    Raises FileNotFoundError for a missing file, ValueError for a file that is not TOML, for unknown settings and for
+    invalid values; the message is one line.
     """
     values: dict[str, Any] = {}
     if path is not None:
@@ -260,7 +262,7 @@ def read_settings(path: Path | None, changes: Mapping[str, Any]) -> RunSettings:
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """``"optimizer.lr=1e-3"`` -> ("optimizer.lr", 0.001): TOML, where what is no TOML value is taken for a string."""
+    """``"optimizer.lr=1e-3"`` -> ("optimizer.lr", 0.001): a TOML value, or a string if it is not valid TOML."""
     name, equals, value = text.partition("=")
     name, value = name.strip(), value.strip()
     if not equals or not name:
@@ -272,7 +274,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def parse(values: Mapping[str, Any]) -> RunSettings:
-    """RunSettings of nested dictionaries. ValueError for names that do not exist and values of another type."""
+    """RunSettings from nested dictionaries. Raises ValueError for unknown names and values of the wrong type."""
     return _build(RunSettings, values, "")
 
 
@@ -300,7 +302,7 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 
 def _typed(value: Any, hint: Any, name: str) -> Any:
-    """``value`` as ``hint`` wants it: an int for a float included, and false for None where it means nothing else."""
+    """``value`` as the type ``hint``: an int may stand for a float, and false for None where no bool is expected."""
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     optional = type(None) in kinds
     if optional and (value is None or (value is False and bool not in kinds)):

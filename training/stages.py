@@ -1,4 +1,4 @@
-"""What the parts of a run's model cost, measured where the run is."""
+"""The measured costs of the parts of a run's model, on the run's own machine."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .settings import PRECISIONS, RunSettings
 
 
 def part_costs(settings: RunSettings, schedule: str, *, mesh: DeviceMesh | None = None) -> list[Costs]:
-    """Seconds of each part's passes for one micro-batch of the run that ``settings`` (resolved) describe.
+    """The seconds of each part's passes for one micro-batch of the run of resolved ``settings``.
 
-    Backward is split where ``schedule`` splits it. A collective of ``mesh``'s ranks.
+    Backward is split if ``schedule`` splits it. A collective: all of ``mesh``'s ranks call it.
     """
     parallel = settings.parallel
     microbatches = parallel.microbatches or 1

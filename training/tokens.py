@@ -1,7 +1,6 @@
-"""Sequences of tokens to train on: text, a byte being a token, or a file of token numbers.
+"""Token sequences for training: text, with bytes as tokens, or a file of token numbers.
 
-A dataset is cut into windows that do not overlap; which of them a step reads is the sampler's to say
-(``parallel/data.py``).
+A dataset is cut into windows that do not overlap; the sampler (``parallel/data.py``) chooses the windows of a step.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from torch.utils.data import Dataset
 
 from .data import HELD_OUT_EVERY, MAX_BYTES, VOCAB_SIZE, DataError, load_corpus
 
-TEXT_BYTES = 1 << 30  # of a given text; more is better kept as token numbers, which stay on disk
+TEXT_BYTES = 1 << 30  # the limit for the user's text; token numbers suit more data, because they stay on disk
 
 
 class Windows(Dataset):
-    """``(tokens, targets)`` [seq] each, int64, targets one token ahead, of a dataset's window ``i``.
+    """A dataset of windows: item ``i`` is ``(tokens, targets)``, [seq] each, int64, with targets one token ahead.
 
     ``source`` is one-dimensional: a tensor, or an array that may be mapped from a file. Reading a window raises
-    DataError where it holds a number that is none of ``vocab_size``.
+    DataError for a number outside ``vocab_size``.
     """
 
     def __init__(self, source: torch.Tensor | np.ndarray, seq: int, vocab_size: int) -> None:
@@ -48,7 +47,7 @@ class Windows(Dataset):
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a run reads. ``source`` says in words where it comes from."""
+    """A run's data. ``source`` describes its origin."""
 
     train: Windows
     held_out: Windows
@@ -58,7 +57,7 @@ class Tokens:
 def load_tokens(path: str | os.PathLike[str] | None, *, seq: int, vocab_size: int) -> Tokens:
     """The windows of ``path``: text, or a ``.npy`` file; None is the standard library's sources.
 
-    Raises DataError for what cannot be used, and for text where ``vocab_size`` has no room for bytes.
+    Raises DataError for unusable data, and for text if ``vocab_size`` is too small for bytes.
     """
     if path is not None and Path(path).suffix == ".npy":
         return _of_numbers(Path(path), seq, vocab_size)

@@ -1,7 +1,7 @@
 """A training run: model, data, optimizer and checkpoints of one RunSettings, and the loop over its steps.
 
-Every rank runs the same steps. Which sequences it reads follows from its place in the mesh; how the model spreads is
-``parallelize``'s to say. The first rank reports.
+Every rank runs the same steps. A rank's place in the mesh decides which sequences it reads; ``parallelize`` spreads the
+model. The first rank reports.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from .tokens import load_tokens
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run did, and where it stands."""
+    """The result of a run."""
 
-    steps: int  # finished, those before a restart included
-    resumed_at: int  # the step that this process went on from, 0 for a fresh run
+    steps: int  # finished, including those before a restart
+    resumed_at: int  # the step from which this process resumed, 0 for a fresh run
     stopped_by: int  # the signal that ended it early, TIME_IS_UP for its time limit, 0 for none
     loss: float  # of the last logged step; NaN if there was none
     held_out: float | None  # nats per token of held-out text, after the last step
@@ -50,7 +50,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: scalars on the device, equal on all ranks, and the learning rate that it was taken with."""
+    """One step: scalars on the device, equal on all ranks, and the step's learning rate."""
 
     loss: torch.Tensor
     grad_norm: torch.Tensor  # before clipping
@@ -58,14 +58,14 @@ class Step:
 
 
 class Trainer:
-    """Everything of a run that changes from step to step. ``settings`` are resolved (``layout.resolve``)."""
+    """The state of a run that changes from step to step. ``settings`` are resolved (``layout.resolve``)."""
 
     def __init__(self, settings: RunSettings, mesh: DeviceMesh | None) -> None:
         self.settings = settings
         self.mesh = mesh
         self.device = _device(settings)
         self.step = 0
-        self.tokens_seen = 0  # in these steps, which may have had batches of several sizes
+        self.tokens_seen = 0  # in these steps, whose batch sizes may differ
         data = settings.data
         self._rank, self._data_parallel_size = data_coordinate(mesh)
         self._share = settings.share(self._data_parallel_size)
@@ -98,10 +98,10 @@ class Trainer:
         self._scheduler = self._make_scheduler()
 
     def resume(self) -> bool:
-        """Go on from the newest checkpoint, if there is one.
+        """Load the newest checkpoint; False if there is none.
 
-        Raises ValueError where it is not one of this run, is past the run's last step, or cannot be read; the message
-        says what to do.
+        Raises ValueError if it does not belong to this run, is past the run's last step, or cannot be read; the message
+        names the remedy.
         """
         checkpoints = self.checkpointer
         with torn_explained(checkpoints.folder, everyone()):
@@ -112,17 +112,17 @@ class Trainer:
         check_resumable(checkpoints.path(latest), latest, extra, self.settings)
         states = self._states()
         if extra["settings"]["parallel"]["precision"] != self.settings.parallel.precision:
-            states.pop("loss_scale", None)  # of another format there is none, or it says nothing about this one
+            states.pop("loss_scale", None)  # another format has none, or one that does not fit
         with torn_explained(checkpoints.folder, everyone()):
             checkpoints.load(self.model.module, self.optimizer, step=latest, states=states)
         self.step = latest
-        self.tokens_seen = extra.get("tokens", latest * self.settings.tokens_per_step)  # older ones do not say
+        self.tokens_seen = extra.get("tokens", latest * self.settings.tokens_per_step)  # older ones lack it
         self._batches = self._read()
         self._scheduler = self._make_scheduler()
         return True
 
     def save(self, *, asynchronous: bool = False) -> None:
-        """A checkpoint of where the run stands, torch's random states included."""
+        """Save a checkpoint of the run's current state, including torch's random states."""
         extra = {"settings": json.loads(self.settings.to_json()), "tokens": self.tokens_seen}
         with span("save", self.device):
             self.checkpointer.save(
@@ -135,17 +135,17 @@ class Trainer:
             )
 
     def _states(self) -> dict[str, Any]:
-        """What goes into a checkpoint beside model and optimizer. The learning rate follows from the step."""
+        """A checkpoint's state beside model and optimizer. The learning rate follows from the step."""
         states: dict[str, Any] = {"sampler": self._loader.sampler}
         if self.model.loss_scale is not None:
             states["loss_scale"] = self.model.loss_scale
         return states
 
     def train_step(self) -> Step:
-        """One step on the next batch."""
+        """Take one step on the next batch."""
         with span("data", self.device):
             tokens, targets = (part.to(self.device, non_blocking=True) for part in next(self._batches))
-        manual_seed(self.settings.seed, self.mesh, step=self.step)  # dropout: a resumed run draws what it would have
+        manual_seed(self.settings.seed, self.mesh, step=self.step)  # dropout: resuming does not change it
         with span("forward and backward", self.device):
             loss = self.model.step(tokens, targets)
         with span("optimizer", self.device):
@@ -161,7 +161,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> float | None:
-        """The mean loss of held-out text, the same windows at every call; None where settings ask for none."""
+        """The mean loss of held-out text, over the same windows at every call; None if the settings turn it off."""
         held_out, size = self.tokens.held_out, self.settings.data.batch
         batches = min(self.settings.log.eval_batches, max(1, len(held_out) // size))
         if not batches:
@@ -178,11 +178,11 @@ class Trainer:
         return total / batches
 
     def close(self) -> None:
-        """Wait for what is still being saved."""
+        """Wait for a pending checkpoint."""
         self.checkpointer.close()
 
     def _make_scheduler(self) -> torch.optim.lr_scheduler.LRScheduler:
-        """From today's settings, at the step where the run stands: no state to save, and none to get in their way."""
+        """A scheduler from the current settings and step: it has no saved state that could override the settings."""
         optimizer = self.settings.optimizer
         for group, decay in zip(self.optimizer.param_groups, (optimizer.weight_decay, 0.0)):
             group.update(
@@ -202,16 +202,16 @@ class Trainer:
         )
 
     def _read(self) -> Iterator[list[torch.Tensor]]:
-        """This rank's shares of one step after another, epoch after epoch."""
+        """This rank's share of each step's batch, epoch after epoch."""
         while True:
             yield from self._loader
 
 
 def build_model(settings: RunSettings, mesh: DeviceMesh | None) -> ParallelModel:
-    """The run's model, spread over ``mesh``, with its first weights: of ``settings.seed``, or of a folder."""
+    """The run's model, spread over ``mesh``, with initial weights from ``settings.seed`` or a folder."""
     parallel, costs = settings.parallel, None
     if parallel.partition == "measured" and parallel.pp > 1 and parallel.schedule is not None:
-        from .stages import part_costs  # with torch's pipelines, which take seconds to import
+        from .stages import part_costs  # imports torch's pipelining, which takes seconds
 
         costs = part_costs(settings, parallel.schedule, mesh=mesh)
     model = ParallelTransformer(settings.model, mesh=mesh, sequence_parallel=parallel.sequence_parallel, device="meta")
@@ -235,9 +235,9 @@ def build_model(settings: RunSettings, mesh: DeviceMesh | None) -> ParallelModel
 
 
 def train(trainer: Trainer, stop: Stop, *, on_step: Callable[[Progress], None] | None = None) -> RunResult:
-    """Run ``trainer`` to its last step, its time limit or until ``stop``; what was reached is saved in each case.
+    """Run ``trainer`` to its last step, its time limit or ``stop``, and save a checkpoint in each case.
 
-    ``on_step`` is called on the first rank, after each step that is logged.
+    The first rank calls ``on_step`` after each logged step.
     """
     settings = trainer.settings
     folder = Path(settings.out)
@@ -273,7 +273,7 @@ def train(trainer: Trainer, stop: Stop, *, on_step: Callable[[Progress], None] |
 
 @dataclass(frozen=True)
 class _Due:
-    """What follows a step."""
+    """The actions due after a step."""
 
     log: bool
     evaluate: bool
@@ -291,7 +291,7 @@ class _Due:
 
 
 class Report:
-    """What the first rank says of a run: metrics to files, progress to whoever watches."""
+    """The first rank's report of a run: metrics to files, progress to a callback."""
 
     def __init__(self, trainer: Trainer, folder: Path, on_step: Callable[[Progress], None] | None) -> None:
         settings = trainer.settings
@@ -312,12 +312,12 @@ class Report:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks, since the start."""
+        """The rate of all ranks together, since the start."""
         steps = self._measured_at - self._began_at
         return steps * self._trainer.settings.tokens_per_step / self._seconds if steps else 0.0
 
     def measure(self, step: Step) -> None:
-        """Take the figures of the step that just ended; the time since the last call is that of the steps between."""
+        """Record the figures of the step that just ended; its speed is the mean since the last report."""
         settings, done = self._trainer.settings, self._trainer.step
         self.loss = float(step.loss)  # on a GPU this waits for the step
         seconds = max(time.monotonic() - self._last, 1e-9)
@@ -335,7 +335,7 @@ class Report:
             self._values["mfu"] = speed * self._flops / self._peak
 
     def write(self, held_out: float | None) -> None:
-        """Pass the figures on, with the held-out loss if there is a new one."""
+        """Report the figures, with the held-out loss if there is a new one."""
         if held_out is not None:
             self._values["held_out"] = self.held_out = held_out
         step, settings = self._trainer.step, self._trainer.settings

@@ -2,10 +2,10 @@
 
     python worker.py PARENT_PID FOLDER THREADS
 
-``FOLDER/job.pickle`` names the function and holds its arguments. This rank leaves ``result-RANK.pickle`` there, or
-``error-ATTEMPT-RANK.json``, which stays: ranks that are started again read each other's while others already write.
-torchrun's agent sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and TORCHELASTIC_RESTART_COUNT. Started again after a
-failure, it tries once more only if that may help.
+``FOLDER/job.pickle`` names the function and holds its arguments. This rank writes ``result-RANK.pickle`` there, or
+``error-ATTEMPT-RANK.json``. Error files are never removed: restarted ranks read each other's while others write theirs.
+torchrun's agent sets RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and TORCHELASTIC_RESTART_COUNT. After a failure a
+restarted worker tries again only if that may help.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when ``parent`` dies, however it dies. Linux only."""
+    """Have the kernel kill this process when ``parent`` dies for any reason. Linux only."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the line above
         os._exit(1)
 
 
@@ -41,7 +41,7 @@ def loopback() -> str:
 
 
 def main(folder: Path, threads: str) -> int:
-    # Both libraries otherwise look the host's name up and talk over whatever interface that leads to.
+    # By default both libraries look up the host's name and use the interface of its address.
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback()
     os.environ["OMP_NUM_THREADS"] = threads
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -59,19 +59,19 @@ def main(folder: Path, threads: str) -> int:
             "message": str(error),
             "trace": trace,
             "time": time.monotonic_ns(),
-            # A peer that is gone, memory or a disk that is full: these may be otherwise the next time.
+            # A dead peer, full memory or a full disk may not recur at the next attempt.
             "final": not isinstance(error, (RuntimeError, OSError, MemoryError)),
         }
         try:
             _write(folder / f"error-{attempt}-{rank}.json", json.dumps(report).encode())
-        except OSError:  # the disk may be what is wrong
+        except OSError:  # the disk may be the cause
             print(trace, file=sys.stderr)
         return 1
     return 0
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whoever finds ``path`` finds all of it."""
+    """Write ``path`` atomically: a reader never sees part of it."""
     beside = path.with_suffix(".writing")
     beside.write_bytes(content)
     beside.rename(path)
@@ -80,9 +80,9 @@ def _write(path: Path, content: bytes) -> None:
 if __name__ == "__main__":
     die_with(int(sys.argv[1]))
     here = Path(__file__).resolve().parent
-    sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != here]  # `import data` is not ours
+    sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != here]  # hide our data.py
     code = main(Path(sys.argv[2]), sys.argv[3])
     sys.stdout.flush()
     sys.stderr.flush()
-    # Past the interpreter's clean-up: with a rank gone, closing its process groups may wait for the dead.
+    # Skip the interpreter's clean-up: closing a process group may wait forever for a dead rank.
     os._exit(code)

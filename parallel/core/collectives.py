@@ -1,17 +1,17 @@
 """Every collective of the project, in one thin layer over torch.distributed.
 
-Each call names its ``site`` ("mlp.out", "loss.max", ...), by which calls and payload are counted. All are the identity
-in a group of one, take tensors of any layout, empty ones included, and run in any group. Results are new tensors,
-except where ``inplace`` or the identity says otherwise.
+Each call names its ``site`` ("mlp.out", "loss.max", ...); counters of calls and payload use it as a key. A collective
+is the identity in a group of one, takes tensors of any layout, including empty ones, and runs in any group. It returns
+a new tensor, except with ``inplace`` or in a group of one.
 
-Under torch.compile they become torch's functional collectives: of the ordinary ones in a backward, torch 2.11 makes
-zeros without a word.
+Under torch.compile they become torch's functional collectives: torch 2.11 silently replaces the ordinary ones in a
+backward with zeros.
 
-What low precision costs: gloo's all-reduce adds bf16 and fp16 in that type, pair by pair, so a sum over R ranks is
-rounded R - 1 times. :func:`reduce_scatter` on CPUs rounds once, and so does the one in pieces everywhere.
+Low precision: gloo's all-reduce adds bf16 and fp16 in that type, pair by pair, so a sum over R ranks is rounded R - 1
+times. :func:`reduce_scatter` on CPUs rounds once; the reduce-scatter of :mod:`pieces` rounds once on every device.
 
-Whatever fails on the way, a peer that died or a wait past the process group's timeout, is raised as a RuntimeError that
-names the site. :mod:`pieces` has the collectives that go in pieces of rows.
+A failure (a dead peer, a wait past the process group's timeout) raises a RuntimeError that names the site.
+:mod:`pieces` has the collectives that travel in pieces of rows.
 """
 
 from __future__ import annotations
@@ -33,27 +33,26 @@ _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "avg
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Up to this size two ranks on CPUs exchange what they have; beyond it gloo's ring, which moves less at once, is faster.
+# Up to this size two ranks on CPUs exchange whole tensors; above it gloo's ring, which sends less at once, is faster.
 EXCHANGE_BYTES = 256 * 1024
-# What two ranks on CPUs send each other, each kind apart from the others and from whatever else they send.
+# The tag of that exchange; the tags in pieces.py and those of other messages differ.
 EXCHANGE_TAG = 0x5F00
 
 # (kind, site) -> calls, and -> bytes of this rank's input (an all-gather's shard, a reduce-scatter's whole tensor).
-# What torch.compile has captured runs without us and is not counted.
+# Calls that torch.compile captured bypass this module and are not counted.
 calls: Counter[tuple[str, str]] = Counter()
 payload: Counter[tuple[str, str]] = Counter()
 
-_posting = threading.local()  # .named: (kind, site) of what this thread is posting
+_posting = threading.local()  # .named: (kind, site) of the collective that this thread is posting
 
 
 def posting() -> tuple[str, str] | None:
-    """(kind, site) of the collective that this thread is posting, by which audit.py names the calls of torch's that it
-    sees; None outside one."""
+    """(kind, site) of the collective that this thread is posting, or None; audit.py names torch's calls by it."""
     return getattr(_posting, "named", None)
 
 
 class Flight:
-    """A collective, or a piece of one, on its way: posted when this is made, arrived when :meth:`wait` returns."""
+    """A collective, or a piece of one, in flight: the constructor posts it, :meth:`wait` returns when it arrived."""
 
     __slots__ = ("kind", "site", "work")
 
@@ -66,11 +65,11 @@ class Flight:
             _posting.named = None
 
     def wait(self) -> None:
-        if self.work is not None:  # else it was done when it was posted
+        if self.work is not None:  # None: it finished when it was posted
             self._named(self.work.wait)
 
     def settle(self) -> None:
-        """Wait until what its work sends may be written to, where that is not so once it has arrived."""
+        """Wait until the sent buffers may be overwritten, for work whose :meth:`wait` does not guarantee that."""
         settle = getattr(self.work, "settle", None)
         if settle is not None:
             self._named(settle)
@@ -80,13 +79,13 @@ class Flight:
             return step()
         except RuntimeError as error:
             raise RuntimeError(
-                f"{self.site}: {self.kind} failed: has another rank of the group ended, or not come here in time? "
-                f"({error})"
+                f"{self.site}: {self.kind} failed: has another rank of the group ended, or not reached this call in "
+                f"time? ({error})"
             ) from error
 
 
 def all_reduce(x: torch.Tensor, group: Group, *, site: str, op: str = "sum", inplace: bool = False) -> torch.Tensor:
-    """Combine ``x``, of one shape on all ranks, by "sum", "max" or "avg". ``inplace`` writes the result to ``x``."""
+    """Combine ``x``, of equal shape on all ranks, by "sum", "max" or "avg". ``inplace`` writes the result to ``x``."""
     if op not in _OPS:
         raise ValueError(f"{site}: op={op!r}: expected one of {', '.join(_OPS)}")
     if group.size == 1:
@@ -101,7 +100,7 @@ def all_reduce(x: torch.Tensor, group: Group, *, site: str, op: str = "sum", inp
 
 
 def start_all_reduce(x: torch.Tensor, group: Group, *, site: str) -> Callable[[], torch.Tensor]:
-    """Begin to sum a contiguous ``x`` in place; the result waits for the sum and returns it."""
+    """Begin to sum a contiguous ``x`` in place; the returned function waits for the sum and returns it."""
     if group.size == 1:
         return lambda: x
     _count("all_reduce", x, site)
@@ -118,21 +117,21 @@ def start_all_reduce(x: torch.Tensor, group: Group, *, site: str) -> Callable[[]
 
 
 def sum_in_place(x: torch.Tensor, group: Group, op: str, async_op: bool = False) -> Any:
-    """What to wait for, None where nothing is left to do."""
+    """Combine ``x`` in place; returns the work to wait for, or None if it is done."""
     if x.device.type != "cpu":
         return dist.all_reduce(x, _OPS[op], group.pg, async_op)
     if group.size == 2 and op == "sum" and x.nbytes <= EXCHANGE_BYTES:
         return _Exchange(x, group)
-    # gloo's own, without what dist.all_reduce does on the way: most of the time for a small tensor.
+    # gloo's own call: for a small tensor, dist.all_reduce spends most of the time in its wrapper.
     options = dist.AllreduceOptions()
     options.reduceOp = _OPS[op]
     return group.pg.allreduce([x], options)
 
 
 class _Exchange:
-    """The sum of a small ``x`` over two ranks on CPUs: each sends all of it at once and adds what the other sends.
+    """The sum of a small ``x`` over two ranks on CPUs: each rank sends its whole tensor and adds the other's.
 
-    gloo's ring goes there and back twice, through a thread of its own. Sums come out the same, bit for bit, on both.
+    gloo's ring takes two round trips, through a thread of its own. Both ranks get the same sum, bit for bit.
     """
 
     def __init__(self, x: torch.Tensor, group: Group) -> None:
@@ -148,7 +147,7 @@ class _Exchange:
 
 
 def all_gather(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) -> torch.Tensor:
-    """Concatenate the ranks' ``x``, of one shape on all ranks, along ``dim``: [..., n/R, ...] -> [..., n, ...]."""
+    """Concatenate the ranks' ``x``, of equal shape on all ranks, along ``dim``: [..., n/R, ...] -> [..., n, ...]."""
     if group.size == 1:
         return x
     dim = _dimension(x, dim, site)
@@ -165,11 +164,11 @@ def all_gather(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) -> tor
 
 
 def start_all_gather(x: torch.Tensor, group: Group, *, site: str) -> Callable[[], torch.Tensor]:
-    """Begin :func:`all_gather` along dimension 0; the result waits for it and returns the whole. Eager only."""
+    """Begin :func:`all_gather` along dimension 0; the returned function waits and returns the whole. Eager only."""
     if group.size == 1:
         return lambda: x
     _count("all_gather", x, site)
-    shard = x.contiguous()  # kept until it has been sent
+    shard = x.contiguous()  # kept alive until it is sent
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
     flight = Flight("all_gather", site, lambda: _all_gather_single(out, shard, group.pg, async_op=True))
 
@@ -183,13 +182,13 @@ def start_all_gather(x: torch.Tensor, group: Group, *, site: str) -> Callable[[]
 def reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) -> torch.Tensor:
     """Sum ``x`` over the ranks and keep this rank's slice along ``dim``: [..., n, ...] -> [..., n/R, ...].
 
-    Raises ValueError where ``dim`` does not divide by the group's size.
+    Raises ValueError where the group's size does not divide the length of ``dim``.
     """
     return start_reduce_scatter(x, group, dim=dim, site=site)()
 
 
 def start_reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) -> Callable[[], torch.Tensor]:
-    """Begin :func:`reduce_scatter`; the result waits for it and returns this rank's slice."""
+    """Begin :func:`reduce_scatter`; the returned function waits for it and returns this rank's slice."""
     if group.size == 1:
         return lambda: x
     dim = _dimension(x, dim, site)
@@ -199,8 +198,8 @@ def start_reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, site: s
     if torch.compiler.is_compiling():
         own = functional.reduce_scatter_tensor(slices, "sum", 0, group.pg)[0]
         return lambda: own
-    # gloo's own all-reduces everything. All-to-all moves what has to move, and the sum runs in rank order and rounds
-    # once.
+    # gloo's reduce-scatter all-reduces the whole tensor. All-to-all moves only the needed slices, and the sum runs in
+    # rank order and rounds once.
     exchange = x.device.type == "cpu"
     out = torch.empty_like(slices if exchange else slices[0])
     if exchange:
@@ -217,7 +216,7 @@ def start_reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, site: s
 
 
 def broadcast(x: torch.Tensor, group: Group, *, src: int = 0, site: str) -> torch.Tensor:
-    """The ``x`` of the group's rank ``src``, on every rank; ``x`` has one shape and dtype on all."""
+    """The ``x`` of the group's rank ``src``, on every rank; ``x`` has the same shape and dtype on all."""
     if not 0 <= src < group.size:
         raise ValueError(f"{site}: src={src} is not a rank of a group of {group.size}")
     if group.size == 1:
@@ -231,9 +230,9 @@ def broadcast(x: torch.Tensor, group: Group, *, src: int = 0, site: str) -> torc
 
 
 def gather_objects(value: Any, group: Group, *, site: str) -> list[Any]:
-    """Every rank's ``value``, in order of rank, pickled on the way: for settings and errors, not for data.
+    """Every rank's ``value``, in order of rank, sent as a pickle: for settings and errors, not for data.
 
-    Not counted: what ranks agree on, and when, is no part of what they compute.
+    Not counted: agreement between ranks is not part of the computation.
     """
     if group.size == 1:
         return [value]
@@ -252,7 +251,7 @@ def local_slice(x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
 
 
 def check_divides(shape: Sequence[int], dim: int, group: Group, site: str) -> None:
-    """ValueError unless dimension ``dim`` of a tensor of ``shape`` divides by the group's size."""
+    """Raise ValueError unless the group's size divides dimension ``dim`` of a tensor of ``shape``."""
     if shape[dim] % group.size:
         raise ValueError(
             f"{site}: dimension {dim} of a tensor of shape {list(shape)} does not divide by the group's "
@@ -261,7 +260,7 @@ def check_divides(shape: Sequence[int], dim: int, group: Group, site: str) -> No
 
 
 def check_rows(tokens: int, group: Group, site: str) -> None:
-    """ValueError unless ``tokens`` rows split evenly over the ranks."""
+    """Raise ValueError unless ``tokens`` rows split evenly over the ranks."""
     if tokens % group.size:
         raise ValueError(
             f"{site}: {tokens} rows do not divide by the group's {group.size} ranks; make them a multiple of "
@@ -276,13 +275,13 @@ def _dimension(x: torch.Tensor, dim: int, site: str) -> int:
 
 
 def count(kind: str, nbytes: int, site: str) -> None:
-    """Count a collective of ``nbytes`` at ``site``: for those made elsewhere (:mod:`pieces`, :mod:`strategies`)."""
+    """Count a collective of ``nbytes`` at ``site``, for those in :mod:`pieces` and :mod:`strategies`."""
     calls[kind, site] += 1
     payload[kind, site] += nbytes
 
 
 def _count(kind: str, x: torch.Tensor, site: str) -> None:
-    if not torch.compiler.is_compiling():  # which cannot tell the bytes of a size that it does not know
+    if not torch.compiler.is_compiling():  # a dynamic size has no known number of bytes there
         count(kind, x.nbytes, site)
 
 

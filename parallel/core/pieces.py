@@ -1,7 +1,7 @@
-"""Three collectives in pieces of rows, for callers that compute while they travel (``overlap/strategies.py``).
+"""Three collectives in pieces of rows, for callers that compute while the pieces travel (``overlap/strategies.py``).
 
-In pieces or whole, a collective is counted once, with the same payload. What fails in the caller's products is raised
-as it is, once the pieces that were posted by then have arrived: none of them is left for the next collective.
+A collective in pieces is counted once, with the same payload as the whole. An error in the caller's products is raised
+unchanged, after the posted pieces have arrived, so that the next collective cannot receive them.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from ...kernels.runtime import alloc
 from .collectives import Flight, check_rows, count, sum_in_place
 from .mesh import Group
 
-# What ranks on CPUs send each other here, each kind apart from the other and from whatever else they send.
+# The tags of these messages between ranks on CPUs; all other messages have different ones.
 GATHER_TAG, SCATTER_TAG = 0x5F01, 0x5F02
 
 
 class _Swap:
-    """Rows on their way to one rank and from another, in one step of a pattern that all ranks walk through."""
+    """One step of a pattern that all ranks follow: send rows to one rank, receive rows from another."""
 
     def __init__(
         self, sent: torch.Tensor, to: int, received: torch.Tensor, source: int, group: Group, tag: int
     ) -> None:
-        self.sent = sent  # kept until it has been sent
+        self.sent = sent  # kept alive until it is sent
         pg: Any = group.pg
         if sent.device.type == "cpu":
             self.receiving, self.sending = [pg.recv([received], source, tag)], [pg.send([sent], to, tag)]
             return
-        # NCCL matches by order, and sends and receives of one batch cannot wait for each other.
+        # NCCL matches messages by order, and sends and receives of one batch cannot deadlock.
         out = dist.P2POp(dist.isend, sent, group=pg, group_peer=to)
         into = dist.P2POp(dist.irecv, received, group=pg, group_peer=source)
         self.receiving, self.sending = dist.batch_isend_irecv([out, into]), []
@@ -51,9 +51,9 @@ class _Swap:
 class GatherPieces:
     """An all-gather of the rows of ``x`` [n, ...], n > 0, each shard in up to ``pieces`` pieces: ``whole`` [R n, ...].
 
-    :meth:`arriving` yields slices of the whole's rows once these are there: the own shard first, then the shards of
-    rank + 1, rank + 2, .... When it has come to its end, ``x`` may be written to. As a context it waits, where what is
-    inside fails, for what was posted.
+    :meth:`arriving` yields slices of the whole's rows as they arrive: the own shard first, then the shards of rank + 1,
+    rank + 2, .... After its end, ``x`` may be overwritten. As a context manager it waits for the posted pieces if its
+    body fails.
     """
 
     def __init__(self, x: torch.Tensor, group: Group, pieces: int, *, site: str) -> None:
@@ -66,7 +66,7 @@ class GatherPieces:
         shard = x.contiguous()
         self.whole = alloc.empty((size * n, *x.shape[1:]), x.dtype, x.device)
         for source in others:
-            to = (2 * rank - source) % size  # as far behind as the source is ahead
+            to = (2 * rank - source) % size  # as far behind this rank as the source is ahead
             for rows in cuts(n, pieces):
                 part = slice(source * n + rows.start, source * n + rows.stop)
                 post = partial(_Swap, shard[rows], to, self.whole[part], source, group, GATHER_TAG)
@@ -76,7 +76,7 @@ class GatherPieces:
     def arriving(self) -> Iterator[slice]:
         yield self._own
         while self._flights:
-            part, flight = self._flights.pop(0)  # a failure that follows must not wait for it again
+            part, flight = self._flights.pop(0)  # after a failure, __exit__ must not wait for it again
             self._arrived.append(flight)
             flight.wait()
             yield part
@@ -93,10 +93,10 @@ class GatherPieces:
 
 
 class _SumPieces(ABC):
-    """A sum over the ranks of ``tokens`` > 0 rows that are still being formed, in ``parts`` to be formed in this order.
+    """A sum over the ranks of ``tokens`` > 0 rows that the caller computes part by part, in the order of ``parts``.
 
-    Each part leaves when :meth:`send` is given it; :meth:`wait` returns the sum. As a context it waits, where what is
-    inside fails, for what was posted.
+    :meth:`send` sends one part; :meth:`wait` returns the sum. As a context manager it waits for the posted pieces if
+    its body fails.
     """
 
     parts: list[slice]
@@ -108,7 +108,7 @@ class _SumPieces(ABC):
 
     @abstractmethod
     def send(self, part: slice, y: torch.Tensor) -> None:
-        """``y`` [n, ...] is this rank's addend to the rows ``part``."""
+        """Send ``y`` [n, ...], this rank's addend to the rows ``part``."""
         ...
 
     @abstractmethod
@@ -124,9 +124,9 @@ class _SumPieces(ABC):
 
 
 class ScatterPieces(_SumPieces):
-    """A reduce-scatter: the shard of rank + 1 first, in up to ``pieces`` pieces, and the own one last and whole.
+    """A reduce-scatter: other ranks' shards from rank + 1 on, each in up to ``pieces`` pieces, then the own one whole.
 
-    Sums are formed in order of rank with one rounding. Raises ValueError unless ``tokens`` divide by the group's size.
+    The sum runs in rank order and rounds once. Raises ValueError unless the group's size divides ``tokens``.
     """
 
     def __init__(self, tokens: int, group: Group, pieces: int, *, site: str) -> None:
@@ -163,7 +163,7 @@ class ScatterPieces(_SumPieces):
 
 
 class ReducePieces(_SumPieces):
-    """An all-reduce in up to ``pieces`` parts, in order: each is summed while the next is formed."""
+    """An all-reduce in up to ``pieces`` parts, in order: one part is summed while the caller computes the next."""
 
     def __init__(self, tokens: int, group: Group, pieces: int, *, site: str) -> None:
         super().__init__(tokens, group, site)
@@ -185,13 +185,13 @@ class ReducePieces(_SumPieces):
 
 
 def _land(flights: list[Flight], sent: list[Flight]) -> None:
-    """After a failure, which is the one to report: wait for ``flights``, and until what was ``sent`` is free."""
+    """After a failure, wait for ``flights`` and for the buffers of ``sent``; ignore errors, to report the first one."""
     for step in [*(flight.wait for flight in flights), *(flight.settle for flight in sent)]:
         with suppress(Exception):
             step()
 
 
 def cuts(n: int, pieces: int) -> list[slice]:
-    """``n`` > 0 rows in up to ``pieces`` parts, of sizes that differ by one at most and none of them empty."""
+    """``n`` > 0 rows in up to ``pieces`` non-empty parts, whose sizes differ by at most one."""
     pieces = min(pieces, n)
     return [slice(i * n // pieces, (i + 1) * n // pieces) for i in range(pieces)]

@@ -1,4 +1,4 @@
-"""The agreement between a sharded and an unsharded run, as the demo judges it."""
+"""The demo's verdict on the agreement between a sharded and an unsharded run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text to train on: what is read, what is held out, what is refused; and what counting its bytes scores."""
+"""Training text: reading, the held-out part, refusals, and the scores of byte frequencies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_held_out_text_is_not_trained_on(tmp_path: Path):
     train, held_out = (set(re.findall(rb"<\d+>", bytes(part.numpy()))) for part in (corpus.train, corpus.held_out))
     assert train & held_out == set()
     blocks = math.ceil(4 * 2000 * 8 / data.BLOCK_BYTES) * 2
-    assert 8000 - blocks <= len(train) + len(held_out) <= 8000  # lines that a block's end cut are in neither
+    assert 8000 - blocks <= len(train) + len(held_out) <= 8000  # lines cut by a block's end are in neither
     assert len(held_out) == pytest.approx(8000 / 16, rel=0.3)
 
 
@@ -68,7 +68,7 @@ def test_size_is_capped(tmp_path: Path):
 
 
 def _bad_paths(folder: Path) -> dict[str, Path]:
-    """One path for each way in which --data can be wrong."""
+    """One path for each kind of invalid --data."""
     paths = {
         name: folder / name for name in ("missing", "empty", "blank", "binary", "short", "pipe", "no-text", "loop")
     }
@@ -81,7 +81,7 @@ def _bad_paths(folder: Path) -> dict[str, Path]:
     (paths["no-text"] / "image").write_bytes(bytes(10_000))
     paths["loop"].symlink_to(paths["loop"])
     paths["device"] = Path("/dev/zero")
-    paths["unreadable"] = Path("/proc/self/mem")  # exists, and refuses even the superuser
+    paths["unreadable"] = Path("/proc/self/mem")  # exists, but not even the superuser can read it
     return paths
 
 

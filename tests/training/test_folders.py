@@ -1,4 +1,4 @@
-"""The folder that a command writes: there when complete, replaced by its own kind alone."""
+"""A command's output folder: it appears when complete, and only the same command replaces it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting worker processes: results, errors, ports, and that nothing outlives the process that started them."""
+"""Starting worker processes: results, errors, ports, and no process that outlives its parent."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_reports_of_errors_stay_for_ranks_that_read_them(launched: Any):
 
 
 def _stops(launched: Any, folder: Path, count: int) -> list[str]:
-    """Signals to this process while a worker waits for a file, which the first of them writes if it is the only one."""
+    """Send signals to this process while a worker waits for a file; a single signal also writes that file."""
     asked: list[int] = []
     waiting, path = folder / "waiting", folder / "stop"
 
@@ -156,7 +156,7 @@ def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch):
     assert [launching.threads_per_process(n) for n in (1, 2, 3, 16)] == [3, 3, 2, 1]
 
 
-# A parent of its own, since it is going to be killed. It reports 128 + n, as the demo does.
+# A separate parent, because the test kills it. It reports 128 + n, as the demo does.
 _PARENT = """
 import signal, sys
 from shardfuse.training.launch import Stopped, launch
@@ -187,5 +187,5 @@ def test_no_worker_outlives_its_parent(launched: Any, signum: signal.Signals, tm
     leftovers.assert_none()
     assert errors == ""
     assert parent.returncode == (-signal.SIGKILL if signum == signal.SIGKILL else 128 + signum)
-    if signum != signal.SIGKILL:  # nobody cleans up after that one
+    if signum != signal.SIGKILL:  # SIGKILL leaves no chance to clean up
         assert not list(tmp_path.iterdir())

@@ -30,7 +30,7 @@ def _settings(out: Path, processes: int = 1, **sections: Any) -> RunSettings:
 
 
 def _train(run: RunSettings, mesh: Any = None, steps: int = STEPS) -> tuple[list[float], float]:
-    """The losses of the first steps, and the held-out loss after them."""
+    """The losses of the first steps, and the held-out loss afterwards."""
     trainer = Trainer(run, mesh)
     losses = [float(trainer.train_step().loss) for _ in range(steps)]
     held_out = trainer.evaluate()
@@ -50,10 +50,10 @@ def test_learns_what_fp32_learns(tmp_path: Path, in_fp32: Any, precision: str, s
     model = {"num_layers": 2, "style": style, "max_positions": 64, "init_std": 0.02}
     plain = in_fp32 if style == "gated" else _train(_settings(tmp_path, model=model))
     losses, held_out = _train(_settings(tmp_path, model=model, parallel={"precision": precision}))
-    # The first loss is a forward alone: off by the format's rounding, not by more than a few of it, and not equal.
+    # The first loss comes from a forward alone: it differs by a few of the format's roundings, and is not equal.
     eps = torch.finfo({"bf16": torch.bfloat16, "fp16": torch.float16}[precision]).eps
     assert 0 < abs(losses[0] - plain[0][0]) < 4 * eps * plain[0][0]
-    assert plain[1] < plain[0][0] - 0.5  # nats: it has learnt; the text is this Python's library
+    assert plain[1] < plain[0][0] - 0.5  # nats: the model learns; the text is this Python's library
     assert held_out == pytest.approx(plain[1], rel=0.02)
 
 
@@ -66,12 +66,12 @@ def test_two_ranks_learn_what_one_does(ranks: Any, tmp_path: Path, precision: st
     alone, _ = _train(_settings(tmp_path, parallel={"precision": precision}), steps=10)
     first, second = ranks(2, _two_ranks_body, _settings(tmp_path, 2, parallel={"precision": precision, "tp": 2}))
     assert first == second
-    # Sums over ranks are rounded to 16 bits once more, and so are norms and residuals, which autocast leaves in fp32.
+    # Over ranks, sums are also rounded to 16 bits, and so are norms and residuals, which autocast leaves in fp32.
     assert first[0] == pytest.approx(alone, rel=0.01)
 
 
 def test_bf16_parameters_with_fp32_masters_learn_what_fp32_learns(tmp_path: Path, in_fp32: Any):
-    """Gradients are added up in fp32 by the products themselves; the optimizer steps fp32 copies."""
+    """The products accumulate gradients in fp32; the optimizer updates fp32 copies."""
     run = _settings(tmp_path)
     trainer = Trainer(run, None)  # for its batches, and to evaluate
     model = ParallelTransformer(run.model, dtype=torch.bfloat16, fuse_wgrad_accumulation=True)

@@ -1,6 +1,6 @@
-"""Training runs: every layout to the same losses, and stopped, killed and gone on with as if nothing had been.
+"""Training runs: equal losses in every layout, and the same losses after a stop or a kill and a resume.
 
-Minutes of processes: make test-all runs them. What make test runs is in test_train_runs.py.
+These tests take minutes: make test-all runs them. make test runs test_train_runs.py.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def alone(ranks: Any, case: Any, tmp_path_factory: pytest.TempPathFactory) -> tu
 
 
 def _interrupted(ranks: Any, case: Any, folder: Path, first: str, second: str) -> None:
-    """In ``folder``: "whole", a run as ``first``; "parts", one stopped after 5 steps that went on as ``second``."""
+    """Run in ``folder``: "whole", a run as ``first``; "parts", one stopped after 5 steps and resumed as ``second``."""
     for out, layout, options in (
         ("whole", first, {}),
         ("parts", first, {"stop_after": 5}),
@@ -102,7 +102,7 @@ def test_stopped_run_goes_on_in_another_layout(
 
 @pytest.mark.nightly
 def test_dropout_repeats_after_a_stop(ranks: Any, case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """And is the same whether tensors or stages are spread; data-parallel ranks draw masks of their own."""
+    """It is also the same under tensor and pipeline parallelism; data-parallel ranks draw different masks."""
     monkeypatch.setitem(case.VALUES, "model", {**case.VALUES["model"], "residual_dropout": 0.2})
     _interrupted(ranks, case, tmp_path, "sp2", "pp2-zbv")
     whole, parts = (case.losses(tmp_path / out) for out in ("whole", "parts"))
@@ -135,7 +135,7 @@ def test_run_starts_from_a_folder_of_transformers(ranks: Any, case: Any, tmp_pat
     assert again.held_out == pytest.approx(trained.held_out, rel=8 * torch.finfo(torch.float32).eps)
 
 
-# --- processes of its own ---------------------------------------------------------------------------------------------
+# --- separate processes -----------------------------------------------------------------------------------------------
 
 
 def _killed(ranks: Any, case: Any, folder: Path, layout: str, seed: int) -> None:
@@ -145,7 +145,7 @@ def _killed(ranks: Any, case: Any, folder: Path, layout: str, seed: int) -> None
     victim, step = dice.randrange(2), dice.randrange(case.STEPS)
     results = launch(case.run_and_die, settings[1].to_json(), victim, step, processes=2, max_restarts=1)
     assert [result.steps for result in results] == [case.STEPS] * 2
-    # Checkpoints are written while training goes on, so the newest may not have been complete.
+    # Checkpoints are written while training continues, so the newest may have been incomplete.
     assert results[0].resumed_at in ((0, 4) if step >= 4 else (0,))
     assert case.lines(settings[1].out) == case.lines(settings[0].out)
 
@@ -188,7 +188,7 @@ def _wait_for_lines(process: subprocess.Popen[str], out: Path, count: int) -> No
 @pytest.mark.nightly
 @pytest.mark.parametrize("processes", [1, 2])
 def test_two_trainings_side_by_side_one_of_them_interrupted(ranks: Any, case: Any, tmp_path: Path, processes: int):
-    """One under torchrun, which completes, and one that starts its own processes and would never end."""
+    """One runs under torchrun and completes; the other starts its own processes and would never end."""
     leftovers = importlib.import_module("launched").Leftovers()
     case.write_toml(tmp_path / "run.toml", case.values("torchrun", optimizer={"schedule": "constant"}))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
@@ -237,7 +237,7 @@ def test_two_trainings_side_by_side_one_of_them_interrupted(ranks: Any, case: An
 
 @pytest.mark.nightly
 def test_two_machines_go_on_after_a_worker_of_either_was_killed(ranks: Any, case: Any, tmp_path: Path):
-    """Each agent of torchrun counts the failures of its own workers, and the other one's are started again as well."""
+    """Each agent of torchrun counts the failures of its own workers; the other agent restarts its workers as well."""
     leftovers = importlib.import_module("launched").Leftovers()
     long = {"steps": 60, "optimizer": {"schedule": "constant"}, "log": {"eval_every": False}}
     case.write_toml(tmp_path / "run.toml", case.values("out", **long))

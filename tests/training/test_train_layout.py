@@ -1,4 +1,4 @@
-"""What the settings alone decide about a run's layout: refused or remarked on before any process is started."""
+"""Layout validation from the settings alone: refusals and warnings before any process starts."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def test_as_many_stages_as_the_model_has_parts():
     [
         ("zbv", 2, 8, 8),  # two for each of four stages
         ("zbv", 2, 100, 8),
-        ("zbv", 2, 4, 4),  # no more than sequences
+        ("zbv", 2, 4, 4),  # at most one per sequence
         ("1f1b", 4, 5, 5),
-        ("1f1b", 4, 3, 4),  # the fewest that it can run with
+        ("1f1b", 4, 3, 4),  # the schedule's minimum
         ("dualpipev", 2, 1, 4),
-        ("interleaved_1f1b", 4, 11, 10),  # in rounds of one size
+        ("interleaved_1f1b", 4, 11, 10),  # in rounds of equal size
     ],
 )
 def test_default_count_of_micro_batches_fits_the_share(schedule: str, pp: int, sequences: int, count: int):
@@ -126,7 +126,7 @@ def test_padding_is_counted_and_what_avoids_it_works(parallel: dict[str, Any], b
     processes = parallel.get("dp", 1) * parallel.get("pp", 1)
     settings = _settings(processes, batch, **parallel)
     (said,) = remarks(settings)
-    assert f": {empty} more, which count for nothing" in said
+    assert f": {empty} empty sequences are added" in said
     assert said.endswith(f"use {advice}")
     for change in advice.split(", or "):
         name, _, value = change.partition(" = ")
@@ -138,7 +138,7 @@ def test_padding_is_counted_and_what_avoids_it_works(parallel: dict[str, Any], b
 
 
 def _padding_body(rank: int, world: int, rows: int, count: int) -> int:
-    """Rows that the pipeline adds to a batch of so many."""
+    """The number of rows that the pipeline adds to a batch of ``rows``."""
     import torch
 
     from shardfuse import ParallelTransformer, TransformerConfig, init_mesh, parallelize

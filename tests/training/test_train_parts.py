@@ -1,4 +1,4 @@
-"""What a training run is built from: its tokens, its folder, what it writes, how it is asked to stop."""
+"""The parts of a training run: tokens, metrics, throughput, folder, stop requests."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_steps_that_come_again_are_written_once(tmp_path: Path):
 
 
 class _Writer:
-    """What TensorBoard's SummaryWriter is asked to do."""
+    """Records the calls of TensorBoard's SummaryWriter."""
 
     def __init__(self, folder: str, purge_step: int | None) -> None:
         self.calls: list[tuple[Any, ...]] = [(Path(folder).name, purge_step)]
@@ -247,7 +247,7 @@ def test_run_of_the_same_launch_is_gone_on_with_even_when_it_is_complete(tmp_pat
     with RunFolder(tmp_path, resume=False, launch="2", job="a") as folder:
         assert folder.resume
         folder.complete()
-    for _ in range(2):  # who is refused leaves no mark
+    for _ in range(2):  # a refused run leaves no mark
         with pytest.raises(RunFolderError, match="earlier run"), RunFolder(tmp_path, resume=False, launch="3", job="a"):
             pytest.fail("another launch, of a complete run")
 
@@ -302,7 +302,7 @@ def test_file_asks_as_well(tmp_path: Path):
 
 
 def _stop_body(rank: int, world: int, folder: str) -> list[int]:
-    """Rank 1 is asked after its second step."""
+    """Rank 1 gets the stop request after its second step."""
     file = StopFile(Path(folder) / str(rank))
     seen = []
     with Stop(everyone(), file) as stop:
@@ -320,7 +320,7 @@ def test_ranks_stop_after_the_same_step(ranks: Any, tmp_path: Path):
 
 
 def _partition_body(rank: int, world: int, partition: str) -> list[int]:
-    """The parts that this stage keeps where the first block is measured to cost as much as all others together."""
+    """This stage's parts when the first block's measured cost equals that of all others together."""
     small = TransformerConfig(num_layers=6, hidden_size=32, intermediate_size=64)
     parallel = ParallelSettings(pp=world, schedule="1f1b", partition=partition)
     settings = resolve(RunSettings(model=small, parallel=parallel, device="cpu"), world)

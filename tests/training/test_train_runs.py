@@ -1,4 +1,4 @@
-"""Short training runs: stopped and gone on with, killed, started again, and refused."""
+"""Short training runs: stopped and resumed, killed, restarted, and refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_pipeline_stopped_after_a_step_goes_on_as_if_it_had_not_been(ranks: Any,
 
 
 class _ThirdLook:
-    """A clock by which an hour has passed at the third look."""
+    """A clock that jumps by an hour at the third reading."""
 
     def __init__(self) -> None:
         self._looks = 0
@@ -66,7 +66,7 @@ class _ThirdLook:
 
 
 def _limited_body(rank: int, world: int, text: str, resume: bool) -> Any:
-    """A run in which the last rank's clock alone has the time limit pass, after two steps."""
+    """A run whose time limit passes after two steps, only by the last rank's clock."""
     from shardfuse.training import restart
     from shardfuse.training.run import train_run
     from shardfuse.training.settings import RunSettings
@@ -100,7 +100,7 @@ def test_killed_worker_of_the_command_is_replaced(
     monkeypatch.setattr("shardfuse.commands.train.train_run", case.die_once)
     assert run_train(TrainOptions(tmp_path / "run.toml")) == 0
     out, _ = capfd.readouterr()
-    assert "started again (1): going on from step 1 of 2" in out
+    assert "restarted (1): resuming from step 1 of 2" in out
     assert case.lines(tmp_path / "killed") == case.lines(tmp_path / "whole")
 
 
@@ -110,9 +110,9 @@ def test_killed_worker_of_the_command_is_replaced(
 def _under_torchrun_body(
     rank: int, world: int, text: str, port: int | None, job: str, restarts: list[int], resume: bool = False
 ) -> Any:
-    """The run of settings ``text``, each rank of a machine of its own whose agent counts restarts; what is refused.
+    """Run settings ``text`` with each rank on its own machine, whose agent counts restarts; returns any refusal.
 
-    ``port`` is of the store that the agents keep, None where they keep none.
+    ``port`` is the port of the agents' store, None if they keep none.
     """
     from shardfuse.training.run import train_run
     from shardfuse.training.settings import RunSettings
@@ -143,15 +143,15 @@ def test_restart_goes_on_only_where_the_start_was_let_in(ranks: Any, case: Any, 
         return said
 
     assert start(1, agent, [0, 0]) == 0
-    for restarts in ([0, 0], [1, 0], [2, 1]):  # another torchrun's first attempt, and those that it makes of it
+    for restarts in ([0, 0], [1, 0], [2, 1]):  # another torchrun's first attempt, and its restarts
         assert "holds an earlier run" in start(2, other, restarts)
-    assert start(2, agent, [0, 1]) == 1  # one machine's agent alone counted the restart, or none did
+    assert start(2, agent, [0, 1]) == 1  # only one machine's agent counted the restart, or none did
     assert start(2, other, [0, 0], resume=True) == 2
-    assert start(2, other, [1, 0]) == 2  # complete, and a process died as it left
+    assert start(2, other, [1, 0]) == 2  # complete, but a process died at its exit
 
 
 def test_unfinished_run_of_a_named_job_is_gone_on_with(ranks: Any, case: Any, tmp_path: Path):
-    """Where no store outlives the processes, and where the same job was launched anew."""
+    """Both without a store that outlives the processes, and in a new launch of the same job."""
     out = tmp_path / "run"
     texts = [case.settings(out, 2, steps=steps, **SHORT).to_json() for steps in (1, 2)]
     ranks(2, case.run_body, texts[0])
@@ -168,7 +168,10 @@ def test_half_set_environment_is_no_run_of_one_process(monkeypatch: pytest.Monke
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     options = TrainOptions(flags={"out": str(tmp_path / "run"), "steps": 1, "device": "cpu"})
-    with pytest.raises(ValueError, match=r"^WORLD_SIZE = 2: .* MASTER_ADDR and MASTER_PORT are not set; let torchrun"):
+    with pytest.raises(
+        ValueError,
+        match=r"^WORLD_SIZE = 2: .* MASTER_ADDR and MASTER_PORT are not set; start the processes with torchrun",
+    ):
         run_train(options)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(ValueError, match=r" and MASTER_PORT is not set;"):
@@ -176,11 +179,11 @@ def test_half_set_environment_is_no_run_of_one_process(monkeypatch: pytest.Monke
     assert not (tmp_path / "run").exists()
 
 
-# --- what --resume finds ----------------------------------------------------------------------------------------------
+# --- resume validation ------------------------------------------------------------------------------------------------
 
 
 def _refusal_body(rank: int, world: int, text: str) -> tuple[str, bool]:
-    """What this rank says of the settings, and whether it left the other ones."""
+    """This rank's refusal of the settings, and whether it left the process group."""
     from shardfuse.training.run import train_run
     from shardfuse.training.settings import RunSettings
 
@@ -190,7 +193,7 @@ def _refusal_body(rank: int, world: int, text: str) -> tuple[str, bool]:
 
 
 def _refused(ranks: Any, settings: Any) -> str:
-    """The one line that both ranks end with."""
+    """The one-line error of both ranks."""
     first, second = ranks(2, _refusal_body, settings.to_json())
     assert first == second
     said, left = first
@@ -209,7 +212,7 @@ def test_tokens_are_counted_over_batches_of_several_sizes(ranks: Any, case: Any,
     out = tmp_path / "run"
     for steps, batch in ((2, 4), (3, 2), (4, 2)):
         sections = {**SHORT, "steps": steps, "data": {"batch": batch}}
-        if steps == 4:  # of a version that did not count
+        if steps == 4:  # from a version without this count
             manifest = out / "checkpoints" / "step-00000003" / "checkpoint.json"
             saved = json.loads(manifest.read_text())
             assert saved["extra"].pop("tokens") == 160
@@ -222,7 +225,7 @@ def test_checkpoints_that_resume_cannot_go_on_from(ranks: Any, case: Any, tmp_pa
     out, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
     ranks(2, case.run_body, case.settings(out, 2, steps=2, **SHORT).to_json())
     said = _refused(ranks, case.settings(out, 2, steps=1, **SHORT))
-    assert said.startswith(f"steps = 1: the run in {out} is past that, at step 2; pass --steps with more")
+    assert said.startswith(f"steps = 1: the run in {out} is past that, at step 2; pass a larger --steps")
 
     longer, newest = case.settings(out, 2, steps=3, **SHORT), checkpoints / "step-00000002"
     (tensors, *_) = sorted(newest.glob("*.distcp"))
@@ -237,10 +240,10 @@ def test_checkpoints_that_resume_cannot_go_on_from(ranks: Any, case: Any, tmp_pa
 
     for path in checkpoints.iterdir():
         (path / "checkpoint.json").write_text("{")
-    assert "there is no other one: choose another --out" in _refused(ranks, longer)
+    assert "there is no other checkpoint: choose another --out" in _refused(ranks, longer)
     shutil.rmtree(checkpoints)
     torch.manual_seed(0)
     foreign = ParallelTransformer(TransformerConfig(num_layers=1, hidden_size=8, num_heads=1, intermediate_size=8))
     save_checkpoint(checkpoints / "step-00000001", foreign, extra={"settings": "mine"})
     said = _refused(ranks, longer)
-    assert said.startswith(f"{checkpoints / 'step-00000001'}: not a checkpoint that shardfuse train wrote")
+    assert said.startswith(f"{checkpoints / 'step-00000001'}: shardfuse train did not write this checkpoint")

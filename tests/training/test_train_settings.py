@@ -1,4 +1,4 @@
-"""What a training run is told: TOML, flags that win over it, and one clear line for whatever cannot be meant."""
+"""A training run's settings: TOML, flags that override it, and one clear line for each invalid value."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_assignments_need_a_name_and_a_value(text: str):
         ({"parallel.zero": 4}, "^parallel.zero = 4: expected one of 0, 1, 2, 3$"),
         ({"parallel.tp": 0}, "^parallel.tp = 0: expected at least 1$"),
         ({"parallel.precision": "fp8"}, "^parallel.precision = 'fp8': expected one of fp32, bf16, fp16$"),
-        ({"parallel.pp": 2}, "^parallel.pp = 2: a pipeline wants a schedule too"),
+        ({"parallel.pp": 2}, "^parallel.pp = 2: a pipeline also needs a schedule"),
         ({"optimizer.lr": 0}, "^optimizer.lr = 0.0: expected a number above 0$"),
         ({"optimizer.lr": float("nan")}, "^optimizer.lr = nan: expected a number above 0$"),
         ({"optimizer.schedule": "step"}, "^optimizer.schedule = 'step': expected one of constant, linear, cosine$"),

@@ -1,7 +1,7 @@
 """``shardfuse demo``: train a small sharded transformer on real text, check it, save it, serve it.
 
-Five steps, each of which ends in checks that can fail; a failed one makes the exit code non-zero. All output goes to
-one folder, which appears when everything is written.
+The steps end in checks; a failed check makes the exit code non-zero. All output goes to one folder, which appears only
+when it is complete.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ MODEL = TransformerConfig(
     max_positions=512,
     init_std=0.05,
 )
-COMPARED_STEPS = 8  # repeated in one process
+COMPARED_STEPS = 8  # the steps repeated in one process
 HELD_OUT_BAR = 2.35  # nats per byte of the standard library's sources; a table of byte pairs scores about 2.4
-NEED_BYTES = 128 << 20  # checkpoint, exported model and what is being replaced: a third of this
+NEED_BYTES = 128 << 20  # three times the size of checkpoint, exported model and the replaced output
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What ``shardfuse demo`` can be told.
+    """The options of ``shardfuse demo``.
 
-    ``data`` is a text file or a folder of them (None: the standard library's sources), ``out`` the folder for the
-    output, ``tp`` the number of tensor-parallel processes (None: 2, or 1 on one GPU), ``port`` where they meet (None:
-    any that is free), ``seconds`` the time limit of the training, ``device`` "cpu" or "cuda" (None: a GPU if there is
-    one), ``precision`` one of ``training.settings.PRECISIONS``, ``dropout`` the share of embeddings and branches that
-    training drops.
+    ``data`` is a text file or a folder of them (None: the standard library's sources), ``out`` the output folder,
+    ``tp`` the number of tensor-parallel processes (None: 2, or 1 on one GPU), ``port`` their rendezvous port (None: any
+    free one), ``seconds`` the time limit of the training, ``device`` "cpu" or "cuda" (None: a GPU if there is one),
+    ``precision`` one of ``training.settings.PRECISIONS``, ``dropout`` the dropout rate of embeddings and residual
+    branches in training.
     """
 
     data: Path | None = None
@@ -90,7 +90,7 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demo; 0 if every check held, 1 if one did not or on an error, 128 + n after signal n."""
+    """Run the demo; 0 if every check held, 1 after a failed check or an error, 128 + n after signal n."""
     console = Console(highlight=False)
     try:
         with stop_signals(), _one_thread():
@@ -110,14 +110,14 @@ def run_demo(options: DemoOptions) -> int:
 
 
 def _leave_bar(console: Console) -> None:
-    """A worker that was ended leaves its progress bar on the terminal, unfinished, and the cursor hidden."""
+    """Restore the terminal: a killed worker leaves an unfinished progress bar and a hidden cursor."""
     if console.is_terminal:
         console.show_cursor(True)
         console.print()
 
 
 class _Demo:
-    """The steps, and what they have to know of each other."""
+    """The steps of the demo, and the state that they share."""
 
     def __init__(self, options: DemoOptions, console: Console) -> None:
         self.options = options
@@ -155,7 +155,7 @@ class _Demo:
         return all(ok for _, ok in self.checks)
 
     def _settings(self) -> RunSettings:
-        """The run's settings; ValueError where they cannot work on this machine."""
+        """The run's settings. Raises ValueError where they cannot work on this machine."""
         model, tp = self.options.model, self.tp
         if tp < 1:
             raise ValueError(f"--tp {tp}: expected at least 1")
@@ -186,7 +186,7 @@ class _Demo:
     # --- the steps ----------------------------------------------------------------------------------------------------
 
     def _show_found(self, corpus: Corpus) -> None:
-        """Device, versions, text, and per op which implementation runs and why."""
+        """Show device, versions and text, and for each op the chosen implementation with the reason."""
         device = torch.device(self.device)
         self._say(f"device   {_device_line(device)}")
         self._say(
@@ -201,7 +201,7 @@ class _Demo:
             f"{shape.hidden_size}, {shape.num_heads} heads ({shape.num_kv_heads} KV), bytes as tokens"
         )
         runs = {row.op: (row.runs, row.why) for row in explanation.rows if row.op}
-        for op in sorted(registry.ops()):  # those of serving too
+        for op in sorted(registry.ops()):  # includes serving's ops
             runs.setdefault(op, dataclasses.astuple(dispatch.choose(op, device)))
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
         for name in ("op", "runs", "why"):
@@ -211,7 +211,7 @@ class _Demo:
         self.console.print(Padding(table, (0, 0, 0, 2)))
 
     def _train(self, folder: Path, corpus: Corpus) -> list[RunResult]:
-        # The folder is ours: no rank has to hold it, and a stop signal ends all of them at once.
+        # This process owns the folder: no rank has to lock it, and a stop signal ends all ranks at once.
         unasked = StopFile(folder / "stop")
         ranks = launch(
             train_run, self.settings, False, unasked, processes=self.tp, port=self.options.port, folder=folder
@@ -224,8 +224,8 @@ class _Demo:
             f"{'' if complete else ' (time limit)'}, {first.tokens_per_second:,.0f} tokens/s"
         )
         unigram, bigram = unigram_nats(corpus), bigram_nats(corpus)
-        # How far other text can be compressed is unknown, and so is what a run that was cut short has learnt; a model
-        # that learns at all beats counting bytes.
+        # The fixed bar does not apply to other text or to an incomplete run; there the model must only beat byte
+        # frequencies.
         bar = HELD_OUT_BAR if complete and self.settings.data.path is None else unigram
         self._check(
             first.held_out < bar,
@@ -250,7 +250,7 @@ class _Demo:
         return agreement
 
     def _reload(self, folder: Path, trained: RunResult, agreement: Agreement) -> ParallelTransformer:
-        """The model in this process alone, after checking that the checkpoint means the same at another degree."""
+        """Load the model in this process alone, after checking the checkpoint's loss at another degree."""
         alone, pair = (
             dataclasses.replace(self.settings, parallel=dataclasses.replace(self.settings.parallel, tp=tp))
             for tp in (1, 2)
@@ -289,7 +289,7 @@ class _Demo:
         )
         self._check(
             serving.equal == serving.requests,
-            f"{serving.equal} of {serving.requests} answers are a cache-free solo forward's, but for ties",
+            f"{serving.equal} of {serving.requests} answers equal a solo forward's without a cache, except for ties",
         )
         return serving
 
@@ -328,7 +328,7 @@ class _Demo:
 
     @contextmanager
     def _step(self, number: str, title: str) -> Iterator[None]:
-        """Heading and duration of a step; its mark says whether all of its checks held."""
+        """Print a step's heading, then its duration and whether all of its checks held."""
         self._heading(number, title)
         began, before = time.monotonic(), len(self.checks)
         yield
@@ -350,7 +350,7 @@ class _Demo:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """torch on one thread in this process: its share is small, and on a busy machine threads wait for each other."""
+    """Limit torch to one thread here: this process does little work, and on a busy machine threads block each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""``shardfuse train``: a run of a TOML file and flags, over processes that it or torchrun started."""
+"""``shardfuse train``: a run from a TOML file and flags, over processes started by it or by torchrun."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ FLAGS = {
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What ``shardfuse train`` can be told.
+    """The options of ``shardfuse train``.
 
-    ``file`` is the TOML file, ``flags`` the values of :data:`FLAGS` that were given, ``assignments`` "SETTING=VALUE"
-    for all others. ``processes`` to start (None: what the degrees make up; under torchrun its own take part), ``port``
-    where they meet (None: any that is free), ``restarts`` after a failure. ``resume`` goes on with the run in the
-    folder.
+    ``file`` is the TOML file, ``flags`` the given values of :data:`FLAGS`, ``assignments`` "SETTING=VALUE" for all
+    other settings. ``processes`` is the number of processes to start (None: the product of the degrees; torchrun starts
+    its own), ``port`` their rendezvous port (None: any free one), ``restarts`` the limit of restarts after a failure.
+    ``resume`` continues the run in the folder.
     """
 
     file: Path | None = None
@@ -71,14 +71,14 @@ class TrainOptions:
     json: bool = False
 
     def settings(self) -> RunSettings:
-        """The file with the flags in it, which win. Raises as ``read_settings`` does."""
+        """The file's settings, overridden by the flags. Raises as ``read_settings`` does."""
         changes = dict(map(parse_assignment, self.assignments))
         changes |= {FLAGS[flag]: value for flag, value in self.flags.items()}
         return read_settings(self.file, changes)
 
 
 def run_train(options: TrainOptions) -> int:
-    """Train; 0 when the run is complete or a signal ended it in good order, 130 after Ctrl-C, 1 on an error."""
+    """Train; 0 when the run is complete or stopped cleanly by a signal, 130 after Ctrl-C, 1 on an error."""
     if _started_by_torchrun():
         return _take_part(options)
     console = Console(highlight=False)
@@ -88,7 +88,7 @@ def run_train(options: TrainOptions) -> int:
             result = _train(options, settings, processes, console)
     except Stopped as stop:
         _leave_bar(console)
-        print(f"stopped by {stop}; --resume goes on from the newest checkpoint", file=sys.stderr)
+        print(f"stopped by {stop}; --resume continues from the newest checkpoint", file=sys.stderr)
         return 128 + stop.signum
     except WorkerError as error:
         _leave_bar(console)
@@ -102,23 +102,23 @@ def run_train(options: TrainOptions) -> int:
 
 
 def _started_by_torchrun() -> bool:
-    """By it, or by anything else that sets what it sets; ValueError where that is one of several, and less is set."""
+    """Whether torchrun's environment variables are set; ValueError if only some are and WORLD_SIZE is above 1."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     missing = [name for name in names if name not in os.environ]
     world = os.environ.get("WORLD_SIZE", "1")
     if missing and world != "1":
         raise ValueError(
             f"WORLD_SIZE = {world}: this process is one of several, and {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set; let torchrun start them, or set what it sets"
+            f"{'is' if len(missing) == 1 else 'are'} not set; start the processes with torchrun, or set what it sets"
         )
     return not missing
 
 
 def _take_part(options: TrainOptions) -> int:
-    """This process is one of a run's ranks."""
+    """Take part in a run as one of its ranks."""
     world = int(os.environ["WORLD_SIZE"])
     if options.processes not in (None, world):
-        raise ValueError(f"--processes {options.processes}: {world} were started already; leave it away")
+        raise ValueError(f"--processes {options.processes}: torchrun has already started {world}; omit the option")
     settings = resolve(options.settings(), world)
     console = Console(highlight=False)
     first = os.environ["RANK"] == "0"
@@ -131,7 +131,7 @@ def _take_part(options: TrainOptions) -> int:
 
 
 def _resolved(options: TrainOptions) -> tuple[RunSettings, int]:
-    """The settings, and how many processes they take. ValueError where they cannot work on this machine."""
+    """The settings and their number of processes. Raises ValueError where they cannot work on this machine."""
     settings = options.settings()
     parallel = settings.parallel
     processes = options.processes or parallel.dp_replicate * (parallel.dp or 1) * parallel.pp * parallel.tp
@@ -145,11 +145,11 @@ def _resolved(options: TrainOptions) -> tuple[RunSettings, int]:
 
 
 def _train(options: TrainOptions, settings: RunSettings, processes: int, console: Console) -> RunResult:
-    """Start the processes and see them through, the first signal asking them to stop after their step."""
+    """Start the processes and wait for them; the first signal asks them to stop after the current step."""
 
     def ask(signum: int) -> None:
         stop_file.write(signum)
-        console.print("\nstopping after this step; once more to stop at once", markup=False)
+        console.print("\nstopping after this step; repeat the signal to stop at once", markup=False)
 
     with (
         RunFolder(Path(settings.out), resume=options.resume),
@@ -199,19 +199,19 @@ def _show_result(result: RunResult, settings: RunSettings, console: Console, opt
     console.print(f"step {result.steps} of {settings.steps}{loss}{speed}", markup=False)
     if result.stopped_by and result.steps < settings.steps:
         by = "its time limit" if result.stopped_by == TIME_IS_UP else signal.Signals(result.stopped_by).name
-        console.print(f"stopped by {by}; --resume goes on from here", markup=False)
+        console.print(f"stopped by {by}; --resume continues from here", markup=False)
     if options.json:
         values = dataclasses.asdict(result)
         print(json.dumps({name: None if value != value else value for name, value in values.items()}))
 
 
 def _exit_code(result: RunResult) -> int:
-    """128 + 2 after Ctrl-C, 0 after another signal: a scheduler that ends a run gets what it asked for."""
+    """128 + 2 after Ctrl-C, 0 after another signal: for a scheduler that stops a run, this is success."""
     return 130 if result.stopped_by == signal.SIGINT else 0
 
 
 def _leave_bar(console: Console) -> None:
-    """A worker that was ended leaves its progress bar on the terminal, unfinished, and the cursor hidden."""
+    """Restore the terminal: a killed worker leaves an unfinished progress bar and a hidden cursor."""
     if console.is_terminal:
         console.show_cursor(True)
         console.print()
