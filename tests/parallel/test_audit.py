@@ -1,4 +1,4 @@
-"""What a step sends: counted through torch's dispatcher and the layers' own counters, against the closed forms."""
+"""A step's communication: counts from torch's dispatcher and the layers' own counters, against closed forms."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ENTRY = Entry(step=0, group="dp", ranks=4, kind="all_reduce", site=TORCH, calls=
 
 
 def _calls_body(rank: int, world: int) -> list[tuple[Any, ...]]:
-    """One call of everything that sends, each in a step of its own, and what was counted."""
+    """Call each communicating function once, in a separate step; returns the counts."""
     mesh = init_mesh(tp=world)
     group = tp_group(mesh)
     small, large = torch.ones(8, 4), torch.ones(collectives.EXCHANGE_BYTES)
@@ -81,12 +81,12 @@ def _calls_body(rank: int, world: int) -> list[tuple[Any, ...]]:
 def test_every_call_is_counted_once_whatever_it_is_made_of(ranks: Any):
     size = 8 * 4 * 4
     counted = [
-        ("all_reduce", "small", size),  # by gloo a send and a receive
+        ("all_reduce", "small", size),  # a send and a receive in gloo
         ("all_reduce", "large", collectives.EXCHANGE_BYTES * 4),
         ("reduce_scatter", "scatter", size),  # an all-to-all
         ("all_gather", "gather", 2 * size),
         ("all_gather", "pieces", 2 * size),  # three sends
-        None,  # pickled objects: neither is what ranks agree on a part of what they compute
+        None,  # pickled objects are not counted: agreement is not part of the computation
         ("all_reduce", TORCH, size),
         ("all_reduce", TORCH, size),
         ("all_gather", TORCH, 2 * size),
@@ -197,7 +197,7 @@ def _product() -> list[Any]:
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
-    [*_product(), Options(dp=3, pp=2, zero=1, schedule="interleaved_zb", tie_embeddings=True)],  # shards of two sizes
+    [*_product(), Options(dp=3, pp=2, zero=1, schedule="interleaved_zb", tie_embeddings=True)],  # unequal shards
 )
 def test_every_schedule_sends_what_the_closed_form_says(ranks: Any, options: Options):
     for (outcome,) in ranks(options.processes, _step_body, options, timeout=300):
@@ -205,7 +205,7 @@ def test_every_schedule_sends_what_the_closed_form_says(ranks: Any, options: Opt
 
 
 def _halves_body(rank: int, world: int) -> tuple[list[str], int, int]:
-    """A step with an all-reduce left out; then what blocks send without and with sequence parallelism, one way."""
+    """A step without one all-reduce; then the blocks' forward traffic without and with sequence parallelism."""
     (plain, sequence) = _step_body(rank, world, Options(tp=2), Options(tp=2, sequence_parallel=True))
     with omit("mlp.out"):
         (omitted,) = _step_body(rank, world, Options(tp=2))

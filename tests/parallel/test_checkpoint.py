@@ -24,7 +24,7 @@ from shardfuse.parallel.core.sharding import ShardSpec, local_tensor, make_param
 
 
 def _full_optimizer(model: Net, optimizer: torch.optim.Optimizer, group: Group) -> dict[str, torch.Tensor]:
-    """The optimizer's state, whole, by parameter and slot."""
+    """The optimizer's whole state, by parameter and slot."""
     whole = {}
     for name, (_, dim) in SHAPES.items():
         for slot, value in optimizer.state[getattr(model, name)].items():
@@ -41,7 +41,7 @@ def _full_optimizer(model: Net, optimizer: torch.optim.Optimizer, group: Group) 
 
 
 def _save_trained(rank: int, world: int, path: Path, params: str) -> Any:
-    """Train a little, save; what was saved, and how training goes on from there."""
+    """Train a little and save; returns the saved state and the next steps' results."""
     group = tp_group(dist.group.WORLD) if world > 1 else SINGLE
     model = Net(group, params)
     optimizer = adamw(model)
@@ -51,7 +51,7 @@ def _save_trained(rank: int, world: int, path: Path, params: str) -> Any:
 
 
 def _load_and_save(rank: int, world: int, path: Path, params: str, onto: Path) -> Any:
-    """Load into a model and optimizer that have gone another way, then save again."""
+    """Load into a model and optimizer with a different history, then save again."""
     group = tp_group(dist.group.WORLD) if world > 1 else SINGLE
     model = Net(group, params, seed=99)
     optimizer = adamw(model, lr=0.5)
@@ -62,7 +62,7 @@ def _load_and_save(rank: int, world: int, path: Path, params: str, onto: Path) -
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
     save_checkpoint(onto, model, optimizer, extra=extra)
     found = full_state_dict(model), _full_optimizer(model, optimizer, group)
-    train(model, optimizer, group, 1)  # what was loaded can be trained
+    train(model, optimizer, group, 1)  # the loaded state can be trained
     return found
 
 
@@ -215,13 +215,13 @@ def test_a_link_goes_on_pointing_to_the_checkpoint(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """Ends a save where a signal might."""
+    """Interrupts a save where a signal might."""
 
 
 @pytest.mark.parametrize("moment", ["rename-aside", "rename-new", "manifest", "data"])
 def test_a_checkpoint_is_loadable_at_every_moment(tmp_path: Path, monkeypatch: Any, moment: str) -> None:
-    """Saving is cut short at each step as a kill would, with no clean-up; the old checkpoint still loads, and the next
-    save tidies up."""
+    """Saving stops at each step without clean-up, as after a kill; the old checkpoint still loads, and the next save
+    cleans up."""
     path = tmp_path / "c"
     save_checkpoint(path, Net(seed=1), extra={"seed": 1})
 
@@ -275,7 +275,7 @@ def test_a_full_disk_is_one_clear_line_and_the_old_checkpoint_stays(tmp_path: Pa
     save_checkpoint(path, Net(seed=1), extra={"seed": 1})
     big = nn.Linear(300, 300)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # as good as a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # acts like a full disk
     try:
         with pytest.raises(RuntimeError) as caught:
             save_checkpoint(path, big)

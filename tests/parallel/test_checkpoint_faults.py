@@ -1,4 +1,4 @@
-"""Checkpoints that somebody has altered, and ranks that disagree: refused in words, on every rank, without a wait."""
+"""Altered checkpoints and disagreeing ranks: every rank refuses with a clear message and without waiting."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(saved: Path) -> None
 
 @pytest.mark.parametrize("name", [storage.MANIFEST, "__0_0.distcp"])
 def test_a_link_is_not_followed(saved: Path, name: str) -> None:
-    """Here to the file itself, elsewhere: its checksum would be right."""
+    """Not even to the same file in another place, whose checksum is right."""
     (saved / name).rename(saved.parent / name)
     (saved / name).symlink_to(saved.parent / name)
     with pytest.raises(ValueError, match=f"{name}: a link, or not a file"):
@@ -84,17 +84,17 @@ def test_a_pipe_is_not_waited_for(saved: Path) -> None:
 
 
 class Picky(Exception):
-    """Pickles, and cannot be read back: its constructor wants more than it keeps."""
+    """Can be pickled but not unpickled: its constructor needs more arguments than it stores."""
 
     def __init__(self, *, why: str) -> None:
         super().__init__(why)
 
 
 def _disagree(rank: int, world: int) -> list[tuple[str, str]]:
-    """What this rank raises where the last one fails with an error that cannot be sent: one way, then the other."""
+    """This rank's errors when the last rank fails with an error that cannot be sent, for two reasons."""
 
     class Local(Exception):
-        """Does not pickle."""
+        """Cannot be pickled."""
 
     raised = []
     for error in (Local("the disk is gone"), Picky(why="the disk is gone")):
@@ -123,7 +123,7 @@ def test_an_error_that_cannot_be_sent_still_reaches_every_rank(ranks: Any) -> No
 
 
 class _Stage(nn.Module):
-    """What a rank has of a model: a matrix of its own name and, on the last rank, a vector too."""
+    """A rank's part of a model: a matrix with its own name and, on the last rank, also a vector."""
 
     def __init__(self, rank: int, world: int) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class _Stage(nn.Module):
 
 
 def _save_stages(rank: int, world: int, folder: Path) -> list[str]:
-    """Save with the groups that every rank has, then without empty ones, then with settings of the rank's own."""
+    """Save with equal groups on every rank, then without empty ones, then with settings that differ by rank."""
     model = _Stage(rank, world)
     same = model.groups(0.1)
     fewer = [group for group in same if group["params"]]

@@ -1,4 +1,4 @@
-"""One training through a chain of layouts: what one saves another loads, bit for bit, and goes on as if alone."""
+"""One training through a chain of layouts: each loads the previous one's checkpoint bit for bit and continues."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIGS = {
 BATCH, LENGTH = 12, 8
 
 
-# Degrees of the mesh, and options of parallelize.
+# Mesh degrees and options of parallelize.
 ALONE: dict[str, Any] = {}
 CHAIN: list[dict[str, Any]] = [
     ALONE,
@@ -47,7 +47,7 @@ CHAIN: list[dict[str, Any]] = [
     {"dp": 2, "tp": 2, "zero": 2, "offload": True},
     ALONE,
 ]
-SHORT: list[dict[str, Any]] = [  # over two processes, each degree and the ZeRO stage come and go
+SHORT: list[dict[str, Any]] = [  # over two processes; each degree and the ZeRO stage change
     {"dp": 2, "zero": 3},
     {"tp": 2},
     {"pp": 2, "schedule": "zbv", "microbatches": 4},
@@ -74,7 +74,7 @@ def _build(style: str, layout: dict[str, Any], dtype: torch.dtype) -> tuple[Any,
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> float:
-    """Train on this rank's share; the loss of the whole batch."""
+    """Train on this rank's share; returns the loss of the whole batch."""
     share, shares = data_coordinate(model.mesh)
     loss = model.step(*(rows[share::shares] for rows in _batch(step)))
     optimizer.step()
@@ -83,7 +83,7 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, step: int) -> float:
 
 
 def _hop(rank: int, world: int, style: str, layout: dict[str, Any], folder: Path, step: int) -> float:
-    """Load what there is, save it again elsewhere, train a step, save."""
+    """Load the last checkpoint, save it again elsewhere, train a step, save."""
     model, optimizer = _build(style, layout, torch.float64)
     places = [Checkpointer(folder / name, mesh=model.mesh) for name in ("run", "again")]
     with places[0] as run, places[1] as again:
@@ -97,7 +97,7 @@ def _hop(rank: int, world: int, style: str, layout: dict[str, Any], folder: Path
 
 
 def _contents(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    """The logical tensors of model and optimizer in a checkpoint, whole."""
+    """The whole logical tensors of model and optimizer in a checkpoint."""
     reader = storage.Reader(*storage.open_checkpoint(folder / f"step-{step:08d}"))
     index = reader.read_metadata().state_dict_metadata
     wanted = {
@@ -110,7 +110,7 @@ def _contents(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def _keys(config: TransformerConfig) -> set[str]:
-    """What a checkpoint of model and AdamW holds for each parameter."""
+    """The entries of a checkpoint of model and AdamW for each parameter."""
     names = [name for name, _ in ParallelTransformer(config, device="meta").named_parameters()]
     states = [f"optimizer.{name}.{each}" for name in names for each in ("step", "exp_avg", "exp_avg_sq")]
     return {*(f"model.{name}" for name in names), *states}
@@ -122,12 +122,12 @@ def _alone(style: str, dtype: torch.dtype, steps: int) -> torch.Tensor:
 
 
 @pytest.mark.ranks
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # the checkpoint is read by one process
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process reads the checkpoint
 @pytest.mark.parametrize(
     ("style", "chain"),
     [
         pytest.param("gated-tied", SHORT, id="short"),
-        # Minutes of processes: make test-all runs them.
+        # These take minutes: make test-all runs them.
         *(pytest.param(style, CHAIN, id=style, marks=pytest.mark.nightly) for style in CONFIGS),
     ],
 )

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be loaded or saved: refused in one clear line, nothing changed, and no code of theirs run."""
+"""Checkpoints that cannot be loaded or saved: one clear line refuses them, nothing changes, and no code runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def _refused(path: Path, model: nn.Module | None = None, optimizer: Any = None) -> str:
-    """The message with which loading refuses; neither model nor optimizer may have changed."""
+    """The message of a refused load, which must leave model and optimizer unchanged."""
     model = Net(seed=7) if model is None else model
     before = copy.deepcopy(model.state_dict())
     with pytest.raises((ValueError, FileNotFoundError, RuntimeError)) as caught:
@@ -118,7 +118,7 @@ def test_meta_parameters_are_refused(saved: Path) -> None:
 
 
 def _sign(saved: Path) -> None:
-    """Make the manifest agree with what was tampered with, as an attacker would."""
+    """Make the manifest match the altered files, as an attacker would."""
     manifest = json.loads((saved / "checkpoint.json").read_text())
     manifest["files"] = {name: storage._checksum(saved / name) for name in manifest["files"]}
     (saved / "checkpoint.json").write_text(json.dumps(manifest))
@@ -144,7 +144,7 @@ def test_an_index_that_another_python_wrote_loads(saved: Path, monkeypatch: pyte
     load_checkpoint(saved, before)
     index = pickle.loads((saved / ".metadata").read_bytes())
     formats = type(pickle.loads(_by_getattr(_FORMATS, b"TORCH_CHANNELS_LAST")))
-    # The first releases of Python 3.11, Debian 12's among them, name members of enumerations so.
+    # The first releases of Python 3.11, including Debian 12's, pickle members of enumerations in this way.
     monkeypatch.setattr(formats, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
     pickled = pickle.dumps(index, protocol=3)
     paths = b"c%b\nPosixPath\n" % type(saved).__module__.encode()
@@ -161,9 +161,9 @@ def test_an_index_that_another_python_wrote_loads(saved: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (b"http\nHTTPStatus", b"OK"),  # an enumeration that no index needs
-        (b"torch.distributed.checkpoint.metadata\nos", b"system"),  # a module that an allowed one imports
-        (b"torch.distributed.checkpoint.metadata\nMetadata", b"__init__"),  # no enumeration
+        (b"http\nHTTPStatus", b"OK"),  # no checkpoint index needs this enumeration
+        (b"torch.distributed.checkpoint.metadata\nos", b"system"),  # an allowed module imports this one
+        (b"torch.distributed.checkpoint.metadata\nMetadata", b"__init__"),  # not an enumeration
         (_FORMATS, b"__class__"),
         (_FORMATS, b"__init__.__globals__"),
         (_FORMATS, b"TORCH_CHANNELS_LAST.name"),

@@ -1,4 +1,4 @@
-"""A run's checkpoints: written in the background, whole or absent, the last few kept, resumed as if never stopped."""
+"""A run's checkpoints: asynchronous writes, atomicity, the number kept, and exact resumption."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _equal(model: nn.Module, other: nn.Module) -> bool:
 
 
 class _Run:
-    """A small training with everything that has state: dropout, a sampler, a schedule."""
+    """A small training with all kinds of state: dropout, a sampler, a schedule."""
 
     def __init__(self, seed: int) -> None:
         self.model = _model(seed)
@@ -81,7 +81,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, asynchronous: bo
         assert run.load(first.model, first.optimizer, states=first.states) is None
         losses = first.train(8)
         run.save(8, first.model, first.optimizer, {"note": "x"}, states=first.states, asynchronous=asynchronous)
-        first.train(3)  # what comes after a save is not in it
+        first.train(3)  # steps after a save are not in it
 
     torch.manual_seed(99)
     second = _Run(seed=5)
@@ -92,7 +92,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, asynchronous: bo
 
 
 def test_a_save_holds_what_was_there_when_it_was_called(tmp_path: Path, monkeypatch: Any) -> None:
-    """The write waits until the model has changed."""
+    """The test delays the write until the model has changed."""
     changed = threading.Event()
     write = storage.Writer.write_data
 
@@ -144,7 +144,7 @@ def test_what_is_not_asked_for_is_left_alone(tmp_path: Path) -> None:
     assert not other.optimizer.state
 
 
-# --- which are kept ---------------------------------------------------------------------------------------------------
+# --- retention --------------------------------------------------------------------------------------------------------
 
 
 def test_the_last_few_are_kept_and_the_last_written_is_the_latest(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_all_can_be_kept(tmp_path: Path) -> None:
 
 
 def test_other_peoples_files_stay(tmp_path: Path) -> None:
-    """Also in a checkpoint whose turn to go has come."""
+    """They stay even in a checkpoint that is due for removal."""
     others = ["notes.txt", ".other.removed", ".other.writing-1", "step-final"]
     for name in others[:1]:
         (tmp_path / name).write_text("")
@@ -277,7 +277,7 @@ def test_the_other_ranks_hear_of_one_that_was_killed_while_saving(tmp_path: Path
 
 
 def _full_disk(rank: int, world: int, folder: Path) -> list[str]:
-    """One rank's disk is full while the second checkpoint is written; what each call says."""
+    """One rank's disk is full during the second checkpoint; returns each call's error."""
     big = nn.Linear(200, 200)
     said = []
     with Checkpointer(folder) as run:
@@ -288,7 +288,7 @@ def _full_disk(rank: int, world: int, folder: Path) -> list[str]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
         try:
             mine = nn.Module()
-            mine.register_parameter(f"rank{rank}", nn.Parameter(torch.zeros(200, 200)))  # as stages have their own
+            mine.register_parameter(f"rank{rank}", nn.Parameter(torch.zeros(200, 200)))  # as in stages
             run.save(2, mine)
             run.wait()
         except RuntimeError as error:
@@ -386,7 +386,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
 
 
 def test_states_come_back_as_they_were() -> None:
-    """Numbers as keys, which JSON would turn to strings, and milestones, which are a Counter."""
+    """Including integer keys, which JSON would turn into strings, and milestones, which are a Counter."""
     state = {1: "a", "t": (1, 2.5, None), "tensor": torch.arange(3, dtype=torch.int16), "nested": [{"x": {2: True}}]}
     again = unpack("it", pack("it", state))
     assert torch.equal(again.pop("tensor"), state.pop("tensor"))  # type: ignore[arg-type]
@@ -426,7 +426,7 @@ def test_loading_runs_no_code_from_a_state(tmp_path: Path) -> None:
 
 
 def _draws(rank: int, world: int, folder: Path) -> dict[str, float]:
-    """What each layout draws after loading what dp=2, tp=2 saved, and what that one would have drawn."""
+    """Each layout's draws after loading a checkpoint of dp=2, tp=2, and the saver's own next draws."""
     drawn = {}
     mesh = init_mesh(dp=2, tp=2, device_type="cpu")
     torch.manual_seed(mesh["dp"].get_local_rank() + 40)  # type: ignore[index]
@@ -449,7 +449,7 @@ def test_random_states_follow_the_data(ranks: Any, tmp_path: Path) -> None:
     by_layout = {name: [each[name] for each in drawn] for name in drawn[0]}
     assert by_layout["same"] == by_layout["on"] == by_layout["pp"]
     assert len(set(by_layout["on"])) == 2
-    assert len(set(by_layout["dp"])) == 4  # as many shares as ranks: seeded anew, each its own
+    assert len(set(by_layout["dp"])) == 4  # one share per rank: new, different seeds
     assert len(set(by_layout["tp"])) == 1
 
 
@@ -457,8 +457,8 @@ def test_random_states_follow_the_data(ranks: Any, tmp_path: Path) -> None:
 
 
 def _zero_redundancy(rank: int, world: int, folder: Path, load: bool, steps: int) -> list[float]:
-    """Replicas with one batch, whose optimizer state is split over them, or a process alone with AdamW."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # which warns, of others' doings
+    """Replicas with equal batches and sharded optimizer state, or a single process with AdamW."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns about other code
 
     model = _model(3 if load else 0).eval()
     if world == 1:

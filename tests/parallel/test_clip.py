@@ -26,7 +26,7 @@ def _backward(mesh: Any = None, **options: Any) -> ParallelTransformer:
 
 
 def _gradients(mesh: Any, sequence_parallel: bool, max_norm: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The norm that clipping reports, and every clipped gradient, whole."""
+    """The norm that clipping returns, and every whole clipped gradient."""
     model = _backward(mesh, sequence_parallel=sequence_parallel)
     norm = GradientClipper(model.parameters(), max_norm, model.group).clip()
     with torch.no_grad():

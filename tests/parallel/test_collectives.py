@@ -35,7 +35,7 @@ def _whole(world: int) -> Group:
 
 
 def _inputs(world: int, shape: tuple[int, ...], dtype: torch.dtype, layout: str = "contiguous") -> list[torch.Tensor]:
-    """What each rank holds; every rank can work out all of it."""
+    """Every rank's data; each rank can compute all of them."""
     generator = torch.Generator().manual_seed(7)
     tensors = [torch.randint(-8, 9, shape, generator=generator).to(dtype) for _ in range(world)]
     return [LAYOUTS[layout](x) for x in tensors]
@@ -48,7 +48,7 @@ def _assert_equal(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def _check_all(rank: int, world: int, dtype: torch.dtype) -> None:
-    """Every collective, along every dimension, from every layout. Warnings are errors, and inputs stay as they are."""
+    """Every collective, along every dimension, from every layout. Warnings are errors; inputs stay unchanged."""
     group = _whole(world)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -111,7 +111,7 @@ def test_empty_tensors_pass(ranks: Any, world: int) -> None:
 
 
 def _check_subgroups(rank: int, world: int) -> None:
-    """Two pairs out of four ranks that are not neighbours, at the same time."""
+    """Two pairs of non-neighbouring ranks out of four, at the same time."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group = tp_group(pairs[rank % 2])
     assert (group.rank, group.size) == (rank // 2, 2)
@@ -137,7 +137,7 @@ def _sum_in_bf16(rank: int, world: int) -> float:
 
 @pytest.mark.ranks
 def test_reduce_scatter_rounds_once(ranks: Any) -> None:
-    # bf16 holds 256 and 258 but not 257: adding the ones singly would stay at 256.
+    # bf16 holds 256 and 258 but not 257: adding ones one by one would stay at 256.
     assert ranks(3, _sum_in_bf16) == [258.0, 258.0, 258.0]
 
 
@@ -189,7 +189,7 @@ def test_calls_and_payload_are_counted_per_site(ranks: Any) -> None:
 
 
 def _omitted(rank: int, world: int) -> None:
-    """What is left out keeps its shape and uses this rank's data alone; other sites go on."""
+    """An omitted collective keeps its shape and uses this rank's data alone; other sites are unaffected."""
     group = _whole(world)
     xs = _inputs(world, (4, 6), torch.float32)
     x = xs[rank]
@@ -237,7 +237,7 @@ def test_a_group_of_one_is_the_identity() -> None:
 
 
 def _check_exchange(rank: int, world: int) -> list[bytes]:
-    """Small sums over two ranks go by exchange, large ones by gloo's ring: the same bits either way and on both."""
+    """Small sums over two ranks use the exchange, large ones gloo's ring: both give the same bits on both ranks."""
     group = _whole(world)
     small = collectives.EXCHANGE_BYTES // 4
     found = []

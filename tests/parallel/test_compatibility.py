@@ -1,4 +1,4 @@
-"""Combinations that are refused, each built here without asking to show what becomes of it; and those that are not."""
+"""Refused combinations, each built here without the check to show its fault, and accepted ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SPLIT = {"schedule": "zbv", "splits_backward": True}
 
 
 def _refused(*args: Any, name: str, **kwargs: Any) -> None:
-    """check raises, and says what and what to do as the entry of ``name`` does."""
+    """Assert that check raises with the reason and remedy of the entry ``name``."""
     (entry,) = [refusal for refusal in REFUSALS if refusal.name == name]
     with pytest.raises(ValueError) as caught:
         check(*args, **kwargs)
@@ -58,7 +58,7 @@ def _mean_gradients(world: int) -> list[torch.Tensor]:
 
 
 def _split_backward(module: nn.Module, x: torch.Tensor) -> None:
-    """What torch's pipeline stage does in its passes for inputs and weights."""
+    """The actions of torch's pipeline stage in its passes for inputs and weights."""
     x = x.requires_grad_()
     y = module(x)
     _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], module.parameters())
@@ -74,7 +74,7 @@ def _right(module: nn.Module, world: int) -> bool:
 
 
 def _sharded(mesh: Any, stage: int) -> bool:
-    """Whether a split backward over FSDP2 gives the right gradients, through the calls that a pipeline stage makes."""
+    """Whether a split backward over FSDP2 gives the right gradients, with a pipeline stage's calls."""
     module = _net()
     for part in (module[0], module[2], module):
         fully_shard(part, mesh=mesh["dp"], reshard_after_forward=stage == 3)
@@ -113,7 +113,7 @@ def test_split_backward_needs_whole_parameters_and_no_ddp(ranks: Any) -> None:
 
 
 def _gpipe_body(rank: int, world: int) -> bool:
-    """Three steps of GPipe over two stages, each in DDP: are replicas still the same?"""
+    """Three steps of GPipe over two stages, each in DDP; returns whether replicas are still equal."""
     mesh = init_mesh(dp=2, pp=2, tp=1)
     module = DistributedDataParallel(_net(), process_group=mesh.get_group("dp"))
     check(module, None, schedule="gpipe")
@@ -141,8 +141,8 @@ def _gpipe_body(rank: int, world: int) -> bool:
 @pytest.mark.nightly
 @pytest.mark.ranks
 def test_ddp_under_gpipe_is_let_through(ranks: Any) -> None:
-    """Its reducer fails in the second step where torch has to find out the shapes of a stage by running it; a Pipeline
-    of this project says them beforehand."""
+    """DDP's reducer fails in the second step if torch must run a stage to infer its shapes; this project's Pipeline
+    passes the shapes."""
     assert ranks(4, _gpipe_body) == [True] * 4
 
 
@@ -150,12 +150,12 @@ def test_ddp_under_gpipe_is_let_through(ranks: Any) -> None:
 
 
 def _same_folder() -> str:
-    """A new folder that all ranks name alike."""
+    """A new folder with the same name on all ranks."""
     return everywhere(tempfile.mkdtemp())[0]
 
 
 def _survives_dcp(model: nn.Module, names: list[str]) -> bool:
-    """Whether torch's own checkpoint gives back what it was given of this rank's parameters."""
+    """Whether torch's own checkpoint restores this rank's parameters."""
     folder, params = _same_folder(), dict(model.named_parameters())
     before = {name: local_tensor(params[name]).detach().clone() for name in names}
     dcp.save(model.state_dict(), checkpoint_id=folder)
@@ -227,13 +227,13 @@ def _wgrad_body(rank: int, world: int) -> None:
     mlp = ParallelMLP(8, 16, fuse_wgrad_accumulation=True)
     for wrapped, options in ((mlp, {"zero": 1}), (mlp, {"engine": "ddp"}), (DistributedDataParallel(mlp), {})):
         _refused(wrapped, mesh, **options, name="wgrad accumulation + a wrapper")
-    check(mlp, None, zero=1)  # nobody to reduce with
+    check(mlp, None, zero=1)  # no other rank to reduce with
     check(ParallelMLP(8, 16), mesh, zero=1)
 
 
 @pytest.mark.ranks
 def test_gradients_in_buffers_are_not_reduced(ranks: Any) -> None:
-    """That the layers themselves stop there is in tests/parallel/test_main_grad.py."""
+    """tests/parallel/test_main_grad.py shows that the layers themselves refuse."""
     ranks(2, _wgrad_body)
 
 
@@ -244,7 +244,7 @@ def _data_parallel_body(rank: int, world: int) -> list[str]:
         layer = ColumnParallelLinear(4, 6, mesh=mesh, params=params)
         _refused(DataParallel(layer), mesh, name="nn.DataParallel + tensor parallelism")
         with pytest.raises(ValueError) as caught:
-            layer._replicate_for_data_parallel()  # what DataParallel begins a forward over several GPUs with
+            layer._replicate_for_data_parallel()  # DataParallel's first call in a forward over several GPUs
         said.append(str(caught.value))
     return said
 
@@ -271,7 +271,7 @@ def test_data_parallel_in_one_process_runs() -> None:
 
 
 def _replicas(model: nn.Module) -> list[nn.Module]:
-    """Two, made as torch.nn.parallel.replicate makes them for two GPUs; their parameters lead back to the model's."""
+    """Two replicas, as from torch.nn.parallel.replicate for two GPUs; their parameters depend on the model's."""
     replicas = []
     for _ in range(2):
         copies = {module: module._replicate_for_data_parallel() for module in model.modules()}
@@ -310,7 +310,7 @@ def _several_body(rank: int, world: int) -> None:
         check(layer, mesh, zero=3, **SPLIT)
     assert "fuse_wgrad_accumulation" in str(caught.value)
     assert "zero=3" in str(caught.value)
-    check(layer, mesh["tp"], zero=3, **SPLIT)  # a mesh in which nobody shares data wraps nothing
+    check(layer, mesh["tp"], zero=3, **SPLIT)  # a mesh without data parallelism wraps nothing
 
 
 @pytest.mark.ranks
@@ -324,7 +324,7 @@ def test_every_refusal_is_tried_here() -> None:
 
 
 def _ddp_body(rank: int, world: int, dims: dict[str, int]) -> bool:
-    """DDP over the ranks that read different data, on plain parameters: the gradients of the whole batch."""
+    """DDP over the data-parallel ranks, on plain parameters, gives the gradients of the whole batch."""
     mesh = init_mesh(**dims)
     group, model = data_group(mesh), build(mesh, params="local")
     check(model, mesh, engine="ddp")

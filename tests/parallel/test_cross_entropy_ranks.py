@@ -1,4 +1,4 @@
-"""linear_cross_entropy with its vocabulary over ranks: against one process in fp64, and how often ranks talk."""
+"""linear_cross_entropy with a sharded vocabulary: against one process in fp64, with counts of collectives."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _ranks_body(
     sequence_parallel: bool,
     words: int,
 ) -> list[str]:
-    """Loss and gradients over ranks against one process in fp64; how often ranks talk."""
+    """Loss and gradients over ranks against one process in fp64, and the collectives' counts."""
     group = tp_group(dist.group.WORLD)
     rows, tokens, chunk = -(-V // world), 18, 7
     torch.manual_seed(3)
@@ -100,7 +100,7 @@ def _ranks_body(
         (2, "mean", torch.float32, "triton", "dtensor", True, V),
         (2, "none", torch.float32, "triton", "local", False, V),
         (2, "mean", torch.bfloat16, "auto", "local", False, V),
-        (2, "mean", torch.float64, "auto", "local", False, 20),  # the second rank has padding only
+        (2, "mean", torch.float64, "auto", "local", False, 20),  # the second rank has only padding
         (2, "none", torch.float32, "triton", "local", False, 20),
         (3, "mean", torch.float64, "auto", "local", False, 31),
     ],
@@ -111,7 +111,7 @@ def test_over_ranks(ranks, world, reduction, dtype, impl, params, sequence_paral
 
 
 def _omission_body(rank: int, world: int, reduction: str, site: str) -> bool:
-    """Whether leaving a collective out changes the loss or a gradient."""
+    """Whether omitting a collective changes the loss or a gradient."""
     group = tp_group(dist.group.WORLD)
     torch.manual_seed(5)
     hidden, weight, targets = torch.randn(8, D), torch.randn(2, 12, D)[group.rank], torch.randint(24, (8,))
@@ -136,7 +136,7 @@ def test_every_collective_is_needed(ranks, reduction, site):
 
 
 def _split_body(rank: int, world: int) -> dict[str, Any]:
-    """A split backward over ranks sums the hidden states' gradient once, and main_grad takes a DTensor's part."""
+    """A split backward over ranks sums the hidden states' gradient once, and main_grad gets a DTensor's local part."""
     group = tp_group(dist.group.WORLD)
     torch.manual_seed(7)
     x, whole, targets = torch.randn(T, D), torch.randn(24, D), torch.randint(24, (T,))

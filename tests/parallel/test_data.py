@@ -1,4 +1,4 @@
-"""Data is split over data-parallel ranks alone, in torch's order, and goes on in the middle of an epoch."""
+"""Only data-parallel ranks split the data, in torch's order; reading can resume in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _samplers(shares: int, **options: Any) -> list[DataSampler]:
 
 
 def _read(samplers: list[DataSampler], batches: int, batch_size: int) -> list[list[int]]:
-    """What all shares together read, step by step."""
+    """The samples that all shares together read, step by step."""
     loaders = [iter(ResumableLoader(SAMPLES, sampler, batch_size=batch_size)) for sampler in samplers]
     return [sorted(int(i) for loader in loaders for i in next(loader)) for _ in range(batches)]
 
@@ -46,7 +46,7 @@ def test_a_dataset_smaller_than_the_ranks_is_padded_as_torch_does() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_after_a_stop_are_those_of_an_uninterrupted_run(workers: int) -> None:
-    """Worker processes read ahead, which the position must not follow."""
+    """Worker processes read ahead, but the position must not."""
 
     def loader() -> ResumableLoader:
         return data_loader(torch.arange(50), batch_size=4, seed=3, num_workers=workers)  # type: ignore[arg-type]
@@ -70,7 +70,7 @@ def test_batches_after_a_stop_are_those_of_an_uninterrupted_run(workers: int) ->
 
 
 class _Noise(Dataset[torch.Tensor]):
-    """Samples that are drawn, as an augmentation would."""
+    """Random samples, like an augmentation's."""
 
     def __len__(self) -> int:
         return 8
@@ -87,7 +87,7 @@ def test_workers_draw_other_numbers_on_every_share_and_after_every_start() -> No
 
     drawn = [first_batch(0, 0), first_batch(1, 0), first_batch(0, 4), first_batch(0, 0, epoch=1)]
     assert len(set(drawn)) == 4
-    assert first_batch(0, 4) == drawn[2]  # but the same ones again at the same place
+    assert first_batch(0, 4) == drawn[2]  # but the same draws at the same position
 
 
 def test_a_generator_of_the_callers_is_left_to_the_caller() -> None:
@@ -101,7 +101,7 @@ def test_a_generator_of_the_callers_is_left_to_the_caller() -> None:
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 4])
 def test_another_number_of_shares_reads_the_rest(shares: int) -> None:
-    """With the same global batch the batches too are the same, whoever reads which part."""
+    """With the same global batch size, the batches are the same for any division over ranks."""
     before = _samplers(4)
     read = _read(before, 2, batch_size=3)
     after = _samplers(shares)
@@ -137,7 +137,7 @@ def test_a_last_batch_that_is_not_full() -> None:
 
 @pytest.mark.parametrize("batch_size", [8, 4])
 def test_a_position_in_an_end_that_is_dropped_goes_on_with_the_next_epoch(batch_size: int) -> None:
-    """Also where it was saved with smaller batches, of which there was one more."""
+    """Also if it was saved with smaller batches, of which the epoch had one more."""
     options: dict[str, Any] = {"seed": 3, "drop_last": True}
     before = data_loader(torch.arange(50), batch_size=batch_size, **options)  # type: ignore[arg-type]
     batches = iter(before)

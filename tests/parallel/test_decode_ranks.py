@@ -1,4 +1,4 @@
-"""Steps of decoding over ranks: sums that wait for the norm behind them (overlap/partial_sum.py), interpreted."""
+"""Decoding over ranks with all-reduces deferred to the next norm (overlap/partial_sum.py), interpreted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIG = TransformerConfig(
 SHORT = TransformerConfig(**vars(CONFIG) | {"num_layers": 1})
 KERNEL: dict[str, Any] = {"overlap": "kernel", "strict": True, "impl": "triton"}
 PLAIN: dict[str, Any] = {"overlap": "none", "impl": "triton"}
-TERMS = 256  # two layers: what sums that follow one another come to
+TERMS = 256  # the chained sums of two layers
 TOKENS = torch.randint(32, (1, 3), generator=torch.Generator().manual_seed(1))
 SITES = {"attention.out": 2, "mlp.out": 2}
 NORM, BRANCHES = partial_sum.OP, 4
@@ -45,7 +45,7 @@ NORM, BRANCHES = partial_sum.OP, 4
 def _model(config: TransformerConfig = CONFIG, **options: Any) -> ParallelTransformer:
     torch.manual_seed(0)
     model = ParallelTransformer(config, mesh=tp_group(dist.group.WORLD), **options).eval()
-    generator = torch.Generator().manual_seed(2)  # fresh biases are 0, and nobody would miss them
+    generator = torch.Generator().manual_seed(2)  # new biases are 0, so a missing one would not show
     for name, param in model.named_parameters():
         if name.endswith(("o_proj.bias", "down_proj.bias")):
             local_tensor(param).detach().copy_(torch.randn(param.shape, generator=generator, dtype=torch.float64) * 0.2)
@@ -54,7 +54,7 @@ def _model(config: TransformerConfig = CONFIG, **options: Any) -> ParallelTransf
 
 @contextmanager
 def _counted() -> Iterator[Counter[str]]:
-    """How often each op runs inside."""
+    """Count the runs of each op in the block."""
     before, found = dispatch.counts.copy(), Counter[str]()
     yield found
     for (op, _), count in (dispatch.counts - before).items():
@@ -62,13 +62,13 @@ def _counted() -> Iterator[Counter[str]]:
 
 
 def _sums() -> dict[str, tuple[int, int]]:
-    """Calls and bytes of the all-reduces that were counted, by site."""
+    """Calls and bytes of the counted all-reduces, by site."""
     found = {site: (count, collectives.payload[kind, site]) for (kind, site), count in collectives.calls.items()}
     return {site: found[site] for site in SITES if site in found}
 
 
 def _step_body(rank: int, world: int) -> tuple[list[str], Any, Any, Any]:
-    """What is wrong with the logits; what was counted and launched, late and plainly."""
+    """The errors of the logits; counts and launches with and without deferred sums."""
     with torch.no_grad():
         oracle = _model(dtype=torch.float64, overlap="none")(TOKENS)
         low, counted, ran = None, [], []
@@ -88,7 +88,7 @@ def test_a_step_gives_what_the_plain_one_does_and_counts_the_same(ranks: Any):
     for wrong, (plain, late), before, after in ranks(2, _step_body):
         assert not wrong
         assert plain == late == {site: (calls, calls * TOKENS.numel() * 16 * 4) for site, calls in SITES.items()}
-        # The norm of each branch is the kernel that sums it, and nothing else is launched.
+        # Each branch's norm kernel sums it, and no other kernel is launched.
         assert after[NORM] == BRANCHES
         assert before["rms_norm"] - after["rms_norm"] == BRANCHES
         assert sum(after.values()) == sum(before.values())
@@ -96,7 +96,7 @@ def test_a_step_gives_what_the_plain_one_does_and_counts_the_same(ranks: Any):
 
 @contextmanager
 def _own_addends(site: str) -> Iterator[None]:
-    """Inside, the norm that takes the deferred sum of ``site`` takes this rank's addend alone."""
+    """In the block, the norm with the deferred sum of ``site`` uses this rank's addend alone."""
     fused = norm.fused_allreduce_norm
 
     def alone(partial: Any, residual: torch.Tensor, weight: torch.Tensor, **options: Any) -> Any:
@@ -111,7 +111,7 @@ def _own_addends(site: str) -> Iterator[None]:
 
 
 def _omit_body(rank: int, world: int) -> dict[str, tuple[bool, int]]:
-    """By site that is left out whether the logits are still right, and how many sums waited."""
+    """By omitted site, whether the logits are still right, and the number of deferred sums."""
     with torch.no_grad():
         oracle, low = (_model(dtype=dtype, overlap="none")(TOKENS) for dtype in (torch.float64, torch.float32))
         model, found = _model(**KERNEL), {}
@@ -127,11 +127,11 @@ def test_a_sum_that_is_left_out_is_noticed(ranks: Any):
         assert found == dict.fromkeys(SITES, (False, BRANCHES // 2))
 
 
-# --- who waits, and who does not --------------------------------------------------------------------------------------
+# --- which sums are deferred ------------------------------------------------------------------------------------------
 
 
 class Adapter(nn.Module):
-    """Stands where a layer was."""
+    """Replaces a layer."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def _replaced(path: str) -> Callable[[ParallelTransformer], None]:
     return lambda model: setattr(model.get_submodule(outer), name, Adapter(model.get_submodule(path)))
 
 
-# What is done to the model, and how many of its four sums still wait.
+# A change of the model, and the number of its four sums that are still deferred.
 LOOKED_AT: dict[str, tuple[list[Callable[[ParallelTransformer], None]], int]] = {
     "hooks on a projection and on a norm, an inner layer replaced": (
         [
@@ -166,7 +166,7 @@ LOOKED_AT: dict[str, tuple[list[Callable[[ParallelTransformer], None]], int]] = 
 
 
 def _looked_at_body(rank: int, world: int) -> list[str]:
-    """Cases in which the logits or the number of sums that wait are wrong."""
+    """The cases in which the logits or the number of deferred sums are wrong."""
     wrong = []
     with torch.no_grad():
         oracle, low = (_model(dtype=dtype, overlap="none")(TOKENS) for dtype in (torch.float64, torch.float32))
@@ -186,7 +186,7 @@ def test_where_somebody_looks_on_a_sum_does_not_wait(ranks: Any):
 
 
 def _unsuited_body(rank: int, world: int) -> dict[str, bool]:
-    """What speaks against waiting, and whether a sum waits all the same."""
+    """The reasons against deferring, and whether a sum is deferred all the same."""
 
     def asked(tokens: int = 3, **options: Any) -> bool:
         model = _model(SHORT, **KERNEL | {"strict": False} | options)
@@ -201,7 +201,7 @@ def _unsuited_body(rank: int, world: int) -> dict[str, bool]:
             found["a token's result is its own"] = asked()
         with torch.autocast("cpu", torch.bfloat16):
             found["autocast"] = asked()
-        for overlap in ("none", "chunked", "auto"):  # the last was not measured here
+        for overlap in ("none", "chunked", "auto"):  # "auto" has no measurement here
             found[f"overlap={overlap}"] = asked(overlap=overlap)
         found["no kernel runs"] = asked(impl="auto")
         found["no kernel has it"] = asked(dtype=torch.float64, impl="auto")
@@ -226,7 +226,7 @@ def test_it_is_for_few_tokens_without_gradients(ranks: Any):
 
 
 def _serve_body(rank: int, world: int) -> list[tuple[list[list[int]], float]]:
-    """Answers and how many sums waited in a step, plainly and late."""
+    """Answers and the number of deferred sums in a step, without and with deferral."""
     found = []
     for options in ({"overlap": "none"}, KERNEL):
         engine = Engine(_model(**options), num_blocks=8, block_size=8, max_num_seqs=2)
@@ -248,7 +248,7 @@ def test_the_engine_answers_alike(ranks: Any):
 
 
 def _capture_body(rank: int, world: int) -> list[int]:
-    """Sums that wait in a capture before a run outside of it, in that run, and in a capture after it."""
+    """The deferred sums in a capture before an eager run, in that run, and in a capture after it."""
     group = tp_group(dist.group.WORLD)
     model, found = _model(SHORT, overlap="kernel", impl="triton"), []
     policy.select(
@@ -300,7 +300,7 @@ def test_memory_grows_between_steps_but_not_under_a_graph(ranks: Any):
 
 
 def _reserve_body(rank: int, world: int) -> tuple[str, str, str, bool, list[str]]:
-    """What explain tells before and after memory was reserved, and the budget; whether that sufficed; what is none."""
+    """explain's text before and after reserving memory, and the budget; whether it sufficed; refused calls."""
     model, x = _model(SHORT, **KERNEL), torch.arange(2 * DECODE_TOKENS).view(2, DECODE_TOKENS) % 32
     before = shardfuse.explain(model, x).memory
     budget = shardfuse.reserve_symmetric_memory(model, x.numel())
@@ -338,7 +338,7 @@ def test_memory_is_reserved_for_a_whole_model(ranks: Any):
 
 
 def _explain_body(rank: int, world: int) -> tuple[list[tuple[str, int, str]], str, list[str]]:
-    """Where sums wait by what explain says: (module, how many of it, way); the text; and where for many tokens."""
+    """The deferred sums in explain: (module, count, mode); the text; and those for many tokens."""
     model = _model(overlap="kernel", impl="triton")
     told = shardfuse.explain(model, TOKENS)
     late = [

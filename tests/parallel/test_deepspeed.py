@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO around the same model: what is generated for it, and the real package where it is installed."""
+"""DeepSpeed's ZeRO around the same model: the generated configuration, and the real package if installed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_NORM, STEPS = 0.5, 2
 ADAM = {"lr": 0.01, "eps": 1e-3}
 
 
-# --- what is generated ------------------------------------------------------------------------------------------------
+# --- the generated configuration --------------------------------------------------------------------------------------
 
 
 def test_the_configuration_says_what_was_asked() -> None:
@@ -98,8 +98,8 @@ def test_who_shares_what_is_the_meshs(ranks: Any) -> None:
 
 @pytest.fixture
 def own_ranks() -> Iterator[Any]:
-    """Processes that nobody else gets: DeepSpeed changes what it is imported into, and its stage 3 numbers modules by
-    how many there were in the process, which ranks have to agree on."""
+    """A separate pool: importing DeepSpeed changes the process, and its stage 3 numbers modules by their count in the
+    process, which must be equal on all ranks."""
     if importlib.util.find_spec("deepspeed") is None:
         pytest.skip("DeepSpeed is not installed: pip install deepspeed")
     pool = Pool()
@@ -152,7 +152,7 @@ def _deepspeed_body(rank: int, world: int, dims: dict[str, int], cases: list[tup
     for stage, accumulate in cases:
         found = _trained(stage, mesh, dims, accumulate)
         assert specs.keys() <= found.keys()
-        # All parameters at once: the gradients of some are nothing but rounding, which Adam makes large.
+        # All parameters together: some gradients are only rounding errors, which Adam amplifies.
         ours = torch.cat([found[name].flatten() for name in specs])
         parts = (
             torch.cat([whole[name][spec.index].flatten() for name, spec in specs.items()]) for whole in (low, oracle)
@@ -176,7 +176,7 @@ def test_every_stage_trains_as_one_process_does(own_ranks: Any, dims: dict[str, 
 
 
 def _refused_body(rank: int, world: int) -> dict[str, str]:
-    """What becomes of combinations that compatibility.py refuses, when nobody asks it."""
+    """The results of combinations that compatibility.py refuses, without its check."""
     import deepspeed
 
     mesh, said = init_mesh(tp=2), {}

@@ -1,4 +1,4 @@
-"""A process that imports shardfuse ends well, whatever gloo's threads still hold."""
+"""A process that imports shardfuse exits cleanly, even if gloo's threads still hold tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardfuse.parallel.core import gloo_threads
 
-# Its end finds a tensor that only a thread of gloo's can free, which needs Python's lock for it.
+# At exit only a gloo thread can free a tensor, and it needs Python's lock for that.
 _SCRIPT = """
 import atexit, sys, weakref
 import torch
@@ -77,10 +77,10 @@ def _task(folder: Path, name: str, wait: str | None) -> None:
     [
         ([], True),
         (["202 0x1 0x189 0x0 0x0 0x0 0xffffffff 0x7 0x7"], True),
-        (["202 0x1 0x189 0x0 0x7 0x0 0xffffffff 0x7 0x7"], False),  # for a peer or Python's lock: with a time limit
+        (["202 0x1 0x189 0x0 0x7 0x0 0xffffffff 0x7 0x7"], False),  # for a peer or Python's lock, with a timeout
         (["202 0x1 0x189 0x0 0x0 0x0 0xffffffff 0x7 0x7", "running"], False),
-        (["-1 0x7 0x7"], False),  # a page that is read in
-        ([None], False),  # a system that does not say
+        (["-1 0x7 0x7"], False),  # waiting for a page fault
+        ([None], False),  # a system without this information
     ],
 )
 def test_idle_threads_wait_for_work_without_a_time_limit(

@@ -1,4 +1,4 @@
-"""The fused column- and row-parallel functions: what they do besides the sums that the layers' tests check."""
+"""The fused column- and row-parallel functions, apart from the sums that the layers' tests check."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from shardfuse.parallel.pipeline.split_backward import stage_backward_input, sta
 pytestmark = pytest.mark.ranks
 
 T, D, FFN = 24, 16, 48
-TERMS = 2 * (D + FFN)  # two products, forward and backward: what sums that follow one another come to
+TERMS = 2 * (D + FFN)  # the chained sums of two products, forward and backward
 
 
 def _whole(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """An MLP's operands, logical ones."""
+    """An MLP's logical operands."""
     shapes = {"x": (T, D), "w1": (FFN, D), "b1": (FFN,), "w2": (D, FFN), "b2": (D,), "dy": (T, D)}
     generator = torch.Generator().manual_seed(1)
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
@@ -59,7 +59,7 @@ def _stock(x: torch.Tensor, p: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _grads(y: torch.Tensor, dy: torch.Tensor, leaves: dict[str, Any]) -> dict[str, Any]:
-    """The output and the leaves' gradients, plain ones."""
+    """The output and the leaves' gradients, as plain tensors."""
     for leaf in leaves.values():
         leaf.grad = None
     y.backward(dy.to(y.dtype))
@@ -67,7 +67,7 @@ def _grads(y: torch.Tensor, dy: torch.Tensor, leaves: dict[str, Any]) -> dict[st
 
 
 def _reference(whole: dict[str, torch.Tensor], context: Callable[[], Any] | None = None) -> dict[str, torch.Tensor]:
-    """One process's output and gradients, cut down to this rank's parts."""
+    """This rank's parts of one process's output and gradients."""
     group = tp_group(dist.group.WORLD)
     leaves = {name: whole[name].clone().requires_grad_() for name in ("x", *SHARD_DIMS)}
     if context is None:
@@ -123,7 +123,7 @@ def test_the_kernels_run_between_the_collectives(ranks: Any):
 
 
 def _frozen_body(rank: int, world: int) -> list[tuple[str, bool]]:
-    """What comes out for each operand when only one of them wants a gradient."""
+    """The result for each operand when only that one needs a gradient."""
     whole = _whole(torch.float64)
     expected = _reference(whole)
     low = _reference(_whole())
@@ -135,7 +135,7 @@ def _frozen_body(rank: int, world: int) -> list[tuple[str, bool]]:
             leaf.requires_grad_(name == wanted)
         collectives.reset_counts()
         _mlp(leaves["x"], p).backward(whole["dy"])
-        assert (collectives.calls["all_reduce", "in.grad"] == 1) == (wanted == "x")  # nothing is summed for nobody
+        assert (collectives.calls["all_reduce", "in.grad"] == 1) == (wanted == "x")  # no sum without a request
         for name, leaf in leaves.items():
             assert (leaf.grad is not None) == (name == wanted), (wanted, name)
         verdict = accuracy.judge(
@@ -151,7 +151,7 @@ def test_only_what_wants_a_gradient_gets_one(ranks: Any):
 
 
 def _split_body(rank: int, world: int, sequence_parallel: bool) -> list[Any]:
-    """Both layers in the two passes of a pipeline's split backward: what ran in each, and whether it is right."""
+    """Both layers in the two passes of a pipeline's split backward: each pass's products, and the errors."""
     whole, group = _whole(), tp_group(dist.group.WORLD)
     cut = slice(rank * T // world, (rank + 1) * T // world) if sequence_parallel else slice(None)
     x, p = whole["x"][cut].clone().requires_grad_(), _params(whole)
@@ -173,7 +173,7 @@ def _split_body(rank: int, world: int, sequence_parallel: bool) -> list[Any]:
 
 @contextmanager
 def _noted() -> Iterator[list[str]]:
-    """The products and collectives of backward inside."""
+    """Record the products and collectives of a backward in the block."""
     calls: list[str] = []
     places = [(functional, "act_grad")]
     places += [(collectives, name) for name in ("all_gather", "start_all_reduce", "start_reduce_scatter")]
@@ -210,7 +210,7 @@ def test_split_backward_runs_each_product_and_collective_once(ranks: Any, sequen
 
 
 def _accumulated_body(rank: int, world: int, sequence_parallel: bool) -> list[str]:
-    """Two micro-batches added up in fp32 buffers, beside the sum of their gradients."""
+    """Two micro-batches accumulated in fp32 buffers, and the sum of their gradients."""
     whole, group = _whole(), tp_group(dist.group.WORLD)
     cut = slice(rank * T // world, (rank + 1) * T // world) if sequence_parallel else slice(None)
     x, p = whole["x"][cut].clone().requires_grad_(), _params(whole)
@@ -235,7 +235,7 @@ def test_gradients_are_added_to_buffers(ranks: Any, sequence_parallel: bool):
 
 
 def _saving_body(rank: int, world: int) -> list[bool]:
-    """Whether forward was asked for the pre-activation, with autograd and without."""
+    """Whether forward saves the pre-activation, with autograd and without."""
     saving: list[bool] = []
 
     def noted(name: str, run: Any, of: Any) -> Any:

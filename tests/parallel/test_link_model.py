@@ -1,4 +1,4 @@
-"""What the cost model says of collectives, chunks and kernels, and of the profiles that the package ships."""
+"""The cost model's predictions for collectives, chunks and kernels, and for the shipped profiles."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_collectives_cost_what_the_formulas_say(op: str, expected: float):
 
 
 def _timed(op: str, piece_s: float, transfer_s: float, hides: float, pieces: int = 1) -> link_model.Estimate:
-    """Two ranks, in numbers that one can follow: a shard's product takes ``pieces * piece_s``."""
+    """Two ranks with simple numbers: a shard's product takes ``pieces * piece_s``."""
     call = Call(op, 4 * pieces, 1, 1, torch.float32, 2)
     rows = call.T if op == REDUCE else call.T // 2  # in all pieces together
     nbytes = rows // pieces * 4
@@ -49,18 +49,18 @@ def _timed(op: str, piece_s: float, transfer_s: float, hides: float, pieces: int
 
 
 def test_chunks_hide_what_there_is_to_hide():
-    # Own shard 3 s; the other's arrives after 2 s, 3 s more: all is hidden.
+    # Own shard 3 s; the other's arrives after 2 s and takes 3 s more: the transfer is hidden.
     assert _timed(GATHER, 3.0, 2.0, 1.0) == pytest.approx((6.0, 0.0))
     # It arrives after 5 s: 2 s of waiting.
     assert _timed(GATHER, 3.0, 5.0, 1.0) == pytest.approx((8.0, 2.0))
-    # Nothing runs while it travels: as plain.
+    # Nothing runs during the transfer: as plain.
     assert _timed(GATHER, 3.0, 5.0, 0.0) == pytest.approx((11.0, 5.0))
     # At half speed for 5 s: 2.5 s of the 3 are done when it arrives, and 3.5 are left.
     assert _timed(GATHER, 3.0, 5.0, 0.5) == pytest.approx((8.5, 2.5))
-    # The other's addend is formed first and travels under the own one.
+    # The other's addend is computed first and travels during the own one.
     assert _timed(SCATTER, 3.0, 2.0, 1.0) == pytest.approx((6.0, 0.0))
     assert _timed(SCATTER, 3.0, 5.0, 1.0) == pytest.approx((8.0, 2.0))
-    # Two pieces of an all-reduce, 3 s each: the second one's sum is hidden by nothing.
+    # Two pieces of an all-reduce, 3 s each: nothing hides the second one's sum.
     assert _timed(REDUCE, 3.0, 2.0, 1.0, pieces=2) == pytest.approx((8.0, 2.0))
 
 
@@ -73,7 +73,7 @@ def test_a_norms_sum_costs_one_shot_or_two(T: int, expected: float):
     assert link_model.predict(profile, "node", call, "kernel") == pytest.approx((T * 5 * 7 + expected, expected))
     plain = link_model.predict(profile, "node", call, "plain")
     assert plain == link_model.predict(profile, "node", call._replace(op=REDUCE), "plain")
-    assert link_model.predict(MODEL, "node", call, "kernel") is None  # nobody knows the rate to a peer
+    assert link_model.predict(MODEL, "node", call, "kernel") is None  # the rate to a peer is unknown
 
 
 @given(

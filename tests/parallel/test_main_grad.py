@@ -1,4 +1,4 @@
-"""Gradients that are added up in ``main_grad``, and their way to an optimizer."""
+"""Gradients accumulated in ``main_grad``, and their transfer to an optimizer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _triplet(build: Any, **options: Any) -> tuple[nn.Module, nn.Module, nn.Module]:
-    """Modules with the same parameters: one that adds to buffers, one that does not, and that one in fp64."""
+    """Modules with the same parameters: one with buffers, one without, and the latter in fp64."""
     torch.manual_seed(3)
     plain = build(**options)
     fused, exact = build(**options, **FUSE), build(**{**options, "dtype": torch.float64})
@@ -62,10 +62,10 @@ def _train_all(modules: tuple[nn.Module, ...], inputs: list[Any]) -> None:
 
 
 def _check(fused: nn.Module, plain: nn.Module, exact: nn.Module, of: str = "grad") -> None:
-    """The first module's gradients, or parameters, are as good as the second's."""
+    """Assert that the first module's gradients, or parameters, are as accurate as the second's."""
     for (name, *_), *params in zip(fused.named_parameters(), *(m.parameters() for m in (fused, plain, exact))):
         found = [local_tensor(param.grad if of == "grad" else param) for param in params]
-        terms = sum(sum(param.shape) for param in exact.parameters())  # as if its products followed one another
+        terms = sum(sum(param.shape) for param in exact.parameters())  # as if its products were chained
         verdict = accuracy.judge(name, *found, terms=terms, roundings=8)
         assert verdict.ok, verdict
 
@@ -249,9 +249,7 @@ def _ranks_body(rank: int, world: int, params: str, sequence_parallel: bool, dty
             assert param.main_grad.shape == local_tensor(param).shape, name
     _check(*modules)
     norms = [GradientClipper(module.parameters(), 0.1, group).clip() for module in modules]
-    verdict = accuracy.judge(
-        "norm", norms[0].to(dtype), *norms[1:], terms=256
-    )  # of gradients that were rounded to dtype
+    verdict = accuracy.judge("norm", norms[0].to(dtype), *norms[1:], terms=256)  # gradients rounded to dtype
     assert verdict.ok, verdict
     torch.optim.AdamW(fused.parameters()).step()
 
@@ -288,5 +286,5 @@ def test_gradients_that_are_asked_for_are_returned_under_autocast_too(gated: boo
     loss().backward()
     for weight, grad in zip(weights, found):
         assert grad.dtype == torch.float32
-        assert torch.allclose(weight.main_grad, grad, rtol=2**-7)  # the one is rounded to bf16 on its way
+        assert torch.allclose(weight.main_grad, grad, rtol=2**-7)  # the gradient was rounded to bf16
         assert weight.grad is None

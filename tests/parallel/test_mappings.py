@@ -40,7 +40,7 @@ def _assert_equal(got: torch.Tensor | None, want: torch.Tensor) -> None:
     assert torch.equal(got, want), f"{got}\nexpected\n{want}"
 
 
-# --- each function's forward and backward, as the table in functional.py has them -------------------------------------
+# --- each function's forward and backward, as in functional.py's table ------------------------------------------------
 
 
 def _check_table(rank: int, world: int) -> None:
@@ -104,7 +104,7 @@ def _sequence_parallel(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, group:
 
 
 def _gathered_and_split(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, group: Group) -> torch.Tensor:
-    """The hidden layer gathered, used whole by every rank, and split again on the way."""
+    """The hidden layer gathered, used whole by every rank, and split again."""
     hidden = (mappings.copy_to(x, group, site="in") @ a).square()
     hidden = mappings.gather_from(hidden, group, dim=-1, site="gather")
     hidden = mappings.split_to(hidden, group, dim=-1, site="split")

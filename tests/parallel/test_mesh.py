@@ -1,4 +1,4 @@
-"""The device mesh and its groups: degrees, coordinates, and what is said when they do not fit."""
+"""The device mesh and its groups: degrees, coordinates, and errors for those that do not fit."""
 
 from __future__ import annotations
 
@@ -124,10 +124,10 @@ def test_hybrid_meshes_read_different_data_along_two_dimensions(ranks: Any) -> N
 
 
 def _timeouts(rank: int, world: int) -> list[float]:
-    """Seconds that collectives of every group wait, in a world that was there before."""
+    """The timeouts of every group, in an already initialised world."""
     mesh = init_mesh(dp_replicate=2, dp=2, tp=1, timeout=timedelta(seconds=77))
     assert mesh is not None
-    later = init_mesh(pp=2)  # says nothing: as long as the others
+    later = init_mesh(pp=2)  # without a timeout: the same as the others
     assert later is not None
     groups = everyone(), data_group(mesh), whole_group(mesh["dp", "tp"])
     pgs = [group.pg for group in groups] + mesh.get_all_groups() + later.get_all_groups()
@@ -196,7 +196,7 @@ def test_a_copied_module_stays_in_its_group(ranks: Any) -> None:
 
 
 def _from_environment(rank: int, world: int, port: int) -> tuple[Any, ...]:
-    """Leave the pool's process group and start as under torchrun, which sets the environment."""
+    """Leave the pool's process group and start with torchrun's environment variables."""
     shutdown()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:

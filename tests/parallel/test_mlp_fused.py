@@ -1,4 +1,4 @@
-"""The feed-forward layer as one autograd function, in one process: gradients, what it keeps, and what it runs."""
+"""The feed-forward layer as one autograd function, in one process: gradients, saved memory, launches."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _names(gated: bool) -> list[str]:
 
 
 def _subsets(names: list[str]) -> list[set[str]]:
-    """Each alone, all but each, each layer, none."""
+    """Each operand alone, all but each, each layer, none."""
     layers = [{name for name in names if name.startswith(layer)} for layer in {name.split(".")[0] for name in names}]
     return [{name} for name in names] + [{*names} - {name} for name in names] + layers + [set()]
 
@@ -103,7 +103,7 @@ def test_a_kept_graph_gives_its_gradients_again(gated: bool, level: int):
         a, b, c, d = (dy.to(y.dtype) for dy in dys)
         first = next(iter(module.parameters()))
         y.backward(a, retain_graph=True)
-        (dx,) = torch.autograd.grad(y, x, b, retain_graph=True)  # what it leaves behind is for b alone
+        (dx,) = torch.autograd.grad(y, x, b, retain_graph=True)  # the saved values serve b alone
         y.backward(c, retain_graph=True)
         (dw,) = torch.autograd.grad(y, first, b, retain_graph=True)
         y.backward(d)
@@ -150,7 +150,7 @@ def test_compiles_whole_and_for_any_number_of_tokens(gated: bool, level: int):
 
 
 def _kept(module: nn.Module, x: torch.Tensor) -> int:
-    """Bytes that autograd keeps for backward beside the parameters."""
+    """The bytes that autograd saves for backward, without the parameters."""
     storages = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ def test_frozen_weights_keep_what_is_needed_and_no_more(gated: bool):
     for level in LEVELS[1:]:
         ours, _ = pair(gated, recompute=level)
         ours.requires_grad_(False)
-        assert _kept(ours, x) == (x.nbytes if level == 2 else (2 if gated else 1) * features)  # z alone leads to dx
+        assert _kept(ours, x) == (x.nbytes if level == 2 else (2 if gated else 1) * features)  # dx needs only z
         (ours.down_proj if gated else ours.c_proj).bias.requires_grad_()
         assert _kept(ours, _x(needs=False)) == 0
 

@@ -48,7 +48,7 @@ def _split(ours: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> tuple[dict[str
 
 
 def _expected_products(gated: bool, level: int) -> list[Counter[str]]:
-    """Of forward, of the pass over inputs, of the pass over weights."""
+    """The products of forward, of the pass over inputs and of the pass over weights."""
     first = "gated_forward" if gated else "forward"
     inputs = Counter({"input_grad": 1, "input_grad_gated" if gated else "input_grad_act": 1})
     weights = 3 if gated else 2
@@ -100,7 +100,7 @@ def test_split_backward_over_ranks_runs_each_product_and_collective_once(
 
 
 def _stack_body(rank: int, world: int) -> None:
-    """Two layers in a row: what a pass leaves behind belongs to the layer, and goes away with the next."""
+    """Two layers in a row: a layer's saved values belong to it and are freed by its next pass."""
     group = tp_group(dist.group.WORLD)
     layers = [pair(gated, recompute=2, mesh=group)[0] for gated in (False, True)]
     _, ran = _split(nn.Sequential(*layers), torch.randn(T, D), torch.randn(T, D))

@@ -1,6 +1,6 @@
-"""Collectives in pieces under the products beside them: the same sums, the same counts, and really under way meanwhile.
+"""Collectives in pieces that overlap products: the same sums, the same counts, and real overlap.
 
-What is compared with the plain path is compared in fp64 to 1e-12, or in a low precision by the budgets of accuracy.py.
+Comparisons with the plain path are in fp64 to 1e-12, or in a low precision by the budgets of accuracy.py.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ def _operands(world: int, tokens: int, dtype: torch.dtype = torch.float64) -> tu
 
 
 def _operations_body(rank: int, world: int, tokens: int) -> list[str]:
-    """What differs between the paths, or from the sums of what all ranks hold."""
+    """The differences between the paths, or from the sums over all ranks' data."""
     group, wrong = world_group(), []
     rows, weight = _operands(world, tokens)
     shards, own = tokens // world, slice(rank * tokens // world, (rank + 1) * tokens // world)
-    formed: list[list[int]] = []  # which rows each product was formed of, by their first number
+    formed: list[list[int]] = []  # the rows of each product, by their first number
     for i, x in enumerate(rows):
         x[:, 0] = torch.arange(tokens) + 1000 * i
 
@@ -124,7 +124,7 @@ def test_every_path_gives_the_same_and_counts_the_same(ranks: Any, world: int, t
 
 
 def _few_rows_body(rank: int, world: int) -> list[str]:
-    """Sums of fewer rows than there are ranks or pieces, and of a number that nothing divides."""
+    """Sums of fewer rows than ranks or pieces, and of an indivisible number of rows."""
     wrong = []
     for tokens in (1, 2, 7):
         rows, weight = _operands(world, tokens)
@@ -151,12 +151,12 @@ def _rounding_body(rank: int, world: int) -> list[float]:
 
 
 def test_a_sum_in_pieces_rounds_once(ranks: Any):
-    # bf16 holds 256 and 258 but not 257: adding the ones singly would stay at 256.
+    # bf16 holds 256 and 258 but not 257: adding ones one by one would stay at 256.
     assert ranks(3, _rounding_body) == [[258.0]] * 3
 
 
 def _in_flight_body(rank: int, world: int, members: list[list[int]]) -> list[str]:
-    """Many at once, of all kinds, each finished before, between and after others; in groups that talk at once."""
+    """Many concurrent collectives of all kinds, finished in different orders, in groups that run at the same time."""
     groups = [dist.new_group(ranks) for ranks in members]
     (group,) = [tp_group(pg) for pg, ranks in zip(groups, members) if rank in ranks]
     size, wrong, started = group.size, [], []
@@ -164,7 +164,7 @@ def _in_flight_body(rank: int, world: int, members: list[list[int]]) -> list[str
     rows = [torch.randn(4 * size, 3, generator=torch.Generator().manual_seed(10 * first + s)) for s in range(size)]
     total, mine = torch.stack(rows).double().sum(0), rows[group.rank]
     own = slice(4 * group.rank, 4 * group.rank + 4)
-    letter = torch.full((2,), float(group.rank))  # the caller's own, posted before and taken after all of ours
+    letter = torch.full((2,), float(group.rank))  # the caller's own message, around all of ours
     posted = dist.isend(letter, group=group.pg, group_dst=(group.rank + 1) % size)
     for i in range(6):
         scaled = Product.input_grad([mine], [torch.eye(3) * (i + 1)], REFERENCE)
@@ -205,7 +205,7 @@ def test_several_in_flight_do_not_mix(ranks: Any, members: list[list[int]]):
 
 
 def _layers_body(rank: int, world: int, kind: str, sequence_parallel: bool) -> list[str]:
-    """What is wrong with chunked layers: against one process, and in what they count against plain ones."""
+    """The errors of chunked layers: results against one process, and counts against plain layers."""
     whole, group, wrong = whole_operands(), world_group(), []
     expected = reference(whole, kind, rank, world, sequence_parallel)
     again = [("all_gather", {"layers": "in.again"}.get(kind, "mlp.in.again"))] if sequence_parallel else []
@@ -262,7 +262,7 @@ def test_layers_in_pieces_are_as_accurate_in_bf16(ranks: Any, autocast: bool):
 
 
 def _shapes_body(rank: int, world: int) -> None:
-    """Tokens of several dimensions, one, none; frozen operands."""
+    """Tokens of several dimensions, one token, no tokens; frozen operands."""
     whole, group = whole_operands(), world_group()
     for sequence_parallel, shapes in (
         (False, ((2, 3, D), (D,), (0, D), (2, 0, D))),
@@ -276,7 +276,7 @@ def _shapes_body(rank: int, world: int) -> None:
                 leaves["x"] = torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
                 y = run_forward(leaves, kind, group, sequence_parallel=sequence_parallel, overlap=way)
                 assert y.shape == shape
-                y.add_(1.0)  # a result that is no view may be changed
+                y.add_(1.0)  # a result that is not a view may be changed in place
                 found[way] = run_backward(y, torch.ones_like(y), leaves)
             for name, value in found["none"].items():
                 assert close(found["chunked"][name], value), (shape, kind, name)
@@ -290,7 +290,7 @@ def _shapes_body(rank: int, world: int) -> None:
             y = run_forward(leaves, kind, group, sequence_parallel=True, overlap="chunked")
             y.backward(local_dy(whole, leaves, rank, True))
             gathered = sum(calls for (what, site), calls in collectives.calls.items() if site.endswith(".again"))
-            assert gathered == (wanted in ("w1", "w3")), (kind, wanted)  # nothing travels for nobody
+            assert gathered == (wanted in ("w1", "w3")), (kind, wanted)  # no unneeded collective
             assert close(leaves[wanted].grad, expected[wanted]), (kind, wanted)
 
 
@@ -302,14 +302,14 @@ def test_shapes_and_frozen_operands(ranks: Any):
 
 
 def _spans(events: list[Any], kind: str, site: str) -> list[tuple[float, float]]:
-    """When each piece of a collective, or each product beside it, began and ended."""
+    """The begin and end of each piece of a collective, and of each product beside it."""
     times = {what: [when for w, k, s, when in events if (w, k, s) == (what, kind, site)] for what in ("start", "end")}
     assert len(times["start"]) == len(times["end"]), (kind, site, events)
     return list(zip(times["start"], times["end"]))
 
 
 def _order_body(rank: int, world: int, kind: str, sequence_parallel: bool) -> dict[str, Any]:
-    """By site: the spans of pieces and of products, of one step."""
+    """The spans of pieces and products in one step, by site."""
     whole, group = whole_operands(), world_group()
     leaves = local_leaves(whole, kind, rank, world, sequence_parallel)
     with recorded() as events:
@@ -339,19 +339,19 @@ def test_pieces_travel_under_the_products(ranks: Any, world: int, kind: str, seq
                 assert all(_under(piece, products[0]) for piece in pieces)  # the product of the own rows
                 assert all(piece[1] <= product[0] for piece, product in zip(pieces, products[1:]))
             elif what == "reduce_scatter" or site.endswith(".grad"):
-                # The product of the own rows is the last of the sum's own; in backward the weights' gradients follow.
+                # The product of the own rows is the sum's last; in backward the weights' gradients follow.
                 assert all(_under(piece, products[-1]) for piece in pieces)
             else:
                 assert all(_under(piece, product) for piece, product in zip(pieces, products[1:]))
 
 
-DELAY, PRODUCT = 0.08, 0.09  # seconds: of the wire; and of each product, so that there is work to hide it under
+DELAY, PRODUCT = 0.08, 0.09  # seconds: of the wire, and of each product that should hide it
 
 
 @contextmanager
 def _steady_products(seconds: float) -> Iterator[None]:
-    """Every product takes so long by the clock, as on a device of its own: on a busy machine no longer than on an idle
-    one, and no other rank waits for the core.
+    """Every product takes a fixed time, as on a separate device: the same on a busy machine as on an idle one, without
+    occupying a core that another rank needs.
     """
 
     def steady(name: str, run: Any, of: Any) -> Any:
@@ -361,7 +361,7 @@ def _steady_products(seconds: float) -> Iterator[None]:
         return result
 
     select = policy.select
-    # Few pieces, hence few products to wait for.
+    # Few pieces, hence few products.
     policy.select = lambda *_, **options: OverlapPlan(options["overlap"])  # type: ignore[assignment]
     try:
         with around(steady):
@@ -371,7 +371,7 @@ def _steady_products(seconds: float) -> Iterator[None]:
 
 
 def _delay_body(rank: int, world: int, sequence_parallel: bool) -> dict[str, float]:
-    """By how much a slow wire lengthens a step, in units of its delay; the best of several tries."""
+    """The time that a slow wire adds to a step, in units of its delay; the best of several tries."""
     whole, group = whole_operands(), world_group()
     leaves = local_leaves(whole, "layers", rank, world, sequence_parallel)
     w1, b1, w2, b2 = (leaves[name] for name in ("w1", "b1", "w2", "b2"))
@@ -380,7 +380,7 @@ def _delay_body(rank: int, world: int, sequence_parallel: bool) -> dict[str, flo
         dist.barrier()
         start = time.monotonic()
         (y,) = column_linear(leaves["x"], [w1], [b1], TPOptions(group, site="in", **options))
-        if sequence_parallel:  # without, a row layer's last piece has nothing to hide under
+        if sequence_parallel:  # else no product hides a row layer's last piece
             y = row_linear(y, w2, b2, TPOptions(group, site="out", **options))
         y.sum().backward()
         return time.monotonic() - start
@@ -388,7 +388,7 @@ def _delay_body(rank: int, world: int, sequence_parallel: bool) -> dict[str, flo
     grown = {}
     for way, tries in (("none", 2), ("chunked", 3)):
         options = {"overlap": way, "sequence_parallel": sequence_parallel}
-        timed(**options)  # whoever is first has more to do
+        timed(**options)  # the first run has more to do
         with _steady_products(PRODUCT):
             best = {0.0: float("inf"), DELAY: float("inf")}
             for _ in range(tries):
@@ -403,15 +403,15 @@ def _delay_body(rank: int, world: int, sequence_parallel: bool) -> dict[str, flo
 def test_a_slow_wire_is_hidden(ranks: Any, sequence_parallel: bool):
     for grown in ranks(2, _delay_body, sequence_parallel):
         assert grown["chunked"] < 0.3
-        if sequence_parallel:  # four collectives, of which the plain path hides dx's alone
+        if sequence_parallel:  # four collectives, of which the plain path hides only dx's
             assert grown["none"] > 2.5
 
 
-# --- when something goes wrong ----------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
 def _refused_body(rank: int, world: int) -> None:
-    """Operands that do not fit are refused before anything is sent: the group goes on working."""
+    """Operands that do not fit are refused before any message is sent: the group keeps working."""
     whole, group = whole_operands(), world_group()
     for kind in KINDS:
         leaves = local_leaves(whole, kind, rank, world, True)
@@ -440,8 +440,8 @@ def _exchange(kind: str, group: Group) -> None:
 
 
 def _gone_body(rank: int, world: int, kind: str) -> str:
-    """What the ranks that stay say when the last one goes; they then go as well."""
-    group = tp_group(dist.new_group(range(world)))  # defaults of torch's functions may hold the default one
+    """The remaining ranks' errors when the last rank exits; they then exit as well."""
+    group = tp_group(dist.new_group(range(world)))  # torch may hold the default group elsewhere
     _exchange(kind, group)
     message = "goes first"
     if rank < world - 1:

@@ -1,5 +1,5 @@
-"""The backward of layers in pieces: what it keeps, that it needs each collective, and whoever may ask for gradients (a
-pipeline's split backward, one gradient at a time, activation checkpointing, main_grad, FSDP2, torch.compile).
+"""The backward of layers in pieces: its saved memory, its collectives, and its users (a pipeline's split backward, one
+gradient at a time, activation checkpointing, main_grad, FSDP2, torch.compile).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from shardfuse.parallel.pipeline.split_backward import stage_backward_input, sta
 pytestmark = pytest.mark.ranks
 
 
-# --- what backward needs ----------------------------------------------------------------------------------------------
+# --- memory and collectives -------------------------------------------------------------------------------------------
 
 
 def _kept_body(rank: int, world: int) -> list[dict[str, int]]:
-    """Bytes kept for backward under the shapes of x: whole, and this rank's."""
+    """The bytes saved for backward in x's shapes: the whole, and this rank's part."""
     found = []
     for kind in KINDS:
         kept = {}
@@ -74,7 +74,7 @@ def test_only_the_own_rows_of_the_input_are_kept(ranks: Any):
 
 
 def _omit_body(rank: int, world: int, kind: str, sequence_parallel: bool) -> list[str]:
-    """The sites at which a collective may be left out unnoticed."""
+    """The sites whose omitted collective goes undetected."""
     whole, group, unnoticed = whole_operands(), world_group(), []
 
     def run() -> dict[str, torch.Tensor]:
@@ -100,12 +100,12 @@ def test_a_collective_left_out_is_noticed(ranks: Any, kind: str, sequence_parall
     assert ranks(2, _omit_body, kind, sequence_parallel) == [[], []]
 
 
-# --- what it may be asked for -----------------------------------------------------------------------------------------
+# --- users of the backward --------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _products() -> Iterator[Counter[str]]:
-    """The rows that each product was formed of inside, in units of all tokens; weight gradients by their number."""
+    """The rows of each product in the block, in units of all tokens; weight gradients by their number."""
     counts: Counter[str] = Counter()
     act_grad = functional.act_grad
 
@@ -179,7 +179,7 @@ def test_split_backward_runs_each_product_and_collective_once(ranks: Any, kind: 
 
 
 def _one_by_one_body(rank: int, world: int, kind: str) -> None:
-    """Each gradient in a pass of its own, over one graph."""
+    """Each gradient in a separate pass over one graph."""
     whole = whole_operands()
     expected = reference(whole, kind, rank, world, True)
     for options in recompute_options(kind):
@@ -219,7 +219,7 @@ def test_a_column_layers_gradients_asked_for_one_by_one(ranks: Any):
 
 
 def _wrapped_body(rank: int, world: int, sequence_parallel: bool) -> None:
-    """Recomputed by activation checkpointing, and added up in main_grad."""
+    """With activation checkpointing, and with accumulation in main_grad."""
     whole, group = whole_operands(), world_group()
     for kind in KINDS:
         expected = reference(whole, kind, rank, world, sequence_parallel)
@@ -245,7 +245,7 @@ def test_checkpointing_and_main_grad(ranks: Any, sequence_parallel: bool):
 
 
 class _Module(torch.nn.Module):
-    """A gated MLP over parameters that are this rank's parts."""
+    """A gated MLP over this rank's parts of the parameters."""
 
     def __init__(self, leaves: dict[str, torch.Tensor], group: Group, way: str) -> None:
         super().__init__()

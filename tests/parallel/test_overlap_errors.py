@@ -1,4 +1,4 @@
-"""Products that fail while rows travel: the caller sees their error, and nothing is left over for what follows."""
+"""Products that fail during a transfer: the caller gets the error, and no message remains for later collectives."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ WAYS: dict[str, dict[str, Any]] = {
     "kernel": {"overlap": "kernel", "strict": True, "impl": "triton"},
 }
 PRODUCTS = ("forward", "send_forward", "input_grad", "input_grad_act", "send_input_grad", "param_grads")
-LIMIT_S = 2.0  # that a rank waits for another, where one does not come
+LIMIT_S = 2.0  # a rank's time limit for a missing peer
 
 
 @contextmanager
 def _failing(name: str = "", at: int = -1) -> Iterator[list[tuple[str, int]]]:
-    """The products inside, by name and number; number ``at`` of those called ``name`` runs out of memory instead."""
+    """Record the block's products, by name and number; number ``at`` of those named ``name`` runs out of memory."""
     numbers: Counter[str] = Counter()
     seen: list[tuple[str, int]] = []
 
@@ -57,7 +57,7 @@ def _step(group: Group, kind: str, sequence_parallel: bool, way: str) -> dict[st
 def _all_body(
     rank: int, world: int, kind: str, sequence_parallel: bool, way: str, names: tuple[str, ...] = PRODUCTS
 ) -> list[str]:
-    """Where a step differs, in any bit, from one before products failed on every rank: each of ``names`` in turn."""
+    """The bitwise differences of a step before and after each of ``names`` fails in turn, on every rank."""
     group, wrong = tp_group(dist.group.WORLD), []
     with _failing() as products:
         expected = _step(group, kind, sequence_parallel, way)
@@ -88,7 +88,7 @@ def test_an_all_reduce_after_one_that_failed_on_all_ranks_is_right(ranks: Any):
 
 
 def _loss_body(rank: int, world: int) -> list[str]:
-    """Where a loss without logits differs after each of its products has failed in turn, on every rank."""
+    """The differences of a loss without logits after each of its products fails in turn, on every rank."""
     group, wrong = tp_group(dist.group.WORLD), []
     generator = torch.Generator().manual_seed(rank)
     hidden = torch.randn(8, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()
@@ -117,7 +117,7 @@ def test_a_loss_after_one_that_failed_on_all_ranks_is_right(ranks: Any):
 
 
 def _one_body(rank: int, world: int, way: str) -> tuple[str, float]:
-    """What each rank says where the last one fails and goes no further, and how long the others waited for it."""
+    """Each rank's error when the last one fails and stops, and the others' waiting time."""
     group = tp_group(dist.new_group(range(world), timeout=timedelta(seconds=LIMIT_S)))
     if way == "kernel":
         SymmetricMemoryPool.of(group, device="cpu", timeout_s=LIMIT_S)
@@ -131,7 +131,7 @@ def _one_body(rank: int, world: int, way: str) -> tuple[str, float]:
     except RuntimeError as error:
         message = str(error)
     waited = time.monotonic() - start
-    dist.barrier()  # on connections of its own: so long everybody is there, and nobody hears of an end
+    dist.barrier()  # on separate connections: all ranks stay alive until here
     return message, waited
 
 

@@ -44,12 +44,12 @@ from shardfuse.parallel.pipeline.split_backward import stage_backward_input, sta
 
 pytestmark = [pytest.mark.ranks, pytest.mark.interpret]
 IN_KERNEL: dict[str, Any] = {"overlap": "kernel", "strict": True, "impl": "triton"}
-PLAIN: dict[str, Any] = {"overlap": "none", "impl": "triton"}  # the same kernels, one after the other
+PLAIN: dict[str, Any] = {"overlap": "none", "impl": "triton"}  # the same kernels, without overlap
 
 
 @contextmanager
 def _launches() -> Iterator[Counter[str]]:
-    """The GEMMs inside, by what they exchange ("", "gather", "send") and their epilogue."""
+    """Count the block's GEMMs by exchange ("", "gather", "send") and epilogue."""
     counts: Counter[str] = Counter()
     original = launch.run_gemm
 
@@ -71,7 +71,7 @@ def _miss(name: str, ours: torch.Tensor, low: torch.Tensor, oracle: torch.Tensor
 
 
 def _layers_body(rank: int, world: int, kind: str, sequence_parallel: bool) -> list[str]:
-    """What is wrong: against one process in fp64, by the plain path's error; in what is counted; in what ran."""
+    """The errors: results against one process in fp64, by the plain path's error; counts; launches."""
     group, wrong = world_group(), []
     oracle = reference(whole_operands(), kind, rank, world, sequence_parallel)
     whole = whole_operands(torch.float32)
@@ -107,7 +107,7 @@ def test_layers_in_kernels_give_what_one_process_does(ranks: Any, world: int, ki
 
 
 def _split_body(rank: int, world: int, kind: str) -> None:
-    """A pipeline's split backward, with another layer's whole step in between, which reuses the slots."""
+    """A pipeline's split backward around another layer's whole step, which reuses the slots."""
     group = world_group()
     oracle, whole = reference(whole_operands(), kind, rank, world, True), whole_operands(torch.float32)
     for options in recompute_options(kind)[::2]:
@@ -139,7 +139,7 @@ def test_split_backward_runs_each_product_once_and_keeps_what_it_needs(ranks: An
 
 
 def _wrapped_body(rank: int, world: int) -> None:
-    """Checkpointing, several calls in one graph, and FSDP2 around it."""
+    """With checkpointing, several calls in one graph, and FSDP2."""
     torch.manual_seed(0)
     group = world_group()
     make = lambda **more: ParallelMLP(D, 48, mesh=group, sequence_parallel=True, **more)
@@ -168,7 +168,7 @@ def test_checkpointing_two_layers_in_a_graph_and_fsdp(ranks: Any):
 
 
 def _choice_body(rank: int, world: int) -> list[str]:
-    """What is told of the choice, by the layer and by strict."""
+    """The reported choice, from the layer and from strict."""
     group, said = world_group(), []
     mlp = ParallelMLP(D, 48, mesh=group, overlap="kernel", impl="triton")
     mlp(torch.zeros(4, D))
@@ -191,7 +191,7 @@ def test_the_choice_is_explained(ranks: Any):
 
 
 def _probe_body(rank: int, world: int) -> tuple[str, str]:
-    """Memory that cannot be trusted: every rank falls back, and says why."""
+    """Unreliable memory: every rank falls back and gives the reason."""
     original = SymmetricMemoryPool.probe
     SymmetricMemoryPool.probe = lambda self, timeout_s=None: "probe: rank 1 does not reach rank 0"  # type: ignore[method-assign]
     try:
@@ -214,7 +214,7 @@ def test_memory_that_fails_its_probe_is_not_used(ranks: Any):
 
 
 def _featureless_body(rank: int, world: int) -> list[str]:
-    """What is wrong with layers that have no features on one side: their product is empty, or nothing but zeros."""
+    """The errors of layers without features on one side: their product is empty, or all zeros."""
     group, wrong = world_group(), []
     for out_features, in_features in ((0, D), (D, 0)):
         for sequence_parallel in (False, True):

@@ -1,5 +1,5 @@
-"""``overlap`` and ``strict`` on the layers: every value computes the same, what cannot be had is refused, and
-``explain`` tells which way each collective goes.
+"""``overlap`` and ``strict`` on the layers: every value gives the same results, unavailable modes are refused, and
+``explain`` shows each collective's mode.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def test_one_process_has_nothing_to_overlap(name: str):
 
 
 def _input(name: str, world: int, sequence_parallel: bool, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
-    """This rank's part of one input, and what the layer wants to know beside it."""
+    """This rank's part of one input, and the layer's other arguments."""
     generator = torch.Generator().manual_seed(3)
     if name == "model":
         return torch.randint(0, 40, (2, T // 2), generator=generator), {}
@@ -90,7 +90,7 @@ def _outputs(name: str, world: int, dtype: torch.dtype, **options: Any) -> dict[
 
 
 def _same(rank: int, world: int, sequence_parallel: bool) -> list[str]:
-    """What differs between one overlap and another."""
+    """The differences between two values of overlap."""
     wrong = []
     for name in LAYERS:
         common: dict[str, Any] = {"sequence_parallel": sequence_parallel}
@@ -103,7 +103,7 @@ def _same(rank: int, world: int, sequence_parallel: bool) -> list[str]:
             verdicts = [
                 accuracy.judge(path, value, low[path], exact[path], terms=8 * (D + FFN)) for path, value in ours.items()
             ]
-            if name in ("attention", "block"):  # the key bias has no gradient but what rounding leaves
+            if name in ("attention", "block"):  # the key bias's gradient is only rounding error
                 verdicts = [verdict for verdict in verdicts if not verdict.name.endswith("k_proj.bias")]
             wrong += [f"{name}, {overlap}: {verdict}" for verdict in verdicts if not verdict.ok]
     return wrong
@@ -116,7 +116,7 @@ def test_every_overlap_computes_the_same(ranks: Any, sequence_parallel: bool):
 
 
 def _reached(rank: int, world: int, sequence_parallel: bool) -> dict[str, set[tuple[str, str, bool]]]:
-    """(operation, overlap, strict) that each kind of layer asks for."""
+    """The (operation, overlap, strict) arguments of each kind of layer."""
     asked: set[tuple[str, str, bool]] = set()
     choose = policy.select
 
@@ -167,7 +167,7 @@ def test_strict_refuses_a_kernel_that_cannot_run(ranks: Any):
 
 
 def _compiled(rank: int, world: int, overlap: str, fullgraph: bool) -> tuple[bool, list[str]]:
-    """Whether a compiled layer that asks for ``overlap`` computes as the plain one, and what ``strict`` raises."""
+    """Whether a compiled layer with ``overlap`` computes like the plain one, and the error of ``strict``."""
     group, said = tp_group(dist.group.WORLD), []
     torch.manual_seed(0)
     layer = LAYERS["mlp"](mesh=group, params="local", overlap=overlap)
@@ -202,7 +202,7 @@ LINK = Link(0.0, 1e-6, 1e9)
 
 
 def _explained(rank: int, world: int, path: str, sequence_parallel: bool) -> tuple[dict[str, list[Any]], str, str]:
-    """By module the collectives that explain lists, the table, and how many collectives telling it took."""
+    """The collectives in explain by module, the table, and the number of collectives that explain itself ran."""
     group = tp_group(dist.group.WORLD)
     model = LAYERS["model"](mesh=group, sequence_parallel=sequence_parallel)
     x, _ = _input("model", world, sequence_parallel)
@@ -244,7 +244,7 @@ def test_explain_tells_way_reason_and_what_is_exposed(ranks: Any, tmp_path: Path
         told = f"model.layers.*.mlp.{name} forward {op} chunked in 2 {exposed_us:,.0f} measured"
         assert " ".join(line.split()).startswith(told)
         assert "\n   with k_proj, v_proj" in text
-        assert not infos["model.layers.*.mlp.up_proj"]  # told at the first
+        assert not infos["model.layers.*.mlp.up_proj"]  # listed with the first
         assert not infos["model.layers.*.self_attn.v_proj"]
         assert "dx's sum travels under the weights' gradients as it is" in text
         assert "gloo works on the cores that form the products" in text
@@ -252,7 +252,7 @@ def test_explain_tells_way_reason_and_what_is_exposed(ranks: Any, tmp_path: Path
 
 
 def _agrees(rank: int, world: int, sequence_parallel: bool) -> list[str]:
-    """Where explain and a step differ: in what they ask for, and how often; in what crosses ranks, and how often."""
+    """The differences between explain and a step, in requests to the policy and in collectives, with counts."""
     group, differing = tp_group(dist.group.WORLD), []
     choose = policy.select
     for name, more in EXPLAINED:
@@ -268,7 +268,7 @@ def _agrees(rank: int, world: int, sequence_parallel: bool) -> list[str]:
                 patch.setattr("shardfuse.layers.linear.preview", told)
                 explanation = shardfuse.explain(model, x)
                 _forward(model, x, options).sum().backward()
-            if told.asked != ran.asked and more.get("overlap") != "auto":  # which settles some without asking
+            if told.asked != ran.asked and more.get("overlap") != "auto":  # "auto" decides some without the policy
                 differing.append(f"{name} {more} {dtype}: told {told.asked}, ran {ran.asked}")
             if (crossed := _crossed()) != _told(explanation):
                 differing.append(f"{name} {more} {dtype}: told {_told(explanation)}, crossed {crossed}")
@@ -284,19 +284,19 @@ EXPLAINED: list[tuple[str, dict[str, Any]]] = [
 
 
 class _noting:
-    """``choose``, and what it was asked for how often."""
+    """Record the calls of ``choose`` with their counts."""
 
     def __init__(self, choose: Callable[..., OverlapPlan]) -> None:
         self.choose, self.asked = choose, Counter[Any]()
 
     def __call__(self, op: str, group: Any, **options: Any) -> OverlapPlan:
-        if options["overlap"] != "none":  # layers do not even ask then
+        if options["overlap"] != "none":  # layers do not call the policy then
             self.asked[(op, *(options[each] for each in ("tokens", "features_in", "features_out", "dtype")))] += 1
         return self.choose(op, group, **options)
 
 
 def _told(explanation: Any) -> Counter[tuple[str, str]]:
-    """(collective, "forward" or "backward") by what explain says."""
+    """The (collective, "forward" or "backward") entries of explain."""
     counts: Counter[tuple[str, str]] = Counter()
     for row in explanation.rows:
         for info in row.collectives:
@@ -305,7 +305,7 @@ def _told(explanation: Any) -> Counter[tuple[str, str]]:
 
 
 def _crossed() -> Counter[tuple[str, str]]:
-    """The same of what linear layers sent: at ".in", ".out", and in backward ".grad" and ".again" of these."""
+    """The same for the linear layers' collectives: at ".in", ".out", and their ".grad" and ".again" in backward."""
     counts: Counter[tuple[str, str]] = Counter()
     for (kind, site), calls in collectives.calls.items():
         found = re.search(r"\.(in|out)(\.grad|\.again)?$", site)

@@ -1,8 +1,8 @@
 """``parallelize``: every combination reaches the losses and the parameters of one process.
 
 Two steps in fp64, with an uneven batch, targets that do not count, and both styles, tied or not; the budget is a
-relative error of 1e-11. ``make test`` runs a choice in which every schedule but the naive one, every ZeRO stage and
-every kind of mesh is; ``make test-all`` runs all.
+relative error of 1e-11. ``make test`` runs a selection with every schedule but the naive one, every ZeRO stage and
+every kind of mesh; ``make test-all`` runs all combinations.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ CHOSEN = [
     C(dp=2, pp=2, zero=2, schedule="dualpipev"),
     C(pp=2, tp=2, schedule="zbv", sequence_parallel=True),
 ]
-BESIDE = [  # what _all() does not vary
+BESIDE = [  # features that _all() does not vary
     C(tp=2, zero=0, sequence_parallel=True),
     C(dp=2, tp=2, zero=2, sequence_parallel=True),
     C(dp=2, pp=2, tp=2, zero=3, schedule="1f1b", tied=True),
@@ -166,8 +166,8 @@ MODELS = [(style, tied) for tied in (False, True) for style in ("gated", "gelu")
 
 
 def _all() -> list[Combination]:
-    """Every schedule with every ZeRO stage that goes with it, over every mesh of up to four ranks, both ways to keep
-    activations; each with that of ``MODELS`` whose meetings are the rarest so far."""
+    """Every schedule with every compatible ZeRO stage, over every mesh of up to four ranks, with and without
+    recomputation; each with the one of ``MODELS`` whose feature pairs are the rarest so far."""
     meshes = list(itertools.product((1, 2), repeat=4))
     found: list[Combination] = []
     met: Counter[Any] = Counter()
@@ -186,7 +186,7 @@ def _all() -> list[Combination]:
 
 
 def _meetings(case: Combination) -> list[tuple[Any, ...]]:
-    """What the case's model meets: its style and its embeddings each other feature, and both each cell of the table."""
+    """The case's feature pairs: style and embeddings with each other feature, and both with each cell of the table."""
     model = ("style", case.style), ("tied", case.tied)
     others = {"mesh": case[:4], "zero": case.zero, "schedule": case.schedule, "recompute": case.recompute}
     return [*itertools.product(others.items(), model), (case.schedule, case.zero, *model)]
@@ -226,7 +226,7 @@ def test_every_combination(ranks, case, seen):
 @pytest.mark.nightly
 @pytest.mark.ranks
 def test_the_table_in_the_document_is_what_was_seen(seen):
-    """With SHARDFUSE_WRITE_DOCS=1 it is written. It wants all of the tests before it."""
+    """SHARDFUSE_WRITE_DOCS=1 writes the table. This test needs the results of all tests before it."""
     before, _, rest = DOCUMENT.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     table = _table(seen)
@@ -236,7 +236,7 @@ def test_the_table_in_the_document_is_what_was_seen(seen):
 
 
 def _table(seen: set[Combination]) -> str:
-    """A row for each schedule, a column for each ZeRO stage: on how many meshes it trained, of how many."""
+    """A row for each schedule, a column for each ZeRO stage: the number of meshes that trained, and of all."""
     rows = ["| schedule | " + " | ".join(f"zero={zero}" for zero in range(4)) + " |", "|---" * 5 + "|"]
     for schedule in (None, *SCHEDULES):
         cells = []
@@ -265,7 +265,7 @@ def _out_of_order(rank: int, world: int, zero: int) -> list[str]:
     with torch.no_grad():
         spread(*_batches()[0])
     optimizer = torch.optim.SGD(spread.parameters(), lr=0.1, momentum=0.9)
-    shares = [(5, 0), (2, 3)]  # the second reader has nothing in the first step
+    shares = [(5, 0), (2, 3)]  # the second reader's first share is empty
     losses = []
     for (tokens, targets), (mine, others) in zip(_batches(), shares):
         part = slice(None, mine) if rank == 0 else slice(mine, mine + others)
@@ -319,7 +319,7 @@ def test_what_comes_between_steps_leaves_nothing_behind(ranks, zero):
 
 
 def _low(rank: int, world: int, case: tuple[Any, ...], options: dict[str, Any]) -> list[float]:
-    """Losses and a norm in low precision, twice accumulated, and those of one process in fp32."""
+    """Losses and a norm in low precision, accumulated over two steps, and those of one process in fp32."""
     combination = Combination(*case)
     mesh = init_mesh(dp=combination.dp, pp=combination.pp)
     model = ParallelTransformer(_config(combination), mesh=mesh, device="meta")

@@ -1,4 +1,4 @@
-"""What ``parallelize`` and ``init_mesh`` are given: meshes, batches, positions, a process alone, wrapped models."""
+"""The inputs of ``parallelize`` and ``init_mesh``: meshes, batches, positions, a single process, wrapped models."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ assert losses[1] < losses[0]
 
 
 def test_a_process_alone_may_offload(tmp_path: Path):
-    """With FSDP2 on a mesh of one; its checkpoint is the bare model's."""
+    """It uses FSDP2 on a mesh of one; its checkpoint equals the bare model's."""
     script = _ALONE.format(
         here=[str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")], folder=str(tmp_path / "offload-")
     )
@@ -143,7 +143,7 @@ def test_a_process_alone_may_offload(tmp_path: Path):
 
 
 def _bad_batches_body(rank: int, world: int) -> list[str]:
-    """One rank's batch is wrong; then what no batch could make right."""
+    """First one rank's batch is wrong; then arguments are wrong for any batch."""
     mesh = init_mesh(dp=world)
     model = parallelize(_model(mesh), mesh, seed=0)
     tokens, targets = _batch()

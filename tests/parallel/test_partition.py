@@ -1,4 +1,4 @@
-"""Which parts go on which stage: as even over the ranks as can be."""
+"""The partition of parts into stages: as even over the ranks as possible."""
 
 from __future__ import annotations
 

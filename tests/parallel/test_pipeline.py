@@ -27,7 +27,7 @@ DROPOUT = {"embedding_dropout": 0.2, "residual_dropout": 0.3}
 GATED, TIED = {"style": "gated"}, {"tie_embeddings": True}
 RECOMPUTE, SEQUENCE = {"recompute": True}, {"sequence_parallel": True}
 
-# Each schedule over two stages a rank or one, and beside it, by turns, what else changes the way.
+# Each schedule with one or two stages a rank, combined in turn with other features that change the execution.
 TWO_RANKS = [
     Case("naive", config=GATED),
     Case("gpipe", config=DROPOUT, model=RECOMPUTE),
@@ -57,7 +57,7 @@ def _check(found: list[dict[str, Any]], case: Case) -> None:
 
 
 def _once(ranks: Any, found: list[dict[str, Any]], case: Case) -> None:
-    """All that ran over the stages of each data-parallel share is what would have run without a pipeline."""
+    """Assert that the stages of each data-parallel share together ran exactly the work of a run without a pipeline."""
     alone = ranks(case.tp, run_micro_batches, vars(case))
     assert alone[0]["products"].total() >= 3 * 4 * CONFIG.num_layers * case.microbatches
     share = len(found) // case.dp
@@ -137,11 +137,11 @@ def test_every_schedule_with_other_numbers_of_micro_batches(ranks: Any, schedule
     _check(ranks(4, run_pipeline, vars(case)), case)
 
 
-# --- what else a pipeline is asked for --------------------------------------------------------------------------------
+# --- other features ---------------------------------------------------------------------------------------------------
 
 
 def _shapes_body(rank: int, world: int) -> list[Any]:
-    """Batches of other shapes and positions, evaluations between steps, and a pipeline that never trains."""
+    """Batches with different shapes and positions, evaluations between steps, and a pipeline that never trains."""
     mesh = init_mesh(pp=world)
     case = Case("zbv", config=DROPOUT)
     tokens, targets = batch()
@@ -167,7 +167,7 @@ def _shapes_body(rank: int, world: int) -> list[Any]:
 def test_batches_may_change_their_shape_and_evaluations_come_between(ranks: Any):
     for found, expected, trains in ranks(2, _shapes_body):
         assert found == pytest.approx(expected, rel=1e-5)
-        assert found[0] == found[3]  # nothing drops
+        assert found[0] == found[3]  # no dropout in evaluation
         assert trains
 
 
@@ -210,7 +210,7 @@ def test_costs_may_be_measured(ranks: Any):
 
 
 def _attention_dropout_body(rank: int, world: int) -> tuple[list[float], int]:
-    """Losses of two steps from one seed and of a third; and what the generator gives afterwards."""
+    """The losses of two steps with one seed and of a third; and the generator's next draw."""
     mesh = init_mesh(pp=world)
     _, pipeline = build(Case("gpipe", config={"attention_dropout": 0.5}), mesh)
     losses = []
@@ -225,11 +225,11 @@ def test_dropped_attention_weights_are_other_ones_in_every_step(ranks: Any):
     (losses, after), (others, theirs) = ranks(2, _attention_dropout_body)
     assert losses[0] == losses[1] != losses[2]
     assert losses == others
-    assert after == theirs  # stages draw apart, and go on alike
+    assert after == theirs  # stages draw different masks, then continue equally
 
 
 def _errors_body(rank: int, world: int) -> list[str]:
-    """Each is raised on every rank before anything is sent: the next collective finds everybody."""
+    """Every rank raises each error before any message is sent, so the next collective works."""
     mesh = init_mesh(pp=world)
     case = Case("1f1b")
     tokens, targets = batch()
@@ -285,9 +285,9 @@ def test_what_cannot_run_is_refused_on_every_rank(ranks: Any):
 
 
 def _tied_body(rank: int, world: int) -> tuple[str, float | None]:
-    """What is said on this rank, and how many seconds the group of both ends waits."""
+    """This rank's error, and the timeout in seconds of the group of both ends."""
     mesh = init_mesh(pp=world, timeout=timedelta(seconds=77))
-    case = Case("1f1b", config=TIED | {"num_layers": 2})  # a part for each: the first stage has no linear layer
+    case = Case("1f1b", config=TIED | {"num_layers": 2})  # one part per stage: the first stage has no linear layer
     with pytest.raises(ValueError) as caught:
         split(case.build(None, torch.float32, "meta", fuse_wgrad_accumulation=True), mesh, "1f1b")
     model = case.build(None, torch.float32, "meta")
@@ -304,7 +304,7 @@ def test_all_ranks_agree_on_tied_embeddings(ranks: Any):
 
 
 def _compiled_body(rank: int, world: int) -> list[bool]:
-    """Whether a pipeline of compiled blocks finds the gradients of one that is not compiled."""
+    """Whether a pipeline of compiled blocks gives the gradients of an eager one."""
     mesh, found = init_mesh(pp=world), []
     for compiles in (False, True):
         model, pipeline = build(Case("1f1b"), mesh)

@@ -1,4 +1,4 @@
-"""Which way a collective goes: by measurement, as asked, and that all ranks make the same choice."""
+"""The choice of a collective's mode: by measurement, by request, and equal on all ranks."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_missing_file_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.M
         link_profile.load(CPU)
 
 
-# --- what is asked for ------------------------------------------------------------------------------------------------
+# --- by request -------------------------------------------------------------------------------------------------------
 
 
 def test_one_rank_has_nothing_to_choose():
@@ -198,7 +198,7 @@ def test_what_is_asked_for_is_honoured_or_refused(ranks: Any):
         assert found["op"].startswith("ValueError: op='all_gather'")
         assert found["overlap"] == "ValueError: overlap='yes': expected one of auto, kernel, chunked, none"
         assert found["once"]
-        assert found["counted"] == []  # what ranks agree on is no part of what they compute
+        assert found["counted"] == []  # agreement is not part of the computation
 
 
 def _asked_after_reset(rank: int, world: int) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def test_a_kernel_that_can_run_is_taken_where_it_won(monkeypatch: pytest.MonkeyP
 
 
 class _Pg:
-    """Stands for a process group that nobody talks over."""
+    """A mock process group without communication."""
 
 
 def test_an_unneeded_kernel_is_not_asked_for(monkeypatch: pytest.MonkeyPatch):
@@ -244,7 +244,7 @@ def test_under_torch_compile_strict_refuses(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_choice_under_a_transform_is_not_taken_outside(monkeypatch: pytest.MonkeyPatch):
-    """No kernel takes a call inside, so a sum or a product that asked there first would go plainly ever after."""
+    """No kernel accepts a call inside, so a sum or product that first asked there would stay plain for ever."""
     group = Group(pg := _Pg(), 0, 2, None)
     monkeypatch.setattr(policy, "_agreed", {(id(pg), CPU): policy._Agreed(profile_of(), "node", unavailable=None)})
     monkeypatch.setattr(policy, "_without_kernel", lambda *args: autograd.transformed())
@@ -263,14 +263,14 @@ def test_a_choice_under_a_transform_is_not_taken_outside(monkeypatch: pytest.Mon
 
 
 def test_a_capture_takes_what_was_agreed_before(monkeypatch: pytest.MonkeyPatch):
-    """And only for exchanges that the device counts, since the host's cannot be replayed."""
+    """Only for exchanges that the device counts: a replay cannot repeat the host's count."""
     group, asked = Group(pg := _Pg(), 0, 2, None), SHAPE | {"overlap": "kernel", "impl": "triton"}
     agreed = policy._Agreed(profile_of(), "node", "cuda")
     monkeypatch.setattr(policy, "_agreed", known := {})
     monkeypatch.setattr(policy, "_capturing", lambda device: True)
     monkeypatch.setattr(policy, "kernel_unavailable", lambda *args: pytest.fail("asked in a capture"))
     monkeypatch.setattr(policy, "_without_kernel", lambda *args: None)
-    for _ in range(2):  # nothing agreed on; then a profile, but not yet whether memory works
+    for _ in range(2):  # no agreement yet; then a profile, but no tested memory
         path = policy.select(NORM, group, **asked, device_counted=True)
         assert path.kind == "plain"
         assert "the ranks have not agreed before: run the same step once outside of it" in path.reason
@@ -308,7 +308,7 @@ def test_choices_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch
 
 
 def _different_files(rank: int, world: int, folder: str, contents: list[str]) -> tuple[Any, Any, bool]:
-    """What a rank chooses, and what it would by its own file."""
+    """A rank's choice, and its choice from its own file alone."""
     with _named(contents[rank], Path(folder, str(rank))):
         group = tp_group(dist.group.WORLD)
         alone = policy.preview(GATHER, group, **SHAPE)
@@ -322,7 +322,7 @@ def test_all_ranks_take_what_rank_0_has_on_disk(ranks: Any, tmp_path: Path):
         (tmp_path / str(rank)).mkdir()
     contents = [_text(profile_of(row_of(chunked={1: 9.0, 4: 5.0}))), _text(profile_of(row_of(chunked={1: 20.0})))]
     first, second = ranks(2, _different_files, str(tmp_path), contents)
-    assert (first[0].pieces, second[0].kind) == (4, "plain")  # they would have waited for each other for ever
+    assert (first[0].pieces, second[0].kind) == (4, "plain")  # they would have deadlocked
     assert first[1] == second[1] == first[0]
     assert first[2]
     assert second[2]
@@ -332,7 +332,7 @@ def _broken_file(rank: int, world: int, folder: str) -> list[str]:
     messages = []
     with _named("{" if rank == 0 else _text(GOOD), Path(folder, str(rank))):
         group = tp_group(dist.group.WORLD)
-        for _ in range(2):  # nothing is left over that would make the second one hang
+        for _ in range(2):  # no left-over state makes the second one hang
             with pytest.raises(ValueError) as caught:
                 policy.select(GATHER, group, **SHAPE)
             messages.append(str(caught.value))
@@ -365,7 +365,7 @@ def test_ranks_agree_anew_when_they_are_told_to(ranks: Any, tmp_path: Path):
 
 
 def _gone(rank: int, world: int) -> tuple[int, int]:
-    """What is remembered of a group while it is there, and after."""
+    """The cached state of a group during its life, and after."""
     pg = dist.new_group([0, 1])
     key = id(pg)
     policy.select(GATHER, tp_group(pg), **SHAPE)

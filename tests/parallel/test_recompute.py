@@ -1,4 +1,4 @@
-"""Regions that are computed again in backward: once, however many passes read them, and with the same results."""
+"""Regions recomputed in backward: once for any number of passes, with the same results."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def test_a_region_runs_again_once_and_gives_the_same_gradients(backward: Callabl
     expected = _whole(plain, x)
     with _Counting() as counts:
         assert _equal(backward(region, x), expected)
-    # Forward, again, dx and dW of four layers.
+    # Forward, recomputation, dx and dW of four layers.
     assert counts.seen["addmm"] + counts.seen["mm"] == 4 * 4
-    assert counts.seen["gelu"] == 4 + 3  # what comes after the last tensor that is kept does not run again
+    assert counts.seen["gelu"] == 4 + 3  # ops after the last saved tensor do not run again
 
 
 def test_torchs_own_runs_again_for_every_group_of_parameters():
-    """What it is for; and outside of split_backward torch's own is what runs."""
+    """The reason for our own; outside of split_backward torch's own runs."""
     region, x = _Recomputed(_layers(4)), torch.randn(T, D, requires_grad=True)
     with _Counting() as counts:
         y = region(x)
@@ -132,7 +132,7 @@ def test_draws_and_autocast_are_what_they_were():
 
 
 def test_memory_goes_with_the_nodes():
-    """A backward that is whole frees a region's tensors one by one, as it would have freed what forward had kept."""
+    """An unsplit backward frees a region's tensors one by one, like tensors that forward saved."""
     x = torch.randn(64, D, requires_grad=True)
     module = _Recomputed(_layers(8))
     with autograd.split_backward():
@@ -167,7 +167,7 @@ weight = torch.ones(D, requires_grad=True)
 
 
 def _net(run: Callable[[], Any]) -> int:
-    """Bytes that live after ``run`` and did not before."""
+    """The bytes allocated by ``run`` that still live after it."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
@@ -176,7 +176,7 @@ def _net(run: Callable[[], Any]) -> int:
 
 
 def _held(module: nn.Module, tokens: int, width: int, splitting: bool) -> tuple[float, float]:
-    """What forward keeps, and what lives between the passes, in units of one activation; dx, which is sent, aside."""
+    """The memory that forward keeps, and that between the passes without dx, in units of one activation."""
     module(torch.randn(tokens, width))
     x, dy = torch.randn(tokens, width, requires_grad=True), torch.randn(tokens, width)
     made: dict[str, Any] = {}
@@ -198,7 +198,7 @@ def test_memory_between_the_passes():
     assert kept == pytest.approx(8, abs=0.2)
     assert between > 10.8  # 11; torch 2.11: 12
     assert _held(ours, size, size, True) == pytest.approx((8, 11), abs=0.2)
-    # Without the promise every pre-activation stays, for gradients that may come from elsewhere.
+    # Without the promise every pre-activation stays, for gradients that may come from another path.
     assert _held(ours, size, size, False) == pytest.approx((8, 15), abs=0.2)
     mlps = nn.Sequential(*(ParallelMLP(size, size, impl="triton") for _ in range(2)))
     between = _held(mlps, size, size, True)[1]

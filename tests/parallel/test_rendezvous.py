@@ -1,4 +1,4 @@
-"""Processes that were started again meet each other, whatever the dead ones left in the store that torchrun keeps."""
+"""Restarted processes find each other, whatever state dead processes left in torchrun's store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def server() -> dist.TCPStore:
 
 
 def _meet(server: dist.TCPStore, rank: int, world: int, timeout: timedelta = WAIT) -> str:
-    """As a process does: with a connection of its own."""
+    """Join the rendezvous like a process, with a separate connection."""
     store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timeout, wait_for_workers=False)
     return start_name(store, rank, world, timeout)
 
@@ -40,7 +40,7 @@ def test_every_start_has_a_name_of_its_own(server: dist.TCPStore):
 def test_whoever_comes_first_does_not_follow_a_dead_rank_0(
     server: dist.TCPStore, complete: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """The dead start had met, or its rank 0 still waited for somebody."""
+    """The dead attempt had completed its rendezvous, or its rank 0 was still waiting."""
     monkeypatch.setattr(rendezvous, "PATIENCE", timedelta(milliseconds=50))
     old = "shardfuse/old"
     server.set(LEADER, old)

@@ -1,4 +1,4 @@
-"""Sharded parameters: specs, both modes, gradients, and initialisation that is the same over any number of ranks."""
+"""Sharded parameters: specs, both modes, gradients, and the same initialisation over any number of ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SIZES = st.integers(1, 5)
 
 @st.composite
 def _splits(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
-    """A logical shape, the dimension that is split, and into how many parts."""
+    """A logical shape, the sharded dimension, and the number of parts."""
     shape = [draw(st.integers(1, limit)) for limit in (50, 6, 3)[: draw(st.integers(1, 3))]]
     dim = draw(st.integers(0, len(shape) - 1))
     size = draw(SIZES)
@@ -79,7 +79,7 @@ def test_seeds_and_blocks_give_different_numbers() -> None:
 
 
 def test_seeds_mean_the_same_numbers_for_ever() -> None:
-    # A change here changes every initialisation and every loss curve that somebody has written down.
+    # A change here changes every initialisation and every recorded loss curve.
     assert named_seed(7, "model.layers.0.mlp.c_fc.weight") == 1080891285503574898
     assert named_seed(7, "") != named_seed(70, "")
     drawn = draw_shard((33, 2), None, 0, 1, seed=7, bound=1.0)
@@ -219,7 +219,7 @@ def test_both_modes_hold_the_same_logical_tensor(ranks: Any) -> None:
 
 
 def _check_gradients(rank: int, world: int) -> None:
-    """Through local_tensors, gradients arrive as the parameters are laid out, accumulate, and may come strided."""
+    """Through local_tensors, gradients get the parameters' layout, accumulate, and may be strided."""
     group = tp_group(init_mesh(tp=world))
     weight, bias = _parameter(0, group, "dtensor"), _parameter(None, group, "dtensor")
     plain, frozen = nn.Parameter(torch.ones(2)), _parameter(1, group, "dtensor").requires_grad_(False)
@@ -266,7 +266,7 @@ def _check_compiled(rank: int, world: int) -> None:
     step(x, weight).backward()
     want, weight.grad = weight.grad, None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what torch says of itself while compiling
+        warnings.simplefilter("ignore")  # torch's own warnings during compilation
         torch.compile(step, fullgraph=True, backend="aot_eager")(x, weight).backward()
     assert torch.equal(weight.grad.to_local(), want.to_local())
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Symmetric memory: what one rank writes the others see, exchanges count alike, and memory goes with its group."""
+"""Symmetric memory: ranks see each other's writes, agree on exchange numbers, and free memory with its group."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def _views_body(rank: int, world: int) -> None:
         assert torch.equal(pull(peers, signals), expected_rows(world, 100.0 * step))
         channel.end()
     assert starts[0] != starts[1]
-    assert starts == [starts[0], starts[1]] * 2 + [starts[0]]  # slots take turns
-    assert pool.channel("gather", SLOT // 2) is channel  # shared by whoever asks for it
+    assert starts == [starts[0], starts[1]] * 2 + [starts[0]]  # slots alternate
+    assert pool.channel("gather", SLOT // 2) is channel  # shared by all callers
     assert make_pool() is pool
     pool.check()
 
@@ -93,7 +93,7 @@ def _wrap_body(rank: int, world: int, first: int, every: int, expected: list[int
     pool.barrier()
     own = exchange(channel, 0.0)[0].pads[rank]
     behind = (channel.epoch - own.to(torch.int64)).remainder(2**32)
-    # Flags that nobody raises are brought along by a rebase, and stay where they were without one.
+    # A rebase advances unused flags; without one they keep their values.
     rebases = (len(expected)) // every
     assert int(behind[1].min()) == int(behind[1].max()) == len(expected) + 1 - rebases * every
 
@@ -135,7 +135,7 @@ def _inference_body(rank: int, world: int) -> None:
     channel = make_pool().channel("gather", SLOT)
     with torch.inference_mode():
         run_exchanges(channel, 2)
-    peers, signals = channel.begin((world, ROWS, WIDTH), torch.float32)  # views that inference mode made
+    peers, signals = channel.begin((world, ROWS, WIDTH), torch.float32)  # views from inference mode
     assert not any(tensor.is_inference() for tensor in (*peers, *signals.pads, signals.table, signals.state))
     weight = torch.ones((), requires_grad=True)
     push(peers, signals, 2.0)
@@ -238,7 +238,7 @@ def test_a_models_channels_fill_its_pool_to_the_byte(ranks_: int, tokens: int):
 
 
 def _freed_body(rank: int, world: int) -> None:
-    gc.collect()  # of tests before
+    gc.collect()  # from earlier tests
     assert memory_held() == (0, 0)
     pool = make_pool()
     channel = pool.channel("gather", SLOT)
@@ -258,7 +258,7 @@ def test_an_pool_goes_with_its_group(ranks: Any):
 
 
 def _kept_body(rank: int, world: int) -> None:
-    """Somebody holds a destroyed group, as modules do."""
+    """An object still holds a destroyed group, as modules do."""
     kept = Group(dist.new_group([0, 1]), rank, world, None)
     old = make_pool(kept)
     old.barrier()
@@ -282,7 +282,7 @@ def test_a_new_group_never_meets_an_old_pool(ranks: Any):
 
 def _cycles_body(rank: int, world: int, cycles: int) -> None:
     group = everyone()
-    gc.collect()  # of tests before: the cycles need no collection
+    gc.collect()  # from earlier tests: these cycles need no collection
     counts = []
     for _ in range(cycles):
         pool = make_pool(group, bytes=64 << 10)
@@ -302,7 +302,7 @@ def test_fifty_pools_leak_neither_files_nor_mappings(ranks: Any):
 
 @pytest.mark.parametrize("first_epoch", [0, 2**31 - 3])
 def test_virtual_ranks_take_turns_in_one_thread(first_epoch: int):
-    """Rank 0 sends before rank 1 has so much as asked for the channel."""
+    """Rank 0 sends before rank 1 even requests the channel."""
     world = 3
     pools = SymmetricMemoryPool.virtual(world, 1 << 16, first_epoch=first_epoch)
     channels: list[Channel] = []
@@ -381,7 +381,7 @@ def test_device_counted_exchanges_see_both_slots():
 
 
 def test_graph_capture(monkeypatch: pytest.MonkeyPatch):
-    """The host's count cannot be captured, and memory cannot be had inside a capture; the rest can."""
+    """A capture supports neither the host's count nor memory allocation; everything else works."""
     (pool,) = SymmetricMemoryPool.virtual(1, 1 << 16)
     channel, decode = pool.channel("gather", SLOT), pool.channel("decode", SLOT)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

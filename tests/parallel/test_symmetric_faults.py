@@ -1,5 +1,6 @@
-"""Symmetric memory that fails: ranks that do not come, links that lose words, memory that cannot be had, misuse. What
-is raised says who and what.
+"""Faults of symmetric memory: missing ranks, links that lose words, failed allocations, misuse.
+
+The errors name the rank and the fault.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from shardfuse.parallel.overlap.memory import backends, probe
 from shardfuse.parallel.overlap.memory.backends import MemoryUnavailable
 from shardfuse.parallel.overlap.memory.pool import SymmetricMemoryPool
 
-# --- whoever does not come --------------------------------------------------------------------------------------------
+# --- missing ranks ----------------------------------------------------------------------------------------------------
 
 
 def _barrier_body(rank: int, world: int) -> list[str]:
@@ -114,7 +115,7 @@ def test_a_killed_rank_is_named_and_leaves_nothing_behind(tmp_path: Path):
     assert set(os.listdir("/dev/shm")) <= shared
 
 
-# --- what kernels report ----------------------------------------------------------------------------------------------
+# --- the kernels' reports ---------------------------------------------------------------------------------------------
 
 
 def test_a_reported_timeout_names_the_exchange_and_breaks_the_channel():
@@ -124,7 +125,7 @@ def test_a_reported_timeout_names_the_exchange_and_breaks_the_channel():
         channel.begin((ROWS, WIDTH), torch.float16)
         channel.end()
     _, signals = channel.begin((2, ROWS, WIDTH), torch.bfloat16, op="linear_reduce_scatter")
-    signals.report.copy_(torch.tensor([1, 0, 1, 5, 3, 2, 0, 0]))  # as a kernel does that gave up
+    signals.report.copy_(torch.tensor([1, 0, 1, 5, 3, 2, 0, 0]))  # like a kernel that gave up
     with pytest.raises(ExchangeTimeout) as caught:
         channel.end()
     assert str(caught.value).startswith(
@@ -169,7 +170,7 @@ def test_probe_of_good_memory(ranks: Any, world: int):
 
 @contextmanager
 def _patched(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Workers live on: whatever a test breaks in one is mended."""
+    """Patch within the block and restore afterwards: the workers serve later tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, value)
         yield
@@ -181,7 +182,7 @@ def _silent(signals: Signals, phase: int, chunk: int, to: Any) -> None:
 
 
 def _garbled(source: int, target: int, size: int, exchange: int, device: torch.device) -> torch.Tensor:
-    """A link that loses the last word on the way from rank 0 to rank 1, in the second slot."""
+    """A link that loses the last word from rank 0 to rank 1, in the second slot."""
     row = PATTERN(source, target, size, exchange, device)
     if (source, target, exchange) == (0, 1, 1):
         row[-1] = 0
@@ -242,7 +243,7 @@ def _unreachable_body(rank: int, world: int, name: str) -> tuple[str | None, str
     with _patched(backends.os, function, fault if rank == 1 else getattr(os, function)):
         error = said_by(pool.barrier, MemoryUnavailable)
         why = pool.probe()
-    gc.collect()  # errors hold the frames they came through, and what was mapped there
+    gc.collect()  # errors hold their frames, and with them mapped memory
     assert memory_held() == (0, 0)
     return why, error
 
@@ -277,7 +278,7 @@ def test_memory_that_is_short_is_an_error_at_once(ranks: Any):
 
 
 class _Handle:
-    """What torch's rendezvous returns, of a group of one."""
+    """The result of torch's rendezvous for a group of one."""
 
     def __init__(self, local: torch.Tensor) -> None:
         self.local = local

@@ -81,7 +81,7 @@ def test_formulas_of_whole_backwards_hold_for_all_costs(costs: Costs):
 
 
 def test_schedules_rank_as_they_are_meant_to():
-    """What the closed form alone would not show: the numbers differ, and in the right direction."""
+    """Beyond the closed forms: the numbers differ, and in the right direction."""
     idle = {name: simulate(name, 4, 16).idle_share for name in SCHEDULES}
     assert idle["naive"] == pytest.approx(0.75)
     assert idle["gpipe"] == pytest.approx(idle["1f1b"]) == pytest.approx(3 / 19)
@@ -117,7 +117,7 @@ def test_every_pass_runs_once_and_after_what_it_needs(name: str):
 
 
 class _Recorder:
-    """A pipeline stage that notes what torch's schedule has it do, and neither computes nor sends."""
+    """A pipeline stage that records the actions of torch's schedule without computing or sending."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.done: list[tuple[str, int]] = []
@@ -351,7 +351,7 @@ def test_parts_of_a_transformer_are_measured_on_one_block():
     assert embedding.backward == 0 < min(embedding.weight, head.forward, head.backward, head.weight)
     first = stage_costs.joined([embedding, *blocks], first=True)
     assert first.step == pytest.approx(embedding.step + 3 * blocks[0].step)
-    assert first.backward == 0  # torch's first stage runs its backward in the place of the weights'
+    assert first.backward == 0  # torch's first stage runs its whole backward in the weights' pass
     assert stage_costs.joined(blocks, first=False).backward == pytest.approx(3 * blocks[0].backward)
     assert stage_costs.slowest([Costs(1, 5, 2), Costs(3, 4, 2)]) == Costs(3, 5, 2)
 

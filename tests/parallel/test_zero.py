@@ -1,4 +1,4 @@
-"""ZeRO's stages on FSDP2: the same training as one process, what they hold, and what they send when."""
+"""ZeRO's stages on FSDP2: the same training as one process, their memory, and the size and time of their traffic."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_every_stage_trains_as_one_process_does(ranks: Any, world: int, cases: l
         assert found == [(case, []) for case in cases]
 
 
-# --- what is sent -----------------------------------------------------------------------------------------------------
+# --- traffic ----------------------------------------------------------------------------------------------------------
 
 SENT = {  # per stage and number of micro-batches, in parameters' bytes
     (0, 1): {"allreduce_": 1},
@@ -82,7 +82,7 @@ SENT = {  # per stage and number of micro-batches, in parameters' bytes
 
 
 def _bytes(model: nn.Module) -> int:
-    """Of the logical parameters."""
+    """The bytes of the logical parameters."""
     return sum(param.numel() * param.element_size() for param in model.parameters())
 
 
@@ -103,7 +103,7 @@ def _sent_body(rank: int, world: int) -> dict[Any, list[dict[str, float]]]:
 
 
 def _volumes(model: nn.Module, mesh: Any, micro: int) -> list[dict[str, float]]:
-    """Of each step of a training, what it sends, in parameters' bytes."""
+    """The traffic of each step of a training, in parameters' bytes."""
     whole, steps = _bytes(model), []
 
     def counted(number: int, run: Any) -> None:
@@ -135,11 +135,11 @@ def test_replicas_of_shards_all_reduce_the_shards_alone(ranks: Any) -> None:
     assert ranks(4, _hybrid_body) == [{"_allgather_base_": 1, "_reduce_scatter_base_": 1, "allreduce_": 2}] * 4
 
 
-# --- what is held -----------------------------------------------------------------------------------------------------
+# --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def _held_body(rank: int, world: int, stage: int) -> dict[str, float]:
-    """What this rank holds of parameters (between steps, and after forward), gradients and Adam's moments."""
+    """This rank's memory of parameters (between steps, and after forward), gradients and Adam's moments."""
     mesh = init_mesh(dp=world, tp=1)
     model = build(mesh)
     zero.shard(model, mesh, zero=stage)
@@ -170,11 +170,11 @@ def test_shares_fall_with_the_number_of_ranks(ranks: Any, stage: int) -> None:
         assert held == pytest.approx(expected, abs=0.01)
 
 
-# --- when it is sent --------------------------------------------------------------------------------------------------
+# --- the time of the traffic ------------------------------------------------------------------------------------------
 
 
 def _order_body(rank: int, world: int, stage: int) -> list[str]:
-    """The order of backward's events: blocks that begin theirs, gradients that leave."""
+    """The order of backward's events: the begin of each block's backward, and the gradients' reductions."""
     mesh = init_mesh(dp=world, tp=1)
     model = build(mesh, num_layers=3)
     events: list[str] = []
@@ -206,7 +206,7 @@ def test_a_blocks_gradients_leave_while_the_one_before_it_is_in_backward(ranks: 
 
 def _precision_body(rank: int, world: int) -> None:
     tokens, targets = batch(0)
-    positions = torch.arange(tokens.shape[1]) + 20  # where rounded angles would be other angles
+    positions = torch.arange(tokens.shape[1]) + 20  # where rounding changes the angles
     mesh = init_mesh(dp=world, tp=1)
     plain = build(dtype=torch.float32).bfloat16()
     expected = plain(tokens, targets, positions=positions)
@@ -228,7 +228,7 @@ def test_low_precision_computes_what_the_converted_model_computes(ranks: Any) ->
 
 
 def _sum_body(rank: int, world: int) -> float:
-    """The mean of gradients that bf16 could not tell apart from their sum's rounding."""
+    """The mean of gradients whose differences a bf16 sum would round away."""
     mesh = init_mesh(dp=world, tp=1)
     layer = nn.Linear(1, 1, bias=False)
     zero.shard(layer, mesh, zero=1, precision="bf16")
@@ -242,7 +242,7 @@ def test_gradients_are_summed_in_fp32(ranks: Any) -> None:
 
 
 def _scaled_body(rank: int, world: int) -> tuple[list[float], bool]:
-    """fp16 with a loss scale: how far off gradients are once it is undone; whether one rank's overflow stops all."""
+    """fp16 with a loss scale: the errors of unscaled gradients; whether one rank's overflow stops all ranks."""
     mesh = init_mesh(dp=world, tp=1)
     model, alone = build(mesh, dtype=torch.float32), build(dtype=torch.float32)
     zero.shard(model, mesh, zero=3, precision="fp16")
@@ -285,11 +285,11 @@ def test_offloading_changes_no_number(ranks: Any) -> None:
     assert ranks(2, _offload_body) == [[[], [], []]] * 2
 
 
-# --- what is wrapped, and what is refused -----------------------------------------------------------------------------
+# --- wrapping and refusals --------------------------------------------------------------------------------------------
 
 
 class _Foreign(nn.Module):
-    """Somebody else's: lists of blocks beside a layer."""
+    """A foreign model: lists of blocks beside a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -366,7 +366,7 @@ def test_one_process_alone_is_left_alone() -> None:
 
 
 def _optimizer_body(rank: int, world: int, dims: dict[str, int]) -> dict[str, Any]:
-    """DDP and torch's ZeroRedundancyOptimizer on plain parameters; what a step sends, and what it comes to."""
+    """DDP and torch's ZeroRedundancyOptimizer on plain parameters; a step's traffic and its results."""
     mesh = init_mesh(**dims)
     model = build(mesh, params="local")
     group = data_group(mesh)
@@ -396,9 +396,9 @@ def _optimizer_body(rank: int, world: int, dims: dict[str, int]) -> dict[str, An
     "dims", [{"dp": 2, "tp": 1}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.nightly)], ids=str
 )
 def test_torchs_zero_optimizer_broadcasts_on_top_of_the_all_reduce(ranks: Any, dims: dict[str, int]) -> None:
-    """2 Psi and 1 more: PyTorch's own recipe moves half as much again as stage 1 here."""
+    """2 Psi and 1 more: PyTorch's own recipe sends 50 % more than stage 1 here."""
     for found in ranks(dims["dp"] * dims["tp"], _optimizer_body, dims):
         assert found["wrong"] == []
-        assert found["state"] == 1.0  # each parameter's in one place
+        assert found["state"] == 1.0  # each parameter's state is on one rank
         if dims["tp"] == 1:
             assert found["sent"] == pytest.approx({"allreduce_": 1.0, "broadcast_": 1.0}, abs=0.01)  # and indices

@@ -20,7 +20,7 @@ def _sequence(number: int, prompt: int, new: int) -> SequenceState:
 
 
 def _compute(scheduler: Scheduler, chunks: list[Chunk]) -> list[SequenceState]:
-    """Do what an engine does after the model ran, with token 0 for everything; the sequences that are complete."""
+    """Act as an engine after a model call that returns only token 0; returns the complete sequences."""
     done = []
     for chunk in chunks:
         chunk.sequence.computed = chunk.start + chunk.length
@@ -71,7 +71,7 @@ def test_allocator_refuses_no_room(num_blocks: int, block_size: int) -> None:
 def test_allocator_never_loses_or_shares_a_block(
     num_blocks: int, block_size: int, moves: list[tuple[int, int]]
 ) -> None:
-    """Sequences grow to any length or, at 0, leave: the tables and the free list always make up the whole pool."""
+    """Sequences grow to any length or, at 0, leave; tables and free list together always hold the whole pool."""
     allocator = BlockAllocator(num_blocks, block_size)
     want: dict[int, int] = {}
     for sequence, tokens in moves:
@@ -116,7 +116,7 @@ def test_prefill_and_decode_share_a_step_within_the_budget() -> None:
 
 
 def test_the_youngest_gives_way_and_comes_back_first() -> None:
-    """Two sequences outgrow the pool: the older goes on, the younger returns to the queue and computes again."""
+    """Two sequences outgrow the pool: the older continues, the younger returns to the queue and is recomputed."""
     allocator = BlockAllocator(5, 2)
     scheduler = Scheduler(allocator, max_num_seqs=3, max_num_batched_tokens=16)
     old, young, late = _sequence(0, 4, 4), _sequence(1, 2, 5), _sequence(2, 1, 1)
@@ -165,7 +165,7 @@ def test_scheduler_refuses_sizes_that_stall() -> None:
 
 @dataclass(frozen=True)
 class Load:
-    """A scheduler's sizes, and what comes in: (prompt, new tokens, step of arrival or cancellation) per request."""
+    """A scheduler's sizes and its requests: (prompt, new tokens, step of arrival or cancellation) each."""
 
     num_blocks: int
     block_size: int
@@ -193,7 +193,7 @@ def _loads(draw: st.DrawFn) -> Load:
 
 @given(_loads())
 def test_every_load_is_served(load: Load) -> None:
-    """Limits hold in each step, everyone moves on, order is kept, and in the end no block is missing."""
+    """Limits hold in each step, every request progresses, order is kept, and at the end no block is missing."""
     allocator = BlockAllocator(load.num_blocks, load.block_size)
     scheduler = Scheduler(allocator, max_num_seqs=load.max_num_seqs, max_num_batched_tokens=load.max_num_batched_tokens)
     sequences = [_sequence(i, prompt, new) for i, (prompt, new, _) in enumerate(load.requests)]
@@ -225,7 +225,7 @@ def test_every_load_is_served(load: Load) -> None:
 
 def _check_step(load: Load, scheduler: Scheduler, chunks: list[Chunk]) -> None:
     allocator = scheduler.allocator
-    assert [chunk.sequence for chunk in chunks] == scheduler.running  # nobody with a slot is left out
+    assert [chunk.sequence for chunk in chunks] == scheduler.running  # every running sequence is scheduled
     assert len(chunks) <= load.max_num_seqs
     assert sum(chunk.length for chunk in chunks) <= load.max_num_batched_tokens
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""How the next token is drawn: its distribution, its seed, and that it is always a word of the vocabulary."""
+"""Sampling of the next token: its distribution, its seed, and its range, which is the vocabulary."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_sampling_follows_the_distribution() -> None:
 
 
 def test_sampling_depends_on_nothing_but_logits_and_seed() -> None:
-    """Greedy and sampled rows side by side: neighbours and precision of the batch change no draw."""
+    """Greedy and sampled rows in one batch: neither neighbours nor the batch's precision change a draw."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 50, generator=generator)
 

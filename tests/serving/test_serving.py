@@ -1,7 +1,7 @@
-"""The engine: what it generates, when, and what it does when things run out or go wrong.
+"""The engine: its output and its timing, shortages of blocks, and errors.
 
-Models compute in fp64. Batched and solo forwards then differ by 1e-14 or so, and the oracle asserts that no choice of
-a token ever hung on less than a million times that: equal tokens are required, ties are excluded, nothing is retried.
+Models compute in fp64. Batched and solo forwards then differ by about 1e-14, and the oracle asserts for every token a
+margin of at least a million times that: tokens must be equal, ties are excluded, nothing is retried.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MARGIN = 1e-8  # between the best two logits, which are of order 1
 
 @torch.no_grad()
 def _solo(model: ParallelTransformer, request: Request, margin: float = MARGIN) -> list[int]:
-    """The answer to ``request`` alone and without a cache: the whole sequence anew for each token."""
+    """The answer to ``request`` alone, without a cache: each token recomputes the whole sequence."""
     tokens = list(request.prompt)
     answer: list[int] = []
     generator = torch.Generator().manual_seed(request.seed)
@@ -44,7 +44,7 @@ def _solo(model: ParallelTransformer, request: Request, margin: float = MARGIN) 
 
 
 def _inverse_cdf(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    """The token in whose share of [0, 1) the next random number falls."""
+    """The token whose interval of [0, 1) contains the next random number."""
     u = torch.rand((), generator=generator, dtype=torch.float64).item()
     edges = torch.softmax(logits / temperature, 0).cumsum(0)
     assert (edges - u).abs().min() > MARGIN
@@ -52,7 +52,7 @@ def _inverse_cdf(logits: torch.Tensor, temperature: float, generator: torch.Gene
 
 
 def _requests() -> list[Request]:
-    """Seven of different lengths, arriving at different steps, greedy and sampled, one that stops early."""
+    """Seven requests of different lengths and arrival steps, greedy and sampled; one stops early."""
     generator = torch.Generator().manual_seed(1)
     shapes = [(3, 9, 0), (11, 4, 0), (1, 12, 0), (20, 7, 2), (6, 1, 3), (2, 10, 3), (9, 8, 9)]
     return [
@@ -80,13 +80,13 @@ def _drained(engine: Engine) -> bool:
     return not engine.busy and engine._allocator.used_blocks == 0
 
 
-# --- what is generated ------------------------------------------------------------------------------------------------
+# --- generation -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_rolling_batch_equals_solo_forward(style: str, block_size: int) -> None:
-    """Requests outnumber slots and arrive at different steps; prompts are cut by the budget; tokens stream."""
+    """Requests outnumber slots and arrive at different steps; the budget splits prompts; tokens stream."""
     model, requests = exact(style), _requests()
     expected = [_solo(model, request) for request in requests]
     assert len({token for answer in expected for token in answer}) > 10  # not a model that repeats itself
@@ -105,7 +105,7 @@ def test_rolling_batch_equals_solo_forward(style: str, block_size: int) -> None:
     for request, number in zip(requests, numbers):
         when = [i for i, step in enumerate(steps) for event in step if event.request == number]
         assert when[0] >= request.arrival
-        assert len(set(when)) == len(when)  # one token a step: nothing is held back
+        assert len(set(when)) == len(when)  # one token a step, without delay
         ends = [event.finish for step in steps for event in step if event.request == number]
         stopped = expected[number][-1] in request.stop
         assert ends == [None] * (len(ends) - 1) + ["stop" if stopped else "length"]
@@ -127,7 +127,7 @@ def test_an_answer_ends_at_its_stop_token() -> None:
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(30, 1), (14, 2), (8, 4), (11, 4)])
 def test_preemption_loses_nothing(num_blocks: int, block_size: int) -> None:
-    """Blocks run out: requests give way and start over, and the tokens, sampled ones too, are the same."""
+    """When blocks run out, requests are preempted and restarted; all tokens stay the same, sampled ones too."""
     model, requests = exact("gated"), _requests()
     engine = Engine(model, num_blocks=num_blocks, block_size=block_size, max_num_seqs=4, max_num_batched_tokens=16)
     assert engine.generate(requests) == [_solo(model, request) for request in requests]
@@ -168,7 +168,7 @@ def _answers_of_gated() -> list[list[int]]:
 
 @pytest.mark.interpret
 def test_the_kernels_serve_a_model() -> None:
-    """The same loop over the interpreted kernels, in fp32: every token is one that fp32 rounding can explain."""
+    """The same loop with interpreted kernels in fp32: the choice of every token is within fp32 rounding."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = build("gelu", dtype=torch.float32)
     requests = [Request([1, 2, 3], max_new_tokens=3), Request([9, 8, 7, 6, 5, 4, 3, 2], max_new_tokens=3)]
@@ -221,14 +221,14 @@ def _variant(name: str, dtype: torch.dtype) -> ParallelTransformer:
     return model
 
 
-# (max_num_seqs, max_num_batched_tokens, block_size): alone and whole; shared and cut; cut everywhere, in odd pages.
+# (max_num_seqs, max_num_batched_tokens, block_size): alone, unsplit; batched, split; all split, with odd pages.
 COMPANIES = ((1, 64, None), (4, 64, 16), (3, 4, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_windows_softcaps_and_sinks_are_served(name: str, dtype: torch.dtype) -> None:
-    """The training forward's greedy tokens, whatever shares a request's steps and however its prompt is cut."""
+    """The greedy tokens equal the training forward's, for any batch and any split of the prompt."""
     model = _variant(name, dtype)
     requests = [dataclasses.replace(request, temperature=0.0) for request in _requests()]
     expected = [_solo(model, request, margin=1e-8 if dtype == torch.float64 else 1e-4) for request in requests]
@@ -245,7 +245,7 @@ def test_a_quantised_cache_answers_alike_in_any_company(kv_dtype: str) -> None:
     engine = Engine(model, num_blocks=64, block_size=4, max_num_seqs=3, max_num_batched_tokens=8, kv_dtype=kv_dtype)
     assert engine._cache.data.element_size() == 1
     assert engine.generate(requests) == alone
-    assert alone != [_solo(model, request) for request in requests]  # or the cache is not quantised
+    assert alone != [_solo(model, request) for request in requests]  # else the cache is not quantised
 
 
 def test_invariance_is_asked_for_while_the_model_computes() -> None:
@@ -262,7 +262,7 @@ def test_invariance_is_asked_for_while_the_model_computes() -> None:
     assert not dispatch.row_invariant()
 
 
-# --- coming and going -------------------------------------------------------------------------------------------------
+# --- arrival and completion -------------------------------------------------------------------------------------------
 
 
 def test_cancelled_requests_leave_and_the_others_do_not_notice() -> None:
@@ -312,7 +312,7 @@ def test_an_idle_step_passes_the_time() -> None:
     assert not engine.busy
     engine.add(Request([1], max_new_tokens=1, arrival=3))
     assert [len(engine.step()) for _ in range(3)] == [0, 0, 1]
-    engine.add(Request([1], max_new_tokens=1, arrival=2))  # long past: at once
+    engine.add(Request([1], max_new_tokens=1, arrival=2))  # already past: scheduled at once
     assert len(engine.step()) == 1
     assert engine.stats.steps == 2
 
@@ -383,7 +383,7 @@ def test_generate_wants_an_idle_engine() -> None:
 
 
 class _FailsOnce:
-    """A model that breaks down in its n-th call."""
+    """A model that fails in its n-th call."""
 
     def __init__(self, model: ParallelTransformer, call: int) -> None:
         self.model, self.calls_left = model, call

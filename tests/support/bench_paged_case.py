@@ -1,4 +1,4 @@
-"""What tests of the paged ops' benchmarks share: small steps, the ways to quantise, the problems of writes."""
+"""Shared by tests of the paged ops' benchmarks: small steps, quantisation modes, problems of writes."""
 
 from __future__ import annotations
 

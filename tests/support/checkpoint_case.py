@@ -14,7 +14,7 @@ from shardfuse.parallel.core.mesh import SINGLE, Group
 from shardfuse.parallel.core.sharding import ShardSpec, draw_shard, local_tensor, make_parameter, named_seed
 
 WIDTH, FFN = 6, 24
-SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {  # logical shape and the dimension that is split
+SHAPES: dict[str, tuple[tuple[int, ...], int | None]] = {  # logical shape and sharded dimension
     "up": ((FFN, WIDTH), 0),
     "down": ((WIDTH, FFN), 1),
     "bias": ((FFN,), 0),

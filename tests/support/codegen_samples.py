@@ -1,6 +1,6 @@
-"""Kernels made to be faulted: run as a program, it compiles each and prints {name: [report, problems]} as JSON.
+"""Kernels with deliberate faults: as a program, it compiles each and prints {name: [report, problems]} as JSON.
 
-A program of its own because the tests' process interprets its kernels and so cannot compile any.
+It is a separate program because the tests' process interprets its kernels and so cannot compile any.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _tma_gemm_kernel(a_ptr, b_ptr, c_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_
 def _pointer_gemm_kernel(
     a_ptr, b_ptr, c_ptr, M, N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """The same with pointers, for sizes that the blocks divide: no TMA."""
+    """The same with pointers instead of TMA, for sizes that the blocks divide."""
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)

@@ -1,6 +1,6 @@
-"""What the compiler makes of products that wait and products that send, for sm_90: one line of JSON.
+"""Compile products that wait and products that send, for sm_90, and print the result as one line of JSON.
 
-A script of its own, because Triton decides when it is imported whether it interprets.
+It is a separate script, because Triton decides at import whether it interprets.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The flag protocol of kernels/comm as a small model: what each program of each rank does, step by step.
+"""The flag protocol of kernels/comm as a small model: the steps of each program of each rank.
 
 R ranks share a channel. On every rank it has two slots of data, used in turn, and a pad of flags. :func:`program` and
-the operations below it are the protocol, as lists of steps to be held next to docs/overlap.md, "The protocol". A rank
-may have several programs, those of a persistent kernel, which share an exchange's work.
+the operations below it are the protocol, as lists of steps to compare with docs/overlap.md, "The protocol". A rank may
+have several programs (those of a persistent kernel), which share an exchange's work.
 
-comm_search.py goes through every order in which the steps of all programs can be made, comm_trace.py holds what real
-ranks did against the lists, and test_comm_model.py has both do so.
+comm_search.py explores every interleaving of the programs' steps, comm_trace.py compares recordings of real ranks with
+the lists, and test_comm_model.py runs both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Step(NamedTuple):
-    """One action of a program. ``peer`` is the rank at the other end: where data and flags go, or whence they come."""
+    """One action of a program. ``peer`` is the other rank: the destination or source of data and flags."""
 
     kind: str
     epoch: int
@@ -23,7 +23,7 @@ class Step(NamedTuple):
     peer: int = 0
     chunk: int = 0
     order: str = "relaxed"  # or "release", "acquire", "acq_rel"
-    of: int = 1  # arrive, end: the arrival that acts on it
+    of: int = 1  # arrive, end: the number of arrivals after which the program acts
     timeout: bool = False
 
     def __str__(self) -> str:
@@ -47,12 +47,12 @@ class Exchange(NamedTuple):
     """One use of the channel by all ranks, or a ``rebase`` between two of them."""
 
     op: str
-    rows: tuple[int, ...]  # of each rank's shard, in chunks: fewer in the last ones, or none
-    chunks: int = 1  # flags for each shard; those without rows are raised too
+    rows: tuple[int, ...]  # of each rank's shard, in chunks; the last chunks have fewer rows, or none
+    chunks: int = 1  # flags for each shard; chunks without rows have flags too
 
 
 class Me(NamedTuple):
-    """Whose list of steps it is: one of ``programs`` programs of one of ``world`` ranks."""
+    """The owner of a list of steps: one of ``programs`` programs of one of ``world`` ranks."""
 
     rank: int
     world: int
@@ -60,7 +60,7 @@ class Me(NamedTuple):
     programs: int = 1
 
     def ranks(self, first: int = 0) -> list[int]:
-        """Every rank, from the one that comes ``first`` places after this."""
+        """Every rank, starting ``first`` places after this one."""
         return [(self.rank + first + i) % self.world for i in range(self.world)]
 
 
@@ -68,7 +68,7 @@ Program = list[Step]
 
 
 def program(me: Me, exchanges: Iterable[Exchange]) -> Iterator[Step]:
-    """All that one program does: exchange 1, 2, ... one after another."""
+    """All steps of one program: exchange 1, 2, ... one after another."""
     epoch = 0
     for x in exchanges:
         if x.op == "rebase":
@@ -77,11 +77,11 @@ def program(me: Me, exchanges: Iterable[Exchange]) -> Iterator[Step]:
             epoch += 1
             yield Step("begin", epoch)
             yield from OPS[x.op](me, x, epoch)
-            yield Step("end", epoch, of=me.programs)  # the last program to end has the device count the exchange
+            yield Step("end", epoch, of=me.programs)  # the last program to end increments the device's epoch
 
 
 def gather(me: Me, x: Exchange, epoch: int, phase: int = 0) -> Iterator[Step]:
-    """[T/R, D] of each rank to [T, D] on all: push the own shard in chunks, take the others' as they come."""
+    """[T/R, D] of each rank to [T, D] on all: push the own shard in chunks, read the others' as they arrive."""
     for i, (peer, chunk) in enumerate((peer, chunk) for peer in me.ranks() for chunk in range(x.chunks)):
         if i % me.programs == me.program:
             if chunk < x.rows[me.rank]:
@@ -89,19 +89,19 @@ def gather(me: Me, x: Exchange, epoch: int, phase: int = 0) -> Iterator[Step]:
             yield Step("raise", epoch, phase, peer, chunk, order="release")
     for i, (source, chunk) in enumerate((source, chunk) for source in me.ranks() for chunk in range(x.chunks)):
         needed = i % me.programs == me.program and chunk < x.rows[source]
-        if needed or me.program == 0:  # program 0 hears from everybody
+        if needed or me.program == 0:  # program 0 waits for every rank
             yield Step("wait", epoch, phase, source, chunk, order="acquire", timeout=True)
         if needed:
             yield Step("read", epoch, phase, source, chunk)
 
 
 def reduce_scatter(me: Me, x: Exchange, epoch: int) -> Iterator[Step]:
-    """Addends [T, N] of each rank to sums [T/R, N]: every program has tiles for every owner; the last one tells it."""
-    for owner in me.ranks(first=1):  # the own rows come last
+    """Addends [T, N] of each rank to sums [T/R, N]: every program has tiles for every owner; the last one raises."""
+    for owner in me.ranks(first=1):  # the own rows last
         if x.rows[owner] > 0:
             yield Step("write", epoch, 0, owner)
         yield Step("arrive", epoch, 0, owner, order="acq_rel", of=me.programs)
-        yield Step("raise", epoch, 0, owner, order="release")  # for the last to arrive; the others go on
+        yield Step("raise", epoch, 0, owner, order="release")  # only the last to arrive raises; the others skip it
     for source in range(me.world):  # the order of the sum, the same on every rank
         needed = x.rows[me.rank] > 0
         if needed or me.program == 0:
@@ -111,13 +111,13 @@ def reduce_scatter(me: Me, x: Exchange, epoch: int) -> Iterator[Step]:
 
 
 def all_reduce(me: Me, x: Exchange, epoch: int) -> Iterator[Step]:
-    """Addends [T, N] of each rank to their sum on all, in two shots: owners add up, then push what they have."""
+    """Addends [T, N] of each rank to their sum on all, in two shots: owners add, then push their sums."""
     yield from reduce_scatter(me, x, epoch)
     yield from gather(me, x, epoch, phase=1)
 
 
 def rebase(me: Me, epoch: int) -> Iterator[Step]:
-    """Bring flags that were left alone up to the epoch, before they look as if they were ahead of it."""
+    """Raise unused flags to the current epoch, before wrap-around makes them look ahead of it."""
     yield Step("barrier", epoch, timeout=True)
     if me.program == 0:
         yield Step("fill", epoch)
@@ -132,37 +132,37 @@ OPS: dict[str, Callable[[Me, Exchange, int], Iterator[Step]]] = {
 
 
 class Model(NamedTuple):
-    """What is explored: the programs of rank 0, of rank 1, ..., and what they share."""
+    """The model to explore: the programs of rank 0, of rank 1, ..., and their shared settings."""
 
     world: int
     steps: list[Program]
     slots: int = 2
-    first_epoch: int = 1  # the number of exchange 1 when it is written into flags
+    first_epoch: int = 1  # the flag value of exchange 1
     modulus: int = 2**32  # numbers wrap there
-    after_timeout: str = "stops"  # what a program that gave up does: see comm_search.py
+    after_timeout: str = "stops"  # the behaviour of a program after a timeout: see comm_search.py
 
     @property
     def programs(self) -> int:
-        """How many programs a rank has."""
+        """The number of programs of a rank."""
         return len(self.steps) // self.world
 
     def who(self, index: int) -> Me:
-        """Whose list of steps ``steps[index]`` is."""
+        """The owner of the list ``steps[index]``."""
         rank, part = divmod(index, self.programs)
         return Me(rank, self.world, part, self.programs)
 
     def changed(self, change: Callable[[Me, Program], Program]) -> Model:
-        """With what ``change`` makes of each program: how bugs are seeded."""
+        """A copy with each program replaced by ``change``'s result, to seed bugs."""
         return self._replace(steps=[change(self.who(i), steps) for i, steps in enumerate(self.steps)])
 
 
 def model(world: int, exchanges: Iterable[Exchange], programs: int = 1, **options: Any) -> Model:
-    """The protocol as it should be; options are Model's."""
+    """The correct protocol; options are Model's."""
     exchanges = list(exchanges)
     everyone = [Me(rank, world, i, programs) for rank in range(world) for i in range(programs)]
     return Model(world, [list(program(me, exchanges)) for me in everyone], **options)
 
 
 def reached(flag: int, epoch: int, modulus: int) -> bool:
-    """Whether a flag that stands at ``flag`` says that ``epoch`` has come: a signed comparison that wraps."""
+    """Whether the value ``flag`` has reached ``epoch``: a signed comparison that wraps."""
     return (flag - epoch) % modulus < modulus // 2

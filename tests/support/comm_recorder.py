@@ -1,7 +1,7 @@
-"""Exchanges of every kind with results that are known exactly, and a recorder of what the ranks that make them do.
+"""Exchanges of every kind with exactly known results, and a recorder of the ranks' accesses in them.
 
-For test_comm_trace.py. Kernels are listened to where Triton's interpreter loads and stores for them, the host where
-torch does, so nothing in either is changed; addresses tell which flag or which rows it was.
+For test_comm_trace.py. The recorder observes kernels in the loads and stores of Triton's interpreter, and the host in
+torch's, so it changes neither; addresses identify the flags and rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shardfuse.kernels.runtime.signals import CHUNKS, COUNTERS, DONE, EPOCH, PHA
 from shardfuse.parallel.overlap.memory.pool import Channel
 
 WIDTH = 32  # K of products, D of sums
-N = 48  # two tiles, so two programs share what goes to one peer
+N = 48  # two tiles, so two programs share the data for one peer
 PROGRAMS = reduce_config.flagged_programs("interpreter")
 
 
@@ -42,7 +42,7 @@ PROGRAMS = reduce_config.flagged_programs("interpreter")
 
 
 class Call(NamedTuple):
-    """One exchange. Everything else follows from it, its number and the ranks."""
+    """One exchange. Its data follow from it, its number and the ranks."""
 
     op: str  # "gather", "scatter", "reduce" (linear_all_reduce), "one-shot", "two-shot" (all_reduce_rmsnorm)
     T: int
@@ -58,7 +58,7 @@ class Call(NamedTuple):
         return reduce_config.slot_shape(self.T, WIDTH, world, 1 if self.op == "one-shot" else 2, PROGRAMS)
 
     def place(self, row: int, world: int) -> tuple[int, int, int]:
-        """(phase, source, chunk) of what a row of the slot holds: docs/overlap.md, "What travels"."""
+        """(phase, source, chunk) of the data in a row of the slot: docs/overlap.md, "What travels"."""
         per = -(-self.T // world)
         if self.op == "gather":
             return 0, row // per, row % per // -(-per // self.pieces)
@@ -75,7 +75,7 @@ class Call(NamedTuple):
         return 1, (row % PROGRAMS + row // PROGRAMS) % world, row % PROGRAMS
 
     def as_model(self, world: int) -> Exchange:
-        """The same for comm_model.py: each rank's rows in chunks, and how many chunks have a flag."""
+        """The same for comm_model.py: each rank's rows in chunks, and the number of chunks with a flag."""
         rows = [last - first for first, last in (rows_of(rank, world, self.T) for rank in range(world))]
         if self.op == "gather":
             piece = max(1, -(-rows[0] // self.pieces))
@@ -84,7 +84,7 @@ class Call(NamedTuple):
             return Exchange("reduce_scatter", tuple(rows))
         if self.op == "reduce":
             return Exchange("all_reduce", tuple(min(n, PROGRAMS) for n in rows), PROGRAMS)
-        if self.op == "one-shot":  # every rank has something for everybody, in a chunk for each program
+        if self.op == "one-shot":  # every rank sends to all, one chunk per program
             return Exchange("all_gather", (min(self.T, PROGRAMS),) * world, PROGRAMS)
         return Exchange("two_shot", (self.T,), PROGRAMS)
 
@@ -92,7 +92,7 @@ class Call(NamedTuple):
 def two_shot(me: Me, x: Exchange, epoch: int) -> Iterator[Step]:
     """The model's program of all_reduce_rmsnorm in two rounds: its programs one after another, each with its chunk.
 
-    ``x.rows`` is (T,). Row b + i * P is program b's, and rank (b + i) % R adds it up.
+    ``x.rows`` is (T,). Program b has the rows b + i * P, and rank (b + i) % R sums them.
     """
     for chunk in range(x.chunks):
         owners = {(chunk + i) % me.world for i, _ in enumerate(range(chunk, x.rows[0], x.chunks))}
@@ -110,12 +110,12 @@ def two_shot(me: Me, x: Exchange, epoch: int) -> Iterator[Step]:
 
 
 def _whole(seed: int, *shape: int) -> torch.Tensor:
-    """Small whole numbers: sums of their products are exact in fp32, in whatever order."""
+    """Small whole numbers: sums of their products are exact in fp32, in any order."""
     return torch.randint(-2, 3, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
 def _run(call: Call, number: int, peers: list[torch.Tensor], signals: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What exchange ``number`` gives on this rank, and what it should give."""
+    """The result of exchange ``number`` on this rank, and the expected one."""
     rank, world = signals.rank, len(peers)
     mine = slice(*rows_of(rank, world, call.T))
     options = {"peers": peers, "signals": signals, "impl": "triton"}
@@ -139,16 +139,16 @@ def _run(call: Call, number: int, peers: list[torch.Tensor], signals: Any) -> tu
 
 
 def around(patch: pytest.MonkeyPatch, owner: Any, name: str, change: Callable[..., Any]) -> None:
-    """Have ``owner.name(...)`` call ``change(what it was, ...)``. The last one asked for comes first."""
+    """Make ``owner.name(...)`` call ``change(original, ...)``. The last change is the outermost."""
     inner = getattr(owner, name)
     patch.setattr(owner, name, lambda *args, **kwargs: change(inner, *args, **kwargs))
 
 
 class Recorder:
-    """While ``patch`` lasts, writes down what this rank does with a channel's flags and slots.
+    """Records this rank's accesses to a channel's flags and slots while ``patch`` lasts.
 
-    ``events`` has it as comm_trace.py wants it; ``orders``, as (what, semantics, scope), the memory orders of all
-    raises and waits and of a kernel's counters. With ``late`` each flag is raised after a moment of its choice.
+    ``events`` holds them in comm_trace.py's form; ``orders``, as (what, semantics, scope), the memory orders of all
+    raises and waits and of a kernel's counters. ``late`` delays each flag by a time of its choice.
     """
 
     def __init__(self, channel: Channel, patch: pytest.MonkeyPatch, late: random.Random | None = None) -> None:
@@ -175,7 +175,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def exchange(self, epoch: int, call: Call) -> Iterator[None]:
-        """Around an exchange: what belongs to it, and where its rows lie."""
+        """A context around an exchange that records its begin, its end and the place of its rows."""
         self.epoch, self._call, self._row_bytes = epoch, call, 4 * call.slot_shape(self.size)[-1]
         self.events.append(("begin", epoch))
         with _HostWrites(self):
@@ -184,7 +184,7 @@ class Recorder:
         self._forget_repeated()
 
     def _forget_repeated(self) -> None:
-        """Tiles read the same again and again. What comes before and after is told by the first and the last time."""
+        """Drop repeated reads by tiles: the first and the last one give the order with other events."""
         begun = max(i for i, event in enumerate(self.events) if event[0] == "begin")
         made = self.events[begun:]
         last = {event: i for i, event in enumerate(made)}
@@ -192,7 +192,7 @@ class Recorder:
         kept = [event for i, event in enumerate(made) if event[0] == "raise" or i in (first[event], last[event])]
         self.events[begun:] = kept
 
-    # ---- what kernels do
+    # ---- the kernels' accesses
 
     def _load(self, inner: Any, builder: Any, ptrs: Any, mask: Any, *rest: Any, **options: Any) -> Any:
         found = inner(builder, ptrs, mask, *rest, **options)
@@ -223,16 +223,16 @@ class Recorder:
             return found
         self.orders.add(("wait", sem.name, scope.name))
         looks = {flag: look for flag, *look in zip(flags, wanted.data.ravel().tolist(), found.data.ravel().tolist())}
-        if all(signals_module.reached(seen, epoch) for epoch, seen in looks.values()):  # else it looks again
+        if all(signals_module.reached(seen, epoch) for epoch, seen in looks.values()):  # else it polls again
             for (whose, phase, source, chunk), (epoch, seen) in looks.items():
                 assert whose == self.rank, f"rank {self.rank} waits for a flag of rank {whose}'s pad"
                 self.events.append(("wait", phase, source, chunk, epoch, seen))
         return found
 
-    # ---- what the host does
+    # ---- the host's accesses
 
     def stored_by_host(self, tensor: torch.Tensor) -> None:
-        """``tensor`` was written to."""
+        """Record a write to ``tensor``."""
         flag = self.flag(tensor.data_ptr())
         if flag is not None:
             self._raised(*flag, int(tensor), *(("RELEASE", "SYSTEM") if self._fenced else ("RELAXED", "SYSTEM")))
@@ -243,10 +243,10 @@ class Recorder:
         inner()
         self._fenced = True
 
-    # ---- what it means
+    # ---- the meaning of addresses
 
     def flag(self, address: int) -> tuple[int, int, int, int] | None:
-        """(whose pad, phase, source, chunk) of an address."""
+        """(owner of the pad, phase, source, chunk) of an address."""
         for whose, start in enumerate(self._pad_starts):
             word = (address - start) // 4
             if 0 <= word < PHASES * self.size * CHUNKS:
@@ -269,7 +269,7 @@ class Recorder:
         self.events.append(("raise", phase, whose, chunk, epoch))
 
     def _data(self, kind: str, addresses: np.ndarray) -> bool:
-        """Note what was read or written, chunk by chunk; whether any of it was in a slot."""
+        """Record a read or write, chunk by chunk; returns whether any of it was in a slot."""
         known = len(self.events)
         for whose, start in enumerate(self._slot_starts):
             offsets = addresses[(addresses >= start) & (addresses < start + 2 * self._stride)].astype(np.int64) - start
@@ -281,14 +281,14 @@ class Recorder:
             for slot, phase, source, chunk in dict.fromkeys(places):
                 told = f"rank {self.rank} {kind}s what is rank {source}'s in the slot of rank {whose}"
                 assert (source if kind == "write" else whose) == self.rank, told
-                # The other slot is the last exchange's, and the next one's.
+                # The other slot belongs to the last exchange, and to the next one.
                 epoch = self.epoch if slot == self.epoch % 2 else self.epoch - 1
                 self.events.append((kind, phase, whose if kind == "write" else source, chunk, epoch))
         return len(self.events) > known
 
 
 class _HostWrites(TorchDispatchMode):
-    """Tells a recorder of the tensors that torch writes to."""
+    """Reports torch's writes to tensors to a recorder."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -304,12 +304,12 @@ class _HostWrites(TorchDispatchMode):
 
 
 def active(handle: Any, mask: Any) -> np.ndarray:
-    """What the interpreter has where the mask, which may be of integers, is true."""
+    """The interpreter's values where the mask, which may hold integers, is true."""
     return handle.data[np.broadcast_to(mask.data, handle.data.shape).astype(bool)]
 
 
 def made(call: Call, number: int, channel: Channel, recorder: Recorder | None, device_counts: bool = False) -> bool:
-    """Make an exchange, and have it recorded: whether its result is right."""
+    """Make an exchange and record it; returns whether its result is right."""
     shape = call.slot_shape(channel.size)
     if device_counts:
         peers, signals = channel.device_counted(shape, torch.float32)

@@ -1,30 +1,30 @@
-"""What the steps of comm_model.py may come to, and a search through every order in which they can be made.
+"""The semantics of comm_model.py's steps, and a search through every interleaving of them.
 
 **Memory** is as weak as PTX's (Lustig, Sahasrabuddhe, Giroux, "A Formal Analysis of the NVIDIA PTX Memory Consistency
-Model", ASPLOS 2019). What a rank writes reaches its peers in any order, and a read may be answered early, with what the
-memory held then. All that is certain about a write and a read in two programs is whether one *happens before* the other
-(Lamport, "Time, Clocks, and the Ordering of Events in a Distributed System", CACM 1978): within a program, from a
-release store to the acquire load that gets its value, and along chains of both, so that what a program has heard of
-goes along with what it says (cumulativity). A vector clock keeps that: how many steps of each program happen before a
-program's next one. A release puts the clock into the flag, an acquire joins it to its own; relaxed ones do neither.
+Model", ASPLOS 2019). A rank's writes reach its peers in any order, and a read may be satisfied early, with the memory's
+contents of that time. Of a write and a read in two programs, only *happens before* is certain (Lamport, "Time, Clocks,
+and the Ordering of Events in a Distributed System", CACM 1978): it holds within a program, from a release store to the
+acquire load that gets its value, and along chains of both, so that a release also passes on the writes that the program
+has acquired (cumulativity). A vector clock records it: the number of steps of each program that happen before a
+program's next one. A release stores the clock in the flag, an acquire joins it to its own; relaxed ones do neither.
 
-So a read gets what it should in every execution if the write happens before it, and if it happens before the write that
-comes into the same place next. Where one of the two is missing, some execution goes wrong, whatever order was looked
-at: that is the violation, and no stale values need to be made up. Flags are read and written in a race, on purpose. A
-load gets any value whose place no later one that the reader knows of has taken.
+So a read gets the right value in every execution if the write happens before it, and if it happens before the next
+write to the same place. If one of the two is missing, some execution fails, whichever order the search explores: that
+is the violation, and the model needs no stale values. Flags race on purpose. A load may get any value of a flag, except
+those that a later value known to the reader has replaced.
 
 **The properties**, checked at every step of every order:
 
 - *early read*: each write of a chunk happens before every read of it, which thus gets (source, this exchange);
 - *reuse before consumption*: a write into a slot happens after all reads and writes of its last exchange there;
 - *epochs disagree*: an exchange has the same number in every program of every rank;
-- *stuck*: every order ends with all exchanges finished, or, where ranks may die and waits run out of time, with every
+- *stuck*: every order ends with all exchanges finished, or, where ranks may die and waits may time out, with every
   other rank finished or given up: there is no wait without a timeout.
 
-After a wait that ran out of time a program "stops". One that is "silent" goes on, with its exchange and with those that
-have been launched already: it reads, for nothing, and writes, perhaps into slots that are still being read, but raises
-no flag. Then *wrong unnoticed* says that a rank whose slot was written into too early finished all the same. One that
-"goes on" raises flags, too; who reads what it wrote since, which may be made of what it should have read, reads early.
+After a wait times out a program "stops". A "silent" program continues with its exchange and with those already
+launched: it reads in vain and writes, perhaps into slots that other programs still read, but raises no flag. Then
+*wrong unnoticed* means that a rank whose slot was overwritten too early finished without an error. A program that "goes
+on" also raises flags; a read of its later writes, which may depend on data that it should have read, is an early read.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from typing import NamedTuple
 
 from comm_model import Model, Step, reached
 
-Clock = tuple[int, ...]  # steps of each program that happen before something
-FlagKey = tuple[int, int, int, int]  # whose pad, phase, source, chunk
+Clock = tuple[int, ...]  # the number of steps of each program that happen before an event
+FlagKey = tuple[int, int, int, int]  # owner of the pad, phase, source, chunk
 NEVER = 10**9
 DEAD = -1
 
@@ -44,21 +44,21 @@ class Message(NamedTuple):
     """A value that a flag holds or held."""
 
     value: int
-    clock: Clock  # what is known to whoever acquires it
+    clock: Clock  # an acquire joins it
     writer: int
     position: int  # of the store among the writer's steps
 
 
 class State(NamedTuple):
-    """Everything that the future depends on."""
+    """Everything that determines the next steps."""
 
     at: tuple[int, ...]  # each program's next step; DEAD
-    clocks: tuple[Clock, ...]  # what happens before it, in other programs
-    flags: tuple[tuple[Message, ...], ...]  # the values of each, in order, that a reader may still get
-    counters: tuple[tuple[int, Clock], ...]  # arrivals, and what those who arrived knew
-    devices: tuple[tuple[int, int, Clock], ...]  # of each rank: its epoch, the kernels it finished, what they knew
+    clocks: tuple[Clock, ...]  # the steps of other programs that happen before it
+    flags: tuple[tuple[Message, ...], ...]  # each flag's values, in order, that a reader may still get
+    counters: tuple[tuple[int, Clock], ...]  # arrivals, and the joined clocks of the arrived programs
+    devices: tuple[tuple[int, int, Clock], ...]  # of each rank: epoch, finished kernels, their clock
     gave_up: tuple[int, ...]  # the step at which each program gave up, or NEVER
-    robbed: frozenset[int]  # ranks whose slot somebody who gave up wrote into too early
+    robbed: frozenset[int]  # ranks whose slot a program that gave up overwrote too early
 
 
 class Violation(Exception):
@@ -70,21 +70,21 @@ class Violation(Exception):
 
 
 class Machine:
-    """The steps that a state allows, and the states they lead to."""
+    """The steps that a state allows, and the next states."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
         self.programs = len(model.steps)
         self.rank_of = [i // model.programs for i in range(self.programs)]
         self._flag: dict[FlagKey, int] = {}
-        self._counter: dict[tuple[int, str, int, int], int] = {}  # (whose, kind, phase, peer)
+        self._counter: dict[tuple[int, str, int, int], int] = {}  # (owner, kind, phase, peer)
         for who, steps in enumerate(model.steps):
             for step in steps:
                 self._place(self.rank_of[who], step)
         self._needs = [[self._needed(who, step) for step in steps] for who, steps in enumerate(model.steps)]
 
     def start(self) -> State:
-        """Nobody has begun; flags stand at the epoch before the first."""
+        """The initial state: no program has begun; flags hold the epoch before the first."""
         nothing = (0,) * self.programs
         before = Message(self._value(0), nothing, 0, 0)
         return State(
@@ -98,19 +98,19 @@ class Machine:
         )
 
     def following(self, state: State, who: int) -> State | None:
-        """The state after ``who``'s next step, None if it has to wait. Raises Violation."""
+        """The state after program ``who``'s next step, None if it must wait. Raises Violation."""
         if not self.alive(state, who):
             return None
         step = self.model.steps[who][state.at[who]]
         return getattr(self, f"_{step.kind}")(state, who, step)
 
     def alive(self, state: State, who: int) -> bool:
-        """Whether a program has steps to make and nothing that keeps it from ever making them."""
+        """Whether a program has steps left and can still make them."""
         stopped = self.model.after_timeout == "stops" and state.gave_up[who] != NEVER
         return state.at[who] != DEAD and not stopped and state.at[who] < len(self.model.steps[who])
 
     def check_end(self, state: State) -> None:
-        """Raise Violation unless a state that nothing follows is a good end."""
+        """Raise Violation unless a state without successors is a valid end."""
         stuck = [self.next_step(state, who) for who in range(self.programs) if self.alive(state, who)]
         if stuck:
             raise Violation("stuck", f"for ever {', and '.join(stuck)}")
@@ -119,7 +119,7 @@ class Machine:
                 raise Violation("wrong unnoticed", f"{self.name(who)} finished without what it should have read")
 
     def is_local(self, state: State, who: int) -> bool:
-        """Whether the next step concerns nobody else: see :func:`explore`."""
+        """Whether the next step affects no other program: see :func:`explore`."""
         if not self.alive(state, who):
             return False
         step = self.model.steps[who][state.at[who]]
@@ -129,12 +129,12 @@ class Machine:
         return step.kind in ("write", "read", "wait") or (step.kind == "begin" and self.model.programs == 1)
 
     def giving_up(self, state: State, who: int) -> State | None:
-        """The state after ``who``'s wait ran out of time, None where it cannot."""
+        """The state after program ``who``'s wait timed out, None where it cannot."""
         if not self.alive(state, who):
             return None
         at = state.at[who]
         step, stops = self.model.steps[who][at], self.model.after_timeout == "stops"
-        # A kernel is not launched after one that gave up, so what waits for that one has no other end.
+        # No kernel is launched after one that gave up, so a program that waits for its end cannot continue.
         mates = [i for i in range(self.programs) if self.rank_of[i] == self.rank_of[who]]
         unlaunched = stops and step.kind == "begin" and any(state.gave_up[i] != NEVER for i in mates)
         if not (step.timeout or unlaunched):
@@ -146,7 +146,7 @@ class Machine:
         """The state after ``rank`` has died, with all its programs."""
         return state._replace(at=tuple(DEAD if self.rank_of[i] == rank else at for i, at in enumerate(state.at)))
 
-    # ---- data: nothing moves but the program itself; what counts is what happens before
+    # ---- data: only the program advances; the checks use happens-before
 
     def _write(self, state: State, who: int, step: Step) -> State:
         missing = self._missing(state, who)
@@ -191,8 +191,8 @@ class Machine:
         return self._past(state, who)
 
     def _wait(self, state: State, who: int, step: Step) -> State | None:
-        # A load gets any value whose place no later one that the reader knows of has taken (coherence). Of those that
-        # end the wait the first is taken: a later one would only let more happen before what follows.
+        # A load may get any value that no later value known to the reader has replaced (coherence). The search takes
+        # the first that ends the wait: a later one would only add to the happens-before of the following steps.
         messages = state.flags[self._flag[self.rank_of[who], step.phase, step.peer, step.chunk]]
         for message, later in zip(messages, (*messages[1:], None)):
             stale = later is not None and self._before(state, who, later.writer, later.position)
@@ -213,7 +213,7 @@ class Machine:
     def _arrive(self, state: State, who: int, step: Step) -> State:
         state, arrivals = self._count(state, who, step)
         past = self._past(state, who)
-        # Who is not the one to act on it skips the step that follows.
+        # A program that is not the last to arrive skips the next step.
         return past if arrivals == step.of else past._replace(at=_put(past.at, who, past.at[who] + 1))
 
     def _end(self, state: State, who: int, step: Step) -> State:
@@ -225,7 +225,7 @@ class Machine:
         if arrivals == self.model.programs:
             kernels, known = kernels + 1, self._released(state, who, Step("end", step.epoch, order="release"))
             state = self._without_old_news(state, rank, known)
-        # What the program knows is in the counter, and the next kernel's programs begin with all of that.
+        # The counter holds the program's clock, and the next kernel's programs begin with all such clocks.
         clocks = _put(state.clocks, who, (0,) * self.programs)
         return self._past(
             state._replace(devices=_put(state.devices, rank, (epoch, kernels, known)), clocks=clocks), who
@@ -238,10 +238,10 @@ class Machine:
         known = tuple(state.at)
         return state._replace(at=tuple(at + 1 for at in state.at), clocks=(known,) * self.programs)
 
-    # ---- what these are made of
+    # ---- helpers
 
     def _count(self, state: State, who: int, step: Step) -> tuple[State, int]:
-        """Add one to a counter, which starts again when all programs have: the state, and how many had by then."""
+        """Add one to a counter, which restarts when all programs have: the new state, and the arrivals so far."""
         index = self._counter[self.rank_of[who], step.kind, step.phase, step.peer]
         count, known = state.counters[index]
         if step.order == "acq_rel":
@@ -252,14 +252,14 @@ class Machine:
         return state._replace(counters=_put(state.counters, index, entry)), count
 
     def _stored(self, state: State, who: int, key: FlagKey, step: Step, value: int) -> State:
-        """With a flag's next value."""
+        """The state with a flag's next value."""
         clock = _news(self._released(state, who, step), state.devices[key[0]][2])
         flag = self._flag[key]
         new = (*state.flags[flag], Message(value, clock, who, state.at[who]))
         return state._replace(flags=_put(state.flags, flag, new))
 
     def _without_old_news(self, state: State, rank: int, known: Clock) -> State:
-        """Strike out of a rank's flags what all its programs will know: states that differ in nothing else are one."""
+        """Remove from a rank's flags the clocks that all its programs will know, to merge otherwise equal states."""
         flags = list(state.flags)
         for key, i in self._flag.items():
             if key[0] == rank:
@@ -272,7 +272,7 @@ class Machine:
         return state._replace(flags=tuple(flags))
 
     def _released(self, state: State, who: int, step: Step) -> Clock:
-        """What an acquire learns from a store of ``who``'s: everything that happens before it, or nothing."""
+        """The clock that an acquire gets from a store of program ``who``: all that happens before it, or nothing."""
         if step.order != "release":
             return (0,) * self.programs
         return _put(state.clocks[who], who, state.at[who])
@@ -290,7 +290,7 @@ class Machine:
         return position < (state.at[who] if other == who else state.clocks[who][other])
 
     def _missing(self, state: State, who: int) -> str:
-        """The first access that should happen before ``who``'s next step and need not; "" if there is none."""
+        """The first access that must happen before ``who``'s next step but is not ordered; "" if there is none."""
         for other, position in self._needs[who][state.at[who]]:
             if not self._before(state, who, other, position):
                 return f"'{self._tell(other, self.model.steps[other][position])}'"
@@ -307,7 +307,7 @@ class Machine:
                 if self.rank_of[other] == step.peer and found == made
             ]
         if step.kind == "write":
-            last = {}  # of each program: program order has its earlier ones happen before
+            last = {}  # of each program: program order covers its earlier ones
             for other, steps in enumerate(self.model.steps):
                 for position, found in enumerate(steps):
                     earlier = found.epoch < step.epoch and (step.epoch - found.epoch) % self.model.slots == 0
@@ -339,7 +339,7 @@ class Machine:
         return f"rank {rank}" + (f", program {part}," if self.model.programs > 1 else "")
 
     def describe(self, before: State, after: State) -> str:
-        """What happened between two states, one of which follows the other."""
+        """Describe the step from one state to the next."""
         moved = [
             i for i in range(self.programs) if (before.at[i], before.gave_up[i]) != (after.at[i], after.gave_up[i])
         ]
@@ -358,7 +358,7 @@ def _put(items: tuple, index: int, item: object) -> tuple:
 
 
 def _news(clock: Clock, known: Clock) -> Clock:
-    """What ``clock`` adds to what is known: joined to a clock that has all of that, the two do the same."""
+    """The entries of ``clock`` beyond the known ones: joined to a clock that has those, both give the same."""
     return tuple(new if new > old else 0 for new, old in zip(clock, known))
 
 
@@ -370,26 +370,26 @@ def _join(one: Clock, other: Clock) -> Clock:
 
 
 class Result(NamedTuple):
-    """What a search found."""
+    """The result of a search."""
 
     states: int
-    rule: str = ""  # the property that does not hold, "" if all do
-    trace: str = ""  # the shortest way there: a line for each step, then what is wrong
+    rule: str = ""  # the violated property, "" if all hold
+    trace: str = ""  # the shortest path there: a line for each step, then the fault
 
 
 def explore(model: Model, *, timeouts: bool = False, dies: int | None = None, reduced: bool = True) -> Result:
-    """Every order of all programs' steps, breadth first, until a property fails.
+    """Explore every order of all programs' steps, breadth first, until a property fails.
 
-    timeouts: any wait may run out of time, at once or later, be the peer dead or slow
+    timeouts: any wait may time out, at once or later, whether the peer is dead or slow
     dies: a rank that may die before any of its steps
-    reduced: where a program's next step is *local*, look at no other program's. What a local step does no other
-        program's step can change or prevent, and it changes nothing that another's step does: a read or a write asks
-        only what happens before it, which is the program's own past; a wait that can end takes the same value however
-        often the flag is raised again; the last to arrive at a counter finds the same count, and nobody else asks for
-        it before this exchange is over. So each order can be rearranged to make that step first and is the same to
-        everybody; no step is put off for ever, because no state comes twice in an order; and a rank that dies is as
-        dead before the step as after it (ample sets; Clarke, Grumberg, Peled, "Model Checking", 1999, ch. 10).
-        Without the reduction a counterexample is the shortest there is.
+    reduced: where a program's next step is *local*, explore no other program's. A local step and the other programs'
+        steps do not affect each other: a read or a write depends only on its happens-before, which is the program's own
+        past; a wait that can end takes the same value however often the flag is raised again; the last to arrive at a
+        counter finds the same count, and no other program reads it before this exchange is over. So each order can be
+        rearranged to make that step first, with the same effect for all programs. No step is postponed for ever,
+        because no state occurs twice in an order; and a rank's death has the same effect before the step and after it
+        (ample sets; Clarke, Grumberg, Peled, "Model Checking", 1999, ch. 10). Without the reduction the counterexample
+        is the shortest possible.
     """
     machine = Machine(model)
     start = machine.start()

@@ -1,15 +1,15 @@
-"""Did real ranks keep to the flag protocol? A check of what they recorded against the model in comm_model.py.
+"""Check recordings of real ranks against the flag protocol's model in comm_model.py.
 
-A trace is a list of events for each rank, in the order in which that rank made them (its programs' one after another,
-as the interpreter runs them):
+A trace is a list of events for each rank, in the rank's own order (its programs one after another, as the interpreter
+runs them):
 
-- ``("begin", e)`` and ``("end", e)``: around everything that belongs to exchange e;
+- ``("begin", e)`` and ``("end", e)``: around all events of exchange e;
 - ``("write", phase, peer, chunk, e)``: data stored into ``peer``'s slot;
 - ``("raise", phase, peer, chunk, e)``: flag [phase, own rank, chunk] of ``peer``'s pad set to e;
-- ``("wait", phase, peer, chunk, e, seen)``: own flag [phase, peer, chunk] awaited, and what it stood at in the end;
+- ``("wait", phase, peer, chunk, e, seen)``: own flag [phase, peer, chunk] awaited, and its final value;
 - ``("read", phase, peer, chunk, e)``: data of ``peer``'s taken from the own slot.
 
-Epochs are what stands in the flags.
+Epochs are the flags' values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ORDERS = {"raise": "release", "wait": "acquire", "end": "acq_rel"}
 
 
 class ProtocolError(AssertionError):
-    """A trace that the protocol does not allow: which rank, which event, and why."""
+    """A trace that violates the protocol; the message gives rank, event and reason."""
 
 
 def conforms(
@@ -34,14 +34,13 @@ def conforms(
 ) -> None:
     """Raise ProtocolError unless the ranks that recorded ``trace`` kept to the protocol.
 
-    Each rank makes one exchange after another, all ranks the same ones; in each it raises flags at every peer and hears
-    from every peer before it ends; what a wait saw was raised, by the rank that was waited for, and is no more than one
-    exchange ahead. From these it follows that two slots are enough. Then the lists are run as the model's programs:
-    each read must come after the writes that it should see in the sense of happens-before, so in every execution of
-    these lists and not just in the recorded one.
+    All ranks make the same exchanges, one after another. In each, a rank raises flags at every peer and waits for every
+    peer before the end; the awaited rank raised the value that a wait saw, at most one exchange ahead. It follows that
+    two slots are enough. Then the lists run as the model's programs: the writes that a read should see must happen
+    before it, hence in every execution of these lists and not just in the recorded one.
 
-    exchanges: what was run; the flags raised and awaited and the data must be exactly the model's
-    modulus: where epochs wrap
+    exchanges: the exchanges that ran; flags raised, flags awaited and data must be exactly the model's
+    modulus: the value at which epochs wrap
     """
     epochs = [event[1] for event in trace[0] if event[0] == "begin"]
     steps = [_steps_of(rank, events, epochs, len(trace), modulus) for rank, events in enumerate(trace)]
@@ -82,7 +81,7 @@ def _steps_of(rank: int, events: Sequence[Event], epochs: list[int], world: int,
 
 
 def _check_seen(trace: Sequence[Sequence[Event]], steps: list[Program], modulus: int) -> None:
-    """What ended a wait was raised there by the rank that was waited for, in that exchange or the next."""
+    """Check that the awaited rank raised the value that ended each wait, in that exchange or the next."""
     raised = {
         (step.peer, step.phase, rank, step.chunk, step.epoch)
         for rank, made in enumerate(steps)
@@ -101,7 +100,7 @@ def _check_seen(trace: Sequence[Sequence[Event]], steps: list[Program], modulus:
 
 
 def _compare(steps: list[Program], expected: Model) -> None:
-    """Whether each rank's steps are the model's, in whatever order its tiles came."""
+    """Check that each rank's steps are the model's, in any order of tiles."""
     kinds = {"begin", "end", "raise", "wait", "write", "read"}
     for rank, (made, wanted) in enumerate(zip(steps, expected.steps)):
         found, asked = (Counter(step[:5] for step in program if step.kind in kinds) for program in (made, wanted))
@@ -114,7 +113,7 @@ def _compare(steps: list[Program], expected: Model) -> None:
 
 
 def _run(recorded: Model) -> None:
-    """Run the lists in one order. What happens before what is in the lists, so any order shows it."""
+    """Run the lists in one order. Happens-before follows from the lists, so any order shows it."""
     machine = Machine(recorded)
     state, moving = machine.start(), True
     while moving:

@@ -1,4 +1,4 @@
-"""What tests of the cross-entropy share: operands, the loss that a model would write, both with gradients."""
+"""Shared by tests of the cross-entropy: operands, and a model's own loss, both with gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def draw_targets(rows: int = T) -> torch.Tensor:
 
 
 def eager(hidden, weight, targets, bias=None, **options):
-    """What a model would write: F.linear, F.cross_entropy, and the extra terms by hand."""
+    """A model's own loss: F.linear, F.cross_entropy, and the extra terms by hand."""
     return eager_loss(F.linear(hidden, weight, bias), targets, **options)
 
 
@@ -50,7 +50,7 @@ def with_grads(call, tensors, targets, gain, **options) -> dict[str, torch.Tenso
 
 
 def gain_for(reduction: str, rows: int = T) -> torch.Tensor:
-    """The gradient that comes in: rows differ where they can."""
+    """The incoming gradient; its rows differ where possible."""
     return torch.rand(rows) if reduction == "none" else torch.tensor(2.5)
 
 
@@ -59,7 +59,7 @@ def double(tensors):
 
 
 def count_products(request) -> dict[str, int]:
-    """How often each of the steps of a linear layer runs."""
+    """Count the runs of each step of a linear layer."""
     counts = dict.fromkeys(("forward", "input_grad", "param_grads"), 0)
 
     def counted(name, run, of):

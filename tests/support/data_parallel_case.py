@@ -1,4 +1,4 @@
-"""A small model and its batches, which tests of data parallelism share: over ranks, and whole in one process."""
+"""A small model and its batches for tests of data parallelism: over ranks, and whole in one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {
     "max_positions": 32,
 }
 BATCH, LENGTH = 4, 6
-TERMS = 512  # two layers, forward and backward: what sums that follow one another come to
+TERMS = 512  # the chained sums of two layers, forward and backward
 
 
 def build(mesh: Any = None, *, style: str = "gelu", dtype: torch.dtype = torch.float64, **options: Any) -> Any:
@@ -53,7 +53,7 @@ def share(whole: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
 
 
 def train(model: Any, mesh: DeviceMesh | None, steps: int = 2, micro: int = 1, **hooks: Callable[..., Any]) -> Any:
-    """``steps`` steps of AdamW over ``micro`` micro-batches each; the optimizer.
+    """Take ``steps`` steps of AdamW over ``micro`` micro-batches each; returns the optimizer.
 
     ``hooks``: ``before(index)`` each micro-batch, ``step(number, run)`` in place of a step's forwards and backwards,
     which ``run()`` does.
@@ -77,7 +77,7 @@ def train(model: Any, mesh: DeviceMesh | None, steps: int = 2, micro: int = 1, *
 
 
 def wrong(model: Any, *, of: str = "weights", **options: Any) -> list[str]:
-    """What differs of a model that :func:`train` trained over ranks from one trained in one process."""
+    """The differences of a model that :func:`train` trained over ranks from one trained in one process."""
     results = []
     for dtype in (torch.float32, torch.float64):
         alone = build(dtype=dtype, **options)
@@ -93,7 +93,7 @@ def wrong(model: Any, *, of: str = "weights", **options: Any) -> list[str]:
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes of this rank's collectives while it is on, by name: of the whole tensor, whatever its shards are."""
+    """Counts the bytes of this rank's collectives by name, of whole tensors rather than shards."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,28 +1,29 @@
-"""Triton's interpreter as the tests run it: products that do not depend on a BLAS, and no work that comes to nothing.
+"""Triton's interpreter for the tests: products that do not depend on a BLAS, and less useless work.
 
-**Products.** ``tl.dot`` is numpy's matmul, and so OpenBLAS's, which picks another order of summation for another
-number of rows, and other kernels on other processors. Here a product is formed in fp64 and rounded once to the
-accumulator's type: what the order of summation changes in fp64 lies 2^29 below the last place of fp32. A GPU's tile
-has that property by itself: its rows are summed in one order, whatever the other rows hold. Such a product is more
-exact than a GPU's sum in fp32, so every op also meets its budget once with the interpreter's own (``fp32_products``).
+**Products.** ``tl.dot`` is numpy's matmul, and so OpenBLAS's, which changes the order of summation with the number of
+rows, and its kernels with the processor. Here a product is computed in fp64 and rounded once to the accumulator's type:
+in fp64 the order of summation matters only 2^29 below the last place of fp32. A GPU's tile has that property by itself:
+it sums its rows in one order, independent of the other rows. Such a product is more exact than a GPU's sum in fp32, so
+every op also meets its budget once with the interpreter's own products (``fp32_products``).
 
-**bf16.** The interpreter cuts fp32 off where a GPU rounds it to the nearest bf16, which doubles the error. Here it
+**bf16.** The interpreter truncates fp32 where a GPU rounds it to the nearest bf16, which doubles the error. Here it
 rounds.
 
 **Speed.** Triton 3.6 and 3.7
 
-- look through all of ``triton.language`` for functions to replace, whenever a kernel calls a function, though they
-  were replaced when that kernel was launched;
+- search all of ``triton.language`` for functions to replace whenever a kernel calls a function, although the kernel's
+  launch already replaced them;
 - compute every sum and product of integers in 64 bits too, to assert that it did not overflow, and then assert nothing
   unless the builder's options ask for ``debug``;
-- make a table of all dtypes for each look-up of one.
+- build a table of all dtypes for each look-up of one.
 
-What is left out changes no result, check or refusal. Versions before, which replace functions for good, keep theirs.
+Skipping this work changes no result, check or refusal. Earlier versions, which replace functions permanently, are left
+unchanged.
 
-**Versions.** Two interpreters cannot run the kernels (``dispatch.interpreter_breaks`` says so to users): Triton 3.6's
-with numpy 2.4, which makes no integer of an array of one element, and Triton 3.9's, which wants masks of bool and
-makes integers of a scalar's condition where it meets a block. Here both are given what they want, so that all versions
-are tested.
+**Versions.** Two interpreters cannot run the kernels (``dispatch.interpreter_breaks`` tells users): Triton 3.6's with
+numpy 2.4, which does not convert an array of one element to an integer, and Triton 3.9's, which requires bool masks and
+converts a scalar's condition to integers where it meets a block. Here both get the types that they need, so that all
+versions are tested.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from typing import Any
 
 import numpy as np
 
-refused: str | None = None  # why processes that these changes do not reach cannot interpret kernels
+refused: str | None = None  # why unchanged processes cannot interpret kernels
 
 
 def install() -> None:
-    """Change the interpreter of this process, once, if kernels are interpreted here."""
+    """Change the interpreter of this process, once, if it interprets kernels."""
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         return
     import triton.runtime.interpreter as interpreter  # type: ignore[import-untyped]
@@ -63,7 +64,7 @@ def install() -> None:
 
 
 def allow() -> None:
-    """Have shardfuse take the interpreter as changed, where it would refuse it as it comes."""
+    """Make shardfuse accept the changed interpreter where it would refuse the original."""
     from shardfuse.kernels.runtime import dispatch
 
     global refused
@@ -74,7 +75,7 @@ def allow() -> None:
 
 @contextlib.contextmanager
 def fp32_products() -> Iterator[None]:
-    """Within the block ``tl.dot`` sums in fp32, as Triton's interpreter does by itself and a GPU does."""
+    """Within the block ``tl.dot`` sums in fp32, as Triton's own interpreter and a GPU do."""
     import triton.runtime.interpreter as interpreter
 
     builder = interpreter.InterpreterBuilder
@@ -87,7 +88,7 @@ def fp32_products() -> Iterator[None]:
 
 
 def _rounded_once(interpreter: Any, create_dot: Callable[..., Any]) -> Callable[..., Any]:
-    """``create_dot`` with a product in fp64; products of integers are exact as they are."""
+    """``create_dot`` with a product in fp64; products of integers are exact already."""
 
     @functools.wraps(create_dot)
     def create(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
@@ -110,7 +111,7 @@ def _index_of_one(patch: Callable[[Any, Any], None]) -> Callable[[Any, Any], Non
 
 
 def _conditions_stay_bool(create_splat: Callable[..., Any]) -> Callable[..., Any]:
-    """``create_splat`` of a comparison: its data are bool, but its type is of what was compared."""
+    """``create_splat`` for a comparison: its data are bool, but its type is that of the operands."""
 
     @functools.wraps(create_splat)
     def splat(self: Any, block_type: Any, scalar: Any) -> Any:
@@ -145,7 +146,7 @@ def _unless_patched(interpreter: Any, patch_lang: Callable[[Any], Any]) -> Calla
 
     @functools.cache
     def modules(fn: Any) -> list[ModuleType]:
-        """Of the language, those that ``fn`` sees, whose functions are replaced for it."""
+        """The language modules that ``fn`` sees, in which functions are replaced for it."""
         return [each for each in fn.__globals__.values() if inspect.ismodule(each) and each in (language, core)]
 
     @functools.wraps(patch_lang)
@@ -159,7 +160,7 @@ def _unless_patched(interpreter: Any, patch_lang: Callable[[Any], Any]) -> Calla
 
 
 def _cached_by_name(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """By the name, which tells types apart: those of blocks and pointers have no hash."""
+    """Cache by the name, which identifies the type: block and pointer types have no hash."""
     known: dict[str, Any] = {}
 
     @functools.wraps(np_dtype)

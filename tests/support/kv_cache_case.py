@@ -1,4 +1,4 @@
-"""What tests of the paged KV cache share: its low-precision types, memory that nobody has set, bytes to compare."""
+"""Shared by tests of the paged KV cache: its low-precision types, uninitialised memory, bytes to compare."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def bits(x):
 
 
 def noise(*shape, dtype):
-    """Memory that nobody has set: any bits, many of them NaN."""
+    """Uninitialised memory: any bits, many of them NaN."""
     width = shape[-1] * dtype.itemsize
     return torch.randint(0, 256, (*shape[:-1], width), dtype=torch.uint8).view(dtype)

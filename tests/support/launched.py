@@ -1,4 +1,4 @@
-"""For tests that start processes: functions for those to run, and the search for what they may leave behind."""
+"""For tests that start processes: functions for the processes to run, and the search for leftovers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def environment(*names: str) -> dict[str, str | None]:
 
 
 def raise_on(rank: int, message: str) -> None:
-    """Raise on one rank; the others sleep until they are ended."""
+    """Raise on one rank; the others sleep until they are killed."""
     if int(os.environ["RANK"]) == rank:
         raise ValueError(message)
     time.sleep(600)
@@ -42,7 +42,7 @@ def count_and_raise(path: str, kind: type[Exception]) -> None:
 
 
 def count_and_die_once(path: str) -> int:
-    """How many lines the file at ``path`` has, this call's included; a process that writes the first is killed."""
+    """Add a line to the file at ``path`` and return their number; the process that writes the first is killed."""
     with open(path, "a+") as file:
         file.write("once\n")
         file.seek(0)
@@ -58,7 +58,7 @@ def raise_reports() -> None:
 
 
 def wait_for(waiting: str, path: str) -> str:
-    """Say that this rank is there by making the file ``waiting``, then read ``path`` when it is there."""
+    """Announce this rank by creating the file ``waiting``, then read ``path`` when it exists."""
     Path(waiting).touch()
     return await_file(path).read_text()
 
@@ -70,15 +70,15 @@ def await_file(path: str | Path) -> Path:
 
 
 def sleep_ignoring(*signals: int) -> None:
-    """Say that this rank is there, then sleep, deaf to ``signals``."""
+    """Announce this rank, then sleep and ignore ``signals``."""
     for signum in signals:
         signal.signal(signum, signal.SIG_IGN)
-    os.write(1, b"asleep\n")  # in one piece: print may write the line and its end apart, and another rank's between
+    os.write(1, b"asleep\n")  # atomic: print may write the line end separately, after another rank's line
     time.sleep(600)
 
 
 def all_reduce_of_ranks() -> float:
-    """A sum over gloo, set up as the project does it."""
+    """A sum over gloo, with the project's set-up."""
     import torch
 
     from shardfuse.parallel.core import collectives, mesh
@@ -90,14 +90,14 @@ def all_reduce_of_ranks() -> float:
 
 
 class Leftovers:
-    """Processes that carry this one's mark in their environment, and shared memory abandoned since it was made."""
+    """Processes with this object's mark in their environment, and shared memory abandoned since its creation."""
 
     def __init__(self) -> None:
         self.mark = uuid.uuid4().hex
         self._shared_before = _shared_memory()
 
     def environment(self) -> dict[str, str]:
-        """This process's environment with the mark, and without what the tests set for themselves."""
+        """This process's environment with the mark, and without the tests' own variables."""
         dropped = ("OMP_NUM_THREADS", "TRITON_INTERPRET", "SHARDFUSE_POISON", "SHARDFUSE_DEBUG", "RANK", "WORLD_SIZE")
         kept = {name: value for name, value in os.environ.items() if name not in dropped}
         return kept | {MARK: self.mark, "PYTHONSAFEPATH": "1"}
@@ -113,12 +113,12 @@ class Leftovers:
                 state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
                 if marked and state not in "ZX":
                     found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-            except OSError:  # it ended meanwhile, or is somebody else's
+            except OSError:  # it ended meanwhile, or belongs to another user
                 continue
         return found
 
     def assert_none(self, within: float = 5.0) -> None:
-        """Processes that are being killed get a moment to be gone."""
+        """Assert that nothing is left; processes being killed get a moment to end."""
         deadline = time.monotonic() + within
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -127,7 +127,7 @@ class Leftovers:
 
 
 def _shared_memory() -> set[str]:
-    """The entries of /dev/shm that no living process maps. Other programs' come and go while tests run."""
+    """The entries of /dev/shm that no living process maps. Other programs' entries may change meanwhile."""
     folder = Path("/dev/shm")
     names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
     for process in Path("/proc").iterdir():

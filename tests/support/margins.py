@@ -1,8 +1,8 @@
-"""How near to their budgets the tests' errors come: written down by ``make test-portable``, which reads it again.
+"""Records the ratios of errors to budgets in tests, for ``make test-portable``.
 
 With ``SHARDFUSE_MARGINS=FOLDER`` every verdict (``kernels/dev/accuracy.py``) and every ``torch.testing.assert_close``
-adds a line to a file of its process in FOLDER: the error over the budget, the test, what was compared. Bits, where the
-budget is nothing, are left out.
+adds a line to its process's file in FOLDER: the error over the budget, the test, the compared tensor. Bitwise
+comparisons, whose budget is zero, are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEFAULTS = {
 
 
 def install() -> None:
-    """In this process, if the variable is set."""
+    """Start recording in this process, if the variable is set."""
     folder = os.environ.get(VARIABLE)
     if not folder:
         return

@@ -1,4 +1,4 @@
-"""The feed-forward layer beside a stock one: the same parameters, the same arithmetic, and what both computed."""
+"""The feed-forward layer and a stock one with the same parameters and arithmetic, and the results of both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEVEL = pytest.mark.parametrize("level", LEVELS)
 
 
 class Stock(nn.Module):
-    """ParallelMLP's parameters, and its arithmetic in torch's own."""
+    """ParallelMLP's parameters and arithmetic, in torch's own ops."""
 
     def __init__(self, gated: bool, bias: bool, activation: str) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Stock(nn.Module):
 
 
 def pair(gated: bool, *, bias: bool = True, activation: str | None = None, **options: Any) -> tuple[ParallelMLP, Stock]:
-    """The same parameters in both."""
+    """Both layers, with the same parameters."""
     torch.manual_seed(5)
     activation = activation or ("silu" if gated else "gelu_tanh")
     stock = Stock(gated, bias, activation)
@@ -56,7 +56,7 @@ def pair(gated: bool, *, bias: bool = True, activation: str | None = None, **opt
 def run_with_grads(
     module: nn.Module, x: torch.Tensor, dy: torch.Tensor, context: Any = None
 ) -> dict[str, torch.Tensor]:
-    """Output and the gradients of everything that wants one, plain tensors."""
+    """The output and all gradients, as plain tensors."""
     x = x.detach().clone().requires_grad_(x.requires_grad)
     module.zero_grad()
     with context or nullcontext():
@@ -72,10 +72,10 @@ def run_with_grads(
 def verdicts(
     ours: dict[str, Any], low: dict[str, Any], oracle: dict[str, Any], cut: dict[str, Any] | None = None
 ) -> list[str]:
-    """What is wrong. ``cut`` says which part of a whole tensor is ours."""
+    """The failed comparisons. ``cut`` takes this rank's part of a whole tensor."""
     assert ours.keys() == low.keys() == oracle.keys(), (ours.keys(), low.keys())
     cut = cut or {}
-    # Under autocast y is of the precision that all was computed in.
+    # Under autocast y has the precision of the computation.
     options: dict[str, Any] = {
         "terms": 2 * (D + FFN),
         "roundings": 4,
@@ -90,7 +90,7 @@ def verdicts(
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """How often each product runs inside."""
+    """Count the runs of each product in the block."""
     counts: Counter[str] = Counter()
 
     def noted(name: str, run: Any, of: Any) -> Any:

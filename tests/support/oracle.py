@@ -1,4 +1,4 @@
-"""An op's kernels against the same maths in fp64, by the rule of kernels/dev/accuracy.py."""
+"""Compare an op's kernels with the same maths in fp64, by the rule of kernels/dev/accuracy.py."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shardfuse.kernels.dev import accuracy, registry
 def assert_matches(
     spec: registry.OpSpec, case: registry.Case, inputs: dict[str, Any], *, impl: str = "triton", allowed: float = 0.0
 ) -> dict[str, torch.Tensor]:
-    """Outputs and every gradient of ``impl`` are within the budget, or ``allowed``; what it gave.
+    """Assert that outputs and gradients of ``impl`` are within the budget, or ``allowed``; returns them.
 
-    The op may not write into its inputs: all sides are given the same.
+    The op must not write into its inputs: all sides get the same tensors.
     """
     ours, low = (spec.run(inputs, case, each) for each in (impl, "reference"))
     oracle = spec.run(registry.to_double(inputs), case, "reference")

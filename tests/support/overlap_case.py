@@ -1,6 +1,6 @@
-"""The MLP that tests of overlap compute in several ways: operands, this rank's parts, and what one process computes.
+"""The MLP that tests of overlap compute with several strategies: operands, this rank's parts, one process's results.
 
-Everything is a function of fixed seeds, so that ranks make the same operands without asking each other.
+All operands follow from fixed seeds, so ranks make the same ones without communication.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def world_group() -> Group:
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether fp64 results are the same but for the order of their sums."""
+    """Whether fp64 results are equal except for the order of summation."""
     return accuracy.within("fp64", ours, theirs, 1e-12).ok
 
 
 def whole_operands(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-    """An MLP's operands, logical ones; w3 and b3 are of the up layer."""
+    """An MLP's logical operands; w3 and b3 belong to the up layer."""
     shapes = {"x": (T, D), "dy": (T, D), "w1": (FFN, D), "b1": (FFN,), "w3": (FFN, D), "b3": (FFN,)}
     shapes |= {"w2": (D, FFN), "b2": (D,)}
     generator = torch.Generator().manual_seed(1)
@@ -49,7 +49,7 @@ def whole_operands(dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor
 def local_leaves(
     whole: dict[str, torch.Tensor], kind: str, rank: int, world: int, sequence_parallel: bool
 ) -> dict[str, Any]:
-    """This rank's parts of what wants a gradient."""
+    """This rank's parts of the operands that need a gradient."""
     cut = slice(rank * FFN // world, (rank + 1) * FFN // world)
     tokens = slice(rank * T // world, (rank + 1) * T // world) if sequence_parallel else slice(None)
     index: dict[str, Any] = {"x": tokens, "w1": cut, "b1": cut, "w3": cut, "b3": cut}
@@ -75,7 +75,7 @@ def run_forward(leaves: dict[str, Any], kind: str, group: Group, **options: Any)
 
 
 def stock_forward(leaves: dict[str, torch.Tensor], kind: str) -> torch.Tensor:
-    """What ``run_forward`` computes, in plain torch and one process."""
+    """The result of ``run_forward``, in plain torch and one process."""
     h = apply_activation(F.linear(leaves["x"], leaves["w1"], leaves["b1"]), "silu" if kind == "gated" else "gelu_tanh")
     if kind != "mlp":
         u = F.linear(leaves["x"], leaves["w3"], leaves["b3"])
@@ -94,7 +94,7 @@ def run_backward(y: torch.Tensor, dy: torch.Tensor, leaves: dict[str, Any]) -> d
 def reference(
     whole: dict[str, torch.Tensor], kind: str, rank: int, world: int, sequence_parallel: bool
 ) -> dict[str, torch.Tensor]:
-    """One process's output and gradients, cut down to this rank's parts."""
+    """This rank's parts of one process's output and gradients."""
     everything = local_leaves(whole, kind, 0, 1, False)
     found = run_backward(stock_forward(everything, kind), whole["dy"], everything)
     parts_of = local_leaves(whole | found, kind, rank, world, sequence_parallel)
@@ -106,18 +106,18 @@ def reference(
 def local_dy(
     whole: dict[str, torch.Tensor], leaves: dict[str, Any], rank: int, sequence_parallel: bool
 ) -> torch.Tensor:
-    """This rank's rows of the output's gradient: with sequence parallelism as many as it has of x, else all."""
+    """This rank's rows of the output's gradient: with sequence parallelism its rows of x, else all."""
     tokens = leaves["x"].shape[0]
     return whole["dy"][rank * tokens : (rank + 1) * tokens] if sequence_parallel else whole["dy"]
 
 
 def counted_calls() -> dict[Any, tuple[int, int]]:
-    """(calls, bytes) of what carries data, by kind and site."""
+    """(calls, bytes) of the collectives that carry data, by kind and site."""
     return {
         key: (calls, collectives.payload[key]) for key, calls in collectives.calls.items() if key[0] != "gather_objects"
     }
 
 
 def recompute_options(kind: str) -> list[dict[str, Any]]:
-    """The options to run a kind with: one function recomputes more or less in backward."""
+    """The recomputation options of a kind; only the MLP as one function has any."""
     return [{}] if kind == "layers" else [{"recompute": level} for level in (0, 1, 2)]

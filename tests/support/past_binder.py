@@ -1,10 +1,10 @@
-"""Is a launch past Triton's binder the launch that the binder would have made? Run as a program: prints JSON.
+"""Compare launches that bypass Triton's binder with the binder's own. Run as a program; it prints JSON.
 
-A driver that stands for an sm_90 GPU and compiles nothing takes every launch of the ops' test cases, forward and
-backward, on CPU tensors: drawn anew, at odd addresses, and in exchanges of other numbers. Those that
-``device.Prepared`` makes are made through the binder too, and both must reach the same kernel with the same arguments.
-All of them show that the binder takes what the kernels are called with: neither the interpreter nor ahead-of-time
-compilation asks it. A program of its own because the tests' process interprets its kernels.
+A mock driver of an sm_90 GPU, which compiles nothing, takes every launch of the ops' test cases, forward and backward,
+on CPU tensors: newly drawn, at odd addresses, and in exchanges with other numbers. The launches of ``device.Prepared``
+also go through the binder, and both must reach the same kernel with the same arguments. All launches show that the
+binder accepts the kernels' arguments, which neither the interpreter nor ahead-of-time compilation tests. It is a
+separate program because the tests' process interprets its kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shardfuse.kernels.runtime import device, dispatch, signals
 
 
 class Driver:
-    """As much of a driver as a launch asks for."""
+    """The part of a driver that a launch needs."""
 
     def get_current_device(self) -> int:
         return 0
@@ -40,7 +40,7 @@ class Driver:
 
 
 class Compiled:
-    """What stands for a compiled kernel: it notes the arguments that it is launched with."""
+    """A mock compiled kernel that records its launch arguments."""
 
     last: tuple[Any, ...] = ()
 
@@ -63,7 +63,7 @@ def compile_nothing(self: Any, key: Any, signature: Any, device: int, *others: A
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    """Equal, and where they are tensors the very same ones."""
+    """Whether both are equal; tensors must be the same objects."""
     if isinstance(ours, tuple):
         return len(ours) == len(theirs) and all(map(same, ours, theirs))
     return ours is theirs or (not isinstance(ours, torch.Tensor) and type(ours) is type(theirs) and ours == theirs)
@@ -92,11 +92,11 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
     return room[1:].view(tensor.shape).copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
 
 
-epochs = itertools.cycle((1, 2, 16, -3, 2**31 - 1))  # a binder may tell 1 and multiples of 16 from others
+epochs = itertools.cycle((1, 2, 16, -3, 2**31 - 1))  # a binder may specialise on 1 and multiples of 16
 
 
 def other_exchanges(peers: list[torch.Tensor], *, epoch: int | None = 1, **options: Any) -> list[signals.Signals]:
-    """``in_one_process`` for the next of ``epochs``. No kernel runs here, so nobody waits for flags."""
+    """``in_one_process`` for the next of ``epochs``. No kernel runs here, so nothing waits for flags."""
     return signals.in_one_process(peers, epoch=None if epoch is None else next(epochs), **options)
 
 
@@ -105,7 +105,7 @@ cases.in_one_process = reduce_cases.in_one_process = other_exchanges
 JITFunction._do_compile = compile_nothing
 device.architecture = lambda on: "sm_90"
 device.program_slots = lambda on: 132
-dispatch._INTERPRETING = True  # impl="triton" is then taken on CPU tensors
+dispatch._INTERPRETING = True  # makes impl="triton" acceptable on CPU tensors
 prepared_launch = device.Prepared.launch
 device.Prepared.launch = launch_both_ways
 
@@ -115,7 +115,7 @@ for op, spec in registry.ops().items():
         for seed in (1, 2):
             inputs = spec.make_inputs(case, torch.device("cpu"), seed=seed)
             names = list(inputs)
-            # All in place, then each operand by itself at an odd address, then all of them.
+            # All operands aligned, then each one alone at an odd address, then all of them.
             for odd in ([], *([name] for name in names), names):
                 moved = {
                     name: shifted(value) if name in odd and isinstance(value, torch.Tensor) else value
@@ -123,7 +123,7 @@ for op, spec in registry.ops().items():
                 }
                 spec.run(moved, case, "triton")
 
-# What those cases leave alone: buffers of gradients at odd addresses, and operands that differ in strides only.
+# Not in those cases: gradient buffers at odd addresses, and operands that differ only in strides.
 now = "main_grad"
 x, dz, dw, db = torch.randn(32, 48), torch.randn(32, 64), torch.zeros(64, 48), torch.zeros(64)
 for buffers in ((dw, db), (shifted(dw), db), (dw, shifted(db)), (dw, db), (dw.bfloat16(), db.bfloat16())):

@@ -1,7 +1,7 @@
-"""A small model trained by one process and by a pipeline: losses, gradients, and how often what was computed.
+"""A small model trained by one process and by a pipeline: losses, gradients, and counts of products.
 
-One process takes the whole batch at once, in fp64 and in fp32; the pipeline is fp32, and may make twice the error that
-one process makes in fp32.
+One process takes the whole batch at once, in fp64 and in fp32; the pipeline runs in fp32 and may make twice the error
+of the one process in fp32.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from shardfuse.parallel.zero import zero
 CONFIG = TransformerConfig(
     vocab_size=40, hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=2, max_positions=64
 )
-TERMS = 1024  # four layers, forward and backward: what sums that follow one another come to
-ROWS, LENGTH, MICROBATCHES, SEED = 7, 8, 4, 3  # one row is missing to four micro-batches of two
+TERMS = 1024  # the chained sums of four layers, forward and backward
+ROWS, LENGTH, MICROBATCHES, SEED = 7, 8, 4, 3  # one row short of four micro-batches of two
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What a pipeline runs, and over what."""
+    """A pipeline's run: model, schedule and mesh."""
 
     schedule: str
     dp: int = 1
@@ -41,7 +41,7 @@ class Case:
     zero: int | None = None
     microbatches: int = MICROBATCHES
     steps: int = 1
-    fused_loss: bool = False  # logits that are never stored
+    fused_loss: bool = False  # never stores logits
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     model: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -61,7 +61,7 @@ class Case:
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products by their shapes, which tell forward, dx and dW apart; attention's are not among them."""
+    """Counts matrix products, except attention's, by shape, which distinguishes forward, dx and dW."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,13 +78,13 @@ Counts = dict[str, Counter[Any]]
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counts]:
-    """What runs in the block: products, and the layers' collectives."""
+    """Count the block's products and the layers' collectives."""
     collectives.reset_counts()
     found: Counts = {}
     with Products() as products:
         yield found
     found["products"] = products.seen
-    others = ("pipeline.", "random.")  # the pipeline's own, and what ranks ask each other once
+    others = ("pipeline.", "random.")  # the pipeline's own, and one-time agreements of the ranks
     found["collectives"] = Counter({key: n for key, n in collectives.calls.items() if not key[1].startswith(others)})
 
 
@@ -111,7 +111,7 @@ def build(case: Case, mesh: Any) -> tuple[ParallelTransformer, Pipeline]:
 
 
 def one_process(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Loss, that of an evaluation, and gradients of the mean over all targets, times the steps."""
+    """The training loss, the evaluation loss, and gradients of the mean over all targets, times the steps."""
     model = case.build(None, dtype)
     model.init_weights(SEED)
     found = {}
@@ -127,9 +127,9 @@ def one_process(case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 
 def run_pipeline(rank: int, world: int, fields: dict[str, Any]) -> dict[str, Any]:
-    """The body of a test: what failed, which parameters this rank had, and what ran in the last step.
+    """The body of a test: failed comparisons, this rank's parameters, and the counts of the last step.
 
-    ``fields`` are a case's: workers know this file under another name.
+    ``fields`` are a Case's: workers load this file under another name, so they cannot unpickle a Case.
     """
     case = Case(**fields)
     mesh = init_mesh(dp=case.dp, pp=world // case.dp // case.tp, tp=case.tp)
@@ -148,7 +148,7 @@ def run_pipeline(rank: int, world: int, fields: dict[str, Any]) -> dict[str, Any
         evaluation = pipeline.evaluate(tokens, targets, scale=case.dp * scale)
     finally:
         transformer.FUSED_LOSS_BYTES = limit
-    if case.dp > 1:  # gradients are means over dp, and a share's loss is its own
+    if case.dp > 1:  # gradients are means over dp; a loss covers only its own share
         for value in (loss, evaluation):
             torch.distributed.all_reduce(value, torch.distributed.ReduceOp.AVG, group=mesh.get_group("dp"))
     ours = {"loss": loss, "evaluation": evaluation}
@@ -164,7 +164,7 @@ def run_pipeline(rank: int, world: int, fields: dict[str, Any]) -> dict[str, Any
 
 
 def run_micro_batches(rank: int, world: int, fields: dict[str, Any]) -> Counts:
-    """What runs when the tensor-parallel ranks alone take the same micro-batches one after another."""
+    """The counts when tensor-parallel ranks take the same micro-batches one after another, without a pipeline."""
     case = Case(**fields)
     model = case.build(init_mesh(tp=world), torch.float32, **case.model)
     tokens, targets = (torch.cat((x, x[:1])) for x in batch())

@@ -1,4 +1,4 @@
-"""What tests of the choice of a way share: a call, a profile with one measurement, the choice that they make."""
+"""Shared by tests of the overlap policy: a call, a profile with one measurement, and the resulting choice."""
 
 from __future__ import annotations
 

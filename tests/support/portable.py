@@ -1,8 +1,8 @@
-"""``make test-portable``: the tests that compare numbers, as other processors would compute them.
+"""``make test-portable``: run the tests that compare numbers as on other processors.
 
-Four runs, in each of which OpenBLAS (numpy, so interpreted products), torch's own kernels, MKL and the number of
-threads are told to be other ones than this machine's. At the end: how near to its budget each kind of comparison came.
-A budget counts as found out by arithmetic, not by one machine's luck, while every error stays below half of it.
+Each of four runs selects kernels of OpenBLAS (numpy, hence interpreted products), torch and MKL, and a number of
+threads, other than this machine's. The report at the end shows each kind of comparison's largest share of its budget. A
+budget counts as derived from arithmetic, rather than fitted to one machine, while every error stays below half of it.
 
     python tests/support/portable.py [arguments for pytest]
 """
@@ -24,17 +24,17 @@ from typing import NamedTuple
 LOGS = Path(os.environ.get("SHARDFUSE_MARGINS", ".portable")).resolve()
 HALF = 0.5
 SHOWN = 12
-AT_ONCE = 2  # processes; each has threads of its own
+AT_ONCE = 2  # processes, each with its own threads
 LANES = "not (codegen or packaging or demo or nightly or gpu or multigpu)"
 
-# What each run sets. The values act on different libraries, so four runs meet them all.
+# The variables of each run. The values act on different libraries, so four runs cover all.
 RUNS: tuple[dict[str, str], ...] = (
     {"OPENBLAS_CORETYPE": "Haswell", "ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"},
     {"OPENBLAS_CORETYPE": "SkylakeX", "MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "2"},
     {"OPENBLAS_CORETYPE": "Sandybridge", "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "4"},
     {"OPENBLAS_CORETYPE": "Prescott", "ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"},
 )
-# Instructions that a value needs; without them the process would die.
+# The instructions that a value needs; without them the process would crash.
 NEEDS = {
     "Haswell": ("avx2", "fma"),
     "SkylakeX": ("avx512f", "avx512bw", "avx512dq", "avx512vl"),
@@ -46,7 +46,7 @@ NEEDS = {
 
 
 def lacking(value: str) -> list[str]:
-    """The instructions that ``value`` needs and this processor lacks: all, where the system lists none."""
+    """The instructions that ``value`` needs and this processor lacks; all, if the system lists none."""
     cpu = Path("/proc/cpuinfo")
     found = re.search(r"^flags\s*:(.*)$", cpu.read_text(), re.M) if cpu.exists() else None
     has = set(found[1].split()) if found else set()
@@ -54,7 +54,7 @@ def lacking(value: str) -> list[str]:
 
 
 class Margin(NamedTuple):
-    """One comparison: what its error was of its budget."""
+    """One comparison and its error as a share of its budget."""
 
     ratio: float
     kind: str
@@ -63,7 +63,7 @@ class Margin(NamedTuple):
 
 
 def margins(folder: Path) -> Iterator[Margin]:
-    """What tests/support/margins.py wrote there."""
+    """The comparisons that tests/support/margins.py wrote there."""
     for path in folder.glob("*.jsonl"):
         for line in path.read_text().splitlines():
             entry = json.loads(line)
@@ -71,10 +71,10 @@ def margins(folder: Path) -> Iterator[Margin]:
 
 
 def run_half(number: int, half: str, settings: dict[str, str], arguments: list[str]) -> tuple[bool, list[str]]:
-    """One process of a run: (whether all passed, what failed and pytest's last line)."""
+    """Run one process of a run: (whether all passed, the failures and pytest's last line)."""
     folder = LOGS / str(number)
     log = folder / f"half-{half[0]}.log"
-    # Passive: two processes of several threads share the cores, and one's idle threads must not spin on the other's.
+    # Passive: two multi-threaded processes share the cores, so idle threads must not spin.
     environment = {**os.environ, **settings, "SHARDFUSE_MARGINS": str(folder), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-m", "pytest", "-q", "--numeric", "-m", LANES, "--part", half, *arguments]
     with log.open("w") as output:
@@ -82,7 +82,7 @@ def run_half(number: int, half: str, settings: dict[str, str], arguments: list[s
     lines = log.read_text().splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     said = [f"run {number}, half {half}: {line}" for line in failed + lines[-1:]]
-    return code in (0, 5), said  # 5: nothing was chosen
+    return code in (0, 5), said  # 5: no test was selected
 
 
 def main(arguments: list[str]) -> int:
@@ -97,7 +97,7 @@ def main(arguments: list[str]) -> int:
         (LOGS / str(number)).mkdir(parents=True)
         halves += [(number, half, settings) for half in ("1/2", "2/2")]
     start, green = time.monotonic(), True
-    # Two at a time, whichever run they belong to: no core waits for a run's longer half.
+    # Two at a time, from any run: no core waits for a run's longer half.
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for job in as_completed([pool.submit(run_half, *half, arguments) for half in halves]):
             passed, said = job.result()
@@ -108,17 +108,17 @@ def main(arguments: list[str]) -> int:
 
 
 def report(every: list[Margin]) -> bool:
-    """Print the comparisons that came nearest to their budgets; whether all stayed below half of them."""
+    """Print the comparisons nearest to their budgets; returns whether all stayed below half of them."""
     worst: dict[str, Margin] = {}
     for margin in every:
         test = margin.test.partition("[")[0]
-        # Past its budget is what a test wants to see refused; had another one seen it, that would have failed.
+        # A ratio above 1 comes from a test that expects the refusal; any other test would have failed.
         if margin.ratio <= 1 and (test not in worst or margin.ratio > worst[test].ratio):
             worst[test] = margin
     print(f"\nthe largest error over its budget, of {len(every)} comparisons in {len(worst)} tests:")
     for margin in sorted(worst.values(), reverse=True)[:SHOWN]:
         print(f"  {margin.ratio:.2f}  {margin.test} {margin.name}".rstrip())
-    near = sum(round(margin.ratio, 2) > HALF for margin in worst.values())  # half: the reference's own computation
+    near = sum(round(margin.ratio, 2) > HALF for margin in worst.values())  # 0.5: the reference's own arithmetic
     print(f"{near} tests came nearer than {HALF:g} to a budget")
     refused = [margin for margin in every if margin.ratio > 1]
     if refused:

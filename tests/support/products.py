@@ -1,4 +1,4 @@
-"""The products of a step, watched: every ``Product.compute``, ``Product.send`` and ``functional.param_grads``."""
+"""Watch a step's products: every ``Product.compute``, ``Product.send`` and ``functional.param_grads``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from shardfuse.kernels.linear import Product, functional
 from shardfuse.parallel.core import collectives
 
-# (layout, epilogue) -> what tests call it; one that is sent: "send_" and the same.
+# (layout, epilogue) -> the tests' name; a sent product has the prefix "send_".
 NAMES = {
     ("nt", "act"): "forward",
     ("nt", "gated"): "gated_forward",
@@ -19,20 +19,20 @@ NAMES = {
 }
 PARAM_GRADS = "param_grads"
 
-# (name, run, of): calls ``run`` or does not; ``of`` is the Product, or the arguments of param_grads.
+# (name, run, of): may call ``run``; ``of`` is the Product, or the arguments of param_grads.
 Around = Callable[[str, Callable[[], Any], Any], Any]
 
 
 @contextmanager
 def around(each: Around) -> Iterator[None]:
-    """Within the block every product goes through ``each``, which returns its results."""
+    """Within the block, call ``each`` for every product; it returns the product's results."""
     compute, send, param_grads = Product.compute, Product.send, functional.param_grads
 
     def name(product: Product) -> str:
         return NAMES[product.layout, product.epilogue.kind]
 
     def computed(product: Product, *args: Any) -> Any:
-        if not product.weights:  # it gathers rows and forms nothing
+        if not product.weights:  # it only gathers rows
             return compute(product, *args)
         return each(name(product), lambda: compute(product, *args), product)
 
@@ -50,7 +50,7 @@ def around(each: Around) -> Iterator[None]:
 
 
 def order_of_backward(run: Callable[[], Any]) -> list[str]:
-    """What ``run`` does, in order: it starts to sum an input's gradient, forms weight gradients, waits for the sum."""
+    """The order of ``run``'s actions: starts of sums of an input's gradient, weight gradients, waits for the sums."""
     events: list[str] = []
     start = collectives.start_all_reduce
 

@@ -3,14 +3,14 @@
 ``ranks(2, body, arg)`` runs ``body(rank, world, arg)`` in two processes and returns what each rank returned. A body is
 a module-level function of a test file; workers find it by the file's path and its name, and load each file once.
 
-Processes start once (importing torch takes seconds) and serve worlds of any size; every call gets a fresh default
-process group, which goes away with it. ``ranks(1, ...)`` runs a process that is alone: no process group.
-What keeps groups alive all the same (reference cycles, compiled graphs, FSDP2's hooks) keeps gloo's threads, and each
-of these wakes a hundred times a second: workers that have gathered many collect them, and are replaced in the end.
+Processes start once (importing torch takes seconds) and serve worlds of any size; every call creates and destroys a
+default process group. ``ranks(1, ...)`` runs a single process without a process group. Reference cycles, compiled
+graphs and FSDP2's hooks keep some groups alive, with gloo's threads, each of which wakes a hundred times a second:
+workers with many threads collect such groups, and are finally replaced.
 
 A rank that raises closes its process group, so the others' collectives fail instead of waiting, and the call raises
-RankError with the first rank's traceback. A rank that dies, or a call past its timeout, ends the pool; the next call
-starts a new one. Workers die with the process that started them.
+RankError with the first rank's traceback. A dead rank, or a call past its timeout, ends the pool; the next call starts
+a new one. Workers die with the process that started them.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
-START_TIMEOUT = 300.0  # seconds to import torch, on a machine that is busy with other things
-TIMEOUT = 120.0  # seconds a call may take
-GRACE = 10.0  # seconds that the other ranks get to fail after one has
-THREADS = 24  # of a worker, beyond which it looks for process groups that nothing uses any more
-MOST_THREADS = 96  # beyond which the workers are replaced
+START_TIMEOUT = 300.0  # seconds to import torch on a busy machine
+TIMEOUT = 120.0  # seconds for a call
+GRACE = 10.0  # seconds for the other ranks to fail after the first
+THREADS = 24  # of a worker; above this it collects unused process groups
+MOST_THREADS = 96  # above this the workers are replaced
 PR_SET_PDEATHSIG = 1
 LOST_WHILE_CONNECTING = "Gloo connectFullMesh failed"
 
 
 class RankError(AssertionError):
-    """A rank failed: which one, and its traceback."""
+    """A rank failed; holds the rank and its traceback."""
 
     def __init__(self, rank: int, world: int, trace: str) -> None:
         super().__init__(f"rank {rank} of {world}:\n{trace}")
@@ -61,10 +61,10 @@ class Pool:
     def __call__(
         self, world: int, body: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, **kwargs: Any
     ) -> list[Any]:
-        """Run ``body(rank, world, *args, **kwargs)`` on every rank; its results in order of rank.
+        """Run ``body(rank, world, *args, **kwargs)`` on every rank; returns the results in order of rank.
 
-        Once more, by fresh workers, where gloo's processes lost a connection while they were connecting, which happens
-        now and then with no rank dead.
+        Fresh workers try once more where gloo lost a connection during set-up, which sometimes happens without a dead
+        rank.
         """
         try:
             return self._run(world, body, *args, timeout=timeout, **kwargs)
@@ -84,7 +84,7 @@ class Pool:
             for worker in workers:
                 worker.start(task, world, self._store.port, self._calls)
             answers = _collect(workers, timeout)
-        except BaseException:  # a dead or late rank, or Ctrl-C: nobody knows what the workers are doing
+        except BaseException:  # a dead or late rank, or Ctrl-C: the workers' state is unknown
             self.close()
             raise
         for rank, (ok, value, _) in sorted(enumerate(answers), key=lambda item: item[1][2]):
@@ -128,7 +128,7 @@ class _Worker:
         self.connection.send_bytes(pickle.dumps((task, world, port, call)))
 
     def answer(self) -> tuple[bool, Any, float]:
-        """(whether it went well, the result or the traceback, when)."""
+        """(success, the result or the traceback, the time)."""
         try:
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
@@ -179,7 +179,7 @@ def _serve(connection: Connection, rank: int) -> None:
     import torch
 
     torch.set_num_threads(1)
-    # As pyproject.toml has it for the tests' own process.
+    # As in pyproject.toml for the tests' own process.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
     warnings.filterwarnings("error", module=r"shardfuse\.")
     import interpreter
@@ -198,7 +198,7 @@ def _serve(connection: Connection, rank: int) -> None:
         try:
             with _process_group(rank, world, port, call, stores):
                 answer = _attempt(task, rank, world)
-        except Exception:  # the processes did not meet, or not part
+        except Exception:  # the processes failed to connect or to disconnect
             answer = (False, traceback.format_exc(), time.monotonic())
         connection.send_bytes(pickle.dumps(answer))
 
@@ -213,7 +213,7 @@ def _attempt(task: bytes, rank: int, world: int) -> tuple[bool, Any, float]:
         value = body(rank, world, *args, **kwargs)
         pickle.dumps(value)
     except BaseException:  # pytest's skip and fail are BaseExceptions
-        # The time shows who failed first; that ends the others' collectives, which then fail as well.
+        # The time shows which rank failed first; the others' collectives then fail as well.
         return False, traceback.format_exc(), time.monotonic()
     return True, value, time.monotonic()
 
@@ -240,7 +240,7 @@ def _process_group(rank: int, world: int, port: int, call: int, stores: dict[int
 
 
 def _forget_meshes() -> None:
-    """DTensor remembers what operations come to, on meshes whose groups are gone; the next call's look the same."""
+    """Clear DTensor's cache of operations: its meshes' groups are gone, and the next call's meshes compare equal."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -275,11 +275,11 @@ def _module(path: str) -> Any:
 def _main() -> None:
     fd, rank, parent = (int(argument) for argument in sys.argv[1:])
     if getattr(sys.flags, "safe_path", False):
-        sys.path.insert(0, str(Path(__file__).parent))  # as pytest has it on the path of the tests' own process
+        sys.path.insert(0, str(Path(__file__).parent))  # as on pytest's path in the tests' own process
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
+    if os.getppid() != parent:  # the parent died before the line above
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     _serve(Connection(fd), rank)
 
 

@@ -1,4 +1,4 @@
-"""What tests of attention on torch's paths share: features and their combinations, operands, the fp64 oracle."""
+"""Shared by tests of attention on torch's paths: features and their combinations, operands, the fp64 oracle."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from shardfuse.kernels.dev import accuracy
 from shardfuse.layers.attention.sdpa import attend
 
-STARTS = [0, 23, 23, 24, 29, 40]  # one long sequence, an empty one, one of a single token, short ones
+STARTS = [0, 23, 23, 24, 29, 40]  # one long sequence, an empty one, a single token, short ones
 FEATURES: dict[str, dict[str, Any]] = {
     "window": {"window": 5},
     "softcap": {"softcap": 1.5},
@@ -30,7 +30,7 @@ def every_combination() -> list[tuple[str, ...]]:
 def make_inputs(
     heads: int = 6, kv_heads: int = 2, size: int = 80, tokens: int = STARTS[-1], dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, ...]:
-    """q, k, v [T, heads, size] and sinks [heads]; scores of a size at which soft-caps and sinks matter."""
+    """q, k, v [T, heads, size] and sinks [heads], with scores large enough for soft-caps and sinks to matter."""
     q = 2 * torch.randn(tokens, heads, size)
     k, v = torch.randn(tokens, kv_heads, size), torch.randn(tokens, kv_heads, size)
     return q.to(dtype), k.to(dtype), v.to(dtype), torch.randn(heads).to(dtype)
@@ -78,7 +78,7 @@ def oracle(
 
 
 def call_attend(tensors: tuple[torch.Tensor, ...], options: dict[str, Any], **more: Any) -> torch.Tensor:
-    """``attend`` on packed tokens, or on the two sequences of 20 that the same tokens make."""
+    """Call ``attend`` on packed tokens, or on the same tokens as two sequences of 20."""
     q, k, v, sinks = tensors
     options = dict(options)
     if options.pop("packed", False):
@@ -101,7 +101,7 @@ def with_grads(run: Any, tensors: tuple[torch.Tensor, ...], grad: torch.Tensor |
 
 
 def judge(tensors: tuple[torch.Tensor, ...], options: dict[str, Any], *, backward: bool = True, **more: Any) -> None:
-    """The call against the oracle in fp64; the oracle in the inputs' own precision sets the budget."""
+    """Judge the call by the oracle in fp64; the oracle in the inputs' own precision sets the budget."""
     starts = STARTS if options.get("packed") else [0, 20, 40]
     grad = torch.randn(tensors[0].shape).to(tensors[0]) if backward else None
     ours = with_grads(lambda *t: call_attend(t, options, **more), tensors, grad)
@@ -109,11 +109,11 @@ def judge(tensors: tuple[torch.Tensor, ...], options: dict[str, Any], *, backwar
     low = with_grads(plain, tensors, grad)
     exact = with_grads(plain, tuple(t.double() for t in tensors), grad)
     assert set(ours) == set(exact)
-    # A head's sums and those over its keys. A score's error is the relative error of its weight, so scores of size s
-    # carry s times what their sums cost on.
+    # A head's sums and those over its keys. A score's absolute error is its weight's relative error, so scores of size
+    # s multiply the error of their sums by s.
     q, k = tensors[0].double(), tensors[1].double()
     scale = options.get("scale") or q.shape[-1] ** -0.5
-    size = scale**2 * q.shape[-1] * q.square().mean().item() * k.square().mean().item()  # of a score, squared
+    size = scale**2 * q.shape[-1] * q.square().mean().item() * k.square().mean().item()  # the square of a score's size
     terms = math.ceil(max(1.0, size) * (q.shape[-1] + max(b - a for a, b in pairwise(starts))))
     for name, value in ours.items():
         verdict = accuracy.judge(name, value, low[name], exact[name], terms=terms)

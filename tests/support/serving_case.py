@@ -1,4 +1,4 @@
-"""The small models that tests of serving and of its cache share."""
+"""Small models for tests of serving and of its cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of symmetric memory share: a pool, an exchange by hand, what a rank said and what memory it holds."""
+"""Shared by tests of symmetric memory: a pool, an exchange by hand, a rank's error and its memory."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TIMEOUT_S = 60.0
 
 
 def make_pool(group: Group | None = None, **options: Any) -> SymmetricMemoryPool:
-    """The pool on the CPU of ``group``, or of all ranks, as ``SymmetricMemoryPool.of`` makes it."""
+    """The pool on the CPU from ``SymmetricMemoryPool.of``, for ``group`` or for all ranks."""
     return SymmetricMemoryPool.of(group or everyone(), **{"device": "cpu", "timeout_s": TIMEOUT_S, **options})
 
 
 def said_by(run: Callable[[], Any], error: type[BaseException] = RuntimeError) -> str:
-    """What ``run`` raises, in a worker process."""
+    """The error that ``run`` raises in a worker process."""
     with pytest.raises(error) as caught:
         run()
     return str(caught.value)
@@ -50,19 +50,19 @@ def push(peers: list[torch.Tensor], signals: Signals, value: float, chunk: int =
 
 
 def pull(peers: list[torch.Tensor], signals: Signals, chunk: int = 0) -> torch.Tensor:
-    """What has come from all ranks [R, ROWS, WIDTH], once their flags are up."""
+    """The data from all ranks [R, ROWS, WIDTH], after waiting for their flags."""
     assert signals.epoch is not None
     assert not wait_words(signals.pads[signals.rank][0, :, chunk], signals.epoch, TIMEOUT_S)
     return peers[signals.rank].clone()
 
 
 def expected_rows(size: int, value: float) -> torch.Tensor:
-    """What an exchange leaves on every rank [size, ROWS, WIDTH]."""
+    """The result of an exchange on every rank [size, ROWS, WIDTH]."""
     return (value + torch.arange(size)).reshape(size, 1, 1).expand(size, ROWS, WIDTH)
 
 
 def run_exchanges(channel: Channel, count: int) -> list[int | None]:
-    """Exchanges with a check of each one's data; their epochs."""
+    """Run exchanges and check their data; returns their epochs."""
     epochs = []
     for step in range(count):
         signals, got = exchange(channel, 10.0 * step, chunk=step % 3)
@@ -75,7 +75,7 @@ def memory_held() -> tuple[int, int]:
     """(file descriptors, mappings) of symmetric memory in this process."""
     files = []
     for entry in os.scandir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # a thread of gloo's may have closed its socket since
+        with suppress(FileNotFoundError):  # a gloo thread may have closed its socket since
             files.append(os.readlink(entry.path))
     mappings = Path("/proc/self/maps").read_text().count("/memfd:shardfuse")
     return sum("memfd:shardfuse" in file for file in files), mappings

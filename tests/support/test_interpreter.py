@@ -1,4 +1,4 @@
-"""tests/support/interpreter.py computes what a GPU does: bf16 rounded, rows that do not depend on one another."""
+"""tests/support/interpreter.py computes like a GPU: it rounds to bf16, and rows are independent of each other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _through_bf16_kernel(x_ptr, y_ptr, wide_ptr, SIZE: tl.constexpr):
 
 
 def test_fp32_becomes_the_nearest_bf16():
-    """Ties, numbers that round up to infinity, subnormal ones and what is no number among them."""
+    """Including ties, numbers that round up to infinity, subnormal numbers and NaN."""
     odd = [math.inf, -math.inf, math.nan, 3.4e38, 0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-8, 1e-40]
     x = torch.cat((torch.tensor(odd), torch.randn(512), torch.randn(503) * 1e-39))
     y, wide = torch.empty(1024, dtype=torch.bfloat16), torch.empty(1024)
@@ -87,7 +87,7 @@ for dtype in (np.float32, np.float16):
 
 @pytest.mark.parametrize("coretype", ["Haswell", "SkylakeX", "Sandybridge", "Nehalem", "Prescott"])
 def test_a_row_of_a_product_depends_on_no_other_row_and_on_no_layout(coretype):
-    """Under kernels of OpenBLAS that choose orders of summation by the number of rows, or by the strides."""
+    """Under OpenBLAS kernels whose order of summation depends on the number of rows, or on the strides."""
     if lacking(coretype):
         pytest.skip(f"OPENBLAS_CORETYPE={coretype} needs {', '.join(lacking(coretype))}: not on this processor")
     done = subprocess.run(

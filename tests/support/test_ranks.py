@@ -1,4 +1,4 @@
-"""The pool of worker processes: what goes wrong on one rank fails the call, and is not tried again."""
+"""The pool of worker processes: an error on one rank fails the call without a retry."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def _hangs(rank: int, world: int) -> None:
 
 def test_what_goes_wrong_on_a_rank_fails_the_call(ranks: Any, tmp_path: Path) -> None:
     assert ranks(1, _is_alone) == [True]
-    assert len({*ranks(2, _drawn), *ranks(2, _drawn)}) == 1  # all from one seed, in every call
+    assert len({*ranks(2, _drawn), *ranks(2, _drawn)}) == 1  # every call starts from the same seed
     with pytest.raises(AssertionError, match=r"rank 1 of 3:\nTraceback[\s\S]*in _raises_once[\s\S]*: bad luck"):
         ranks(3, _raises_once, tmp_path)
-    pool = type(ranks)()  # of its own: these end one
+    pool = type(ranks)()  # a separate one: these tests end it
     try:
         with pytest.raises(RuntimeError, match="rank 1 died with exit code 7"):
             pool(2, _dies)

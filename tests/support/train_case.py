@@ -1,4 +1,4 @@
-"""A training run that is over in a moment, for tests that start processes and for those that do not."""
+"""A very short training run, for tests with and without processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ VALUES: dict[str, Any] = {
 
 
 def values(out: Path | str, **sections: Any) -> dict[str, Any]:
-    """VALUES with ``sections`` changed: ``parallel={"tp": 2}``; values of the top are replaced."""
+    """VALUES with ``sections`` changed: ``parallel={"tp": 2}``; top-level values are replaced."""
     changed = {**VALUES, "out": str(out)}
     for name, value in sections.items():
         changed[name] = {**changed.get(name, {}), **value} if isinstance(value, dict) else value
@@ -51,7 +51,7 @@ def settings(out: Path | str, processes: int, **sections: Any) -> RunSettings:
 
 
 class StopAfter(StopFile):
-    """Asks for an end after so many steps; there is one look before the first."""
+    """Asks the run to stop after a number of steps; the first poll comes before the first step."""
 
     def __init__(self, steps: int) -> None:
         self._looks = steps + 1
@@ -62,7 +62,7 @@ class StopAfter(StopFile):
 
 
 class DieAfter(StopAfter):
-    """Kills this process instead."""
+    """Kills this process after a number of steps."""
 
     def read(self) -> int:
         if super().read():
@@ -71,7 +71,7 @@ class DieAfter(StopAfter):
 
 
 def run_body(rank: int, world: int, text: str, resume: bool = False, stop_after: int = 1 << 30) -> RunResult:
-    """The run of settings ``text``; the last rank asks to stop."""
+    """Run the settings ``text``; the last rank asks to stop."""
     stop = StopAfter(stop_after if rank == world - 1 else 1 << 30)
     return train_run(RunSettings.from_json(text), resume, stop)
 
@@ -86,14 +86,14 @@ def exact_body(rank: int, world: int, text: str) -> RunResult:
 
 
 def run_and_die(text: str, victim: int, step: int) -> RunResult:
-    """For ``launch``: a run whose rank ``victim`` is killed after ``step`` steps, the first time that it is started."""
+    """For ``launch``: a run whose rank ``victim`` is killed after ``step`` steps of its first start."""
     rank, attempt = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
     dies = rank == victim and attempt == 0
     return train_run(RunSettings.from_json(text), False, DieAfter(step) if dies else StopAfter(1 << 30))
 
 
 def die_once(settings: RunSettings, resume: bool, stop_file: StopFile) -> RunResult:
-    """In the place of ``train_run``: rank 1 is killed after its second step, the first time that it is started."""
+    """Replaces ``train_run``: rank 1 is killed after the second step of its first start."""
     rank, attempt = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
     return train_run(settings, resume, DieAfter(2) if (rank, attempt) == (1, 0) else stop_file)
 
@@ -108,7 +108,7 @@ def write_toml(path: Path, values: dict[str, Any]) -> None:
 
 
 def lines(out: Path | str) -> list[tuple[Any, ...]]:
-    """What repeats of every step: its number, loss, gradient's norm, rate and held-out loss."""
+    """The reproducible figures of every step: number, loss, gradient norm, rate and held-out loss."""
     names = ("step", "loss", "grad_norm", "lr", "held_out")
     return [tuple(line.get(name) for name in names) for line in read_lines(Path(out) / FILE)]
 

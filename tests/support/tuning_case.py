@@ -1,4 +1,4 @@
-"""What tests of tuned configurations share: a GEMM with its table entry, and a place for tables of their own."""
+"""Shared by tests of tuned configurations: a GEMM with its table entry, and a folder for test tables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def table_of(*entries: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 @contextmanager
 def shipped_tables(folder: Path) -> Iterator[Callable[..., Path]]:
-    """Of the yielded ``write(content, name)``, tables in ``folder`` where the package's are looked for: no others."""
+    """Replace the package's tables with those in ``folder``; yields ``write(content, name)``, which adds one."""
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "SHIPPED", folder)

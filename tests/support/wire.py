@@ -1,4 +1,4 @@
-"""What travels between the ranks of a test: written down, slowed down, or left out. CPUs and eager mode only."""
+"""Record, slow down or omit the messages between the ranks of a test. CPUs and eager mode only."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def _flights(kind: type[collectives.Flight]) -> Iterator[None]:
 
 @contextmanager
 def recorded() -> Iterator[list[Event]]:
-    """What happens inside, in order: each collective, each piece of one, and each "product" that a collective may
-    travel under, at its site. Pieces of a site end in the order in which they started.
+    """The events in the block, in order: each collective, each piece of one, and each "product" that may overlap a
+    collective, at its site. Pieces of a site end in the order in which they started.
     """
     events: list[Event] = []
-    inside, summing = [""], ""  # the sites of the strategy's call that runs, and of the last sum that was started
+    inside, summing = [""], ""  # the sites of the running strategy call, and of the last started sum
 
     class Recorded(collectives.Flight):
         def __init__(self, kind: str, site: str, post: Callable[[], Any]) -> None:
@@ -45,7 +45,7 @@ def recorded() -> Iterator[list[Event]]:
             events.append(("end", self.kind, self.site, time.monotonic()))
 
     def product(name: str, run: Callable[[], Any], of: Any) -> Any:
-        # Gradients of weights are formed while the sum of the input's gradient travels.
+        # The weights' gradients are computed during the sum of the input's gradient.
         site = summing if name == PARAM_GRADS and summing.endswith(".grad") else inside[-1]
         if not site:
             return run()
@@ -75,7 +75,7 @@ def recorded() -> Iterator[list[Event]]:
 
 @contextmanager
 def slow_wire(seconds: float) -> Iterator[None]:
-    """What is posted arrives no earlier than ``seconds`` later, and nothing is computed meanwhile."""
+    """Every posted message arrives at least ``seconds`` later, and the process computes nothing meanwhile."""
 
     class Slow(collectives.Flight):
         def __init__(self, kind: str, site: str, post: Callable[[], Any]) -> None:
@@ -91,7 +91,7 @@ def slow_wire(seconds: float) -> Iterator[None]:
 
 
 class _Stays:
-    """In the place of pieces._Swap: what would arrive is this rank's own rows, or zeros where it is an addend."""
+    """Replaces pieces._Swap: it delivers this rank's own rows, or zeros for addends."""
 
     def __init__(self, sent: torch.Tensor, to: int, received: torch.Tensor, source: int, group: Any, tag: int) -> None:
         if tag == pieces.GATHER_TAG:
@@ -105,9 +105,9 @@ class _Stays:
 
 @contextmanager
 def omit(site: str) -> Iterator[None]:
-    """Inside, collectives at ``site`` use this rank's data alone; every rank must omit the same ones.
+    """In the block, collectives at ``site`` use this rank's data alone; every rank must omit the same ones.
 
-    Shapes stay right and values go wrong, which shows whether a check would notice. They are not counted.
+    Shapes stay right but values are wrong, which shows whether a check detects it. They are not counted.
     """
 
     def unless(owner: Any, name: str, alone: Callable[..., Any]) -> None:
