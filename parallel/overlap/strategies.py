@@ -165,9 +165,8 @@ class Chunked:
                 if not outs:
                     tokens = len(gathering.whole)
                     outs = [alloc.empty((tokens, *y.shape[1:]), y.dtype, y.device) for y in results]
-                for out, y in zip(outs, results):
-                    out[part] = y
-                del results, y  # frees a piece's memory for the next one
+                for out in outs:
+                    out[part] = results.pop(0)  # a piece's memory is free for the next one
         return outs, gathering.whole
 
     def linear_reduce_scatter(self, product: Product, *, bias: torch.Tensor | None = None, site: str) -> Pending:
