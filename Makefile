@@ -115,20 +115,19 @@ ALONE := codegen interpret ranks rest demo nightly
 $(ALONE:%=test-%): test-%: install $(SIDE)/.installed
 	@$(PYTEST) -q -m "$(MARKS_$*)" $(ARGS)
 
-# `make test` runs jobs of about a lane each, as many at a time as there are cores, the two longest first; the demo,
-# whose training has a bound on its time, comes last and alone. One thread each, or they would take the cores from each other.
-JOBS := ranks rest interpret-1 interpret-2 interpret-3 interpret-4 demo-ends codegen-1 codegen-2
+# `make test` runs jobs of about a lane each, as many at a time as there are cores, the two longest first. One thread
+# each, or they would take the cores from each other.
+JOBS := ranks rest interpret-1 interpret-2 interpret-3 interpret-4 demo codegen-1 codegen-2
 AT_ONCE ?= $(shell nproc 2>/dev/null || echo 2)
 kind = $(firstword $(subst -, ,$*))
 part = $(word 2,$(subst -, ,$*))
 SELECT_interpret = --part $(part)/4
 SELECT_codegen = --part $(part)/2
-SELECT_demo = $(if $(part),--deselect) tests/face/test_demo.py::test_demo_from_training_to_serving
 
-.PHONY: $(JOBS:%=job-%) job-demo
-$(JOBS:%=job-%) job-demo: job-%:
+.PHONY: $(JOBS:%=job-%)
+$(JOBS:%=job-%): job-%:
 	@mkdir -p $(LOGS); SECONDS=0; result=ok; \
-	$(if $(filter-out demo,$*),export OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}";) \
+	export OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}"; \
 	$(PYTEST) -q -m "$(MARKS_$(kind))" $(SELECT_$(kind)) $(ARGS) > $(LOGS)/$*.log 2>&1 || [ $$? = 5 ] || result=FAILED; \
 	echo "--- $*"; cat $(LOGS)/$*.log; printf '  %-12s %4d s  %s\n' $* $$SECONDS $$result | tee -a $(LOGS)/times; \
 	[ $$result = ok ]
@@ -139,7 +138,7 @@ test: install $(SIDE)/.installed  ## what CI runs: lint, then every lane, with t
 	@rm -rf $(LOGS); mkdir $(LOGS); SECONDS=0; result=ok; \
 	for check in $(CHECKS); do $(MAKE) $$check 2>&1 | tee $(LOGS)/$$check.log && it=ok || { it=FAILED; result=FAILED; }; \
 	  printf '  %-12s %4d s  %s\n' $$check $$SECONDS $$it >> $(LOGS)/times; done; \
-	$(MAKE) -k -j$(AT_ONCE) $(JOBS:%=job-%) || result=FAILED; $(MAKE) job-demo || result=FAILED; \
+	$(MAKE) -k -j$(AT_ONCE) $(JOBS:%=job-%) || result=FAILED; \
 	echo "lanes:"; cat $(LOGS)/times; printf '  %-12s %4d s  %s\n' together $$SECONDS $$result; \
 	for name in $$(awk '$$NF == "FAILED" { print $$1 }' $(LOGS)/times); do echo "failed in $$name:"; \
 	  grep -E '^(FAILED|ERROR) ' $(LOGS)/$$name.log || tail -n 15 $(LOGS)/$$name.log; done; [ $$result = ok ]
