@@ -69,8 +69,8 @@ def parallelize(
             mesh of one, for which it initialises torch.distributed.
         precision: "bf16" or "fp16" for forward and backward; the optimizer's tensors stay fp32. With fp16 the loss is
             scaled, and a step whose gradients overflow leaves none.
-        recompute: keep only each block's input for backward; None leaves the model's setting, as for
-        overlap: "auto", "kernel", "chunked" or "none" (``ParallelTransformer``).
+        recompute: keep only each block's input for backward; None leaves the model's setting.
+        overlap: "auto", "kernel", "chunked" or "none" (``ParallelTransformer``); None leaves the model's setting.
         seed: of the initial weights of a model on meta; None: rank 0 draws one from torch's global generator. A model
             that already has weights takes those of the first data-parallel rank on all ranks.
         device: where parameters on meta are materialised; None: the mesh's device, without a mesh the GPU if there is

@@ -72,7 +72,7 @@ class Engine:
         kv_dtype: of the cache, ``"fp8"`` (e4m3) or ``"int8"`` with a scale for each token and head; None: the model's.
         invariant: whether a request's answer must not depend on the other requests in its steps, nor on how its prompt
             is cut. On a GPU every matrix product and attention then computes a token the same way in any batch, at a
-            cost; on a CPU there is no such guarantee (see ``kernels.dispatch.row_invariance``).
+            cost; on a CPU there is no such guarantee (see ``kernels.runtime.dispatch.row_invariance``).
         impl: of the paged attention and the cache write; see ``kernels/runtime/dispatch.py``.
 
     ``stats`` is an :class:`EngineStats`. Raises ValueError for sizes that cannot work.

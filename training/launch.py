@@ -1,6 +1,6 @@
 """Start a function in several processes of this machine with torchrun's agent, and return the results.
 
-    results = launch(train, config, processes=2)     # [train(config) of rank 0, of rank 1]
+    results = launch(train_run, settings, False, processes=2)     # [that of rank 0, of rank 1]
 
 torch.distributed.elastic starts and watches the processes and ends all when one fails. This module adds: all traffic
 stays on the loopback interface, the port is bound before any process starts, results and errors come back through files

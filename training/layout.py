@@ -41,6 +41,15 @@ def resolve(settings: RunSettings, processes: int) -> RunSettings:
     return resolved
 
 
+def check_gpus(settings: RunSettings, processes: int) -> None:
+    """ValueError where ``processes`` on this machine, those of resolved ``settings``, are more than its GPUs."""
+    if settings.device == "cuda" and processes > torch.cuda.device_count():
+        raise ValueError(
+            f"{processes} processes: this machine has {torch.cuda.device_count()} GPUs, and every process needs one; "
+            "start fewer, choose --device cpu, or let torchrun start them on several machines"
+        )
+
+
 def check_layout(settings: RunSettings) -> None:
     """Raise ValueError where the model of resolved ``settings`` cannot be divided over its ranks."""
     parallel = settings.parallel

@@ -116,7 +116,7 @@ class Trainer:
         with torn_explained(checkpoints.folder, everyone()):
             checkpoints.load(self.model.module, self.optimizer, step=latest, states=states)
         self.step = latest
-        self.tokens_seen = extra.get("tokens", latest * self.settings.tokens_per_step)  # older ones lack it
+        self.tokens_seen = extra["tokens"]
         self._batches = self._read()
         self._scheduler = self._make_scheduler()
         return True

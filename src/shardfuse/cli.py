@@ -13,6 +13,8 @@ from typing import Annotated
 
 import typer
 
+from .commands import errors
+
 app = typer.Typer(
     help="Fused, sharded transformer layers in Triton.",
     no_args_is_help=True,
@@ -33,15 +35,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except _EXPLAINED as error:
-        if os.environ.get("SHARDFUSE_DEBUG", "0") != "0":
-            raise
-        print(f"error: {_one_line(error)}", file=sys.stderr)
-        sys.exit(1)
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0] if len(lines) == 1 else f"{lines[0]} (SHARDFUSE_DEBUG=1 shows the rest)"
+        sys.exit(errors.report(error))
 
 
 def _print_version(wanted: bool) -> None:

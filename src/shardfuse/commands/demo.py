@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import os
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,8 +29,8 @@ from ..layers.transformer import ParallelTransformer
 from ..training.checks import FACTOR, Agreement, compare_with_transformers, compare_with_unsharded, same_weights
 from ..training.data import Corpus, bigram_nats, load_corpus, unigram_nats
 from ..training.folders import CHECKPOINTS, EXPORT, REPORT, SETTINGS, output_folder, write_report
-from ..training.launch import Stopped, WorkerError, available_cores, check_port, launch, stop_signals
-from ..training.layout import resolve
+from ..training.launch import Stopped, available_cores, check_port, launch, stop_signals
+from ..training.layout import check_gpus, resolve
 from ..training.metrics import FILE as METRICS
 from ..training.metrics import read_lines
 from ..training.restart import StopFile
@@ -46,6 +44,7 @@ from ..training.settings import (
     RunSettings,
 )
 from ..training.trainer import RunResult
+from . import errors
 from .demo_serving import BLOCK_SIZE, DemoServing, serve
 
 MAKER = "shardfuse demo"
@@ -96,24 +95,12 @@ def run_demo(options: DemoOptions) -> int:
         with stop_signals(), _one_thread():
             return 0 if _Demo(options, console).run() else 1
     except Stopped as stop:
-        _leave_bar(console)
+        errors.restore(console)
         print(f"stopped by {stop}; nothing was left running or half-written", file=sys.stderr)
         return 128 + stop.signum
     except (ValueError, RuntimeError, OSError) as error:
-        _leave_bar(console)
-        if os.environ.get("SHARDFUSE_DEBUG", "0") != "0":
-            traceback.print_exc()
-            if isinstance(error, WorkerError):
-                print(error.trace, file=sys.stderr)
-        print(f"error: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
-        return 1
-
-
-def _leave_bar(console: Console) -> None:
-    """Restore the terminal: a killed worker leaves an unfinished progress bar and a hidden cursor."""
-    if console.is_terminal:
-        console.show_cursor(True)
-        console.print()
+        errors.restore(console)
+        return errors.report(error)
 
 
 class _Demo:
@@ -156,32 +143,24 @@ class _Demo:
 
     def _settings(self) -> RunSettings:
         """The run's settings. Raises ValueError where they cannot work on this machine."""
-        model, tp = self.options.model, self.tp
-        if tp < 1:
-            raise ValueError(f"--tp {tp}: expected at least 1")
-        for what, size in (("attention heads", model.num_heads), ("KV heads", model.num_kv_heads)):
-            if size % tp:
-                fitting = ", ".join(str(n) for n in range(1, size + 1) if not model.num_kv_heads % n)
-                raise ValueError(f"--tp {tp}: the model's {size} {what} do not divide by it; choose one of {fitting}")
-        if self.device == "cuda" and tp > torch.cuda.device_count():
-            raise ValueError(
-                f"--tp {tp}: this machine has {torch.cuda.device_count()} GPUs, and every process needs one; "
-                "choose fewer, or --device cpu"
-            )
+        if self.tp < 1:
+            raise ValueError(f"--tp {self.tp}: expected at least 1")
         dropout = self.options.dropout
         settings = RunSettings(
             steps=self.options.steps,
             seed=self.options.seed,
             device=self.device,
             time_limit=self.options.seconds,
-            model=dataclasses.replace(model, embedding_dropout=dropout, residual_dropout=dropout),
+            model=dataclasses.replace(self.options.model, embedding_dropout=dropout, residual_dropout=dropout),
             data=DataSettings(path=None if self.options.data is None else str(self.options.data)),
-            parallel=ParallelSettings(tp=tp, precision=self.options.precision),
+            parallel=ParallelSettings(tp=self.tp, precision=self.options.precision),
             optimizer=OptimizerSettings(lr=2e-3, schedule="linear", warmup=20, beta2=0.98),
             checkpoint=CheckpointSettings(every=None),
             log=LogSettings(tensorboard=False, eval_batches=32),
         )
-        return resolve(settings, tp)
+        resolved = resolve(settings, self.tp)
+        check_gpus(resolved, self.tp)
+        return resolved
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
@@ -251,13 +230,12 @@ class _Demo:
 
     def _reload(self, folder: Path, trained: RunResult, agreement: Agreement) -> ParallelTransformer:
         """Load the model in this process alone, after checking the checkpoint's loss at another degree."""
-        alone, pair = (
-            dataclasses.replace(self.settings, parallel=dataclasses.replace(self.settings.parallel, tp=tp))
-            for tp in (1, 2)
-        )
-        trainer = restore(alone)
+        trainer = restore(_at_degree(self.settings, 1))
         other = 1 if self.tp > 1 else 2
-        held_out = trainer.evaluate() if other == 1 else launch(evaluate_saved, pair, processes=2, folder=folder)[0]
+        if other == 1:
+            held_out = trainer.evaluate()
+        else:
+            held_out = launch(evaluate_saved, _at_degree(self.settings, 2), processes=2, folder=folder)[0]
         assert trained.held_out is not None
         assert held_out is not None
         difference = abs(held_out - trained.held_out) / trained.held_out
@@ -346,6 +324,12 @@ class _Demo:
         self.checks.append((text, ok))
         self.console.print("  [green]ok[/]      " if ok else "  [bold red]FAILED[/]  ", end="")
         self.console.print(text, markup=False, soft_wrap=True)
+
+
+def _at_degree(settings: RunSettings, tp: int) -> RunSettings:
+    """The settings over ``tp`` processes: several of them run on a CPU, since this machine may have one GPU."""
+    parallel = dataclasses.replace(settings.parallel, tp=tp)
+    return dataclasses.replace(settings, parallel=parallel, device="cpu" if tp > 1 else settings.device)
 
 
 @contextmanager

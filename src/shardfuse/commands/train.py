@@ -9,21 +9,20 @@ import os
 import signal
 import sys
 import tempfile
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from ..training.folders import RunFolder
 from ..training.launch import Stopped, WorkerError, launch, stop_signals
-from ..training.layout import remarks, resolve
+from ..training.layout import check_gpus, remarks, resolve
 from ..training.restart import TIME_IS_UP, StopFile
 from ..training.run import train_run
 from ..training.settings import RunSettings, parse_assignment, read_settings
 from ..training.trainer import RunResult
+from . import errors
 
 # Flag -> the setting that it changes.
 FLAGS = {
@@ -87,16 +86,12 @@ def run_train(options: TrainOptions) -> int:
             settings, processes = _resolved(options)
             result = _train(options, settings, processes, console)
     except Stopped as stop:
-        _leave_bar(console)
+        errors.restore(console)
         print(f"stopped by {stop}; --resume continues from the newest checkpoint", file=sys.stderr)
         return 128 + stop.signum
     except WorkerError as error:
-        _leave_bar(console)
-        if os.environ.get("SHARDFUSE_DEBUG", "0") != "0":
-            traceback.print_exc()
-            print(error.trace, file=sys.stderr)
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        errors.restore(console)
+        return errors.report(error)
     _show_result(result, settings, console, options)
     return _exit_code(result)
 
@@ -136,11 +131,7 @@ def _resolved(options: TrainOptions) -> tuple[RunSettings, int]:
     parallel = settings.parallel
     processes = options.processes or parallel.dp_replicate * (parallel.dp or 1) * parallel.pp * parallel.tp
     settings = resolve(settings, processes)
-    if settings.device == "cuda" and processes > torch.cuda.device_count():
-        raise ValueError(
-            f"{processes} processes: this machine has {torch.cuda.device_count()} GPUs, and every process needs one; "
-            "start fewer, choose --device cpu, or let torchrun start them on several machines"
-        )
+    check_gpus(settings, processes)
     return settings, processes
 
 
@@ -208,10 +199,3 @@ def _show_result(result: RunResult, settings: RunSettings, console: Console, opt
 def _exit_code(result: RunResult) -> int:
     """128 + 2 after Ctrl-C, 0 after another signal: for a scheduler that stops a run, this is success."""
     return 130 if result.stopped_by == signal.SIGINT else 0
-
-
-def _leave_bar(console: Console) -> None:
-    """Restore the terminal: a killed worker leaves an unfinished progress bar and a hidden cursor."""
-    if console.is_terminal:
-        console.show_cursor(True)
-        console.print()

@@ -1,0 +1,30 @@
+"""How a command ends on an error: one line on standard error, and the rest of it under SHARDFUSE_DEBUG."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from rich.console import Console
+
+
+def report(error: BaseException) -> int:
+    """Print ``error`` as one line, with its traceback under SHARDFUSE_DEBUG (a worker's own too); exit code 1."""
+    if os.environ.get("SHARDFUSE_DEBUG", "0") != "0":
+        traceback.print_exception(type(error), error, error.__traceback__)
+        print(getattr(error, "trace", ""), file=sys.stderr, end="")
+    print(f"error: {_one_line(error)}", file=sys.stderr)
+    return 1
+
+
+def restore(console: Console) -> None:
+    """Restore the terminal: a killed worker leaves an unfinished progress bar and a hidden cursor."""
+    if console.is_terminal:
+        console.show_cursor(True)
+        console.print()
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if len(lines) == 1 else f"{lines[0]} (SHARDFUSE_DEBUG=1 shows the rest)"
