@@ -32,9 +32,12 @@ SOURCES = (
         "layers/mlp.py",
         "layers/linear.py",
         "layers/module.py",
+        "layers/options.py",
         "parallel/zero/main_grad.py",
     ),
-    *("parallel/mlp.py", "parallel/core/operands.py", "parallel/linear.py", "parallel/core/sharding.py"),
+    *("parallel/mlp.py", "parallel/linear.py", "parallel/core/operands.py", "parallel/core/options.py"),
+    *("parallel/core/sharding.py", "parallel/overlap/policy.py", "parallel/overlap/plan.py"),
+    "parallel/overlap/strategies.py",
 )
 LARGE = 4096  # tokens from which targets of time count
 GAIN_TIME = 3.0  # a gain is a difference of two times, and gets this many rows' time

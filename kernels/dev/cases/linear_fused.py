@@ -29,6 +29,7 @@ SOURCES = (
         "linear/activations.py",
         "linear/launch.py",
         "linear/plan.py",
+        "linear/gemm.py",
         "linear/config.py",
     ),
     *(
