@@ -288,17 +288,17 @@ class _Handle:
         return self.local.view(sizes)
 
 
-def _torch_body(monkeypatch: pytest.MonkeyPatch, rendezvous: Callable[..., Any]) -> backends._TorchBody:
+def _torch_backend(monkeypatch: pytest.MonkeyPatch, rendezvous: Callable[..., Any]) -> backends._TorchBackend:
     stand_in = types.ModuleType("torch.distributed._symmetric_memory")
     vars(stand_in).update(empty=lambda n, dtype, device: torch.full((n,), 7, dtype=dtype), rendezvous=rendezvous)
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
     monkeypatch.setattr(dist, "_symmetric_memory", stand_in, raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    return backends._TorchBody(lambda: SINGLE, torch.device("cuda", 0))
+    return backends._TorchBackend(lambda: SINGLE, torch.device("cuda", 0))
 
 
 def test_memory_of_gpus_comes_from_a_rendezvous(monkeypatch: pytest.MonkeyPatch):
-    buffer = _torch_body(monkeypatch, lambda local, pg: _Handle(local)).allocate(512)
+    buffer = _torch_backend(monkeypatch, lambda local, pg: _Handle(local)).allocate(512)
     assert [tensor.tolist() for tensor in buffer.tensors] == [[0] * 512]
     assert buffer.addresses == [buffer.tensors[0].data_ptr()]
     assert buffer.nbytes == 512
@@ -309,7 +309,7 @@ def test_gpus_without_a_link_are_told_by_torchs_own_words(monkeypatch: pytest.Mo
         raise RuntimeError("no peer access between devices 0 and 1")
 
     with pytest.raises(MemoryUnavailable, match="is unavailable: rank 0: no peer access between devices 0 and 1"):
-        _torch_body(monkeypatch, rendezvous).allocate(512)
+        _torch_backend(monkeypatch, rendezvous).allocate(512)
 
 
 def _shared_gpu_body(rank: int, world: int) -> str | None:

@@ -2,9 +2,9 @@
 
 | backend | ranks are | memory |
 |---|---|---|
-| ``_TorchBody`` | processes with a GPU each, on one node | torch's symmetric memory: mapped over NVLink or PCIe |
-| ``_SharedBody`` | processes on CPUs of one machine | files without a name (memfd), mapped by all |
-| ``_VirtualBody`` | parts of one process | one tensor |
+| ``_TorchBackend`` | processes with a GPU each, on one node | torch's symmetric memory: mapped over NVLink or PCIe |
+| ``_SharedBackend`` | processes on CPUs of one machine | files without a name (memfd), mapped by all |
+| ``_VirtualBackend`` | parts of one process | one tensor |
 
 ``pool.py`` builds pools and channels on them.
 """
@@ -65,7 +65,7 @@ class SymmetricBuffer:
         self.tensors, self._owner = [], None
 
 
-class Body(ABC):
+class Backend(ABC):
     """The ranks of a group, and how they allocate memory that all of them can write."""
 
     rank: int
@@ -100,7 +100,7 @@ class Body(ABC):
         return [value for value, _ in answers]
 
 
-class _GroupBody(Body):
+class _GroupBackend(Backend):
     """Ranks that are processes. The group is looked up at each use, because memory must not keep it alive."""
 
     def __init__(self, group: Callable[[], Group], device: torch.device) -> None:
@@ -111,7 +111,7 @@ class _GroupBody(Body):
         return collectives.gather_objects(value, self._group(), site=SITE)
 
 
-class _TorchBody(_GroupBody):
+class _TorchBackend(_GroupBackend):
     """torch.distributed._symmetric_memory: a GPU's memory, mapped into its peers' address spaces."""
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
@@ -132,7 +132,7 @@ class _TorchBody(_GroupBody):
         return symm_mem.rendezvous(local, self._group().pg)
 
 
-class _SharedBody(_GroupBody):
+class _SharedBackend(_GroupBackend):
     """memfd_create(2): a file without a name, which the kernel frees with the last process that maps it.
 
     Peers open it through /proc/<pid>/fd/<number>. Nothing stays behind when a process dies, however it dies.
@@ -186,7 +186,7 @@ def _mapping(fd: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
 
 
-class _VirtualBody(Body):
+class _VirtualBackend(Backend):
     """Ranks of one process that share one tensor: for tests, and for measurements on one GPU."""
 
     virtual = True
@@ -196,7 +196,7 @@ class _VirtualBody(Body):
         self._memory, self._laid_out, self.lock = memory, laid_out, lock
 
     @classmethod
-    def team(cls, world: int, nbytes: int, device: torch.device) -> list[_VirtualBody]:
+    def team(cls, world: int, nbytes: int, device: torch.device) -> list[_VirtualBackend]:
         memory = torch.zeros(world, aligned(nbytes), dtype=torch.uint8, device=device)[:, :nbytes]
         shared = memory, set[Hashable](), threading.Lock()
         return [cls(rank, *shared) for rank in range(world)]

@@ -27,7 +27,15 @@ import torch.distributed as dist
 from ....kernels.runtime.signals import ExchangeTimeout, raise_flags
 from ...core.mesh import Group
 from . import probe
-from .backends import Body, MemoryUnavailable, SymmetricBuffer, _SharedBody, _TorchBody, _VirtualBody, wait_words
+from .backends import (
+    Backend,
+    MemoryUnavailable,
+    SymmetricBuffer,
+    _SharedBackend,
+    _TorchBackend,
+    _VirtualBackend,
+    wait_words,
+)
 from .channel import Channel, capturing
 from .sizes import BARRIER, PROBE, largest, layout, model_slots, own_slots, pool_bytes, table, text
 
@@ -45,12 +53,18 @@ class SymmetricMemoryPool:
     """
 
     def __init__(
-        self, body: Body, limit: int | None, timeout_s: float, first_epoch: int, rebase_every: int, whose: str = ""
+        self,
+        backend: Backend,
+        limit: int | None,
+        timeout_s: float,
+        first_epoch: int,
+        rebase_every: int,
+        whose: str = "",
     ) -> None:
         _check_timeout(timeout_s)
-        self.rank, self.size, self.device, self.is_virtual = body.rank, body.size, body.device, body.virtual
+        self.rank, self.size, self.device, self.is_virtual = backend.rank, backend.size, backend.device, backend.virtual
         self.timeout_s, self.whose = timeout_s, whose
-        self._body, self._limit = body, limit
+        self._backend, self._limit = backend, limit
         self._counting = first_epoch, rebase_every
         self._channels: dict[str, Channel] = {}
         self._buffer: SymmetricBuffer | None = None
@@ -95,8 +109,8 @@ class SymmetricMemoryPool:
             pool._change(device, bytes, timeout_s)
             return pool
         whose, current = _whose(group), _without_holding(group)
-        body = _TorchBody(current, device) if device.type == "cuda" else _SharedBody(current, device)
-        pool = cls(body, bytes, TIMEOUT_S if timeout_s is None else timeout_s, first_epoch, rebase_every, whose)
+        backend = _TorchBackend(current, device) if device.type == "cuda" else _SharedBackend(current, device)
+        pool = cls(backend, bytes, TIMEOUT_S if timeout_s is None else timeout_s, first_epoch, rebase_every, whose)
         _pools[group.pg] = pool
         # Runs when the group is freed or the process ends. It holds the pool; the pool does not hold the group.
         pool._end = weakref.finalize(group.pg, pool.close)
@@ -126,8 +140,8 @@ class SymmetricMemoryPool:
         """
         if world < 1:
             raise ValueError(f"SymmetricMemoryPool.virtual: world={world}: expected at least 1")
-        team = _VirtualBody.team(world, bytes, _indexed(device))
-        return [cls(body, bytes, timeout_s, first_epoch, rebase_every) for body in team]
+        team = _VirtualBackend.team(world, bytes, _indexed(device))
+        return [cls(backend, bytes, timeout_s, first_epoch, rebase_every) for backend in team]
 
     def channel(self, name: str, slot_bytes: int) -> Channel:
         """The channel ``name``, with slots of at least ``slot_bytes``, created or enlarged if needed. Collective.
@@ -238,7 +252,7 @@ class SymmetricMemoryPool:
             finding = probe.run(self._channels[PROBE], timeout_s)
         except Exception as error:  # the other ranks are about to gather this rank's finding
             finding = probe.Finding(0, f"rank {self.rank} failed: {type(error).__name__}: {error}")
-        found = self._body.agree(finding)
+        found = self._backend.agree(finding)
         findings = [finding for finding in found if finding is not None]
         return f"probe{self.whose}: {min(findings).text}" if findings else None
 
@@ -288,19 +302,22 @@ class SymmetricMemoryPool:
         if not self.is_virtual:
             self._compare(slots)
         capacity = self._limit or total
-        with torch.inference_mode(False), self._body.lock:  # a tensor made in inference mode cannot be used outside it
+        with (
+            torch.inference_mode(False),
+            self._backend.lock,
+        ):  # a tensor made in inference mode cannot be used outside it
             if self._buffer is None or capacity > self._buffer.nbytes:
-                self._buffer = self._body.allocate(capacity)
+                self._buffer = self._backend.allocate(capacity)
             for name, channel in self._channels.items():
                 if not channel.at(self._buffer, places[name], slots[name]):
-                    channel.bind(self._buffer, places[name], self._body.resets((name, places[name], slots[name])))
+                    channel.bind(self._buffer, places[name], self._backend.resets((name, places[name], slots[name])))
             self._wait_for_device()
         if not self.is_virtual:
-            self._body.agree(None)  # no rank raises a flag before all have set theirs
+            self._backend.agree(None)  # no rank raises a flag before all have set theirs
         self._settled = True
 
     def _compare(self, slots: dict[str, int]) -> None:
-        asked = self._body.agree((slots, self._limit))
+        asked = self._backend.agree((slots, self._limit))
         for rank, theirs in enumerate(asked):
             if theirs != asked[0]:
                 raise RuntimeError(
