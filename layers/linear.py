@@ -53,10 +53,15 @@ class _ParallelLinear(TensorParallel, ShardedModule):
         """For each channel the bytes of a slot that the in-kernel exchanges of ``tokens`` take."""
         if self.group.size == 1 or self.overlap not in ("auto", "kernel"):
             return {}
-        late = isinstance(self, RowParallelLinear)
-        width = self.out_features if late else self.in_features
-        sequence = self.sequence_parallel
-        return layer_slots(width, tokens, self.weight.dtype, self.group.size, sequence_parallel=sequence, late=late)
+        row = isinstance(self, RowParallelLinear)
+        return layer_slots(
+            self.out_features if row else self.in_features,
+            tokens,
+            self.weight.dtype,
+            self.group.size,
+            sequence_parallel=self.sequence_parallel,
+            deferrable=row,
+        )
 
     def _collective(
         self, when: str, op: str, device: torch.device, tokens: int | None, features_in: int, features_out: int

@@ -142,8 +142,8 @@ class ParallelTransformer(nn.Module):
                 raise ValueError(f"positions {list(positions.shape)}: expected {list(tokens.shape)}")
         rope = rope_tables(positions, self.rotary, length=length)
         x: ResidualStream = self._dropped(self.model.embed_tokens(tokens.reshape(-1)))
-        for block, late in zip(self.model.layers, self._followers()):
-            x = block(x, rope=rope, join=False, **late, **how)
+        for block, follower in zip(self.model.layers, self._followers()):
+            x = block(x, rope=rope, join=False, **follower, **how)
         y, _ = normed(self.model.norm, x, MLP, impl=self.impl)
         if targets is None:
             logits = self.lm_head(y)
@@ -179,8 +179,8 @@ class ParallelTransformer(nn.Module):
             )
         rope = rope_tables(positions, self.rotary)
         x: ResidualStream = self.model.embed_tokens(tokens)
-        for block, late in zip(self.model.layers, self._followers()):
-            x = block(x, cache=cache, rope=rope, join=not late, **late)
+        for block, follower in zip(self.model.layers, self._followers()):
+            x = block(x, cache=cache, rope=rope, join=not follower, **follower)
         if isinstance(x, tuple) and isinstance(x[1], PartialSum):  # of all tokens, like every rank's
             y, _ = normed(self.model.norm, x, MLP, impl=self.impl)
             return self.lm_head(y[cache.logit_indices])

@@ -53,17 +53,17 @@ def layout(slots: Mapping[str, int], ranks: int) -> tuple[dict[str, int], int]:
 
 
 def layer_slots(
-    width: int, tokens: int, dtype: torch.dtype, ranks: int, *, sequence_parallel: bool, late: bool
+    width: int, tokens: int, dtype: torch.dtype, ranks: int, *, sequence_parallel: bool, deferrable: bool
 ) -> dict[str, int]:
     """The channels of one layer that exchanges ``tokens`` rows of ``width``, and the bytes of a slot of each.
 
-    ``late`` is for a row-parallel layer, whose sum may be deferred to the next norm.
+    ``deferrable`` is for a row-parallel layer, whose sum the next norm may form.
     """
     if sequence_parallel:
         rows = {"gather": tokens, "reduce": ranks * -(-tokens // ranks)}
         return {name: count * width * dtype.itemsize for name, count in rows.items()}
     slots = {"reduce": math.prod(gathered_slot_shape(tokens, width, ranks)) * dtype.itemsize}
-    return slots | decode_slots(width, dtype, ranks) if late else slots
+    return slots | decode_slots(width, dtype, ranks) if deferrable else slots
 
 
 @functools.cache
