@@ -292,7 +292,7 @@ class Engine:
             stats.decode_seconds += seconds
             stats.decode_tokens += generated
         stats.preemptions = self._scheduler.preemptions
-        stats.peak_slots = max(stats.peak_slots, len(chunks))
+        stats.peak_seqs = max(stats.peak_seqs, len(chunks))
         stats.peak_blocks = allocator.peak_blocks
         stats.slot_steps += allocator.allocated_slots
         stats.unused_slot_steps += allocator.allocated_slots - allocator.used_slots

@@ -21,7 +21,7 @@ class EngineStats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     decode_tokens: int = 0  # generated in steps without prefill
-    peak_slots: int = 0  # most sequences in one step
+    peak_seqs: int = 0  # most sequences in one step
     peak_blocks: int = 0
     slot_steps: int = 0  # allocated token slots, summed over steps
     unused_slot_steps: int = 0  # of these, the ones that held no token

@@ -23,7 +23,7 @@ from launched import Leftovers
 
 from shardfuse import TransformerConfig, load_hf
 from shardfuse.commands.demo import COMPARED_STEPS, DemoOptions, _at_degree, run_demo
-from shardfuse.commands.demo_serving import REQUESTS, SLOTS, agrees, could_pick, make_requests, printable
+from shardfuse.commands.demo_serving import MAX_NUM_SEQS, REQUESTS, agrees, could_pick, make_requests, printable
 from shardfuse.layers.transformer import ParallelTransformer
 from shardfuse.serving.engine import Engine
 from shardfuse.serving.request import Request
@@ -86,7 +86,7 @@ def test_demo_from_training_to_serving(leftovers: Any, tmp_path: Path):
     assert len(agreement["sharded"]) == COMPARED_STEPS
     assert 0 < agreement["budget"] < 1e-4
     assert agreement["difference"] <= agreement["budget"]
-    assert report["serving"]["peak_slots"] == SLOTS < REQUESTS
+    assert report["serving"]["peak_seqs"] == MAX_NUM_SEQS < REQUESTS
     assert 0 < report["serving"]["kv_waste"] < 0.5
 
     for number in range(1, 6):

@@ -109,7 +109,7 @@ def test_rolling_batch_equals_solo_forward(style: str, block_size: int) -> None:
         ends = [event.finish for step in steps for event in step if event.request == number]
         stopped = expected[number][-1] in request.stop
         assert ends == [None] * (len(ends) - 1) + ["stop" if stopped else "length"]
-    assert max(len(step) for step in steps) == engine.stats.peak_slots == 3
+    assert max(len(step) for step in steps) == engine.stats.peak_seqs == 3
     assert engine.stats.preemptions == 0
 
 
@@ -427,7 +427,7 @@ def test_stats_of_a_known_run() -> None:
     engine.generate([Request([1, 2, 3, 4, 5, 6], max_new_tokens=4)])
     stats = engine.stats
     assert (stats.steps, stats.prefill_tokens, stats.generated_tokens, stats.decode_tokens) == (5, 6, 4, 3)
-    assert (stats.peak_slots, stats.peak_blocks, stats.recomputed_tokens, stats.preemptions) == (1, 3, 0, 0)
+    assert (stats.peak_seqs, stats.peak_blocks, stats.recomputed_tokens, stats.preemptions) == (1, 3, 0, 0)
     # Stored after each step: 4, 6, 7, 8, 9 tokens in 1, 2, 2, 2, 3 blocks.
     assert (stats.slot_steps, stats.unused_slot_steps) == (40, 6)
     assert stats.kv_waste == 6 / 40

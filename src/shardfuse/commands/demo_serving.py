@@ -1,4 +1,4 @@
-"""The demo's serving: more requests than slots, streamed, then checked against a forward without a cache."""
+"""The demo's serving: more requests than fit at once, streamed, then checked against a forward without a cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..serving.stats import EngineStats
 from ..training.data import Corpus
 
 REQUESTS = 8
-SLOTS = 3
+MAX_NUM_SEQS = 3
 BLOCK_SIZE = 16
 NEW_TOKENS = 64
 TEMPERATURE = 0.7
@@ -34,7 +34,7 @@ class DemoServing:
     """The result of serving. ``equal`` counts the answers that agree with a solo forward."""
 
     requests: int
-    slots: int
+    max_num_seqs: int
     equal: int
     stats: EngineStats
 
@@ -44,8 +44,8 @@ def serve(model: ParallelTransformer, corpus: Corpus, console: Console, *, seed:
     model.eval()
     requests = make_requests(corpus, seed)
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    blocks = SLOTS * -(-longest // BLOCK_SIZE)
-    engine = Engine(model, num_blocks=blocks, block_size=BLOCK_SIZE, max_num_seqs=SLOTS, max_model_len=longest)
+    blocks = MAX_NUM_SEQS * -(-longest // BLOCK_SIZE)
+    engine = Engine(model, num_blocks=blocks, block_size=BLOCK_SIZE, max_num_seqs=MAX_NUM_SEQS, max_model_len=longest)
     answers: list[list[int]] = [[] for _ in requests]
     for request in requests:
         engine.add(request)
@@ -58,7 +58,7 @@ def serve(model: ParallelTransformer, corpus: Corpus, console: Console, *, seed:
             show(events)
     exact = copy.deepcopy(model).double()
     equal = sum(agrees(model, exact, request, answer) for request, answer in zip(requests, answers))
-    return DemoServing(len(requests), SLOTS, equal, engine.stats)
+    return DemoServing(len(requests), MAX_NUM_SEQS, equal, engine.stats)
 
 
 def make_requests(corpus: Corpus, seed: int) -> list[Request]:
