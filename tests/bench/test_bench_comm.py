@@ -119,7 +119,7 @@ def test_products_that_wait_have_the_tiles_of_those_that_do_not(arch: str):
             assert pick_config(arch, replace(gemm, remote="gather")) == pick_config(arch, gemm)
 
 
-def test_results_are_owed(tmp_path: Path):
+def test_results_are_missing(tmp_path: Path):
     found = {item.name: item.state for item in stale.survey(tmp_path)}
     assert found["overlap"] == found["all_reduce_norm"] == "missing"
     assert not set(overlap.BENCHMARK.ops + all_reduce_norm.BENCHMARK.ops) & found.keys()  # none lacks a benchmark

@@ -48,7 +48,7 @@ def _states(results: Path, benchmarks: list[Benchmark]) -> list[tuple[str, str, 
     return [(item.gpu, item.name, item.state) for item in found if item.state != "unmeasured"]
 
 
-def test_without_any_result_everything_is_owed(tmp_path, capsys):
+def test_without_any_result_everything_is_missing(tmp_path, capsys):
     nowhere = tmp_path / "nothing"
     assert _states(nowhere, BOTH) == [(stale.ANY_GPU, "linear_act", "missing"), (stale.ANY_GPU, "mlp", "missing")]
     assert stale.show(json=True, results=nowhere) == 0
@@ -71,14 +71,14 @@ def test_filed_result_is_fresh_until_a_source_changes(tmp_path):
     assert "bench/suites/mlp.py" not in item.why
 
 
-def test_result_that_lacks_rows_stays_owed(tmp_path):
+def test_result_that_lacks_rows_is_incomplete(tmp_path):
     stale.accept(_record(BOTH[0], missing=[["t64", "forward, us", "eager"]]), tmp_path)
     (item,) = (item for item in stale.survey(tmp_path, BOTH[:1]) if item.name == "mlp")
     assert item.state == "incomplete"
     assert item.why == "rows not measured: t64 | forward, us | eager"
 
 
-def test_short_result_stays_owed_and_never_replaces_a_whole_one(tmp_path):
+def test_short_result_stays_short_and_never_replaces_a_whole_one(tmp_path):
     short = _record(BOTH[0], short=True)
     path = stale.accept(short, tmp_path)
     assert _states(tmp_path, BOTH[:1]) == [(FOLDER, "mlp", "short")]

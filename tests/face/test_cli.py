@@ -146,7 +146,7 @@ def test_questions_that_name_nothing(command, arguments, says):
     assert "Traceback" not in err
 
 
-def test_bench_list_and_owed(command):
+def test_bench_list_and_stale(command):
     code, out, _ = command("bench", "list")
     assert code == 0
     assert all(name in out for name in ("linear_act", "mlp", "tp_dtensor"))

@@ -14,7 +14,7 @@ from shardfuse.kernels.dropout import dropout, new_rng_key, reference, schemas
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SPEC = registry.op("dropout")
-TICKET = torch.tensor([-(2**62) + 12345], device=DEVICE)
+RNG_KEY = torch.tensor([-(2**62) + 12345], device=DEVICE)
 
 
 def _words(counter: list[int], key: int) -> list[int]:
@@ -47,19 +47,19 @@ def test_kernel_matches_the_oracle(case: registry.Case):
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 def test_as_many_are_kept_as_p_says(p: float, impl: str):
     x = torch.ones(64, 256, device=DEVICE)
-    y = dropout(x, p, TICKET, impl=impl)
+    y = dropout(x, p, RNG_KEY, impl=impl)
     kept = y != 0
     off = 5 * math.sqrt(p * (1 - p) / x.numel())  # of what chance allows, five standard deviations
     assert abs(kept.float().mean().item() - (1 - p)) <= off
     assert torch.equal(y[kept], torch.full_like(y[kept], 1 / (1 - p)))
 
 
-def test_masks_of_other_tickets_streams_and_places_are_independent():
+def test_masks_of_other_rng_keys_streams_and_places_are_independent():
     masks = [
         reference.keep_mask(rng_key, 0.5, 64, 64, stream=stream, row_start=row, col_start=col)
         for rng_key, stream, row, col in (
-            (TICKET, 0, 0, 0), (TICKET + 1, 0, 0, 0), (TICKET, 1, 0, 0), (TICKET, 0, 64, 0), (TICKET, 0, 0, 64),
-            (TICKET, 0, 2**32, 0),
+            (RNG_KEY, 0, 0, 0), (RNG_KEY + 1, 0, 0, 0), (RNG_KEY, 1, 0, 0), (RNG_KEY, 0, 64, 0), (RNG_KEY, 0, 0, 64),
+            (RNG_KEY, 0, 2**32, 0),
         )
     ]  # fmt: skip
     for i, one in enumerate(masks):
@@ -72,9 +72,9 @@ def test_masks_of_other_tickets_streams_and_places_are_independent():
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 def test_parts_of_a_tensor_draw_parts_of_one_mask(impl: str):
     x = torch.randn(12, 48, device=DEVICE)
-    whole = dropout(x, 0.3, TICKET, impl=impl)
+    whole = dropout(x, 0.3, RNG_KEY, impl=impl)
     for rows, cols in ((slice(0, 5), slice(0, 48)), (slice(5, 12), slice(16, 48)), (slice(3, 4), slice(44, 48))):
-        part = dropout(x[rows, cols], 0.3, TICKET, row_start=rows.start, col_start=cols.start, impl=impl)
+        part = dropout(x[rows, cols], 0.3, RNG_KEY, row_start=rows.start, col_start=cols.start, impl=impl)
         assert torch.equal(part, whole[rows, cols])
 
 
@@ -85,13 +85,13 @@ def test_shapes_and_strides():
         torch.randn(40, device=DEVICE),
         torch.randn(40, 6, device=DEVICE).t(),
     ):
-        expected = dropout(x, 0.4, TICKET, impl="reference")
-        found = dropout(x, 0.4, TICKET, residual=x, impl="triton")
+        expected = dropout(x, 0.4, RNG_KEY, impl="reference")
+        found = dropout(x, 0.4, RNG_KEY, residual=x, impl="triton")
         assert found.shape == x.shape
         torch.testing.assert_close(found, expected + x)
         x.requires_grad_()
         dy = torch.ones((), device=DEVICE).expand(x.shape)
-        (dx,) = torch.autograd.grad(dropout(x, 0.4, TICKET, impl="triton").add_(1), x, dy)
+        (dx,) = torch.autograd.grad(dropout(x, 0.4, RNG_KEY, impl="triton").add_(1), x, dy)
         torch.testing.assert_close(dx, reference.dropout(dy, expected != 0, 0.4))
 
 
@@ -115,8 +115,8 @@ def test_a_recomputed_forward_draws_the_same_mask():
 def test_opcheck():
     x = torch.randn(5, 24, device=DEVICE)
     for residual in (None, x):
-        torch.library.opcheck(torch.ops.shardfuse.dropout.default, (x, residual, TICKET, 0.2, 1, 3, 8))
-    assert schemas.dropout(x, None, TICKET, 0.2, 1, 3, 8).shape == x.shape
+        torch.library.opcheck(torch.ops.shardfuse.dropout.default, (x, residual, RNG_KEY, 0.2, 1, 3, 8))
+    assert schemas.dropout(x, None, RNG_KEY, 0.2, 1, 3, 8).shape == x.shape
 
 
 @pytest.mark.interpret
@@ -130,7 +130,7 @@ def test_compiles(impl: str):
     )
     for rows in (3, 7):
         x = torch.randn(rows, 20, device=DEVICE, requires_grad=True)
-        y, expected = compiled(x, TICKET), dropout(x, 0.3, TICKET, residual=x, impl=impl)
+        y, expected = compiled(x, RNG_KEY), dropout(x, 0.3, RNG_KEY, residual=x, impl=impl)
         assert torch.equal(y, expected)
         assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.autograd.grad(expected.sum(), x)[0])
 
@@ -138,7 +138,7 @@ def test_compiles(impl: str):
 def test_gradients_against_finite_differences():
     x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
     residual = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x, r: dropout(x, 0.4, TICKET.cpu(), residual=r), (x, residual))
+    assert torch.autograd.gradcheck(lambda x, r: dropout(x, 0.4, RNG_KEY.cpu(), residual=r), (x, residual))
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,12 @@ def test_bad_input(arguments: dict, message: str):
 def test_columns_far_to_the_right():
     x = torch.ones(2, 64, device=DEVICE)
     far = 2**31 - 16
-    found, expected = (dropout(x, 0.5, TICKET, col_start=far, impl=impl) for impl in ("triton", "reference"))
+    found, expected = (dropout(x, 0.5, RNG_KEY, col_start=far, impl=impl) for impl in ("triton", "reference"))
     assert torch.equal(found, expected)
 
 
 def test_the_reference_has_second_derivatives_and_transforms():
-    x, rng_key = torch.randn(3, 8, requires_grad=True), TICKET.cpu()
+    x, rng_key = torch.randn(3, 8, requires_grad=True), RNG_KEY.cpu()
     (dx,) = torch.autograd.grad(dropout(x.square(), 0.5, rng_key).sum(), x, create_graph=True)
     assert torch.equal(torch.autograd.grad(dx.sum(), x)[0] != 0, dx != 0)
     assert torch.equal(torch.func.grad(lambda x: dropout(x.square(), 0.5, rng_key).sum())(x.detach()), dx.detach())

@@ -76,7 +76,7 @@ def test_a_gelu_block_launches_nothing_but_its_kernels():
 
 
 @pytest.mark.interpret
-def test_dropout_costs_a_ticket_and_one_launch_at_the_end():
+def test_dropout_costs_an_rng_key_and_one_launch_at_the_end():
     forward, backward = _count("gated", residual_dropout=0.1)
     drawn = {"shardfuse.dropout": 1, "aten.randint": 1}
     assert forward == FORWARD | drawn | {"shardfuse.linear_act_fwd": 3, "shardfuse.gated_linear_fwd": 1}
