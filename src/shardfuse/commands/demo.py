@@ -262,8 +262,8 @@ class _Demo:
     def _serve(self, model: ParallelTransformer, corpus: Corpus) -> DemoServing:
         serving = serve(model, corpus, self.console, seed=self.options.seed)
         self._say(
-            f"{serving.requests} requests, max_num_seqs={serving.max_num_seqs}: {serving.stats.generated_tokens} tokens "
-            f"in {serving.stats.steps} steps, at most {serving.stats.peak_seqs} at once"
+            f"{serving.requests} requests, max_num_seqs={serving.max_num_seqs}: {serving.stats.generated_tokens} "
+            f"tokens in {serving.stats.steps} steps, at most {serving.stats.peak_seqs} at once"
         )
         self._check(
             serving.equal == serving.requests,
