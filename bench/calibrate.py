@@ -6,10 +6,10 @@
               chunks and, where it can run, by the kernel, each timed in turn with plain; for the few tokens of
               decoding also product + all-reduce + norm, whose sum the kernel forms in the norm's launch
 
-A row stands for a bucket of shapes. So a path that beats plain on the listed shape is also timed on the bucket's
+A row stands for a bucket of shapes. So a plan that beats plain on the listed shape is also timed on the bucket's
 smallest and largest shapes, and the worst of the three counts.
 
-Every path's result must agree with fp64 before it is timed, by the rule that all gates share. Figures are rank 0's. The
+Every plan's result must agree with fp64 before it is timed, by the rule that all gates share. Figures are rank 0's. The
 file is rewritten after every row, so the same command resumes a stopped run; a second run for the same file is refused
 while the first runs. The command starts the ranks itself, unless torchrun has (over several machines: the profile's
 "network" link). ``SHARDFUSE_LINKS`` then names the file.
@@ -49,7 +49,7 @@ from .harness import provenance
 from .harness.report import DRY_NOTE, console, write_json
 
 GATHER, SCATTER, REDUCE, NORM = OPS
-SECONDS, SHORT_SECONDS = 1.5, 0.5  # of timing for two paths in turn
+SECONDS, SHORT_SECONDS = 1.5, 0.5  # of timing for two plans in turn
 MODELS, TOKENS = ("llama3-8b", "llama3-70b"), (16, 128, 1024, 4096, 16384)  # on GPUs
 FEW = tuple(1 << power for power in range(DECODE_TOKENS.bit_length()))  # tokens of decoding: one bucket each
 CPU_WIDTHS, CPU_TOKENS = ((256, 1024), (1024, 4096)), (64, 512)  # (D, F) on a CPU
@@ -110,7 +110,7 @@ class Options:
 
 
 def calibrate(options: Options, *, json: bool = False) -> int:
-    """Measure, write and print; returns the exit code. 1: a path's result is wrong, and the run ended there.
+    """Measure, write and print; returns the exit code. 1: a plan's result is wrong, and the run ended there.
 
     Raises ValueError for invalid options and for a file that must not be overwritten.
     """
@@ -266,23 +266,23 @@ class Run:
         found: dict[Any, link_model.Call] = {}
         for op, T, K, N in shapes_of(self.options, self.device.type, self.group.size):
             call = link_model.Call(op, T, K, N, self.dtype, self.group.size)
-            if self._paths(call):
+            if self._plans(call):
                 found.setdefault(self._key(call), call)
         return list(found.values())
 
     def _key(self, call: link_model.Call) -> tuple[str, str, int, str, str]:
         return call.op, short_name(call.dtype), call.R, self.link, bucket(call.T, call.K, call.N)
 
-    def _paths(self, call: link_model.Call) -> list[OverlapPlan]:
-        paths = [OverlapPlan("chunked", pieces) for pieces in link_model.pieces_of(call)]
+    def _plans(self, call: link_model.Call) -> list[OverlapPlan]:
+        plans = [OverlapPlan("chunked", pieces) for pieces in link_model.pieces_of(call)]
         if self.link == "node" and policy.kernel_unavailable(self.group, self.device) is None:
-            paths.append(OverlapPlan("kernel"))
-        return paths
+            plans.append(OverlapPlan("kernel"))
+        return plans
 
-    def _checked(self, call: link_model.Call, paths: Sequence[OverlapPlan]) -> Rig:
-        """A rig with checked ``paths``. Raises _WrongResult on every rank if a result is wrong on one."""
+    def _checked(self, call: link_model.Call, plans: Sequence[OverlapPlan]) -> Rig:
+        """A rig with checked ``plans``. Raises _WrongResult on every rank if a result is wrong on one."""
         rig = Rig.of(call, self.group, self.device)
-        verdicts = [str(verdict) for path in paths for verdict in rig.verdicts(path) if not verdict.ok]
+        verdicts = [str(verdict) for plan in plans for verdict in rig.verdicts(plan) if not verdict.ok]
         everyone = collectives.gather_objects(verdicts, self.group, site=SITE)
         red = tuple(f"rank {rank}: {line}" for rank, lines in enumerate(everyone) for line in lines)
         if red:
@@ -290,34 +290,34 @@ class Run:
         return rig
 
     def _row(self, call: link_model.Call) -> Row:
-        """Each path timed in turn with plain on ``call``; all relative to the first of plain's times.
+        """Each plan timed in turn with plain on ``call``; all relative to the first of plain's times.
 
-        The fastest is timed twice and counts by the slower time: the best of several similar paths would otherwise be
-        the luckiest. A path that still beats plain must do so at both ends of the bucket.
+        The fastest is timed twice and counts by the slower time: the best of several similar plans would otherwise be
+        the luckiest. A plan that still beats plain must do so at both ends of the bucket.
         """
-        shares, paths = Shares(), self._paths(call)
-        rig = self._checked(call, paths)
-        self._time(rig, paths, shares)
+        shares, plans = Shares(), self._plans(call)
+        rig = self._checked(call, plans)
+        self._time(rig, plans, shares)
         self._time(rig, self._first([shares.fastest()]), shares)
         winners = self._first(shares.winners())
         for end in ends_of(call):
             possible = link_model.pieces_of(end)
-            these = [path for path in winners if path.kind == "kernel" or path.pieces in possible]
+            these = [plan for plan in winners if plan.kind == "kernel" or plan.pieces in possible]
             if these:
                 self._time(self._checked(end, these), these, shares)
         return shares.row(self._key(call))
 
-    def _first(self, paths: list[OverlapPlan]) -> list[OverlapPlan]:
-        """Rank 0's ``paths``: the order may differ on other ranks."""
-        return collectives.gather_objects(paths, self.group, site=SITE)[0]
+    def _first(self, plans: list[OverlapPlan]) -> list[OverlapPlan]:
+        """Rank 0's ``plans``: the order may differ on other ranks."""
+        return collectives.gather_objects(plans, self.group, site=SITE)[0]
 
-    def _time(self, rig: Rig, paths: Sequence[OverlapPlan], shares: Shares) -> None:
-        for path in paths:
-            shares.add(path, *self._share(rig, path))
+    def _time(self, rig: Rig, plans: Sequence[OverlapPlan], shares: Shares) -> None:
+        for plan in plans:
+            shares.add(plan, *self._share(rig, plan))
 
-    def _share(self, rig: Rig, path: OverlapPlan) -> tuple[float, float, float]:
-        """A path's share of plain's time, plain's time in seconds, and the larger noise of the two."""
-        ours, plain = self.meter.compare(partial(rig.result, path), partial(rig.result, OverlapPlan()))
+    def _share(self, rig: Rig, plan: OverlapPlan) -> tuple[float, float, float]:
+        """A plan's share of plain's time, plain's time in seconds, and the larger noise of the two."""
+        ours, plain = self.meter.compare(partial(rig.result, plan), partial(rig.result, OverlapPlan()))
         spread = max(side.noise or 0.0 for side in (ours, plain))
         return ours.value / plain.value, plain.value * 1e-6, spread
 
@@ -361,7 +361,7 @@ def source_hash() -> str:
 
 
 def show(people: Console, outcome: Outcome, *, dry: bool) -> None:
-    """Print the links, then one row for each bucket: each path's share of plain's time, and the chosen path."""
+    """Print the links, then one row for each bucket: each plan's share of plain's time, and the chosen plan."""
     profile = profiles.parse(outcome.profile, outcome.out)
     table = Table(title=f"{profile.device}: links{DRY_NOTE if dry else ''}", title_justify="left")
     for column in ("link", "collective", "alpha us", "GB/s"):
@@ -387,7 +387,7 @@ def show(people: Console, outcome: Outcome, *, dry: bool) -> None:
 
 
 def _taken(profile: Profile, row: Row) -> str:
-    path = fastest(row, unavailable=None)
+    kind, pieces = fastest(row, unavailable=None)
     if profile.dry:
         return "plain"
-    return f"{path[0]} in {path[1]}" if path[0] == "chunked" else path[0]
+    return f"{kind} in {pieces}" if kind == "chunked" else kind

@@ -42,47 +42,47 @@ class Rig:
         operands = (x, weight * call.K**-0.5, stream)
         return cls(call, group, *[t.to(device, call.dtype) for t in operands])
 
-    def result(self, path: OverlapPlan) -> torch.Tensor:
-        """The result of the operation by one path: [T, N], for a reduce-scatter [T/R, N].
+    def result(self, plan: OverlapPlan) -> torch.Tensor:
+        """The result of the operation by one plan: [T, N], for a reduce-scatter [T/R, N].
 
-        Outside of the kernel path it uses the product that a layer would run: stock torch if a table of measurements
+        Outside of the kernel it uses the product that a layer would run: stock torch if a table of measurements
         finds that faster. It asks once, as layers do, with the rows of this rank.
         """
         _, choice = functional.prepare(self.x, [self.weight], [None], "identity", "auto")
         product = Product.linear_act(self.x, [self.weight], [None], "identity", choice)
-        strategy = path.strategy(self.group)
+        strategy = plan.strategy(self.group)
         if self.call.op == GATHER:
             (y,), _ = strategy.all_gather_linear(product, site=SITE)
             return y
         if self.call.op == NORM:
-            return self._normed(product, path)
+            return self._normed(product, plan)
         if self.call.op == SCATTER:
             return strategy.linear_reduce_scatter(product, site=SITE).wait()
         return strategy.linear_all_reduce(product, site=SITE).wait()
 
-    def _normed(self, product: Product, path: OverlapPlan) -> torch.Tensor:
-        if path.kind == "kernel":
+    def _normed(self, product: Product, plan: OverlapPlan) -> torch.Tensor:
+        if plan.kind == "kernel":
             (rows,) = product.compute()
             unsummed = partial_sum.PartialSum(rows, None, self.group, SITE)
             y, _ = partial_sum.fused_allreduce_norm(
                 unsummed, self.stream, self.stream[0], eps=1e-6, weight_offset=0.0, impl="triton"
             )
             return y
-        y = path.strategy(self.group).linear_all_reduce(product, site=SITE, async_op=False).wait()
+        y = plan.strategy(self.group).linear_all_reduce(product, site=SITE, async_op=False).wait()
         return rms_norm(y, self.stream[0], residual=self.stream)[0]
 
-    def verdicts(self, path: OverlapPlan) -> Iterator[Verdict]:
-        """Compare the path with plain in fp64; it may have twice the error of plain in its own precision."""
+    def verdicts(self, plan: OverlapPlan) -> Iterator[Verdict]:
+        """Compare the plan with plain in fp64; it may have twice the error of plain in its own precision."""
         doubled = {name: getattr(self, name).double() for name in ("x", "weight", "stream")}
         exact = replace(self, **doubled).result(OverlapPlan())
-        name = f"{self.call.op} {path.kind} in {path.pieces}"
-        yield judge(name, self.result(path), self.result(OverlapPlan()), exact, terms=max(self.x.shape))
+        name = f"{self.call.op} {plan.kind} in {plan.pieces}"
+        yield judge(name, self.result(plan), self.result(OverlapPlan()), exact, terms=max(self.x.shape))
 
 
 def ends_of(call: Call) -> list[Call]:
     """The smallest and the largest shape of the call's bucket: all three sizes at their lower and at their upper ends.
 
-    A path's gain over plain depends on how long collective and product take relative to each other, which N (of a
+    A plan's gain over plain depends on how long collective and product take relative to each other, which N (of a
     gather) and K (of a sum) decide, and on the calls' fixed costs: these shapes are the extremes of both. Tokens are a
     multiple of the ranks, except for a norm's sum; features are a multiple of a 32nd of their power of two.
     """
@@ -100,26 +100,26 @@ def _ends(size: int, step: int) -> tuple[int, int]:
 
 @dataclass
 class Shares:
-    """The timings of one bucket so far: plain's time on the first shape, each path's worst share of plain's."""
+    """The timings of one bucket so far: plain's time on the first shape, each plan's worst share of plain's."""
 
     plain_s: float = 0.0
     noise: float = 0.0  # the largest so far
     worst: dict[OverlapPlan, float] = field(default_factory=dict)
 
-    def add(self, path: OverlapPlan, share: float, plain_s: float, noise: float) -> None:
+    def add(self, plan: OverlapPlan, share: float, plain_s: float, noise: float) -> None:
         self.plain_s = self.plain_s or plain_s
         self.noise = max(self.noise, noise)
-        self.worst[path] = max(self.worst.get(path, 0.0), share)
+        self.worst[plan] = max(self.worst.get(plan, 0.0), share)
 
     def fastest(self) -> OverlapPlan:
         return min(self.worst, key=self.worst.__getitem__)
 
     def winners(self) -> list[OverlapPlan]:
-        """The paths that still beat plain: no other path can be chosen, whatever its time on other shapes."""
-        return [path for path, share in self.worst.items() if share < 1 - MARGIN]
+        """The plans that still beat plain: no other plan can be chosen, whatever its time on other shapes."""
+        return [plan for plan, share in self.worst.items() if share < 1 - MARGIN]
 
     def row(self, key: tuple[str, str, int, str, str]) -> Row:
-        seconds = {path: share * self.plain_s for path, share in self.worst.items()}
-        chunked = {path.pieces: of for path, of in seconds.items() if path.kind == "chunked"}
-        kernel = next((of for path, of in seconds.items() if path.kind == "kernel"), None)
+        seconds = {plan: share * self.plain_s for plan, share in self.worst.items()}
+        chunked = {plan.pieces: of for plan, of in seconds.items() if plan.kind == "chunked"}
+        kernel = next((of for plan, of in seconds.items() if plan.kind == "kernel"), None)
         return Row(*key, self.plain_s, chunked, kernel, self.noise)

@@ -70,7 +70,7 @@ class _ParallelLinear(TensorParallel, ShardedModule):
         if tokens is None:
             return CollectiveInfo(when, op, None)
         shape = {"tokens": tokens, "features_in": features_in, "features_out": features_out}
-        path = preview(
+        plan = preview(
             op,
             self.group,
             **shape,
@@ -80,7 +80,7 @@ class _ParallelLinear(TensorParallel, ShardedModule):
             strict=self.strict,
             impl=self.impl,
         )
-        return CollectiveInfo(when, op, path)
+        return CollectiveInfo(when, op, plan)
 
     def _computes_in(self, device: torch.device) -> torch.dtype:
         """The dtype of the operands on ``device``: autocast's where it is on, else the weight's."""
@@ -152,7 +152,7 @@ class ColumnParallelLinear(_ParallelLinear):
         if not self.sequence_parallel:
             return [backward]
         forward = self._collective("forward", "all_gather_linear", device, tokens, self.in_features, local)
-        return [forward, *self._gathered_again(forward.path, fused_group), backward]
+        return [forward, *self._gathered_again(forward.plan, fused_group), backward]
 
     def _gathered_again(self, forward: OverlapPlan | None, fused_group: FusedGroup) -> CollectiveInfos:
         """The second gather of x, in backward, where forward kept only this rank's tokens."""

@@ -47,7 +47,7 @@ class CollectiveInfo(NamedTuple):
 
     when: str  # "forward", "backward", or "decoding": forward without gradients and with few tokens
     op: str
-    path: OverlapPlan | None  # None: it depends on the number of tokens, which is unknown
+    plan: OverlapPlan | None  # None: it depends on the number of tokens, which is unknown
 
 
 CollectiveInfos = list[CollectiveInfo]

@@ -70,7 +70,7 @@ def can_defer_all_reduce(
     tokens = x.shape[:-1].numel()
     if torch.is_grad_enabled() or not _eligible(tokens, overlap, x.device):
         return False
-    path = select(
+    plan = select(
         OP,
         group,
         tokens=tokens,
@@ -82,7 +82,7 @@ def can_defer_all_reduce(
         impl=impl,
         device_counted=True,
     )
-    return path.kind == "kernel" and _has_room(tokens, features_out, dtype, group, x.device)
+    return plan.kind == "kernel" and _has_room(tokens, features_out, dtype, group, x.device)
 
 
 def preview_deferred(
@@ -99,7 +99,7 @@ def preview_deferred(
     """The plan that :func:`can_defer_all_reduce` would use, without a collective; None where it would refuse."""
     if tokens is None or not _eligible(tokens, overlap, device):
         return None
-    path = preview(
+    plan = preview(
         OP,
         group,
         tokens=tokens,
@@ -110,7 +110,7 @@ def preview_deferred(
         overlap=overlap,
         impl=impl,
     )
-    return path if path.kind == "kernel" else None
+    return plan if plan.kind == "kernel" else None
 
 
 def _eligible(tokens: int, overlap: str, device: torch.device) -> bool:

@@ -23,7 +23,7 @@ from .link_model import Call
 from .link_profile import Profile, Row, bucket
 from .strategies import Chunked, InKernel, Plain, Strategy
 
-MARGIN = 0.03  # of plain's time: another path must beat plain by more
+MARGIN = 0.03  # of plain's time: another plan must beat plain by more
 MODEL_MARGIN = 0.10  # the same for predicted times
 MODEL_TOKENS = 1024  # with fewer, latency dominates, where the model is least accurate: plain unless measured
 DEFAULT_PIECES = 2  # of a shard, without any figures
@@ -34,7 +34,7 @@ NOTHING = "nothing to send or to multiply"
 class OverlapPlan(NamedTuple):
     """How one collective and the product beside it run."""
 
-    kind: str = "plain"  # "kernel", "chunked" or "plain"
+    kind: str = "plain"  # "kernel", "chunked" or "plain"; "refused", in `explain` alone, where forward would raise
     pieces: int = 1  # chunked: of each rank's shard, or of all rows for an all-reduce
     reason: str = ""
     exposed_s: float | None = None  # expected seconds of communication that no product hides; None: unknown
@@ -71,7 +71,7 @@ def measured_row(profile: Profile, link: str, call: Call) -> Row | None:
 
 
 def fastest(row: Row, *, unavailable: str | None, most: int | None = None) -> tuple[str, int]:
-    """(path, pieces) of the fastest path of a measured row; plain unless another won by more than margin and noise.
+    """(kind, pieces) of the fastest plan of a measured row; plain unless another won by more than margin and noise.
 
     ``most`` bounds the number of pieces: a bucket may hold shapes with fewer rows than the one that was measured.
     """
@@ -86,7 +86,7 @@ def fastest(row: Row, *, unavailable: str | None, most: int | None = None) -> tu
 
 
 def _by_measurement(profile: Profile, link: str, call: Call, row: Row, unavailable: str | None) -> OverlapPlan:
-    """The fastest path of a measured bucket."""
+    """The fastest plan of a measured bucket."""
     most = call.T if call.op == link_model.REDUCE else call.T // call.R
     kind, pieces = fastest(row, unavailable=unavailable, most=most)
     where = f"measured ({row.bucket} {row.dtype}, {row.ranks} ranks)"
@@ -99,7 +99,7 @@ def _by_measurement(profile: Profile, link: str, call: Call, row: Row, unavailab
 
 
 def _by_model(profile: Profile, link: str, call: Call, unavailable: str | None) -> OverlapPlan:
-    """The path with the lowest predicted time; plain unless another wins by MODEL_MARGIN."""
+    """The plan with the lowest predicted time; plain unless another wins by MODEL_MARGIN."""
     source = "modelled from this node's links" if profile.measured else "projected"
     advice = f"not measured on this node: {CALIBRATE}"
     plain = link_model.predict(profile, link, call, "plain")
@@ -108,10 +108,10 @@ def _by_model(profile: Profile, link: str, call: Call, unavailable: str | None) 
         return OverlapPlan(reason=f"the profile has no figures for links {between}: {CALIBRATE}")
     if call.T < MODEL_TOKENS:
         return OverlapPlan("plain", 1, f"{source}: too few tokens to trust a model; {advice}", plain.exposed_s)
-    paths = [("chunked", pieces) for pieces in link_model.pieces_of(call)]
-    paths += [] if unavailable else [("kernel", 1)]
-    found = {path: link_model.predict(profile, link, call, *path) for path in paths}
-    totals = {path: estimate.total_s for path, estimate in found.items() if estimate is not None}
+    plans = [("chunked", pieces) for pieces in link_model.pieces_of(call)]
+    plans += [] if unavailable else [("kernel", 1)]
+    found = {plan: link_model.predict(profile, link, call, *plan) for plan in plans}
+    totals = {plan: estimate.total_s for plan, estimate in found.items() if estimate is not None}
     best = min(totals, key=totals.__getitem__, default=None)
     if best is None or totals[best] >= plain.total_s * (1 - MODEL_MARGIN):
         return OverlapPlan("plain", 1, f"{source}: no gain worth the risk; {advice}", plain.exposed_s)

@@ -61,7 +61,7 @@ class _Agreed:
     link: str  # "node", or "network" where the group spans machines
     device_type: str = "cpu"
     unavailable: str | type[_Unasked] | None = _Unasked
-    paths: dict[Any, OverlapPlan] = field(default_factory=dict)
+    plans: dict[Any, OverlapPlan] = field(default_factory=dict)
 
 
 # Keyed by the process group's id and the device; an entry is removed with its group.
@@ -89,12 +89,12 @@ def select(
     impl: str = "auto",
     device_counted: bool = False,
 ) -> OverlapPlan:
-    """The path of ``op``, "all_gather_linear", "linear_reduce_scatter", "linear_all_reduce" or "all_reduce_rmsnorm".
+    """The plan for ``op``, "all_gather_linear", "linear_reduce_scatter", "linear_all_reduce" or "all_reduce_rmsnorm".
 
     ``tokens`` T counts the rows of the whole product [T, K] @ [K, N] that this rank forms, ``features_in`` K and
     ``features_out`` N are its own sizes (N sums over the weights where several share x). The first call in a group is a
     collective of all its ranks; each later one with the same arguments is a look-up. ``impl`` is the product's own, for
-    "all_reduce_rmsnorm" the norm's. During a CUDA graph capture the path is plain, except for an op with
+    "all_reduce_rmsnorm" the norm's. During a CUDA graph capture the plan is plain, except for an op with
     ``device_counted`` exchanges once the ranks have agreed.
 
     Raises ValueError for an unknown ``op`` or ``overlap`` and, on all ranks, for a profile that rank 0 cannot use;
@@ -114,16 +114,16 @@ def select(
     invariant = dispatch.row_invariant()
     # torch.func and forward-mode differentiation also decide whether the kernel may take a call.
     key = op, tokens, features_in, features_out, dtype, overlap, strict, impl, invariant, autograd.transformed()
-    path = agreed.paths.get(key)
-    if path is None:
+    plan = agreed.plans.get(key)
+    if plan is None:
         call = _call(op, tokens, features_in, features_out, dtype, group, overlap)
         without = _without_kernel(call, device, impl)
         if agreed.unavailable is _Unasked and _kernel_matters(agreed, call, overlap):
             agreed.unavailable = kernel_unavailable(group, device)
-        if len(agreed.paths) >= REMEMBERED:
-            agreed.paths.clear()
-        path = agreed.paths[key] = _decide(agreed, call, overlap, strict, without)
-    return path
+        if len(agreed.plans) >= REMEMBERED:
+            agreed.plans.clear()
+        plan = agreed.plans[key] = _decide(agreed, call, overlap, strict, without)
+    return plan
 
 
 def column_overlap(options: TPOptions, x: torch.Tensor, weights: Tensors) -> LayerOverlap:
@@ -212,10 +212,10 @@ def preview(
     unsure = agreed.unavailable is _Unasked
     if unsure:
         agreed = _Agreed(agreed.profile, agreed.link, device.type, lacking(device))
-    path = _decide(agreed, call, overlap, strict, _without_kernel(call, device, impl))
-    if unsure and path.kind == "kernel":
-        return path._replace(reason=f"{path.reason}, if the first call finds that the ranks reach each other's memory")
-    return path
+    plan = _decide(agreed, call, overlap, strict, _without_kernel(call, device, impl))
+    if unsure and plan.kind == "kernel":
+        return plan._replace(reason=f"{plan.reason}, if the first call finds that the ranks reach each other's memory")
+    return plan
 
 
 # --- availability of the kernel ---------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def _decide(agreed: _Agreed, call: Call, overlap: str, strict: bool, without_ker
     if link == "network":
         unavailable = "the group spans machines"
     if overlap == "auto" and dispatch.row_invariant():
-        why = "row_invariance: paths add up differently, and which one is best depends on the number of tokens"
+        why = "row_invariance: plans add up differently, and which one is best depends on the number of tokens"
         return OverlapPlan("plain", 1, why, exposed_time(profile, link, call, "plain"))
     if overlap == "auto":
         return pure_selection(profile, link, call, unavailable=unavailable, device_type=agreed.device_type)

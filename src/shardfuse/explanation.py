@@ -71,8 +71,8 @@ class Explanation:
     def _across(self) -> Table:
         """The table of collectives."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in ("module", "in", "across ranks", "path", "exposed us", "why"):
-            table.add_column(name, no_wrap=name in ("module", "path"), justify="right" if "us" in name else "left")
+        for name in ("module", "in", "across ranks", "plan", "exposed us", "why"):
+            table.add_column(name, no_wrap=name in ("module", "plan"), justify="right" if "us" in name else "left")
         for row in self.rows:
             for position, collective in enumerate(row.collectives):
                 others = f"\n  with {', '.join(row.shared_by)}" if row.shared_by and position == 0 else ""
@@ -198,18 +198,18 @@ def _collectives(
     if fused_group is not None and module is not fused_group.layers[0]:  # the first one lists it
         return ()
     try:
-        path = None if takes is None else block.preview_deferred(takes, module, device, tokens)
-        late = [] if path is None else [CollectiveInfo("decoding", partial_sum.OP, path)]
-        return (*module.collectives(device, tokens, fused_group), *late)
+        plan = None if takes is None else block.preview_deferred(takes, module, device, tokens)
+        deferred = [] if plan is None else [CollectiveInfo("decoding", partial_sum.OP, plan)]
+        return (*module.collectives(device, tokens, fused_group), *deferred)
     except (RuntimeError, ValueError) as error:  # forward will raise the same
         return (CollectiveInfo("", "", OverlapPlan("refused", reason=str(error))),)
 
 
 def _told(collective: CollectiveInfo) -> tuple[str, ...]:
     """When, which op, how, its exposed microseconds, and the reason."""
-    if collective.path is None:
+    if collective.plan is None:
         return collective.when, collective.op, "per call", "", "it depends on the number of tokens: pass an input"
-    kind, pieces, reason, exposed_s = collective.path
+    kind, pieces, reason, exposed_s = collective.plan
     how = f"{kind} in {pieces}" if kind == "chunked" else kind
     return collective.when, collective.op, how, "" if exposed_s is None else f"{exposed_s * 1e6:,.0f}", reason
 

@@ -145,9 +145,9 @@ def _red(rank: int, world: int, out: str) -> tuple[int, tuple[str, ...], int]:
     """One rank's chunks come out wrong."""
     right = calibrate.Rig.result
 
-    def wrong(rig: calibrate.Rig, path: OverlapPlan) -> torch.Tensor:
-        y = right(rig, path)
-        return y * 2 if rank == 1 and path.kind == "chunked" else y
+    def wrong(rig: calibrate.Rig, plan: OverlapPlan) -> torch.Tensor:
+        y = right(rig, plan)
+        return y * 2 if rank == 1 and plan.kind == "chunked" else y
 
     calibrate.Rig.result = wrong  # type: ignore[method-assign]
     try:
@@ -166,7 +166,7 @@ def test_a_wrong_result_is_not_timed(ranks: Any, tmp_path: Path):
         assert rows == 0
 
 
-# Shares of plain's time by path: on the listed shape (each time that it is timed there), at the low end of its bucket
+# Shares of plain's time by plan: on the listed shape (each time that it is timed there), at the low end of its bucket
 # and at the high end. At the low end a rank's 3 rows do not make 4 pieces.
 ONE, TWO, FOUR = (OverlapPlan("chunked", pieces) for pieces in (1, 2, 4))
 KERNEL = OverlapPlan("kernel")
@@ -182,20 +182,20 @@ LISTED, LOW, HIGH = (8, 16, 32), (6, 12, 23), (10, 22, 45)
 def _worst(rank: int, world: int, out: str) -> tuple[list[float], float, list[Any]]:
     """The shares and the noise that are written, and what was timed; rank 1 sees other shares."""
     left = {
-        (shape, path): list(shares) for path, of in SHARES.items() for shape, shares in zip((LISTED, LOW, HIGH), of)
+        (shape, plan): list(shares) for plan, of in SHARES.items() for shape, shares in zip((LISTED, LOW, HIGH), of)
     }
     timed: list[Any] = []
 
-    def share(rig: calibrate.Rig, path: OverlapPlan) -> tuple[float, float, float]:
+    def share(rig: calibrate.Rig, plan: OverlapPlan) -> tuple[float, float, float]:
         shape = (rig.call.T, rig.call.K, rig.call.N)
-        timed.append((shape, path))
-        found = left[shape, path].pop(0)
+        timed.append((shape, plan))
+        found = left[shape, plan].pop(0)
         return (found if rank == 0 else 1.0 / found), 1e-3 * len(timed), 0.01 * len(timed)
 
     def fix(run: calibrate.Run) -> None:
         run._share = share  # type: ignore[method-assign]
         run._paths = lambda call: list(SHARES)  # type: ignore[method-assign]
-        run._checked = lambda call, paths: calibrate.Rig.of(call, run.group, run.device)  # type: ignore[method-assign]
+        run._checked = lambda call, plans: calibrate.Rig.of(call, run.group, run.device)  # type: ignore[method-assign]
         run._calls = lambda: [Call(GATHER, *LISTED, run.dtype, world)]  # type: ignore[method-assign]
 
     (row,) = link_profile.parse(_run(out, fix).profile, out).rows
@@ -210,8 +210,8 @@ def test_a_path_counts_by_its_worst_share_in_the_bucket(ranks: Any, tmp_path: Pa
         assert shares == pytest.approx([0.7, 1.1, 0.9, 0.98])
         assert noise == pytest.approx(0.01 * len(timed))
         # All on the listed shape, the fastest twice; at the ends what beat plain by more than the margin.
-        assert timed[:5] == [(LISTED, path) for path in (ONE, TWO, FOUR, KERNEL, ONE)]
-        assert timed[5:] == [*[(LOW, path) for path in (ONE, TWO)], *[(HIGH, path) for path in (ONE, TWO, FOUR)]]
+        assert timed[:5] == [(LISTED, plan) for plan in (ONE, TWO, FOUR, KERNEL, ONE)]
+        assert timed[5:] == [*[(LOW, plan) for plan in (ONE, TWO)], *[(HIGH, plan) for plan in (ONE, TWO, FOUR)]]
 
 
 @given(st.integers(1, 1 << 20))

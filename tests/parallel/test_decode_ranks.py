@@ -341,21 +341,21 @@ def _explain_body(rank: int, world: int) -> tuple[list[tuple[str, int, str]], st
     """The deferred sums in explain: (module, count, mode); the text; and those for many tokens."""
     model = _model(overlap="kernel", impl="triton")
     told = shardfuse.explain(model, TOKENS)
-    late = [
-        (row.path, row.layers, info.path.kind)
+    deferred = [
+        (row.path, row.layers, info.plan.kind)
         for row in told.rows
         for info in row.collectives
         if info.op == NORM and info.when == "decoding"
     ]
     many = torch.zeros(2, DECODE_TOKENS, dtype=torch.int64)
     ops = [info.op for row in shardfuse.explain(model, many).rows for info in row.collectives]
-    return late, str(told), ops
+    return deferred, str(told), ops
 
 
 def test_explain_tells_which_norms_take_sums(ranks: Any):
-    for late, text, ops in ranks(2, _explain_body):
+    for deferred, text, ops in ranks(2, _explain_body):
         # The first block's first norm follows the embedding.
-        assert sorted(late) == [
+        assert sorted(deferred) == [
             ("model.layers.*.input_layernorm", 1, "kernel"),
             ("model.layers.*.post_attention_layernorm", 2, "kernel"),
             ("model.norm", 1, "kernel"),

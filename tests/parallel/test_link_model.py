@@ -116,15 +116,15 @@ def test_shipped_figures_are_told_and_measured_links_need_a_margin(arch: str):
             assert projected.kind == "plain"
             assert projected.reason.startswith("projected")
             assert "shardfuse bench calibrate" in projected.reason
-            path = choose_pure(dataclasses.replace(profile, measured=True), call, device_type="cuda")
-            assert path.reason.startswith("modelled from this node's links")
-            kinds.add(path.kind)
-            if path.kind != "plain":
-                assert f"projected: {path.kind} might take 0." in projected.reason
+            plan = choose_pure(dataclasses.replace(profile, measured=True), call, device_type="cuda")
+            assert plan.reason.startswith("modelled from this node's links")
+            kinds.add(plan.kind)
+            if plan.kind != "plain":
+                assert f"projected: {plan.kind} might take 0." in projected.reason
                 assert T >= MODEL_TOKENS
-                plain, best = (link_model.predict(profile, "node", call, *way) for way in (("plain", 1), path[:2]))
+                plain, best = (link_model.predict(profile, "node", call, *way) for way in (("plain", 1), plan[:2]))
                 assert best.total_s < plain.total_s * (1 - MODEL_MARGIN)
-                assert path.exposed_s == best.exposed_s < plain.exposed_s
+                assert plan.exposed_s == best.exposed_s < plain.exposed_s
     assert kinds == {"plain", "chunked"}
     assert "between machines" in pure_selection(profile, "network", call, unavailable=None, device_type="cuda").reason
 

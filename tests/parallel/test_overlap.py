@@ -79,8 +79,8 @@ def _operations_body(rank: int, world: int, tokens: int) -> list[str]:
     gathered = Product.linear_act(rows[0][own], [weight.t(), weight[:, :2].t()], [None] * 2, "identity", REFERENCE)
     addend = Product.input_grad([rows[rank]], [weight], REFERENCE)
     total = torch.stack(rows).sum(0) @ weight
-    for path in (PLAIN, *(OverlapPlan("chunked", pieces) for pieces in (1, 2, 5, tokens + 1))):
-        strategy = path.strategy(group)
+    for plan in (PLAIN, *(OverlapPlan("chunked", pieces) for pieces in (1, 2, 5, tokens + 1))):
+        strategy = plan.strategy(group)
         found: dict[str, Any] = {}
         counts = []
         for name, run in {
@@ -94,26 +94,26 @@ def _operations_body(rank: int, world: int, tokens: int) -> list[str]:
             with around(noted):
                 found[name] = run()
             counts += [*collectives.calls.items(), *collectives.payload.items()]
-            if path.kind == "chunked" and tokens:
+            if plan.kind == "chunked" and tokens:
                 if sorted(row for part in formed for row in part) != list(range(tokens)):
-                    wrong.append(f"{path} {name}: rows formed: {formed}")
+                    wrong.append(f"{plan} {name}: rows formed: {formed}")
                 place = {"gather": 0, "scatter": -1}.get(name)
                 if place is not None and formed[place] != list(range(own.start, own.stop)):
-                    wrong.append(f"{path} {name}: the own rows are not where they cost nobody time: {formed}")
-                pieces = {"gather": world * path.pieces, "scatter": world * path.pieces}.get(name, path.pieces)
+                    wrong.append(f"{plan} {name}: the own rows are not where they cost nobody time: {formed}")
+                pieces = {"gather": world * plan.pieces, "scatter": world * plan.pieces}.get(name, plan.pieces)
                 if len(formed) > pieces:
-                    wrong.append(f"{path} {name}: {len(formed)} products")
+                    wrong.append(f"{plan} {name}: {len(formed)} products")
         (y, narrow), whole = found["gather"]
         expected = [(y, rows[0] @ weight), (narrow, rows[0] @ weight[:, :2]), (whole, rows[0])]
         expected += [(found["scatter"], total[own]), (found["reduce"], total), (found["start_reduce"], total)]
-        wrong += [f"{path} {i}" for i, (ours, theirs) in enumerate(expected) if not close(ours, theirs)]
+        wrong += [f"{plan} {i}" for i, (ours, theirs) in enumerate(expected) if not close(ours, theirs)]
         nbytes = 8 * tokens * FFN
         if counts != [
             (("all_gather", "s"), 1), (("all_gather", "s"), 8 * shards * D),
             (("reduce_scatter", "s"), 1), (("reduce_scatter", "s"), nbytes),
             *[(("all_reduce", "s"), 1), (("all_reduce", "s"), nbytes)] * 2,
         ]:  # fmt: skip
-            wrong.append(f"{path}: counted {counts}")
+            wrong.append(f"{plan}: counted {counts}")
     return wrong
 
 

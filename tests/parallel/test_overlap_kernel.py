@@ -198,13 +198,13 @@ def _probe_body(rank: int, world: int) -> tuple[str, str]:
         group = world_group()
         x, weight = torch.ones(4, D), torch.ones(D, D)
         before = dispatch.counts.copy()
-        path = policy.select(
+        plan = policy.select(
             "linear_all_reduce", group, tokens=4, features_in=D, features_out=D, dtype=x.dtype, device=x.device,
             overlap="kernel", impl="triton",
         )  # fmt: skip
         assert dispatch.counts == before
         assert weight.isfinite().all()
-        return path.kind, path.reason
+        return plan.kind, plan.reason
     finally:
         SymmetricMemoryPool.probe = original  # type: ignore[method-assign]
 

@@ -155,8 +155,8 @@ def _strict(rank: int, world: int) -> list[str]:
             _forward(model, x, options)
         messages.append(str(caught.value))
         shown = [info for row in shardfuse.explain(model, x).rows for info in row.collectives]
-        assert {info.path.kind for info in shown} == {"refused"}
-        assert {info.path.reason for info in shown} == {messages[-1]}
+        assert {info.plan.kind for info in shown} == {"refused"}
+        assert {info.plan.reason for info in shown} == {messages[-1]}
     return messages
 
 
@@ -231,16 +231,16 @@ def test_explain_tells_way_reason_and_what_is_exposed(ranks: Any, tmp_path: Path
     for infos, text, without_input in ranks(2, _explained, str(path), sequence_parallel):
         found = {info.op: info for info in infos[f"model.layers.*.mlp.{name}"]}
         assert found[op].when == "forward"
-        assert found[op].path[:2] == ("chunked", 2)
-        assert found[op].path.exposed_s > 0
+        assert found[op].plan[:2] == ("chunked", 2)
+        assert found[op].plan.exposed_s > 0
         (forward, *rest) = infos["model.layers.*.self_attn.o_proj"]
         assert (forward.when, forward.op) == ("forward", OPS[1] if sequence_parallel else OPS[2])
-        assert forward.path.kind == "plain"
+        assert forward.plan.kind == "plain"
         assert [info.op for info in rest] == ([OPS[0]] if sequence_parallel else [])
         assert infos["lm_head"]
         assert not infos["model.norm"]
         (line,) = [line for line in text.splitlines() if f"mlp.{name}" in line and "chunked in 2" in line]
-        exposed_us = found[op].path.exposed_s * 1e6
+        exposed_us = found[op].plan.exposed_s * 1e6
         told = f"model.layers.*.mlp.{name} forward {op} chunked in 2 {exposed_us:,.0f} measured"
         assert " ".join(line.split()).startswith(told)
         assert "\n   with k_proj, v_proj" in text

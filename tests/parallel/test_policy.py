@@ -47,18 +47,18 @@ rows = st.builds(
 
 @given(row=rows, unavailable=st.none() | st.just("no memory"), device_type=st.sampled_from(["cpu", "cuda"]))
 def test_a_path_that_measured_no_faster_than_plain_is_never_taken(row: Row, unavailable: str | None, device_type: str):
-    path = choose_pure(profile_of(row), call_of(row.op), unavailable=unavailable, device_type=device_type)
-    assert path == choose_pure(profile_of(row), call_of(row.op), unavailable=unavailable, device_type=device_type)
+    plan = choose_pure(profile_of(row), call_of(row.op), unavailable=unavailable, device_type=device_type)
+    assert plan == choose_pure(profile_of(row), call_of(row.op), unavailable=unavailable, device_type=device_type)
     sides = {("chunked", pieces): each for pieces, each in row.chunked_s.items()}
     if row.kernel_s is not None and unavailable is None:
         sides["kernel", 1] = row.kernel_s
     bar = row.plain_s * (1 - max(MARGIN, row.noise))
     won = {side: each for side, each in sides.items() if each < bar}
     if won:
-        assert sides[path.kind, path.pieces] == min(won.values())
+        assert sides[plan.kind, plan.pieces] == min(won.values())
     else:
-        assert (path.kind, path.pieces) == ("plain", 1)
-    assert "measured" in path.reason
+        assert (plan.kind, plan.pieces) == ("plain", 1)
+    assert "measured" in plan.reason
 
 
 def test_a_measurement_stands_for_its_bucket_ranks_and_dtype_alone():
@@ -88,9 +88,9 @@ def test_pieces_that_have_no_rows_are_not_taken():
     ids=["no profile", "no tokens", "dry", "unmeasured"],
 )
 def test_plain_says_why(profile: Profile | None, call: Call, reason: str):
-    path = choose_pure(profile, call)
-    assert path.kind == "plain"
-    assert reason in path.reason
+    plan = choose_pure(profile, call)
+    assert plan.kind == "plain"
+    assert reason in plan.reason
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_a_kernel_that_can_run_is_taken_where_it_won(monkeypatch: pytest.MonkeyP
         assert policy.select(GATHER, group, **SHAPE, overlap="kernel", strict=True).kind == "kernel"
     assert len(asked) == 1
     monkeypatch.setattr(agreed, "link", "network")
-    agreed.paths.clear()
+    agreed.plans.clear()
     with pytest.raises(RuntimeError, match="the group spans machines"):
         policy.select(GATHER, group, **SHAPE, overlap="kernel", strict=True)
 
@@ -259,7 +259,7 @@ def test_a_choice_under_a_transform_is_not_taken_outside(monkeypatch: pytest.Mon
     torch.func.vmap(choose)(torch.ones(1))
     choose(torch.ones(1))
     torch.func.vmap(choose)(torch.ones(1))
-    assert [path.kind for path in chosen] == ["plain", "plain", "kernel", "plain"]
+    assert [plan.kind for plan in chosen] == ["plain", "plain", "kernel", "plain"]
 
 
 def test_a_capture_takes_what_was_agreed_before(monkeypatch: pytest.MonkeyPatch):
@@ -271,9 +271,9 @@ def test_a_capture_takes_what_was_agreed_before(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(policy, "kernel_unavailable", lambda *args: pytest.fail("asked in a capture"))
     monkeypatch.setattr(policy, "_without_kernel", lambda *args: None)
     for _ in range(2):  # no agreement yet; then a profile, but no tested memory
-        path = policy.select(NORM, group, **asked, device_counted=True)
-        assert path.kind == "plain"
-        assert "the ranks have not agreed before: run the same step once outside of it" in path.reason
+        plan = policy.select(NORM, group, **asked, device_counted=True)
+        assert plan.kind == "plain"
+        assert "the ranks have not agreed before: run the same step once outside of it" in plan.reason
         known[id(pg), CPU] = agreed
     agreed.unavailable = None
     assert policy.select(NORM, group, **asked, device_counted=True).kind == "kernel"
@@ -287,8 +287,8 @@ def test_the_norms_sum_is_one_launch_or_plain(monkeypatch: pytest.MonkeyPatch):
     row = Row(NORM, "fp32", 2, "node", WHERE, 10.0, {}, 5.0)
     agreed = policy._Agreed(profile_of(row), "node", unavailable=None)
     monkeypatch.setattr(policy, "_agreed", {(id(pg), CPU): agreed})
-    path = policy.select(NORM, group, **SHAPE, overlap="chunked")
-    assert (path.kind, path.reason) == ("plain", "all_reduce_rmsnorm is one launch: there is nothing to cut")
+    plan = policy.select(NORM, group, **SHAPE, overlap="chunked")
+    assert (plan.kind, plan.reason) == ("plain", "all_reduce_rmsnorm is one launch: there is nothing to cut")
     assert "the norm runs the reference" in policy.select(NORM, group, **SHAPE, overlap="kernel").reason
     assert choose_pure(profile_of(row), call_of(NORM), unavailable=None).kind == "kernel"
     assert choose_pure(profile_of(), call_of(NORM), unavailable=None).kind == "plain"
@@ -301,7 +301,7 @@ def test_choices_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(policy, "REMEMBERED", 3)
     for tokens in range(1, 9):
         policy.select(GATHER, group, **SHAPE | {"tokens": tokens})
-        assert len(agreed.paths) <= 3
+        assert len(agreed.plans) <= 3
 
 
 # --- agreement --------------------------------------------------------------------------------------------------------
