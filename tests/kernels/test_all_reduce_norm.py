@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import assert_matches
+from symmetric_case import make_pool
 
 from shardfuse.kernels.comm import Norm, all_reduce_rmsnorm, reduce, reduce_config, reduce_op
 from shardfuse.kernels.comm import reduce_reference as reference
@@ -18,7 +19,6 @@ from shardfuse.kernels.dev import accuracy, registry
 from shardfuse.kernels.norm import rms_norm
 from shardfuse.kernels.runtime import dispatch
 from shardfuse.kernels.runtime.signals import EPOCH, GAVE_UP, ExchangeTimeout, in_one_process, raise_flags, rows_of
-from shardfuse.parallel.core.mesh import tp_group
 from shardfuse.parallel.overlap.memory.pool import SymmetricMemoryPool
 
 CPU = torch.device("cpu")
@@ -257,7 +257,7 @@ def _by_collectives(call: Call, rank: int, world: int) -> tuple[list[torch.Tenso
 
 def _exchange_all(rank: int, world: int, count: int, first_epoch: int) -> list[str]:
     """Twice, back to back and each rank in its own time: nothing but flags keeps them apart. Digests of the results."""
-    pool = SymmetricMemoryPool.of(tp_group(dist.group.WORLD), device="cpu", timeout_s=60.0, first_epoch=first_epoch)
+    pool = make_pool(first_epoch=first_epoch)
     for name in ("decode", "reduce"):
         pool.channel(name, 2**14)
     delays = random.Random(rank)

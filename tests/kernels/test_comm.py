@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from symmetric_case import make_pool
 
 from shardfuse.kernels.comm import (
     Norm,
@@ -150,7 +151,7 @@ def _check_reduce(
 def _epochs_body(rank: int, world: int, epochs: int, first_epoch: int) -> list[int]:
     """Exchanges of all kinds and sizes, each rank late at random, back to back on two channels."""
     late = random.Random(rank)
-    with _closing(_pool(timeout_s=60.0, first_epoch=first_epoch, rebase_every=40)) as pool:
+    with _closing(make_pool(first_epoch=first_epoch, rebase_every=40)) as pool:
         gather, reduce = pool.channel("gather", SLOT), pool.channel("reduce", SLOT)
         for number in range(epochs):
             same = random.Random(number)  # on all ranks

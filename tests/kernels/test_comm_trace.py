@@ -29,6 +29,7 @@ from comm_recorder import Call, Recorder, active, around, made, two_shot
 from comm_search import explore
 from comm_trace import Event, ProtocolError, conforms
 from launched import _shared_memory
+from symmetric_case import make_pool
 from triton.runtime.interpreter import InterpreterBuilder
 
 from shardfuse.kernels.comm import reduce, transport
@@ -49,7 +50,7 @@ PATIENCE = 1.5  # seconds that a wait may take where it is in vain: more than ra
 
 @contextlib.contextmanager
 def _pool(**options: Any) -> Iterator[SymmetricMemoryPool]:
-    pool = SymmetricMemoryPool.of(everyone(), device="cpu", **options)
+    pool = make_pool(**options)
     try:
         yield pool
     finally:

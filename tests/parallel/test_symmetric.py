@@ -16,6 +16,7 @@ from symmetric_case import (
     SLOT,
     TIMEOUT_S,
     WIDTH,
+    counting,
     exchange,
     expected_rows,
     make_pool,
@@ -304,7 +305,8 @@ def test_fifty_pools_leak_neither_files_nor_mappings(ranks: Any):
 def test_virtual_ranks_take_turns_in_one_thread(first_epoch: int):
     """Rank 0 sends before rank 1 even requests the channel."""
     world = 3
-    pools = SymmetricMemoryPool.virtual(world, 1 << 16, first_epoch=first_epoch)
+    with counting(first_epoch):
+        pools = SymmetricMemoryPool.virtual(world, 1 << 16)
     channels: list[Channel] = []
     for step in range(5):
         begun = []
@@ -323,7 +325,8 @@ def test_virtual_ranks_take_turns_in_one_thread(first_epoch: int):
 
 def test_virtual_ranks_with_a_thread_each_meet_and_rebase():
     world, failures = 3, []
-    pools = SymmetricMemoryPool.virtual(world, 1 << 16, timeout_s=TIMEOUT_S, rebase_every=2, first_epoch=2**31 - 4)
+    with counting(2**31 - 4, rebase_every=2):
+        pools = SymmetricMemoryPool.virtual(world, 1 << 16, timeout_s=TIMEOUT_S)
 
     def run(pool: SymmetricMemoryPool) -> None:
         try:
@@ -358,7 +361,8 @@ def test_channels_of_virtual_ranks_stay_where_they_are():
 
 
 def test_device_counted_exchanges_see_both_slots():
-    pools = SymmetricMemoryPool.virtual(2, 1 << 16, first_epoch=6)
+    with counting(6):
+        pools = SymmetricMemoryPool.virtual(2, 1 << 16)
     channel, host = pools[1].channel("decode", SLOT), pools[1].channel("host", SLOT)
     peers, signals = channel.device_counted((ROWS, WIDTH), torch.float32, op="all_reduce_rmsnorm")
     host.begin((ROWS, WIDTH), torch.float32)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from shardfuse.kernels.runtime.signals import Signals, raise_flags
 from shardfuse.parallel.core.mesh import Group, everyone
+from shardfuse.parallel.overlap.memory import pool
 from shardfuse.parallel.overlap.memory.backends import wait_words
 from shardfuse.parallel.overlap.memory.pool import Channel, SymmetricMemoryPool
 
@@ -21,9 +22,25 @@ SLOT = 4 * 4 * ROWS * WIDTH  # up to four ranks' rows in fp32
 TIMEOUT_S = 60.0
 
 
-def make_pool(group: Group | None = None, **options: Any) -> SymmetricMemoryPool:
+@contextmanager
+def counting(first_epoch: int = pool.FIRST_EPOCH, rebase_every: int = pool.REBASE_EVERY) -> Iterator[None]:
+    """Pools made in the block count exchanges from ``first_epoch`` and rebase sooner, as if a long run preceded."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "FIRST_EPOCH", first_epoch)
+        patch.setattr(pool, "REBASE_EVERY", rebase_every)
+        yield
+
+
+def make_pool(
+    group: Group | None = None,
+    *,
+    first_epoch: int = pool.FIRST_EPOCH,
+    rebase_every: int = pool.REBASE_EVERY,
+    **options: Any,
+) -> SymmetricMemoryPool:
     """The pool on the CPU from ``SymmetricMemoryPool.of``, for ``group`` or for all ranks."""
-    return SymmetricMemoryPool.of(group or everyone(), **{"device": "cpu", "timeout_s": TIMEOUT_S, **options})
+    with counting(first_epoch, rebase_every):
+        return SymmetricMemoryPool.of(group or everyone(), **{"device": "cpu", "timeout_s": TIMEOUT_S, **options})
 
 
 def said_by(run: Callable[[], Any], error: type[BaseException] = RuntimeError) -> str:

@@ -43,6 +43,7 @@ __all__ = ["Channel", "SymmetricBuffer", "SymmetricMemoryPool", "model_slots", "
 
 TIMEOUT_S = 120.0  # a peer may be compiling its kernels
 LONGEST_S = 2e6  # kernels count milliseconds in 32 bits
+FIRST_EPOCH = 0  # of a new pool's channels
 REBASE_EVERY = 2**30  # exchanges: a flag unused for 2^31 of them seems to be ahead
 
 
@@ -52,20 +53,12 @@ class SymmetricMemoryPool:
     ``rank``, ``size`` and ``device`` are the group's and this rank's; ``timeout_s`` bounds every wait.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        limit: int | None,
-        timeout_s: float,
-        first_epoch: int,
-        rebase_every: int,
-        whose: str = "",
-    ) -> None:
+    def __init__(self, backend: Backend, limit: int | None, timeout_s: float, whose: str = "") -> None:
         _check_timeout(timeout_s)
         self.rank, self.size, self.device, self.is_virtual = backend.rank, backend.size, backend.device, backend.virtual
         self.timeout_s, self.whose = timeout_s, whose
         self._backend, self._limit = backend, limit
-        self._counting = first_epoch, rebase_every
+        self._counting = FIRST_EPOCH, REBASE_EVERY
         self._channels: dict[str, Channel] = {}
         self._buffer: SymmetricBuffer | None = None
         self._settled = self._closed = False
@@ -74,7 +67,7 @@ class SymmetricMemoryPool:
         self._end: weakref.finalize[..., Any] | None = None
         own = own_slots(self.size)
         # A barrier raises all flags that it waits for, so it needs no rebase; a rebase consists of barriers.
-        self._channels[BARRIER] = Channel(self, BARRIER, own[BARRIER], first_epoch, sys.maxsize)
+        self._channels[BARRIER] = Channel(self, BARRIER, own[BARRIER], FIRST_EPOCH, sys.maxsize)
         self.channel(PROBE, own[PROBE])
 
     @classmethod
@@ -85,15 +78,12 @@ class SymmetricMemoryPool:
         device: torch.device | str,
         bytes: int | None = None,
         timeout_s: float | None = None,
-        first_epoch: int = 0,
-        rebase_every: int = REBASE_EVERY,
     ) -> SymmetricMemoryPool:
         """The pool of ``group``, created if there is none. Collective. It is closed with its group.
 
         ``bytes`` is the pool's size on each rank, allocated at once; a channel that does not fit is refused.
         :func:`pool_bytes` gives what a model needs. None: the pool grows with its channels. For an existing pool, more
-        ``bytes`` and another ``timeout_s`` (seconds; 120 at first) replace the old ones. ``first_epoch`` and
-        ``rebase_every`` apply to a new pool and let tests simulate long runs.
+        ``bytes`` and another ``timeout_s`` (seconds; 120 at first) replace the old ones.
 
         Raises ValueError for a group of one rank, a destroyed group or another device than before; RuntimeError where
         more bytes would move memory that is in use.
@@ -110,7 +100,7 @@ class SymmetricMemoryPool:
             return pool
         whose, current = _whose(group), _without_holding(group)
         backend = _TorchBackend(current, device) if device.type == "cuda" else _SharedBackend(current, device)
-        pool = cls(backend, bytes, TIMEOUT_S if timeout_s is None else timeout_s, first_epoch, rebase_every, whose)
+        pool = cls(backend, bytes, TIMEOUT_S if timeout_s is None else timeout_s, whose)
         _pools[group.pg] = pool
         # Runs when the group is freed or the process ends. It holds the pool; the pool does not hold the group.
         pool._end = weakref.finalize(group.pg, pool.close)
@@ -130,8 +120,6 @@ class SymmetricMemoryPool:
         device: torch.device | str = "cpu",
         *,
         timeout_s: float = TIMEOUT_S,
-        first_epoch: int = 0,
-        rebase_every: int = REBASE_EVERY,
     ) -> list[SymmetricMemoryPool]:
         """``world`` ranks in this process, each with ``bytes``: for tests, and for measurements on one GPU.
 
@@ -141,7 +129,7 @@ class SymmetricMemoryPool:
         if world < 1:
             raise ValueError(f"SymmetricMemoryPool.virtual: world={world}: expected at least 1")
         team = _VirtualBackend.team(world, bytes, _indexed(device))
-        return [cls(backend, bytes, timeout_s, first_epoch, rebase_every) for backend in team]
+        return [cls(backend, bytes, timeout_s) for backend in team]
 
     def channel(self, name: str, slot_bytes: int) -> Channel:
         """The channel ``name``, with slots of at least ``slot_bytes``, created or enlarged if needed. Collective.
