@@ -63,8 +63,7 @@ def parallelize(
         microbatches: the number of parts in which a rank's batch is processed; gradients travel once. None: 1, with a
             pipeline twice its stages.
         costs: of the model's parts, in any unit, for an even cut of the pipeline; the same on all ranks, for example
-            from ``layers.stage_costs.measured_costs(..., mesh=mesh)`` or ``pipeline.measured``. None: the model's own
-            estimate.
+            from ``layers.stage_costs.measured_costs(..., mesh=mesh)``. None: the model's own estimate.
         offload: parameters, gradients and optimizer state stay in the host's memory. For a single process this makes a
             mesh of one, for which it initialises torch.distributed.
         precision: "bf16" or "fp16" for forward and backward; the optimizer's tensors stay fp32. With fp16 the loss is

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...kernels.runtime import autograd
 from ..core import collectives
-from ..core.mesh import Group, everyone, share_timeout, tp_group
+from ..core.mesh import Group, share_timeout, tp_group
 from ..core.random import own_draws
 from ..core.sharding import local_tensor
 from ..cross_entropy import IGNORE_INDEX
@@ -30,9 +30,8 @@ from . import split_backward
 from .partition import Divisible, Part, balanced, owners
 from .schedules import SCHEDULES, Schedule, check_microbatches, find, forward_only, stages_of
 from .split_backward import SplitStage
-from .stage_costs import measured_parts
 
-__all__ = ["SCHEDULES", "Divisible", "Part", "Pipeline", "Schedule", "StageParts", "measured", "split"]
+__all__ = ["SCHEDULES", "Divisible", "Part", "Pipeline", "Schedule", "StageParts", "split"]
 
 CPU = torch.device("cpu")
 
@@ -49,8 +48,8 @@ def split(
 ) -> list[StageParts]:
     """Cut ``model`` into the stages of ``schedule`` over the ranks of ``mesh``'s ``pp_dim``, and keep this rank's.
 
-    ``costs`` of the parts (from :func:`measured`, say) replace the model's own estimate; all ranks pass the same.
-    Nothing is sent, and the model may be on meta.
+    ``costs`` of the parts replace the model's own estimate; all ranks pass the same. Nothing is sent, and the model may
+    be on meta.
 
     Raises ValueError for an unknown schedule, for fewer parts than stages, and for tied parameters whose gradients the
     layers accumulate themselves.
@@ -78,17 +77,6 @@ def _check_tied(model: Divisible) -> None:
             "param.grad, but the head would add to param.main_grad; build the model with "
             "fuse_wgrad_accumulation=False"
         )
-
-
-def measured(model: Divisible, tokens: torch.Tensor, targets: torch.Tensor, *, rounds: int = 5) -> list[float]:
-    """Seconds that each part of a whole ``model`` takes for a micro-batch [B, S], forward and backward.
-
-    They serve as costs for :func:`split`: the times of ``stage_costs.measured_parts`` on the slowest rank. A collective
-    of all processes.
-    """
-    mine = [costs.step for costs in measured_parts(model, tokens, targets, split=False, rounds=rounds)]
-    everyones = collectives.gather_objects(mine, everyone(), site="pipeline.measured")
-    return [max(each) for each in zip(*everyones)]
 
 
 class _Stage(SplitStage):
