@@ -288,8 +288,3 @@ def _count(kind: str, x: torch.Tensor, site: str) -> None:
 def reset_counts() -> None:
     calls.clear()
     payload.clear()
-
-
-def sites_seen() -> list[str]:
-    """The sites at which a collective ran since the last :func:`reset_counts`."""
-    return sorted({site for _, site in calls})

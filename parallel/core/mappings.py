@@ -1,15 +1,14 @@
 """Autograd functions with the collectives of tensor parallelism inside.
 
 Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3, call the first pair f and g; the sequence-parallel pair is
-Korthikanti et al., "Reducing Activation Recomputation" (arXiv:2205.05198), section 4.2.2. Each is the transpose of its
-partner, so the pairs compose to exact gradients.
+Korthikanti et al., "Reducing Activation Recomputation" (arXiv:2205.05198), section 4.2.2. The functions of a pair are
+transposes of each other, so the pairs compose to exact gradients.
 
     function            forward            backward           x -> result, along dim n
     copy_to (f)         identity           all-reduce         [n] replicated -> [n] replicated
     reduce_from (g)     all-reduce         identity           [n] partial    -> [n] replicated
     all_gather_from     all-gather         reduce-scatter     [n/R]          -> [n] replicated, partial gradient
     reduce_scatter_to   reduce-scatter     all-gather         [n] partial    -> [n/R]
-    split_to            local slice        all-gather         [n] replicated -> [n/R]
     gather_from         all-gather         local slice        [n/R]          -> [n] replicated, replicated gradient
 
 "Partial" means that the ranks hold partial sums. A collective in backward counts at ``site + ".grad"``.
@@ -56,14 +55,6 @@ def reduce_scatter_to(x: torch.Tensor, group: Group, *, dim: int = 0, site: str)
     Raises ValueError where ``dim`` does not divide by the group's size.
     """
     return x if group.size == 1 else _ReduceScatterTo.apply(x, group, dim, site)
-
-
-def split_to(x: torch.Tensor, group: Group, *, dim: int, site: str) -> torch.Tensor:
-    """Keep this rank's slice of a replicated ``x`` along ``dim``; backward gathers the slices' gradients.
-
-    Raises ValueError where ``dim`` does not divide by the group's size.
-    """
-    return x if group.size == 1 else _SplitTo.apply(x, group, dim, site)
 
 
 def gather_from(x: torch.Tensor, group: Group, *, dim: int, site: str) -> torch.Tensor:
@@ -126,19 +117,6 @@ class _ReduceScatterTo(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, site: str) -> torch.Tensor:
         ctx.group, ctx.dim, ctx.site = group, dim, site
         return collectives.reduce_scatter(x, group, dim=dim, site=site)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return collectives.all_gather(grad, ctx.group, dim=ctx.dim, site=ctx.site + ".grad"), None, None, None
-
-
-class _SplitTo(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, site: str) -> torch.Tensor:
-        ctx.group, ctx.dim, ctx.site = group, dim, site
-        collectives.check_divides(x.shape, dim, group, site)
-        return collectives.local_slice(x, group, dim)
 
     @staticmethod
     @once_differentiable

@@ -313,12 +313,6 @@ def link_of(machines: Sequence[str]) -> str:
     return "node" if len(set(machines)) == 1 else "network"
 
 
-def forget(group: Group) -> None:
-    """Have the ranks of ``group`` agree again at their next choice: after a new profile was written, and in tests."""
-    for key in [key for key in _agreed if key[0] == id(group.pg)]:
-        del _agreed[key]
-
-
 # --- decisions --------------------------------------------------------------------------------------------------------
 
 

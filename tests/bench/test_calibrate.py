@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_case import forget
 
 from shardfuse.bench import calibrate, calibrate_meter
 from shardfuse.bench.calibrate import Options, only_writer
@@ -325,7 +326,7 @@ def _chosen(rank: int, world: int, path: str) -> tuple[str, str]:
         dist.barrier()  # both have read it
         if rank == 0:
             Path(path).write_text(json.dumps(content))
-        policy.forget(group)
+        forget(group)
         measured = policy.select(GATHER, group, **shape, **like)
     return dry.reason, f"{measured.kind} in {measured.pieces}, {measured.reason}"
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from train_case import settings
-from wire import omit
+from wire import omit, sites_seen
 
 from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.mesh import init_mesh
@@ -31,7 +31,7 @@ def _first_steps(rank: int, world: int, run: RunSettings, omitted: list[str | No
         collectives.reset_counts()
         with omit(site) if site else contextlib.nullcontext():
             losses = [float(trainer.train_step().loss) for _ in range(STEPS)]
-        found[site] = losses, collectives.sites_seen()
+        found[site] = losses, sites_seen()
         trainer.close()
     return found
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from wire import omit
+from wire import omit, sites_seen
 
 from shardfuse.kernels.dev import accuracy
 from shardfuse.kernels.rope import apply_rope
@@ -275,7 +275,7 @@ def _omit_body(rank: int, world: int, style: str, options: dict[str, Any]) -> di
     collectives.reset_counts()
     _step(model)
     found = {}
-    for site in ["", *collectives.sites_seen()]:
+    for site in ["", *sites_seen()]:
         with omit(site) if site else contextlib.nullcontext():
             verdicts = _verdicts(model, _step(model), style)
         found[site] = [name for name, verdict in verdicts.items() if not verdict.ok]

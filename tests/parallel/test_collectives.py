@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from wire import omit
+from wire import omit, sites_seen
 
 from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.mesh import SINGLE, Group, tp_group
@@ -177,7 +177,7 @@ def _counts(rank: int, world: int) -> tuple[dict[Any, int], dict[Any, int], list
     for _ in range(2):
         collectives.all_reduce(x, group, site="out")
     collectives.all_gather(x, group, site="in")
-    return dict(collectives.calls), dict(collectives.payload), collectives.sites_seen()
+    return dict(collectives.calls), dict(collectives.payload), sites_seen()
 
 
 @pytest.mark.ranks

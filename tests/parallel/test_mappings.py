@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
+from wire import sites_seen
 
 from shardfuse.parallel.core import collectives, mappings
 from shardfuse.parallel.core.mesh import SINGLE, Group, tp_group
@@ -74,8 +75,6 @@ def _check_table(rank: int, world: int) -> None:
         run_backward(mappings.all_gather_from, own.shape, mine, scattered, dim=dim)
         run(mappings.reduce_scatter_to, mine, scattered, dim=dim)
         run_backward(mappings.reduce_scatter_to, gathered.shape, mine, gathered, dim=dim)
-        run(mappings.split_to, mine, own, dim=dim)
-        run_backward(mappings.split_to, gathered.shape, mine, gathered, dim=dim)
         run(mappings.gather_from, mine, gathered, dim=dim)
         run_backward(mappings.gather_from, own.shape, mine, own, dim=dim)
 
@@ -107,7 +106,7 @@ def _gathered_and_split(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, group
     """The hidden layer gathered, used whole by every rank, and split again."""
     hidden = (mappings.copy_to(x, group, site="in") @ a).square()
     hidden = mappings.gather_from(hidden, group, dim=-1, site="gather")
-    hidden = mappings.split_to(hidden, group, dim=-1, site="split")
+    hidden = _shard(mappings.copy_to(hidden, group, site="split"), group, -1)
     return mappings.reduce_from(hidden @ b, group, site="out")
 
 
@@ -193,7 +192,7 @@ def _check_sites(rank: int, world: int) -> list[list[str]]:
         x, a, b = _integers(0, 4 if split_tokens else 8, 5), _integers(1, 5, 3), _integers(2, 3, 2)
         network(x.requires_grad_(), a.requires_grad_(), b, group).sum().backward()
         assert set(collectives.calls.values()) == {1}
-        seen.append(collectives.sites_seen())
+        seen.append(sites_seen())
     return seen
 
 
@@ -210,18 +209,17 @@ def test_each_collective_has_a_site_of_its_own(ranks: Any) -> None:
 def _check_uneven(rank: int, world: int) -> list[str]:
     group = tp_group(dist.group.WORLD)
     messages = []
-    for function in (mappings.split_to, mappings.reduce_scatter_to):
-        try:
-            function(torch.zeros(2, 5), group, dim=1, site="tokens")
-        except ValueError as error:
-            messages.append(str(error))
+    try:
+        mappings.reduce_scatter_to(torch.zeros(2, 5), group, dim=1, site="tokens")
+    except ValueError as error:
+        messages.append(str(error))
     return messages
 
 
 @pytest.mark.ranks
 def test_uneven_splits_are_refused(ranks: Any) -> None:
     for messages in ranks(2, _check_uneven):
-        assert len(messages) == 2
+        assert len(messages) == 1
         assert all("tokens: dimension 1 of a tensor of shape [2, 5] does not divide" in text for text in messages)
 
 
@@ -270,7 +268,6 @@ def test_a_group_of_one_is_the_identity() -> None:
     for function in (
         mappings.all_gather_from,
         mappings.reduce_scatter_to,
-        mappings.split_to,
         mappings.gather_from,
     ):
         assert function(x, SINGLE, dim=1, site="a") is x

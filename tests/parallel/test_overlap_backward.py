@@ -31,7 +31,7 @@ from products import NAMES, PARAM_GRADS, around
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
-from wire import omit
+from wire import omit, sites_seen
 
 from shardfuse.kernels.linear import functional
 from shardfuse.parallel.core import collectives
@@ -143,7 +143,7 @@ def _split_body(rank: int, world: int, kind: str, sequence_parallel: bool) -> No
         collectives.reset_counts()
         with _products() as counts:
             _, groups = stage_backward_input([y], [dy], [leaves["x"]], iter(params))
-        ran.append((+counts, set(collectives.sites_seen())))
+        ran.append((+counts, set(sites_seen())))
         with _products() as counts:
             stage_backward_weight(iter(params), groups)
         ran.append((+counts, {site for _, site in collectives.calls} - ran[0][1]))
@@ -190,7 +190,7 @@ def _one_by_one_body(rank: int, world: int, kind: str) -> None:
         for name in reversed(leaves):
             (grad,) = torch.autograd.grad(y, leaves[name], dy, retain_graph=True)
             assert close(grad, expected[name]), (options, name)
-        assert collectives.sites_seen() == ["mlp.in.again", "mlp.in.grad", "mlp.out.grad"]
+        assert sites_seen() == ["mlp.in.again", "mlp.in.grad", "mlp.out.grad"]
         assert set(collectives.calls.values()) == {1}
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_case import CPU, MODEL, WHERE, call_of, choose_pure, profile_of, row_of
+from policy_case import CPU, MODEL, WHERE, call_of, choose_pure, forget, profile_of, row_of
 from torch.autograd import forward_ad
 
 from shardfuse.kernels.runtime import autograd
@@ -353,7 +353,7 @@ def _forgotten(rank: int, world: int, folder: str) -> tuple[str, str]:
     group = tp_group(dist.group.WORLD)
     before = policy.select(GATHER, group, **SHAPE).kind
     with _named(_text(profile_of(row_of())), Path(folder, str(rank))):
-        policy.forget(group)
+        forget(group)
         return before, policy.select(GATHER, group, **SHAPE).kind
 
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from shardfuse.parallel.overlap import link_profile
+from shardfuse.parallel.core.mesh import Group
+from shardfuse.parallel.overlap import link_profile, policy
 from shardfuse.parallel.overlap.link_model import GATHER, Call
 from shardfuse.parallel.overlap.link_profile import Link, Profile, Row, bucket
 from shardfuse.parallel.overlap.plan import OverlapPlan, pure_selection
@@ -34,3 +35,9 @@ def choose_pure(profile: Profile | None, call: Call | None = None, **more: Any) 
 
 LINK = Link(start_s=0.0, alpha_s=1.0, bytes_per_s=4.0)
 MODEL = profile_of(links={"node": dict.fromkeys(link_profile.COLLECTIVES.values(), LINK)}, gemm_flops={"fp32": 2.0})
+
+
+def forget(group: Group) -> None:
+    """Have the ranks of ``group`` agree again at their next choice."""
+    for key in [key for key in policy._agreed if key[0] == id(group.pg)]:
+        del policy._agreed[key]

@@ -141,3 +141,8 @@ def omit(site: str) -> Iterator[None]:
             patch.setattr(module, "count", count)
         unless(pieces, "_Swap", _Stays)
         yield
+
+
+def sites_seen() -> list[str]:
+    """The sites at which a collective ran since the last ``collectives.reset_counts()``."""
+    return sorted({site for _, site in collectives.calls})
