@@ -8,29 +8,12 @@ before the next, because each is waiting for the first.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ..runtime import device
 from ..runtime.signals import Signals, raise_flags, rows_of
-
-
-@dataclass(frozen=True)
-class Faults:
-    """What a test does to this rank's pushes (CPU only).
-
-    ``before`` is waited for, beside the product, before any rows go to others; pieces ``drop`` (peer, piece) never do.
-    """
-
-    before: Callable[[], object] | None = None
-    drop: frozenset[tuple[int, int]] = frozenset()
-
-
-faults: Faults | None = None
 
 
 def pieces_for(rows: int) -> int:
@@ -45,14 +28,8 @@ def start_push(x: torch.Tensor, peers: list[torch.Tensor], signals: Signals, pie
     """
     if x.is_cuda:
         return _push_by_engine(x, peers, signals, pieces)
-    if faults is None or faults.before is None:
-        _push(x, peers, signals, pieces)
-        return lambda: None
-    own, *others = order(signals.rank, len(peers))
-    _push(x, peers, signals, pieces, to=[own])
-    late = threading.Thread(target=_push_late, args=(faults.before, x, peers, signals, pieces, others))
-    late.start()
-    return late.join
+    _push(x, peers, signals, pieces)
+    return lambda: None
 
 
 def wait_for_rows(signals: Signals, pieces: int) -> None:
@@ -71,11 +48,6 @@ def wait_for_rows(signals: Signals, pieces: int) -> None:
         "CLOCK": clock_of(device.architecture(pad.device)),
     }
     device.launch(_wait_kernel, (1,), arguments, num_warps=1, num_stages=1, on=pad, config="wait")
-
-
-def _push_late(before: Callable[[], object], *push: Any) -> None:
-    before()
-    _push(*push)
 
 
 def _push_by_engine(x: torch.Tensor, peers: list[torch.Tensor], signals: Signals, pieces: int) -> Callable[[], None]:
@@ -105,8 +77,6 @@ def _push(
     for number in range(pieces):
         start, stop = (min(first + count * piece, last) for count in (number, number + 1))
         for peer in order(rank, size) if to is None else to:
-            if faults is not None and (peer, number) in faults.drop:
-                continue
             if stop > start:
                 peers[peer][start:stop].copy_(x[start - first : stop - first], non_blocking=True)
             raise_flags(signals, 0, number, [peer])

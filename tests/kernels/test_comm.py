@@ -6,7 +6,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -234,13 +234,32 @@ def test_exchanges_of_two_channels_may_overlap(ranks: Any):
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _faults(**faults: Any) -> Iterator[None]:
-    transport.faults = transport.Faults(**faults)
-    try:
-        yield
-    finally:
-        transport.faults = None
+def _never_arrives(patch: pytest.MonkeyPatch, peer: int, piece: int) -> None:
+    """``peer`` is never told of one piece of this rank's rows."""
+
+    def raised(signals: Any, phase: int, chunk: int, to: Any) -> None:
+        raise_flags(signals, phase, chunk, [other for other in to if (other, chunk) != (peer, piece)])
+
+    patch.setattr(transport, "raise_flags", raised)
+
+
+def _pushes_late(patch: pytest.MonkeyPatch, before: Callable[[], object]) -> None:
+    """A thread waits for ``before``, beside the product, and only then pushes rows to other ranks."""
+
+    def start_push(*push: Any) -> Callable[[], None]:
+        _, peers, signals, _ = push
+        own, *others = transport.order(signals.rank, len(peers))
+        transport._push(*push, to=[own])
+
+        def push_late() -> None:
+            before()
+            transport._push(*push, to=others)
+
+        late = threading.Thread(target=push_late)
+        late.start()
+        return late.join
+
+    patch.setattr(transport, "start_push", start_push)
 
 
 def _dropped_body(rank: int, world: int) -> str:
@@ -251,10 +270,11 @@ def _dropped_body(rank: int, world: int) -> str:
         peers, signals = channel.begin((20, 32), torch.float32)
         first, last = rows_of(rank, world, 20)
         arguments = {"peers": peers, "signals": signals, "pieces": 3, "impl": "triton"}
-        drop = frozenset({(0, 1)}) if rank == 1 else frozenset()
         dist.barrier()
         try:
-            with _faults(drop=drop):
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 1:
+                    _never_arrives(patch, peer=0, piece=1)
                 all_gather_linear(_drawn(1, last - first, 32), _drawn(2, 24, 32), **arguments)
             return "done"
         except ExchangeTimeout as error:
@@ -325,7 +345,8 @@ def _own_rows_first_body(rank: int, world: int) -> int:
         return clock()
 
     looked.__triton_builtin__ = True  # type: ignore[attr-defined]
-    with _closing(_pool()) as pool, _faults(before=lambda: spinning.wait(60.0)):
+    with _closing(_pool()) as pool, pytest.MonkeyPatch.context() as patch:
+        _pushes_late(patch, lambda: spinning.wait(60.0))
         channel = pool.channel("gather", T * K * 4)
         peers, signals = channel.begin((T, K), torch.float32)
         signals_triton._host_clock = looked
