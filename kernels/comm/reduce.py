@@ -56,7 +56,7 @@ def _plan(call: _Call) -> device.Prepared:
     return device.Prepared(kernels._reduce_kernel, rest, num_warps=config.num_warps, num_stages=1, config=config)
 
 
-def all_reduce_norm(
+def all_reduce_rmsnorm(
     x: torch.Tensor,
     peers: Peers,
     signals: Signals,

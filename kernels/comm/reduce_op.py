@@ -72,7 +72,7 @@ def all_reduce_rmsnorm(
         return y, s
     from . import reduce  # Triton, only when a kernel runs
 
-    y, s = reduce.all_reduce_norm(
+    y, s = reduce.all_reduce_rmsnorm(
         x, peers, signals, bias=bias, residual=residual, norm=norm, shots=shots, programs=programs
     )
     if x.is_cpu:

@@ -182,7 +182,7 @@ def gated_linear_fwd(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     activation: str,
-    save_preacts: bool,
+    save_preact: bool,
     arriving: Gathered | None = None,
 ) -> list[torch.Tensor]:
     """h = act(g) * u in one launch, and g = x @ W_g^T + b_g, u = x @ W_u^T + b_u if they are to be saved.
@@ -190,7 +190,7 @@ def gated_linear_fwd(
     x [T, D], W_g and W_u [F, D], biases [F] or None -> h, g, u [T, F].
     """
     _check_sizes(x, weights)
-    outs = [alloc.empty((x.shape[0], weights[0].shape[0]), x.dtype, x.device) for _ in range(3 if save_preacts else 1)]
+    outs = [alloc.empty((x.shape[0], weights[0].shape[0]), x.dtype, x.device) for _ in range(3 if save_preact else 1)]
     run_gemm(
         "nt",
         (x, x),

@@ -108,12 +108,12 @@ def gated_linear_fwd(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     activation: str,
-    save_preacts: bool,
+    save_preact: bool,
 ) -> list[torch.Tensor]:
-    """h = act(g) * u, then with ``save_preacts`` g and u."""
+    """h = act(g) * u, then with ``save_preact`` g and u."""
     g, u = (F.linear(x, w, b) for w, b in zip(weights, biases))
     h = apply_activation(g, activation) * u
-    return [h, g, u] if save_preacts else [h]
+    return [h, g, u] if save_preact else [h]
 
 
 def linear_dgrad(dzs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -19,8 +19,8 @@ def _fwd_fake(x: Any, weights: Any, biases: Any, residual: Any, activation: str,
     return [x.new_empty((x.shape[0], w.shape[0])) for _ in range(2 if save_preact else 1) for w in weights]
 
 
-def _gated_fake(x: Any, weights: Any, biases: Any, activation: str, save_preacts: bool) -> Any:
-    return [x.new_empty((x.shape[0], weights[0].shape[0])) for _ in range(3 if save_preacts else 1)]
+def _gated_fake(x: Any, weights: Any, biases: Any, activation: str, save_preact: bool) -> Any:
+    return [x.new_empty((x.shape[0], weights[0].shape[0])) for _ in range(3 if save_preact else 1)]
 
 
 def _dgrad_fake(dzs: Any, weights: Any) -> torch.Tensor:
@@ -59,7 +59,7 @@ linear_act_fwd = library.register(
     _fwd_fake,
 )
 gated_linear_fwd = library.register(
-    "gated_linear_fwd(Tensor x, Tensor[] weights, Tensor?[] biases, str activation, bool save_preacts) -> Tensor[]",
+    "gated_linear_fwd(Tensor x, Tensor[] weights, Tensor?[] biases, str activation, bool save_preact) -> Tensor[]",
     LAUNCH,
     _gated_fake,
 )

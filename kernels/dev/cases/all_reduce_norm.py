@@ -129,7 +129,7 @@ def _launch(case: Case, arch: str, device_counted: bool) -> None:
     shape = slot_shape(T, D, R, options["shots"], flagged_programs(arch))
     slot = make(*((2, *shape) if device_counted else shape))
     norm = norm._replace(centred=False)
-    reduce.all_reduce_norm(make(T, D), [slot] * R, signals, norm=norm, shots=options["shots"], **more)
+    reduce.all_reduce_rmsnorm(make(T, D), [slot] * R, signals, norm=norm, shots=options["shots"], **more)
 
 
 def _builds(target: str) -> Iterator[Build]:
