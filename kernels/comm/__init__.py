@@ -7,6 +7,7 @@ from .op import (
     linear_all_reduce,
     linear_reduce_scatter,
     reduce_scatter_shape,
+    scatter_sum,
 )
 from .reduce_config import Norm
 from .reduce_op import all_reduce_rmsnorm, all_reduce_rmsnorm_shape
@@ -21,4 +22,5 @@ __all__ = [
     "linear_all_reduce",
     "linear_reduce_scatter",
     "reduce_scatter_shape",
+    "scatter_sum",
 ]

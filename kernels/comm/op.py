@@ -3,8 +3,12 @@
 R ranks share T tokens: rank r owns rows [r * per, (r + 1) * per) of them, per = ceil(T / R), and the last ranks may own
 fewer or none. ``peers`` and ``signals`` are two halves of one exchange over symmetric memory, which
 ``SymmetricMemoryPool.channel(...).begin(...)`` makes (``parallel/overlap/memory/pool.py``); every rank calls the same
-op, in the same order. Layers differentiate through ``parallel/overlap/strategies.py``, which puts the same pieces into
-autograd functions.
+op, in the same order.
+
+Layers do not call the ops. They take the same steps, :func:`compute_gathered` and :func:`scatter_sum`, through the
+strategies (``parallel/overlap/strategies.py``) of the autograd functions in ``parallel/linear.py`` and
+``parallel/mlp.py``. An op takes these steps for one rank, on the peers and signals that it is given. So the kernel
+tests and the benchmark also run virtual ranks, which have no process group.
 
 All-gather and product in one kernel: Jangda et al., "Breaking the computation and communication abstraction barrier"
 (CoCoNet, ASPLOS 2022); with tiles that wait for flags: Chang et al., "FLUX" (arXiv:2406.06858), section 4.
@@ -12,7 +16,8 @@ All-gather and product in one kernel: Jangda et al., "Breaking the computation a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -174,6 +179,31 @@ def compute_gathered(product: Product, peers: Peers, signals: Signals, pieces: i
     return ys
 
 
+def scatter_sum(
+    product: Product,
+    peers: Peers,
+    signals: Signals,
+    *,
+    bias: Optional = None,
+    residual: Optional = None,
+    norm: Norm | None = None,
+    gather: bool,
+) -> Callable[[], list[torch.Tensor]]:
+    """Send ``product``, this rank's addend [T, N], to the owners of its rows; what is returned, called once, waits for
+    all ranks' and adds them up (``reduce.reduce_scattered``): the step that layers share with the two other ops.
+    """
+    from . import reduce  # Triton, only when a kernel runs
+
+    if product.tokens:
+        product.send(Scattered(peers, signals))
+    else:  # no tile raises a flag, and all ranks have to hear of each other
+        raise_flags(signals, 0, 0, range(len(peers)))
+    sizes = product.tokens, product.width, product.rows[0].dtype
+    return partial(
+        reduce.reduce_scattered, peers, signals, *sizes, bias=bias, residual=residual, norm=norm, gather=gather
+    )
+
+
 def _send_and_add(
     op: str,
     x: torch.Tensor,
@@ -200,15 +230,8 @@ def _send_and_add(
         found = _reference_sum(x, weight, peers, signals, gather)
         outs = reduce_reference.finish(found, bias, residual, norm, x.dtype)
     else:
-        from . import reduce  # Triton, only when a kernel runs
-
-        if tokens:
-            Product.linear_act(x, [weight], [None], "identity", choice).send(Scattered(peers, signals))
-        else:  # no tile raises a flag, and all ranks have to hear of each other
-            raise_flags(signals, 0, 0, range(ranks))
-        outs = reduce.reduce_scattered(
-            *(peers, signals, tokens, width, x.dtype), bias=bias, residual=residual, norm=norm, gather=gather
-        )
+        product = Product.linear_act(x, [weight], [None], "identity", choice)
+        outs = scatter_sum(product, peers, signals, bias=bias, residual=residual, norm=norm, gather=gather)()
         _raise_if_late(op, x, signals)
     return outs[0] if norm is None else (outs[0], outs[1])
 

@@ -33,10 +33,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ...kernels.comm import all_reduce_shape, compute_gathered, reduce_scatter_shape, transport
+from ...kernels.comm import all_reduce_shape, compute_gathered, reduce_scatter_shape, scatter_sum, transport
 from ...kernels.linear import Product
 from ...kernels.runtime import alloc
-from ...kernels.runtime.signals import ExchangeTimeout, Scattered
+from ...kernels.runtime.signals import ExchangeTimeout
 from ..core import collectives
 from ..core.mesh import Group
 from ..core.pieces import GatherPieces, ReducePieces, ScatterPieces
@@ -238,22 +238,20 @@ class InKernel:
         return self._sum("all_reduce", product, bias, site)
 
     def _sum(self, kind: str, product: Product, bias: torch.Tensor | None, site: str) -> Pending:
-        from ...kernels.comm import reduce  # Triton, only when a kernel runs
-
         tokens, width, like = product.tokens, product.width, product.rows[0]
         everywhere = kind == "all_reduce"
         collectives.count(kind, tokens * width * like.element_size(), site)
         shape = (all_reduce_shape if everywhere else reduce_scatter_shape)(tokens, width, self.group.size)
         channel, peers, signals = self._begin(REDUCE, shape, like, site)
         try:
-            product.send(Scattered(peers, signals))
+            add_up = scatter_sum(product, peers, signals, bias=bias, gather=everywhere)
         except Exception:
             channel.abandon()
             raise
 
         def finish() -> torch.Tensor:
             try:
-                (y,) = reduce.reduce_scattered(peers, signals, tokens, width, like.dtype, bias=bias, gather=everywhere)
+                (y,) = add_up()
             except Exception:
                 channel.abandon()
                 raise
