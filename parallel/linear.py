@@ -33,7 +33,7 @@ from ..kernels.linear import Product, functional, linear_act
 from ..kernels.runtime import autograd
 from ..kernels.runtime.dispatch import Choice
 from .core import collectives, mappings
-from .core.operands import Params, autocast, close_grads, open_params
+from .core.operands import Params, close_grads, open_params
 from .core.options import TPOptions
 from .core.sharding import local_tensors
 from .overlap.policy import check_compiled, column_overlap, row_overlap
@@ -102,7 +102,7 @@ class AllGatherLinear(torch.autograd.Function):
         n = len(params) // 2
         plain = open_params(ctx, x_shard, params, options.fuse_wgrad_accumulation and options.grad)
         dtype, choice = functional.prepare(x_shard, plain[:n], plain[n:], activation, options.impl)
-        x_shard, *operands = autocast((x_shard, *plain), dtype)
+        x_shard, *operands = functional.cast((x_shard, *plain), [dtype] * (1 + len(plain)))
         weights, biases = operands[:n], operands[n:]
         overlap = column_overlap(options, x_shard, weights)
 
@@ -180,7 +180,7 @@ class LinearReduceScatter(torch.autograd.Function):
     def forward(ctx: Any, options: TPOptions, x_shard: torch.Tensor, *params: Any) -> torch.Tensor:
         plain = open_params(ctx, x_shard, params, options.fuse_wgrad_accumulation and options.grad)
         dtype, choice = functional.prepare(x_shard, plain[:1], plain[1:], "identity", options.impl)
-        x_shard, weight, bias = autocast((x_shard, *plain), dtype)
+        x_shard, weight, bias = functional.cast((x_shard, *plain), [dtype] * (1 + len(plain)))
         overlap = row_overlap(options, x_shard, weight)
 
         rows = functional.as_rows(x_shard)

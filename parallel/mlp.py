@@ -30,7 +30,7 @@ from ..kernels.linear import Product, apply_activation, functional
 from ..kernels.runtime import autograd
 from ..kernels.runtime.dispatch import Choice
 from .core import collectives
-from .core.operands import Params, autocast, close_grads, open_params
+from .core.operands import Params, close_grads, open_params
 from .core.options import TPOptions
 from .linear import shaped, sum_input_grad
 from .overlap.policy import LayerOverlap, column_overlap, row_overlap
@@ -133,8 +133,8 @@ class ParallelMLPFunction(torch.autograd.Function):
         dtype, first_choice = functional.prepare(
             x_shard, plain[:n], plain[n : 2 * n], call.activation, options.impl, op=op
         )
-        x_shard, *operands = autocast((x_shard, *plain), dtype)
-        weights, biases, (out_weight, out_bias) = operands[:n], operands[n : 2 * n], operands[2 * n :]
+        x_shard, *operands = functional.cast((x_shard, *plain[: 2 * n]), [dtype] * (1 + 2 * n))
+        weights, biases, (out_weight, out_bias) = operands[:n], operands[n:], plain[2 * n :]
 
         # What backward will read: the first layer's input x, the hidden h, and whatever gives the dzs from dy.
         _, _, need_x, *need = [needed and options.grad for needed in ctx.needs_input_grad]
@@ -153,6 +153,7 @@ class ParallelMLPFunction(torch.autograd.Function):
             (h, *zs), x = product.compute(), rows
 
         _, second_choice = functional.prepare(h, [out_weight], [out_bias], "identity", options.impl)
+        out_weight, out_bias = functional.cast((out_weight, out_bias), [dtype, dtype])
         out_overlap = row_overlap(options, h, out_weight)
         if alone:  # the epilogue adds bias and residual
             if residual is not None:

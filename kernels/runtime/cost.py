@@ -81,11 +81,6 @@ class Cost:
     peak_share: float  # of the chip's dense peak in this precision
     bound: str  # "math", "memory", "latency" (too few bytes in flight to use the memory), "L2"
 
-    @property
-    def intensity(self) -> float:
-        """FLOPs per byte of device memory: the roofline's horizontal axis."""
-        return self.flops / self.bytes
-
 
 def predict(chip: Chip, gemm: Gemm, config: GemmConfig, *, programs_per_sm: int = 1) -> Cost:
     """The model's figures for ``gemm`` with ``config``; every size at least 1.

@@ -30,8 +30,3 @@ def close_grads(ctx: Any, dx: torch.Tensor | None, grads: Params) -> tuple[Any, 
     """The return value of backward: gradients in the dtype and layout of x and the parameters."""
     dx, *grads = cast((dx, *grads), ctx.dtypes)
     return dx, *wrap_grads(grads, ctx.specs)
-
-
-def autocast(tensors: Params, dtype: torch.dtype) -> Params:
-    """``tensors`` as autocast would cast them; without autocast a mixture of dtypes stays, and is refused later."""
-    return cast(tensors, [dtype] * len(tensors)) if torch.is_autocast_enabled(tensors[0].device.type) else tensors

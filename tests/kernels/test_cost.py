@@ -43,7 +43,7 @@ def test_a_large_square_product_by_hand():
     assert found.efficiency == 2048 / (16 * 132)
     assert found.math_us == pytest.approx(2 * 8192**3 / 989e12 * 1e6 / found.efficiency)
     assert found.memory_us == pytest.approx(402.653184 * MB / 3.35e12 * 1e6)
-    assert found.intensity == pytest.approx(2 * 8192 / 6)
+    assert found.flops / found.bytes == pytest.approx(2 * 8192 / 6)
     # A 128 x 256 tile takes 384 x 2 bytes for every 2 x 128 x 256 operations.
     assert found.shared_us == pytest.approx(found.shared_bytes / 9.4e12 * 1e6)
     assert found.epilogue_us == pytest.approx(132 * 128 * 256 * 2 / 3.35e12 * 1e6)
@@ -58,7 +58,7 @@ def test_one_token_streams_the_weights():
     assert found.bytes == weights + 2 * 4096 + 2 * 14336
     assert found.bound == "memory"
     assert found.time_us == pytest.approx(found.bytes / 3.35e12 * 1e6, rel=0.1)
-    assert found.intensity == pytest.approx(1, rel=1e-3)  # two operations for every weight of two bytes
+    assert found.flops / found.bytes == pytest.approx(1, rel=1e-3)  # two operations for every weight of two bytes
 
 
 def test_few_tiles_cannot_pull_the_whole_bandwidth_and_splitting_helps():
