@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_plan import make_plan_on_host
 
 from shardfuse.kernels.paged_attention import launch, paged_attention, plan_attention
 from shardfuse.kernels.paged_attention.config import Problem
 from shardfuse.kernels.paged_attention.options import AttentionOptions
-from shardfuse.kernels.paged_attention.plan import IDLE, ITEM, MERGE, WHOLE, Section, make_plan_on_host, sections
+from shardfuse.kernels.paged_attention.plan import IDLE, ITEM, MERGE, WHOLE, Section, sections
 from shardfuse.kernels.runtime import dispatch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
