@@ -146,7 +146,7 @@ def _run(
         own.element_size(),
         gather,
         programs,
-        tuple([None if t is None else (t.dtype, not t.data_ptr() & 15) for t in tensors]),
+        device.kinds_of(tensors),
         device_counted,
         norm.eps,
         norm.weight_offset,

@@ -11,6 +11,7 @@ import triton
 
 from ..rope.config import NUM_WARPS, pick_config
 from ..runtime import alloc, device
+from ..runtime.chips import converts_e4m3
 from ..runtime.dtypes import LARGEST
 from . import triton as kernels
 from .reference import Scale
@@ -18,11 +19,6 @@ from .reference import Scale
 _COPY_BYTES = 16384  # twice a tile's: a copy holds nothing but what it moves
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by width
 _OF_FP8 = torch.uint8  # in place of it: not every chip's compiler knows the type
-
-
-def native_fp8(arch: str) -> bool:
-    """Whether Triton converts fp32 to float8_e4m3fn on this chip. (The interpreter's conversion rounds wrongly.)"""
-    return arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 89
 
 
 def write_kv_(
@@ -105,7 +101,7 @@ def _write(
         kv_cache, v_cache = kv_cache.view(_OF_FP8), None if v_cache is None else v_cache.view(_OF_FP8)
     if cos is not None and sin is not None and (cos.stride() != sin.stride() or cos.stride(-1) != 1):
         cos, sin = cos.contiguous(), sin.contiguous()
-    q, k, v = None if q is None else _dense_rows(q), _dense_rows(k), _dense_rows(v)
+    q, k, v = None if q is None else device.dense_rows(q), device.dense_rows(k), device.dense_rows(v)
     scales = [given if written is None else written for given, written in (k_scale, v_scale)]
     tensors = (
         q, k, v, q_out,
@@ -125,7 +121,7 @@ def _write(
         largest,
         (k_scale.written is not None, v_scale.written is not None),
         k.dtype.itemsize,
-        tuple([None if x is None else (x.dtype, not x.data_ptr() & 15) for x in tensors]),
+        device.kinds_of(tensors),
         tuple([(0, 0, 0) if x is None else x.stride() for x in (*tensors[:6], k_scale.written, v_scale.written)]),
         0 if cos is None else cos.stride(0),
     )
@@ -166,7 +162,7 @@ def _plan(call: _Call) -> tuple[device.Prepared, int]:
             "LARGEST": call.largest,
             "WRITE_K_SCALE": call.written[0],
             "WRITE_V_SCALE": call.written[1],
-            "NATIVE_FP8": native_fp8(call.arch),
+            "NATIVE_FP8": converts_e4m3(call.arch),
             "EMULATE": call.arch == device.INTERPRETER,
             "BLOCK_TQ": config.block_tq,
             "BLOCK_N": config.block_n,
@@ -182,11 +178,6 @@ def _plan(call: _Call) -> tuple[device.Prepared, int]:
     )
     q_tiles = triton.cdiv(T, config.block_tq) * triton.cdiv(N, config.block_n)
     return kernel, q_tiles + 2 * triton.cdiv(T, config.block_tk) * triton.cdiv(K, config.block_k)
-
-
-def _dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """``x``, copied only where its last dimension is strided; the kernel takes every other stride."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------- copies

@@ -12,7 +12,7 @@ from ..runtime import alloc, device, dispatch
 from ..runtime.signals import Gathered, Remote, Scattered
 from . import triton as kernels
 from .config import forced_config
-from .plan import Call, extent_of, fits_tma, kinds_of, plan_launch
+from .plan import Call, extent_of, fits_tma, plan_launch
 
 Matrices = tuple[torch.Tensor, ...]
 Optional = tuple["torch.Tensor | None", ...]
@@ -76,13 +76,13 @@ def run_gemm(
         tuple([extent_of(t) for t in b]),
         tuple([extent_of(t) for t in outs]),
         (
-            kinds_of(a),
-            kinds_of(b),
-            kinds_of(biases),
-            kinds_of(scales),
-            kinds_of(sources[0]) if sources else None,
-            tuple([kinds_of(target) for target in targets]),
-            kinds_of(row_sums),
+            device.kinds_of(a),
+            device.kinds_of(b),
+            device.kinds_of(biases),
+            device.kinds_of(scales),
+            device.kinds_of(sources[0]) if sources else None,
+            tuple([device.kinds_of(target) for target in targets]),
+            device.kinds_of(row_sums),
         ),
         "" if scales is None else "row" if any(scale.numel() > 1 for scale in scales) else "tensor",
         a[0].dtype is torch.float32 and device.allow_tf32(),

@@ -37,13 +37,6 @@ def fits_tma(extent: Extent, itemsize: int) -> bool:
     return rows > 0 and cols > 0 and (step == 1 or cols == 1) and pitch >= cols and pitch * itemsize % 16 == 0
 
 
-def kinds_of(tensors: Optional | None) -> Any:
-    """What Triton specialises a kernel on, but for sizes: (dtype, aligned) in place of each tensor."""
-    if tensors is None:
-        return None
-    return tuple([None if t is None else (t.dtype, not t.data_ptr() & 15) for t in tensors])
-
-
 class Call(NamedTuple):
     """What the arguments of a launch depend on, but for addresses."""
 

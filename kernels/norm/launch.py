@@ -33,19 +33,9 @@ class _Dropping(NamedTuple):
         }
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x [T, D], in rows that are contiguous each."""
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
 def _pitch(x: Optional) -> int:
     """The distance of rows, in elements. A single row may claim any."""
     return 0 if x is None else x.stride(0) if x.shape[0] > 1 else x.shape[1]
-
-
-def _kinds(*tensors: Optional) -> tuple[Any, ...]:
-    """What Triton specialises a kernel on: (dtype, aligned) in place of each tensor."""
-    return tuple([None if t is None else (t.dtype, not t.data_ptr() & 15) for t in tensors])
 
 
 def _align(*pitches: int) -> int:
@@ -105,7 +95,7 @@ def norm_fwd(
     """
     T, D = x.shape
     where = x.device
-    x, residual = _rows(x), None if residual is None else _rows(residual)
+    x, residual = device.dense_rows(x), None if residual is None else device.dense_rows(residual)
     weight, bias = (t if t is None else t.contiguous() for t in (weight, bias))
     y = alloc.empty((T, D), dtype, where)
     rstd = alloc.empty((T,), torch.float32, where)
@@ -120,7 +110,7 @@ def norm_fwd(
             T,
             D,
             (_pitch(x), _pitch(residual)),
-            _kinds(*tensors),
+            device.kinds_of(tensors),
             eps,
             weight_offset,
             _Dropping(p, stream, row_start),
@@ -161,7 +151,7 @@ def norm_bwd(
     some_input = any(t is not None for t in inputs)
     sums = sum(t is not None for t in params)
     if s.numel():
-        dy, ds, s = _rows(dy), None if ds is None else _rows(ds), _rows(s)
+        dy, ds, s = device.dense_rows(dy), None if ds is None else device.dense_rows(ds), device.dense_rows(s)
         itemsize = max(t.element_size() for t in (dy, ds, s) if t is not None)
         together = some_input and configs.sums_fit(device.architecture(where), D, itemsize, sums)
         parts: Grads = [None, None]
@@ -191,8 +181,8 @@ def _input_grads(
         device.program_slots(s.device),
         s.shape,
         (_pitch(dy), _pitch(ds), _pitch(s)),
-        _kinds(*tensors),
-        None if params is None else _kinds(*params),
+        device.kinds_of(tensors),
+        device.kinds_of(params),
         weight_offset,
         dropping,
     )
@@ -211,8 +201,8 @@ def _param_grads(dy: torch.Tensor, s: torch.Tensor, rstd: torch.Tensor, mean: Op
         device.program_slots(s.device),
         s.shape,
         (_pitch(dy), _pitch(s)),
-        _kinds(dy, s, rstd, mean),
-        _kinds(*params),
+        device.kinds_of((dy, s, rstd, mean)),
+        device.kinds_of(params),
     )
     parts = _parts(params, grid[1])
     run.launch(grid, (dy, s, rstd, mean, *parts), on=s)
@@ -226,7 +216,7 @@ def _parts(params: Grads, parts: int) -> Grads:
 def _add_up(parts: Grads, params: Grads) -> None:
     tensors = (*parts, *params)
     some = next(part for part in parts if part is not None)
-    run, grid = _sum_plan(device.architecture(some.device), *some.shape, _kinds(*tensors))
+    run, grid = _sum_plan(device.architecture(some.device), *some.shape, device.kinds_of(tensors))
     run.launch(grid, tensors, on=some)
 
 

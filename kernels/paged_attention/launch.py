@@ -11,6 +11,7 @@ import torch
 import triton
 
 from ..runtime import alloc, device
+from ..runtime.chips import converts_e4m3
 from . import plan_triton
 from . import triton as kernels
 from .config import Problem
@@ -109,10 +110,14 @@ def make_plan(
 def _make_plan(
     problem: Problem, seq_lens: torch.Tensor, query_start_loc: torch.Tensor, prefix_lens: torch.Tensor | None
 ) -> torch.Tensor:
-    lengths = [_dense(query_start_loc), _dense(seq_lens), None if prefix_lens is None else _dense(prefix_lens)]
+    lengths = [
+        device.dense_rows(query_start_loc),
+        device.dense_rows(seq_lens),
+        None if prefix_lens is None else device.dense_rows(prefix_lens),
+    ]
     data = alloc.empty((sections(problem)[-1].end,), torch.int32, seq_lens.device)
     tensors = (data, *lengths)
-    for run in _planning(problem, _kinds(tensors)):
+    for run in _planning(problem, device.kinds_of(tensors)):
         run.launch((problem.seqs + 1, 1, 1), tensors, on=data)
     return data
 
@@ -189,9 +194,9 @@ def paged_attention_fwd(
         plan = _make_plan(problem, seq_lens, query_start_loc, options.prefix_lens)
     else:
         _check_plan(plan_key, problem)
-    q, block_tables = _dense(q), _dense(block_tables)
+    q, block_tables = device.dense_rows(q), device.dense_rows(block_tables)
     k_cache, v_cache = (_stored(cache, problem.arch) for cache in (k_cache, v_cache))
-    tree = None if options.tree_mask is None else _dense(options.tree_mask).view(torch.uint8)
+    tree = None if options.tree_mask is None else device.dense_rows(options.tree_mask).view(torch.uint8)
     sinks, slopes, prefix_lens = (
         x if x is None else x.contiguous() for x in (options.sinks, options.alibi_slopes, options.prefix_lens)
     )
@@ -211,7 +216,7 @@ def paged_attention_fwd(
     # The largest alignment is all that tells the partial results from other tensors, and torch's allocator gives it.
     given = (q, k_cache, v_cache, block_tables, plan, out, lse)
     more = (sinks, slopes, prefix_lens, tree, options.k_scale, options.v_scale)
-    for launched in _launches(problem, layout, _kinds(given + more)):
+    for launched in _launches(problem, layout, device.kinds_of(given + more)):
         parts = None
         if launched.part_size:
             parts = alloc.empty((launched.part_size,), torch.float32, q.device)
@@ -343,16 +348,6 @@ def _scales(strides: tuple[int, ...] | None) -> int:
 
 def _stored(cache: torch.Tensor, arch: str) -> torch.Tensor:
     """The cache as a kernel on ``arch`` can load it: e4m3 as bytes where the chip has no conversion of it."""
-    if cache.dtype != torch.float8_e4m3fn or arch in ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121"):
+    if cache.dtype != torch.float8_e4m3fn or converts_e4m3(arch):
         return cache
     return cache.view(torch.uint8)
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    """``x``, copied only where its last dimension is strided; the kernels take every other stride."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def _kinds(tensors: tuple[torch.Tensor | None, ...]) -> tuple[Any, ...]:
-    """What Triton specialises a kernel on: (dtype, aligned) in place of each tensor."""
-    return tuple([None if t is None else (t.dtype, not t.data_ptr() & 15) for t in tensors])

@@ -24,7 +24,7 @@ def apply_rope(
     conjugate: bool,
 ) -> list[torch.Tensor]:
     """q [..., N, H] and k [..., K, H] rotated, with ``conjugate`` back; contiguous, k left out where None."""
-    q, k = _dense_rows(q), None if k is None else _dense_rows(k)
+    q, k = device.dense_rows(q), None if k is None else device.dense_rows(k)
     outs = [alloc.empty(x.shape, x.dtype, x.device) for x in (q, k) if x is not None]
     _run(q, k, outs[0], None if k is None else outs[1], cos, sin, interleaved, conjugate)
     return outs
@@ -40,11 +40,6 @@ def apply_rope_(
 ) -> None:
     """The same in place; the last dimensions of q and k are contiguous."""
     _run(q, k, q, k, cos, sin, interleaved, conjugate)
-
-
-def _dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """``x``, copied only where its last dimension is strided; the kernel takes every other stride."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _Call(NamedTuple):

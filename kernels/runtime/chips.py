@@ -8,6 +8,7 @@ sheets (A100 80GB SXM, H100 SXM, B200, MI300X).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -60,6 +61,15 @@ class Chip:
 
 def _round_up(value: int, step: int) -> int:
     return -(-value // step) * step
+
+
+@functools.cache
+def converts_e4m3(arch: str) -> bool:
+    """Whether Triton converts float8_e4m3fn on this chip; elsewhere ``fp8_bits.py`` does.
+
+    (The interpreter's conversion rounds wrongly.)
+    """
+    return arch.startswith("sm_") and int(arch.removeprefix("sm_")) >= 89
 
 
 CHIPS: dict[str, Chip] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,6 +108,18 @@ class Prepared:
             return
         with torch.cuda.device_of(on):
             run(*tensors, *self._values)
+
+
+def kinds_of(tensors: Sequence[torch.Tensor | None] | None) -> Any:
+    """What :class:`Prepared` is promised of ``tensors``, as part of a key: (dtype, aligned), or None, for each."""
+    if tensors is None:
+        return None
+    return tuple([None if t is None else (t.dtype, not t.data_ptr() & 15) for t in tensors])
+
+
+def dense_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x``, copied only where its last dimension is strided; kernels take every other stride as an argument."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 # HIP: Triton also asks for a tensor's size, which is not promised.
