@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ..kernels.cross_entropy.op import check_reduction, check_targets
+from ..kernels.runtime import autograd
 from ..parallel.core import collectives
 from ..parallel.core.mesh import SINGLE, Group
 from ..parallel.cross_entropy import linear_cross_entropy, linear_log_probs
@@ -83,13 +84,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @autograd.first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         exps, total, column, here, ignored = ctx.saved_tensors
         grad = grad.masked_fill(ignored, 0)
         scale = (grad / total)[:, None]
-        # With retain_graph=True a second backward needs the buffer again.
-        kept = torch._C._autograd._get_current_graph_task_keep_graph()
-        out = exps * scale if kept else exps.mul_(scale)
+        out = exps * scale if autograd.keeps_graph() else exps.mul_(scale)  # a later pass would need exps again
         out.scatter_add_(1, column, -(grad * here)[:, None])
         return out.to(ctx.dtype), None, None, None
