@@ -184,7 +184,7 @@ def _decide(op: str, device: torch.device, impl: str, unsupported: str | None, s
         return Choice("reference", "on a CPU the kernel would only be interpreted; impl='triton' asks for that")
     if stock_wins:
         return Choice("reference", stock_wins)
-    return Choice("triton", "unmeasured on this GPU")
+    return Choice("triton", "no measurement that applies here says that the stock path is faster")
 
 
 def _why_not_triton(device: torch.device) -> str | None:
