@@ -119,7 +119,7 @@ class AllGatherLinear(torch.autograd.Function):
         ctx.options, ctx.activation, ctx.choice, ctx.overlap = options, activation, choice, overlap
         ctx.n, ctx.x_shape = n, x_shard.shape
         ctx.save_for_backward(rows if overlap.gathers_again else x, *weights, *found[n:])
-        return tuple(shaped(y, lead) for y in found[:n])
+        return tuple(functional.shaped(y, lead) for y in found[:n])
 
     @staticmethod
     @autograd.first_order
@@ -195,7 +195,7 @@ class LinearReduceScatter(torch.autograd.Function):
 
         ctx.options, ctx.choice, ctx.overlap, ctx.x_shape = options, choice, overlap, x_shard.shape
         ctx.save_for_backward(rows, weight)
-        return shaped(y, lead)
+        return functional.shaped(y, lead)
 
     @staticmethod
     @autograd.first_order
@@ -240,8 +240,3 @@ def sum_input_grad(
     if options.sequence_parallel:
         return strategy.linear_reduce_scatter(product, site=f"{site}.grad")
     return strategy.linear_all_reduce(product, site=f"{site}.grad")
-
-
-def shaped(rows: torch.Tensor, lead: Sequence[int]) -> torch.Tensor:
-    """``rows`` [T, F] as [*lead, F], not as a view of autograd (see ``functional.shaped``). Reuses ``rows``' memory."""
-    return rows if len(lead) == 1 else torch.ops.aten._unsafe_view.default(rows, (*lead, rows.shape[-1]))

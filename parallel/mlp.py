@@ -32,7 +32,7 @@ from ..kernels.runtime.dispatch import Choice
 from .core import collectives
 from .core.operands import Params, close_grads, open_params
 from .core.options import TPOptions
-from .linear import shaped, sum_input_grad
+from .linear import sum_input_grad
 from .overlap.policy import LayerOverlap, column_overlap, row_overlap
 from .overlap.strategies import InFlight, Pending
 
@@ -157,7 +157,8 @@ class ParallelMLPFunction(torch.autograd.Function):
         out_overlap = row_overlap(options, h, out_weight)
         if alone:  # the epilogue adds bias and residual
             if residual is not None:
-                residual = functional.check_residual(residual, x_shard, out_weight, dtype)
+                functional.check_residual("linear_act", x_shard, [out_weight], residual)
+                residual = functional.as_rows(residual)
             (y_shard,) = Product.linear_act(
                 h, [out_weight], [out_bias], "identity", second_choice, residual=residual
             ).compute()
@@ -186,7 +187,7 @@ class ParallelMLPFunction(torch.autograd.Function):
             *(bias if again else None for bias in biases),
             *zs,
         )
-        return shaped(y_shard, x_shard.shape[:-1])
+        return functional.shaped(y_shard, x_shard.shape[:-1])
 
     @staticmethod
     @autograd.first_order

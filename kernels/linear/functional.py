@@ -114,7 +114,7 @@ def check(
             "expected [F, D] for both"
         )
     if residual is not None:
-        _check_residual(op, x, weights, residual)
+        check_residual(op, x, weights, residual)
         if residual.dtype is not dtype:
             alike = False
     if not alike:
@@ -141,7 +141,8 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-def _check_residual(op: str, x: torch.Tensor, weights: Sequence[torch.Tensor], residual: torch.Tensor) -> None:
+def check_residual(op: str, x: torch.Tensor, weights: Tensors, residual: torch.Tensor) -> None:
+    """ValueError unless ``residual`` has the shape and device of the layer's result."""
     expected = (*x.shape[:-1], weights[0].shape[0])
     if len(weights) > 1:
         raise ValueError(f"{op}: a residual goes with one weight, {len(weights)} were given; add it to the result")
@@ -158,12 +159,12 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return x.flatten(0, -2) if x.dim() > 2 else x[None]  # no size is looked at: it may be symbolic
 
 
-def shaped(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """``rows`` [T, F] in the leading dimensions of ``like``. The caller gives ``rows`` up.
+def shaped(rows: torch.Tensor, lead: Sequence[int]) -> torch.Tensor:
+    """``rows`` [T, F] as [*lead, F], in their own memory. The caller gives ``rows`` up.
 
     No view as autograd sees it, which would refuse that a Function's result is changed in place.
     """
-    return rows if like.dim() == 2 else torch.ops.aten._unsafe_view.default(rows, (*like.shape[:-1], rows.shape[-1]))
+    return rows if len(lead) == 1 else torch.ops.aten._unsafe_view.default(rows, (*lead, rows.shape[-1]))
 
 
 def cast(tensors: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype | None]) -> list[Any]:
@@ -172,17 +173,6 @@ def cast(tensors: Sequence[torch.Tensor | None], dtypes: Sequence[torch.dtype | 
         tensor if tensor is None or tensor.dtype is dtype else tensor.to(dtype)
         for tensor, dtype in zip(tensors, dtypes)
     ]
-
-
-def check_residual(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``residual`` [..., F] in rows [T, F]. ValueError unless it has the shape and dtype of a layer's result."""
-    expected = (*x.shape[:-1], weight.shape[0])
-    if residual.shape != expected or residual.dtype != dtype or residual.device != x.device:
-        raise ValueError(
-            f"residual is {residual.dtype} {tuple(residual.shape)} on {residual.device}: expected {dtype} {expected} "
-            f"on {x.device}, as the result is"
-        )
-    return as_rows(residual)
 
 
 def prepare(
@@ -216,8 +206,8 @@ def plain_forward(
     """One layer, or the gate and up layers of ``op="gated_linear"``, where the reference is settled on: stock calls,
     and between them little else.
 
-    :func:`check` before them would make a call 7 % slower (one token, 64 features). It is asked where torch refuses the
-    operands, and beforehand where torch might take what it refuses: vectors, operands to broadcast, a residual.
+    :func:`check` before them would make a small call slower on the host. It is asked where torch refuses the operands,
+    and beforehand where torch might take what it refuses: vectors, operands to broadcast, a residual.
     """
     for w, b in zip(weights, biases):
         if (

@@ -98,7 +98,7 @@ def linear_act(
     else:
         rows, residual, operands = _operands(call, x, residual, params)
         product = Product.linear_act(rows, operands[:n], operands[n:], activation, choice, residual=residual)
-        ys = tuple([functional.shaped(y, x) for y in product.compute()])
+        ys = tuple([functional.shaped(y, x.shape[:-1]) for y in product.compute()])
     if late is not None:
         return ys[0] + late
     return ys if many else ys[0]
@@ -136,7 +136,7 @@ def gated_linear(
         return _GatedLinear.apply(call, x, *params)
     rows, _, operands = _operands(call, x, None, params)
     (h,) = Product.gated_linear(rows, operands[:2], operands[2:], activation, choice).compute()
-    return functional.shaped(h, x)
+    return functional.shaped(h, x.shape[:-1])
 
 
 class _Call(NamedTuple):
@@ -185,7 +185,7 @@ class _LinearAct(torch.autograd.Function):
         found = Product.linear_act(
             rows, weights, biases, call.activation, call.choice, residual=residual, save_preact=save
         ).compute()
-        ys, zs = [functional.shaped(y, x) for y in found[:n]], found[n:]
+        ys, zs = [functional.shaped(y, x.shape[:-1]) for y in found[:n]], found[n:]
         ctx.mark_non_differentiable(*(y for y, want in zip(ys, wants) if not want))
         ctx.set_materialize_grads(False)
         weights = weights if need_x else [None] * n
@@ -214,7 +214,7 @@ class _LinearAct(torch.autograd.Function):
         grads: list[torch.Tensor | None] = [None] * (2 * n)
         if want_x and given:
             (dx,) = Product.input_grad([dzs[i] for i in given], [weights[i] for i in given], call.choice).compute()
-            dx = functional.shaped(dx, next(dy for dy in dys if dy is not None))
+            dx = functional.shaped(dx, next(dy for dy in dys if dy is not None).shape[:-1])
         if any(want_params):
             grads = _param_grads(ctx, dzs, x, want_params)
         autograd.save_for_next_pass(ctx, dys, dzs, want, released=zs)
@@ -233,7 +233,7 @@ class _GatedLinear(torch.autograd.Function):
         weights = operands[:2] if need_x else [None, None]
         ctx.save_for_backward(rows if any(need[:2]) else None, *weights, g, u)
         ctx.call = call
-        return functional.shaped(h, x)
+        return functional.shaped(h, x.shape[:-1])
 
     @staticmethod
     @autograd.first_order
@@ -247,7 +247,7 @@ class _GatedLinear(torch.autograd.Function):
         dx: torch.Tensor | None = None
         if want_x:
             (dx,) = Product.input_grad(dzs, weights, ctx.call.choice).compute()
-            dx = functional.shaped(dx, dh)
+            dx = functional.shaped(dx, dh.shape[:-1])
         grads = _param_grads(ctx, dzs, x, want_params)
         autograd.save_for_next_pass(ctx, [dh], dzs, want, released=(g, u))
         return None, dx, *grads

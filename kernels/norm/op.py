@@ -327,8 +327,8 @@ def _forward(
         call.row_start,
         _result_dtype(dtype, x.device),
     )
-    y, rstd = shaped(found[0], x), found[1]
-    s = None if residual is None else shaped(found[-1], x)
+    y, rstd = shaped(found[0], x.shape[:-1]), found[1]
+    s = None if residual is None else shaped(found[-1], x.shape[:-1])
     return y, s, rstd, found[2] if call.centred else None
 
 
@@ -394,7 +394,7 @@ class _Norm(torch.autograd.Function):
                 )
             )
         dx, dresidual, *fresh = [None if dtype is None else next(formed) for dtype in dtypes]
-        dx, dresidual = (None if t is None else shaped(t, s) for t in (dx, dresidual))
+        dx, dresidual = (None if t is None else shaped(t, s.shape[:-1]) for t in (dx, dresidual))
         if shared:
             dresidual = dx
         params = fresh if form else params
@@ -415,6 +415,6 @@ def _from_sum(ctx: Any, ds: Optional, want_x: bool, want_residual: bool) -> tupl
             dx = dropout_schemas.dropout(
                 as_rows(ds).contiguous(), None, rng_key, call.p, call.stream, call.row_start, 0
             )
-            dx = shaped(dx, ds)
+            dx = shaped(dx, ds.shape[:-1])
         dx = dx.to(x_dtype)
     return dx, ds.to(residual_dtype) if want_residual else None
