@@ -1,4 +1,4 @@
-"""The twin of ``_plan_kernel`` (``paged_attention/plan_triton.py``) in plain Python: the same plan, made on the host."""
+"""The twin of ``_plan_kernel`` (``paged_attention/plan_triton.py``) in plain Python: the same plan, on the host."""
 
 from __future__ import annotations
 
