@@ -20,6 +20,8 @@ from ..parallel.core.sharding import (
     make_parameter,
     named_seed,
     parameter_seed,
+    part_of,
+    placed_by,
     tag,
 )
 from ..parallel.overlap.plan import OverlapPlan
@@ -204,6 +206,37 @@ class ShardedModule(nn.Module):
         mode = ", sequence_parallel" if self.sequence_parallel else ""
         return f"ranks={self.group.size}{mode}"
 
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load whole plain tensors, such as a stock module's, as well as what this module's ``state_dict`` returns.
+
+        With ``assign=True`` parameters take the given dtype and stay sharded; a slice gets memory of its own. Where
+        FSDP2 shards a parameter as well, torch decides.
+        """
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        kind = " as a DTensor" if self._params == "dtensor" else ""
+        shapes = {}
+        for name, (spec, _) in self._declared.items() if self.group.size > 1 else ():
+            key, param = prefix + name, self._parameters.get(name)
+            value = state_dict.get(key)
+            if param is not None and isinstance(value, torch.Tensor) and placed_by(spec, param):
+                state_dict[key] = part_of(value, param, spec, copy=assign)
+                shapes[key] = f" Expected the whole {spec.logical_shape}, or this rank's {spec.local_shape}{kind}."
+        errors: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, errors)
+        for error in errors:
+            key = error.removeprefix("size mismatch for ").partition(":")[0]
+            error_msgs.append(error + shapes.get(key, ""))
+        self._tag()
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> ShardedModule:
         super()._apply(fn, recurse)
         self._tag()
@@ -224,10 +257,11 @@ class ShardedModule(nn.Module):
         self._tag()
 
     def _tag(self) -> None:
-        """Tag plain parameters with their ShardSpec again: to_empty() and copy.deepcopy() make new parameters."""
+        """Tag plain parameters with their ShardSpec again: to_empty(), deepcopy() and assign=True make new ones."""
         if self._params == "local" or self.group.size == 1:
             for name, (spec, _) in self._declared.items():
-                tag(getattr(self, name), spec)
+                if (param := self._parameters.get(name)) is not None:
+                    tag(param, spec)
 
 
 class Absent(nn.Module):

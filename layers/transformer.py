@@ -100,6 +100,7 @@ class ParallelTransformer(nn.Module):
             **shared.kwargs(ModelKwargs),
         )
         self._tie()
+        self.register_load_state_dict_post_hook(_tie_loaded)
 
     def forward(
         self,
@@ -454,6 +455,11 @@ class TransformerStage(ParallelTransformer):
 
     def extra_repr(self) -> str:
         return f"parts {self.parts.start} to {self.parts.stop - 1}"
+
+
+def _tie_loaded(model: ParallelTransformer, _: Any) -> None:
+    """load_state_dict(assign=True) gives embedding and head a parameter each."""
+    model._tie()
 
 
 def _check_numbers(**tensors: torch.Tensor | None) -> None:

@@ -194,6 +194,25 @@ def gather(param: torch.Tensor) -> torch.Tensor:
     return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
+def placed_by(spec: ShardSpec, param: torch.Tensor) -> bool:
+    """Whether ``spec`` alone places ``param``; FSDP2 shards a parameter once more."""
+    return not isinstance(param, DTensor) or param.device_mesh == spec.group.mesh
+
+
+def part_of(whole: torch.Tensor, param: torch.Tensor, spec: ShardSpec, *, copy: bool = False) -> torch.Tensor:
+    """This rank's part of the plain tensor ``whole``, in the layout of ``param``, which ``spec`` alone places.
+
+    It shares ``whole``'s memory; with ``copy`` a slice has memory of its own. A tensor that is not whole, or not plain,
+    is returned as it is.
+    """
+    if isinstance(whole, DTensor) or whole.shape != spec.logical_shape:
+        return whole
+    part = whole.detach()[spec.index]
+    if copy and spec.shard_dim is not None:
+        part = part.clone(memory_format=torch.contiguous_format)
+    return as_dtensor(part, spec) if isinstance(param, DTensor) else part
+
+
 def shard_slice(param: torch.Tensor) -> tuple[slice, ...]:
     """This rank's part of a parameter, as an index into the logical tensor, including any other sharding of it."""
     if not isinstance(param, DTensor):

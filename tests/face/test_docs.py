@@ -37,10 +37,11 @@ CONFIG: dict[str, Any] = {
 # What init_mesh is given where there are two processes, and how many the snippet asks for by itself.
 TRAINING = {"parallelism-0": ("pp=2", 8), "training-0": ("dp=2", 4)}
 PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY = "parallelism-1", "checkpoints-0", "checkpoints-1", "overlap-0"
+STATE_DICTS = "checkpoints-2"
 
 
 def test_every_snippet_is_run():
-    assert PYTHON.keys() == {*TRAINING, PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY}
+    assert PYTHON.keys() == {*TRAINING, PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY, STATE_DICTS}
 
 
 def _run(source: str, **given: Any) -> dict[str, Any]:
@@ -132,6 +133,19 @@ def _plain_body(rank: int, world: int, source: str) -> None:
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_plain_model(ranks: Any, world: int):
     ranks(world, _plain_body, PYTHON[PLAIN])
+
+
+def _state_dicts_body(rank: int, world: int, source: str) -> None:
+    stock = sf.ParallelMLP(64, 256)
+    after = _run(source, sf=sf, stock=stock, rank=rank, mesh=sf.init_mesh(tp=world))
+    for found, expected in ((after["whole"], stock), (after["whole_on_first"], nn.Module() if rank else stock)):
+        state = expected.state_dict()
+        assert found.keys() == state.keys()
+        assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_state_dicts(ranks: Any):
+    ranks(2, _state_dicts_body, PYTHON[STATE_DICTS])
 
 
 # --- in a process alone -----------------------------------------------------------------------------------------------
