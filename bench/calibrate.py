@@ -36,7 +36,8 @@ from rich.table import Table
 from ..kernels.dev import shapes
 from ..kernels.runtime.dtypes import short_name
 from ..parallel.core import collectives
-from ..parallel.core.mesh import Group, init_mesh, shutdown, tp_group
+from ..parallel.core.mesh import Group, tp_group
+from ..parallel.core.rendezvous import init_mesh, shutdown
 from ..parallel.overlap import link_model, policy
 from ..parallel.overlap import link_profile as profiles
 from ..parallel.overlap.link_profile import OPS, Profile, Row, bucket

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import compatibility
 from .core import collectives
-from .core.mesh import SINGLE, Group, check_dims, data_coordinate, data_group, degree, everyone, init_mesh, whole_group
+from .core.mesh import SINGLE, Group, check_dims, data_coordinate, data_group, degree, everyone, whole_group
+from .core.rendezvous import init_mesh
 from .cross_entropy import IGNORE_INDEX
 from .materialize import device_of, place
 from .zero import zero as zeros

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ..parallel.checkpoint import storage
-from ..parallel.core import collectives
+from ..parallel.core import agreement, collectives
 from ..parallel.core.mesh import Group
 from .settings import RunSettings
 
@@ -121,7 +121,7 @@ def torn_explained(folder: Path, ranks: Group) -> Iterator[None]:
 def _newest(folder: Path, ranks: Group) -> tuple[list[str], str | None]:
     """The torn checkpoints newer than the newest whole one, from the highest step down; and the whole one."""
     torn: list[str] = []
-    for name in storage.on_first(ranks, lambda: storage.names(folder, "step-*"))[::-1]:
+    for name in agreement.on_first(ranks, lambda: storage.names(folder, "step-*"))[::-1]:
         if name.removeprefix("step-").isdigit():
             if _is_whole(folder / name, ranks):
                 return torn, name
@@ -131,7 +131,7 @@ def _newest(folder: Path, ranks: Group) -> tuple[list[str], str | None]:
 
 def _is_whole(path: Path, ranks: Group) -> bool:
     try:
-        target, manifest = storage.on_first(ranks, lambda: storage.open_checkpoint(path))
+        target, manifest = agreement.on_first(ranks, lambda: storage.open_checkpoint(path))
         storage.check_files(target, manifest, ranks)
     except (ValueError, FileNotFoundError):
         return False

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..parallel.checkpoint import storage
-from ..parallel.core import collectives
+from ..parallel.core import agreement, collectives
 from ..parallel.core import mesh as meshes
 from ..parallel.core.mesh import Group
+from ..parallel.core.rendezvous import init_mesh, shutdown
 from .folders import RunFolder
 from .metrics import ProgressDisplay
 from .restart import Stop, StopFile
@@ -43,7 +43,7 @@ def evaluate_saved(settings: RunSettings) -> float | None:
     trainer = restore(settings, _mesh(settings))
     held_out = trainer.evaluate()
     trainer.close()
-    meshes.shutdown()
+    shutdown()
     return held_out
 
 
@@ -64,7 +64,7 @@ def train_run(settings: RunSettings, resume: bool, stop_file: StopFile | None = 
                 resume = resume or restarts > 0
             else:
                 folder = RunFolder(Path(settings.out), resume=resume, launch=_launch(), job=_job())
-                resume = storage.on_first(meshes.everyone(), lambda: held.enter_context(folder).resume)
+                resume = agreement.on_first(meshes.everyone(), lambda: held.enter_context(folder).resume)
             trainer = Trainer(settings, mesh)
             result = _run(trainer, stop, resume, restarts)
             if folder is not None and meshes.everyone().rank == 0 and result.steps == settings.steps:
@@ -72,7 +72,7 @@ def train_run(settings: RunSettings, resume: bool, stop_file: StopFile | None = 
     except ValueError:
         _leave(trainer)
         raise
-    meshes.shutdown()
+    shutdown()
     return result
 
 
@@ -80,7 +80,7 @@ def _mesh(settings: RunSettings) -> DeviceMesh | None:
     """The mesh of resolved ``settings``, over all processes."""
     parallel = settings.parallel
     assert parallel.dp is not None  # resolve() filled it in
-    return meshes.init_mesh(
+    return init_mesh(
         dp_replicate=parallel.dp_replicate,
         dp=parallel.dp,
         pp=parallel.pp,
@@ -108,7 +108,7 @@ def _leave(trainer: Trainer | None) -> None:
     if trainer is not None:
         with contextlib.suppress(RuntimeError, OSError):  # the caller already raises an error
             trainer.checkpointer.wait()
-    meshes.shutdown()
+    shutdown()
 
 
 def _restarts(ranks: Group) -> int:

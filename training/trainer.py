@@ -20,9 +20,9 @@ from torch.utils.data import default_collate
 
 from ..layers.hf.folders import export_hf, load_hf_weights
 from ..layers.transformer import ParallelTransformer
-from ..parallel.checkpoint import storage
 from ..parallel.checkpoint.checkpoint import read_extra
 from ..parallel.checkpoint.manager import Checkpointer
+from ..parallel.core import agreement
 from ..parallel.core.mesh import data_coordinate, everyone
 from ..parallel.core.random import manual_seed
 from ..parallel.data import data_loader
@@ -108,7 +108,7 @@ class Trainer:
             latest = checkpoints.latest()
             if latest is None:
                 return False
-            extra = storage.on_first(everyone(), lambda: read_extra(checkpoints.path(latest)))
+            extra = agreement.on_first(everyone(), lambda: read_extra(checkpoints.path(latest)))
         check_resumable(checkpoints.path(latest), latest, extra, self.settings)
         states = self._states()
         if extra["settings"]["parallel"]["precision"] != self.settings.parallel.precision:

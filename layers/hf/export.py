@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ...parallel.checkpoint.checkpoint import bare, full_state_dict
-from ...parallel.checkpoint.storage import on_first, together
+from ...parallel.core.agreement import on_first, together
 from ...parallel.core.mesh import MeshLike, everyone, whole_group
 from ..transformer import ParallelTransformer
 from .config import ANY_PART, CONFIG, INDEX, PART, WEIGHTS, config_to_hf

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ...parallel.checkpoint.checkpoint import named_entries
-from ...parallel.checkpoint.storage import agree, together
+from ...parallel.core.agreement import agree, together
 from ...parallel.core.mesh import MeshLike, everyone, tp_group, whole_group
 from ...parallel.core.sharding import local_tensor, logical, shard_slice
 from ..config import TransformerConfig

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..core import collectives
+from ..core import agreement, collectives
 from ..core.mesh import Group, MeshLike, everyone, whole_group
 from ..core.sharding import as_stored, gather, host_copy, local_tensor, logical, on_first_rank
 from ..parallelize import ParallelModel
@@ -103,7 +103,7 @@ def take_snapshot(
 ) -> Snapshot:
     """The first half of :func:`save_checkpoint`; it checks everything. It shares memory with model and optimizer."""
     with torch.no_grad():
-        tensors, fields = storage.agree(ranks, lambda: _collect(model, optimizer, states or {}, extra))
+        tensors, fields = agreement.agree(ranks, lambda: _collect(model, optimizer, states or {}, extra))
         if optimizer is not None:
             fields["param_groups"] = _merge(collectives.gather_objects(fields["param_groups"], ranks, site=_SITE))
     return Snapshot(tensors, fields)
@@ -143,16 +143,16 @@ def load_checkpoint(
     ranks = everyone() if group is None else whole_group(group)
     others = states or {}
     with storage.explained(target, "reading"), torch.no_grad():
-        folder, manifest = storage.agree(ranks, lambda: storage.open_checkpoint(target))
+        folder, manifest = agreement.agree(ranks, lambda: storage.open_checkpoint(target))
         storage.check_files(folder, manifest, ranks)
         reader = storage.Reader(folder, manifest)
         # The reader accepts only tensors.
-        index = cast(Index, storage.agree(ranks, reader.read_metadata).state_dict_metadata)
-        entries = storage.agree(ranks, lambda: named_entries(model))
+        index = cast(Index, agreement.agree(ranks, reader.read_metadata).state_dict_metadata)
+        entries = agreement.agree(ranks, lambda: named_entries(model))
         names = set().union(*collectives.gather_objects(set(entries), ranks, site=_SITE))
-        storage.agree(ranks, lambda: _check_fits(folder, entries, names, index))
-        storage.agree(ranks, lambda: _check_groups(folder, manifest, model, optimizer))
-        storage.agree(ranks, lambda: _check_states(folder, others, index))
+        agreement.agree(ranks, lambda: _check_fits(folder, entries, names, index))
+        agreement.agree(ranks, lambda: _check_groups(folder, manifest, model, optimizer))
+        agreement.agree(ranks, lambda: _check_states(folder, others, index))
 
         values = {name: torch.empty_like(logical(entry)) for name, entry in entries.items()}
         state = _empty_state(model, optimizer, index)
@@ -162,7 +162,7 @@ def load_checkpoint(
         wanted |= {_other_key(name): value for name, value in packed.items()}
         _load(wanted, reader, ranks)
 
-        storage.agree(ranks, lambda: _load_states(folder, others, packed))
+        agreement.agree(ranks, lambda: _load_states(folder, others, packed))
         for name, entry in entries.items():
             local_tensor(entry).copy_(local_tensor(values[name]))
         if optimizer is not None:

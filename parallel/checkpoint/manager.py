@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from ..core import agreement
 from ..core.mesh import Group, everyone, share_timeout
 from . import storage
 from .checkpoint import Snapshot, StrPath, load_checkpoint, take_snapshot, write_snapshot
@@ -125,7 +126,7 @@ class Checkpointer:
         latest itself, and its error is raised: ValueError, or OSError where the system refuses.
         """
         self.wait()
-        return storage.on_first(self._ranks, self._latest)
+        return agreement.on_first(self._ranks, self._latest)
 
     def path(self, step: int) -> Path:
         """The folder of ``step``'s checkpoint."""
@@ -161,9 +162,9 @@ class Checkpointer:
         self._write(step, snapshot)
 
     def _write(self, step: int, snapshot: Snapshot) -> None:
-        serial = storage.on_first(self._ranks, self._next_serial)
+        serial = agreement.on_first(self._ranks, self._next_serial)
         write_snapshot(self.path(step), Snapshot(snapshot.tensors, {**snapshot.fields, "serial": serial}), self._ranks)
-        storage.on_first(self._ranks, self._remove_old)
+        agreement.on_first(self._ranks, self._remove_old)
 
     def _next_serial(self) -> int:
         return 1 + max(self._serials()[0].values(), default=0)

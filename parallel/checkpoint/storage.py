@@ -22,10 +22,10 @@ import shutil
 import stat
 import uuid
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from enum import Enum, EnumMeta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
@@ -35,54 +35,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ..core import collectives
+from ..core.agreement import on_first, together
 from ..core.mesh import Group
-
-T = TypeVar("T")
 
 MANIFEST = "checkpoint.json"
 INDEX = ".metadata"
 DATA_SUFFIX = ".distcp"
 FORMAT = "shardfuse checkpoint 1"
 _REPLACED = ".replaced"
-
-
-def agree(group: Group, work: Callable[[], T]) -> T:
-    """Run ``work`` on every rank and return this rank's result; if any rank raises, all raise the first error.
-
-    Without it, a rank that fails alone leaves the others waiting in the next collective. If an error cannot be sent,
-    the other ranks raise a RuntimeError with its name and text.
-    """
-    result: Any = None
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as raised:
-        error = raised
-    sent = None if error is None else _sendable(error)
-    for rank, failure in enumerate(collectives.gather_objects(sent, group, site="checkpoint.agree")):
-        if failure is not None:
-            raise error if error is not None and rank == group.rank else failure
-    return result
-
-
-def _sendable(error: Exception) -> Exception:
-    """``error``, or a RuntimeError with its text if pickling would lose it: an error of a local class, or one whose
-    constructor takes other arguments than it keeps."""
-    with contextlib.suppress(Exception):
-        if isinstance(pickle.loads(pickle.dumps(error)), Exception):
-            return error
-    return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def together(group: Group, work: Callable[[], T]) -> list[T]:
-    """:func:`agree`, but every rank gets all ranks' results."""
-    return collectives.gather_objects(agree(group, work), group, site="checkpoint.together")
-
-
-def on_first(group: Group, work: Callable[[], T]) -> T:
-    """Run ``work`` on rank 0 alone; every rank gets its result, or raises its error."""
-    return together(group, lambda: work() if group.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------

@@ -8,19 +8,12 @@ needs no mesh and no process group: ``None`` takes their place.
 
 from __future__ import annotations
 
-import atexit
 import math
-import os
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-from .rendezvous import agent_store
+from torch.distributed.device_mesh import DeviceMesh
 
 MESH_DIMS = ("dp", "pp", "tp")
 HYBRID_DIMS = ("dp_replicate", *MESH_DIMS)
@@ -52,69 +45,6 @@ SINGLE = Group(None, 0, 1, None)
 MeshLike = DeviceMesh | dist.ProcessGroup | Group | None
 
 
-def init_mesh(
-    *,
-    dp_replicate: int = 1,
-    dp: int = 1,
-    pp: int = 1,
-    tp: int | None = None,
-    device_type: str | None = None,
-    timeout: timedelta | None = None,
-    alone: bool = False,
-) -> DeviceMesh | None:
-    """The mesh ``("dp", "pp", "tp")`` over all processes, with a dimension ``"dp_replicate"`` in front if that is > 1.
-
-    None for a single process. With ``alone`` it gets a mesh of one instead (FSDP2 needs one to offload):
-    torch.distributed is initialised, and the mesh uses the current GPU.
-
-    Reads torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and initialises
-    torch.distributed unless the program already has: gloo on a CPU, NCCL with ``device_type="cuda"``, which also
-    selects this process's GPU. ``tp=None``: the world size divided by the other degrees. ``device_type=None`` is "cuda"
-    where there is a GPU. ``timeout`` bounds every collective of the processes and of the mesh's groups, including
-    groups made of it later; None is the default process group's timeout, which is torch's default if this call starts
-    it.
-
-    Raises ValueError where ``dp_replicate * dp * pp * tp`` is not the world size, a variable of torchrun's is missing,
-    or a machine has fewer GPUs than processes; RuntimeError where the processes cannot connect.
-    """
-    world = _world_size()
-    shape = _mesh_shape(dp_replicate, dp, pp, tp, world)
-    single = world == 1 and not dist.is_initialized()
-    if single and not alone:
-        return None
-    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device_type == "cuda":
-        if single:
-            torch.cuda.init()  # without it DeviceMesh would choose another GPU than the current one
-        else:
-            _select_gpu()
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        try:
-            if single:
-                dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-            else:
-                _check_variables(world)
-                store, rank, size = agent_store(timeout) or (None, -1, -1)
-                dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
-        except dist.DistError as error:
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise RuntimeError(
-                f"init_mesh: the {world} processes could not connect at {where} (MASTER_ADDR:MASTER_PORT); is the port "
-                "in use, or a process gone? torchrun --standalone finds a free port"
-            ) from error
-        if device_type == "cpu":
-            atexit.register(shutdown)  # at exit, because this function made the groups
-    elif timeout is not None:
-        set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.15
-        set_timeout(timeout)
-    names = MESH_DIMS if dp_replicate == 1 else HYBRID_DIMS
-    mesh = init_device_mesh(device_type, shape[-len(names) :], mesh_dim_names=names)
-    for pg in mesh.get_all_groups():
-        share_timeout(pg)
-    return mesh
-
-
 def share_timeout(pg: dist.ProcessGroup) -> None:
     """Give collectives in ``pg`` the default group's timeout, where new groups get torch's default."""
     world = dist.group.WORLD
@@ -123,59 +53,6 @@ def share_timeout(pg: dist.ProcessGroup) -> None:
         options = getattr(world._get_backend(device), "options", None)  # a fake backend has none and never waits
         if options is not None:
             pg._get_backend(device)._set_default_timeout(options._timeout)
-
-
-def _world_size() -> int:
-    if dist.is_initialized():
-        return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _check_variables(world: int) -> None:
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if missing:
-        raise ValueError(
-            f"init_mesh: WORLD_SIZE={world} but no {', no '.join(missing)}: start the processes with torchrun, which "
-            "sets all of them"
-        )
-
-
-def _mesh_shape(dp_replicate: int, dp: int, pp: int, tp: int | None, world: int) -> tuple[int, int, int, int]:
-    for name, degree in (("dp_replicate", dp_replicate), ("dp", dp), ("pp", pp), ("tp", tp)):
-        if degree is not None and degree < 1:
-            raise ValueError(f"init_mesh: {name}={degree}: expected at least 1")
-    others = f"dp_replicate={dp_replicate} * dp={dp} * pp={pp}" if dp_replicate > 1 else f"dp={dp} * pp={pp}"
-    rest = dp_replicate * dp * pp
-    if tp is None:
-        if world % rest:
-            raise ValueError(
-                f"init_mesh: {others} does not divide the {world} processes that were started; "
-                f"change the degrees, or start a multiple of {rest} processes"
-            )
-        tp = world // rest
-    if rest * tp != world:
-        raise ValueError(
-            f"init_mesh: {others} * tp={tp} = {rest * tp}, but {world} "
-            f"{'process was' if world == 1 else 'processes were'} started; change the degrees, or start "
-            f"{rest * tp} processes (torchrun --nproc-per-node {rest * tp} ...)"
-        )
-    return dp_replicate, dp, pp, tp
-
-
-def _select_gpu() -> None:
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank >= torch.cuda.device_count():
-        raise ValueError(
-            f"init_mesh: this process has local rank {local_rank}, but the machine has {torch.cuda.device_count()} "
-            "GPUs; start at most one process per GPU, or pass device_type='cpu'"
-        )
-    torch.cuda.set_device(local_rank)
-
-
-def shutdown() -> None:
-    """Leave torch.distributed. Does nothing for a single process."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def tp_group(mesh: MeshLike, dim: str = "tp") -> Group:

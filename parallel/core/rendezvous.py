@@ -1,6 +1,6 @@
-"""The rendezvous of processes that torchrun has restarted, safe from the addresses of dead processes.
+"""How processes find each other: :func:`init_mesh` connects them, and makes the mesh that all of them ask for.
 
-torchrun's agent keeps a store in which its processes meet, and torch (2.13) gives them the same store after each
+The rendezvous of processes that torchrun has restarted is safe from the addresses of dead processes. torchrun's agent keeps a store in which its processes meet, and torch (2.13) gives them the same store after each
 restart: it still holds the entries of the previous processes, including their addresses. A restarted process can read
 stale addresses and hang. The restart count does not identify a start either, because each machine's agent counts its
 own (pytorch issue 135712). So rank 0 gives each start a name.
@@ -8,18 +8,101 @@ own (pytorch issue 135712). So rank 0 gives each start a name.
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 import uuid
 from datetime import timedelta
+from importlib import metadata
 
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
+
+from .agreement import agree_on
+from .mesh import HYBRID_DIMS, MESH_DIMS, everyone, share_timeout
 
 LEADER = "shardfuse/leader"
 PATIENCE = timedelta(seconds=2)  # how long a rank trusts a name, perhaps of an earlier start, before it reads again
 PAUSE_S = 0.05
+
+
+def init_mesh(
+    *,
+    dp_replicate: int = 1,
+    dp: int = 1,
+    pp: int = 1,
+    tp: int | None = None,
+    device_type: str | None = None,
+    timeout: timedelta | None = None,
+    alone: bool = False,
+) -> DeviceMesh | None:
+    """The mesh ``("dp", "pp", "tp")`` over all processes, with a dimension ``"dp_replicate"`` in front if that is > 1.
+
+    None for a single process. With ``alone`` it gets a mesh of one instead (FSDP2 needs one to offload):
+    torch.distributed is initialised, and the mesh uses the current GPU.
+
+    Reads torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) and initialises
+    torch.distributed unless the program already has: gloo on a CPU, NCCL with ``device_type="cuda"``, which also
+    selects this process's GPU. ``tp=None``: the world size divided by the other degrees. ``device_type=None`` is "cuda"
+    where there is a GPU. ``timeout`` bounds every collective of the processes and of the mesh's groups, including
+    groups made of it later; None is the default process group's timeout, which is torch's default if this call starts
+    it.
+
+    Raises ValueError where ``dp_replicate * dp * pp * tp`` is not the world size, a variable of torchrun's is missing,
+    a machine has fewer GPUs than processes, or the ranks ask for different meshes; RuntimeError where the processes
+    cannot connect. What one rank refuses, all ranks refuse.
+    """
+    world = _world_size()
+    single = world == 1 and not dist.is_initialized()
+    if single:
+        shape = _mesh_shape(dp_replicate, dp, pp, tp, world)
+        if not alone:
+            return None
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if single and device_type == "cuda":
+        torch.cuda.init()  # without it DeviceMesh would choose another GPU than the current one
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+        try:
+            if single:
+                dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+            else:
+                _check_variables(world)
+                store, rank, size = agent_store(timeout) or (None, -1, -1)
+                dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+        except dist.DistError as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise RuntimeError(
+                f"init_mesh: the {world} processes could not connect at {where} (MASTER_ADDR:MASTER_PORT); is the port "
+                "in use, or a process gone? torchrun --standalone finds a free port"
+            ) from error
+        if device_type == "cpu":
+            atexit.register(shutdown)  # at exit, because this function made the groups
+    elif timeout is not None:
+        set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.15
+        set_timeout(timeout)
+    if not single:  # connected first, so that what one rank refuses reaches the others
+
+        def work() -> tuple[int, int, int, int]:
+            found = _mesh_shape(dp_replicate, dp, pp, tp, world)
+            if device_type == "cuda":
+                _select_gpu()
+            return found
+
+        def facts(shape: tuple[int, int, int, int]) -> dict[str, str]:
+            given = {"device_type": device_type, "timeout": str(timeout), **_versions()}
+            return dict(zip(HYBRID_DIMS, map(str, shape))) | given
+
+        shape = agree_on(everyone(), work, facts, what="init_mesh")
+    names = MESH_DIMS if dp_replicate == 1 else HYBRID_DIMS
+    mesh = init_device_mesh(device_type, shape[-len(names) :], mesh_dim_names=names)
+    for pg in mesh.get_all_groups():
+        share_timeout(pg)
+    return mesh
 
 
 def agent_store(timeout: timedelta | None) -> tuple[dist.Store, int, int] | None:
@@ -61,3 +144,60 @@ def start_name(store: dist.Store, rank: int, world: int, timeout: timedelta) -> 
             return name
         time.sleep(PAUSE_S)
     raise dist.DistStoreError(f"rank 0 of {world} did not connect within {timeout}")
+
+
+def _versions() -> dict[str, str]:
+    return {"torch's version": torch.__version__, "shardfuse's version": metadata.version("shardfuse")}
+
+
+def _world_size() -> int:
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _check_variables(world: int) -> None:
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing:
+        raise ValueError(
+            f"init_mesh: WORLD_SIZE={world} but no {', no '.join(missing)}: start the processes with torchrun, which "
+            "sets all of them"
+        )
+
+
+def _mesh_shape(dp_replicate: int, dp: int, pp: int, tp: int | None, world: int) -> tuple[int, int, int, int]:
+    for name, degree in (("dp_replicate", dp_replicate), ("dp", dp), ("pp", pp), ("tp", tp)):
+        if degree is not None and degree < 1:
+            raise ValueError(f"init_mesh: {name}={degree}: expected at least 1")
+    others = f"dp_replicate={dp_replicate} * dp={dp} * pp={pp}" if dp_replicate > 1 else f"dp={dp} * pp={pp}"
+    rest = dp_replicate * dp * pp
+    if tp is None:
+        if world % rest:
+            raise ValueError(
+                f"init_mesh: {others} does not divide the {world} processes that were started; "
+                f"change the degrees, or start a multiple of {rest} processes"
+            )
+        tp = world // rest
+    if rest * tp != world:
+        raise ValueError(
+            f"init_mesh: {others} * tp={tp} = {rest * tp}, but {world} "
+            f"{'process was' if world == 1 else 'processes were'} started; change the degrees, or start "
+            f"{rest * tp} processes (torchrun --nproc-per-node {rest * tp} ...)"
+        )
+    return dp_replicate, dp, pp, tp
+
+
+def _select_gpu() -> None:
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"init_mesh: this process has local rank {local_rank}, but the machine has {torch.cuda.device_count()} "
+            "GPUs; start at most one process per GPU, or pass device_type='cpu'"
+        )
+    torch.cuda.set_device(local_rank)
+
+
+def shutdown() -> None:
+    """Leave torch.distributed. Does nothing for a single process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -51,8 +51,9 @@ if TYPE_CHECKING:
     from .parallel.audit.audit import Audit
     from .parallel.checkpoint.checkpoint import full_state_dict, load_checkpoint, read_extra, save_checkpoint
     from .parallel.checkpoint.manager import Checkpointer
-    from .parallel.core.mesh import init_mesh, tp_group
+    from .parallel.core.mesh import tp_group
     from .parallel.core.random import manual_seed
+    from .parallel.core.rendezvous import init_mesh
     from .parallel.cross_entropy import linear_cross_entropy, linear_log_probs
     from .parallel.data import data_loader, data_sampler
     from .parallel.overlap.memory.reserve import reserve_symmetric_memory
@@ -179,7 +180,7 @@ _HOMES = {
     "full_state_dict": "parallel.checkpoint.checkpoint",
     "gated_linear": "kernels.linear",
     "gather_kv": "kernels.kv_cache",
-    "init_mesh": "parallel.core.mesh",
+    "init_mesh": "parallel.core.rendezvous",
     "layer_norm": "kernels.norm",
     "linear_act": "kernels.linear",
     "linear_cross_entropy": "parallel.cross_entropy",

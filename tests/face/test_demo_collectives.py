@@ -12,7 +12,7 @@ from train_case import settings
 from wire import omit, sites_seen
 
 from shardfuse.parallel.core import collectives
-from shardfuse.parallel.core.mesh import init_mesh
+from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.training.checks import compare_with_unsharded
 from shardfuse.training.settings import RunSettings
 from shardfuse.training.trainer import Trainer

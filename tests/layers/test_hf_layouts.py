@@ -12,7 +12,8 @@ import torch
 
 from shardfuse.layers import ParallelTransformer, TransformerConfig
 from shardfuse.layers.hf.folders import export_hf, load_hf, load_hf_weights, read_hf_config
-from shardfuse.parallel.core.mesh import SINGLE, init_mesh
+from shardfuse.parallel.core.mesh import SINGLE
+from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.parallelize import parallelize
 
 SIZES: dict[str, Any] = {

@@ -24,7 +24,8 @@ from shardfuse.layers.attention.paged import (
 )
 from shardfuse.layers.attention.rope import Rotary, rope_tables
 from shardfuse.layers.attention.sdpa import attend
-from shardfuse.parallel.core.mesh import Group, init_mesh, tp_group
+from shardfuse.parallel.core.mesh import Group, tp_group
+from shardfuse.parallel.core.rendezvous import init_mesh
 
 H = 16
 

@@ -19,7 +19,8 @@ from shardfuse.layers import ColumnParallelLinear, ParallelMLP, RowParallelLinea
 from shardfuse.layers.style import ColumnParallel, FusedMLP, RowParallel, SequenceParallelNorm, VocabParallel
 from shardfuse.parallel.checkpoint.checkpoint import full_state_dict
 from shardfuse.parallel.core import collectives
-from shardfuse.parallel.core.mesh import everyone, init_mesh
+from shardfuse.parallel.core.mesh import everyone
+from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.core.sharding import gather
 
 WIDTH, FFN, VOCABULARY, TOKENS = 16, 24, 20, 6

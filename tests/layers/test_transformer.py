@@ -15,7 +15,8 @@ from shardfuse.kernels.dev import accuracy
 from shardfuse.kernels.rope import apply_rope
 from shardfuse.layers import ParallelTransformer, TransformerConfig
 from shardfuse.parallel.core import collectives
-from shardfuse.parallel.core.mesh import Group, init_mesh, tp_group
+from shardfuse.parallel.core.mesh import Group, tp_group
+from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.core.sharding import local_tensor, spec_of
 
 TERMS = 512  # two layers, forward and backward: what sums that follow one another come to

@@ -23,8 +23,9 @@ from shardfuse.parallel.audit import links
 from shardfuse.parallel.audit.audit import TORCH, Audit, Entry, group_name, one_way, sent
 from shardfuse.parallel.audit.forms import Form, Plan, compare, expected, hops, unsharded_bytes
 from shardfuse.parallel.core import collectives
-from shardfuse.parallel.core.mesh import everyone, init_mesh, tp_group
+from shardfuse.parallel.core.mesh import everyone, tp_group
 from shardfuse.parallel.core.pieces import GatherPieces
+from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.pipeline.partition import owners
 from shardfuse.parallel.pipeline.schedules import SCHEDULES, find
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from shardfuse.parallel.checkpoint import storage
 from shardfuse.parallel.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from shardfuse.parallel.core import agreement
 from shardfuse.parallel.core.mesh import everyone
 
 Manifest = dict[str, Any]
@@ -104,7 +105,7 @@ def _disagree(rank: int, world: int) -> list[tuple[str, str]]:
                 raise error
 
         try:
-            storage.agree(everyone(), work)
+            agreement.agree(everyone(), work)
         except Exception as caught:
             raised.append((type(caught).__name__, str(caught)))
     return raised

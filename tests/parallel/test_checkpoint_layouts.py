@@ -14,7 +14,8 @@ from shardfuse.kernels.dev import accuracy
 from shardfuse.layers import ParallelTransformer, TransformerConfig
 from shardfuse.parallel.checkpoint import storage
 from shardfuse.parallel.checkpoint.manager import Checkpointer
-from shardfuse.parallel.core.mesh import data_coordinate, init_mesh
+from shardfuse.parallel.core.mesh import data_coordinate
+from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.parallelize import parallelize
 
 SIZES: dict[str, Any] = {

@@ -22,7 +22,7 @@ from shardfuse.parallel.checkpoint import checkpoint, storage
 from shardfuse.parallel.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from shardfuse.parallel.checkpoint.manager import Checkpointer, Resumed
 from shardfuse.parallel.checkpoint.rng_state import gather_random, pack, unpack
-from shardfuse.parallel.core.mesh import init_mesh
+from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.data import data_loader
 
 

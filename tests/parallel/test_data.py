@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, DistributedSampler
 
-from shardfuse.parallel.core.mesh import init_mesh
+from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.data import DataSampler, ResumableLoader, data_loader, data_sampler
 
 SAMPLES = list(range(50))

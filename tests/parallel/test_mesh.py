@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardfuse.parallel.core import mesh as meshes
+from shardfuse.parallel.core import rendezvous
 from shardfuse.parallel.core.mesh import (
     SINGLE,
     Group,
@@ -23,11 +23,10 @@ from shardfuse.parallel.core.mesh import (
     data_group,
     degree,
     everyone,
-    init_mesh,
-    shutdown,
     tp_group,
     whole_group,
 )
+from shardfuse.parallel.core.rendezvous import init_mesh, shutdown
 
 
 def test_a_process_alone_needs_nothing() -> None:
@@ -76,9 +75,9 @@ def test_what_is_left_of_the_world_is_tensor_parallel(degrees: dict[str, int], s
     arguments = {"dp_replicate": 1, "dp": 1, "pp": 1, "tp": None, **degrees}
     if shape is None:
         with pytest.raises(ValueError, match="8 processes"):
-            meshes._mesh_shape(**arguments, world=8)
+            rendezvous._mesh_shape(**arguments, world=8)
     else:
-        assert meshes._mesh_shape(**arguments, world=8) == shape
+        assert rendezvous._mesh_shape(**arguments, world=8) == shape
 
 
 def _coordinates(rank: int, world: int) -> tuple[Any, ...]:

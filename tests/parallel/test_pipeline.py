@@ -18,8 +18,8 @@ from torch import nn
 
 from shardfuse.layers.stage_costs import measured_costs
 from shardfuse.layers.transformer import ParallelTransformer
-from shardfuse.parallel.core.mesh import init_mesh
 from shardfuse.parallel.core.random import manual_seed
+from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.parallelize import parallelize
 from shardfuse.parallel.pipeline.pipeline import SCHEDULES, Pipeline, split
 from shardfuse.parallel.pipeline.schedules import check_microbatches, stages_of
@@ -328,7 +328,7 @@ DYING = """
 import os, sys, torch.distributed as dist
 sys.path.insert(0, sys.argv[1])
 from pipeline_case import Case, batch, build
-from shardfuse.parallel.core.mesh import init_mesh
+from shardfuse.parallel.core.rendezvous import init_mesh
 
 rank = int(sys.argv[3])
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)

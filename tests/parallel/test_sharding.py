@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardfuse.parallel.checkpoint.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
 from shardfuse.parallel.core import sharding
-from shardfuse.parallel.core.mesh import SINGLE, Group, init_mesh, tp_group
+from shardfuse.parallel.core.mesh import SINGLE, Group, tp_group
+from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.core.sharding import (
     BLOCK_ROWS,
     ShardSpec,

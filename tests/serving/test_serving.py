@@ -19,7 +19,7 @@ from serving_case import STYLES, build, config_of, exact
 
 from shardfuse.kernels.runtime import dispatch
 from shardfuse.layers.transformer import ParallelTransformer
-from shardfuse.parallel.core.mesh import init_mesh
+from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.serving import Engine, EngineStats, Request, TokenEvent
 
 MARGIN = 1e-8  # between the best two logits, which are of order 1

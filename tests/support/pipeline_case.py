@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardfuse.kernels.dev import accuracy
 from shardfuse.layers import ParallelTransformer, TransformerConfig, transformer
 from shardfuse.parallel.core import collectives
-from shardfuse.parallel.core.mesh import data_coordinate, init_mesh
+from shardfuse.parallel.core.mesh import data_coordinate
 from shardfuse.parallel.core.random import manual_seed
+from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.core.sharding import gather
 from shardfuse.parallel.pipeline.pipeline import SCHEDULES, Pipeline, split
 from shardfuse.parallel.zero import zero

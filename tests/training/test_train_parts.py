@@ -19,7 +19,8 @@ import torch
 
 from shardfuse import ParallelTransformer, TransformerConfig
 from shardfuse.kernels.runtime.chips import CHIPS
-from shardfuse.parallel.core.mesh import SINGLE, everyone, init_mesh
+from shardfuse.parallel.core.mesh import SINGLE, everyone
+from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.pipeline.timeline import Costs
 from shardfuse.training import metrics, stages
 from shardfuse.training.data import DataError

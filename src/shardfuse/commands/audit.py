@@ -27,6 +27,7 @@ from ..parallel.audit import forms, links
 from ..parallel.audit.audit import Audit, Entry, one_way
 from ..parallel.audit.forms import Line, Plan
 from ..parallel.core import mesh as meshes
+from ..parallel.core.rendezvous import init_mesh, shutdown
 from ..parallel.core.sharding import local_tensor
 from ..parallel.overlap.policy import check_overlap
 from ..parallel.parallelize import ParallelModel, parallelize
@@ -157,14 +158,12 @@ def audit(options: Options, *, json: bool = False) -> int:
 
 def run(options: Options) -> Outcome:
     """Run one rank's part: steps to warm up, then the counted one."""
-    mesh = meshes.init_mesh(
-        dp_replicate=options.dp_replicate, dp=options.dp, pp=options.pp, tp=options.tp, device_type="cpu"
-    )
+    mesh = init_mesh(dp_replicate=options.dp_replicate, dp=options.dp, pp=options.pp, tp=options.tp, device_type="cpu")
     assert mesh is not None
     try:
         return count_step(options, mesh)
     finally:
-        meshes.shutdown()
+        shutdown()
 
 
 def count_step(options: Options, mesh: DeviceMesh) -> Outcome:

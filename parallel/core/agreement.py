@@ -1,0 +1,122 @@
+"""Agreement between ranks: what one of them refuses is refused by all, and what has to be equal is compared.
+
+Ranks that were started differently would train apart without an error, or wait in collectives that the others never
+enter. Everything here is a collective of its group, made before anything depends on the answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+
+from . import collectives
+from .mesh import Group
+
+T = TypeVar("T")
+
+Facts = Mapping[str, str]
+SITE = "agree"
+
+
+def agree(group: Group, work: Callable[[], T]) -> T:
+    """Run ``work`` on every rank and return this rank's result; if any rank raises, all raise the first error.
+
+    Without it, a rank that fails alone leaves the others waiting in the next collective. If an error cannot be sent,
+    the other ranks raise a RuntimeError with its name and text.
+    """
+    result, error = _attempt(work)
+    for rank, failure in enumerate(collectives.gather_objects(_sendable(error), group, site=SITE)):
+        if failure is not None:
+            raise error if error is not None and rank == group.rank else failure
+    return result  # type: ignore[return-value]
+
+
+def together(group: Group, work: Callable[[], T]) -> list[T]:
+    """:func:`agree`, but every rank gets all ranks' results."""
+    return collectives.gather_objects(agree(group, work), group, site=SITE)
+
+
+def on_first(group: Group, work: Callable[[], T]) -> T:
+    """Run ``work`` on rank 0 alone; every rank gets its result, or raises its error."""
+    return together(group, lambda: work() if group.rank == 0 else None)[0]  # type: ignore[return-value]
+
+
+def agree_on(group: Group, work: Callable[[], T], facts: Callable[[T], Facts], *, what: str) -> T:
+    """Run ``work`` on every rank, compare ``facts`` of its results, and return this rank's result.
+
+    ``facts`` are values as text, by name. Raises ValueError on every rank where they differ; the message begins with
+    ``what`` and names the first field that differs, two ranks and both values. If ``work`` raises on any rank, all
+    raise; a rank without an error of its own raises the first one, with the number of its rank.
+    """
+    given: dict[str, str] = {}
+
+    def both() -> T:
+        result = work()
+        given.update(facts(result))
+        return result
+
+    result, error = _attempt(both)
+    digest = hashlib.sha256(repr(given).encode()).digest()
+    answers = collectives.gather_objects((_sendable(error), digest), group, site=SITE)
+    if error is not None:
+        raise error
+    for rank, (failure, _) in enumerate(answers):
+        if failure is not None:
+            raise _of_rank(rank, failure)
+    if len({each for _, each in answers}) > 1:
+        raise ValueError(f"{what}: {_difference(collectives.gather_objects(given, group, site=SITE))}")
+    return result  # type: ignore[return-value]
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A number that two tensors of one shape share if they are equal bit for bit, and otherwise hardly ever."""
+    size = tensor.element_size()
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size, torch.uint8)
+    bits = tensor.detach().contiguous().flatten().view(kind)
+    total = 0
+    for chunk in bits.split(1 << 20):  # 64-bit copies of a part at a time
+        weights = torch.arange(1, chunk.numel() + 1, device=chunk.device) * 0x9E3779B1 | 1
+        total = (total * 31 + int((chunk.long() * weights).sum())) & ((1 << 63) - 1)
+    return total
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _difference(everyone: list[dict[str, str]]) -> str:
+    """The message about the first field in which some rank differs from rank 0."""
+    first = everyone[0]
+    rank, theirs = next((rank, facts) for rank, facts in enumerate(everyone) if facts != first)
+    name = next(name for name in [*first, *theirs] if first.get(name) != theirs.get(name))
+    ours, other = (facts.get(name, "nothing") for facts in (first, theirs))
+    return (
+        f"{name} is {ours} on rank 0 and {other} on rank {rank}; start all ranks with the same program, settings and "
+        "versions"
+    )
+
+
+def _of_rank(rank: int, failure: Exception) -> Exception:
+    message = f"rank {rank}: {failure}"
+    with contextlib.suppress(Exception):
+        return type(failure)(message)
+    return RuntimeError(message)
+
+
+def _sendable(error: Exception | None) -> Exception | None:
+    """``error``, or a RuntimeError with its text if pickling would lose it: an error of a local class, or one whose
+    constructor takes other arguments than it keeps."""
+    if error is None:
+        return None
+    with contextlib.suppress(Exception):
+        if isinstance(pickle.loads(pickle.dumps(error)), Exception):
+            return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
