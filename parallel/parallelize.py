@@ -7,31 +7,32 @@ mesh.
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import compatibility
 from .core import collectives
-from .core.mesh import SINGLE, Group, check_dims, data_coordinate, data_group, degree, everyone, whole_group
+from .core.agreement import agree_on, checksum
+from .core.mesh import SINGLE, Group, check_dims, data_coordinate, degree, everyone, tp_group, whole_group
 from .core.rendezvous import init_mesh
-from .cross_entropy import IGNORE_INDEX
+from .core.sharding import local_tensors, spec_of
 from .materialize import device_of, place
+from .parallel_model import ParallelModel, group_of
 from .zero import zero as zeros
-from .zero.clip import GradientClipper
-from .zero.loss_scale import LossScale
 from .zero.zero import PRECISIONS
 
 if TYPE_CHECKING:
-    from .pipeline.pipeline import Pipeline
     from .pipeline.timeline import Costs
 
 __all__ = ["ParallelModel", "parallelize"]
+
+# What a model's layers were built with, and all ranks build alike.
+_LAYER_OPTIONS = ("sequence_parallel", "fuse_wgrad_accumulation", "overlap", "strict", "impl")
 
 
 def parallelize(
@@ -76,52 +77,35 @@ def parallelize(
         device: where parameters on meta are materialised; None: the mesh's device, without a mesh the GPU if there is
             one.
 
-    Raises ValueError for combinations that train incorrectly (``compatibility.py`` lists them with alternatives) and
-    for arguments that do not fit the mesh or the model. Every rank reaches the same answer by itself.
+    Raises ValueError for combinations that train incorrectly (``compatibility.py`` lists them with alternatives), for
+    arguments that do not fit the mesh or the model, and for ranks that differ in arguments, config, shapes of
+    parameters or given weights; the message names rank, field and both values. What one rank refuses, all refuse.
     """
+    options: dict[str, Any] = {
+        "zero": zero,
+        "schedule": schedule,
+        "microbatches": microbatches,
+        "offload": offload,
+        "precision": precision,
+        "recompute": recompute,
+        "overlap": overlap,
+        "seed": seed,
+    }
     check_dims(mesh)
-    stages = degree(mesh, "pp")
-    if stages > 1 and schedule is None:
-        raise ValueError(
-            f"the mesh has pp={stages} pipeline stages and schedule=None: pass one, such as schedule='1f1b'"
-        )
-    splits_backward = False
+    settled = agree_on(
+        whole_group(group_of(model) if mesh is None else mesh),
+        lambda: _settle(model, mesh, device, **options),
+        lambda _: _facts(model, options),
+        what="parallelize",
+    )
+    mesh, schedule, microbatches = settled.mesh, settled.schedule, settled.microbatches
+    splits_backward, divisible = settled.splits_backward, hasattr(model, "pipeline_parts")
+    sharding: dict[str, Any] = {"offload": offload, "precision": precision if mesh is not None else None}
+    if not any(param.is_meta for param in model.parameters()):
+        _check_values(model, mesh)
     if schedule is not None:
         from .pipeline.pipeline import Pipeline, split  # torch's pipelining takes seconds to import
-        from .pipeline.schedules import check_microbatches, default_microbatches, find
 
-        found = find(schedule)
-        splits_backward = stages > 1 and found.splits_backward
-    if microbatches is not None and microbatches < 1:
-        raise ValueError(f"microbatches={microbatches}: expected at least 1")
-    if schedule is not None and stages > 1:
-        microbatches = microbatches or default_microbatches(schedule, stages)
-        check_microbatches(schedule, microbatches, stages)
-    if precision is not None and precision not in PRECISIONS:
-        raise ValueError(f"precision={precision!r}: expected None or one of {', '.join(PRECISIONS)}")
-    if precision == "fp16" and any(getattr(each, "fuse_wgrad_accumulation", False) for each in model.modules()):
-        raise ValueError(
-            "precision='fp16' with fuse_wgrad_accumulation=True: main_grad would keep the factor that the loss is "
-            "scaled by; build the model without it, or use precision='bf16'"
-        )
-    _check_built_for(model, mesh)
-    if stages == 1:
-        schedule = None
-    if mesh is None and offload and _group_of(model).size == 1 and everyone().size == 1:
-        mesh = _mesh_of_one(device_of(None, device))
-    engines: dict[str, Any] = {"zero": zero, "schedule": schedule, "splits_backward": splits_backward}
-    sharding: dict[str, Any] = {"offload": offload, "precision": precision if mesh is not None else None}
-    compatibility.check(model, mesh, **engines, **sharding)
-    zeros.check_whole(model)
-    _configure(model, recompute=recompute, overlap=overlap)
-
-    divisible = hasattr(model, "pipeline_parts")
-    if stages > 1 and not divisible:
-        raise ValueError(
-            f"a pipeline needs a model that can be cut into stages: {type(model).__name__} lacks pipeline_parts() and "
-            "the other methods that shardfuse.parallel.pipeline.partition.Divisible lists"
-        )
-    if schedule is not None:
         assert mesh is not None
         cut = split(model, mesh, schedule, costs=None if costs is None else _agreed(costs, mesh))  # type: ignore[arg-type]
     host = offload or (zero > 0 and data_coordinate(mesh)[1] > 1)  # sharding then moves it to the GPU block by block
@@ -144,269 +128,108 @@ def parallelize(
     return ParallelModel(model, [module for _, module in modules], mesh, pipeline, count, precision)
 
 
-class ParallelModel(nn.Module):
-    """This rank's part of a model, as :func:`parallelize` spread it.
+class _Settled(NamedTuple):
+    """What :func:`parallelize` was asked for, checked and with its defaults filled in."""
 
-    ``module`` is the model with only this rank's parts, under their names in the whole: pass it to ``explain`` and
-    ``export_hf``. ``stages`` are the modules that run, made of its submodules. ``pipeline`` is the Pipeline, or None.
-    """
-
-    module: nn.Module
-
-    def __init__(
-        self,
-        module: nn.Module,
-        stages: list[nn.Module],
-        mesh: DeviceMesh | None,
-        pipeline: Pipeline | None,
-        microbatches: int,
-        precision: str | None,
-    ) -> None:
-        super().__init__()
-        self.module = module
-        self.mesh, self.pipeline, self.microbatches, self.precision = mesh, pipeline, microbatches, precision
-        self.stages = tuple(stages)  # not child modules: they share the module's
-        self._divisible = hasattr(module, "pipeline_parts")
-        self._data_parallel_size = data_coordinate(mesh)[1]
-        self._data: Group = data_group(mesh)
-        self._group = whole_group(_group_of(module) if mesh is None else mesh)
-        self._parameters_here = tuple(module.parameters())  # as the optimizer holds them
-        self._clipper: tuple[float, GradientClipper] | None = None
-        self.loss_scale = LossScale(self._group) if precision == "fp16" else None
-
-    # ------------------------------------------------------------------------------------------------------ training
-
-    def step(self, *batch: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """Forward and backward of ``tokens`` [B, S] and ``targets`` [B, S] (int64; -100 does not count).
-
-        They are this rank's share of the step's batch: ranks that differ only along dp (and dp_replicate) pass
-        different shares, of any sizes; all other ranks pass the same. Returns the mean loss over the valid targets of
-        all shares, an fp32 scalar (fp64 for fp64), the same on every rank. Adds to ``.grad`` the gradients of that
-        mean, summed over the ranks, independent of how the batch was divided among ranks and micro-batches.
-        ``positions`` [S] or [B, S] default to 0 to S - 1. Collective.
-
-        A batch with fewer sequences than micro-batches is padded with sequences that do not count. A failing step does
-        not affect the next one, except that it may leave some of its gradients: call ``zero_grad``.
-
-        Raises ValueError, on every rank that reads data, where one rank's batch does not suit the model, where no
-        target is valid, and where a module that cannot exclude sequences from its mean gets fewer sequences than
-        micro-batches.
-        """
-        inputs, targets = self._inputs(batch, positions)
-        scale = self._scale(inputs, targets, positions)
-        factor = 1.0 if self.loss_scale is None else self.loss_scale.factor
-        earlier = {} if self.loss_scale is None else self._set_aside()
-        try:
-            if self.pipeline is not None:
-                (tokens,) = inputs
-                loss = self.pipeline.step(tokens, targets, scale=scale * factor, positions=positions)
-            else:
-                loss = self._accumulate(self._parts(inputs, targets, positions), scale * factor)
-        except BaseException:
-            for stage in self.stages:
-                zeros.abandon(stage)
-            raise
-        loss = self._mean(loss) / factor
-        if self.loss_scale is not None:
-            self.loss_scale.unscale(self._parameters_here)
-            for param, grad in earlier.items():
-                param.grad = grad if param.grad is None else grad.add_(param.grad)
-        return loss
-
-    @torch.no_grad()
-    def evaluate(self, *batch: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """The loss that :meth:`step` returns, without gradients and dropout. Collective."""
-        inputs, targets = self._inputs(batch, positions)
-        scale = self._scale(inputs, targets, positions)
-        modules = {module for top in (self, *self.stages) for module in top.modules()}
-        training = [module for module in modules if module.training]
-        for module in training:
-            module.training = False
-        try:
-            if self.pipeline is not None:
-                (tokens,) = inputs
-                loss = self.pipeline.evaluate(tokens, targets, scale=scale, positions=positions)
-            else:
-                parts = self._parts(inputs, targets, positions)
-                loss = torch.stack([self._loss(*part, scale) for part in parts]).sum()
-        finally:
-            for module in training:
-                module.training = True
-            for stage in self.stages:
-                zeros.settle(stage)
-        return self._mean(loss)
-
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients to a norm over the whole model of at most ``max_norm`` (infinity: measure only).
-
-        Returns the norm before, a scalar that is the same on every rank. Collective. Raises ValueError for a
-        ``max_norm`` of 0 or less.
-        """
-        if self._clipper is None or self._clipper[0] != max_norm:
-            copies = {} if self.pipeline is None else self.pipeline.copies()
-            ranks = self._group if self.mesh is None else self.mesh
-            self._clipper = max_norm, GradientClipper(self._parameters_here, max_norm, ranks, copies=copies)
-        return self._clipper[1].clip()
-
-    def forward(self, *batch: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """The model's own forward, in the precision of :meth:`step`. RuntimeError with a pipeline."""
-        if self.pipeline is not None:
-            raise RuntimeError(
-                "a pipeline has no forward of its own, since no rank has the whole model: use step() to train, or "
-                "evaluate() for the loss"
-            )
-        (stage,) = self.stages
-        try:
-            with self._autocast():
-                out = stage(*batch) if positions is None else stage(*batch, positions=positions)
-        finally:
-            if not torch.is_grad_enabled():
-                zeros.settle(stage)
-        if not self._divisible:
-            return out
-        tokens, *targets = batch
-        return out.view(*tokens.shape, -1) if not targets else (out / _valid(*targets).to(out.dtype)).squeeze(0)
-
-    def train(self, mode: bool = True) -> ParallelModel:
-        super().train(mode)
-        for stage in self.stages:
-            stage.train(mode)
-        return self
-
-    # ------------------------------------------------------------------------------------------------------- helpers
-
-    def _inputs(
-        self, batch: tuple[torch.Tensor, ...], positions: torch.Tensor | None
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The model's inputs, and its targets. ValueError for a call that no batch could make valid."""
-        *inputs, targets = batch or (None,)
-        if targets is None or not inputs or (self._divisible and len(inputs) > 1):
-            raise ValueError(
-                f"{len(batch)} tensor{'s' * (len(batch) != 1)} in a row: expected tokens and targets; positions go by "
-                "name, and packed batches (cu_seqlens) are the bare model's to take"
-            )
-        if positions is not None and not self._divisible:
-            raise ValueError(f"positions: {type(self.module).__name__} takes its inputs in a row, before the targets")
-        return inputs, targets
-
-    def _scale(self, inputs: list[torch.Tensor], targets: torch.Tensor, positions: torch.Tensor | None) -> float:
-        """The factor from sums over this rank's targets to its share of the mean over all data-parallel ranks."""
-        problem = self._problem(inputs, targets, positions)
-        said = torch.stack([_valid(targets), torch.tensor(float(problem is not None), device=targets.device).double()])
-        valid, refused = collectives.all_reduce(said, self._data, site="step.targets").tolist()
-        if problem is not None:
-            raise problem
-        if refused:
-            raise ValueError(
-                f"{refused:.0f} of {self._data_parallel_size} ranks that read data refused their batch; their errors "
-                "say why"
-            )
-        if not valid:
-            raise ValueError("no target of this step is valid: all of them are -100")
-        return self._data_parallel_size / valid
-
-    def _problem(
-        self, inputs: list[torch.Tensor], targets: torch.Tensor, positions: torch.Tensor | None
-    ) -> ValueError | None:
-        """Why this rank's batch is invalid, or None; data-parallel ranks exchange this before any of them begins."""
-        count, rows = self.microbatches, targets.shape[0]
-        if not self._divisible:
-            if rows >= count:
-                return None
-            return ValueError(
-                f"a batch of {rows} for microbatches={count}: pass more at a time, or fewer micro-batches"
-            )
-        try:
-            (tokens,) = inputs
-            self.module.check_batch(tokens, targets, positions)  # type: ignore[operator]
-            smallest = max(1, rows // count)
-            for part in {smallest, max(1, -(-rows // count))} if self.pipeline is None else {max(1, -(-rows // count))}:
-                self.module.boundary(part, tokens.shape[1])  # type: ignore[operator]
-        except ValueError as error:
-            return error
-        return None
-
-    def _set_aside(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Take out the gradients of earlier steps, to which this step's factor does not apply."""
-        earlier = {param: param.grad for param in self._parameters_here if param.grad is not None}
-        for param in earlier:
-            param.grad = None
-        return earlier
-
-    def _mean(self, loss: torch.Tensor) -> torch.Tensor:
-        whole = collectives.all_reduce(loss.detach().sum(), self._data, site="step.loss")
-        return whole.to(torch.promote_types(loss.dtype, torch.float32)) / self._data_parallel_size
-
-    def _accumulate(self, parts: list[_Part], scale: float) -> torch.Tensor:
-        (stage,) = self.stages
-        losses = []
-        draws = self.module.draws(parts[0].targets.device) if self._divisible else None  # type: ignore[operator]
-        for i, part in enumerate(parts):
-            zeros.accumulate(stage, last=i == len(parts) - 1)
-            loss = self._loss(*part, scale, draws)
-            loss.backward()
-            losses.append(loss.detach())
-        return torch.stack(losses).sum()
-
-    def _loss(
-        self,
-        inputs: list[torch.Tensor],
-        targets: torch.Tensor,
-        positions: torch.Tensor | None,
-        scale: float,
-        draws: Any = None,
-    ) -> torch.Tensor:
-        """The sum of one micro-batch's losses times ``scale``."""
-        (stage,) = self.stages
-        with self._autocast():
-            if not self._divisible:
-                valid = _valid(targets)
-                # The mean over no targets is NaN: replace it by a target with weight 0.
-                loss = stage(*inputs, targets.masked_fill((targets == IGNORE_INDEX) & (valid == 0), 0))
-                return loss * (valid * scale).to(loss.dtype)
-            return stage(*inputs, targets, positions=positions, scale=scale, draws=draws).sum()
-
-    def _parts(self, inputs: list[torch.Tensor], targets: torch.Tensor, positions: torch.Tensor | None) -> list[_Part]:
-        """The micro-batches."""
-        count = self.microbatches
-        missing = max(0, count - targets.shape[0])  # only for a model that can exclude sequences
-        if positions is not None:
-            positions = positions.expand(targets.shape)
-
-        def pieces(tensor: torch.Tensor, filling: int = 0) -> tuple[torch.Tensor, ...]:
-            filled = F.pad(tensor, (0, 0, 0, missing), value=filling) if missing else tensor
-            return filled.tensor_split(count)
-
-        given, wanted = zip(*map(pieces, inputs)), pieces(targets, IGNORE_INDEX)
-        placed = [None] * count if positions is None else pieces(positions)
-        return [_Part(list(one), target, place) for one, target, place in zip(given, wanted, placed)]
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Autocast for a model without a mesh, where FSDP2 does not cast."""
-        if self.precision is None or self.mesh is not None:
-            return contextlib.nullcontext()
-        device = next(self.parameters()).device.type
-        return torch.autocast(device, PRECISIONS[self.precision])
-
-    def extra_repr(self) -> str:
-        mesh = self.mesh
-        said = [] if mesh is None else [f"{name}={size}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape)]
-        if self.pipeline is not None:
-            said.append(f"stages {', '.join(str(index) for index, _ in self.pipeline.stages)} of {self.pipeline.count}")
-        return ", ".join([*said, f"microbatches={self.microbatches}", f"precision={self.precision}"])
+    mesh: DeviceMesh | None
+    schedule: str | None
+    microbatches: int | None
+    splits_backward: bool
 
 
-class _Part(NamedTuple):
-    """One micro-batch."""
+def _settle(
+    model: nn.Module,
+    mesh: DeviceMesh | None,
+    device: torch.device | str | None,
+    *,
+    zero: int,
+    schedule: str | None,
+    microbatches: int | None,
+    offload: bool,
+    precision: str | None,
+    recompute: bool | None,
+    overlap: str | None,
+    seed: int | None,
+) -> _Settled:
+    """Everything that one rank can refuse by itself. No collectives."""
+    stages = degree(mesh, "pp")
+    if stages > 1 and schedule is None:
+        raise ValueError(
+            f"the mesh has pp={stages} pipeline stages and schedule=None: pass one, such as schedule='1f1b'"
+        )
+    splits_backward = False
+    if schedule is not None:
+        from .pipeline.schedules import check_microbatches, default_microbatches, find
 
-    inputs: list[torch.Tensor]
-    targets: torch.Tensor
-    positions: torch.Tensor | None
+        found = find(schedule)
+        splits_backward = stages > 1 and found.splits_backward
+    if microbatches is not None and microbatches < 1:
+        raise ValueError(f"microbatches={microbatches}: expected at least 1")
+    if schedule is not None and stages > 1:
+        microbatches = microbatches or default_microbatches(schedule, stages)
+        check_microbatches(schedule, microbatches, stages)
+    if precision is not None and precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r}: expected None or one of {', '.join(PRECISIONS)}")
+    if precision == "fp16" and any(getattr(each, "fuse_wgrad_accumulation", False) for each in model.modules()):
+        raise ValueError(
+            "precision='fp16' with fuse_wgrad_accumulation=True: main_grad would keep the factor that the loss is "
+            "scaled by; build the model without it, or use precision='bf16'"
+        )
+    _check_built_for(model, mesh)
+    if stages == 1:
+        schedule = None
+    if mesh is None and offload and group_of(model).size == 1 and everyone().size == 1:
+        mesh = _mesh_of_one(device_of(None, device))
+    compatibility.check(
+        model,
+        mesh,
+        zero=zero,
+        schedule=schedule,
+        splits_backward=splits_backward,
+        offload=offload,
+        precision=precision if mesh is not None else None,
+    )
+    zeros.check_whole(model)
+    _configure(model, recompute=recompute, overlap=overlap)
+    if stages > 1 and not hasattr(model, "pipeline_parts"):
+        raise ValueError(
+            f"a pipeline needs a model that can be cut into stages: {type(model).__name__} lacks pipeline_parts() and "
+            "the other methods that shardfuse.parallel.pipeline.partition.Divisible lists"
+        )
+    return _Settled(mesh, schedule, microbatches, splits_backward)
 
 
-def _valid(targets: torch.Tensor) -> torch.Tensor:
-    """The number of targets that count, fp64."""
-    return (targets != IGNORE_INDEX).sum(dtype=torch.float64)
+def _facts(model: nn.Module, options: dict[str, Any]) -> dict[str, str]:
+    """What has to be equal on all ranks of a model: the options, its config and settings, its parameters' shapes."""
+    facts = {"the model's class": type(model).__name__}
+    config = getattr(model, "config", None)
+    if dataclasses.is_dataclass(config):
+        facts |= {f"config.{each.name}": repr(getattr(config, each.name)) for each in dataclasses.fields(config)}
+    facts |= {name: repr(value) for name, value in options.items()}
+    facts |= {f"the model's {name}": repr(getattr(model, name)) for name in _LAYER_OPTIONS if hasattr(model, name)}
+    for name, param in model.named_parameters():
+        frozen = "" if param.requires_grad else ", frozen"
+        meta = ", on meta" if param.is_meta else ""
+        facts[f"parameter {name}"] = f"{list(spec_of(param).logical_shape)} {param.dtype}{frozen}{meta}"
+    return facts
+
+
+def _check_values(model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """ValueError on every rank where ranks that hold the same tensors of ``model`` were given different values."""
+    named = dict(model.named_parameters())
+
+    def values(params: dict[str, torch.Tensor]) -> dict[str, str]:
+        return {f"the checksum of {name}": str(checksum(local_tensors(param)[0])) for name, param in params.items()}
+
+    repeated = {name: param for name, param in named.items() if spec_of(param).shard_dim is None}
+    for group, held in ((group_of(model), repeated), (_along(mesh, "pp"), named)):
+        if group.size > 1:
+            agree_on(group, lambda held=held: held, values, what="parallelize")  # type: ignore[misc]
+
+
+def _along(mesh: DeviceMesh | None, dim: str) -> Group:
+    """The group of ``mesh``'s ranks that differ along ``dim`` alone."""
+    return SINGLE if mesh is None or degree(mesh, dim) == 1 else tp_group(mesh, dim)
 
 
 def _mesh_of_one(device: torch.device) -> DeviceMesh:
@@ -426,12 +249,6 @@ def _agreed(costs: Sequence[float | Costs], mesh: DeviceMesh) -> list[float]:
             "(measured_costs(..., mesh=mesh)), or pass what one rank has found"
         )
     return mine
-
-
-def _group_of(model: nn.Module) -> Group:
-    """The tensor-parallel group that ``model`` was built for; SINGLE for a model without one."""
-    group = getattr(model, "group", None)
-    return group if isinstance(group, Group) else SINGLE
 
 
 def _check_built_for(model: nn.Module, mesh: DeviceMesh | None) -> None:

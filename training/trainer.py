@@ -26,13 +26,16 @@ from ..parallel.core import agreement
 from ..parallel.core.mesh import data_coordinate, everyone
 from ..parallel.core.random import manual_seed
 from ..parallel.data import data_loader
-from ..parallel.parallelize import ParallelModel, parallelize
+from ..parallel.parallel_model import ParallelModel
+from ..parallel.parallelize import parallelize
 from .folders import CHECKPOINTS, EXPORT, SETTINGS
 from .metrics import Progress, Recorder, chip_of, flops_per_token, peak_bytes, peak_flops, span
 from .optimizer import adamw, make_scheduler
 from .restart import TIME_IS_UP, Stop, check_resumable, torn_explained
 from .settings import RunSettings
 from .tokens import load_tokens
+
+CHECK_DATA_EVERY = 100  # steps, beside a process's first ones
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,7 @@ class Trainer:
         with span("data", self.device):
             tokens, targets = (part.to(self.device, non_blocking=True) for part in next(self._batches))
         manual_seed(self.settings.seed, self.mesh, step=self.step)  # dropout: resuming does not change it
+        self.model.check_data = self.step % CHECK_DATA_EVERY == 0
         with span("forward and backward", self.device):
             loss = self.model.step(tokens, targets)
         with span("optimizer", self.device):

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from ..core import agreement, collectives
 from ..core.mesh import Group, MeshLike, everyone, whole_group
 from ..core.sharding import as_stored, gather, host_copy, local_tensor, logical, on_first_rank
-from ..parallelize import ParallelModel
+from ..parallel_model import ParallelModel
 from . import rng_state, storage
 
 __all__ = [

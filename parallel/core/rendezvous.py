@@ -1,9 +1,9 @@
-"""How processes find each other: :func:`init_mesh` connects them, and makes the mesh that all of them ask for.
+"""How processes find each other: :func:`init_mesh` connects them and makes the mesh that all of them ask for.
 
-The rendezvous of processes that torchrun has restarted is safe from the addresses of dead processes. torchrun's agent keeps a store in which its processes meet, and torch (2.13) gives them the same store after each
-restart: it still holds the entries of the previous processes, including their addresses. A restarted process can read
-stale addresses and hang. The restart count does not identify a start either, because each machine's agent counts its
-own (pytorch issue 135712). So rank 0 gives each start a name.
+The rendezvous is safe from the addresses of dead processes. torchrun's agent keeps a store in which its processes meet,
+and torch (2.13) gives them the same store after each restart: it still holds the entries of the previous processes,
+including their addresses. A restarted process can read stale addresses and hang. The restart count does not identify a
+start either, because each machine's agent counts its own (pytorch issue 135712). So rank 0 gives each start a name.
 """
 
 from __future__ import annotations

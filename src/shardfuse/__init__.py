@@ -57,7 +57,8 @@ if TYPE_CHECKING:
     from .parallel.cross_entropy import linear_cross_entropy, linear_log_probs
     from .parallel.data import data_loader, data_sampler
     from .parallel.overlap.memory.reserve import reserve_symmetric_memory
-    from .parallel.parallelize import ParallelModel, parallelize
+    from .parallel.parallel_model import ParallelModel
+    from .parallel.parallelize import parallelize
     from .parallel.zero.main_grad import attach_main_grads, main_grads_to_grads, zero_main_grads
     from .serving.engine import Engine
     from .serving.request import Request, TokenEvent
@@ -156,7 +157,7 @@ _HOMES = {
     "ParallelAttention": "layers.attention.attention",
     "ParallelBlock": "layers.block",
     "ParallelMLP": "layers.mlp",
-    "ParallelModel": "parallel.parallelize",
+    "ParallelModel": "parallel.parallel_model",
     "ParallelTransformer": "layers.transformer",
     "RMSNorm": "layers.norm",
     "Request": "serving.request",

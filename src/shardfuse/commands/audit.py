@@ -30,7 +30,8 @@ from ..parallel.core import mesh as meshes
 from ..parallel.core.rendezvous import init_mesh, shutdown
 from ..parallel.core.sharding import local_tensor
 from ..parallel.overlap.policy import check_overlap
-from ..parallel.parallelize import ParallelModel, parallelize
+from ..parallel.parallel_model import ParallelModel
+from ..parallel.parallelize import parallelize
 from ..parallel.pipeline.partition import owners
 from ..parallel.pipeline.schedules import default_microbatches, find
 from ..training.launch import Stopped, launch
