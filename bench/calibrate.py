@@ -43,7 +43,7 @@ from ..parallel.overlap import link_profile as profiles
 from ..parallel.overlap.link_profile import OPS, Profile, Row, bucket
 from ..parallel.overlap.memory.sizes import DECODE_TOKENS
 from ..parallel.overlap.plan import OverlapPlan, fastest
-from ..training.launch import Stopped, launch
+from ..training.launch import Stopped, launch, stop_signals
 from .calibrate_meter import Meter
 from .calibrate_rig import SITE, Rig, Shares, ends_of
 from .harness import provenance
@@ -126,7 +126,8 @@ def calibrate(options: Options, *, json: bool = False) -> int:
             return outcome.code
     else:
         try:
-            outcome = launch(run, options, processes=options.ranks)[0]
+            with stop_signals():
+                outcome = launch(run, options, processes=options.ranks)[0]
         except Stopped as stop:
             console(stderr=True).print("stopped; measured rows are kept, and the same command resumes")
             sys.exit(128 + stop.signum)

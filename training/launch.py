@@ -96,11 +96,13 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="shardfuse-", dir=folder) as created:
         job = Path(created)
         (job / "job.pickle").write_bytes(pickle.dumps((entry.__module__, name, args)))
-        with _quiet_elastic(), _signals_end_the_agent(on_stop) as received:
-            try:
-                result = _run_agent(job, processes, listener, threads or threads_per_process(processes), max_restarts)
-            except SignalException as stop:
-                raise Stopped(received[0] if received else stop.sigval) from None
+        agent = _agent(job, processes, listener, threads or threads_per_process(processes), max_restarts)
+        received: list[int] = []
+        try:
+            with _quiet_elastic(), _signals_end_the_agent(received, on_stop):
+                result = agent.run()
+        except SignalException:
+            raise Stopped(received[0]) from None
         if result.is_failed():
             raise _first_error(job, result)
         return [pickle.loads((job / f"result-{rank}.pickle").read_bytes()) for rank in range(processes)]
@@ -108,43 +110,57 @@ def launch(
 
 @contextmanager
 def stop_signals() -> Iterator[None]:
-    """A context in which the first stop signal (Ctrl-C and others) raises Stopped; later signals are ignored.
+    """A context in which the first stop signal (Ctrl-C and others) raises Stopped: for the main function of a command.
 
-    So no second signal interrupts the clean-up. ``launch`` does the same while it runs.
+    After a stop signal here or in a ``launch`` inside, later ones are ignored until the process ends, so that none
+    interrupts the clean-up or replaces the exit code.
     """
 
     def stop(signum: int) -> None:
         raise Stopped(signum)
 
-    with _handling(stop):
+    with _handling(stop, until_exit=True):
         yield
+
+
+class _StopHandler:
+    """The handler of all stop signals: each calls the next of ``actions``; without any left it does nothing."""
+
+    def __init__(self) -> None:
+        self.actions: list[Callable[[int], None]] = []
+        self.received = False
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        if self.actions:
+            self.received = True
+            self.actions.pop(0)(signum)
 
 
 @contextmanager
-def _handling(action: Callable[[int], None], *, ask: Callable[[int], None] | None = None) -> Iterator[None]:
-    """Call ``action`` at the first stop signal; with ``ask``, call ``ask`` at the first and ``action`` at the second.
+def _handling(*actions: Callable[[int], None], until_exit: bool = False) -> Iterator[None]:
+    """Each stop signal calls the next of ``actions``; later ones are ignored.
 
-    Signals that were already ignored (nohup) stay ignored.
+    An inner context shares the handler of the outer one, so no signal finds the handlers half replaced; after a signal
+    in the inner context, the outer one ignores all others. With ``until_exit``, a received signal leaves all of them
+    ignored after the context. Signals that were already ignored (nohup) stay ignored.
     """
-    asking = [ask] if ask else []
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     before = {signum: handler for signum, handler in before.items() if handler is not signal.SIG_IGN}
-
-    def receive(signum: int, frame: FrameType | None) -> None:
-        if asking:
-            asking.pop()(signum)
-            return
-        for other in before:
-            signal.signal(other, signal.SIG_IGN)
-        action(signum)
-
+    outer = next((handler for handler in before.values() if isinstance(handler, _StopHandler)), None)
+    handler = outer or _StopHandler()
+    following = handler.actions
     try:
-        for signum in before:
-            signal.signal(signum, receive)
+        handler.actions = list(actions)
+        if outer is None:
+            for signum in before:
+                signal.signal(signum, handler)
         yield
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+        handler.actions = [] if handler.received else following
+        if outer is None:
+            for signum, earlier in before.items():
+                # Python resets its own handlers while it exits, but not SIG_IGN.
+                signal.signal(signum, signal.SIG_IGN if until_exit and handler.received else earlier)
 
 
 def check_port(port: int | None) -> None:
@@ -233,7 +249,7 @@ class _Loopback(RendezvousHandler):
         return True
 
 
-def _run_agent(job: Path, processes: int, listener: socket.socket, threads: int, max_restarts: int) -> RunResult:
+def _agent(job: Path, processes: int, listener: socket.socket, threads: int, max_restarts: int) -> LocalElasticAgent:
     logs = job / "logs"
     logs.mkdir()
     spec = WorkerSpec(
@@ -246,21 +262,19 @@ def _run_agent(job: Path, processes: int, listener: socket.socket, threads: int,
         monitor_interval=0.05,
         local_addr=HOST,
     )
-    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(logs))).run()
+    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(logs)))
 
 
 @contextmanager
-def _signals_end_the_agent(on_stop: Callable[[int], None] | None = None) -> Iterator[list[int]]:
-    """Every stop signal ends the agent and its workers at once, as SIGTERM does.
+def _signals_end_the_agent(received: list[int], on_stop: Callable[[int], None] | None) -> Iterator[None]:
+    """A stop signal ends the agent and its workers at once, and adds itself to ``received``.
 
-    Yields the list of received signals, except SIGTERM, whose handler the agent replaces with its own. With ``on_stop``
-    the agent replaces no handler.
+    With ``on_stop``, the first signal goes to that function and the second ends them.
 
-    By default the agent forwards each signal to the workers. SIGINT would then reach Python's handler, which waits
-    until a collective returns and prints a traceback; SIGTERM ends a worker at once, by the kernel's default.
+    By default the agent handles the signals itself and forwards each to the workers. SIGINT would then reach Python's
+    handler, which waits until a collective returns and prints a traceback; SIGTERM ends a worker at once, by the
+    kernel's default.
     """
-
-    received: list[int] = []
 
     def end_agent(signum: int) -> None:
         received.append(signum)
@@ -269,10 +283,10 @@ def _signals_end_the_agent(on_stop: Callable[[int], None] | None = None) -> Iter
 
     variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
     before_variable = os.environ.get(variable)
-    os.environ[variable] = "" if on_stop else "SIGTERM"  # this module handles the others
+    os.environ[variable] = ""
     try:
-        with _handling(end_agent, ask=on_stop):
-            yield received
+        with _handling(*([on_stop] if on_stop else []), end_agent):
+            yield
     finally:
         if before_variable is None:
             del os.environ[variable]

@@ -31,7 +31,7 @@ from ...kernels.dev.accuracy import Verdict
 from ...layers import ParallelBlock, ParallelMLP, TransformerConfig
 from ...layers.attention.rope import Rotary
 from ...layers.attention.rope import rope_tables as our_tables
-from ...training.launch import Stopped, launch
+from ...training.launch import Stopped, launch, stop_signals
 from ..harness.benchmark import Benchmark, Measurement, Settings
 from ..harness.gate import check_outputs, join_layers, module_outputs
 from ..harness.stock import StockBlock, StockMLP, rope_tables, training_step
@@ -100,7 +100,8 @@ def _sizes(settings: Settings) -> tuple[Size, ...]:
 def _results(settings: Settings) -> dict[str, Result]:
     """Check and measure every size in one launch: the timed modules are the same objects that were checked."""
     try:
-        return launch(_worker, _sizes(settings), 0.0 if settings.dry else SECONDS_PER_SIZE, processes=RANKS)[0]
+        with stop_signals():
+            return launch(_worker, _sizes(settings), 0.0 if settings.dry else SECONDS_PER_SIZE, processes=RANKS)[0]
     except Stopped as stop:
         sys.exit(128 + stop.signum)
 

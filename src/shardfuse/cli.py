@@ -7,6 +7,7 @@ runs, so that ``shardfuse --help`` is fast.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -33,6 +34,7 @@ def main() -> None:
     try:
         app(prog_name="shardfuse")
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would interrupt the exit
         sys.exit(130)
     except _EXPLAINED as error:
         sys.exit(errors.report(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -189,3 +191,47 @@ def test_no_worker_outlives_its_parent(launched: Any, signum: signal.Signals, tm
     assert parent.returncode == (-signal.SIGKILL if signum == signal.SIGKILL else 128 + signum)
     if signum != signal.SIGKILL:  # SIGKILL leaves no chance to clean up
         assert not list(tmp_path.iterdir())
+
+
+_TRAIN = ["-m", "shardfuse", "train", "run.toml"]
+_DEMO = ["-m", "shardfuse", "demo", "--device", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("command", "moment", "processes", "signum"),
+    [
+        pytest.param(_TRAIN, "1 process", 1, signal.SIGINT, id="train-starting-SIGINT"),
+        pytest.param(_TRAIN, "1 process", 2, signal.SIGTERM, id="train-started-SIGTERM"),
+        pytest.param(_DEMO, "2/5", 3, signal.SIGTERM, id="demo-started-SIGTERM"),
+    ],
+)
+def test_storm_of_signals(
+    launched: Any, tmp_path: Path, command: list[str], moment: str, processes: int, signum: signal.Signals
+):
+    """From a moment on, when as many processes run, signals come until the command has ended."""
+    case = importlib.import_module("train_case")
+    case.write_toml(tmp_path / "run.toml", case.values("out", steps=1_000_000))
+    leftovers = launched.Leftovers()
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        env=leftovers.environment() | {"OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert any(line.startswith(moment) for line in process.stdout)
+    while len(leftovers.processes()) < processes:
+        time.sleep(0.01)
+    while process.poll() is None:
+        for send in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError):
+                send(process.pid, signum)
+        time.sleep(0.01)
+    _, errors = process.communicate(timeout=60)
+    leftovers.assert_none()
+    assert process.returncode == 128 + signum, errors
+    assert errors.startswith(f"stopped by {signum.name};")
+    assert errors.count("\n") == 1

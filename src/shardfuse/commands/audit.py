@@ -34,7 +34,7 @@ from ..parallel.parallel_model import ParallelModel
 from ..parallel.parallelize import parallelize
 from ..parallel.pipeline.partition import owners
 from ..parallel.pipeline.schedules import default_microbatches, find
-from ..training.launch import Stopped, launch
+from ..training.launch import Stopped, launch, stop_signals
 
 ROWS, LENGTH = 2, 8  # sequences of a micro-batch, and their tokens
 BLOCKS = 4  # or one for each stage
@@ -146,7 +146,8 @@ def audit(options: Options, *, json: bool = False) -> int:
     if options.overlap is not None:
         check_overlap(options.overlap)
     try:
-        outcomes: list[Outcome] = launch(run, options, processes=options.processes)
+        with stop_signals():
+            outcomes: list[Outcome] = launch(run, options, processes=options.processes)
     except Stopped as stop:
         sys.exit(128 + stop.signum)
     wrong = [line for outcome in outcomes for line in outcome.wrong]
