@@ -15,8 +15,10 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,9 +28,9 @@ from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, SubprocessContext
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
@@ -39,6 +41,7 @@ STOP_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
 )
 MAX_THREADS = 8  # more do not speed up the models that start here
+GRACE = 3.0  # seconds between SIGTERM and SIGKILL for the workers that remain after a failure or a stop signal
 
 
 class PortError(ValueError):
@@ -84,7 +87,8 @@ def launch(
     after a killed process or a RuntimeError, such as a collective's whose peer has died: other errors would recur.
 
     A stop signal ends all processes at once. With ``on_stop``, the first signal goes to that function instead, which
-    asks the processes to finish by themselves; the second signal ends them.
+    asks the processes to finish by themselves; the second signal ends them. Processes that still run GRACE seconds
+    after a failure or a stop signal are killed.
 
     Raises PortError for an unusable port, WorkerError for the first rank that failed, Stopped after a signal. Call it
     from the main thread: a worker dies with the thread that started it.
@@ -104,7 +108,7 @@ def launch(
         except SignalException:
             raise Stopped(received[0]) from None
         if result.is_failed():
-            raise _first_error(job, result)
+            raise _first_error(job, result, agent.unresponsive)
         return [pickle.loads((job / f"result-{rank}.pickle").read_bytes()) for rank in range(processes)]
 
 
@@ -249,7 +253,42 @@ class _Loopback(RendezvousHandler):
         return True
 
 
-def _agent(job: Path, processes: int, listener: socket.socket, threads: int, max_restarts: int) -> LocalElasticAgent:
+class _Agent(LocalElasticAgent):
+    """torchrun's agent, which ends the remaining workers within GRACE; torch waits 30 s before it sends SIGKILL."""
+
+    def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
+        super().__init__(spec, logs)
+        self.unresponsive: list[int] = []  # ranks of the newest attempt that outlived SIGTERM
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids = super()._start_workers(worker_group)
+        context = self._pcontext
+        assert isinstance(context, SubprocessContext)
+        self.unresponsive.clear()
+        close = context.close
+
+        def close_soon(death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
+            self._end(context, death_sig or signal.SIGTERM)
+            close()
+
+        context.close = close_soon  # type: ignore[method-assign]  # torch has no option: it waits 30 s
+        return pids
+
+    def _end(self, context: SubprocessContext, signum: signal.Signals) -> None:
+        """Send ``signum`` to all running workers, and SIGKILL to those that still run after GRACE."""
+        running = {rank: each for rank, each in context.subprocess_handlers.items() if each.proc.poll() is None}
+        for handler in running.values():
+            handler.close(signum)
+        deadline = time.monotonic() + GRACE
+        for rank, handler in running.items():
+            try:
+                handler.proc.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.unresponsive.append(rank)
+                handler.close(signal.SIGKILL)
+
+
+def _agent(job: Path, processes: int, listener: socket.socket, threads: int, max_restarts: int) -> _Agent:
     logs = job / "logs"
     logs.mkdir()
     spec = WorkerSpec(
@@ -262,7 +301,7 @@ def _agent(job: Path, processes: int, listener: socket.socket, threads: int, max
         monitor_interval=0.05,
         local_addr=HOST,
     )
-    return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(logs)))
+    return _Agent(spec, DefaultLogsSpecs(log_dir=str(logs)))
 
 
 @contextmanager
@@ -312,13 +351,15 @@ _HINTS = {
 }
 
 
-def _first_error(job: Path, result: RunResult) -> WorkerError:
+def _first_error(job: Path, result: RunResult, unresponsive: list[int]) -> WorkerError:
     """The first failure: a killed process, else the earliest exception (the others follow from it).
 
-    Only the newest attempt with reports counts: earlier failures led to a restart.
+    Only the newest attempt with reports counts: earlier failures led to a restart. The agent's own signals count as no
+    failure: SIGTERM, and SIGKILL for the ``unresponsive`` ranks. The message names these after an error that a
+    missing peer may have caused.
     """
     for rank, failure in sorted(result.failures.items()):
-        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # the agent ends the rest with SIGTERM
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and rank not in unresponsive:
             name = signal.Signals(-failure.exitcode).name
             hint = _HINTS.get(name, "")
             return WorkerError(rank, "Signal", f"rank {rank} was killed by {name}{hint}")
@@ -330,6 +371,8 @@ def _first_error(job: Path, result: RunResult) -> WorkerError:
     if reports:
         _, _, rank, report = min(reports, key=lambda item: item[:2])
         line = " ".join(str(report["message"]).split())
+        if unresponsive and not report["final"]:
+            line += "".join(f"; rank {silent} did not respond and was ended" for silent in unresponsive)
         return WorkerError(rank, report["kind"], f"rank {rank}: {report['kind']}: {line}", report["trace"])
-    rank, failure = min(result.failures.items())
+    rank, failure = min(item for item in result.failures.items() if item[0] not in unresponsive)
     return WorkerError(rank, "Exit", f"rank {rank} ended with exit code {failure.exitcode}")

@@ -28,7 +28,10 @@ def raise_on(rank: int, message: str) -> None:
     time.sleep(600)
 
 
-def die_on(rank: int, signum: int) -> None:
+def die_on(rank: int, signum: int, deaf: bool = False) -> None:
+    """Kill one rank; the others sleep, and ignore SIGTERM if they are ``deaf``."""
+    if deaf:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if int(os.environ["RANK"]) == rank:
         os.kill(os.getpid(), signum)
     time.sleep(600)

@@ -70,6 +70,20 @@ class DieAfter(StopAfter):
         return 0
 
 
+class FreezeAfter(StopAfter):
+    """Stops this process, as SIGSTOP from outside does, after a number of steps; the time of ``mark`` tells when."""
+
+    def __init__(self, steps: int, mark: str) -> None:
+        super().__init__(steps)
+        self._mark = Path(mark)
+
+    def read(self) -> int:
+        if super().read():
+            self._mark.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return 0
+
+
 def run_body(rank: int, world: int, text: str, resume: bool = False, stop_after: int = 1 << 30) -> RunResult:
     """Run the settings ``text``; the last rank asks to stop."""
     stop = StopAfter(stop_after if rank == world - 1 else 1 << 30)
@@ -90,6 +104,14 @@ def run_and_die(text: str, victim: int, step: int) -> RunResult:
     rank, attempt = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
     dies = rank == victim and attempt == 0
     return train_run(RunSettings.from_json(text), False, DieAfter(step) if dies else StopAfter(1 << 30))
+
+
+def run_and_freeze(text: str, victim: int, step: int, mark: str) -> RunResult:
+    """The same, but ``victim`` is frozen."""
+    rank = int(os.environ["RANK"])
+    return train_run(
+        RunSettings.from_json(text), False, FreezeAfter(step, mark) if rank == victim else StopAfter(1 << 30)
+    )
 
 
 def die_once(settings: RunSettings, resume: bool, stop_file: StopFile) -> RunResult:

@@ -60,6 +60,22 @@ def test_killed_worker_is_named(launched: Any):
         launch(launched.die_on, 1, signal.SIGKILL, processes=2)
 
 
+def test_killed_worker_is_told_from_one_that_the_launch_had_to_kill(launched: Any):
+    with pytest.raises(WorkerError, match=r"^rank 1 was killed by SIGKILL \(out of memory\?\)$"):
+        launch(launched.die_on, 1, signal.SIGKILL, True, processes=2)
+
+
+@pytest.mark.ranks
+def test_frozen_worker_is_named_soon_after_the_timeout(launched: Any, tmp_path: Path):
+    case = importlib.import_module("train_case")
+    settings = case.settings(tmp_path / "out", 2, parallel={"tp": 2}, timeout=10)
+    mark = tmp_path / "frozen"
+    error = r"^rank 1: RuntimeError: \S+: \w+ failed.*; rank 0 did not respond and was ended$"
+    with pytest.raises(WorkerError, match=error):
+        launch(case.run_and_freeze, settings.to_json(), 0, 2, str(mark), processes=2)
+    assert time.time() - mark.stat().st_mtime < settings.timeout + 15
+
+
 @pytest.mark.parametrize(("kind", "starts"), [(RuntimeError, 3), (ValueError, 1)])
 def test_what_may_go_better_is_tried_again(launched: Any, tmp_path: Path, kind: type[Exception], starts: int):
     with pytest.raises(WorkerError, match=rf"^rank 0: {kind.__name__}: no luck$"):
