@@ -101,12 +101,11 @@ def launch(
         job = Path(created)
         (job / "job.pickle").write_bytes(pickle.dumps((entry.__module__, name, args)))
         agent = _agent(job, processes, listener, threads or threads_per_process(processes), max_restarts)
-        received: list[int] = []
         try:
-            with _quiet_elastic(), _signals_end_the_agent(received, on_stop):
+            with _quiet_elastic(), _signals_end_the_agent(agent, on_stop):
                 result = agent.run()
         except SignalException:
-            raise Stopped(received[0]) from None
+            raise Stopped(agent.received[0]) from None
         if result.is_failed():
             raise _first_error(job, result, agent.unresponsive)
         return [pickle.loads((job / f"result-{rank}.pickle").read_bytes()) for rank in range(processes)]
@@ -259,9 +258,35 @@ class _Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, logs: DefaultLogsSpecs) -> None:
         super().__init__(spec, logs)
         self.unresponsive: list[int] = []  # ranks of the newest attempt that outlived SIGTERM
+        self.received: list[int] = []  # the stop signal that ends the run
+        self._death_sig = signal.SIGTERM
+        self._starting = False
+
+    def end(self, signum: int, death_sig: signal.Signals) -> None:
+        """End the workers with ``death_sig`` because of the stop signal ``signum``, once all have started.
+
+        An exception while they start would lose those that run already.
+        """
+        self.received.append(signum)
+        self._death_sig = death_sig
+        if not self._starting:
+            self._raise()
+
+    def _raise(self) -> None:
+        raise SignalException(f"signal {self.received[0]}", self._death_sig)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        pids = super()._start_workers(worker_group)
+        self._starting = True
+        try:
+            pids = super()._start_workers(worker_group)
+            self._shorten_close()
+        finally:
+            self._starting = False
+        if self.received:
+            self._raise()
+        return pids
+
+    def _shorten_close(self) -> None:
         context = self._pcontext
         assert isinstance(context, SubprocessContext)
         self.unresponsive.clear()
@@ -272,7 +297,6 @@ class _Agent(LocalElasticAgent):
             close()
 
         context.close = close_soon  # type: ignore[method-assign]  # torch has no option: it waits 30 s
-        return pids
 
     def _end(self, context: SubprocessContext, signum: signal.Signals) -> None:
         """Send ``signum`` to all running workers, and SIGKILL to those that still run after GRACE."""
@@ -305,8 +329,8 @@ def _agent(job: Path, processes: int, listener: socket.socket, threads: int, max
 
 
 @contextmanager
-def _signals_end_the_agent(received: list[int], on_stop: Callable[[int], None] | None) -> Iterator[None]:
-    """A stop signal ends the agent and its workers at once, and adds itself to ``received``.
+def _signals_end_the_agent(agent: _Agent, on_stop: Callable[[int], None] | None) -> Iterator[None]:
+    """A stop signal ends the agent and its workers at once.
 
     With ``on_stop``, the first signal goes to that function and the second ends them.
 
@@ -316,9 +340,8 @@ def _signals_end_the_agent(received: list[int], on_stop: Callable[[int], None] |
     """
 
     def end_agent(signum: int) -> None:
-        received.append(signum)
         # Processes that were already asked may treat SIGTERM as the same request.
-        raise SignalException(f"signal {signum}", signal.SIGKILL if on_stop else signal.SIGTERM)
+        agent.end(signum, signal.SIGKILL if on_stop else signal.SIGTERM)
 
     variable = "TORCHELASTIC_SIGNALS_TO_HANDLE"
     before_variable = os.environ.get(variable)

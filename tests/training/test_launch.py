@@ -250,4 +250,4 @@ def test_storm_of_signals(
     leftovers.assert_none()
     assert process.returncode == 128 + signum, errors
     assert errors.startswith(f"stopped by {signum.name};")
-    assert errors.count("\n") == 1
+    assert errors.count("\n") == 1, errors
