@@ -219,7 +219,7 @@ def test_a_port_in_use_is_said() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        program = "from shardfuse.parallel.core.mesh import init_mesh; init_mesh(device_type='cpu')"
+        program = "from shardfuse.parallel.core.rendezvous import init_mesh; init_mesh(device_type='cpu')"
         result = subprocess.run(
             [sys.executable, "-c", program],
             env={**os.environ, **environment},

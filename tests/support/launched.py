@@ -84,11 +84,13 @@ def all_reduce_of_ranks() -> float:
     """A sum over gloo, with the project's set-up."""
     import torch
 
-    from shardfuse.parallel.core import collectives, mesh
+    from shardfuse.parallel.core import collectives
+    from shardfuse.parallel.core.mesh import tp_group
+    from shardfuse.parallel.core.rendezvous import init_mesh, shutdown
 
-    group = mesh.tp_group(mesh.init_mesh(device_type="cpu"))
+    group = tp_group(init_mesh(device_type="cpu"))
     total = collectives.all_reduce(torch.tensor(float(group.rank + 1)), group, site="test")
-    mesh.shutdown()
+    shutdown()
     return float(total)
 
 
