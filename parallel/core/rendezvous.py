@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import time
 import uuid
 from datetime import timedelta
-from importlib import metadata
 
 import torch
 import torch.distributed as dist
@@ -147,7 +147,8 @@ def start_name(store: dist.Store, rank: int, world: int, timeout: timedelta) -> 
 
 
 def _versions() -> dict[str, str]:
-    return {"torch's version": torch.__version__, "shardfuse's version": metadata.version("shardfuse")}
+    package = sys.modules[__name__.partition(".")[0]]  # it knows a version for a source tree that is not installed, too
+    return {"torch's version": torch.__version__, "shardfuse's version": package.__version__}
 
 
 def _world_size() -> int:

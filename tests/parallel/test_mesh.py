@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from datetime import timedelta
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import shardfuse
 from shardfuse.parallel.core import rendezvous
 from shardfuse.parallel.core.mesh import (
     SINGLE,
@@ -229,3 +231,13 @@ def test_a_port_in_use_is_said() -> None:
         )
     assert result.returncode == 1
     assert f"RuntimeError: init_mesh: the 2 processes could not connect at 127.0.0.1:{port}" in result.stderr
+
+
+def test_a_source_tree_that_is_not_installed_has_a_version(monkeypatch: pytest.MonkeyPatch):
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+    monkeypatch.delitem(vars(shardfuse), "__version__", raising=False)
+    assert rendezvous._versions()["shardfuse's version"] == "0.0.0+not.installed"
+    vars(shardfuse).pop("__version__")

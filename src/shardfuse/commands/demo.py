@@ -7,7 +7,6 @@ when it is complete.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
+from .. import __version__
 from ..explanation import explain
 from ..kernels.dev import registry
 from ..kernels.runtime import dispatch
@@ -349,7 +349,7 @@ def _device_line(device: torch.device) -> str:
     if device.type == "cuda":
         names = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
         return f"{torch.cuda.device_count()} x {', '.join(sorted(names))}; {versions}"
-    return f"CPU, {available_cores()} cores; {versions}, shardfuse {importlib.metadata.version('shardfuse')}"
+    return f"CPU, {available_cores()} cores; {versions}, shardfuse {__version__}"
 
 
 def _size(path: Path) -> int:
