@@ -8,6 +8,7 @@ from torch import nn
 
 from ..kernels.runtime.dispatch import Choice
 from ..parallel.core import mappings
+from ..parallel.core.first_calls import compare_call
 from .module import Init, Runs, ShardedModule, check_divides
 from .options import EmbeddingKwargs, LayerOptions, Unpack
 
@@ -42,6 +43,7 @@ class VocabParallelEmbedding(ShardedModule):
         (weight,) = self.local("weight")
         if self.group.size == 1:
             return self._lookup_whole(tokens, weight)
+        compare_call(self, self.group, values=True, tokens=tokens)
         self._check(tokens)
         rows = tokens - self.group.rank * weight.shape[0]
         elsewhere = (rows < 0) | (rows >= weight.shape[0])

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..kernels.linear import ACTIVATIONS, linear_act, linear_act_choice
 from ..parallel.core import mappings
+from ..parallel.core.first_calls import compare_call
 from ..parallel.linear import column_linear, row_linear
 from ..parallel.overlap.memory.sizes import layer_slots
 from ..parallel.overlap.partial_sum import PartialSum
@@ -130,6 +131,7 @@ class ColumnParallelLinear(_ParallelLinear):
                 fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
                 impl=self.impl,
             )
+        compare_call(self, self.group, x=x)
         (y,) = project(x, self)
         if self.gather_output:
             y = mappings.gather_from(y, self.group, dim=-1, site=f"{self.site}.gather")
@@ -224,6 +226,7 @@ class RowParallelLinear(_ParallelLinear):
                 fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
                 impl=self.impl,
             )
+        compare_call(self, self.group, x=x)
         if residual is not None:
             raise ValueError("residual: what the ranks' products add up to has no epilogue; add it to the result")
         return row_linear(x, self.weight, self.bias, self.tp_options(f"{self.site}.out"))

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..kernels.linear import ACTIVATIONS, apply_activation, gated_linear, linear_act_choice
 from ..kernels.runtime.dispatch import uses_reference
+from ..parallel.core.first_calls import compare_call
 from ..parallel.core.sharding import local_tensors
 from ..parallel.mlp import RECOMPUTE, fused_mlp
 from ..parallel.overlap.partial_sum import PartialSum
@@ -80,6 +81,7 @@ class ParallelMLP(TensorParallel, nn.Module):
 
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
         """``residual``, of the result's shape and dtype, is added in the last epilogue (one rank only)."""
+        compare_call(self, self.group, x=x)
         *first, last = layers = self._layers()
         if self._composed(x) or not all(map(is_plain_module, layers)):
             h = self._hidden(x)
@@ -100,6 +102,7 @@ class ParallelMLP(TensorParallel, nn.Module):
 
     def partial_sum(self, x: torch.Tensor) -> PartialSum:
         """This rank's part of :meth:`forward`, still to be summed over the ranks. Inference only, tokens replicated."""
+        compare_call(self, self.group, x=x)
         return self._layers()[-1].partial_sum(self._hidden(x))
 
     def _composed(self, x: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..parallel.core import mappings
+from ..parallel.core.first_calls import compare_call
 from ..parallel.core.random import check_alike
 from ..parallel.core.sharding import named_seed, parameter_seed
 from ..parallel.overlap.partial_sum import PartialSum
@@ -121,6 +122,7 @@ class ParallelTransformer(nn.Module):
           :func:`shardfuse.layers.attention.sdpa.attend` for these and ``max_seqlen``.
         - ``tokens`` [T], ``positions`` [T], ``cache``: logits [T_selected, V/R] of the tokens ``cache.logit_indices``.
         """
+        compare_call(self, self.group, values=True, tokens=tokens, targets=targets)
         if cache is not None:
             if not (targets is cu_seqlens is max_seqlen is None):
                 raise ValueError("with a cache there are no targets, cu_seqlens or max_seqlen: it knows its sequences")

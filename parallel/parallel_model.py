@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
+from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,8 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .core import collectives
-from .core.agreement import checksum
-from .core.mesh import SINGLE, Group, data_coordinate, data_group, whole_group
+from .core.agreement import checksum, global_rank
+from .core.first_calls import compare_call
+from .core.mesh import SINGLE, Group, data_coordinate, data_group, degree, whole_group
 from .cross_entropy import IGNORE_INDEX
 from .zero import zero as zeros
 from .zero.clip import GradientClipper
@@ -48,9 +51,11 @@ class ParallelModel(nn.Module):
         self.mesh, self.pipeline, self.microbatches, self.precision = mesh, pipeline, microbatches, precision
         self.stages = tuple(stages)  # not child modules: they share the module's
         self._divisible = hasattr(module, "pipeline_parts")
-        self._data_parallel_size = data_coordinate(mesh)[1]
+        self._share, self._data_parallel_size = data_coordinate(mesh)
         self._data: Group = data_group(mesh)
         self._group = whole_group(group_of(module) if mesh is None else mesh)
+        self._copies = self._group.size // self._data_parallel_size  # ranks with one share of the data
+        self._weight = _weight(self._share, self._group.rank if mesh is None else _place(mesh), self._copies)
         self._parameters_here = tuple(module.parameters())  # as the optimizer holds them
         self._clipper: tuple[float, GradientClipper] | None = None
         self.loss_scale = LossScale(self._group) if precision == "fp16" else None
@@ -71,15 +76,14 @@ class ParallelModel(nn.Module):
         A batch with fewer sequences than micro-batches is padded with sequences that do not count. A failing step does
         not affect the next one, except that it may leave some of its gradients: call ``zero_grad``.
 
-        Raises ValueError, on every rank that reads data, where one rank's batch does not suit the model, where no
-        target is valid, and where a module that cannot exclude sequences from its mean gets fewer sequences than
-        micro-batches.
+        Raises ValueError, on every rank, where one rank's batch does not suit the model, where no target is valid,
+        where a module that cannot exclude sequences from its mean gets fewer sequences than micro-batches, and where
+        ranks that share their data pass other shapes. In the first steps, and with ``check_data`` in every step, also
+        where they pass other elements.
         """
         inputs, targets = self._inputs(batch, positions)
-        if self.check_data or self._steps < CHECKED_STEPS:
-            self._check_data([*inputs, targets, *([] if positions is None else [positions])])
+        scale = self._scale(inputs, targets, positions, values=self.check_data or self._steps < CHECKED_STEPS)
         self._steps += 1
-        scale = self._scale(inputs, targets, positions)
         factor = 1.0 if self.loss_scale is None else self.loss_scale.factor
         earlier = {} if self.loss_scale is None else self._set_aside()
         try:
@@ -135,12 +139,23 @@ class ParallelModel(nn.Module):
         return self._clipper[1].clip()
 
     def forward(self, *batch: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
-        """The model's own forward, in the precision of :meth:`step`. RuntimeError with a pipeline."""
+        """The model's own forward, in the precision of :meth:`step`.
+
+        Raises RuntimeError with a pipeline, and in its first calls ValueError where tensor-parallel ranks differ in
+        what they pass.
+        """
         if self.pipeline is not None:
             raise RuntimeError(
                 "a pipeline has no forward of its own, since no rank has the whole model: use step() to train, or "
                 "evaluate() for the loss"
             )
+        compare_call(
+            self,
+            group_of(self.module),
+            values=True,
+            positions=positions,
+            **{f"input {i}": x for i, x in enumerate(batch)},
+        )
         (stage,) = self.stages
         try:
             with self._autocast():
@@ -175,35 +190,53 @@ class ParallelModel(nn.Module):
             raise ValueError(f"positions: {type(self.module).__name__} takes its inputs in a row, before the targets")
         return inputs, targets
 
-    def _scale(self, inputs: list[torch.Tensor], targets: torch.Tensor, positions: torch.Tensor | None) -> float:
-        """The factor from sums over this rank's targets to its share of the mean over all data-parallel ranks."""
+    def _scale(
+        self,
+        inputs: list[torch.Tensor],
+        targets: torch.Tensor,
+        positions: torch.Tensor | None,
+        values: bool = False,
+    ) -> float:
+        """The factor from sums over this rank's targets to its share of the mean over all data-parallel ranks.
+
+        Compares the shapes, with ``values`` also the elements, of what ranks with the same share of the data were
+        given. Raises what :meth:`step` does.
+        """
         problem = self._problem(inputs, targets, positions)
-        said = torch.stack([_valid(targets), torch.tensor(float(problem is not None), device=targets.device).double()])
-        valid, refused = collectives.all_reduce(said, self._data, site="step.targets").tolist()
+        batch = [*inputs, targets, *([] if positions is None else [positions])] if self._copies > 1 else []
+        given = [(list(each.shape), str(each.dtype), checksum(each) if values else 0) for each in batch]
+        number = zlib.crc32(repr(given).encode()) % _NUMBERS
+        mine = torch.tensor([problem is not None, self._weight * number], dtype=torch.float64).to(targets.device)
+        said = torch.cat((_valid(targets)[None], mine))
+        valid, refused, unequal = collectives.all_reduce(said, self._group, site="step.targets").tolist()
+        difference = self._difference(given) if unequal else None
         if problem is not None:
             raise problem
+        if difference is not None:
+            raise ValueError(difference)
         if refused:
             raise ValueError(
-                f"{refused:.0f} of {self._data_parallel_size} ranks that read data refused their batch; their errors "
-                "say why"
+                f"{refused:.0f} of {self._group.size} ranks that read data refused their batch; their errors say why"
             )
         if not valid:
             raise ValueError("no target of this step is valid: all of them are -100")
-        return self._data_parallel_size / valid
+        return self._group.size / valid
 
-    def _check_data(self, batch: list[torch.Tensor]) -> None:
-        """ValueError on every rank unless those that differ along tp and pp alone pass the same tensors."""
-        mine = data_coordinate(self.mesh)[0], [(list(each.shape), str(each.dtype), checksum(each)) for each in batch]
+    def _difference(self, given: list[tuple[Any, ...]]) -> str | None:
+        """What differs between the batches that ranks with the same share of the data were ``given``. Collective."""
         firsts: dict[int, tuple[int, Any]] = {}
-        for rank, (share, theirs) in enumerate(collectives.gather_objects(mine, self._group, site="step.data")):
+        everything = collectives.gather_objects((self._share, given), self._group, site="step.data")
+        for rank, (share, theirs) in enumerate(everything):
             first, expected = firsts.setdefault(share, (rank, theirs))
             if theirs != expected:
                 shapes = [" and ".join(f"{kind} {shape}" for shape, kind, _ in each) for each in (expected, theirs)]
-                raise ValueError(
-                    f"ranks {first} and {rank} differ along tp or pp alone, so they share their data, and were given "
-                    f"different batches ({shapes[0]}; {shapes[1]}): draw them after manual_seed(seed, mesh), or read "
-                    "them with data_loader(dataset, mesh)"
+                names = [global_rank(self._group, each) for each in (first, rank)]
+                return (
+                    f"ranks {names[0]} and {names[1]} differ along tp or pp alone, so they share their data, and were "
+                    f"given different batches ({shapes[0]}; {shapes[1]}): draw them after manual_seed(seed, mesh), or "
+                    "read them with data_loader(dataset, mesh)"
                 )
+        return None
 
     def _problem(
         self, inputs: list[torch.Tensor], targets: torch.Tensor, positions: torch.Tensor | None
@@ -302,6 +335,28 @@ class _Part(NamedTuple):
     inputs: list[torch.Tensor]
     targets: torch.Tensor
     positions: torch.Tensor | None
+
+
+_NUMBERS = 1 << 20  # that stand for a batch's shapes and elements
+
+
+def _place(mesh: DeviceMesh) -> int:
+    """This rank's place among those with the same share of the data."""
+    place = 0
+    for dim in ("pp", "tp"):
+        if degree(mesh, dim) > 1:
+            place = place * degree(mesh, dim) + mesh.get_local_rank(dim)
+    return place
+
+
+def _weight(share: int, place: int, copies: int) -> float:
+    """This rank's of some whole numbers that add up to 0 over the ``copies`` ranks with one ``share`` of the data.
+
+    So what is equal on all of these adds up to 0, and hardly anything else does. The sum over all ranks is exact in
+    fp64: each product has at most 20 + 12 + log2(copies) bits.
+    """
+    numbers = [Random(f"{share}/{each}").getrandbits(12) for each in range(copies)]
+    return float(copies * numbers[place] - sum(numbers))
 
 
 def _valid(targets: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..parallel.core import agreement, collectives
 from ..parallel.core import mesh as meshes
 from ..parallel.core.mesh import Group
-from ..parallel.core.rendezvous import init_mesh, shutdown
+from ..parallel.core.rendezvous import connect, default_device, init_mesh, shutdown
 from .folders import RunFolder
 from .metrics import ProgressDisplay
 from .restart import Stop, StopFile
-from .settings import RunSettings
+from .settings import RunSettings, flat
 from .trainer import RunResult, Trainer
 from .trainer import train as run_trainer
 
@@ -45,6 +46,30 @@ def evaluate_saved(settings: RunSettings) -> float | None:
     trainer.close()
     shutdown()
     return held_out
+
+
+def settle_together(settle: Callable[[], RunSettings]) -> RunSettings:
+    """The resolved settings that ``settle`` returns on all processes of this launch, which it connects.
+
+    What ``settle`` raises on one of them, all raise. Raises ValueError where they have different settings, and as
+    ``init_mesh`` does.
+    """
+    settings: RunSettings | None = None
+    try:
+        settings = settle()
+    except Exception as error:
+        if int(os.environ["WORLD_SIZE"]) == 1:
+            raise
+        failure = error
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        connect(default_device() if settings is None else settings.device or default_device(), _timeout(settings))
+
+    def result() -> RunSettings:
+        if settings is None:
+            raise failure
+        return settings
+
+    return agreement.agree_on(meshes.everyone(), result, flat, what="train")
 
 
 def train_run(settings: RunSettings, resume: bool, stop_file: StopFile | None = None) -> RunResult:
@@ -86,8 +111,12 @@ def _mesh(settings: RunSettings) -> DeviceMesh | None:
         pp=parallel.pp,
         tp=parallel.tp,
         device_type=settings.device,
-        timeout=None if settings.timeout is None else timedelta(seconds=settings.timeout),
+        timeout=_timeout(settings),
     )
+
+
+def _timeout(settings: RunSettings | None) -> timedelta | None:
+    return None if settings is None or settings.timeout is None else timedelta(seconds=settings.timeout)
 
 
 def _run(trainer: Trainer, stop: Stop, resume: bool, restarts: int) -> RunResult:

@@ -235,6 +235,15 @@ class RunSettings:
         return parse(json.loads(text))
 
 
+def flat(settings: Any, prefix: str = "") -> dict[str, str]:
+    """Each setting's value as text, by its dotted name."""
+    found: dict[str, str] = {}
+    for each in dataclasses.fields(settings):
+        value, name = getattr(settings, each.name), f"{prefix}{each.name}"
+        found |= flat(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: repr(value)}
+    return found
+
+
 def read_settings(path: Path | None, changes: Mapping[str, Any]) -> RunSettings:
     """The settings in the TOML file ``path`` (None: the defaults) with ``changes``: {"optimizer.lr": 1e-3, ...}.
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from ...kernels.rope import apply_rope, rope_choice
+from ...parallel.core.first_calls import compare_call
 from ...parallel.core.random import sharded_draws
 from ...parallel.overlap.partial_sum import PartialSum
 from ..config import check_heads, default_head_dim
@@ -148,6 +149,7 @@ class ParallelAttention(ShardedModule):
         max_seqlen: int | None = None,
     ) -> torch.Tensor:
         """:meth:`forward` up to its output projection: this rank's heads side by side, [..., N/R * H]."""
+        compare_call(self, self.group, x=x)
         if cu_seqlens is not None and not (batch_size is cache is None):
             raise ValueError("cu_seqlens says what the sequences are: leave out batch_size, and a cache knows its own")
         if cu_seqlens is None and max_seqlen is not None:

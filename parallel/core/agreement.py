@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from . import collectives
 from .mesh import Group
@@ -21,6 +22,7 @@ T = TypeVar("T")
 
 Facts = Mapping[str, str]
 SITE = "agree"
+START_ALIKE = "start all ranks with the same program, settings and versions"
 
 
 def agree(group: Group, work: Callable[[], T]) -> T:
@@ -61,16 +63,21 @@ def agree_on(group: Group, work: Callable[[], T], facts: Callable[[T], Facts], *
         return result
 
     result, error = _attempt(both)
-    digest = hashlib.sha256(repr(given).encode()).digest()
-    answers = collectives.gather_objects((_sendable(error), digest), group, site=SITE)
+    answers = collectives.gather_objects((_sendable(error), _digest(given)), group, site=SITE)
     if error is not None:
         raise error
     for rank, (failure, _) in enumerate(answers):
         if failure is not None:
-            raise _of_rank(rank, failure)
+            raise _of_rank(global_rank(group, rank), failure)
     if len({each for _, each in answers}) > 1:
-        raise ValueError(f"{what}: {_difference(collectives.gather_objects(given, group, site=SITE))}")
+        raise ValueError(f"{what}: {_difference(given, group)}; {START_ALIKE}")
     return result  # type: ignore[return-value]
+
+
+def compare(group: Group, facts: Facts, *, what: str, remedy: str = START_ALIKE) -> None:
+    """:func:`agree_on` without anything to run: one small message where all ranks' ``facts`` are equal."""
+    if len(set(collectives.gather_number(_digest(facts), group, site=SITE))) > 1:
+        raise ValueError(f"{what}: {_difference(facts, group)}; {remedy}")
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -92,16 +99,22 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _difference(everyone: list[dict[str, str]]) -> str:
-    """The message about the first field in which some rank differs from rank 0."""
-    first = everyone[0]
-    rank, theirs = next((rank, facts) for rank, facts in enumerate(everyone) if facts != first)
+def _difference(mine: Facts, group: Group) -> str:
+    """The message about the first field in which a rank's facts differ from those of the group's first."""
+    first, *others = collectives.gather_objects(dict(mine), group, site=SITE)
+    rank, theirs = next((rank, facts) for rank, facts in enumerate(others, 1) if facts != first)
     name = next(name for name in [*first, *theirs] if first.get(name) != theirs.get(name))
     ours, other = (facts.get(name, "nothing") for facts in (first, theirs))
-    return (
-        f"{name} is {ours} on rank 0 and {other} on rank {rank}; start all ranks with the same program, settings and "
-        "versions"
-    )
+    return f"{name} is {ours} on rank {global_rank(group, 0)} and {other} on rank {global_rank(group, rank)}"
+
+
+def global_rank(group: Group, rank: int) -> int:
+    """The number that the rank ``rank`` of ``group`` has among all processes."""
+    return rank if group.pg is None else dist.get_global_rank(group.pg, rank)
+
+
+def _digest(facts: Facts) -> int:
+    return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:8], "little", signed=True)
 
 
 def _of_rank(rank: int, failure: Exception) -> Exception:

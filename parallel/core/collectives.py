@@ -120,12 +120,17 @@ def sum_in_place(x: torch.Tensor, group: Group, op: str, async_op: bool = False)
     """Combine ``x`` in place; returns the work to wait for, or None if it is done."""
     if x.device.type != "cpu":
         return dist.all_reduce(x, _OPS[op], group.pg, async_op)
-    if group.size == 2 and op == "sum" and x.nbytes <= EXCHANGE_BYTES:
+    if group.size == 2 and op == "sum" and x.nbytes <= EXCHANGE_BYTES and not compares_collectives():
         return _Exchange(x, group)
     # gloo's own call: for a small tensor, dist.all_reduce spends most of the time in its wrapper.
     options = dist.AllreduceOptions()
     options.reduceOp = _OPS[op]
     return group.pg.allreduce([x], options)
+
+
+def compares_collectives() -> bool:
+    """Whether torch compares the ranks' collectives (TORCH_DISTRIBUTED_DEBUG=DETAIL), which messages bypass."""
+    return dist.get_debug_level() == dist.DebugLevel.DETAIL
 
 
 class _Exchange:
@@ -227,6 +232,17 @@ def broadcast(x: torch.Tensor, group: Group, *, src: int = 0, site: str) -> torc
     out = x.clone(memory_format=torch.contiguous_format)
     Flight("broadcast", site, lambda: dist.broadcast(out, group_src=src, group=group.pg)).wait()
     return out
+
+
+def gather_number(value: int, group: Group, *, site: str) -> list[int]:
+    """Every rank's ``value``, of 64 bits, in order of rank: a :func:`gather_objects` of one message. Not counted."""
+    if group.size == 1:
+        return [value]
+    devices = group.pg._device_types
+    mine = torch.tensor([value], device="cpu" if torch.device("cpu") in devices else devices[0].type)
+    values = mine.repeat(group.size)
+    Flight("gather_number", site, lambda: _all_gather_single(values, mine, group.pg)).wait()
+    return values.tolist()
 
 
 def gather_objects(value: Any, group: Group, *, site: str) -> list[Any]:

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -50,9 +51,34 @@ def share_timeout(pg: dist.ProcessGroup) -> None:
     world = dist.group.WORLD
     assert world is not None
     for device in set(pg._device_types) & set(world._device_types):
-        options = getattr(world._get_backend(device), "options", None)  # a fake backend has none and never waits
+        options = getattr(_backend(world, device), "options", None)  # a fake backend has none and never waits
         if options is not None:
-            pg._get_backend(device)._set_default_timeout(options._timeout)
+            _backend(pg, device)._set_default_timeout(options._timeout)
+
+
+def shared_options(device_type: str) -> Any:
+    """Options of a new group with the default group's timeout, which then bounds its making too; None: torch's own."""
+    world = dist.group.WORLD
+    assert world is not None
+    options: Any = getattr(_backend(world, torch.device(device_type)), "options", None)
+    if type(options) not in _OPTIONS:
+        return None
+    new = type(options)()
+    new._timeout = options._timeout
+    return new
+
+
+_OPTIONS = [
+    getattr(getattr(dist, name), options)
+    for name, options in (("ProcessGroupGloo", "_Options"), ("ProcessGroupNCCL", "Options"))
+    if hasattr(dist, name)
+]
+
+
+def _backend(pg: dist.ProcessGroup, device: torch.device) -> Any:
+    """What ``pg`` runs on ``device``, without the wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    backend = pg._get_backend(device)
+    return getattr(backend, "wrapped_pg", backend)
 
 
 def tp_group(mesh: MeshLike, dim: str = "tp") -> Group:
@@ -155,6 +181,7 @@ def whole_group(mesh: MeshLike) -> Group:
 
 
 def _flattened(mesh: DeviceMesh) -> Group:
-    group = tp_group(mesh._flatten())
+    options = shared_options(mesh.device_type) if mesh.size() < dist.get_world_size() else None
+    group = tp_group(mesh._flatten(backend_override=options))
     share_timeout(group.pg)
     return group

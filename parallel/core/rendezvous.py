@@ -14,6 +14,7 @@ import sys
 import time
 import uuid
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,11 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from .agreement import agree_on
-from .mesh import HYBRID_DIMS, MESH_DIMS, everyone, share_timeout
+from .mesh import HYBRID_DIMS, MESH_DIMS, everyone, share_timeout, shared_options
 
 LEADER = "shardfuse/leader"
 PATIENCE = timedelta(seconds=2)  # how long a rank trusts a name, perhaps of an earlier start, before it reads again
 PAUSE_S = 0.05
+COMPARED_VARIABLES = ("SHARDFUSE_IMPL", "SHARDFUSE_ROW_INVARIANT")  # they choose what computes, and so the numbers
 
 
 def init_mesh(
@@ -62,29 +64,10 @@ def init_mesh(
         shape = _mesh_shape(dp_replicate, dp, pp, tp, world)
         if not alone:
             return None
-    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    device_type = device_type or default_device()
     if single and device_type == "cuda":
         torch.cuda.init()  # without it DeviceMesh would choose another GPU than the current one
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-        try:
-            if single:
-                dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-            else:
-                _check_variables(world)
-                store, rank, size = agent_store(timeout) or (None, -1, -1)
-                dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
-        except dist.DistError as error:
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise RuntimeError(
-                f"init_mesh: the {world} processes could not connect at {where} (MASTER_ADDR:MASTER_PORT); is the port "
-                "in use, or a process gone? torchrun --standalone finds a free port"
-            ) from error
-        if device_type == "cpu":
-            atexit.register(shutdown)  # at exit, because this function made the groups
-    elif timeout is not None:
-        set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.15
-        set_timeout(timeout)
+    connect(device_type, timeout)
     if not single:  # connected first, so that what one rank refuses reaches the others
 
         def work() -> tuple[int, int, int, int]:
@@ -94,15 +77,53 @@ def init_mesh(
             return found
 
         def facts(shape: tuple[int, int, int, int]) -> dict[str, str]:
-            given = {"device_type": device_type, "timeout": str(timeout), **_versions()}
+            given = {"device_type": device_type, "timeout": str(timeout), **_surroundings()}
             return dict(zip(HYBRID_DIMS, map(str, shape))) | given
 
         shape = agree_on(everyone(), work, facts, what="init_mesh")
     names = MESH_DIMS if dp_replicate == 1 else HYBRID_DIMS
-    mesh = init_device_mesh(device_type, shape[-len(names) :], mesh_dim_names=names)
+    options = shared_options(device_type)
+    smaller: Any = (
+        {} if options is None else {name: options for name, n in zip(names, shape[-len(names) :]) if n < world}
+    )
+    mesh = init_device_mesh(device_type, shape[-len(names) :], mesh_dim_names=names, backend_override=smaller)
     for pg in mesh.get_all_groups():
         share_timeout(pg)
     return mesh
+
+
+def default_device() -> str:
+    """The type of device that processes use where none is chosen."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def connect(device_type: str, timeout: timedelta | None) -> None:
+    """Initialise torch.distributed over the processes that torchrun's variables describe, or this one alone.
+
+    Where the program already has, only the ``timeout`` is set. Raises as :func:`init_mesh` does.
+    """
+    if dist.is_initialized():
+        if timeout is not None:
+            set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before torch 2.15
+            set_timeout(timeout)
+        return
+    world = _world_size()
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    try:
+        if world == 1:
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        else:
+            _check_variables(world)
+            store, rank, size = agent_store(timeout) or (None, -1, -1)
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+    except dist.DistError as error:
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise RuntimeError(
+            f"init_mesh: the {world} processes could not connect at {where} (MASTER_ADDR:MASTER_PORT); is the port "
+            "in use, or a process gone? torchrun --standalone finds a free port"
+        ) from error
+    if device_type == "cpu":
+        atexit.register(shutdown)  # at exit, because this function made the groups
 
 
 def agent_store(timeout: timedelta | None) -> tuple[dist.Store, int, int] | None:
@@ -146,9 +167,10 @@ def start_name(store: dist.Store, rank: int, world: int, timeout: timedelta) -> 
     raise dist.DistStoreError(f"rank 0 of {world} did not connect within {timeout}")
 
 
-def _versions() -> dict[str, str]:
+def _surroundings() -> dict[str, str]:
     package = sys.modules[__name__.partition(".")[0]]  # it knows a version for a source tree that is not installed, too
-    return {"torch's version": torch.__version__, "shardfuse's version": package.__version__}
+    variables = {name: os.environ.get(name, "not set") for name in COMPARED_VARIABLES}
+    return {"torch's version": torch.__version__, "shardfuse's version": package.__version__, **variables}
 
 
 def _world_size() -> int:

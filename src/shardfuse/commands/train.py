@@ -19,7 +19,7 @@ from ..training.folders import RunFolder
 from ..training.launch import Stopped, WorkerError, launch, stop_signals
 from ..training.layout import check_gpus, remarks, resolve
 from ..training.restart import TIME_IS_UP, StopFile
-from ..training.run import train_run
+from ..training.run import settle_together, train_run
 from ..training.settings import RunSettings, parse_assignment, read_settings
 from ..training.trainer import RunResult
 from . import errors
@@ -114,7 +114,7 @@ def _take_part(options: TrainOptions) -> int:
     world = int(os.environ["WORLD_SIZE"])
     if options.processes not in (None, world):
         raise ValueError(f"--processes {options.processes}: torchrun has already started {world}; omit the option")
-    settings = resolve(options.settings(), world)
+    settings = settle_together(lambda: resolve(options.settings(), world))
     console = Console(highlight=False)
     first = os.environ["RANK"] == "0"
     if first:

@@ -1,0 +1,91 @@
+"""What ranks compare in a layer's first calls, so that a layer that they built or called differently says so.
+
+A collective of different sizes ends a process in C++, or adds what does not belong together, and a layer built with
+another activation on one rank computes wrong numbers without any error. Later calls are not compared: ``parallelize``
+compares every step, and TORCH_DISTRIBUTED_DEBUG=DETAIL every collective.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .agreement import checksum, compare
+from .mesh import Group
+from .sharding import local_tensors, placed_by, spec_of
+
+COMPARED_CALLS = 3
+_SIMPLE = (str, int, float, bool, type(None))
+
+
+def compare_call(layer: nn.Module, group: Group, *, values: bool = False, **inputs: torch.Tensor | None) -> None:
+    """In ``layer``'s first calls, compare its ``inputs``' shapes and dtypes over ``group``; in the first one also how
+    it was built, and the parameters that are whole on every rank. With ``values`` the inputs are the same, too.
+
+    A collective of the group. Its modules' own calls are then not compared. Does nothing under torch.compile, while a
+    CUDA graph is captured, and for tensors without values.
+
+    Raises ValueError on every rank where they differ.
+    """
+    if group.size == 1 or torch.compiler.is_compiling():
+        return
+    calls = layer.__dict__.get("_compared_calls", 0)
+    if calls >= COMPARED_CALLS:
+        return
+    given = {name: x for name, x in inputs.items() if x is not None}
+    if any(type(x) not in (torch.Tensor, nn.Parameter) or x.is_meta for x in given.values()):
+        return
+    if any(x.is_cuda for x in given.values()) and torch.cuda.is_current_stream_capturing():
+        return
+    layer.__dict__["_compared_calls"] = calls + 1
+    with _disable_current_modes():
+        if calls == 0:
+            leave_to_caller(layer, below=True)
+            compare(group, _built(layer), what=type(layer).__name__)
+        compare(
+            group,
+            {name: f"{list(x.shape)} {x.dtype}" for name, x in given.items()}
+            | ({f"the checksum of {name}": str(checksum(x)) for name, x in given.items()} if values else {})
+            | {"grad mode": str(torch.is_grad_enabled())},
+            what=f"{type(layer).__name__}, call {calls + 1}",
+            remedy="ranks that share a layer are given " + ("the same tokens" if values else "inputs of one shape"),
+        )
+
+
+def leave_to_caller(module: nn.Module, *, below: bool = False) -> None:
+    """Compare no calls of ``module``'s modules, because its caller does; with ``below`` it still compares its own."""
+    for each in module.modules():
+        if not (below and each is module):
+            each.__dict__["_compared_calls"] = COMPARED_CALLS
+
+
+def settings(given: Any) -> dict[str, str]:
+    """The public attributes of ``given`` that are numbers, names or flags, and the fields of its dataclasses."""
+    found = {}
+    for name, value in vars(given).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(value, _SIMPLE):
+            found[name] = repr(value)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, Group):
+            found |= {f"{name}.{field}": said for field, said in settings(value).items()}
+    return found
+
+
+def _built(layer: nn.Module) -> dict[str, str]:
+    """How ``layer`` was built: what its modules were given, and their parameters."""
+    facts = {}
+    for path, module in layer.named_modules():
+        prefix = f"{path}." if path else ""
+        facts[path or "its class"] = type(module).__name__
+        facts |= {f"{prefix}{name}": said for name, said in settings(module).items()}
+    for name, param in layer.named_parameters():
+        spec = spec_of(param)
+        facts[f"parameter {name}"] = f"{list(spec.logical_shape)} {param.dtype}"
+        if spec.shard_dim is None and spec.group.size > 1 and placed_by(spec, param) and not param.is_meta:
+            facts[f"the checksum of {name}"] = str(checksum(local_tensors(param)[0]))
+    return facts
