@@ -25,7 +25,7 @@ from .zero.zero import PRECISIONS
 if TYPE_CHECKING:
     from .pipeline.pipeline import Pipeline
 
-CHECKED_STEPS = 3  # of a model's first: whether ranks that share their data were given the same
+CHECKED_CALLS = 3  # the first: whether ranks that share their data were given the same
 
 
 class ParallelModel(nn.Module):
@@ -60,7 +60,7 @@ class ParallelModel(nn.Module):
         self._clipper: tuple[float, GradientClipper] | None = None
         self.loss_scale = LossScale(self._group) if precision == "fp16" else None
         self.check_data = False
-        self._steps = 0
+        self._calls = 0
 
     # ------------------------------------------------------------------------------------------------------ training
 
@@ -77,13 +77,12 @@ class ParallelModel(nn.Module):
         not affect the next one, except that it may leave some of its gradients: call ``zero_grad``.
 
         Raises ValueError, on every rank, where one rank's batch does not suit the model, where no target is valid,
-        where a module that cannot exclude sequences from its mean gets fewer sequences than micro-batches, and where
-        ranks that share their data pass other shapes. In the first steps, and with ``check_data`` in every step, also
-        where they pass other elements.
+        and where a module that cannot exclude sequences from its mean gets fewer sequences than micro-batches; in the
+        first calls of this method and :meth:`evaluate`, and with ``check_data`` in all, also where ranks that share
+        their data pass different batches.
         """
         inputs, targets = self._inputs(batch, positions)
-        scale = self._scale(inputs, targets, positions, values=self.check_data or self._steps < CHECKED_STEPS)
-        self._steps += 1
+        scale = self._scale(inputs, targets, positions)
         factor = 1.0 if self.loss_scale is None else self.loss_scale.factor
         earlier = {} if self.loss_scale is None else self._set_aside()
         try:
@@ -190,37 +189,33 @@ class ParallelModel(nn.Module):
             raise ValueError(f"positions: {type(self.module).__name__} takes its inputs in a row, before the targets")
         return inputs, targets
 
-    def _scale(
-        self,
-        inputs: list[torch.Tensor],
-        targets: torch.Tensor,
-        positions: torch.Tensor | None,
-        values: bool = False,
-    ) -> float:
+    def _scale(self, inputs: list[torch.Tensor], targets: torch.Tensor, positions: torch.Tensor | None) -> float:
         """The factor from sums over this rank's targets to its share of the mean over all data-parallel ranks.
 
-        Compares the shapes, with ``values`` also the elements, of what ranks with the same share of the data were
-        given. Raises what :meth:`step` does.
+        Raises what :meth:`step` does.
         """
+        check = self._copies > 1 and (self.check_data or self._calls < CHECKED_CALLS)
+        self._calls += 1
+        ranks = self._group if check else self._data
         problem = self._problem(inputs, targets, positions)
-        batch = [*inputs, targets, *([] if positions is None else [positions])] if self._copies > 1 else []
-        given = [(list(each.shape), str(each.dtype), checksum(each) if values else 0) for each in batch]
+        batch = [*inputs, targets, *([] if positions is None else [positions])] if check else []
+        given = [(list(each.shape), str(each.dtype), checksum(each)) for each in batch]
         number = zlib.crc32(repr(given).encode()) % _NUMBERS
         mine = torch.tensor([problem is not None, self._weight * number], dtype=torch.float64).to(targets.device)
         said = torch.cat((_valid(targets)[None], mine))
-        valid, refused, unequal = collectives.all_reduce(said, self._group, site="step.targets").tolist()
-        difference = self._difference(given) if unequal else None
+        valid, refused, unequal = collectives.all_reduce(said, ranks, site="step.targets").tolist()
+        difference = self._difference(given) if check and unequal else None
         if problem is not None:
             raise problem
         if difference is not None:
             raise ValueError(difference)
         if refused:
             raise ValueError(
-                f"{refused:.0f} of {self._group.size} ranks that read data refused their batch; their errors say why"
+                f"{refused:.0f} of {ranks.size} ranks that read data refused their batch; their errors say why"
             )
         if not valid:
             raise ValueError("no target of this step is valid: all of them are -100")
-        return self._group.size / valid
+        return ranks.size / valid
 
     def _difference(self, given: list[tuple[Any, ...]]) -> str | None:
         """What differs between the batches that ranks with the same share of the data were ``given``. Collective."""
