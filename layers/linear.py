@@ -233,7 +233,10 @@ class RowParallelLinear(_ParallelLinear):
 
     def partial_sum(self, x: torch.Tensor) -> PartialSum:
         """This rank's part of :meth:`forward`, still to be summed over the ranks; nothing is sent. Inference only."""
-        assert not torch.is_grad_enabled(), "a deferred all-reduce is inference-only"
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "partial_sum defers the sum over the ranks, without a gradient: call it in torch.no_grad()"
+            )
         weight, bias = self.local("weight", "bias")
         return PartialSum(linear_act(x, weight, impl=self.impl), bias, self.group, f"{self.site}.out")
 

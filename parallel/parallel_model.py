@@ -350,7 +350,7 @@ def _weight(share: int, place: int, copies: int) -> float:
     So what is equal on all of these adds up to 0, and hardly anything else does. The sum over all ranks is exact in
     fp64: each product has at most 20 + 12 + log2(copies) bits.
     """
-    numbers = [Random(f"{share}/{each}").getrandbits(12) for each in range(copies)]
+    numbers = [Random(f"{share}/{each}").getrandbits(12) for each in range(copies)]  # noqa: S311 - no secret
     return float(copies * numbers[place] - sum(numbers))
 
 

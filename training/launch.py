@@ -108,7 +108,8 @@ def launch(
             raise Stopped(agent.received[0]) from None
         if result.is_failed():
             raise _first_error(job, result, agent.unresponsive)
-        return [pickle.loads((job / f"result-{rank}.pickle").read_bytes()) for rank in range(processes)]
+        files = [job / f"result-{rank}.pickle" for rank in range(processes)]
+        return [pickle.loads(file.read_bytes()) for file in files]  # noqa: S301 - ours, in a folder for this user alone
 
 
 @contextmanager

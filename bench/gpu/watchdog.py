@@ -48,7 +48,7 @@ def watch(
     ``time.monotonic``) has passed, when ``stop`` is set, and in any case when this function returns or raises.
     """
     started = time.monotonic()
-    process = subprocess.Popen(
+    process = subprocess.Popen(  # noqa: S603 - a command line of this package's, without a shell
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr, text=True, errors="replace",
         env=env, cwd=cwd, start_new_session=True,
     )  # fmt: skip

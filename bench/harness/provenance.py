@@ -90,7 +90,8 @@ def gpu_state() -> dict[str, str] | None:
     """Driver, clocks, power and temperature in nvidia-smi's words; None if it does not run."""
     try:
         command = ["nvidia-smi", f"--query-gpu={GPU_QUERY}", "--format=csv,noheader"]
-        out = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        # One fixed command line.
+        out = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout  # noqa: S603
     except (OSError, subprocess.SubprocessError):
         return None
     return dict(zip(GPU_QUERY.split(","), (field.strip() for field in out.splitlines()[0].split(","))))
@@ -157,6 +158,7 @@ def _version(distribution: str) -> str | None:
 def _git(*arguments: str) -> str | None:
     try:
         command = ["git", "-C", str(package_folder("bench").parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        # git's subcommands are written out by the callers.
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()  # noqa: S603
     except (OSError, subprocess.SubprocessError):
         return None

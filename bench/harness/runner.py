@@ -264,7 +264,8 @@ def _interpret_instead(
     sys.stdout.flush()
     sys.stderr.flush()
     command = [sys.executable, "-m", __spec__.name, *arguments]
-    os.execve(sys.executable, command, os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    os.execve(sys.executable, command, environment)  # noqa: S606 - this program again, with the user's own arguments
 
 
 def _stream(benchmark: Benchmark, settings: Settings, done: Collection[RowKey], slow: bool) -> int:

@@ -40,7 +40,8 @@ def read_cubin(cubin: bytes, cuobjdump: str) -> MachineCode:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.cubin")
         path.write_bytes(cubin)
-        done = subprocess.run([cuobjdump, "-res-usage", "-sass", str(path)], capture_output=True, text=True)
+        command = [cuobjdump, "-res-usage", "-sass", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True)  # noqa: S603 - Triton's own tool
     if done.returncode != 0:
         raise RuntimeError(f"{cuobjdump} could not read a cubin of {len(cubin)} bytes: {done.stderr.strip()}")
     return read_sass(done.stdout)

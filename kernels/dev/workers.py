@@ -104,7 +104,7 @@ class _Worker:
 
     def _start(self) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: S603 - a Python file of this package, without a shell
             self._command, env=self._env, stdin=pipe, stdout=pipe, stderr=self._stderr, text=True
         )
         return self._process

@@ -130,6 +130,6 @@ def _sendable(error: Exception | None) -> Exception | None:
     if error is None:
         return None
     with contextlib.suppress(Exception):
-        if isinstance(pickle.loads(pickle.dumps(error)), Exception):
+        if isinstance(pickle.loads(pickle.dumps(error)), Exception):  # noqa: S301 - what this line has pickled
             return error
     return RuntimeError(f"{type(error).__name__}: {error}")

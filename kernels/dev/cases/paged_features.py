@@ -138,7 +138,7 @@ def _covering(strength: int, seed: int, tries: int) -> tuple[Case, ...]:
 
     (After Cohen, Dalal, Fredman, Patton, "The AETG system", IEEE TSE 1997: of ``tries`` candidates the best is kept.)
     """
-    draw = random.Random(seed)
+    draw = random.Random(seed)  # noqa: S311 - it draws test cases
     open_meetings = dict.fromkeys(meetings(strength))  # ordered, unlike a set
     cases: list[Case] = []
     while open_meetings:
