@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from importlib import metadata
 from typing import Any
@@ -241,3 +242,29 @@ def test_a_source_tree_that_is_not_installed_has_a_version(monkeypatch: pytest.M
     monkeypatch.delitem(vars(shardfuse), "__version__", raising=False)
     assert rendezvous._versions()["shardfuse's version"] == "0.0.0+not.installed"
     vars(shardfuse).pop("__version__")
+
+
+def _unmade_body(rank: int, world: int) -> tuple[bool, float]:
+    """Whether making the mesh fails, and after how many seconds, where the last rank ends before its groups exist."""
+
+    def gone(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("this rank makes no groups")
+
+    before = rendezvous.init_device_mesh
+    if rank == world - 1:
+        rendezvous.init_device_mesh = gone
+    begun = time.monotonic()
+    try:
+        init_mesh(dp=2, tp=2, device_type="cpu", timeout=timedelta(seconds=4))
+    except RuntimeError:
+        return True, time.monotonic() - begun
+    finally:
+        rendezvous.init_device_mesh = before
+    return False, 0.0
+
+
+@pytest.mark.ranks
+def test_the_timeout_bounds_the_making_of_groups(ranks: Any):
+    for failed, seconds in ranks(4, _unmade_body):
+        assert failed
+        assert seconds < 60  # a group waits for 4 s, and for a rank that waits for another one; torch's default is 1800
