@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import sys
 import time
 import uuid
@@ -114,8 +115,8 @@ def connect(device_type: str, timeout: timedelta | None) -> None:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
         else:
             _check_variables(world)
-            store, rank, size = agent_store(timeout) or (None, -1, -1)
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+            store, rank, _ = agent_store(timeout) or own_store(timeout)
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
     except dist.DistError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RuntimeError(
@@ -134,8 +135,39 @@ def agent_store(timeout: timedelta | None) -> tuple[dist.Store, int, int] | None
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     timeout = default_pg_timeout if timeout is None else timeout
-    store, rank, world = next(rendezvous("env://", timeout=timeout))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = _store_client(timeout)
     return dist.PrefixStore(start_name(store, rank, world, timeout), store), rank, world
+
+
+def own_store(timeout: timedelta | None) -> tuple[dist.Store, int, int]:
+    """The same where rank 0 keeps the store."""
+    timeout = default_pg_timeout if timeout is None else timeout
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = next(rendezvous("env://", timeout=timeout))[0] if rank == 0 else _store_client(timeout)
+    return dist.PrefixStore("shardfuse", store), rank, world
+
+
+def _store_client(timeout: timedelta) -> dist.Store:
+    """A connection to the store at MASTER_ADDR and MASTER_PORT.
+
+    torch's client (2.13) makes longer and longer pauses between its attempts, and gives up only after up to 2.5 times
+    its timeout. So it gets a quarter of ``timeout``, and only when the port accepts connections.
+
+    Raises dist.DistNetworkError.
+    """
+    host, port, world = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            socket.create_connection((host, port), max(PAUSE_S, deadline - time.monotonic())).close()
+            store = dist.TCPStore(host, port, world, is_master=False, timeout=timeout / 4)
+            store.set_timeout(timeout)
+            return store
+        except (OSError, dist.DistError) as error:
+            if time.monotonic() >= deadline:
+                raise dist.DistNetworkError(f"no store answered within {timeout}: {error}") from error
+        time.sleep(PAUSE_S)
 
 
 def start_name(store: dist.Store, rank: int, world: int, timeout: timedelta) -> str:

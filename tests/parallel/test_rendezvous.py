@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
@@ -69,6 +70,26 @@ def test_without_a_store_of_torchruns_there_is_none(monkeypatch: pytest.MonkeyPa
     assert rendezvous.agent_store(None) is None
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     assert rendezvous.agent_store(None) is None
+
+
+def _fail(*args: object, **options: object) -> None:
+    raise AssertionError("torch's client would go on for up to 2.5 times the timeout")
+
+
+def test_a_store_is_waited_for_so_long(monkeypatch: pytest.MonkeyPatch):
+    for name in ("TCPStore", "init_process_group"):
+        monkeypatch.setattr(dist, name, _fail)
+    with socket.socket() as store, ThreadPoolExecutor(1) as pool:
+        store.bind(("127.0.0.1", 0))  # it does not listen yet
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.getsockname()[1], "RANK": 1, "WORLD_SIZE": 2}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(RuntimeError, match=r"the 2 processes could not connect at 127\.0\.0\.1"):
+            rendezvous.connect("cpu", timedelta(seconds=0.2))
+        waiting = pool.submit(rendezvous.connect, "cpu", WAIT)
+        store.listen()
+        with pytest.raises(AssertionError, match="torch's client"):
+            waiting.result()
 
 
 def test_processes_under_torchrun_use_its_store_under_a_new_name(
