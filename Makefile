@@ -5,6 +5,9 @@ ARGS ?=
 OUT ?= gpu-results
 ONLY ?=
 DRY ?=
+SEED ?=
+SECONDS ?=
+CASE ?=
 COMMIT ?=
 DIRTY ?=
 
@@ -142,6 +145,11 @@ test: install $(SIDE)/.installed  ## what CI runs: lint, then every lane, with t
 	echo "lanes:"; cat $(LOGS)/times; printf '  %-12s %4d s  %s\n' together $$SECONDS $$result; \
 	for name in $$(awk '$$NF == "FAILED" { print $$1 }' $(LOGS)/times); do echo "failed in $$name:"; \
 	  grep -E '^(FAILED|ERROR) ' $(LOGS)/$$name.log || tail -n 15 $(LOGS)/$$name.log; done; [ $$result = ok ]
+
+.PHONY: fuzz
+fuzz: install  ## random layouts, starts and faults (SEED=, SECONDS= for each fuzzer, CASE= for one case)
+	@SHARDFUSE_FUZZ_SEED='$(SEED)' SHARDFUSE_FUZZ_SECONDS='$(SECONDS)' SHARDFUSE_FUZZ_CASE='$(CASE)' \
+	  $(PYTEST) -q -s -m fuzz $(ARGS)
 
 .PHONY: test-all
 test-all: test test-nightly codegen-all test-portable test-oldest test-newest  ## everything, once a night

@@ -33,6 +33,7 @@ if not torch.cuda.is_available():
 
 import interpreter  # after TRITON_INTERPRET is set
 import margins
+from fuzz import Fuzz
 from hypothesis import settings
 
 # Whoever starts the tests in the background (nohup, a shell's &) has them ignore these, and ignoring is inherited: a
@@ -154,6 +155,12 @@ def ranks() -> Iterator[Any]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def fuzz(request: pytest.FixtureRequest) -> Fuzz:
+    """``fuzz.run(check)``: see tests/support/fuzz.py."""
+    return Fuzz.from_environment(request.node.name)
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from layout_case import BUDGET, compare_spread, make_batches, train_alone
 
 from shardfuse.layers import ParallelTransformer, TransformerConfig
 from shardfuse.parallel.core.mesh import data_coordinate
@@ -26,7 +26,6 @@ from shardfuse.parallel.pipeline.schedules import SCHEDULES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "parallelism.md"
 BEGIN, END = "<!-- composes -->", "<!-- /composes -->"
-BUDGET = 1e-11
 LENGTH, ROWS = 6, 5  # of the whole batch: no number of readers or micro-batches divides it
 CONFIG: dict[str, Any] = {
     "vocab_size": 24,
@@ -70,75 +69,18 @@ def _config(case: Combination) -> TransformerConfig:
 
 
 def _batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    batches = []
-    for _ in range(2):
-        tokens = torch.randint(CONFIG["vocab_size"], (ROWS, LENGTH + 1), generator=generator)
-        targets = tokens[:, 1:].clone()
-        targets[1, 2:] = -100
-        batches.append((tokens[:, :-1], targets))
-    return batches
-
-
-def _alone(case: Combination) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Losses, norms of gradients and parameters of one process without this package's engines."""
-    model = ParallelTransformer(_config(case), dtype=torch.float64)
-    model.init_weights(3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses, norms = [], []
-    for tokens, targets in _batches():
-        loss = model(tokens, targets)
-        loss.backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    losses.append(float(model(*_batches()[0]).detach()))
-    return losses, norms, {name: param.detach() for name, param in model.named_parameters()}
+    return make_batches(1, ROWS, LENGTH, CONFIG["vocab_size"], [(1, 2)])
 
 
 def _spread(rank: int, world: int, fields: tuple[Any, ...], microbatches: int | None) -> list[str]:
     case = Combination(*fields)
-    expected, expected_norms, whole = _alone(case)
-    mesh = init_mesh(dp_replicate=case.dp_replicate, dp=case.dp, pp=case.pp, tp=case.tp)
-    with torch.device("meta"):
-        model = ParallelTransformer(
-            _config(case), mesh=mesh, dtype=torch.float64, sequence_parallel=case.sequence_parallel
-        )
-    spread = parallelize(
-        model,
-        mesh,
-        zero=case.zero,
-        schedule=case.schedule,
-        microbatches=microbatches,
-        recompute=case.recompute,
-        seed=3,
+    return compare_spread(
+        _config(case),
+        _batches(),
+        {"dp_replicate": case.dp_replicate, "dp": case.dp, "pp": case.pp, "tp": case.tp},
+        {"zero": case.zero, "schedule": case.schedule, "microbatches": microbatches, "recompute": case.recompute},
+        {"sequence_parallel": case.sequence_parallel},
     )
-    optimizer = torch.optim.SGD(spread.parameters(), lr=0.1, momentum=0.9)
-    share, readers = data_coordinate(mesh)
-    mine = [tuple(part.tensor_split(readers)[share] for part in batch) for batch in _batches()]
-    losses, norms = [], []
-    for tokens, targets in mine:
-        losses.append(float(spread.step(tokens, targets)))
-        norms.append(float(spread.clip_grad_norm_(1.0)))
-        optimizer.step()
-        optimizer.zero_grad()
-    losses.append(float(spread.evaluate(*mine[0])))
-    found = [
-        f"{what}: {ours} instead of {theirs}"
-        for what, ours, theirs in [("losses", losses, expected), ("norms", norms, expected_norms)]
-        if max(abs(a - b) / b for a, b in zip(ours, theirs, strict=True)) > BUDGET
-    ]
-    for name, param in spread.module.named_parameters():
-        value = param.detach().full_tensor() if isinstance(param, DTensor) else param.detach()
-        error = (value - whole[name]).norm() / whole[name].norm()
-        if not error <= BUDGET:
-            found.append(f"{name}: {error:.1e} off")
-    held: list[Any] = [None] * world
-    dist.all_gather_object(held, [name for name, _ in spread.module.named_parameters()])
-    if set(itertools.chain.from_iterable(held)) != set(whole):
-        found.append("the ranks together do not hold the model's parameters")
-    return found
 
 
 C = Combination
@@ -253,7 +195,7 @@ def _table(seen: set[Combination]) -> str:
 def _out_of_order(rank: int, world: int, zero: int) -> list[str]:
     """Evaluations, failures and uneven shares between the steps of a model over ``world`` readers."""
     case = Combination(dp=world, zero=zero)
-    expected, _, _ = _alone(case)
+    expected, _, _ = train_alone(_config(case), _batches())
     mesh = init_mesh(dp=world, tp=1)
     torch.manual_seed(rank)  # replicas differ in their random numbers, not in their weights
     drawn = parallelize(ParallelTransformer(_config(case), mesh=mesh, device="meta"), mesh, zero=zero)

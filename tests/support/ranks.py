@@ -76,7 +76,7 @@ class Pool:
             return self._run(world, body, *args, timeout=timeout, **kwargs)
 
     def _run(self, world: int, body: Callable[..., Any], *args: Any, timeout: float, **kwargs: Any) -> list[Any]:
-        task = pickle.dumps((*_locate(body), args, kwargs, os.environ.get("PYTEST_CURRENT_TEST", "")))
+        task = pickle.dumps((*locate(body), args, kwargs, os.environ.get("PYTEST_CURRENT_TEST", "")))
         self._calls += 1
         try:
             self._grow(world)
@@ -144,7 +144,7 @@ class _Worker:
         self.connection.close()
 
 
-def _locate(body: Callable[..., Any]) -> tuple[str, str]:
+def locate(body: Callable[..., Any]) -> tuple[str, str]:
     path, name = inspect.getsourcefile(body), body.__qualname__
     if path is None or not name.isidentifier():
         raise ValueError(f"ranks wants a module-level function of a test file, not {name}")
@@ -209,7 +209,7 @@ def _attempt(task: bytes, rank: int, world: int) -> tuple[bool, Any, float]:
     try:
         path, name, args, kwargs, os.environ["PYTEST_CURRENT_TEST"] = pickle.loads(task)
         torch.manual_seed(0)
-        body = getattr(_module(path), name)
+        body = getattr(load(path), name)
         value = body(rank, world, *args, **kwargs)
         pickle.dumps(value)
     except BaseException:  # pytest's skip and fail are BaseExceptions
@@ -259,7 +259,7 @@ def _collect_groups() -> None:
 _modules: dict[str, Any] = {}
 
 
-def _module(path: str) -> Any:
+def load(path: str) -> Any:
     if path not in _modules:
         name = f"_ranks_{Path(path).stem}"
         spec = importlib.util.spec_from_file_location(name, path)
