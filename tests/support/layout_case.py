@@ -93,11 +93,8 @@ def compare_spread(
         error = (value - whole[name]).norm() / whole[name].norm()
         if not error <= BUDGET:
             found.append(f"{name}: {error:.1e} off")
-    held: list[Any] = [[name for name, _ in spread.module.named_parameters()]]
-    if mesh is not None:
-        everyones: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyones, held[0])
-        held = everyones
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, [name for name, _ in spread.module.named_parameters()])
     if set(itertools.chain.from_iterable(held)) != set(whole):
         found.append("the ranks together do not hold the model's parameters")
     return found

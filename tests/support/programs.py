@@ -36,7 +36,9 @@ from ranks import PR_SET_PDEATHSIG, load, locate
 POLL_S = 0.002
 EXTRA_S = 20.0  # beyond a run's limit: until then a late rank is waited for, and its stack is written
 HOST = "127.0.0.1"
-BEGIN = "SHARDFUSE_TEST_BEGIN"  # the variable with the path of the file that holds a rank's time of beginning
+# In the error of a rank whose peer is gone. That of torch's own collectives, such as FSDP2's, names no site.
+LOST = "could not connect|another rank (of the group ended|failed first)|[Cc]onnection (closed|reset)|[Tt]imed out"
+BEGIN = "SHARDFUSE_TEST_BEGIN"  # names the file with the time when a rank began
 
 
 class Strike(NamedTuple):
@@ -120,7 +122,6 @@ class Server:
         arguments: Sequence[tuple[Any, ...]],
         *,
         limit: float,
-        port: int | None = None,
         variables: Mapping[int, Mapping[str, str]] | None = None,
         delays: Sequence[float] = (),
         strike: Strike | None = None,
@@ -130,7 +131,7 @@ class Server:
         The ranks begin after ``delays``, with ``variables`` of their own beside torchrun's. A rank that has not ended
         ``limit`` + EXTRA_S seconds after the last one began is killed.
         """
-        everywhere = {"MASTER_ADDR": HOST, "MASTER_PORT": str(port or free_port()), "WORLD_SIZE": str(len(arguments))}
+        everywhere = {"MASTER_ADDR": HOST, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(arguments))}
         ranks = [
             _Rank(
                 *(rank, len(arguments), arguments[rank], limit, delays[rank] if delays else 0.0),
@@ -171,6 +172,7 @@ def _serve(connection: Connection) -> None:
     """Fork the ranks of each program that comes. In a forked process it returns, or raises, at the program's end."""
     import pytest  # noqa: F401 (the test files import it)
 
+    import shardfuse.cli
     import shardfuse.commands.train
     import shardfuse.parallel.pipeline.pipeline
     import shardfuse.parallel.zero.zero  # noqa: F401
@@ -204,6 +206,7 @@ def _become(rank: _Rank, path: str, name: str, folder: Path) -> None:
     os.environ[BEGIN] = str(folder / f"begin-{rank.rank}")
     # The interpreter then frees its memory, which takes seconds in a forked process on a busy machine.
     atexit.register(_note_time, folder / f"end-{rank.rank}")
+    atexit.register(faulthandler.cancel_dump_traceback_later)
     time.sleep(rank.delay)
     begin()
     faulthandler.dump_traceback_later(rank.limit + 2.0, file=2)
@@ -211,7 +214,7 @@ def _become(rank: _Rank, path: str, name: str, folder: Path) -> None:
 
 
 def _wait(pids: list[int], folder: Path, strike: Strike | None, limit: float) -> list[tuple[Any, ...]]:
-    """The fields of each rank's Ended."""
+    """Wait for the ranks, and return the fields of each one's Ended."""
     running, statuses, ends = dict(enumerate(pids)), {}, {}
     begins: dict[int, float] = {}
     hung: set[int] = set()
