@@ -33,6 +33,7 @@ class ParallelModel(nn.Module):
 
     ``module`` is the model with only this rank's parts, under their names in the whole: pass it to ``explain`` and
     ``export_hf``. ``stages`` are the modules that run, made of its submodules. ``pipeline`` is the Pipeline, or None.
+    ``check_data``, set alike on all ranks, has every step compare the batches of ranks that share their data.
     """
 
     module: nn.Module

@@ -25,6 +25,7 @@ from .settings import RunSettings, flat
 from .trainer import RunResult, Trainer
 from .trainer import train as run_trainer
 
+REFUSAL_TIMEOUT = timedelta(minutes=2)  # for the others to come, where this process does not know the run's own
 _LAUNCH = "shardfuse/launch"  # in the store that torchrun's agent keeps
 
 
@@ -54,22 +55,27 @@ def settle_together(settle: Callable[[], RunSettings]) -> RunSettings:
     What ``settle`` raises on one of them, all raise. Raises ValueError where they have different settings, and as
     ``init_mesh`` does.
     """
-    settings: RunSettings | None = None
+    if int(os.environ["WORLD_SIZE"]) == 1:
+        return settle()
     try:
         settings = settle()
     except Exception as error:
-        if int(os.environ["WORLD_SIZE"]) == 1:
-            raise
-        failure = error
-    if int(os.environ["WORLD_SIZE"]) > 1:
-        connect(default_device() if settings is None else settings.device or default_device(), _timeout(settings))
+        _refuse(error)
+        raise
+    connect(settings.device or default_device(), _timeout(settings))
+    return agreement.agree_on(meshes.everyone(), lambda: settings, flat, what="train")
 
-    def result() -> RunSettings:
-        if settings is None:
-            raise failure
-        return settings
 
-    return agreement.agree_on(meshes.everyone(), result, flat, what="train")
+def _refuse(error: Exception) -> None:
+    """Tell all other processes that this one has no settings, because of ``error``."""
+
+    def refuse() -> RunSettings:
+        raise error
+
+    with contextlib.suppress(RuntimeError):  # they are gone, or do not come
+        connect(default_device(), REFUSAL_TIMEOUT)
+        with contextlib.suppress(type(error)):
+            agreement.agree_on(meshes.everyone(), refuse, flat, what="train")
 
 
 def train_run(settings: RunSettings, resume: bool, stop_file: StopFile | None = None) -> RunResult:
@@ -115,8 +121,8 @@ def _mesh(settings: RunSettings) -> DeviceMesh | None:
     )
 
 
-def _timeout(settings: RunSettings | None) -> timedelta | None:
-    return None if settings is None or settings.timeout is None else timedelta(seconds=settings.timeout)
+def _timeout(settings: RunSettings) -> timedelta | None:
+    return None if settings.timeout is None else timedelta(seconds=settings.timeout)
 
 
 def _run(trainer: Trainer, stop: Stop, resume: bool, restarts: int) -> RunResult:

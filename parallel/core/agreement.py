@@ -63,9 +63,11 @@ def agree_on(group: Group, work: Callable[[], T], facts: Callable[[T], Facts], *
         return result
 
     result, error = _attempt(both)
-    answers = collectives.gather_objects((_sendable(error), _digest(given)), group, site=SITE)
-    if error is not None:
-        raise error
+    try:
+        answers = collectives.gather_objects((_sendable(error), _digest(given)), group, site=SITE)
+    finally:  # also where the others are gone
+        if error is not None:
+            raise error
     for rank, (failure, _) in enumerate(answers):
         if failure is not None:
             raise _of_rank(global_rank(group, rank), failure)

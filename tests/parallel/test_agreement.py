@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardfuse import ParallelTransformer, TransformerConfig, parallelize
-from shardfuse.parallel.core import agreement
+from shardfuse.parallel.core import agreement, collectives
 from shardfuse.parallel.core.agreement import checksum
 from shardfuse.parallel.core.mesh import everyone
 from shardfuse.parallel.core.rendezvous import init_mesh
@@ -190,6 +190,31 @@ def _error_body(rank: int, world: int, kind: str) -> tuple[str, str]:
 def test_errors_keep_their_type_where_they_can_be_sent(ranks: Any):
     assert ranks(2, _error_body, "value") == [("ValueError", "rank 1: bad"), ("ValueError", "bad")]
     assert ranks(2, _error_body, "local") == [("RuntimeError", "rank 1: _Local: 1 2"), ("_Local", "1 2")]
+
+
+def _gone_body(rank: int, world: int) -> tuple[str, str]:
+    """Rank 1 refuses while rank 0 is gone."""
+    if rank == 0:
+        return "", ""
+
+    def gone(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("agree: gather_objects failed: has another rank of the group ended?")
+
+    def work() -> int:
+        raise ValueError("bad")
+
+    before, collectives.gather_objects = collectives.gather_objects, gone
+    try:
+        agreement.agree_on(everyone(), work, lambda _: {}, what="test")
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        collectives.gather_objects = before
+    return "", ""
+
+
+def test_an_own_error_is_not_hidden_by_the_others_end(ranks: Any):
+    assert ranks(2, _gone_body)[1] == ("ValueError", "bad")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float64])
