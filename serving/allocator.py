@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ..kernels.runtime.checks import whole_number
+
 
 class BlockAllocator:
     """A free list of blocks, and the block table of each sequence.
@@ -15,13 +17,10 @@ class BlockAllocator:
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        for name, value in (("num_blocks", num_blocks), ("block_size", block_size)):
-            if value < 1:
-                raise ValueError(f"BlockAllocator: {name}={value}: expected at least 1")
-        self.num_blocks = num_blocks
-        self.block_size = block_size
+        self.num_blocks = whole_number("BlockAllocator: num_blocks", num_blocks)
+        self.block_size = whole_number("BlockAllocator: block_size", block_size)
         self.peak_blocks = 0
-        self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the last block freed is the first one reused
+        self._free = list(range(self.num_blocks - 1, -1, -1))  # a stack: the last block freed is the first one reused
         self._tables: dict[int, list[int]] = {}
         self._tokens: dict[int, int] = {}
 

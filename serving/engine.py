@@ -8,18 +8,18 @@ agree without communicating.
 from __future__ import annotations
 
 import heapq
-import operator
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from ..kernels.runtime import dispatch
+from ..kernels.runtime.checks import type_name, whole_number
 from ..kernels.runtime.dtypes import CACHE_NAMES, QUANTISED
 from ..layers.attention.paged import PagedBatch, PagedKVCache, Span, default_block_size
 from .allocator import BlockAllocator
-from .request import Finish, Request, SequenceState, TokenEvent
+from .request import Request, SequenceState, TokenEvent
 from .sampling import sample
 from .scheduler import Chunk, Scheduler
 from .stats import EngineStats
@@ -44,14 +44,35 @@ class ServableModel(Protocol):
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
 
 
+_NEEDED = ("config", "group", "gather_logits", "parameters")
+_NEEDED_CONFIG = ("num_layers", "num_kv_heads", "head_dim", "vocab_size", "max_positions")
+
+
 def _check_servable(model: ServableModel) -> None:
-    """ValueError for a model whose dropout is active."""
-    config = model.config
+    """TypeError for an object of another kind, ValueError for a model that cannot be served as it is."""
+    config = getattr(model, "config", None)
+    missing = [name for name in _NEEDED if not hasattr(model, name)]
+    missing += [f"config.{name}" for name in _NEEDED_CONFIG if not hasattr(config, name)]
+    if missing:
+        raise TypeError(
+            f"Engine: model is a {type_name(model)}, which has no {missing[0]}: expected a ParallelTransformer; "
+            f"{_remedy(model)}"
+        )
     rates = ("embedding_dropout", "residual_dropout", "attention_dropout")
     if getattr(model, "training", False) and any(getattr(config, name, 0) for name in rates):
         raise ValueError(
             "the model is in training mode and would drop activations: call model.eval() before serving it"
         )
+    if getattr(model, "sequence_parallel", False):
+        raise ValueError("Engine: a model with sequence_parallel=True: build or load it with sequence_parallel=False")
+
+
+def _remedy(model: Any) -> str:
+    if isinstance(getattr(model, "module", None), torch.nn.Module):  # of parallelize, DistributedDataParallel
+        return "export_hf(model.module, folder) writes what load_hf(folder, mesh=mesh) loads to serve"
+    if hasattr(model, "save_pretrained"):
+        return "model.save_pretrained(folder) writes what load_hf(folder) loads"
+    return "build one, or load a folder with load_hf(folder)"
 
 
 class Engine:
@@ -75,7 +96,8 @@ class Engine:
             cost; on a CPU there is no such guarantee (see ``kernels.runtime.dispatch.row_invariance``).
         impl: of the paged attention and the cache write; see ``kernels/runtime/dispatch.py``.
 
-    ``stats`` is an :class:`EngineStats`. Raises ValueError for sizes that cannot work.
+    ``stats`` is an :class:`EngineStats`. Raises ValueError for sizes that cannot work, TypeError for another kind of
+    model.
     """
 
     def __init__(
@@ -91,9 +113,10 @@ class Engine:
         invariant: bool = False,
         impl: str = "auto",
     ) -> None:
-        config = model.config
         _check_servable(model)
-        limit = config.max_positions if max_model_len is None else max_model_len
+        dispatch.check_impl(impl)
+        config = model.config
+        limit = config.max_positions if max_model_len is None else whole_number("Engine: max_model_len", max_model_len)
         if not 1 < limit <= config.max_positions:
             raise ValueError(
                 f"Engine: max_model_len={limit}: expected 2 to {config.max_positions}, the positions that the model has"
@@ -104,6 +127,8 @@ class Engine:
         if kv_dtype is not None and kv_dtype not in KV_DTYPES:
             raise ValueError(f"Engine: kv_dtype={kv_dtype!r}: expected None or one of {', '.join(KV_DTYPES)}")
         weight = next(iter(model.parameters()))
+        if weight.is_meta:
+            raise ValueError("Engine: the model is on the meta device: load its weights first, say with load_hf")
         block_size = default_block_size(weight.device) if block_size is None else block_size
         self._allocator = BlockAllocator(num_blocks, block_size)
         self._scheduler = Scheduler(
@@ -126,6 +151,7 @@ class Engine:
         self._live: dict[int, SequenceState] = {}
         self._arrivals: list[tuple[int, int]] = []  # heap of (step, id): requests still to come
         self._cancelled: list[TokenEvent] = []  # for the next step to report
+        self._one_by_one = False  # whether the next step computes each sequence by itself, to find the one that fails
 
     @property
     def busy(self) -> bool:
@@ -136,13 +162,13 @@ class Engine:
         """Queue ``request``; returns its number, which its events carry.
 
         Raises ValueError, and changes nothing, for a request that cannot be served: an empty or over-long prompt, a
-        token outside the vocabulary, more blocks than exist, a number out of range.
+        token outside the vocabulary, more blocks than exist, a field of the wrong type or out of range.
         """
-        tokens = self._check(request)
+        self._check(request)
         generator = torch.Generator().manual_seed(request.seed)
         number = self._next_id
         self._next_id += 1
-        self._live[number] = SequenceState(number, request, tokens, generator)
+        self._live[number] = SequenceState(number, request, list(request.prompt), generator)
         heapq.heappush(self._arrivals, (max(request.arrival, self._clock), number))
         return number
 
@@ -151,8 +177,8 @@ class Engine:
 
         Returns False if it has already ended; raises ValueError for a number that was never returned by :meth:`add`.
         """
-        if not 0 <= number < self._next_id:
-            raise ValueError(f"cancel: there is no request {number}; {self._next_id} were added")
+        if not isinstance(number, int) or not 0 <= number < self._next_id:
+            raise ValueError(f"cancel: there is no request {number!r}; {self._next_id} were added")
         sequence = self._live.pop(number, None)
         if sequence is None:
             return False
@@ -167,7 +193,10 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Admit requests, compute one batch, retire finished ones; returns the new tokens, in order of admission.
 
-        If the model raises, nothing is lost: the next step computes the same tokens again.
+        A sequence that fails, in the model or in sampling, ends with an event of its error, and no other is affected.
+        A step fails as a whole, and raises, where none of its sequences fails by itself, or where several ranks would
+        have to find out together. Nothing is lost then: the next step computes the same tokens again, one sequence at a
+        time, and ends those that fail again. Ranks must fail alike.
         """
         while self._arrivals and self._arrivals[0][0] <= self._clock:
             self._scheduler.add(self._live[heapq.heappop(self._arrivals)[1]])
@@ -175,9 +204,9 @@ class Engine:
         chunks = self._scheduler.schedule()
         generated = []
         if chunks:
-            tokens = self._compute(chunks)
+            sampled = self._compute(chunks)
             self._count(chunks, time.perf_counter() - began)
-            generated = self._advance(chunks, tokens)
+            generated = self._advance(chunks, sampled)
         self._clock += 1
         cancelled, self._cancelled = self._cancelled, []
         return cancelled + generated
@@ -190,91 +219,107 @@ class Engine:
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
         """Serve ``requests`` to the end: the generated tokens of each.
 
-        Raises RuntimeError while other requests are being served (their events would be lost), and ValueError, serving
-        none, if one of these cannot be served.
+        Raises RuntimeError while other requests are being served (their events would be lost), and where one of these
+        fails; ValueError, serving none, if one of these cannot be served. The engine is idle afterwards.
         """
         if self.busy:
             raise RuntimeError("generate: other requests are being served; add() these and read run() instead")
         for request in requests:
             self._check(request)
         answers: dict[int, list[int]] = {self.add(request): [] for request in requests}
-        for event in self.run():
-            if event.token is not None:
-                answers[event.request].append(event.token)
+        try:
+            for event in self.run():
+                if event.error is not None:
+                    position = list(answers).index(event.request)
+                    raise RuntimeError(f"generate: requests[{position}] failed: {event.error}") from event.error
+                if event.token is not None:
+                    answers[event.request].append(event.token)
+        finally:
+            for number in list(self._live):
+                self.cancel(number)
+            self._cancelled.clear()
         return list(answers.values())
 
-    def _check(self, request: Request) -> list[int]:
-        """The prompt's tokens as plain integers; ValueError where the request cannot be served."""
-        try:
-            tokens = [operator.index(token) for token in request.prompt]
-        except TypeError as error:
-            raise ValueError(f"prompt: expected whole numbers, token ids ({error})") from None
-        for name in ("max_new_tokens", "seed", "arrival"):
-            if not isinstance(getattr(request, name), int):
-                raise ValueError(f"{name}={getattr(request, name)!r}: expected a whole number")
-        if not isinstance(request.temperature, (int, float)):
-            raise ValueError(f"temperature={request.temperature!r}: expected a number")
-        if not isinstance(request.stop, Collection):
-            raise ValueError(f"stop={request.stop!r}: expected a collection of token ids, such as [{request.stop!r}]")
-        vocabulary = self.model.config.vocab_size
-        if not tokens:
-            raise ValueError("prompt is empty: expected at least one token to continue from")
-        for position, token in enumerate(tokens):
-            if not 0 <= token < vocabulary:
-                raise ValueError(
-                    f"prompt[{position}] is {token}: expected 0 to {vocabulary - 1}; does the tokenizer belong to this "
-                    "model?"
-                )
-        if request.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={request.max_new_tokens}: expected at least 1")
-        if not 0 <= request.temperature < float("inf"):
-            raise ValueError(f"temperature={request.temperature}: expected 0 (greedy) or a positive number")
-        if not -(2**63) <= request.seed < 2**64:
-            raise ValueError(f"seed={request.seed}: expected a 64-bit integer")
-        total = len(tokens) + request.max_new_tokens
+    def _check(self, request: Request) -> None:
+        """ValueError where the request cannot be served."""
+        if not isinstance(request, Request):
+            raise ValueError(f"request is a {type_name(request)}: expected a Request, such as Request([1, 2, 3])")
+        request.check(self.model.config.vocab_size)
+        prompt = len(request.prompt)
+        total = prompt + request.max_new_tokens
         if total > self.max_model_len:
             raise ValueError(
-                f"a prompt of {len(tokens)} tokens and max_new_tokens={request.max_new_tokens} make {total}: expected "
+                f"a prompt of {prompt} tokens and max_new_tokens={request.max_new_tokens} make {total}: expected "
                 f"at most max_model_len={self.max_model_len}; shorten either"
             )
         # The last generated token never enters the cache.
         blocks = self._allocator.blocks_for(total - 1)
         if blocks > self._allocator.num_blocks:
             raise ValueError(
-                f"a prompt of {len(tokens)} tokens and max_new_tokens={request.max_new_tokens} need {blocks} blocks of "
+                f"a prompt of {prompt} tokens and max_new_tokens={request.max_new_tokens} need {blocks} blocks of "
                 f"{self._allocator.block_size} tokens: the cache has {self._allocator.num_blocks}; shorten either, or "
                 "make the engine with more num_blocks"
             )
-        return tokens
+
+    def _compute(self, chunks: Sequence[Chunk]) -> list[int | Exception | None]:
+        """For each chunk its new token, None if it does not sample, or the error of its sequence."""
+        if not self._one_by_one:
+            try:
+                logits = self._logits(chunks)
+            except Exception:
+                self._one_by_one = True
+                # Ranks must not look for the sequence while others still wait in the failed step's collectives.
+                if self.model.group.size > 1 or not any(self._fails(chunk) for chunk in chunks):
+                    raise
+            else:
+                sampled = iter(sample(logits, [c.sequence for c in chunks if c.samples]))
+                return [next(sampled) if c.samples else None for c in chunks]
+        self._one_by_one = False
+        return [self._compute_alone(chunk) for chunk in chunks]
+
+    def _compute_alone(self, chunk: Chunk) -> int | Exception | None:
+        try:
+            logits = self._logits([chunk])
+        except Exception as error:
+            return error
+        return sample(logits, [chunk.sequence])[0] if chunk.samples else None
+
+    def _fails(self, chunk: Chunk) -> bool:
+        """Whether ``chunk`` fails by itself. Nothing is sampled: a number that was drawn cannot be drawn again."""
+        try:
+            self._logits([chunk])
+        except Exception:
+            return True
+        return False
 
     @torch.no_grad()
-    def _compute(self, chunks: Sequence[Chunk]) -> list[int]:
-        """Run the model over ``chunks``; one new token for each chunk that samples, in order."""
+    def _logits(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Run the model over ``chunks``: the logits [S, V] of those that sample, in order."""
         spans = [Span(self._allocator.table(c.sequence.id), c.start, c.length, logits=c.samples) for c in chunks]
         batch = PagedBatch.of(self._cache, spans, impl=self._impl)
         ids = [token for c in chunks for token in c.sequence.tokens[c.start : c.start + c.length]]
         tokens = torch.tensor(ids, dtype=torch.int64).to(batch.positions.device, non_blocking=True)
         with dispatch.row_invariance(self._invariant or dispatch.row_invariant()):
-            logits = self.model.gather_logits(self.model(tokens, positions=batch.positions, cache=batch))
-        return sample(logits, [c.sequence for c in chunks if c.samples])
+            return self.model.gather_logits(self.model(tokens, positions=batch.positions, cache=batch))
 
-    def _advance(self, chunks: Sequence[Chunk], tokens: Sequence[int]) -> list[TokenEvent]:
-        """Append the step's tokens to their sequences; retire complete ones."""
+    def _advance(self, chunks: Sequence[Chunk], sampled: Sequence[int | Exception | None]) -> list[TokenEvent]:
+        """Append the step's tokens to their sequences; retire complete and failed ones."""
         events = []
-        sampled = iter(tokens)
-        for chunk in chunks:
+        for chunk, token in zip(chunks, sampled):
             sequence = chunk.sequence
             sequence.computed = chunk.start + chunk.length
             sequence.most_computed = max(sequence.most_computed, sequence.computed)
-            if not chunk.samples:
+            if token is None:
                 continue
-            token = next(sampled)
-            sequence.tokens.append(token)
-            finish: Finish | None = sequence.finish()
-            if finish is not None:
+            if isinstance(token, Exception):
+                event = TokenEvent(sequence.id, None, "error", token)
+            else:
+                sequence.tokens.append(token)
+                event = TokenEvent(sequence.id, token, sequence.finish())
+            if event.finish is not None:
                 self._scheduler.remove(sequence)
                 del self._live[sequence.id]
-            events.append(TokenEvent(sequence.id, token, finish))
+            events.append(event)
         return events
 
     def _count(self, chunks: Sequence[Chunk], seconds: float) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import operator
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-Finish = Literal["length", "stop", "cancelled"]
+Finish = Literal["length", "stop", "cancelled", "error"]
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue.
+    """A prompt to continue. Immutable: it holds copies of ``prompt`` and ``stop``, as a tuple and a frozenset.
 
     Args:
         prompt: token ids, at least one.
@@ -31,17 +33,77 @@ class Request:
     seed: int = 0
     arrival: int = 0
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", _copied(self.prompt, tuple))
+        object.__setattr__(self, "stop", _copied(self.stop, frozenset))
+
+    def check(self, vocab_size: int) -> None:
+        """ValueError for a field of the wrong type or out of range, whatever engine serves the request."""
+        _check_tokens("prompt", self.prompt)
+        _check_tokens("stop", self.stop)
+        if not self.prompt:
+            raise ValueError("prompt is empty: expected at least one token to continue from")
+        for position, token in enumerate(self.prompt):
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"prompt[{position}] is {token}: expected 0 to {vocab_size - 1}; does the tokenizer belong to this "
+                    "model?"
+                )
+        for name in ("max_new_tokens", "seed", "arrival"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ValueError(f"{name}={value!r}: expected a whole number")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens}: expected at least 1")
+        if not -(2**63) <= self.seed < 2**64:
+            raise ValueError(f"seed={self.seed}: expected a 64-bit integer")
+        if not isinstance(self.temperature, (int, float)) or isinstance(self.temperature, bool):
+            raise ValueError(f"temperature={self.temperature!r}: expected a number")
+        if not 0 <= self.temperature <= sys.float_info.max:
+            raise ValueError(f"temperature={self.temperature}: expected 0 (greedy) or a positive number")
+
+
+def _copied(tokens: Any, kind: Callable[[Iterable[Any]], Any]) -> Any:
+    """``tokens`` as a ``kind`` of ints. Other values are copied, or left as they are, for :meth:`Request.check`."""
+    if isinstance(tokens, (str, bytes)):
+        return tokens
+    try:
+        tokens = tuple(tokens)
+        return kind(map(_token, tokens))
+    except TypeError:
+        return tokens
+
+
+def _token(value: Any) -> int:
+    if isinstance(value, bool):
+        raise TypeError("'bool' object is not a token id")
+    return operator.index(value)
+
+
+def _check_tokens(name: str, tokens: Any) -> None:
+    """ValueError unless ``tokens`` are whole numbers."""
+    if isinstance(tokens, (str, bytes)):
+        raise ValueError(f"{name}={tokens!r}: expected token ids, not text; encode it with the model's tokenizer")
+    if not isinstance(tokens, (tuple, frozenset)):
+        raise ValueError(f"{name}={tokens!r}: expected a collection of token ids, such as [{tokens!r}]")
+    try:
+        for token in tokens:
+            _token(token)
+    except TypeError as error:
+        raise ValueError(f"{name}: expected whole numbers, token ids ({error})") from None
+
 
 @dataclass(frozen=True)
 class TokenEvent:
     """One generated token of one request. ``finish`` is the reason if it is the last.
 
-    A cancelled request ends in an event without a token.
+    A cancelled request ends in an event without a token, and so does a failed one: its ``error`` says why.
     """
 
     request: int
     token: int | None
     finish: Finish | None = None
+    error: Exception | None = None
 
 
 @dataclass(eq=False)

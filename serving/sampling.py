@@ -9,16 +9,19 @@ import torch
 from .request import SequenceState
 
 
-def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[int]:
-    """The next token of each sequence from ``logits`` [S, V].
+def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[int | Exception]:
+    """The next token of each sequence from ``logits`` [S, V], or the error of a draw, which is that sequence's alone.
 
     Greedy at temperature 0. Above, it inverts the cumulative distribution in fp64 at one number per token from the
     sequence's own generator: equal logits and seed give equal tokens on every rank and in every batch.
     """
-    tokens = logits.argmax(dim=-1).tolist()
+    tokens: list[int | Exception] = logits.argmax(dim=-1).tolist()
     for row, sequence in enumerate(sequences):
         if sequence.request.temperature > 0:
-            tokens[row] = _draw(logits[row], sequence.request.temperature, sequence.generator)
+            try:
+                tokens[row] = _draw(logits[row], sequence.request.temperature, sequence.generator)
+            except Exception as error:
+                tokens[row] = error
     return tokens
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from ..kernels.runtime.checks import whole_number
 from .allocator import BlockAllocator
 from .request import SequenceState
 
@@ -54,8 +55,8 @@ class Scheduler:
     """
 
     def __init__(self, allocator: BlockAllocator, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        if max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs={max_num_seqs}: expected at least 1")
+        whole_number("max_num_seqs", max_num_seqs)
+        whole_number("max_num_batched_tokens", max_num_batched_tokens)
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={max_num_batched_tokens} is less than max_num_seqs={max_num_seqs}: each "

@@ -53,6 +53,8 @@ def serve(model: ParallelTransformer, corpus: Corpus, console: Console, *, seed:
         while engine.busy:
             events = engine.step()
             for event in events:
+                if event.error is not None:
+                    raise event.error
                 if event.token is not None:
                     answers[event.request].append(event.token)
             show(events)
