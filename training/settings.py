@@ -247,8 +247,8 @@ def flat(settings: Any, prefix: str = "") -> dict[str, str]:
 def read_settings(path: Path | None, changes: Mapping[str, Any]) -> RunSettings:
     """The settings in the TOML file ``path`` (None: the defaults) with ``changes``: {"optimizer.lr": 1e-3, ...}.
 
-    Raises FileNotFoundError for a missing file, ValueError for a file that is not TOML, for unknown settings and for
-    invalid values; the message is one line.
+    Raises FileNotFoundError for a missing file, ValueError for one that cannot be read or is not TOML, for unknown
+    settings and for invalid values; the message is one line.
     """
     values: dict[str, Any] = {}
     if path is not None:
@@ -256,6 +256,9 @@ def read_settings(path: Path | None, changes: Mapping[str, Any]) -> RunSettings:
             values = tomllib.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise FileNotFoundError(f"{path}: there is no such file; give a TOML file of settings") from None
+        except OSError as error:
+            what = "it is a folder" if path.is_dir() else f"it cannot be read ({error.strerror})"
+            raise ValueError(f"{path}: {what}; give a TOML file of settings") from None
         except ValueError as error:  # TOML's and Unicode's errors
             raise ValueError(f"{path}: not TOML ({' '.join(str(error).split())})") from None
     for name, value in changes.items():
@@ -319,9 +322,17 @@ def _typed(value: Any, hint: Any, name: str) -> Any:
     for kind in kinds:
         if kind is float and type(value) is int:
             return float(value)
+        if get_origin(kind) is tuple:
+            if isinstance(value, list):
+                return tuple(value)
+            continue
         if type(value) is kind or (kind not in _WORDS and kind is not type(None) and isinstance(value, Mapping)):
             return value
-    words = [_WORDS.get(kind, "a table") for kind in kinds if kind is not type(None)]
+    words = [
+        "a list" if get_origin(kind) is tuple else _WORDS.get(kind, "a table")
+        for kind in kinds
+        if kind is not type(None)
+    ]
     words += ["false for none"] if optional and bool not in kinds else []
     raise ValueError(f"{name} = {value!r}: expected {' or '.join(words)}")
 

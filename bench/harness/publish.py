@@ -9,7 +9,7 @@ from typing import Any
 
 from . import provenance, roofline, stale
 from .records import read_records
-from .report import RATES, Row, console
+from .report import RATES, Row, console, writing
 
 TABLE = "report.md"
 _SIDES = ("---",) * 3
@@ -37,7 +37,8 @@ def publish(paths: Sequence[Path], out: Path, *, results: Path = stale.RESULTS) 
     """Write the table and the plots of the records in ``paths`` (by default the committed ones); returns the files.
 
     ``paths`` hold one record (``bench run --out``, ``bench/results/``) or several by name (``make gpu``'s
-    results.json). Raises ValueError for other files, RuntimeError if a plot is needed and Matplotlib is missing.
+    results.json). Raises ValueError for other files and an ``out`` that cannot be written to, RuntimeError if a plot is
+    needed and Matplotlib is missing.
     """
     found = [result for path in paths or sorted(results.glob("*/*.json")) for result in read(path)]
     if not found:
@@ -49,10 +50,10 @@ def publish(paths: Sequence[Path], out: Path, *, results: Path = stale.RESULTS) 
         figure = roofline.draw(device, {result.bench: result.rows for result in good})
         if figure is not None:
             drawn[f"roofline-{provenance.slug(device)}.png"] = figure
-    out.mkdir(parents=True, exist_ok=True)
-    for name, figure in drawn.items():
-        figure.savefig(out / name)
-    (out / TABLE).write_text("\n".join(markdown(found, list(drawn))) + "\n")
+    with writing(out / TABLE):
+        for name, figure in drawn.items():
+            figure.savefig(out / name)
+        (out / TABLE).write_text("\n".join(markdown(found, list(drawn))) + "\n")
     return [out / TABLE, *(out / name for name in drawn)]
 
 

@@ -155,6 +155,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         found = [content] if "bench" in content else list(content.values())
         if not all("bench" in record and "rows" in record for record in found):
             raise ValueError
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): name files that bench run --out wrote") from None
     except (ValueError, TypeError, AttributeError):
         raise ValueError(f"{path} holds no benchmark's record") from None
     return found

@@ -27,7 +27,7 @@ from . import provenance
 from .benchmark import Benchmark, Measurement, Settings
 from .progress import Progress
 from .records import Outcome, RowKey, earlier, header, left, record
-from .report import DRY_NOTE, Row, console, last_line, show_red, show_rows, write_json
+from .report import DRY_NOTE, Row, check_place, console, last_line, show_red, show_rows, write_json
 from .timing import ceilings
 from .virtual_ranks import open_queues
 
@@ -175,6 +175,8 @@ def run_benchmark(
         _require(benchmark, settings)
         if _wants_the_interpreter(benchmark, settings):
             _interpret_instead(name, json=json, out=out, resume=resume, short=short, device=device, seconds=seconds)
+        if out is not None:
+            check_place(Path(out))
         outcome = earlier(benchmark, settings, out, resume)
     except ValueError as error:
         errors.print("[red]error:[/]", end=" ")

@@ -24,6 +24,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
+from ...kernels.runtime.checks import whole_number
 from .agreement import agree_on
 from .mesh import HYBRID_DIMS, MESH_DIMS, everyone, share_timeout, shared_options
 
@@ -56,23 +57,25 @@ def init_mesh(
     it.
 
     Raises ValueError where ``dp_replicate * dp * pp * tp`` is not the world size, a variable of torchrun's is missing,
-    a machine has fewer GPUs than processes, or the ranks ask for different meshes; RuntimeError where the processes
-    cannot connect. What one rank refuses, all ranks refuse.
+    the machine has no such device or fewer GPUs than processes, or the ranks ask for different meshes; RuntimeError
+    where the processes cannot connect. What one rank refuses, all ranks refuse.
     """
     world = _world_size()
     single = world == 1 and not dist.is_initialized()
+    device_type = default_device() if device_type is None else device_type
     if single:
         shape = _mesh_shape(dp_replicate, dp, pp, tp, world)
+        _check_device(device_type)
         if not alone:
             return None
-    device_type = device_type or default_device()
-    if single and device_type == "cuda":
-        torch.cuda.init()  # without it DeviceMesh would choose another GPU than the current one
-    connect(device_type, timeout)
+        if device_type == "cuda":
+            torch.cuda.init()  # without it DeviceMesh would choose another GPU than the current one
+    connect(device_type if torch.cuda.is_available() else "cpu", timeout)
     if not single:  # connected first, so that what one rank refuses reaches the others
 
         def work() -> tuple[int, int, int, int]:
             found = _mesh_shape(dp_replicate, dp, pp, tp, world)
+            _check_device(device_type)
             if device_type == "cuda":
                 _select_gpu()
             return found
@@ -222,8 +225,8 @@ def _check_variables(world: int) -> None:
 
 def _mesh_shape(dp_replicate: int, dp: int, pp: int, tp: int | None, world: int) -> tuple[int, int, int, int]:
     for name, degree in (("dp_replicate", dp_replicate), ("dp", dp), ("pp", pp), ("tp", tp)):
-        if degree is not None and degree < 1:
-            raise ValueError(f"init_mesh: {name}={degree}: expected at least 1")
+        if degree is not None:
+            whole_number(f"init_mesh: {name}", degree)
     others = f"dp_replicate={dp_replicate} * dp={dp} * pp={pp}" if dp_replicate > 1 else f"dp={dp} * pp={pp}"
     rest = dp_replicate * dp * pp
     if tp is None:
@@ -240,6 +243,15 @@ def _mesh_shape(dp_replicate: int, dp: int, pp: int, tp: int | None, world: int)
             f"{rest * tp} processes (torchrun --nproc-per-node {rest * tp} ...)"
         )
     return dp_replicate, dp, pp, tp
+
+
+def _check_device(device_type: str) -> None:
+    if device_type not in ("cpu", "cuda"):
+        raise ValueError(f"init_mesh: device_type={device_type!r}: expected 'cpu', 'cuda' for GPUs, or None")
+    if device_type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "init_mesh: device_type='cuda': this machine has no GPU that torch can use; pass device_type='cpu'"
+        )
 
 
 def _select_gpu() -> None:

@@ -165,10 +165,14 @@ def train(
 
 @app.command()
 def audit(
-    dp: Annotated[int, typer.Option(help="Data-parallel degree.")] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline ranks.")] = 1,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel degree.")] = 1,
-    dp_replicate: Annotated[int, typer.Option(help="Replicas of the data-parallel shards (hybrid sharding).")] = 1,
+    dp: Annotated[
+        int | None, typer.Option(help="Data-parallel degree. Default: 2 without other degrees, else 1.")
+    ] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline ranks. Default: 1.")] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree. Default: 1.")] = None,
+    dp_replicate: Annotated[
+        int | None, typer.Option(help="Replicas of the data-parallel shards (hybrid sharding). Default: 1.")
+    ] = None,
     zero: Annotated[int, typer.Option(help="ZeRO stage, 0 to 3.")] = 0,
     schedule: Annotated[str | None, typer.Option(help="Pipeline schedule, such as 1f1b or zbv.")] = None,
     microbatches: Annotated[
@@ -194,9 +198,11 @@ def audit(
     from .commands.audit import Options
     from .commands.audit import audit as run_audit
 
-    degrees = {"dp": dp, "pp": pp, "tp": tp, "dp_replicate": dp_replicate, "zero": zero}
+    given = {"dp": dp, "pp": pp, "tp": tp, "dp_replicate": dp_replicate}
+    degrees = {name: degree for name, degree in given.items() if degree is not None}
     options = Options(
-        **degrees,
+        **(degrees or {"dp": 2}),
+        zero=zero,
         schedule=schedule,
         microbatches=microbatches,
         style=style,

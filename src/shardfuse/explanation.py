@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
+from .kernels.runtime.checks import type_name
 from .layers import block
 from .layers.linear import RowParallelLinear
 from .layers.module import CollectiveInfo, FusedGroup, ShardedModule
@@ -92,7 +93,11 @@ def explain(model: nn.Module, x: torch.Tensor | torch.device | str | None = None
     overlap of collectives with products, and the symmetric memory for it, depend on the number of tokens: pass an input
     to see them. For a model under autocast call it under autocast, which decides the dtype. A collective that several
     layers share is listed at the first. Other packages' modules are listed if they own parameters.
+
+    Raises TypeError for a ``model`` that is no module, ValueError for an ``x`` that is no input and no device.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"explain: model is a {type_name(model)}: expected an nn.Module, such as load_hf(folder)")
     device, tokens = _device(model, x), _tokens(model, x)
     rows: dict[Row, Row] = {}
     for row in _rows(model, device, tokens):
@@ -113,7 +118,10 @@ def _device(model: nn.Module, x: torch.Tensor | torch.device | str | None) -> to
     if isinstance(x, torch.Tensor):
         return x.device
     if x is not None:
-        return torch.device(x)
+        try:
+            return torch.device(x)
+        except (RuntimeError, TypeError):
+            raise ValueError(f"explain: x={x!r}: expected an input, or a device such as 'cpu' or 'cuda'") from None
     return next((param.device for param in model.parameters()), torch.device("cpu"))
 
 

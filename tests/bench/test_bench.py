@@ -131,6 +131,17 @@ def test_nothing_to_run_is_exit_code_2(install, capsys, name, device):
     assert "error:" in captured.err
 
 
+@pytest.mark.parametrize("place", ["/proc/nowhere/mlp.json", "file/mlp.json", "."])
+def test_an_unwritable_out_is_refused_before_anything_is_measured(install, tmp_path, capsys, monkeypatch, place):
+    (tmp_path / "file").touch()
+    install(_fake())
+    monkeypatch.setattr(runner, "run", None)
+    assert runner.run_benchmark("mlp", json=True, device="cpu", out=tmp_path / place) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"error: --out {tmp_path / place}: " in said
+    assert ("cannot be written to" in said) != ("it is a folder; name a file" in said)
+
+
 def test_dry_run_interprets_its_kernels_by_itself(install, monkeypatch, tmp_path, capsys):
     started: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr(runner.os, "execve", lambda path, command, environment: started.append((command, environment)))

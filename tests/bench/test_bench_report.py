@@ -333,6 +333,21 @@ def test_other_files_are_refused(tmp_path, content):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("name", "why"), [("missing.json", "No such file or directory"), ("", "Is a directory")])
+def test_records_that_cannot_be_read_are_named(tmp_path, name, why):
+    with pytest.raises(ValueError, match=rf"{name} cannot be read \({why}\): name files that bench run --out wrote"):
+        publish.publish([tmp_path / name], tmp_path / "out")
+
+
+@pytest.mark.parametrize("place", ["/proc/report", "file/below"])
+def test_a_report_that_cannot_be_written_says_where(tmp_path, place):
+    (tmp_path / "file").touch()
+    record = tmp_path / "record.json"
+    record.write_text(json.dumps(_record(device="cpu")))
+    with pytest.raises(ValueError, match=rf"--out .*{place}/report\.md: cannot be written to \(.*\); choose another"):
+        publish.publish([record], tmp_path / place)
+
+
 def test_without_files_the_committed_results_are_reported(tmp_path, capsys):
     results = tmp_path / "results"
     with pytest.raises(ValueError, match=r"no result in .*results"):

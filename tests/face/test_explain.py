@@ -23,6 +23,19 @@ def _rows(explanation: Any) -> dict[str, Any]:
     return {row.path: row for row in explanation.rows}
 
 
+@pytest.mark.parametrize(
+    ("model", "x", "error", "message"),
+    [
+        ("x", None, TypeError, r"explain: model is a str: expected an nn.Module"),
+        (nn.Linear(2, 2), "gpu", ValueError, r"explain: x='gpu': expected an input, or a device such as 'cpu'"),
+        (nn.Linear(2, 2), [1.0], ValueError, r"explain: x=\[1.0\]: expected an input"),
+    ],
+)
+def test_what_cannot_be_explained(model: Any, x: Any, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        shardfuse.explain(model, x)
+
+
 def test_tells_every_layer_once_and_counts_parameters():
     model = shardfuse.ParallelTransformer(CONFIG)
     explanation = shardfuse.explain(model)

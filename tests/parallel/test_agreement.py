@@ -81,8 +81,9 @@ def test_what_one_rank_refuses_all_refuse(ranks: Any, refusing: int):
 
 
 def _mesh_body(rank: int, world: int) -> list[str]:
-    degrees = [{"tp": 2}, {"dp": 2}], [{"tp": 2}, {"tp": 3}], [{"tp": 3}, {"tp": 2}]
-    return [_refusal(lambda each=each: init_mesh(**each[rank], device_type="cpu")) for each in degrees]  # type: ignore
+    degrees: Any = [{"tp": 2}, {"dp": 2}], [{"tp": 2}, {"tp": 3}], [{"tp": 3}, {"tp": 2}]
+    degrees += [{"tp": 2}, {"tp": "2"}], [{"tp": 2}, {"device_type": "gpu"}]
+    return [_refusal(lambda each=each: init_mesh(**{"device_type": "cpu"} | each[rank])) for each in degrees]  # type: ignore
 
 
 def test_ranks_that_ask_for_other_meshes(ranks: Any):
@@ -92,6 +93,8 @@ def test_ranks_that_ask_for_other_meshes(ranks: Any):
     assert "tp=3 = 3, but 2 processes were started" in first[1]
     assert first[1].startswith("rank 1: ")
     assert second[2].startswith("rank 0: ")
+    assert first[3].startswith("rank 1: init_mesh: tp='2': expected a whole number")
+    assert first[4].startswith("rank 1: init_mesh: device_type='gpu': expected 'cpu'")
 
 
 def _values_body(rank: int, world: int, shape: dict[str, int], change: str) -> str:

@@ -328,8 +328,20 @@ def test_the_command_fails_where_counts_differ(monkeypatch: pytest.MonkeyPatch):
     assert "counted 0 bytes in 0 calls, the closed form has 1000" in result.output
 
 
+@pytest.mark.parametrize(("arguments", "dp", "tp"), [((), 2, 1), (("--tp", "2"), 1, 2), (("--dp", "3"), 3, 1)])
+def test_the_command_works_without_degrees(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], dp: int, tp: int
+):
+    asked = []
+    monkeypatch.setattr(command, "launch", lambda _, options, processes: asked.append(options) or [])
+    result = CliRunner().invoke(app, ["audit", *arguments])
+    assert result.exit_code == 0, result.output
+    assert [(options.dp, options.tp) for options in asked] == [(dp, tp)]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "says"), [((), "one process sends nothing"), (("--pp", "2", "--schedule", "zbx"), "schedule='zbx'")]
+    ("arguments", "says"),
+    [(("--dp", "1"), "one process sends nothing"), (("--pp", "2", "--schedule", "zbx"), "schedule='zbx'")],
 )
 def test_the_command_refuses_what_makes_no_sense(arguments: tuple[str, ...], says: str):
     result = CliRunner().invoke(app, ["audit", *arguments])

@@ -52,10 +52,19 @@ def test_a_process_alone_needs_nothing() -> None:
         ({"dp": 2}, r"dp=2 \* pp=1 does not divide the 1 processes that were started"),
         ({"pp": 0}, r"pp=0: expected at least 1"),
         ({"dp_replicate": 0}, r"dp_replicate=0: expected at least 1"),
+        ({"tp": "2"}, r"init_mesh: tp='2': expected a whole number of at least 1"),
+        ({"dp": 1.0}, r"init_mesh: dp=1.0: expected a whole number"),
+        ({"pp": True}, r"init_mesh: pp=True: expected a whole number"),
+        ({"device_type": "gpu"}, r"init_mesh: device_type='gpu': expected 'cpu', 'cuda' for GPUs, or None"),
+        pytest.param(
+            {"device_type": "cuda"},
+            r"init_mesh: device_type='cuda': this machine has no GPU that torch can use; pass device_type='cpu'",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         ({"dp_replicate": 2, "tp": 1}, r"dp_replicate=2 \* dp=1 \* pp=1 \* tp=1 = 2, but 1 process was started"),
     ],
 )
-def test_degrees_that_do_not_fit_one_process(degrees: dict[str, int], message: str) -> None:
+def test_degrees_that_do_not_fit_one_process(degrees: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         init_mesh(**degrees)
 
@@ -240,7 +249,7 @@ def test_a_source_tree_that_is_not_installed_has_a_version(monkeypatch: pytest.M
 
     monkeypatch.setattr(metadata, "version", missing)
     monkeypatch.delitem(vars(shardfuse), "__version__", raising=False)
-    assert rendezvous._versions()["shardfuse's version"] == "0.0.0+not.installed"
+    assert rendezvous._surroundings()["shardfuse's version"] == "0.0.0+not.installed"
     vars(shardfuse).pop("__version__")
 
 

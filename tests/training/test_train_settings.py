@@ -130,8 +130,12 @@ def test_impossible_settings_are_one_clear_line(changes: dict[str, Any], says: s
 def test_bad_files_are_named(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=r"missing.toml: there is no such file; give a TOML file"):
         read_settings(tmp_path / "missing.toml", {})
+    with pytest.raises(ValueError, match=f"^{tmp_path}: it is a folder; give a TOML file of settings$"):
+        read_settings(tmp_path, {})
     path = tmp_path / "bad.toml"
     path.write_text("steps 3")
+    with pytest.raises(ValueError, match=r"below: it cannot be read \(Not a directory\); give a TOML file"):
+        read_settings(path / "below", {})
     with pytest.raises(ValueError, match=r"bad.toml: not TOML \(Expected '='.*line 1"):
         read_settings(path, {})
     path.write_text("[optimizer]\nlr = -1")
