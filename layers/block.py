@@ -17,12 +17,12 @@ from .attention.rope import Rope, Rotary
 from .config import TransformerConfig
 from .linear import RowParallelLinear
 from .mlp import ParallelMLP
-from .module import is_plain_module
+from .module import Layer, is_plain_module
 from .norm import LayerNorm, RMSNorm
 from .options import LayerOptions, ModelKwargs, NormKwargs, Unpack
 
 
-class ParallelBlock(nn.Module):
+class ParallelBlock(Layer):
     """``x + attention(norm(x))``, then ``x + mlp(norm(x))``, as in Starcoder2 (gelu style) and Llama (gated).
 
     x and the result are [B, S, D] or, with ``batch_size=B``, [B*S, D] (with sequence parallelism [B*S/R, D]). In

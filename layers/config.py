@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..kernels.runtime.checks import whole_number
 from ..parallel.pipeline.partition import Part
 
 STYLES = ("gelu", "gated")
@@ -35,6 +36,9 @@ class TransformerConfig:
     attention and MLP, and ``attention_dropout`` for the attention weights.
     :func:`~shardfuse.layers.attention.sdpa.attend` documents ``attention_window``, ``attention_softcap`` and
     ``attention_sinks``. ``norm_offset`` is added to the norms' weights: 1 for Gemma's, which are kept around 0.
+
+    The token ids are those of the model's tokenizer, None where it has no such token; ``eos_token_id`` may be several.
+    They are kept for exports. ``pad_token_id`` is also the embedding's ``padding_idx``: nothing trains that row there.
 
     ``rope_scaling`` is transformers' ``rope_parameters`` without theta, such as ``{"rope_type": "linear", "factor":
     2.0}``. ``partial_rotary_factor`` is the share of each head that is rotated, and ``rope_interleaved`` pairs
@@ -67,6 +71,9 @@ class TransformerConfig:
     attention_window: int | None = None
     attention_softcap: float | None = None
     attention_sinks: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:
@@ -76,9 +83,7 @@ class TransformerConfig:
         if self.bias is None:
             self._set("bias", self.style == "gelu")
         for name in _SIZES:
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: expected a whole number of at least 1")
+            self._set(name, whole_number(name, getattr(self, name)))
         for name in ("embedding_dropout", "residual_dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected at least 0 and less than 1")
@@ -100,9 +105,22 @@ class TransformerConfig:
         check_heads(self.num_heads, self.num_kv_heads)
         if self.head_dim is None:
             self._set("head_dim", default_head_dim(self.hidden_size, self.num_heads))
+        self._set("head_dim", whole_number("head_dim", self.head_dim))
         check_rope(self.head_dim, self.partial_rotary_factor, self.rope_scaling)
+        self._check_token_ids()
         if self.rope_scaling is not None:
             self._set("rope_scaling", dict(self.rope_scaling))
+
+    def _check_token_ids(self) -> None:
+        if isinstance(self.eos_token_id, list | tuple):
+            self._set("eos_token_id", tuple(self.eos_token_id))
+        for name in ("bos_token_id", "eos_token_id"):
+            value = getattr(self, name)
+            ids = value if isinstance(value, tuple) else () if value is None else (value,)
+            if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+                raise ValueError(f"{name}={value!r}: expected a token id, or None")
+        if self.pad_token_id is not None:
+            check_padding("pad_token_id", self.pad_token_id, self.vocab_size)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)  # the dataclass is frozen, and __post_init__ fills in its defaults
@@ -110,6 +128,14 @@ class TransformerConfig:
     @property
     def gated(self) -> bool:
         return self.style == "gated"
+
+
+def check_padding(name: str, token: Any, vocab_size: int) -> int:
+    """The row of ``token`` in the embedding, as nn.Embedding counts: -1 is the last. ValueError where it has none."""
+    row = whole_number(name, token, least=-vocab_size)
+    if row >= vocab_size:
+        raise ValueError(f"{name}={token}: expected a token of the vocabulary, 0 to {vocab_size - 1}")
+    return row % vocab_size
 
 
 def default_head_dim(hidden_size: int, num_heads: int) -> int:
@@ -124,7 +150,9 @@ def default_head_dim(hidden_size: int, num_heads: int) -> int:
 
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
     """ValueError unless every KV head serves the same number of query heads."""
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
+    whole_number("num_heads", num_heads)
+    whole_number("num_kv_heads", num_kv_heads)
+    if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}: every KV head serves the same "
             "number of query heads"

@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..kernels.runtime.checks import whole_number
 from ..kernels.runtime.dispatch import Choice
 from ..parallel.core import mappings
 from ..parallel.core.first_calls import compare_call
+from .config import check_padding
 from .module import Init, Runs, ShardedModule, check_divides
 from .options import EmbeddingKwargs, LayerOptions, Unpack
 
@@ -19,25 +21,45 @@ class VocabParallelEmbedding(ShardedModule):
     Each rank looks up the tokens of its slice, zero for the others, and the sum over the group is the embedding
     (Shoeybi et al., arXiv:1909.08053, section 3): tokens [...] -> [..., D], replicated. With sequence parallelism the
     sum is scattered over tokens: [T] -> [T/R, D]. Fresh weights are normal with a standard deviation of 1, as
-    nn.Embedding's, or ``init_std``. The other keyword arguments (``mesh``, ``sequence_parallel``, ``params``,
-    ``dtype``, ``device``) are documented in :class:`~shardfuse.layers.options.LayerOptions`.
+    nn.Embedding's, or ``init_std``. ``padding_idx`` is nn.Embedding's: a token whose row starts at zero and takes no
+    gradient from here. The other keyword arguments (``mesh``, ``sequence_parallel``, ``params``, ``dtype``, ``device``)
+    are documented in :class:`~shardfuse.layers.options.LayerOptions`.
 
-    Raises ValueError at construction where ``vocab_size`` does not divide by the group's size, and in forward, on a
-    CPU, for a token outside the vocabulary. On a GPU such a token's embedding is zero (torch's own lookup asserts at
-    R = 1): a check would make the host wait for the GPU.
+    Raises ValueError at construction where ``vocab_size`` does not divide by the group's size or does not hold
+    ``padding_idx``, and in forward, on a CPU, for a token outside the vocabulary. On a GPU such a token's embedding is
+    zero (torch's own lookup asserts at R = 1): a check would make the host wait for the GPU.
     """
 
     weight: nn.Parameter
 
-    def __init__(self, vocab_size: int, hidden_size: int, **options: Unpack[EmbeddingKwargs]) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, padding_idx: int | None = None, **options: Unpack[EmbeddingKwargs]
+    ) -> None:
         shared = LayerOptions.of(type(self), options, EmbeddingKwargs)
         super().__init__(shared)
         check_divides("vocab_size", vocab_size, self.group)
+        whole_number("hidden_size", hidden_size)
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
+        self.padding_idx = None if padding_idx is None else check_padding("padding_idx", padding_idx, vocab_size)
+        self._padding_row = self._row_of_padding()
         std = 1.0 if shared.init_std is None else shared.init_std
         self.add_parameter("weight", (vocab_size, hidden_size), 0, Init(std=std))
         self.reset_parameters()
+
+    def _row_of_padding(self) -> int | None:
+        """The row of ``padding_idx`` on this rank; None if another rank has it."""
+        rows = self.vocab_size // self.group.size
+        if self.padding_idx is None or self.padding_idx // rows != self.group.rank:
+            return None
+        return self.padding_idx % rows
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = None) -> None:
+        super().reset_parameters(seed)
+        (weight,) = self.local("weight")
+        if self._padding_row is not None and not weight.is_meta:
+            weight[self._padding_row] = 0
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         (weight,) = self.local("weight")
@@ -47,16 +69,17 @@ class VocabParallelEmbedding(ShardedModule):
         self._check(tokens)
         rows = tokens - self.group.rank * weight.shape[0]
         elsewhere = (rows < 0) | (rows >= weight.shape[0])
-        x = F.embedding(rows.masked_fill(elsewhere, 0), weight).masked_fill(elsewhere[..., None], 0)
+        x = F.embedding(rows.masked_fill(elsewhere, 0), weight, self._padding_row)
+        x = x.masked_fill(elsewhere[..., None], 0)
         if self.sequence_parallel:
             return mappings.reduce_scatter_to(x, self.group, dim=0, site="embedding")
         return mappings.reduce_from(x, self.group, site="embedding")
 
     def _lookup_whole(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return F.embedding(tokens, weight)
+            return F.embedding(tokens, weight, self.padding_idx)
         try:
-            return F.embedding(tokens, weight)
+            return F.embedding(tokens, weight, self.padding_idx)
         except IndexError:  # torch's error names neither the token nor the size of the vocabulary
             self._check(tokens)
             raise
@@ -68,7 +91,8 @@ class VocabParallelEmbedding(ShardedModule):
         return [("embedding", Choice("reference", "torch's own embedding"))]
 
     def extra_repr(self) -> str:
-        return f"{self.vocab_size}, {self.hidden_size}, {self.sharding_repr()}"
+        padding = "" if self.padding_idx is None else f"padding_idx={self.padding_idx}, "
+        return f"{self.vocab_size}, {self.hidden_size}, {padding}{self.sharding_repr()}"
 
 
 def check_tokens(tokens: torch.Tensor, vocab_size: int) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ..kernels.runtime.checks import whole_number
+from ..kernels.runtime.dispatch import check_impl
 from ..kernels.scaled_linear import fp8_linear
+from .module import Layer
 
 RECIPES = ("delayed", "current", "rowwise")
 
 
-class Fp8Linear(nn.Linear):
+class Fp8Linear(Layer, nn.Linear):
     """``nn.Linear`` with forward and gradients in fp8 (e4m3; e5m2 for the output's gradient).
 
     Parameters and ``state_dict`` are nn.Linear's, in any precision; every call quantises them anew.
@@ -46,8 +49,10 @@ class Fp8Linear(nn.Linear):
     ) -> None:
         if recipe not in RECIPES:
             raise ValueError(f"recipe={recipe!r}: expected one of {', '.join(RECIPES)}")
-        if amax_history < 1:
-            raise ValueError(f"amax_history={amax_history}: expected at least 1 call")
+        for name, size in (("in_features", in_features), ("out_features", out_features)):
+            whole_number(name, size)
+        whole_number("amax_history", amax_history)
+        check_impl(impl)
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.recipe = recipe
         self.margin = margin

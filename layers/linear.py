@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..kernels.linear import ACTIVATIONS, linear_act, linear_act_choice
+from ..kernels.runtime.checks import whole_number
 from ..parallel.core import mappings
 from ..parallel.core.first_calls import compare_call
 from ..parallel.linear import column_linear, row_linear
@@ -40,6 +41,8 @@ class _ParallelLinear(TensorParallel, ShardedModule):
         self, in_features: int, out_features: int, bias: bool, shard_dim: int, site: str, shared: LayerOptions, /
     ) -> None:
         """The weight [F, D] is split along ``shard_dim``, and the bias [F] with it where that is 0."""
+        whole_number("in_features", in_features)
+        whole_number("out_features", out_features)
         super().__init__(shared)
         self.keep(shared)
         self.in_features = in_features
@@ -262,5 +265,5 @@ def linear_init(in_features: int, std: float | None) -> tuple[Init, Init]:
     """How weight and bias start: nn.Linear's uniform(-1/sqrt(D), 1/sqrt(D)) for both, or normal(std) and zeros."""
     if std is not None:
         return Init(std=std), Init(constant=0.0)
-    bound = in_features**-0.5 if in_features else 0.0
+    bound = in_features**-0.5
     return Init(bound=bound), Init(bound=bound)

@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..kernels.linear import ACTIVATIONS, apply_activation, gated_linear, linear_act_choice
+from ..kernels.runtime.checks import whole_number
 from ..kernels.runtime.dispatch import uses_reference
 from ..parallel.core.first_calls import compare_call
 from ..parallel.core.sharding import local_tensors
 from ..parallel.mlp import RECOMPUTE, fused_mlp
 from ..parallel.overlap.partial_sum import PartialSum
 from .linear import ColumnParallelLinear, RowParallelLinear, check_tokens, project
-from .module import FusedGroup, TensorParallel, check_divides, is_plain_module
+from .module import FusedGroup, Layer, TensorParallel, check_divides, is_plain_module
 from .options import LayerKwargs, LayerOptions, Unpack
 
 SITE = "mlp"
 
 
-class ParallelMLP(TensorParallel, nn.Module):
+class ParallelMLP(TensorParallel, Layer):
     """``c_proj(activation(c_fc(x)))``, or gated: ``down_proj(activation(gate_proj(x)) * up_proj(x))``.
 
     x and the result are [..., D], replicated; with sequence parallelism [T/R, D]. The first layer splits columns, the
@@ -65,6 +65,7 @@ class ParallelMLP(TensorParallel, nn.Module):
                 f"recompute={recompute!r}: expected 0 (keep the activations), 1 (keep the pre-activation) or 2 (keep "
                 "the input only)"
             )
+        whole_number("hidden_size", hidden_size)
         check_divides("ffn_size", ffn_size, self.group)
         self.recompute = recompute
         bias = not gated if bias is None else bias

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..kernels.runtime.checks import expect_tensor, whole_number
 from ..kernels.runtime.dispatch import Choice
 from ..parallel.core import mappings
 from ..parallel.core.mesh import Group
@@ -33,6 +35,7 @@ __all__ = [
     "CollectiveInfos",
     "FusedGroup",
     "Init",
+    "Layer",
     "Runs",
     "ShardedModule",
     "TensorParallel",
@@ -86,6 +89,22 @@ def is_plain_module(module: nn.Module) -> bool:
 _PACKAGE = __name__.rpartition(".")[0] + "."
 
 
+class Layer(nn.Module):
+    """A module whose failed calls say that an input is not a tensor. Calls that succeed cost what torch's own cost."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            if self._compiled_call_impl is not None:
+                return self._compiled_call_impl(*args, **kwargs)
+            return self._call_impl(*args, **kwargs)
+        except Exception:
+            name = next(iter(inspect.signature(self.forward).parameters), "")
+            given = args[0] if args else kwargs.get(name, ())
+            if not isinstance(given, tuple):  # between blocks x is one, with a branch that has not joined it yet
+                expect_tensor(type(self).__name__, name, given)
+            raise
+
+
 class TensorParallel:
     """The options that a layer passes to the functions of ``parallel/linear.py`` and ``parallel/mlp.py``."""
 
@@ -115,7 +134,7 @@ class TensorParallel:
         )
 
 
-class ShardedModule(nn.Module):
+class ShardedModule(Layer):
     """A layer whose parameters are split over, or repeated on, the ranks of a group.
 
     A subclass declares its parameters with :meth:`add_parameter`, calls :meth:`reset_parameters`, and reads this rank's
@@ -274,8 +293,9 @@ class Absent(nn.Module):
 
 
 def check_divides(name: str, value: int, group: Group) -> None:
-    """ValueError unless ``value`` splits evenly over the ranks of ``group``."""
-    if value < 1 or value % group.size:
+    """ValueError unless ``value`` is a size that splits evenly over the ranks of ``group``."""
+    whole_number(name, value)
+    if value % group.size:
         lower = value - value % group.size
         nearest = f"{lower} or {lower + group.size}" if lower else f"{group.size}"
         raise ValueError(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..kernels.norm import layer_norm, norm_choice, rms_norm
+from ..kernels.runtime.checks import whole_number
 from ..parallel.overlap.partial_sum import PartialSum, fused_allreduce_norm
 from .dropout import Dropout
 from .module import Init, Runs, ShardedModule
@@ -36,7 +37,7 @@ class _Norm(ShardedModule):
     ) -> None:
         shared = LayerOptions.of(type(self), options, NormKwargs)
         super().__init__(shared)
-        self.hidden_size = hidden_size
+        self.hidden_size = whole_number("hidden_size", hidden_size)
         self.eps = eps
         self.weight_offset = weight_offset
         self.impl = shared.impl

@@ -15,6 +15,7 @@ from typing import Any, TypedDict, TypeVar, cast
 
 import torch
 
+from ..kernels.runtime.dispatch import check_impl
 from ..parallel.core.mesh import Group, MeshLike, tp_group
 from ..parallel.core.sharding import PARAM_MODES
 from ..parallel.overlap.policy import check_overlap
@@ -89,7 +90,7 @@ class LayerOptions:
         device: the parameters' device; None: torch's default, so ``with torch.device("meta")`` works.
 
     Raises TypeError or ValueError for a ``mesh`` without one tensor-parallel group, ValueError for an unknown
-    ``overlap`` or ``params``.
+    ``overlap``, ``params`` or ``impl``.
     """
 
     mesh: MeshLike = None  # a Group after __post_init__
@@ -105,6 +106,7 @@ class LayerOptions:
 
     def __post_init__(self) -> None:
         check_overlap(self.overlap)
+        check_impl(self.impl)
         if self.params not in PARAM_MODES:
             raise ValueError(f"params={self.params!r}: expected one of {', '.join(PARAM_MODES)}")
         group = tp_group(self.mesh)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
@@ -32,7 +33,7 @@ from .config import TransformerConfig, part_costs
 from .embedding import VocabParallelEmbedding, check_tokens
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
-from .module import Absent, ShardedModule, is_plain_module
+from .module import Absent, Layer, ShardedModule, is_plain_module
 from .options import EmbeddingKwargs, LayerOptions, ModelKwargs, NormKwargs, Unpack
 
 
@@ -55,7 +56,9 @@ class Decoder(nn.Module):
         shared = LayerOptions.of(type(self), options, ModelKwargs)
         super().__init__()
         embedding = dataclasses.replace(shared, init_std=config.init_std).kwargs(EmbeddingKwargs)
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, **embedding)
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, config.pad_token_id, **embedding
+        )
         self.layers = nn.ModuleList(
             ParallelBlock(config, index, recompute=recompute, mlp_recompute=mlp_recompute, **shared.kwargs(ModelKwargs))
             for index in range(config.num_layers)
@@ -63,7 +66,7 @@ class Decoder(nn.Module):
         self.norm = make_norm(config, **shared.kwargs(NormKwargs))
 
 
-class ParallelTransformer(nn.Module):
+class ParallelTransformer(Layer):
     """The model of ``config`` sharded over ``mesh``'s tensor-parallel ranks (one process needs none).
 
     ``recompute`` keeps only every block's input for backward; ``mlp_recompute`` is ParallelMLP's ``recompute``, for the
@@ -89,6 +92,7 @@ class ParallelTransformer(nn.Module):
         self.rotary = Rotary.of(config)
         self.kept = set(range(config.num_layers + 2))  # parts, see pipeline_parts
         self._drew = False  # whether the ranks have checked that their generators agree
+        self.loaded_from: Path | None = None  # the Hugging Face folder of the weights, with their tokenizer
         self.model = Decoder(config, recompute=recompute, mlp_recompute=mlp_recompute, **shared.kwargs(ModelKwargs))
         if config.tie_embeddings:
             shared = dataclasses.replace(shared, device="meta")  # the embedding's weight takes its place

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from ...kernels.rope import apply_rope, rope_choice
+from ...kernels.runtime.checks import whole_number
 from ...parallel.core.first_calls import compare_call
 from ...parallel.core.random import sharded_draws
 from ...parallel.overlap.partial_sum import PartialSum
@@ -80,12 +81,14 @@ class ParallelAttention(ShardedModule):
         shared = LayerOptions.of(type(self), options, LayerKwargs)
         super().__init__(shared)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        whole_number("hidden_size", hidden_size)
         check_heads(num_heads, num_kv_heads)
         check_divides("num_heads", num_heads, self.group)
         check_divides("num_kv_heads", num_kv_heads, self.group)
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = default_head_dim(hidden_size, num_heads) if head_dim is None else head_dim
+        whole_number("head_dim", self.head_dim)
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd: rotary positions turn pairs of elements")
         self.scale = self.head_dim**-0.5

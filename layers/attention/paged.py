@@ -20,6 +20,7 @@ import torch
 from ...kernels.kv_cache import copy_blocks_, norm_rope_write_kv_, swap_blocks_, write_kv_
 from ...kernels.paged_attention import paged_attention, plan_attention
 from ...kernels.runtime import alloc
+from ...kernels.runtime.checks import whole_number
 from ...kernels.runtime.dtypes import QUANTISED
 from ...parallel.core.mesh import Group, MeshLike, tp_group
 from ..config import check_heads
@@ -99,8 +100,7 @@ class PagedKVCache:
             "v_head_dim": v_head_dim,
         }
         for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"PagedKVCache: {name}={size}: expected at least 1")
+            whole_number(f"PagedKVCache: {name}", size)
         if dtype in QUANTISED and kv_scales is None:
             kv_scales = "token"
         if kv_scales is not None and (dtype not in QUANTISED or kv_scales not in KV_SCALES):
@@ -372,8 +372,8 @@ class PagedAttention(ShardedModule):
         self.kv_heads = local_kv_heads(num_kv_heads, self.group)
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
+        self.head_dim = whole_number("head_dim", head_dim)
+        self.v_head_dim = whole_number("v_head_dim", head_dim if v_head_dim is None else v_head_dim)
         self.scale = head_dim**-0.5 if scale is None else scale
         self.window, self.softcap, self.alibi, self.causal = window, softcap, alibi, causal
         self._slopes: dict[torch.device, torch.Tensor] = {}

@@ -283,7 +283,7 @@ def test_sizes_that_do_not_divide_are_refused(build: Any, message: str):
         (lambda: ParallelAttention(8, 2)(torch.randn(4, 8), batch_size=3), "batch_size=3 does not divide the 4 tokens"),
         (lambda: ParallelAttention(8, 2)(torch.randn(1, 4, 8), positions=torch.arange(3)), r"positions \[3\]"),
         (lambda: TransformerConfig(style="moe"), "style='moe': expected one of gelu, gated"),
-        (lambda: TransformerConfig(num_layers=0), "num_layers=0: expected a whole number"),
+        (lambda: TransformerConfig(num_layers=0), "num_layers=0: expected at least 1"),
         (lambda: TransformerConfig(num_heads=8, num_kv_heads=3), "num_heads=8 is not a multiple of num_kv_heads=3"),
     ],
 )
