@@ -87,14 +87,14 @@ class VocabParallel(_Style):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         table = _expect(module, (nn.Embedding,), self)
-        odd = [name for name in ("padding_idx", "max_norm") if getattr(table, name) is not None]
+        odd = ["max_norm"] if table.max_norm is not None else []
         odd += [name for name in ("scale_grad_by_freq", "sparse") if getattr(table, name)]
         if odd:
             raise ValueError(
                 f"{self}: the embedding has {', '.join(odd)}, which a split one does not know: leave it out"
             )
         place = self._place(device_mesh, table.weight)
-        ours = VocabParallelEmbedding(table.num_embeddings, table.embedding_dim, **place)
+        ours = VocabParallelEmbedding(table.num_embeddings, table.embedding_dim, table.padding_idx, **place)
         return _become(table, ours, device_mesh, self.src_data_rank)
 
 

@@ -11,6 +11,26 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PART, ANY_PART = "model-{:05d}-of-{:05d}.safetensors", "model-*-of-*.safetensors"
 
+# What lies beside the weights of a model: its tokenizer, and its settings for generation.
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+    "*.tiktoken",
+)
+
 # Style -> its name in config.json.
 _MODEL_TYPES = {"gelu": "starcoder2", "gated": "llama"}
 _ARCHITECTURES = {"gelu": "Starcoder2ForCausalLM", "gated": "LlamaForCausalLM"}
@@ -30,6 +50,7 @@ _FIELDS = {
     "init_std": "initializer_range",
     "tie_embeddings": "tie_word_embeddings",
 }
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _OPTIONAL = ("num_key_value_heads", "head_dim")
 # transformers' defaults for keys that a config.json leaves out.
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -40,6 +61,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "norm_epsilon": 1e-5,
         "hidden_act": "gelu_pytorch_tanh",
         "use_bias": True,
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
     },
     "gated": {
         "max_position_embeddings": 2048,
@@ -49,6 +72,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
     },
 }
 
@@ -72,10 +97,9 @@ def config_to_hf(config: TransformerConfig, dtype: str = "float32") -> dict[str,
     out["rope_theta"] = config.rope_theta  # where transformers 4 looks
     out |= {
         "attention_dropout": config.attention_dropout,
-        "bos_token_id": None,
-        "eos_token_id": None,
         "use_cache": True,
     }
+    out |= {name: getattr(config, name) for name in _TOKEN_IDS}
     if style == "gelu":
         out |= {"embedding_dropout": config.embedding_dropout, "residual_dropout": config.residual_dropout}
         out["sliding_window"] = config.attention_window
@@ -88,6 +112,7 @@ def config_from_hf(raw: dict[str, Any]) -> TransformerConfig:
     if raw.get("model_type") not in styles:
         raise ValueError(f"model_type={raw.get('model_type')!r}: expected one of {', '.join(styles)}")
     style = styles[raw["model_type"]]
+    tokens = {name: raw.get(name, _DEFAULTS[style].get(name)) for name in _TOKEN_IDS}  # null means that there is none
     raw = _DEFAULTS[style] | {key: value for key, value in raw.items() if value is not None}
 
     if raw["hidden_act"] not in (_ACTIVATIONS[style], "swish" if style == "gated" else None):
@@ -96,7 +121,7 @@ def config_from_hf(raw: dict[str, Any]) -> TransformerConfig:
     if len(biases) > 1:
         raise ValueError(f"{' and '.join(_BIASES[style])} differ: here all linear layers have a bias or none has")
     fields = {ours: raw[theirs] for ours, theirs in _FIELDS.items() if theirs in raw or theirs not in _OPTIONAL}
-    fields |= _rope_fields(raw)
+    fields |= _rope_fields(raw) | tokens
     fields |= {name: raw[name] for name in ("attention_dropout", *_OF_GELU) if raw.get(name) and _has(style, name)}
     window = raw.get("sliding_window")
     if window is not None and window < raw["max_position_embeddings"]:

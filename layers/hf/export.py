@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,14 +15,21 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from ...kernels.runtime.checks import type_name
 from ...parallel.checkpoint.checkpoint import bare, full_state_dict
 from ...parallel.core.agreement import on_first, together
 from ...parallel.core.mesh import MeshLike, everyone, whole_group
 from ..transformer import ParallelTransformer
-from .config import ANY_PART, CONFIG, INDEX, PART, WEIGHTS, config_to_hf
+from .config import ANY_PART, COMPANIONS, CONFIG, INDEX, PART, WEIGHTS, config_to_hf
 
 
-def export_hf(model: ParallelTransformer, directory: str | os.PathLike[str], *, group: MeshLike = None) -> None:
+def export_hf(
+    model: ParallelTransformer,
+    directory: str | os.PathLike[str],
+    *,
+    like: str | os.PathLike[str] | None = None,
+    group: MeshLike = None,
+) -> None:
     """Write ``model`` so that ``AutoModelForCausalLM.from_pretrained(directory)`` gives equal logits.
 
     All ranks of ``group`` (default: every process) call it, however the model is spread over them; a pipeline's ranks
@@ -29,11 +37,20 @@ def export_hf(model: ParallelTransformer, directory: str | os.PathLike[str], *, 
     each stage's into its own file beside an index. The files are complete under temporary names before the first one is
     renamed. Then the weights of an older export are deleted; other files of the folder stay.
 
-    Raises ValueError for a model without a counterpart in transformers and for a ``group`` that holds none of its
-    tensors, RuntimeError when the folder cannot be written. Every rank raises.
+    The tokenizer and the settings for generation (``COMPANIONS``) are copied from the folder ``like``, by default the
+    one that the weights were loaded from (``model.loaded_from``, None for a model with fresh weights).
+
+    Raises TypeError for another kind of model, ValueError for one without a counterpart in transformers and for a
+    ``group`` that holds none of its tensors, FileNotFoundError for a missing ``like``, RuntimeError when the folder
+    cannot be written. Every rank raises.
     """
     ranks = everyone() if group is None else whole_group(group)
     model = cast(ParallelTransformer, bare(model))
+    if not isinstance(model, ParallelTransformer):
+        raise TypeError(
+            f"export_hf: model is a {type_name(model)}: expected a ParallelTransformer, by itself or as parallelize "
+            "returns it; a model of transformers has save_pretrained(folder)"
+        )
     state = full_state_dict(model, first_rank_only=True)
     if model.config.tie_embeddings:
         state.pop("lm_head.weight", None)
@@ -45,7 +62,8 @@ def export_hf(model: ParallelTransformer, directory: str | os.PathLike[str], *, 
     dtype = next(dtype for held in dtypes for dtype in held.values())
     config = config_to_hf(model.config, str(dtype).removeprefix("torch."))
     target = Path(directory)
-    writing = on_first(ranks, lambda: _Export(target, uuid.uuid4().hex[:8], owned))
+    source = model.loaded_from if like is None else Path(like)
+    writing = on_first(ranks, lambda: _Export(target, uuid.uuid4().hex[:8], owned, _companions(source, target)))
     mine = {name: state[name].contiguous() for name in owned[ranks.rank]}
     try:
         sizes = together(ranks, lambda: writing.write_part(ranks.rank, mine))
@@ -57,9 +75,9 @@ def export_hf(model: ParallelTransformer, directory: str | os.PathLike[str], *, 
 class _Export:
     """The files of an export; their temporary names contain ``mark``, which is unique."""
 
-    def __init__(self, directory: Path, mark: str, owned: list[list[str]]) -> None:
-        """``owned`` are the names of the tensors that each rank writes."""
-        self.directory, self._mark = directory, mark
+    def __init__(self, directory: Path, mark: str, owned: list[list[str]], companions: dict[str, Path]) -> None:
+        """``owned`` are the names of the tensors that each rank writes, ``companions`` files to copy, by name."""
+        self.directory, self._mark, self._companions = directory, mark, companions
         writers = [rank for rank, names in enumerate(owned) if names]
         count = len(writers)
         parts = [WEIGHTS] if count == 1 else [PART.format(i + 1, count) for i in range(count)]
@@ -78,7 +96,7 @@ class _Export:
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def publish(self, config: dict[str, Any], size: int) -> None:
-        """Write the config and the index, and give every file its final name."""
+        """Write the config and the index, copy the companions, and give every file its final name."""
         texts: dict[str, dict[str, Any]] = {CONFIG: config}
         if len(self._parts) > 1:
             texts[INDEX] = {"metadata": {"total_size": size}, "weight_map": self._where}
@@ -86,7 +104,11 @@ class _Export:
             for name, content in texts.items():
                 self._temporary(name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
                 _sync(self._temporary(name))
-            files = [*self._parts.values(), *texts]
+            for name, source in self._companions.items():
+                self._temporary(name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(source, self._temporary(name))
+                _sync(self._temporary(name))
+            files = [*self._parts.values(), *self._companions, *texts]
             for name in files:
                 self._temporary(name).replace(self.directory / name)
             older = [self.directory / WEIGHTS, self.directory / INDEX, *self.directory.glob(ANY_PART)]
@@ -95,15 +117,16 @@ class _Export:
                     path.unlink(missing_ok=True)
 
     def discard(self, rank: int) -> None:
-        """Delete this rank's files that still have a temporary name; rank 0 also deletes config and index."""
-        names = [self._parts.get(rank), *((CONFIG, INDEX) if rank == 0 else ())]
+        """Delete this rank's files that still have a temporary name; rank 0 also deletes those that it alone writes."""
+        names = [self._parts.get(rank), *((CONFIG, INDEX, *self._companions) if rank == 0 else ())]
         for name in names:
             if name is not None:
                 with suppress(OSError):
                     self._temporary(name).unlink()
 
     def _temporary(self, name: str) -> Path:
-        return self.directory / f".{name}.{self._mark}.tmp"
+        path = self.directory / name
+        return path.with_name(f".{path.name}.{self._mark}.tmp")
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -111,6 +134,21 @@ class _Export:
             yield
         except (OSError, SafetensorError) as error:
             raise RuntimeError(f"could not export to {self.directory}: {error}") from error
+
+
+def _companions(source: Path | None, target: Path) -> dict[str, Path]:
+    """The files to copy from ``source``, by their names below it."""
+    if source is None:
+        return {}
+    if not source.is_dir():
+        raise FileNotFoundError(
+            f"export_hf: {source}: no such folder, and the model's tokenizer is copied from there; pass like=FOLDER, "
+            "or set model.loaded_from = None to export without one"
+        )
+    if target.is_dir() and source.samefile(target):
+        return {}
+    found = sorted(path for pattern in COMPANIONS for path in source.glob(pattern) if path.is_file())
+    return {path.relative_to(source).as_posix(): path for path in found}
 
 
 def _first_holders(held: list[list[str]]) -> list[list[str]]:

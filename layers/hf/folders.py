@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,10 @@ __all__ = ["WEIGHTS", "config_from_hf", "config_to_hf", "export_hf", "load_hf", 
 
 StrPath = str | os.PathLike[str]
 # The fields of a config that a trained model's weights do not depend on.
-_FREE = ("max_positions", "init_std", "embedding_dropout", "residual_dropout", "attention_dropout")
+_FREE = (
+    *("max_positions", "init_std", "embedding_dropout", "residual_dropout", "attention_dropout"),
+    *("bos_token_id", "eos_token_id", "pad_token_id"),
+)
 
 
 def load_hf(
@@ -62,6 +66,7 @@ def _load(directory: Path, recompute: bool, mlp_recompute: int, options: ModelKw
     _check_names(directory, config, {name for name, _ in model.named_parameters()}, files)
     model.to_empty(device=shared.device or torch.get_default_device())
     _fill(named_entries(model), files)
+    model.loaded_from = directory
     return model.eval()
 
 
@@ -85,6 +90,7 @@ def load_hf_weights(directory: StrPath, model: ParallelTransformer, *, group: Me
         files = _weight_files(folder)
         _check_names(folder, config, names, files)
         _fill(wanted, files)
+        model.loaded_from = folder
 
     agree(ranks, fill)
 
@@ -98,9 +104,19 @@ def read_hf_config(directory: StrPath) -> TransformerConfig:
 
 
 def _read_config(directory: Path) -> tuple[TransformerConfig, torch.dtype]:
+    _check_downloaded(directory)
     raw = _read_json(directory / CONFIG)
     with _explained(directory / CONFIG):
         return config_from_hf(raw), _dtype(raw)
+
+
+def _check_downloaded(directory: Path) -> None:
+    """FileNotFoundError for the name of a repository of the Hugging Face Hub in place of a folder."""
+    if not directory.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(directory)):
+        raise FileNotFoundError(
+            f"{directory}: no such folder, and nothing is downloaded here; for the model of this name on the Hugging "
+            f"Face Hub: hf download {directory} --local-dir {directory.name}, then load {directory.name!r}"
+        )
 
 
 def _check_config(directory: Path, found: TransformerConfig, ours: TransformerConfig) -> None:

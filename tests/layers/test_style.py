@@ -27,6 +27,9 @@ WIDTH, FFN, VOCABULARY, TOKENS = 16, 24, 20, 6
 TERMS = 4 * (WIDTH + FFN)  # two layers, forward and backward: what sums that follow one another come to
 
 
+PADDING = 3
+
+
 class Gated(nn.Module):
     """A feed-forward layer as Llama's own code names it."""
 
@@ -54,7 +57,7 @@ class Plain(nn.Module):
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.table = nn.Embedding(VOCABULARY, WIDTH)
+        self.table = nn.Embedding(VOCABULARY, WIDTH, PADDING)
         self.norm = nn.RMSNorm(WIDTH)
         self.mix = nn.Sequential(nn.Linear(WIDTH, FFN), nn.Tanh(), nn.Linear(FFN, WIDTH))
         self.layers = nn.ModuleList([Gated(bias=True), Plain()])
@@ -241,7 +244,7 @@ def _refusals() -> dict[str, tuple[Callable[[], nn.Module], Any, str]]:
         "subclass": (lambda: nn.Bilinear(2, 2, 2), RowParallel(), "not Bilinear"),
         "hooks": (lambda: hooked, RowParallel(), "has hooks, which would be lost"),
         "hooks of an MLP": (lambda: heard, FusedMLP(**gated, activation="silu"), "the Gated has hooks"),
-        "padding": (lambda: nn.Embedding(4, 4, padding_idx=0), VocabParallel(), "the embedding has padding_idx"),
+        "max_norm": (lambda: nn.Embedding(4, 4, max_norm=1.0), VocabParallel(), "the embedding has max_norm"),
         "norm": (lambda: nn.LayerNorm((2, 4)), SequenceParallelNorm(), "expected a norm over the last dimension"),
         "child": (lambda: Gated(False), FusedMLP(up="up", down="w2", activation="silu"), "no child 'up'; it has w1"),
         "activation": (lambda: Gated(False), FusedMLP(**gated, activation="gelu_erf"), "computes something else"),

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardfuse import ParallelTransformer, TransformerConfig, load_hf
+from shardfuse import ParallelTransformer, TransformerConfig, export_hf, load_hf
 from shardfuse.commands.train import TrainOptions, run_train
 from shardfuse.parallel.checkpoint.checkpoint import save_checkpoint
 from shardfuse.training.folders import RunFolder
@@ -51,6 +51,18 @@ def test_pipeline_stopped_after_a_step_goes_on_as_if_it_had_not_been(ranks: Any,
     assert case.lines(tmp_path / "parts") == case.lines(tmp_path / "whole")
     ours, theirs = (load_hf(tmp_path / out / "model").state_dict() for out in ("whole", "parts"))
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_run_keeps_the_ids_and_the_tokenizer_of_its_start(ranks: Any, case: Any, tmp_path: Path):
+    sizes = {name: value for name, value in case.VALUES["model"].items() if name != "num_layers"}
+    config = TransformerConfig(num_layers=1, bos_token_id=1, eos_token_id=[2, 3], pad_token_id=4, **sizes)
+    export_hf(ParallelTransformer(config), tmp_path / "start")
+    (tmp_path / "start" / "tokenizer.json").write_text("{}")
+    settings = case.settings(tmp_path / "run", 1, steps=1, start=str(tmp_path / "start"), log=SHORT["log"])
+    ranks(1, case.run_body, settings.to_json())
+    trained = tmp_path / "run" / "model"
+    assert load_hf(trained).config == load_hf(tmp_path / "start").config == config
+    assert (trained / "tokenizer.json").read_text() == "{}"
 
 
 class _ThirdLook:

@@ -68,7 +68,8 @@ def test_without_a_file_there_are_defaults():
 
 
 def test_settings_survive_json(run_toml: Path):
-    settings = read_settings(run_toml, {"device": "cpu"})
+    settings = read_settings(run_toml, {"device": "cpu", "model.eos_token_id": [3, 4], "model.pad_token_id": 5})
+    assert settings.model.eos_token_id == (3, 4)
     assert RunSettings.from_json(settings.to_json()) == settings
 
 
