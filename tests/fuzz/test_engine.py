@@ -1,0 +1,233 @@
+"""Random requests, faults and cancellations: no request gets other tokens than alone, and the engine ends idle.
+
+A case draws an engine's sizes, requests (some of them invalid), and for some requests a fault that persists: in the
+model, in the batch's layout over the cache, or in sampling. Batches of several sequences also fail now and then. Models
+compute in fp64, so tokens do not depend on rounding (tests/serving/test_serving.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from serving_case import STYLES, exact
+
+from shardfuse.layers.attention.paged import PagedBatch
+from shardfuse.serving import Engine, Request, TokenEvent, sampling
+from shardfuse.serving import engine as engine_module
+
+pytestmark = [pytest.mark.nightly, pytest.mark.fuzz]
+
+VOCABULARY, POSITIONS = 32, 64
+ERRORS = (RuntimeError, ValueError, TypeError, KeyError, AssertionError, MemoryError, torch.OutOfMemoryError)
+KINDS = ("model", "layout", "sampling")
+INVALID: dict[str, tuple[Any, ...]] = {
+    "prompt": (
+        [],
+        [VOCABULARY],
+        [-1],
+        [1.5],
+        "text",
+        b"text",
+        3,
+        None,
+        [None],
+        [[1]],
+        [True],
+        [1] * POSITIONS,
+        [10**30],
+    ),
+    "max_new_tokens": (0, -1, 1.5, "4", None, True, 10**30, float("nan")),
+    "stop": ("x", 3, None, ["x"], [1.5], [[1]], [False]),
+    "temperature": (-1.0, float("nan"), float("inf"), "1", None, True, 10**400, 1j),
+    "seed": (1.5, "1", None, 2**64, -(2**63) - 1, True),
+    "arrival": (1.5, "1", None, True),
+}
+
+
+@dataclasses.dataclass
+class Fault:
+    """A request's fault: from its step ``after`` on, ``kind`` raises ``error``."""
+
+    kind: str
+    after: int
+    error: type[Exception]
+    steps: int = 0
+    raised: bool = False
+
+    def strike(self) -> None:
+        self.steps += 1
+        if self.steps > self.after:
+            self.raised = True
+            raise self.error(f"a fault of {self.kind}")
+
+
+class Case:
+    """One engine and the faults of its requests."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+        self.model = exact(random.choice(STYLES))
+        self.config, self.group = self.model.config, self.model.group
+        self.gather_logits, self.parameters = self.model.gather_logits, self.model.parameters
+        self.batch_fails = random.choice((0.0, 0.0, 0.1, 0.5))
+        self.faults: dict[int, Fault] = {}
+        self.sizes = self._sizes()
+        self.engine = Engine(self, **self.sizes)
+        self.alone = Engine(self.model, num_blocks=POSITIONS, block_size=4)
+
+    def _sizes(self) -> dict[str, int]:
+        seqs, block_size = self.random.randint(1, 5), self.random.choice((1, 2, 3, 4, 16))
+        return {
+            "block_size": block_size,
+            "num_blocks": -(-24 // block_size) + self.random.choice((0, 2, 20)),
+            "max_num_seqs": seqs,
+            "max_num_batched_tokens": seqs + self.random.choice((0, 1, 5, 40)),
+        }
+
+    # --- where faults strike
+
+    def __call__(self, tokens: torch.Tensor, *, positions: torch.Tensor, cache: PagedBatch) -> torch.Tensor:
+        logits = self.model(tokens, positions=positions, cache=cache)
+        firsts = cache.block_tables[:, 0].tolist()
+        for number, fault in self._struck("model"):
+            if self._blocks(number)[:1] and self._blocks(number)[0] in firsts:
+                fault.strike()
+        if len(firsts) > 1 and self.random.random() < self.batch_fails:
+            raise self.random.choice(ERRORS)("a fault of the batch")
+        return logits
+
+    def lay_out(self, cache: Any, spans: Sequence[Any], **options: Any) -> PagedBatch:
+        for number, fault in self._struck("layout"):
+            if any(span.blocks is self._blocks(number) for span in spans):
+                fault.strike()
+        return PagedBatch.of(cache, spans, **options)
+
+    def draw(self, logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+        for number, fault in self._struck("sampling"):
+            if number in self.engine._live and self.engine._live[number].generator is generator:
+                fault.strike()
+        return DRAW(logits, temperature, generator)
+
+    def _struck(self, kind: str) -> list[tuple[int, Fault]]:
+        return [(number, fault) for number, fault in self.faults.items() if fault.kind == kind]
+
+    def _blocks(self, number: int) -> list[int]:
+        return self.engine._allocator._tables.get(number, [])
+
+    # --- requests
+
+    def request(self) -> Request:
+        random = self.random
+        return Request(
+            [random.randrange(VOCABULARY) for _ in range(random.randint(1, 14))],
+            max_new_tokens=random.randint(1, 10),
+            stop=[random.randrange(VOCABULARY) for _ in range(random.choice((0, 0, 3)))],
+            temperature=random.choice((0.0, 0.0, 0.7, 1.5)),
+            seed=random.randrange(2**63),
+            arrival=random.choice((0, 0, random.randrange(30))),
+        )
+
+    def add_invalid(self) -> None:
+        """Add a request that must be refused, and change nothing."""
+        field = self.random.choice(list(INVALID))
+        values = vars(self.request()) | {field: self.random.choice(INVALID[field])}
+        before = self._state()
+        with pytest.raises(ValueError, match=r".+"):
+            self.engine.add(Request(**values))
+        assert self._state() == before
+
+    def _state(self) -> Any:
+        engine = self.engine
+        return engine._next_id, list(engine._live), list(engine._arrivals), engine._allocator.free_blocks
+
+    def expected(self, request: Request) -> list[int]:
+        return self.alone.generate([dataclasses.replace(request, arrival=0)])[0]
+
+    def idle(self) -> bool:
+        engine, scheduler = self.engine, self.engine._scheduler
+        left = (engine._live, engine._arrivals, engine._cancelled, scheduler.running, scheduler.waiting)
+        return not engine.busy and not any(left) and not engine._allocator.used_blocks
+
+
+DRAW = sampling._draw
+
+
+def _run(case: Case, patch: pytest.MonkeyPatch) -> Counter[str]:
+    """Serve the case's requests; returns how they ended."""
+    random, engine = case.random, case.engine
+    coming = [case.request() for _ in range(random.randint(1, 9))]
+    expected = [case.expected(request) for request in coming]
+    added: dict[int, int] = {}  # the engine's number -> index in coming
+    cancelled: set[int] = set()
+    events: list[TokenEvent] = []
+    failures = 0
+
+    class Layout(PagedBatch):
+        of = staticmethod(case.lay_out)  # type: ignore[assignment]
+
+    patch.setattr(engine_module, "PagedBatch", Layout)
+    patch.setattr(sampling, "_draw", case.draw)
+    for _ in range(5000):
+        while len(added) < len(coming) and (not engine.busy or random.random() < 0.5):
+            number = engine.add(coming[len(added)])
+            added[number] = len(added)
+            if random.random() < 0.25:
+                case.faults[number] = Fault(random.choice(KINDS), random.randint(0, 6), random.choice(ERRORS))
+        if random.random() < 0.2:
+            case.add_invalid()
+        if added and random.random() < 0.03:
+            number = random.choice(list(added))
+            if engine.cancel(number):
+                cancelled.add(number)
+        if not engine.busy and len(added) == len(coming):
+            break
+        try:
+            events += engine.step()
+            failures = 0
+        except ERRORS:
+            failures += 1
+            assert failures < 2, "a step after a failed one raised"
+    assert case.idle()
+    ends: Counter[str] = Counter()
+    for number, index in added.items():
+        mine = [event for event in events if event.request == number]
+        tokens = [event.token for event in mine if event.token is not None]
+        finish = mine[-1].finish
+        assert finish is not None
+        assert [event.finish for event in mine[:-1]] == [None] * (len(mine) - 1)
+        ends[finish] += 1
+        fault = case.faults.get(number)
+        assert (finish == "cancelled") == (number in cancelled)
+        assert (finish == "error") == (fault is not None and fault.raised and number not in cancelled), fault
+        assert (mine[-1].error is not None) == (finish == "error")
+        if finish in ("length", "stop"):
+            assert tokens == expected[index]
+        else:
+            assert tokens == expected[index][: len(tokens)]
+    patch.undo()
+    case.faults.clear()
+    case.batch_fails = 0.0
+    assert engine.generate([dataclasses.replace(request, arrival=0) for request in coming]) == expected
+    assert case.idle()
+    return ends
+
+
+def test_no_request_costs_another(fuzz: Any) -> None:
+    ends: Counter[str] = Counter()
+    cases = 0
+    for number, random in fuzz:
+        case = Case(random)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                ends += _run(case, patch)
+        except BaseException:
+            print(f"case {number}: {case.sizes}, batches fail at {case.batch_fails}, {case.faults}")
+            raise
+        cases += 1
+    print(f"{cases} cases: {dict(ends)}")
