@@ -77,6 +77,8 @@ class ParallelTransformer(Layer):
     Raises ValueError where heads, KV heads, feed-forward width or vocabulary do not divide by the group's size.
     """
 
+    loaded_from: Path | None = None  # the Hugging Face folder of the weights, which has their tokenizer
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -92,7 +94,6 @@ class ParallelTransformer(Layer):
         self.rotary = Rotary.of(config)
         self.kept = set(range(config.num_layers + 2))  # parts, see pipeline_parts
         self._drew = False  # whether the ranks have checked that their generators agree
-        self.loaded_from: Path | None = None  # the Hugging Face folder of the weights, with their tokenizer
         self.model = Decoder(config, recompute=recompute, mlp_recompute=mlp_recompute, **shared.kwargs(ModelKwargs))
         if config.tie_embeddings:
             shared = dataclasses.replace(shared, device="meta")  # the embedding's weight takes its place

@@ -66,7 +66,7 @@ def _load(directory: Path, recompute: bool, mlp_recompute: int, options: ModelKw
     _check_names(directory, config, {name for name, _ in model.named_parameters()}, files)
     model.to_empty(device=shared.device or torch.get_default_device())
     _fill(named_entries(model), files)
-    model.loaded_from = directory
+    model.loaded_from = directory.absolute()
     return model.eval()
 
 
@@ -90,7 +90,7 @@ def load_hf_weights(directory: StrPath, model: ParallelTransformer, *, group: Me
         files = _weight_files(folder)
         _check_names(folder, config, names, files)
         _fill(wanted, files)
-        model.loaded_from = folder
+        model.loaded_from = folder.absolute()
 
     agree(ranks, fill)
 
