@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..kernels.runtime.checks import whole_number
-from ..kernels.runtime.dispatch import check_impl
+from ..kernels.runtime.checks import check_impl, whole_number
 from ..kernels.scaled_linear import fp8_linear
 from .module import Layer
 

@@ -15,7 +15,7 @@ from typing import Any, TypedDict, TypeVar, cast
 
 import torch
 
-from ..kernels.runtime.dispatch import check_impl
+from ..kernels.runtime.checks import check_impl
 from ..parallel.core.mesh import Group, MeshLike, tp_group
 from ..parallel.core.sharding import PARAM_MODES
 from ..parallel.overlap.policy import check_overlap

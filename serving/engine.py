@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from ..kernels.runtime import dispatch
-from ..kernels.runtime.checks import type_name, whole_number
+from ..kernels.runtime.checks import check_impl, type_name, whole_number
 from ..kernels.runtime.dtypes import CACHE_NAMES, QUANTISED
 from ..layers.attention.paged import PagedBatch, PagedKVCache, Span, default_block_size
 from .allocator import BlockAllocator
@@ -114,7 +114,7 @@ class Engine:
         impl: str = "auto",
     ) -> None:
         _check_servable(model)
-        dispatch.check_impl(impl)
+        check_impl(impl)
         config = model.config
         limit = config.max_positions if max_model_len is None else whole_number("Engine: max_model_len", max_model_len)
         if not 1 < limit <= config.max_positions:

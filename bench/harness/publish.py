@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from . import provenance, roofline, stale
-from .records import read_records
-from .report import RATES, Row, console, writing
+from .records import read_records, writing
+from .report import RATES, Row, console
 
 TABLE = "report.md"
 _SIDES = ("---",) * 3

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -143,6 +145,26 @@ def _let_go(path: Path, benchmark: Benchmark, settings: Settings) -> None:
         )
     if rows and on_gpu and not settings.dry:
         raise ValueError(f"{path} holds {held}, finished: choose another --out, or remove it to start again")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Make the folder of ``path``, a file to be written; ValueError that names it where the block cannot write."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"--out {path}: cannot be written to ({error.strerror or error}); choose another place"
+        ) from None
+
+
+def check_place(path: Path) -> None:
+    """ValueError where a file ``path`` could not be written, before anything is measured."""
+    if path.is_dir():
+        raise ValueError(f"--out {path}: it is a folder; name a file, such as {path / 'record.json'}")
+    with writing(path), tempfile.TemporaryFile(dir=path.parent):
+        pass
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

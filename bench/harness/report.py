@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -171,26 +170,6 @@ def show_red(console: Console, bench: str, verdicts: Sequence[tuple[str, Verdict
     for case, verdict in verdicts:
         if not verdict.ok:
             console.print(f"  {case}: {verdict}", markup=False, highlight=False)
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Make the folder of ``path``, a file to be written; ValueError that names it where the block cannot write."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield
-    except OSError as error:
-        raise ValueError(
-            f"--out {path}: cannot be written to ({error.strerror or error}); choose another place"
-        ) from None
-
-
-def check_place(path: Path) -> None:
-    """ValueError where a file ``path`` could not be written, before anything is measured."""
-    if path.is_dir():
-        raise ValueError(f"--out {path}: it is a folder; name a file, such as {path / 'record.json'}")
-    with writing(path), tempfile.TemporaryFile(dir=path.parent):
-        pass
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -26,8 +26,8 @@ from .. import suites
 from . import provenance
 from .benchmark import Benchmark, Measurement, Settings
 from .progress import Progress
-from .records import Outcome, RowKey, earlier, header, left, record
-from .report import DRY_NOTE, Row, check_place, console, last_line, show_red, show_rows, write_json
+from .records import Outcome, RowKey, check_place, earlier, header, left, record
+from .report import DRY_NOTE, Row, console, last_line, show_red, show_rows, write_json
 from .timing import ceilings
 from .virtual_ranks import open_queues
 

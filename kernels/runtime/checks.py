@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .dispatch import IMPLS
+
 
 def whole_number(name: str, value: Any, *, least: int = 1) -> int:
     """``value`` as an int; ValueError unless it is a whole number of at least ``least``. A bool is none."""
@@ -19,6 +21,12 @@ def whole_number(name: str, value: Any, *, least: int = 1) -> int:
     if number < least:
         raise ValueError(f"{name}={value}: expected at least {least}")
     return number
+
+
+def check_impl(impl: str) -> None:
+    """ValueError unless ``impl`` is one of IMPLS, before any op is asked for it."""
+    if impl not in IMPLS:
+        raise ValueError(f"impl={impl!r}: expected one of {', '.join(IMPLS)}")
 
 
 def expect_tensor(op: str, name: str, value: Any) -> None:

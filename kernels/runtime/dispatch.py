@@ -107,13 +107,6 @@ def row_invariance(enabled: bool = True) -> Iterator[None]:
         _row_invariant = outer
 
 
-def check_impl(impl: str) -> str:
-    """``impl``; ValueError unless it is one of IMPLS."""
-    if impl not in IMPLS:
-        raise ValueError(f"impl={impl!r}: expected one of {', '.join(IMPLS)}")
-    return impl
-
-
 def default_impl() -> str:
     """What ``impl="auto"`` means in this process: SHARDFUSE_IMPL."""
     return _AUTO
