@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from fuzz import Fuzz
 from serving_case import STYLES, exact
 
 from shardfuse.layers.attention.paged import PagedBatch
@@ -218,16 +219,19 @@ def _run(case: Case, patch: pytest.MonkeyPatch) -> Counter[str]:
     return ends
 
 
-def test_no_request_costs_another(fuzz: Any) -> None:
+def test_no_request_costs_another(fuzz: Fuzz) -> None:
     ends: Counter[str] = Counter()
-    cases = 0
-    for number, random in fuzz:
+
+    def check(number: int, random: Random) -> str:
         case = Case(random)
         try:
             with pytest.MonkeyPatch.context() as patch:
-                ends += _run(case, patch)
+                found = _run(case, patch)
         except BaseException:
             print(f"case {number}: {case.sizes}, batches fail at {case.batch_fails}, {case.faults}")
             raise
-        cases += 1
-    print(f"{cases} cases: {dict(ends)}")
+        ends.update(found)
+        return "without errors" if "error" not in found else "with errors"
+
+    fuzz.run(check)
+    print("requests by their end:", dict(ends))
