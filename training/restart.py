@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..parallel.checkpoint import storage
+from ..parallel.checkpoint import checked, storage
 from ..parallel.core import agreement, collectives
 from ..parallel.core.mesh import Group
 from .settings import RunSettings
@@ -132,7 +132,7 @@ def _newest(folder: Path, ranks: Group) -> tuple[list[str], str | None]:
 def _is_whole(path: Path, ranks: Group) -> bool:
     try:
         target, manifest = agreement.on_first(ranks, lambda: storage.open_checkpoint(path))
-        storage.check_files(target, manifest, ranks)
+        checked.check_files(target, manifest["files"], ranks)
     except (ValueError, FileNotFoundError):
         return False
     return True

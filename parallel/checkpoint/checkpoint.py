@@ -9,18 +9,16 @@ replaced, and what reading refuses.
 
 from __future__ import annotations
 
-import contextlib
 import json
+import math
 import os
 import sys
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
@@ -31,7 +29,8 @@ from ..core import agreement, collectives
 from ..core.mesh import Group, MeshLike, everyone, whole_group
 from ..core.sharding import as_stored, gather, host_copy, local_tensor, logical, on_first_rank
 from ..parallel_model import ParallelModel
-from . import rng_state, storage
+from . import checked, rng_state, storage, tensor_files
+from .index import FILE
 
 __all__ = [
     "Snapshot",
@@ -113,7 +112,7 @@ def write_snapshot(path: StrPath, snapshot: Snapshot, ranks: Group) -> None:
     """The second half. It may run in another thread; nothing else may then use the group ``ranks`` meanwhile."""
     target = Path(os.path.realpath(path))
     with storage.explained(target, "writing"), torch.no_grad(), storage.replacing(target, ranks) as folder:
-        _save(snapshot.tensors, folder, ranks)
+        tensor_files.save(snapshot.tensors, folder, ranks)
         storage.write_manifest(folder, snapshot.fields, ranks)
 
 
@@ -133,8 +132,8 @@ def load_checkpoint(
     of the states, are skipped. Everything is read and checked before anything is changed, which takes memory for a
     second copy; only the states check themselves as they load, before model and optimizer do.
 
-    Loading runs no code from the checkpoint: the index is unpickled with only the classes that it consists of, torch
-    reads tensors and states with ``weights_only=True``, the rest is JSON.
+    Loading runs no code from the checkpoint: it reads JSON and the elements of tensors, and unpickles nothing
+    (``storage.py``). If a writer replaces the checkpoint meanwhile, it reads again, so nothing is of two checkpoints.
 
     Raises FileNotFoundError or ValueError for a checkpoint that is missing, incomplete, corrupt or of another model;
     RuntimeError when reading fails. Every rank raises.
@@ -143,30 +142,14 @@ def load_checkpoint(
     ranks = everyone() if group is None else whole_group(group)
     others = states or {}
     with storage.explained(target, "reading"), torch.no_grad():
-        folder, manifest = agreement.agree(ranks, lambda: storage.open_checkpoint(target))
-        storage.check_files(folder, manifest, ranks)
-        reader = storage.Reader(folder, manifest)
-        # The reader accepts only tensors.
-        index = cast(Index, agreement.agree(ranks, reader.read_metadata).state_dict_metadata)
-        entries = agreement.agree(ranks, lambda: named_entries(model))
-        names = set().union(*collectives.gather_objects(set(entries), ranks, site=_SITE))
-        agreement.agree(ranks, lambda: _check_fits(folder, entries, names, index))
-        agreement.agree(ranks, lambda: _check_groups(folder, manifest, model, optimizer))
-        agreement.agree(ranks, lambda: _check_states(folder, others, index))
-
-        values = {name: torch.empty_like(logical(entry)) for name, entry in entries.items()}
-        state = _empty_state(model, optimizer, index)
-        packed = {name: torch.empty(index[_other_key(name)].size, dtype=torch.uint8) for name in others}
-        wanted = {_model_key(name): value for name, value in values.items()}
-        wanted |= {_state_key(name, slot): value for name, slots in state.items() for slot, value in slots.items()}
-        wanted |= {_other_key(name): value for name, value in packed.items()}
-        _load(wanted, reader, ranks)
-
-        agreement.agree(ranks, lambda: _load_states(folder, others, packed))
-        for name, entry in entries.items():
-            local_tensor(entry).copy_(local_tensor(values[name]))
+        manifest, contents = storage.unmixed(
+            target, ranks, lambda folder, found: _read(folder, found, model, optimizer, others, ranks)
+        )
+        agreement.agree(ranks, lambda: _load_states(target, others, contents.packed))
+        for name, entry in contents.entries.items():
+            local_tensor(entry).copy_(local_tensor(contents.values[name]))
         if optimizer is not None:
-            _restore(model, optimizer, state, manifest["param_groups"])
+            _restore(model, optimizer, contents.state, manifest["param_groups"])
     return manifest["extra"]
 
 
@@ -308,7 +291,7 @@ def _as_json(value: dict[str, Any], what: str) -> dict[str, Any]:
     """A copy of ``value`` as a reader will get it: the caller may change its own while a thread writes."""
     try:
         return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{what} must be JSON (numbers, strings, lists, dictionaries): {error}") from error
 
 
@@ -335,6 +318,45 @@ def _merge(per_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Contents:
+    """What was read: the model's ``entries`` with their new ``values``, the optimizer's state, the packed states."""
+
+    entries: dict[str, torch.Tensor]
+    values: dict[str, torch.Tensor]
+    state: dict[str, Slots]
+    packed: dict[str, torch.Tensor]
+
+
+def _read(
+    folder: Path,
+    manifest: storage.Manifest,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    others: Mapping[str, Stateful],
+    ranks: Group,
+) -> _Contents:
+    """Read and check everything, and change nothing."""
+    checked.check_files(folder, manifest["files"], ranks)
+    reader = tensor_files.Reader(folder, manifest)
+    index = cast(Index, agreement.agree(ranks, reader.read_metadata).state_dict_metadata)
+    entries = agreement.agree(ranks, lambda: named_entries(model))
+    names = set().union(*collectives.gather_objects(set(entries), ranks, site=_SITE))
+    agreement.agree(ranks, lambda: _check_fits(folder, entries, names, index))
+    groups = agreement.together(ranks, lambda: [] if optimizer is None else _group_names(model, optimizer))
+    agreement.agree(ranks, lambda: _check_groups(folder, manifest, optimizer, groups[ranks.rank], groups))
+    agreement.agree(ranks, lambda: _check_states(folder, others, index))
+
+    values = {name: torch.empty_like(logical(entry)) for name, entry in entries.items()}
+    state = agreement.agree(ranks, lambda: _empty_state(folder, model, optimizer, index))
+    packed = {name: torch.empty(index[_other_key(name)].size, dtype=torch.uint8) for name in others}
+    wanted = {_model_key(name): value for name, value in values.items()}
+    wanted |= {_state_key(name, slot): value for name, slots in state.items() for slot, value in slots.items()}
+    wanted |= {_other_key(name): value for name, value in packed.items()}
+    tensor_files.load(wanted, reader, ranks)
+    return _Contents(entries, values, state, packed)
+
+
 def _check_fits(folder: Path, entries: dict[str, torch.Tensor], names: set[str], index: Index) -> None:
     """ValueError unless the checkpoint's model has this rank's ``entries`` and exactly the ``names`` of all ranks."""
     saved = {key.removeprefix("model."): value for key, value in index.items() if key.startswith("model.")}
@@ -351,19 +373,57 @@ def _check_fits(folder: Path, entries: dict[str, torch.Tensor], names: set[str],
         raise ValueError(f"{folder}: not a checkpoint of this model: {'; '.join(problems[:3])}{more}")
 
 
-def _check_groups(folder: Path, manifest: dict[str, Any], model: nn.Module, optimizer: Optimizer | None) -> None:
+def _group_names(model: nn.Module, optimizer: Optimizer) -> list[set[str]]:
+    return [{name for name, _ in params} for params in _optimized(model, optimizer)]
+
+
+def _check_groups(
+    folder: Path,
+    manifest: storage.Manifest,
+    optimizer: Optimizer | None,
+    ours: list[set[str]],
+    everyones: list[list[set[str]]],
+) -> None:
+    """ValueError unless the checkpoint has the groups of the optimizer, and settings of the types that they have.
+
+    ``ours`` are the names of this rank's parameters by group, ``everyones`` those of all ranks.
+    """
     if optimizer is None:
         return
     if "param_groups" not in manifest:
         raise ValueError(f"{folder}: it holds no optimizer state; pass optimizer=None to load the model alone")
     saved = [set(group["params"]) for group in manifest["param_groups"]]
-    ours = [{name for name, _ in params} for params in _optimized(model, optimizer)]
-    if len(saved) != len(ours) or any(not mine <= theirs for mine, theirs in zip(ours, saved)):
+    found = [set().union(*(groups[i] for groups in everyones if i < len(groups))) for i in range(len(ours))]
+    if saved != found:
         raise ValueError(
             f"{folder}: its optimizer has {len(saved)} parameter group(s) of {[len(names) for names in saved]} "
-            f"parameters, and yours {len(ours)} of {[len(names) for names in ours]}, or the groups differ; "
+            f"parameters, and yours {len(found)} of {[len(names) for names in found]}, or the groups differ; "
             "build the optimizer as when saving"
         )
+    for number, (group, entry) in enumerate(zip(optimizer.param_groups, manifest["param_groups"])):
+        for key, value in entry["settings"].items():
+            if key not in _HOW and not (_is_alike(value, group[key]) if key in group else _is_plain(value)):
+                ours_is = f"{group[key]!r} in yours" if key in group else "nothing in yours"
+                raise ValueError(
+                    f"{folder / storage.MANIFEST}: {key!r} of parameter group {number} is {value!r}, and {ours_is}; "
+                    "build the optimizer as when saving, or load another checkpoint"
+                )
+
+
+def _is_alike(saved: Any, current: Any) -> bool:
+    """Whether a saved setting has the type of the optimizer's."""
+    if isinstance(current, bool) or current is None or isinstance(saved, bool) or saved is None:
+        return type(saved) is type(current)
+    if isinstance(current, int | float | torch.Tensor):
+        return isinstance(saved, int | float)
+    if isinstance(current, list | tuple):
+        return isinstance(saved, list) and len(saved) == len(current) and all(map(_is_alike, saved, current))
+    return isinstance(saved, type(current))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a setting that the optimizer lacks, such as a schedule's ``initial_lr``, is a value or a list of them."""
+    return all(not isinstance(each, list | dict) for each in (value if isinstance(value, list) else [value]))
 
 
 def _check_states(folder: Path, others: Mapping[str, Stateful], index: Index) -> None:
@@ -374,19 +434,29 @@ def _check_states(folder: Path, others: Mapping[str, Stateful], index: Index) ->
             f"{folder}: it holds no state of {', '.join(map(repr, missing))} (but of: "
             f"{', '.join(map(repr, found)) or 'nothing'}); leave that out of states, or load another checkpoint"
         )
+    for name in others:
+        entry = index[_other_key(name)]
+        if len(entry.size) != 1 or entry.properties.dtype != torch.uint8:
+            raise ValueError(f"{folder}: the state of {name!r} is not a row of bytes; load another checkpoint")
 
 
 def _load_states(folder: Path, others: Mapping[str, Stateful], packed: dict[str, torch.Tensor]) -> None:
     try:
         unpacked = {name: rng_state.unpack(name, value) for name, value in packed.items()}
         for name, state in unpacked.items():
-            others[name].load_state_dict(state)
+            try:
+                others[name].load_state_dict(state)
+            except (AttributeError, LookupError, TypeError) as error:
+                raise ValueError(f"the state of {name!r} does not load: {type(error).__name__}: {error}") from error
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from error
 
 
-def _empty_state(model: nn.Module, optimizer: Optimizer | None, index: Index) -> dict[str, Slots]:
-    """By parameter name, empty tensors for the optimizer state in the checkpoint, laid out like the parameter."""
+def _empty_state(folder: Path, model: nn.Module, optimizer: Optimizer | None, index: Index) -> dict[str, Slots]:
+    """By parameter name, empty tensors for the optimizer state in the checkpoint, laid out like the parameter.
+
+    Raises ValueError for state of another shape.
+    """
     if optimizer is None:
         return {}
     saved: dict[str, list[str]] = {}
@@ -406,6 +476,11 @@ def _empty_state(model: nn.Module, optimizer: Optimizer | None, index: Index) ->
                 dtype = entry.properties.dtype
                 if entry.size == logical(param).shape and slot != "step":
                     state[name][slot] = torch.empty_like(logical(param), dtype=dtype)
+                elif math.prod(entry.size) != 1:
+                    raise ValueError(
+                        f"{folder / FILE}: the optimizer's {slot!r} of {name} is {list(entry.size)}, expected "
+                        f"a number or {list(logical(param).shape)}; load another checkpoint"
+                    )
                 else:
                     device = param.device if on_device else "cpu"
                     state[name][slot] = torch.empty(entry.size, dtype=dtype, device=device)
@@ -430,41 +505,3 @@ def _restore(model: nn.Module, optimizer: Optimizer, state: dict[str, Slots], gr
                 current.fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(value, list) else value
-
-
-def _save(tensors: dict[str, torch.Tensor], folder: Path, ranks: Group) -> None:
-    writer = storage.Writer(folder)
-    if ranks.size > 1:
-        with _connected(folder, "writing"):
-            dcp.save(tensors, storage_writer=writer, process_group=ranks.pg)
-        return
-    # dcp.save would warn that the process is alone, which is intended, and a thread cannot suppress its own warnings.
-    planner = dcp.DefaultSavePlanner()
-    planner.set_up_planner(tensors, writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(True)
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    written = writer.write_data(planner.finish_plan(writer.prepare_global_plan(plans)[0]), planner)
-    writer.finish(metadata, [written.wait()])
-
-
-def _load(wanted: dict[str, torch.Tensor], reader: storage.Reader, ranks: Group) -> None:
-    """Fill the tensors in ``wanted``."""
-    if ranks.size > 1:
-        with _connected(Path(reader.path), "reading"):
-            dcp.load(wanted, storage_reader=reader, process_group=ranks.pg)
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(wanted, storage_reader=reader, no_dist=True)
-
-
-@contextlib.contextmanager
-def _connected(folder: Path, doing: str) -> Iterator[None]:
-    """Within the block a RuntimeError comes from a collective, because torch.distributed.checkpoint raises what a rank
-    ran into as an exception of its own."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{folder}: {doing} failed: has another rank of the group ended, or not reached this call? ({error})"
-        ) from error

@@ -4,6 +4,7 @@ FOLDER/
     step-00000100/        a checkpoint (``storage.py``)
     step-00000200/
     .step-...             being written or removed; the next save removes the leftovers of dead processes
+    .lock                 held by the Checkpointer that saves, from its first save until it is closed; names its process
 
 A save copies this rank's parts to host memory and returns; a thread writes them, on a process group of its own, and
 renames the folder once every rank's part is complete. Until then the previous checkpoint is the latest.
@@ -50,7 +51,8 @@ class Checkpointer:
 
     All processes create one and call its methods in the same order; they share the file system. ``mesh`` determines
     which ranks draw the same random numbers (``random.py``). One save runs at a time: the next call of any method waits
-    for it and raises its error. Until then host memory holds a second copy of this rank's parts.
+    for it and raises its error. Until then host memory holds a second copy of this rank's parts. From its first save
+    on, no other Checkpointer can save to the folder until this one is closed or its process ends; any can load.
 
     Use it as a context manager, or call :meth:`close`: a process that is killed, or leaves by ``os._exit``, loses the
     save under way (and nothing else).
@@ -65,6 +67,8 @@ class Checkpointer:
         self._ranks = _own_group()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[None] | None = None
+        self._lock = storage.WriterLock(self.folder / ".lock", self.folder)
+        self._claimed = False
 
     def save(
         self,
@@ -81,7 +85,8 @@ class Checkpointer:
         Arguments are :func:`save_checkpoint`'s. With ``asynchronous`` it returns as soon as model and optimizer may
         change; the next call then raises a failure to write. A checkpoint of the same step is replaced.
 
-        Raises ValueError for what cannot be saved, RuntimeError when writing fails. Every rank raises.
+        Raises ValueError for what cannot be saved, RuntimeError when writing fails or another Checkpointer saves to the
+        folder. Every rank raises.
         """
         self.wait()
         if step < 0:
@@ -92,6 +97,7 @@ class Checkpointer:
         random.gather()
         together = {**(states or {}), _RANDOM: random}
         snapshot = take_snapshot(model, optimizer, states=together, extra=extra, ranks=self._ranks)
+        self._claim()
         if asynchronous:
             device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
             self._under_way = self._thread.submit(self._write_aside, device, step, snapshot.on_host())
@@ -111,12 +117,18 @@ class Checkpointer:
         Arguments and errors are :func:`load_checkpoint`'s; any layout of ranks may have written it. It restores torch's
         random states, too; at another degree of data parallelism it seeds them from the saved ones.
         """
-        if step is None and (step := self.latest()) is None:
-            return None
         self.wait()
         together = {**(states or {}), _RANDOM: _Random(self._mesh, self._ranks)}
-        extra = load_checkpoint(self.path(step), model, optimizer, states=together, group=self._ranks)
-        return Resumed(step, extra)
+        wanted = self.latest() if step is None else step
+        while wanted is not None:
+            try:
+                extra = load_checkpoint(self.path(wanted), model, optimizer, states=together, group=self._ranks)
+                return Resumed(wanted, extra)
+            except FileNotFoundError:
+                if step is not None or (latest := self.latest()) == wanted:
+                    raise
+                wanted = latest  # another process has removed that one, after it saved a later one
+        return None
 
     def latest(self) -> int | None:
         """The step of the checkpoint that was written last; None without any.
@@ -144,6 +156,7 @@ class Checkpointer:
             self.wait()
         finally:
             self._thread.shutdown()
+            self._lock.release()
             if self._ranks.size > 1 and dist.is_initialized():
                 dist.destroy_process_group(self._ranks.pg)
 
@@ -154,6 +167,18 @@ class Checkpointer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _claim(self) -> None:
+        """Take the folder's lock, on rank 0. Every rank raises if another process holds it."""
+
+        def take() -> None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire()
+
+        if not self._claimed:
+            with storage.explained(self.folder, "writing"):
+                agreement.on_first(self._ranks, take)
+            self._claimed = True
 
     def _write_aside(self, device: int | None, step: int, snapshot: Snapshot) -> None:
         """:meth:`_write` in the thread, with this rank's CUDA device: a new thread starts with the first one."""

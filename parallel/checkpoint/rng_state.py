@@ -1,14 +1,11 @@
 """Packs the state of samplers, schedulers and random generators, which a run needs besides model and optimizer.
 
-In a checkpoint each state is one tensor of bytes: torch's own serialisation of plain data, which is read back with
-``weights_only=True`` and so runs no code.
+In a checkpoint each state is one tensor of bytes: plain data (``plain.py``), which is read back without pickle.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
-import pickle
 from typing import Any
 
 import torch
@@ -17,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..core import collectives
 from ..core.mesh import Group, data_coordinate
 from ..core.random import manual_seed
+from . import plain
 
 __all__ = ["gather_random", "pack", "restore_random", "unpack"]
 
@@ -26,26 +24,21 @@ def pack(name: str, state: Any) -> torch.Tensor:
 
     Raises ValueError if it holds anything but numbers, strings, tensors and containers of them.
     """
-    buffer = io.BytesIO()
     try:
-        torch.save(state, buffer)
-        unpack(name, torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8))
-    except (pickle.PickleError, AttributeError, TypeError, ValueError) as error:
-        first_line = str(error).partition("\n")[0]
+        return torch.frombuffer(bytearray(plain.encode(state)), dtype=torch.uint8)
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"states[{name!r}]: its state_dict() holds something that cannot be read back without running code "
-            f"({first_line}); let it return numbers, strings, tensors, and lists and dictionaries of them"
+            f"({error}); let it return numbers, strings, tensors, and lists and dictionaries of them"
         ) from error
-    return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
 
 
 def unpack(name: str, packed: torch.Tensor) -> Any:
     """The inverse of :func:`pack`. Raises ValueError if the bytes are not plain data."""
     try:
-        return torch.load(io.BytesIO(packed.numpy().tobytes()), weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
-        first_line = str(error).partition("\n")[0]
-        raise ValueError(f"the state of {name!r} is not plain data: {first_line}") from error
+        return plain.decode(packed.numpy().tobytes())
+    except ValueError as error:
+        raise ValueError(f"the state of {name!r} is not plain data: {error}") from error
 
 
 # Coordinate -> device type -> state of torch's generator.
@@ -68,19 +61,33 @@ def restore_random(states: RandomStates, mesh: DeviceMesh | None, ranks: Group) 
     """Restore torch's generators from this rank's saved states.
 
     If the number of shares has changed, the generators are seeded from the saved states, differently for each share.
-    Every rank passes the same ``states``.
+    Every rank passes the same ``states``. Raises ValueError where they are not what :func:`gather_random` gives.
     """
+    if not (isinstance(states, dict) and states and all(map(_is_states, states.values()))):
+        raise ValueError("they are not the states of torch's generators")
     mine = states.get(_place(mesh, ranks))
     if mine is None:
         first = states[min(states)]["cpu"]
         digest = hashlib.blake2b(first.numpy().tobytes(), digest_size=7).digest()
         manual_seed(int.from_bytes(digest, "little"), mesh)
         return
-    torch.set_rng_state(mine["cpu"])
-    if "cuda" in mine and torch.cuda.is_available():
-        torch.cuda.set_rng_state(mine["cuda"])
+    try:
+        torch.set_rng_state(mine["cpu"])
+        if "cuda" in mine and torch.cuda.is_available():
+            torch.cuda.set_rng_state(mine["cuda"])
+    except RuntimeError as error:
+        raise ValueError(f"they are not the states of torch's generators: {error}") from error
 
 
 def _place(mesh: DeviceMesh | None, ranks: Group) -> str:
     index, count = (ranks.rank, ranks.size) if mesh is None else data_coordinate(mesh)
     return f"{index}/{count}"
+
+
+def _is_states(states: Any) -> bool:
+    """Whether ``states`` are those of the CPU's generator and perhaps a GPU's."""
+    if not isinstance(states, dict) or not {"cpu"} <= states.keys() <= {"cpu", "cuda"}:
+        return False
+    return all(
+        isinstance(state, torch.Tensor) and state.dtype == torch.uint8 and state.dim() == 1 for state in states.values()
+    )

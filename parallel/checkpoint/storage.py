@@ -2,11 +2,18 @@
 
 NAME/                     one checkpoint
     checkpoint.json       the caller's extra, the optimizer's settings, size and CRC-32 of every other file
-    .metadata             torch.distributed.checkpoint's index: which part of which tensor is where
-    __0_0.distcp, ...     the tensors
+    index.json            which part of which tensor is where (``index.py``)
+    __0_0.distcp, ...     the tensors, as torch.distributed.checkpoint writes them
+    .metadata             its own index, for torch's tools: a pickle, which this package never reads
+.NAME.lock                held by NAME's writer, which it names
 .NAME.writing-XXXX/       being written; its writer holds a lock on it, which tells it from a dead writer's leftover
 .NAME.replaced/           the previous NAME, while the new one replaces it
 .NAME.removed/            a NAME that is being deleted
+
+Loading trusts nothing in the folder. It reads no pickle: everything but the elements of tensors is JSON, which is
+checked field by field, and the elements are read as bytes. Sizes and CRC-32s cover every file and ``checkpoint.json``
+has a checksum of its own, so damage is detected before anything changes. A checksum does not stop an attacker, who can
+choose all values that a checkpoint has room for, and nothing else.
 """
 
 from __future__ import annotations
@@ -15,34 +22,31 @@ import contextlib
 import errno
 import fcntl
 import glob
-import json
 import os
-import pickle
+import re
 import shutil
-import stat
+import socket
 import uuid
-import zlib
-from collections.abc import Collection, Iterator
-from enum import Enum, EnumMeta
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint import CheckpointException
 
-from ..core.agreement import on_first, together
+from ..core.agreement import agree, on_first, together
 from ..core.mesh import Group
+from . import checked, index
 
 MANIFEST = "checkpoint.json"
-INDEX = ".metadata"
+TORCH_INDEX = ".metadata"
 DATA_SUFFIX = ".distcp"
-FORMAT = "shardfuse checkpoint 1"
+FORMAT = "shardfuse checkpoint 2"
+TRIES = 10  # how often a reader starts again where a writer replaces the checkpoint
 _REPLACED = ".replaced"
+_REMEDY = "load another checkpoint"
+
+T = TypeVar("T")
+Manifest = dict[str, Any]
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -54,27 +58,97 @@ def replacing(target: Path, group: Group) -> Iterator[Path]:
 
     Every rank enters. Raises ValueError if ``target`` is something other than a checkpoint.
     """
-    lock: int | None = None
+    writer = WriterLock(target.with_name(f".{target.name}.lock"), target)
+    alive: int | None = None
 
     def begin() -> Path:
-        nonlocal lock
-        _refuse_foreign(target)
+        nonlocal alive
         target.parent.mkdir(parents=True, exist_ok=True)
+        writer.acquire()
+        _refuse_foreign(target)
         tidy(target)
-        folder, lock = beside(target)
+        folder, alive = beside(target)
         return folder
 
-    folder = on_first(group, begin)
     try:
-        yield folder
-        on_first(group, lambda: publish(folder, target))
-    except BaseException:
-        if group.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+        folder = on_first(group, begin)
+        try:
+            yield folder
+            on_first(group, lambda: publish(folder, target))
+        except BaseException:
+            if group.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
     finally:
-        if lock is not None:
-            os.close(lock)
+        if alive is not None:
+            os.close(alive)
+        writer.release()
+
+
+class WriterLock:
+    """A lock on the file ``path`` for the one writer of ``target``; the file names the holder for those it refuses.
+
+    The system ends the lock with its process, so the file that a killed writer leaves does not block the next one.
+    """
+
+    def __init__(self, path: Path, target: Path) -> None:
+        self._path, self._target = path, target
+        self._fd: int | None = None
+
+    def acquire(self) -> None:
+        """Raise RuntimeError, which names host and process, if another writer holds the lock."""
+        while True:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_file(fd, self._path):
+                    break
+            except BlockingIOError:
+                holder = os.pread(fd, 300, 0).decode(errors="replace")
+                os.close(fd)
+                raise RuntimeError(
+                    f"{self._target}: {holder or 'another process'} is writing it; wait until that has ended, or "
+                    "choose another path"
+                ) from None
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # its holder removed the file at that moment
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        self._fd = fd
+        _held.add(fd)
+
+    def release(self) -> None:
+        """Give the lock back, if this process holds it, and remove the file."""
+        fd, self._fd = self._fd, None
+        if fd in _held:
+            _held.remove(fd)
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+            fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+_held: set[int] = set()  # the open files of the locks
+
+
+def _forget_locks() -> None:
+    """In a forked process, such as a DataLoader's worker: its copies would keep the locks after their holder's end."""
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_forget_locks)
+
+
+def _is_file(fd: int, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    return False
 
 
 def _refuse_foreign(target: Path) -> None:
@@ -93,7 +167,9 @@ def _refuse_foreign(target: Path) -> None:
 def _foreign(target: Path) -> list[str]:
     """The names in a checkpoint's folder that are not part of it."""
     return sorted(
-        name for name in os.listdir(target) if name not in (MANIFEST, INDEX) and not name.endswith(DATA_SUFFIX)
+        name
+        for name in os.listdir(target)
+        if name not in (MANIFEST, index.FILE, TORCH_INDEX) and not name.endswith(DATA_SUFFIX)
     )
 
 
@@ -134,6 +210,11 @@ def sweep(folder: Path, pattern: str) -> None:
     _remove_dead(folder, pattern)
     for leftover in folder.glob(f".{pattern}.removed"):
         shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in folder.glob(f".{pattern}.lock"):
+        with contextlib.suppress(RuntimeError, OSError):  # its writer lives
+            dead = WriterLock(leftover, leftover)
+            dead.acquire()
+            dead.release()
 
 
 def _remove_dead(folder: Path, pattern: str) -> None:
@@ -164,64 +245,17 @@ def publish(folder: Path, target: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-class _Stream:
-    """A file to which several tensors are written one after another; a tensor's writer must not close it."""
-
-    def __init__(self, raw: Any) -> None:
-        self.write, self.flush, self.close = raw.write, raw.flush, raw.flush
-
-
-class _Transforms(_StorageWriterTransforms):
-    """No transform, and a stream without a finaliser: torch's own flushes the file again when it is collected.
-
-    The file is closed by then, which Python 3.13 reports on stderr.
-    """
-
-    def transform_save_stream(self, write_item: WriteItem, raw_stream: Any) -> tuple[Any, list[str]]:
-        return _Stream(raw_stream), []
-
-
-class Writer(FileSystemWriter):
-    """torch's writer, which raises the OSError, such as a full disk, that a failure of its clean-up would hide."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.transforms = _Transforms()
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except Exception as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__cause__ or cause.__context__
-            raise (cause or error) from None
-
-
 def write_manifest(folder: Path, fields: dict[str, Any], group: Group) -> None:
     """Write ``checkpoint.json``, with size and CRC-32 of every file of ``folder``; each rank reads its share."""
     # A barrier, and the union of all ranks' views of the folder.
     names = sorted(set().union(*together(group, lambda: set(os.listdir(folder)))))
-    sums: dict[str, list[int]] = {}
-    for part in together(group, lambda: {name: _checksum(folder / name) for name in names[group.rank :: group.size]}):
+    sums: dict[str, checked.Sum] = {}
+    for part in together(
+        group, lambda: {name: checked.checksum(folder / name) for name in names[group.rank :: group.size]}
+    ):
         sums |= part
-    on_first(group, lambda: _write_text(folder / MANIFEST, json.dumps({"format": FORMAT, **fields, "files": sums})))
-
-
-def _write_text(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _checksum(path: Path) -> list[int]:
-    size = crc = 0
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 22):
-            size += len(piece)
-            crc = zlib.crc32(piece, crc)
-    return [size, crc]
+    content = {"format": FORMAT, "generation": uuid.uuid4().hex, **fields, "files": sums}
+    on_first(group, lambda: checked.write_json(folder / MANIFEST, content))
 
 
 def _sync(folder: Path) -> None:
@@ -239,10 +273,54 @@ def _replaced(target: Path) -> Path:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def open_checkpoint(target: Path) -> tuple[Path, dict[str, Any]]:
+def unmixed(target: Path, group: Group, read: Callable[[Path, Manifest], T]) -> tuple[Manifest, T]:
+    """The manifest of the checkpoint at ``target``, and the result of ``read``, which gets its folder and manifest.
+
+    Every rank enters. Where a writer replaces the checkpoint meanwhile, all read again: each writer chooses a new
+    ``generation``, and every rank finds the same one before and after. Raises RuntimeError where that does not end.
+    """
+    for _ in range(TRIES):
+        place = agree(group, lambda: open_checkpoint(target))
+        try:
+            result = read(*place)
+        except (ValueError, OSError, CheckpointException):
+            if _still_there(target, place, group):
+                raise
+        else:
+            if _still_there(target, place, group):
+                return place[1], result
+    raise RuntimeError(
+        f"{target}: other processes replaced this checkpoint {TRIES} times while it was being read; load a copy, or "
+        "wait until they have ended"
+    )
+
+
+def _still_there(target: Path, place: tuple[Path, Manifest], group: Group) -> bool:
+    """Whether every rank opened the same generation and still finds it in the same folder."""
+
+    def both() -> tuple[Any, Any]:
+        try:
+            now = open_checkpoint(target)
+        except (ValueError, OSError):
+            return _generation(place), None
+        return _generation(place), _generation(now)
+
+    return len({each for pair in together(group, both) for each in pair}) == 1
+
+
+def _generation(place: tuple[Path, Manifest]) -> tuple[str, str]:
+    return str(place[0]), place[1]["generation"]
+
+
+def open_checkpoint(target: Path) -> tuple[Path, Manifest]:
     """The folder and manifest of the checkpoint at ``target``."""
-    folder = locate(target)
-    return folder, read_manifest(folder)
+    for _ in range(TRIES):  # a writer may rename the folder between the look and the reading
+        folder = locate(target)
+        with contextlib.suppress(FileNotFoundError):
+            return folder, read_manifest(folder)
+    if not folder.exists():
+        raise FileNotFoundError(f"{folder}: no such checkpoint; give the folder that save_checkpoint wrote")
+    raise ValueError(f"{folder}: not a checkpoint (it has no {MANIFEST}); give the folder that save_checkpoint wrote")
 
 
 def names(folder: Path, pattern: str) -> list[str]:
@@ -257,159 +335,57 @@ def locate(target: Path) -> Path:
     return replaced if not target.exists() and (replaced / MANIFEST).exists() else target
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """``checkpoint.json``. Raises ValueError or FileNotFoundError, which describe what is there instead."""
-    if not folder.exists():
-        raise FileNotFoundError(f"{folder}: no such checkpoint; give the folder that save_checkpoint wrote")
+def read_manifest(folder: Path) -> Manifest:
+    """``checkpoint.json``. Raises FileNotFoundError, or ValueError, which describes what is there instead."""
     path = folder / MANIFEST
-    if not path.exists():
-        raise ValueError(
-            f"{folder}: not a checkpoint (it has no {MANIFEST}); give the folder that save_checkpoint wrote"
-        )
-    _check_regular(path)
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: cut short or corrupt ({error}); load another checkpoint") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise ValueError(f"{path}: not written by this version of shardfuse (expected format {FORMAT!r})")
+        manifest = checked.parse_checked(path, checked.read(path), FORMAT, remedy=_REMEDY)
+    except NotADirectoryError:
+        raise ValueError(
+            f"{folder}: not a checkpoint, but a file; give the folder that save_checkpoint wrote"
+        ) from None
     if problem := _problem(manifest):
-        raise ValueError(f"{path}: corrupt ({problem}); load another checkpoint")
+        raise ValueError(f"{path}: corrupt ({problem}); {_REMEDY}")
     return manifest
 
 
-def _problem(manifest: dict[str, Any]) -> str | None:
+def _problem(manifest: Manifest) -> str | None:
     """What is missing from a manifest or of the wrong type; None for a valid one."""
-    files, groups = manifest.get("files"), manifest.get("param_groups", [])
+    sums, groups = manifest.get("files"), manifest.get("param_groups", [])
     if not isinstance(manifest.get("extra"), dict):
         return "it has no dictionary 'extra'"
-    if not isinstance(manifest.get("serial", 0), int):
+    if not isinstance(manifest.get("generation"), str):
+        return "it has no 'generation'"
+    if not checked.is_count(manifest.get("serial", 0)):
         return "its 'serial' is not a number"
     if not isinstance(groups, list) or not all(map(_is_group, groups)):
         return "its 'param_groups' are not lists of names with settings"
-    if not isinstance(files, dict) or not all(map(_is_checksum, files.values())):
+    names = [name for group in groups for name in group["params"]]
+    if len(set(names)) < len(names):
+        return "a parameter is in its 'param_groups' twice"
+    if not checked.is_sums(sums):
         return "it has no dictionary 'files' of sizes and CRC-32s"
-    for name in files:
+    for name in sums:
         if os.path.basename(name) != name:  # a path to a file elsewhere, or to a device
             return f"it lists {name!r}, which is outside the checkpoint"
-    return None if INDEX in files else f"it does not list {INDEX}"
+        if name not in (index.FILE, TORCH_INDEX) and not _DATA.fullmatch(name):
+            return f"it lists {name!r}, which no checkpoint has"
+    return next((f"it does not list {name}" for name in (index.FILE, TORCH_INDEX) if name not in sums), None)
+
+
+_DATA = re.compile(rf"__[0-9]+_[0-9]+{re.escape(DATA_SUFFIX)}")
 
 
 def _is_group(group: Any) -> bool:
-    if not isinstance(group, dict) or not isinstance(group.get("settings"), dict):
+    if not isinstance(group, dict) or group.keys() != {"params", "settings"}:
         return False
-    params = group.get("params")
-    return isinstance(params, list) and all(isinstance(name, str) for name in params)
-
-
-def _is_checksum(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(isinstance(number, int) for number in value)
-
-
-def _check_regular(path: Path) -> None:
-    """ValueError for a link, which may lead outside the checkpoint, and for an endless file, such as a device."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise ValueError(f"{path}: a link, or not a file; put the file itself there or load another checkpoint")
-
-
-def check_files(folder: Path, manifest: dict[str, Any], group: Group) -> None:
-    """ValueError on every rank if a file is missing or was changed; each rank reads its share."""
-
-    def check() -> None:
-        files = sorted(manifest["files"].items())
-        for name, written in files[group.rank :: group.size]:
-            path = folder / name
-            if not os.path.lexists(path):
-                raise ValueError(f"{path}: missing from the checkpoint; copy it again or load another checkpoint")
-            _check_regular(path)
-            found = _checksum(path)
-            if found != written:
-                how = "cut short" if found[0] < written[0] else "corrupt"
-                raise ValueError(
-                    f"{path}: {how} ({found[0]} bytes with CRC-32 {found[1]:08x}, written were {written[0]} with "
-                    f"{written[1]:08x}); copy it again or load another checkpoint"
-                )
-
-    together(group, check)
-
-
-class Reader(FileSystemReader):
-    """torch's reader for untrusted files: loading a checkpoint cannot run code.
-
-    torch unpickles the index, which may call anything. This reader accepts only the classes of which an index consists,
-    and only entries that are tensors, which torch loads with ``weights_only=True``, from files that ``manifest`` lists:
-    :func:`check_files` has checked those.
-    """
-
-    def __init__(self, folder: Path, manifest: dict[str, Any]) -> None:
-        super().__init__(folder)
-        self._files = manifest["files"]
-        self._index: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._index is None:
-            self._index = _read_index(Path(self.path) / INDEX, self._files)
-        return self._index
-
-
-def _read_index(path: Path, files: Collection[str]) -> Metadata:
-    try:
-        with open(path, "rb") as file:
-            index = _IndexUnpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, IndexError, ValueError) as error:
-        raise ValueError(f"{path}: not the index of a checkpoint ({error}); load another checkpoint") from error
-    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
-        raise ValueError(f"{path}: not the index of a checkpoint; load another checkpoint")
-    for name, entry in index.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise ValueError(f"{path}: {name} is not a tensor, and nothing else is read from a checkpoint")
-    for where in index.storage_data.values():
-        listed = getattr(where, "relative_path", None)
-        if not isinstance(listed, str) or listed not in files:
-            raise ValueError(f"{path}: it points to {listed!r}, which is not a file of the checkpoint ({MANIFEST})")
-    return index
-
-
-_INDEX_CLASSES = {
-    "torch.distributed.checkpoint.metadata": {
-        "_MEM_FORMAT_ENCODING",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "pathlib": {"PosixPath"},
-    "pathlib._local": {"PosixPath"},  # Python 3.13
-}
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _member
-        allowed = name in _INDEX_CLASSES.get(module, ())
-        if module == "torch":
-            allowed = name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
-        if not allowed:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no index needs")
-        if module == "pathlib._local":
-            module = "pathlib"  # every Python version has the class here
-        return super().find_class(module, name)
-
-
-def _member(kind: Any, name: Any) -> Enum:
-    """The member ``name`` of the enumeration ``kind``: the only use that an index has for ``getattr``.
-
-    The first releases of Python 3.11 pickle a member as a call of ``getattr``. The unpickler has already checked
-    ``kind``, and the member's value would give the index the same.
-    """
-    if isinstance(kind, EnumMeta) and isinstance(name, str) and name in kind.__members__:
-        return kind[name]
-    raise pickle.UnpicklingError(f"it asks for builtins.getattr of {kind!r} and {name!r}, which no index needs")
+    params, settings = group["params"], group["settings"]
+    return (
+        isinstance(params, list)
+        and all(isinstance(name, str) for name in params)
+        and isinstance(settings, dict)
+        and "params" not in settings
+    )
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from checkpoint_case import FFN, SHAPES, WIDTH, Net, adamw, assert_equal, train
 from torch import nn
 
 from shardfuse.layers import ColumnParallelLinear
-from shardfuse.parallel.checkpoint import storage
+from shardfuse.parallel.checkpoint import storage, tensor_files
 from shardfuse.parallel.checkpoint.checkpoint import full_state_dict, load_checkpoint, read_extra, save_checkpoint
 from shardfuse.parallel.core.mesh import SINGLE, Group, tp_group
 from shardfuse.parallel.core.sharding import ShardSpec, local_tensor, make_parameter
@@ -86,7 +87,9 @@ def _contents(rank: int, world: int, path: Path, params: str) -> dict[str, torch
     dist.barrier()
     return {
         key: (entry.size, entry.properties.dtype, sorted((c.offsets, c.sizes) for c in entry.chunks))
-        for key, entry in storage.Reader(*storage.open_checkpoint(path)).read_metadata().state_dict_metadata.items()
+        for key, entry in tensor_files.Reader(*storage.open_checkpoint(path))
+        .read_metadata()
+        .state_dict_metadata.items()
     }
 
 
@@ -136,6 +139,36 @@ def test_values_take_the_models_dtype(tmp_path: Path) -> None:
     half = Net(seed=1, dtype=torch.bfloat16)
     load_checkpoint(tmp_path / "c", half)
     assert torch.equal(half.up, model.up.bfloat16())
+
+
+def _odd(fill: int) -> nn.Module:
+    """Buffers of all dtypes, and of shapes and layouts that are easily lost."""
+    module = nn.Module()
+    numbers = torch.arange(24).view(4, 6) + fill
+    for dtype in (torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.bool):
+        module.register_buffer(str(dtype).replace("torch.", "of_"), numbers.to(dtype))
+    module.register_buffer("transposed", numbers.t())
+    module.register_buffer("strided", numbers[::2, 1::3])
+    module.register_buffer("channels_last", numbers.view(1, 2, 3, 4).to(memory_format=torch.channels_last))
+    module.register_buffer("conjugate", torch.complex(numbers.float(), numbers.float()).conj())
+    module.register_buffer("number", torch.tensor(fill))
+    module.register_buffer("empty", torch.empty(0, 3))
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_every_dtype_and_layout_comes_back_and_torch_reads_it_too(tmp_path: Path) -> None:
+    before, after = _odd(1), _odd(2)
+    save_checkpoint(tmp_path / "c", before)
+    load_checkpoint(tmp_path / "c", after)
+    want = before.state_dict()
+    for name, value in want.items():
+        assert after.state_dict()[name].dtype == value.dtype
+        assert torch.equal(after.state_dict()[name].to(torch.complex64), value.to(torch.complex64)), name
+    by_torch = {f"model.{name}": torch.zeros_like(value) for name, value in want.items()}
+    dcp.load(by_torch, storage_reader=dcp.FileSystemReader(tmp_path / "c"), no_dist=True)
+    for name, value in want.items():
+        assert torch.equal(by_torch[f"model.{name}"].to(torch.complex64), value.to(torch.complex64)), name
 
 
 def test_a_process_alone_needs_no_process_group_and_gives_no_warnings(tmp_path: Path) -> None:
@@ -200,7 +233,7 @@ def test_saving_again_replaces_and_leaves_nothing_else(tmp_path: Path) -> None:
     for seed in range(3):
         save_checkpoint(path, Net(seed=seed), extra={"seed": seed})
         assert _names(tmp_path) == ["c"]
-        assert _names(path) == [".metadata", "__0_0.distcp", "checkpoint.json"]
+        assert _names(path) == [".metadata", "__0_0.distcp", "checkpoint.json", "index.json"]
     model = Net()
     assert load_checkpoint(path, model) == {"seed": 2}
     assert_equal(full_state_dict(model), full_state_dict(Net(seed=2)))
@@ -232,7 +265,7 @@ def test_a_checkpoint_is_loadable_at_every_moment(tmp_path: Path, monkeypatch: A
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
         if moment == "data":
-            patch.setattr(storage.Writer, "write_data", stop)
+            patch.setattr(tensor_files.Writer, "write_data", stop)
         elif moment == "manifest":
             patch.setattr(storage, "write_manifest", stop)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint_case import edit
 from torch import nn
 
 from shardfuse.parallel.checkpoint import storage
@@ -28,39 +28,39 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-def _rewrite(folder: Path, change: Callable[[Manifest], Any]) -> None:
-    path = folder / storage.MANIFEST
-    manifest = json.loads(path.read_text())
-    change(manifest)
-    path.write_text(json.dumps(manifest))
-
-
 # --- altered folders --------------------------------------------------------------------------------------------------
 
 CHANGES: dict[str, tuple[Callable[[Manifest], Any], str]] = {
     "no-extra": (lambda m: m.pop("extra"), "it has no dictionary 'extra'"),
     "no-files": (lambda m: m.pop("files"), "it has no dictionary 'files'"),
-    "no-index": (lambda m: m["files"].pop(".metadata"), "it does not list .metadata"),
+    "no-index": (lambda m: m["files"].pop("index.json"), "it does not list index.json"),
+    "no-torch-index": (lambda m: m["files"].pop(".metadata"), "it does not list .metadata"),
+    "no-generation": (lambda m: m.pop("generation"), "it has no 'generation'"),
     "checksum": (lambda m: m["files"].update({".metadata": ["1", 2]}), "it has no dictionary 'files' of sizes"),
+    "negative-size": (lambda m: m["files"].update({".metadata": [-1, 2]}), "it has no dictionary 'files' of sizes"),
     "serial": (lambda m: m.update(serial="7"), "its 'serial' is not a number"),
+    "true-serial": (lambda m: m.update(serial=True), "its 'serial' is not a number"),
     "groups": (lambda m: m.update(param_groups=[{"params": [1], "settings": {}}]), "its 'param_groups' are not"),
+    "settings-params": (lambda m: m.update(param_groups=[{"params": [], "settings": {"params": []}}]), "its 'param_g"),
+    "twice": (lambda m: m.update(param_groups=[{"params": ["a", "a"], "settings": {}}]), "a parameter is in its"),
     "device": (lambda m: m["files"].update({"/dev/zero": [1, 1]}), "it lists '/dev/zero', which is outside"),
     "parent": (lambda m: m["files"].update({"../x": [1, 1]}), r"it lists '\.\./x', which is outside"),
+    "foreign": (lambda m: m["files"].update({"\0": [1, 1]}), r"it lists '\\x00', which no checkpoint has"),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_manifest_that_is_not_one_is_refused(saved: Path, name: str) -> None:
     change, message = CHANGES[name]
-    _rewrite(saved, change)
+    edit(saved, change)
     with pytest.raises(ValueError, match=rf"c/checkpoint.json: corrupt \({message}"):
         load_checkpoint(saved, nn.Linear(2, 2))
 
 
 def test_a_file_that_the_manifest_does_not_list_is_not_read(saved: Path) -> None:
-    _rewrite(saved, lambda manifest: manifest["files"].pop("__0_0.distcp"))
+    edit(saved, lambda manifest: manifest["files"].pop("__0_0.distcp"))
     with pytest.raises(
-        ValueError, match=r"\.metadata: it points to '__0_0.distcp', which is not a file of the checkpoint"
+        ValueError, match=r"index.json: corrupt \(model.weight is in '__0_0.distcp', which is not a file of the ch"
     ):
         load_checkpoint(saved, nn.Linear(2, 2))
 

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from shardfuse.kernels.dev import accuracy
 from shardfuse.layers import ParallelTransformer, TransformerConfig
-from shardfuse.parallel.checkpoint import storage
+from shardfuse.parallel.checkpoint import storage, tensor_files
 from shardfuse.parallel.checkpoint.manager import Checkpointer
 from shardfuse.parallel.core.mesh import data_coordinate
 from shardfuse.parallel.core.rendezvous import init_mesh
@@ -99,7 +99,7 @@ def _hop(rank: int, world: int, style: str, layout: dict[str, Any], folder: Path
 
 def _contents(folder: Path, step: int) -> dict[str, torch.Tensor]:
     """The whole logical tensors of model and optimizer in a checkpoint."""
-    reader = storage.Reader(*storage.open_checkpoint(folder / f"step-{step:08d}"))
+    reader = tensor_files.Reader(*storage.open_checkpoint(folder / f"step-{step:08d}"))
     index = reader.read_metadata().state_dict_metadata
     wanted = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)

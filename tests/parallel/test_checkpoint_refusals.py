@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
-import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_case import FFN, WIDTH, Exploit, Net, adamw, assert_equal, train
+from checkpoint_case import FFN, WIDTH, Exploit, Net, adamw, assert_equal, edit, sign, train
 from torch import nn
+from torch.distributed.checkpoint import metadata
 
-from shardfuse.parallel.checkpoint import storage
 from shardfuse.parallel.checkpoint.checkpoint import load_checkpoint, read_extra, save_checkpoint
 from shardfuse.parallel.core.mesh import SINGLE, tp_group
 
@@ -56,7 +55,7 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
     assert "not a checkpoint" in _refused(tmp_path / "file")
 
 
-@pytest.mark.parametrize("name", ["checkpoint.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["checkpoint.json", "index.json", ".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("damage", ["truncate", "empty", "flip", "remove"])
 def test_damage_is_noticed_before_anything_changes(saved: Path, name: str, damage: str) -> None:
     path = saved / name
@@ -117,84 +116,180 @@ def test_meta_parameters_are_refused(saved: Path) -> None:
         load_checkpoint(saved, model)
 
 
-def _sign(saved: Path) -> None:
-    """Make the manifest match the altered files, as an attacker would."""
-    manifest = json.loads((saved / "checkpoint.json").read_text())
-    manifest["files"] = {name: storage._checksum(saved / name) for name in manifest["files"]}
-    (saved / "checkpoint.json").write_text(json.dumps(manifest))
+# --- crafted files, whose checksums are right -------------------------------------------------------------------------
 
 
-def test_loading_runs_no_code_from_the_index(saved: Path, tmp_path: Path) -> None:
-    (saved / ".metadata").write_bytes(pickle.dumps(Exploit(tmp_path / "pwned")))
-    _sign(saved)
-    assert "it asks for posix.mkdir, which no index needs" in _refused(saved)
-    assert not (tmp_path / "pwned").exists()
+def _class_patch() -> bytes:
+    """A pickle that sets an attribute of a class that every index needs."""
+    return b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}Vpatched\nI1\nstb."
 
 
-_FORMATS = b"torch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING"
-
-
-def _by_getattr(owner: bytes, name: bytes) -> bytes:
-    """A pickle of ``getattr(owner, name)``; ``owner`` is a module and a name in it, on two lines."""
-    return b"cbuiltins\ngetattr\n(c%b\nV%b\ntR." % (owner, name)
-
-
-def test_an_index_that_another_python_wrote_loads(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("crafted", ["code", "class", "nothing"])
+def test_the_index_for_torchs_tools_is_not_unpickled(saved: Path, tmp_path: Path, crafted: str) -> None:
+    pwned = tmp_path / "pwned"
+    pickles = {"code": pickle.dumps(Exploit(pwned)), "class": _class_patch(), "nothing": b""}
     before = Net(seed=7)
     load_checkpoint(saved, before)
-    index = pickle.loads((saved / ".metadata").read_bytes())
-    formats = type(pickle.loads(_by_getattr(_FORMATS, b"TORCH_CHANNELS_LAST")))
-    # The first releases of Python 3.11, including Debian 12's, pickle members of enumerations in this way.
-    monkeypatch.setattr(formats, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
-    pickled = pickle.dumps(index, protocol=3)
-    paths = b"c%b\nPosixPath\n" % type(saved).__module__.encode()
-    assert b"cbuiltins\ngetattr\n" in pickled
-    assert paths in pickled
-    for module in (b"pathlib", b"pathlib._local"):  # the second is Python 3.13's
-        (saved / ".metadata").write_bytes(pickled.replace(paths, b"c%b\nPosixPath\n" % module))
-        _sign(saved)
-        model = Net(seed=8)
-        load_checkpoint(saved, model)
-        assert_equal(model.state_dict(), before.state_dict())
+    (saved / ".metadata").write_bytes(pickles[crafted])
+    sign(saved)
+    model = Net(seed=8)
+    load_checkpoint(saved, model)
+    assert_equal(model.state_dict(), before.state_dict())
+    assert not pwned.exists()
+    assert not hasattr(metadata.Metadata, "patched")
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (b"http\nHTTPStatus", b"OK"),  # no checkpoint index needs this enumeration
-        (b"torch.distributed.checkpoint.metadata\nos", b"system"),  # an allowed module imports this one
-        (b"torch.distributed.checkpoint.metadata\nMetadata", b"__init__"),  # not an enumeration
-        (_FORMATS, b"__class__"),
-        (_FORMATS, b"__init__.__globals__"),
-        (_FORMATS, b"TORCH_CHANNELS_LAST.name"),
-        (_FORMATS, b"mro"),
-        (_FORMATS + b".TORCH_CHANNELS_LAST", b"name"),
-    ],
-    ids=lambda part: part.decode().rpartition("\n")[2],
-)
-def test_getattr_gives_an_index_members_of_its_enumerations_only(saved: Path, owner: bytes, name: bytes) -> None:
-    (saved / ".metadata").write_bytes(_by_getattr(owner, name))
-    _sign(saved)
-    assert re.search(r"it asks for .*, which no index needs", _refused(saved))
+def _tensor(name: str, key: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """Changes a field of a tensor of the index."""
+    return lambda index: index["tensors"][name].update({key: value})
 
 
-def test_loading_runs_no_code_from_an_entry_that_claims_not_to_be_a_tensor(saved: Path) -> None:
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-
-    index = pickle.loads((saved / ".metadata").read_bytes())
-    index.state_dict_metadata["model.up"] = BytesStorageMetadata()
-    (saved / ".metadata").write_bytes(pickle.dumps(index))
-    _sign(saved)
-    assert "BytesStorageMetadata" in _refused(saved)
+def _chunk(name: str, number: int = 0, **fields: Any) -> Callable[[dict[str, Any]], None]:
+    """Changes fields of a tensor's chunk."""
+    return lambda index: index["tensors"][name]["chunks"][number].update(fields)
 
 
-def test_loading_reads_no_file_outside(saved: Path) -> None:
-    index = pickle.loads((saved / ".metadata").read_bytes())
-    for where in index.storage_data.values():
-        where.relative_path = "../elsewhere"
-    (saved / ".metadata").write_bytes(pickle.dumps(index))
-    _sign(saved)
-    assert "'../elsewhere', which is not a file of the checkpoint" in _refused(saved)
+def _halves(**fields: Any) -> Callable[[dict[str, Any]], None]:
+    """Cuts the chunk of ``up`` [24, 6] in two, and changes fields of the second half."""
+
+    def cut(index: dict[str, Any]) -> None:
+        (chunk,) = index["tensors"]["model.up"]["chunks"]
+        second = {**chunk, "offsets": [12, 0], "sizes": [12, 6], "start": chunk["start"] + 12 * 6 * 4, **fields}
+        index["tensors"]["model.up"]["chunks"] = [{**chunk, "sizes": [12, 6]}, second]
+
+    return cut
+
+
+INDEXES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no-tensors": (lambda index: index.pop("tensors"), "it has no dictionary 'tensors'"),
+    "byte-order": (lambda index: index.update(byteorder="middle"), "its byte order is 'middle'"),
+    "not-a-tensor": (lambda index: index["tensors"].update({"model.up": {}}), "model.up is not a tensor"),
+    "bytes": (lambda index: index["tensors"]["model.up"].update(type="BYTE_IO"), "model.up is not a tensor"),
+    "no-dtype": (_tensor("model.up", "dtype", "nn"), "model.up has the dtype 'nn'"),
+    "quantized": (_tensor("model.up", "dtype", "qint8"), "model.up has the dtype 'qint8'"),
+    "shape": (_tensor("model.up", "shape", [24.0, 6]), "model.up has a shape or chunks that are not"),
+    "huge": (_tensor("model.up", "shape", [1 << 40, 1 << 40]), "model.up has a shape or chunks that are not"),
+    "dimensions": (_chunk("model.up", sizes=[144]), "model.up has a shape or chunks that are not"),
+    "negative": (_chunk("model.up", start=-8), "model.up has a shape or chunks that are not"),
+    "outside": (_chunk("model.up", file="../elsewhere"), "model.up is in '../elsewhere', which is not a file of the"),
+    "behind-the-end": (_chunk("model.up", start=1 << 40), "which has "),
+    "no-chunks": (_tensor("model.up", "chunks", []), "the chunks of model.up end at 0, its length is 24"),
+    "no-chunks-of-a-number": (_tensor("model.temperature", "chunks", []), "the chunks of model.temperature overlap or"),
+    "short": (_chunk("model.up", sizes=[23, 6]), "the chunks of model.up end at 23, its length is 24"),
+    "late": (_chunk("model.up", offsets=[1, 0], sizes=[23, 6]), "the chunks of model.up overlap or leave a gap at 0"),
+    "overlap": (_halves(offsets=[11, 0], sizes=[13, 6]), "the chunks of model.up overlap or leave a gap at 11"),
+    "gap": (_halves(offsets=[13, 0], sizes=[11, 6]), "the chunks of model.up overlap or leave a gap at 12"),
+    "hole": (_halves(offsets=[12, 1], sizes=[12, 5]), "the chunks of model.up "),
+    "twice": (_halves(offsets=[0, 0]), "the chunks of model.up "),
+    "no-elements": (_halves(offsets=[24, 0], sizes=[0, 6]), "the chunks of model.up "),
+}
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_an_index_that_does_not_describe_the_tensors_is_refused(saved: Path, name: str) -> None:
+    change, message = INDEXES[name]
+    edit(saved, change, "index.json")
+    refused = _refused(saved)
+    assert "c/index.json: corrupt (" in refused
+    assert message in refused
+
+
+def test_tensors_may_be_in_several_pieces(saved: Path) -> None:
+    before = Net(seed=7)
+    load_checkpoint(saved, before)
+    edit(saved, _halves(), "index.json")
+    model = Net(seed=8)
+    load_checkpoint(saved, model)
+    assert_equal(model.state_dict(), before.state_dict())
+
+
+def _copy_tensors(index: dict[str, Any], names: dict[str, str]) -> None:
+    index["tensors"].update({new: index["tensors"][old] for new, old in names.items()})
+
+
+def test_optimizer_state_of_another_shape_is_refused(saved: Path) -> None:
+    edit(
+        saved, lambda index: index["tensors"].update({"optimizer.up.max": index["tensors"]["model.bias"]}), "index.json"
+    )
+    model = Net(seed=7)
+    assert "the optimizer's 'max' of up is [24], expected a number or [24, 6]" in _refused(saved, model, adamw(model))
+
+
+def test_states_that_are_not_bytes_are_refused(saved: Path) -> None:
+    edit(saved, lambda index: _copy_tensors(index, {"state.x": "model.bias"}), "index.json")
+    with pytest.raises(ValueError, match=r"c: the state of 'x' is not a row of bytes"):
+        load_checkpoint(saved, Net(), states={"x": Net()})
+
+
+SETTINGS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "no-parameters": (lambda group: group["settings"].update(params=[]), "its 'param_groups' are not lists of names"),
+    "further-field": (lambda group: group.update(more=1), "its 'param_groups' are not lists of names"),
+    "fewer-names": (
+        lambda group: group["params"].pop(),
+        "2 parameter group(s) of [1, 3] parameters, and yours 2 of",
+    ),
+    "text": (
+        lambda group: group["settings"].update(lr="fast"),
+        "'lr' of parameter group 0 is 'fast', and 0.01 in",
+    ),
+    "none": (lambda group: group["settings"].update(lr=None), "'lr' of parameter group 0 is None"),
+    "truth": (lambda group: group["settings"].update(weight_decay=True), "'weight_decay' of parameter group 0 is True"),
+    "number": (lambda group: group["settings"].update(maximize=1), "'maximize' of parameter group 0 is 1, and False"),
+    "list": (lambda group: group["settings"].update(lr=[0.1]), "'lr' of parameter group 0 is [0.1]"),
+    "betas": (lambda group: group["settings"].update(betas=[0.9]), "'betas' of parameter group 0 is [0.9]"),
+    "tree": (
+        lambda group: group["settings"].update(extra={"a": 1}),
+        "'extra' of parameter group 0 is {'a': 1}, ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_no_optimizer_of_this_kind_has_are_refused(saved: Path, name: str) -> None:
+    change, message = SETTINGS[name]
+    edit(saved, lambda manifest: change(manifest["param_groups"][0]))
+    model = Net(seed=7)
+    optimizer = adamw(model)
+    refused = _refused(saved, model, optimizer)
+    assert "checkpoint.json" in refused or name == "fewer-names"
+    assert message in refused
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 3]
+
+
+# --- damage that JSON survives ----------------------------------------------------------------------------------------
+
+
+def test_an_edited_number_is_noticed(saved: Path) -> None:
+    path = saved / "checkpoint.json"
+    text = path.read_text()
+    assert '"lr": 0.01' in text
+    path.write_text(text.replace('"lr": 0.01', '"lr": 0.91'))
+    model = Net(seed=7)
+    assert "checkpoint.json: corrupt (its content does not have the checksum" in _refused(saved, model, adamw(model))
+    with pytest.raises(ValueError, match=r"checkpoint.json: corrupt"):
+        read_extra(saved)
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "index.json"])
+def test_deep_nesting_is_refused(saved: Path, name: str) -> None:
+    (saved / name).write_text("[" * 100_000 + "]" * 100_000)
+    if name == "index.json":
+        sign(saved)
+    assert f"{name}: cut short or corrupt (maximum recursion depth" in _refused(saved)
+
+
+def test_extra_that_nests_too_deeply_to_be_read_is_refused(tmp_path: Path) -> None:
+    extra: dict[str, Any] = {}
+    for _ in range(100_000):
+        extra = {"x": extra}
+    with pytest.raises(ValueError, match="extra must be JSON"):
+        save_checkpoint(tmp_path / "c", Net(), extra=extra)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_checkpoint_in_another_format_is_refused(saved: Path) -> None:
+    edit(saved, lambda manifest: manifest.update(format="shardfuse checkpoint 1"))
+    assert "not written by this version of shardfuse (expected format 'shardfuse checkpoint 2')" in _refused(saved)
 
 
 def _load_damaged(rank: int, world: int, path: Path) -> str:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter, OrderedDict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from checkpoint_case import Exploit
 from torch import nn
 
-from shardfuse.parallel.checkpoint import checkpoint, storage
+from shardfuse.parallel.checkpoint import checkpoint, storage, tensor_files
 from shardfuse.parallel.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from shardfuse.parallel.checkpoint.manager import Checkpointer, Resumed
 from shardfuse.parallel.checkpoint.rng_state import gather_random, pack, unpack
@@ -94,13 +95,13 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, asynchronous: bo
 def test_a_save_holds_what_was_there_when_it_was_called(tmp_path: Path, monkeypatch: Any) -> None:
     """The test delays the write until the model has changed."""
     changed = threading.Event()
-    write = storage.Writer.write_data
+    write = tensor_files.Writer.write_data
 
     def late(*args: Any, **kwargs: Any) -> Any:
         assert changed.wait(60)
         return write(*args, **kwargs)
 
-    monkeypatch.setattr(storage.Writer, "write_data", late)
+    monkeypatch.setattr(tensor_files.Writer, "write_data", late)
     model, before = _model(), _model()
     extra = {"losses": [1.0]}
     with Checkpointer(tmp_path) as run:
@@ -152,11 +153,11 @@ def test_the_last_few_are_kept_and_the_last_written_is_the_latest(tmp_path: Path
         for step in (10, 20, 30):
             run.save(step, _model(step))
         assert run.latest() == 30
-        assert _names(run.folder) == ["step-00000020", "step-00000030"]
+        assert _names(run.folder) == [".lock", "step-00000020", "step-00000030"]
         assert run.load(_model(), step=20) == Resumed(20, {})
         run.save(25, _model(25))  # gone back to 20
         assert run.latest() == 25
-        assert _names(run.folder) == ["step-00000025", "step-00000030"]
+        assert _names(run.folder) == [".lock", "step-00000025", "step-00000030"]
         run.save(30, _model(31))  # again: replaced
         model = _model()
         assert run.load(model) == Resumed(30, {})
@@ -199,7 +200,7 @@ def test_threads_end_with_the_checkpointer(tmp_path: Path) -> None:
 KILLED = """
 import sys, threading, torch
 from torch import nn
-from shardfuse.parallel.checkpoint import storage
+from shardfuse.parallel.checkpoint import storage, tensor_files
 from shardfuse.parallel.checkpoint.manager import Checkpointer
 
 moment, folder = sys.argv[1:]
@@ -211,7 +212,7 @@ def stop(*args, **kwargs):
 run, model = Checkpointer(folder), nn.Linear(2, 2)
 run.save(1, model, asynchronous=False)
 if moment == "data":
-    storage.Writer.write_data = stop
+    tensor_files.Writer.write_data = stop
 elif moment == "manifest":
     storage.write_manifest = stop
 else:
@@ -232,7 +233,9 @@ def test_a_process_killed_while_saving_leaves_the_checkpoint_before(tmp_path: Pa
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    assert len(_names(tmp_path)) == 2
+    *locks, writing, before = _names(tmp_path)
+    assert (locks, before) == ([".lock", ".step-00000002.lock"], "step-00000001")
+    assert writing.startswith(".step-00000002.writing-")
 
     with Checkpointer(tmp_path) as run:
         assert run.load(nn.Linear(2, 2)) == Resumed(1, {})
@@ -244,7 +247,7 @@ LOST = """
 import os, signal, sys
 import torch.distributed as dist
 from torch import nn
-from shardfuse.parallel.checkpoint import storage
+from shardfuse.parallel.checkpoint import storage, tensor_files
 from shardfuse.parallel.checkpoint.manager import Checkpointer
 
 rank, folder, store = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -252,7 +255,7 @@ dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world
 run, model = Checkpointer(folder), nn.Linear(2, 2)
 run.save(1, model, asynchronous=False)
 if rank == 1:
-    storage.Writer.write_data = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
+    tensor_files.Writer.write_data = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
 run.save(2, model)
 try:
     run.wait()
@@ -316,7 +319,7 @@ def test_a_failed_write_shows_at_the_next_call(tmp_path: Path, monkeypatch: Any)
 
     run = Checkpointer(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(storage.Writer, "write_data", fail)
+        patch.setattr(tensor_files.Writer, "write_data", fail)
         run.save(1, _model())
         with pytest.raises(RuntimeError, match="step-00000001: no space left while writing"):
             run.save(2, _model())
@@ -387,10 +390,67 @@ def test_bad_arguments(tmp_path: Path) -> None:
 
 def test_states_come_back_as_they_were() -> None:
     """Including integer keys, which JSON would turn into strings, and milestones, which are a Counter."""
-    state = {1: "a", "t": (1, 2.5, None), "tensor": torch.arange(3, dtype=torch.int16), "nested": [{"x": {2: True}}]}
-    again = unpack("it", pack("it", state))
-    assert torch.equal(again.pop("tensor"), state.pop("tensor"))  # type: ignore[arg-type]
+    state = {
+        1: "a",
+        "t": (1, 2.5, None, True, float("inf"), 1 << 80, 2j),
+        "nested": [{"x": {2: True}}, set(), frozenset({(1, "\ud800")}), b"\0", bytearray(b"x")],
+        None: OrderedDict(b=1, a=2),
+        "count": Counter([3, 3, 5]),
+        ("of", "torch"): [torch.Size([2, 3]), torch.bfloat16, torch.device("cuda:1")],
+    }
+    tensors = [torch.arange(3, dtype=torch.int16), torch.ones(2, 3).t(), torch.tensor(True), torch.empty(0, 2)]
+    again = unpack("it", pack("it", {**state, "tensors": tensors}))
+    for got, want in zip(again.pop("tensors"), tensors, strict=True):
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
     assert again == state
+    assert [type(each) for each in again.values()] == [type(each) for each in state.values()]
+    assert list(again[None]) == ["b", "a"]
+
+
+def _packed(text: str, elements: bytes = b"") -> torch.Tensor:
+    data = text.encode()
+    return torch.frombuffer(bytearray(len(data).to_bytes(8, "little") + data + elements), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[1]",
+        "{}",
+        '{"list": [1], "tuple": []}',
+        '{"list": 1}',
+        '{"dict": [1]}',
+        '{"dict": [[{"list": []}, 1]]}',
+        '{"getattr": ["os", "system"]}',
+        '{"dtype": ["nn"]}',
+        '{"device": ["moon"]}',
+        '{"bytes": ["?"]}',
+        '{"Size": ["x"]}',
+        '{"tensor": ["float32", [2], 0]}',
+        '{"tensor": ["float32", [-1], 0]}',
+        '{"tensor": ["float32", [1], -4]}',
+        '{"tensor": ["float32", [1]]}',
+        '{"tensor": ["qint8", [1], 0]}',
+        '{"list": [' * 10_000 + "]}" * 10_000,
+    ],
+    ids=lambda text: text[:24],
+)
+def test_bytes_that_are_not_plain_data_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="the state of 'it' is not plain data: "):
+        unpack("it", _packed(text, b"1234"))
+
+
+def test_random_states_that_are_not_are_refused(tmp_path: Path) -> None:
+    class Other:
+        def state_dict(self) -> Any:
+            return {"0/1": {"cpu": torch.zeros(3, dtype=torch.uint8)}}
+
+    snapshot = checkpoint.take_snapshot(_model(), states={"random": Other()}, ranks=checkpoint.everyone())
+    checkpoint.write_snapshot(tmp_path / "step-00000001", snapshot, checkpoint.everyone())
+    with Checkpointer(tmp_path) as run, pytest.raises(ValueError, match="they are not the states of torch's gener"):
+        run.load(_model())
 
 
 class _Rule:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +68,26 @@ def assert_equal(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) ->
     for name in want:
         assert got[name].dtype == want[name].dtype, name
         assert torch.equal(got[name], want[name]), name
+
+
+def edit(folder: Path, change: Callable[[dict[str, Any]], Any], name: str = "checkpoint.json") -> None:
+    """Change one of the checkpoint's JSON files, with checksums that are right for the result."""
+    content = json.loads((folder / name).read_text())
+    change(content)
+    (folder / name).write_text(json.dumps(content))
+    sign(folder, measure=name != "checkpoint.json")
+
+
+def sign(folder: Path, *, measure: bool = True) -> None:
+    """Give ``checkpoint.json`` a right checksum and, with ``measure``, those of the files as they are."""
+    content = json.loads((folder / "checkpoint.json").read_text())
+    if measure:
+        data = {name: (folder / name).read_bytes() for name in content["files"] if (folder / name).is_file()}
+        content["files"] = {name: [len(each), zlib.crc32(each)] for name, each in data.items()}
+    content.pop("sha256", None)
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    content["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "checkpoint.json").write_text(json.dumps(content))
 
 
 class Exploit:
