@@ -9,6 +9,8 @@ from ..config import TransformerConfig, rope_type
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CHECKSUMS = "checksums.json"  # ours: size and CRC-32 of the other files, by name
+CHECKSUMS_FORMAT = "shardfuse export 1"
 PART, ANY_PART = "model-{:05d}-of-{:05d}.safetensors", "model-*-of-*.safetensors"
 
 # What lies beside the weights of a model: its tokenizer, and its settings for generation.

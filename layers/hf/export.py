@@ -16,11 +16,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from ...kernels.runtime.checks import type_name
+from ...parallel.checkpoint import checked
 from ...parallel.checkpoint.checkpoint import bare, full_state_dict
 from ...parallel.core.agreement import on_first, together
 from ...parallel.core.mesh import MeshLike, everyone, whole_group
 from ..transformer import ParallelTransformer
-from .config import ANY_PART, COMPANIONS, CONFIG, INDEX, PART, WEIGHTS, config_to_hf
+from .config import ANY_PART, CHECKSUMS, CHECKSUMS_FORMAT, COMPANIONS, CONFIG, INDEX, PART, WEIGHTS, config_to_hf
 
 
 def export_hf(
@@ -34,8 +35,9 @@ def export_hf(
 
     All ranks of ``group`` (default: every process) call it, however the model is spread over them; a pipeline's ranks
     pass the parts that they have. Each tensor is written once, in the model's own dtype: all tensors into one file, or
-    each stage's into its own file beside an index. The files are complete under temporary names before the first one is
-    renamed. Then the weights of an older export are deleted; other files of the folder stay.
+    each stage's into its own file beside an index. ``checksums.json`` holds size and CRC-32 of every file, which our
+    readers compare. The files are complete under temporary names before the first one is renamed. Then the weights of
+    an older export are deleted; other files of the folder stay.
 
     The tokenizer and the settings for generation (``COMPANIONS``) are copied from the folder ``like``, by default the
     one that the weights were loaded from (``model.loaded_from``, None for a model with fresh weights).
@@ -66,8 +68,8 @@ def export_hf(
     writing = on_first(ranks, lambda: _Export(target, uuid.uuid4().hex[:8], owned, _companions(source, target)))
     mine = {name: state[name].contiguous() for name in owned[ranks.rank]}
     try:
-        sizes = together(ranks, lambda: writing.write_part(ranks.rank, mine))
-        on_first(ranks, lambda: writing.publish(config, sum(sizes)))
+        parts = together(ranks, lambda: writing.write_part(ranks.rank, mine))
+        on_first(ranks, lambda: writing.publish(config, sum(size for size, _ in parts), [sums for _, sums in parts]))
     finally:
         writing.discard(ranks.rank)
 
@@ -84,31 +86,34 @@ class _Export:
         self._parts = dict(zip(writers, parts))
         self._where = {name: self._parts[rank] for rank in writers for name in owned[rank]}
 
-    def write_part(self, rank: int, tensors: dict[str, torch.Tensor]) -> int:
-        """Write the file of ``rank`` under its temporary name; returns the bytes of its tensors."""
+    def write_part(self, rank: int, tensors: dict[str, torch.Tensor]) -> tuple[int, checked.Sums]:
+        """Write the file of ``rank`` under its temporary name; returns the bytes of its tensors, and its checksum."""
         if not tensors:
-            return 0
+            return 0, {}
         path = self._temporary(self._parts[rank])
         with self._explained():
             self.directory.mkdir(parents=True, exist_ok=True)
             save_file(tensors, path, metadata={"format": "pt"})
             _sync(path)
-        return sum(tensor.nbytes for tensor in tensors.values())
+            return sum(tensor.nbytes for tensor in tensors.values()), {self._parts[rank]: checked.checksum(path)}
 
-    def publish(self, config: dict[str, Any], size: int) -> None:
-        """Write the config and the index, copy the companions, and give every file its final name."""
+    def publish(self, config: dict[str, Any], size: int, sums: list[checked.Sums]) -> None:
+        """Write the config, the index and the checksums, copy the companions, and give every file its final name."""
         texts: dict[str, dict[str, Any]] = {CONFIG: config}
         if len(self._parts) > 1:
             texts[INDEX] = {"metadata": {"total_size": size}, "weight_map": self._where}
+        found = {name: each for part in sums for name, each in part.items()}
         with self._explained():
             for name, content in texts.items():
-                self._temporary(name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-                _sync(self._temporary(name))
+                checked.write_text(self._temporary(name), json.dumps(content, indent=2) + "\n")
+                found[name] = checked.checksum(self._temporary(name))
             for name, source in self._companions.items():
                 self._temporary(name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(source, self._temporary(name))
                 _sync(self._temporary(name))
-            files = [*self._parts.values(), *self._companions, *texts]
+            checked.write_json(self._temporary(CHECKSUMS), {"format": CHECKSUMS_FORMAT, "files": found})
+            # The checksums first: a reader of files of both exports then finds some that do not match.
+            files = [CHECKSUMS, *self._parts.values(), *self._companions, *texts]
             for name in files:
                 self._temporary(name).replace(self.directory / name)
             older = [self.directory / WEIGHTS, self.directory / INDEX, *self.directory.glob(ANY_PART)]
@@ -118,7 +123,7 @@ class _Export:
 
     def discard(self, rank: int) -> None:
         """Delete this rank's files that still have a temporary name; rank 0 also deletes those that it alone writes."""
-        names = [self._parts.get(rank), *((CONFIG, INDEX, *self._companions) if rank == 0 else ())]
+        names = [self._parts.get(rank), *((CONFIG, INDEX, CHECKSUMS, *self._companions) if rank == 0 else ())]
         for name in names:
             if name is not None:
                 with suppress(OSError):

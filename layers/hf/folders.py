@@ -7,9 +7,9 @@ gated style a Llama.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,19 +18,21 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ...parallel.checkpoint import checked
 from ...parallel.checkpoint.checkpoint import named_entries
 from ...parallel.core.agreement import agree, together
-from ...parallel.core.mesh import MeshLike, everyone, tp_group, whole_group
+from ...parallel.core.mesh import Group, MeshLike, everyone, tp_group, whole_group
 from ...parallel.core.sharding import local_tensor, logical, shard_slice
 from ..config import TransformerConfig
 from ..options import LayerOptions, ModelKwargs, Unpack
 from ..transformer import ParallelTransformer
-from .config import CONFIG, INDEX, WEIGHTS, config_from_hf, config_to_hf
+from .config import CHECKSUMS, CHECKSUMS_FORMAT, CONFIG, INDEX, WEIGHTS, config_from_hf, config_to_hf
 from .export import export_hf
 
 __all__ = ["WEIGHTS", "config_from_hf", "config_to_hf", "export_hf", "load_hf", "load_hf_weights", "read_hf_config"]
 
 StrPath = str | os.PathLike[str]
+_REMEDY = f"export or copy the folder again, or delete {CHECKSUMS} there if the change was intended"
 # The fields of a config that a trained model's weights do not depend on.
 _FREE = (
     *("max_positions", "init_std", "embedding_dropout", "residual_dropout", "attention_dropout"),
@@ -48,24 +50,37 @@ def load_hf(
     """The model in ``directory``, sharded over ``mesh``; each rank reads its own slices only.
 
     ``recompute``, ``mlp_recompute`` and ``options`` are those of :class:`ParallelTransformer`. ``dtype=None`` keeps the
-    folder's. Reads one ``model.safetensors`` or an index of several files.
+    folder's. Reads one ``model.safetensors`` or an index of several files. If the folder holds the ``checksums.json``
+    of :func:`export_hf`, files that differ are refused.
 
     Raises FileNotFoundError for a missing folder or file, ValueError for one that is cut short, corrupt, or of
     another model.
     """
     group = options["mesh"] = tp_group(options.get("mesh"))
-    return agree(group, lambda: _load(Path(directory), recompute, mlp_recompute, options))
+    folder = Path(directory)
+    sums = _check_files(folder, group)
+    return agree(group, lambda: _load(folder, sums, recompute, mlp_recompute, options))
 
 
-def _load(directory: Path, recompute: bool, mlp_recompute: int, options: ModelKwargs) -> ParallelTransformer:
+def _load(
+    directory: Path, sums: checked.Sums | None, recompute: bool, mlp_recompute: int, options: ModelKwargs
+) -> ParallelTransformer:
     shared = LayerOptions.of(load_hf, options, ModelKwargs)
-    config, kept = _read_config(directory)
+    config, kept = _read_config(directory, sums)
     on_meta = dataclasses.replace(shared, dtype=shared.dtype or kept, device="meta").kwargs(ModelKwargs)
-    model = ParallelTransformer(config, recompute=recompute, mlp_recompute=mlp_recompute, **on_meta)
-    files = _weight_files(directory)
-    _check_names(directory, config, {name for name, _ in model.named_parameters()}, files)
+    files = _weight_files(directory, sums)
+    if config.num_layers > sum(map(len, files.values())):
+        raise ValueError(f"{directory}: {CONFIG} asks for {config.num_layers} layers, which no weights file holds")
+    try:
+        model = ParallelTransformer(config, recompute=recompute, mlp_recompute=mlp_recompute, **on_meta)
+    except (RuntimeError, OverflowError, TypeError) as error:
+        raise ValueError(f"{directory / CONFIG}: no model has these values ({error})") from error
+    params: dict[str, torch.Tensor] = dict(model.named_parameters())
+    _check_names(directory, config, set(params), files)
+    _check_shapes(params, files)
     model.to_empty(device=shared.device or torch.get_default_device())
     _fill(named_entries(model), files)
+    _check_unchanged(directory, sums)
     model.loaded_from = directory.absolute()
     return model.eval()
 
@@ -74,22 +89,26 @@ def load_hf_weights(directory: StrPath, model: ParallelTransformer, *, group: Me
     """Fill ``model``, however it is spread over ranks, with the weights in ``directory``.
 
     All ranks of ``group`` (default: every process) call it: after ``fully_shard``, say, or with a pipeline's parts.
-    Each reads its own slices only. Weights take the model's dtype.
+    Each reads its own slices only. Weights take the model's dtype. If the folder holds the ``checksums.json`` of
+    :func:`export_hf`, files that differ are refused.
 
     Raises FileNotFoundError for a missing folder or file, ValueError for one that is cut short, corrupt, or of another
     model, or a model on the meta device. Every rank raises; the model may then be filled in part.
     """
     ranks = everyone() if group is None else whole_group(group)
     folder = Path(directory)
-    config, _ = agree(ranks, lambda: _read_config(folder))
+    sums = _check_files(folder, ranks)
+    config, _ = agree(ranks, lambda: _read_config(folder, sums))
     wanted = agree(ranks, lambda: named_entries(model))
     names = set().union(*together(ranks, lambda: set(wanted)))
 
     def fill() -> None:
         _check_config(folder, config, model.config)
-        files = _weight_files(folder)
+        files = _weight_files(folder, sums)
         _check_names(folder, config, names, files)
+        _check_shapes(wanted, files)
         _fill(wanted, files)
+        _check_unchanged(folder, sums)
         model.loaded_from = folder.absolute()
 
     agree(ranks, fill)
@@ -100,12 +119,13 @@ def read_hf_config(directory: StrPath) -> TransformerConfig:
 
     Raises FileNotFoundError, or ValueError for a feature that the layers do not have.
     """
-    return _read_config(Path(directory))[0]
+    folder = Path(directory)
+    return _read_config(folder, _read_sums(folder))[0]
 
 
-def _read_config(directory: Path) -> tuple[TransformerConfig, torch.dtype]:
+def _read_config(directory: Path, sums: checked.Sums | None) -> tuple[TransformerConfig, torch.dtype]:
     _check_downloaded(directory)
-    raw = _read_json(directory / CONFIG)
+    raw = _read_json(directory / CONFIG, sums)
     with _explained(directory / CONFIG):
         return config_from_hf(raw), _dtype(raw)
 
@@ -129,24 +149,76 @@ def _check_config(directory: Path, found: TransformerConfig, ours: TransformerCo
             )
 
 
-def _fill(wanted: dict[str, torch.Tensor], files: dict[Path, list[str]]) -> None:
+def _check_shapes(wanted: dict[str, torch.Tensor], files: dict[Path, list[str]]) -> None:
     for path, names in files.items():
         with _explained(path), safe_open(path, framework="pt") as file:
             for name in names:
                 if name in wanted:
-                    _read_shard(file.get_slice(name), name, wanted[name])
+                    found, expected = file.get_slice(name).get_shape(), logical(wanted[name]).shape
+                    if tuple(found) != tuple(expected):
+                        raise ValueError(f"{name} is {list(found)}, expected {list(expected)}")
 
 
 @torch.no_grad()
-def _read_shard(source: Any, name: str, param: torch.Tensor) -> None:
-    """Copy this rank's slice of ``source``, a tensor in a file, into ``param``."""
-    shape = logical(param).shape
-    if tuple(source.get_shape()) != tuple(shape):
-        raise ValueError(f"{name} is {list(source.get_shape())}, expected {list(shape)}")
-    local_tensor(param).copy_(source[shard_slice(param)])
+def _fill(wanted: dict[str, torch.Tensor], files: dict[Path, list[str]]) -> None:
+    """Copy this rank's slices of the tensors in ``files`` into ``wanted``."""
+    for path, names in files.items():
+        with _explained(path), safe_open(path, framework="pt") as file:
+            for name in names:
+                if name in wanted:
+                    local_tensor(wanted[name]).copy_(file.get_slice(name)[shard_slice(wanted[name])])
 
 
-def _weight_files(directory: Path) -> dict[Path, list[str]]:
+def _read_sums(directory: Path) -> checked.Sums | None:
+    """The checksums that :func:`export_hf` wrote; None where another program wrote the folder."""
+    path = directory / CHECKSUMS
+    try:
+        data = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    sums = checked.parse_checked(path, data, CHECKSUMS_FORMAT, remedy=_REMEDY).get("files")
+    if not checked.is_sums(sums) or any(os.path.basename(name) != name or "\0" in name for name in sums):
+        raise ValueError(f"{path}: corrupt (it has no dictionary 'files' of sizes and CRC-32s); {_REMEDY}")
+    return sums
+
+
+def _check_files(directory: Path, group: Group) -> checked.Sums | None:
+    """Compare the files with their checksums, which it returns. The ranks that share a folder share the work."""
+    place = socket.gethostname(), os.path.realpath(directory)
+    found = together(group, lambda: (place, _read_sums(directory)))
+    if any(sums != found[0][1] for _, sums in found):
+        raise ValueError(f"{directory}: the ranks find different {CHECKSUMS} there; give all the same model")
+    peers = [rank for rank, (where, _) in enumerate(found) if where == place]
+
+    def check() -> None:
+        sums = found[0][1] or {}
+        for name in sorted(sums)[peers.index(group.rank) :: len(peers)]:
+            with _explained(directory / name):
+                measured = checked.checksum(directory / name)
+            _compare(directory / name, measured, sums)
+
+    agree(group, check)
+    return found[0][1]
+
+
+def _compare(path: Path, measured: checked.Sum, sums: checked.Sums) -> None:
+    """ValueError unless the file is as it was written."""
+    if path.name not in sums:
+        raise ValueError(f"{path}: not a file of this export ({CHECKSUMS} does not list it); {_REMEDY}")
+    if measured != sums[path.name]:
+        raise ValueError(
+            f"{path}: cut short or corrupt ({measured[0]} bytes with CRC-32 {measured[1]:08x}, written were "
+            f"{sums[path.name][0]} with {sums[path.name][1]:08x}); {_REMEDY}"
+        )
+
+
+def _check_unchanged(directory: Path, sums: checked.Sums | None) -> None:
+    """ValueError where another export replaced files while they were read: it begins with the checksums."""
+    if _read_sums(directory) != sums:
+        raise ValueError(f"{directory}: another export replaced it while it was being read; load it again")
+
+
+def _weight_files(directory: Path, sums: checked.Sums | None) -> dict[Path, list[str]]:
     """For each weights file the names of the parameters in it."""
     if (directory / WEIGHTS).exists() or not (directory / INDEX).exists():
         path = directory / WEIGHTS
@@ -154,12 +226,14 @@ def _weight_files(directory: Path) -> dict[Path, list[str]]:
             raise FileNotFoundError(f"{directory}: neither {WEIGHTS} nor {INDEX} is there")
         with _explained(path), safe_open(path, framework="pt") as file:
             return {path: list(file.keys())}
-    index = _read_json(directory / INDEX)
+    index = _read_json(directory / INDEX, sums)
     with _explained(directory / INDEX):
         names = index["weight_map"]
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise ValueError("'weight_map' does not give a file's name for each tensor")
     files: dict[Path, list[str]] = {}
     for name, file_name in names.items():
-        if os.path.basename(file_name) != file_name:
+        if os.path.basename(file_name) != file_name or not file_name or "\0" in file_name:
             raise ValueError(f"{directory / INDEX}: it points to {file_name!r}, outside the folder")
         files.setdefault(directory / file_name, []).append(name)
     return files
@@ -190,12 +264,15 @@ def _dtype(raw: dict[str, Any]) -> torch.dtype:
     return dtype
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path, sums: checked.Sums | None) -> dict[str, Any]:
     with _explained(path):
-        value = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(value, dict):
-            raise ValueError("expected a JSON object")
-        return value
+        data = path.read_bytes()
+    if sums is not None:
+        _compare(path, checked.sum_of(data), sums)
+    value = checked.parse(path, data, remedy=_REMEDY)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object")
+    return value
 
 
 @contextmanager
@@ -209,5 +286,7 @@ def _explained(path: Path) -> Iterator[None]:
         raise ValueError(f"{path}: cut short or corrupt ({error}); export or copy the folder again") from error
     except KeyError as error:
         raise ValueError(f"{path}: {error} is missing; export or copy the folder again") from error
-    except ValueError as error:  # JSON's and Unicode's errors are ValueErrors too
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"{path}: a value has the wrong type ({error}); export or copy the folder again") from error
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -15,7 +16,16 @@ from safetensors.torch import load_file, save_file
 
 from shardfuse.kernels.dev import accuracy
 from shardfuse.layers import ParallelTransformer, TransformerConfig
-from shardfuse.layers.hf.folders import config_from_hf, config_to_hf, export_hf, load_hf
+from shardfuse.layers.hf import folders
+from shardfuse.layers.hf.folders import (
+    config_from_hf,
+    config_to_hf,
+    export_hf,
+    load_hf,
+    load_hf_weights,
+    read_hf_config,
+)
+from shardfuse.parallel.checkpoint import checked
 from shardfuse.parallel.core.mesh import tp_group
 
 TOKENS = torch.arange(14).view(2, 7) * 5 % 40
@@ -141,7 +151,7 @@ def test_a_folder_gives_the_same_bits_back(tmp_path: Path, dtype: torch.dtype):
     for name, value in model.state_dict().items():
         assert again.state_dict()[name].dtype == dtype
         assert torch.equal(again.state_dict()[name], value), name
-    assert sorted(os.listdir(tmp_path / "a" / "b")) == ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "a" / "b")) == ["checksums.json", "config.json", "model.safetensors"]
     with safe_open(tmp_path / "a" / "b" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert "lm_head.weight" not in file.keys()  # noqa: SIM118 - not a dict
@@ -165,7 +175,7 @@ def test_an_export_replaces_an_older_one_and_leaves_other_files(tmp_path: Path):
     model = _model("gelu")
     export_hf(model, tmp_path)
     assert torch.equal(load_hf(tmp_path).lm_head.weight, model.lm_head.weight)
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(os.listdir(tmp_path)) == ["checksums.json", "config.json", "model.safetensors", "tokenizer.json"]
 
 
 def test_an_export_that_fails_says_where_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -246,6 +256,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_folder_that_is_no_good_is_named(tmp_path: Path, name: str):
     export_hf(_model("gelu"), tmp_path)
+    (tmp_path / "checksums.json").unlink()  # as where another program wrote the folder
     breakage, message = BROKEN[name]
     breakage(tmp_path)
     expected = FileNotFoundError if name in ("no-config", "no-weights") else ValueError
@@ -254,8 +265,119 @@ def test_a_folder_that_is_no_good_is_named(tmp_path: Path, name: str):
     assert str(tmp_path) in str(caught.value)
 
 
+# --- checksums --------------------------------------------------------------------------------------------------------
+
+
+def _flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGED: dict[str, tuple[Any, str]] = {
+    "a-weight": (
+        lambda f: _flip(f / "model.safetensors", -7),
+        r"model\.safetensors: cut short or corrupt \(\d+ bytes with",
+    ),
+    "weights-cut": (
+        lambda f: _cut(f / "model.safetensors", 5000),
+        r"model\.safetensors: cut short or corrupt \(5000",
+    ),
+    "no-weights": (lambda f: (f / "model.safetensors").unlink(), r"model\.safetensors: no such file"),
+    "config": (lambda f: _change_config(f, norm_epsilon=1e-3), r"config\.json: cut short or corrupt \(\d+ bytes with"),
+    "no-config": (lambda f: (f / "config.json").unlink(), r"config\.json: no such file"),
+    "checksums": (lambda f: _flip(f / "checksums.json", -9), r"checksums\.json: (cut short or )?corrupt"),
+    "checksums-cut": (lambda f: _cut(f / "checksums.json", 30), r"checksums\.json: cut short or corrupt"),
+    "checksums-deep": (
+        lambda f: (f / "checksums.json").write_text("[" * 100_000),
+        r"checksums\.json: cut short or cor",
+    ),
+    "config-deep": (lambda f: (f / "config.json").write_text("[" * 100_000), r"config\.json: cut short or corrupt"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damage_to_an_export_is_noticed_before_anything_changes(tmp_path: Path, name: str):
+    export_hf(_model("gelu"), tmp_path)
+    damage, message = DAMAGED[name]
+    damage(tmp_path)
+    expected = FileNotFoundError if name.startswith("no-") else ValueError
+    with pytest.raises(expected, match=message):
+        load_hf(tmp_path)
+    model = _model("gelu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(7)
+    with pytest.raises(expected, match=message):
+        load_hf_weights(tmp_path, model)
+    assert all((param == 7).all() for param in model.parameters())
+    if "weight" not in name:
+        with pytest.raises(expected, match=message):
+            read_hf_config(tmp_path)
+
+
+def test_a_file_that_the_checksums_do_not_list_is_refused(tmp_path: Path):
+    export_hf(_model("gelu"), tmp_path)
+    sums = json.loads((tmp_path / "checksums.json").read_text())
+    del sums["files"]["config.json"], sums["sha256"]
+    checked.write_json(tmp_path / "checksums.json", sums)
+    with pytest.raises(ValueError, match=r"config\.json: not a file of this export \(checksums\.json does not"):
+        load_hf(tmp_path)
+
+
+def test_an_export_that_is_replaced_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another export replaces it after the checksums were compared."""
+    export_hf(_model("gelu"), tmp_path)
+    other = _model("gelu")
+    with torch.no_grad():
+        other.lm_head.weight.fill_(7)
+    read = safetensors.safe_open
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.setattr(folders, "safe_open", read)
+        export_hf(other, tmp_path)
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(folders, "safe_open", late)
+    with pytest.raises(ValueError, match="another export replaced it while it was being read; load it again"):
+        load_hf(tmp_path)
+    assert (load_hf(tmp_path).lm_head.weight == 7).all()
+
+
+def test_an_export_that_ends_halfway_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    export_hf(_model("gelu"), tmp_path)
+    replace = Path.replace
+
+    def halt(self: Path, target: Path) -> Path:
+        if target.name == "config.json":
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", halt)
+        with pytest.raises(KeyboardInterrupt):
+            export_hf(_model("gated"), tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json: cut short or corrupt"):
+        load_hf(tmp_path)
+
+
+def _damaged_body(rank: int, world: int, directory: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        load_hf(directory, mesh=_group(world))
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_every_rank_hears_of_a_damaged_export(ranks: Any, tmp_path: Path):
+    export_hf(_model("gelu"), tmp_path)
+    _flip(tmp_path / "model.safetensors", -7)
+    for message in ranks(2, _damaged_body, str(tmp_path)):
+        assert "model.safetensors: cut short or corrupt" in message
+
+
 def test_an_index_that_points_nowhere_is_named(tmp_path: Path):
     export_hf(_model("gelu"), tmp_path)
+    (tmp_path / "checksums.json").unlink()
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(ValueError, match="'weight_map' is missing"):
@@ -269,6 +391,7 @@ def test_an_index_that_points_nowhere_is_named(tmp_path: Path):
 def test_old_llama_folders_with_rotary_frequencies_load(tmp_path: Path):
     model = _model("gated")
     export_hf(model, tmp_path)
+    (tmp_path / "checksums.json").unlink()
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     _change_weights(tmp_path, lambda state: state.update({name: torch.ones(2)}))
     raw = json.loads((tmp_path / "config.json").read_text())

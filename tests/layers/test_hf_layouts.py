@@ -77,7 +77,7 @@ def test_a_folder_comes_back_from_every_layout(ranks: Any, tmp_path: Path, layou
         assert _equal(target, model)
         parts = [f"model-0000{i + 1}-of-0000{files}.safetensors" for i in range(files)]
         weights = ["model.safetensors"] if files == 1 else [*parts, "model.safetensors.index.json"]
-        assert sorted(os.listdir(target)) == sorted(["config.json", *weights])
+        assert sorted(os.listdir(target)) == sorted(["checksums.json", "config.json", *weights])
 
 
 @pytest.mark.ranks
@@ -105,7 +105,7 @@ def test_an_export_takes_the_place_of_one_with_other_files(ranks: Any, tmp_path:
     assert not (target / "model.safetensors").exists()
     assert _equal(target, model)
     export_hf(model, target)
-    assert sorted(os.listdir(target)) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(os.listdir(target)) == ["checksums.json", "config.json", "model.safetensors", "tokenizer.json"]
 
 
 def _alone_in_company(rank: int, world: int, folder: Path) -> bool:
@@ -142,6 +142,7 @@ def test_a_model_that_the_weights_do_not_fit_is_refused(tmp_path: Path) -> None:
 def test_an_index_may_not_point_outside(tmp_path: Path) -> None:
     _saved("gelu", tmp_path)
     (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "checksums.json").unlink()
     index = {"weight_map": {"lm_head.weight": "../model.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"index.json: it points to '../model.safetensors', outside the folder"):
