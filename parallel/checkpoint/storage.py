@@ -43,6 +43,7 @@ DATA_SUFFIX = ".distcp"
 FORMAT = "shardfuse checkpoint 2"
 TRIES = 10  # how often a reader starts again where a writer replaces the checkpoint
 _REPLACED = ".replaced"
+_LOCK = ".lock"
 _REMEDY = "load another checkpoint"
 
 T = TypeVar("T")
@@ -58,7 +59,7 @@ def replacing(target: Path, group: Group) -> Iterator[Path]:
 
     Every rank enters. Raises ValueError if ``target`` is something other than a checkpoint.
     """
-    writer = WriterLock(target.with_name(f".{target.name}.lock"), target)
+    writer = _lock_of(target)
     alive: int | None = None
 
     def begin() -> Path:
@@ -114,15 +115,19 @@ class WriterLock:
                 os.close(fd)
                 raise
             os.close(fd)  # its holder removed the file at that moment
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
         self._fd = fd
         _held.add(fd)
+        try:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        except OSError:  # such as a full disk
+            self.release()
+            raise
 
     def release(self) -> None:
         """Give the lock back, if this process holds it, and remove the file."""
         fd, self._fd = self._fd, None
-        if fd in _held:
+        if fd is not None and fd in _held:
             _held.remove(fd)
             with contextlib.suppress(OSError):
                 self._path.unlink()
@@ -131,6 +136,10 @@ class WriterLock:
 
     def __del__(self) -> None:
         self.release()
+
+
+def _lock_of(target: Path) -> WriterLock:
+    return WriterLock(target.with_name(f".{target.name}{_LOCK}"), target)
 
 
 _held: set[int] = set()  # the open files of the locks
@@ -205,16 +214,20 @@ def remove(target: Path) -> None:
 
 def sweep(folder: Path, pattern: str) -> None:
     """:func:`tidy` for all names in ``folder`` that match the glob ``pattern``; also finishes interrupted removals."""
-    for name in names(folder, pattern):
-        tidy(folder / name)
+    locked = {path.name[1:].removesuffix(_LOCK) for path in folder.glob(f".{pattern}{_LOCK}")}
+    for name in sorted(locked.union(names(folder, pattern))):
+        writer = _lock_of(folder / name)
+        try:
+            writer.acquire()
+        except (RuntimeError, OSError):
+            continue  # its writer lives
+        try:
+            tidy(folder / name)
+        finally:
+            writer.release()
     _remove_dead(folder, pattern)
     for leftover in folder.glob(f".{pattern}.removed"):
         shutil.rmtree(leftover, ignore_errors=True)
-    for leftover in folder.glob(f".{pattern}.lock"):
-        with contextlib.suppress(RuntimeError, OSError):  # its writer lives
-            dead = WriterLock(leftover, leftover)
-            dead.acquire()
-            dead.release()
 
 
 def _remove_dead(folder: Path, pattern: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -177,6 +178,21 @@ def test_a_checkpointer_that_is_dropped_gives_the_folder_back(tmp_path: Path) ->
     del run
     with Checkpointer(tmp_path) as run:
         run.save(2, nn.Linear(2, 2))
+
+
+def test_a_lock_that_cannot_be_written_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Checkpointer(tmp_path / "run") as run, monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        for save in (lambda: _save(tmp_path / "c", 1), lambda: run.save(1, nn.Linear(2, 2))):
+            with pytest.raises(RuntimeError, match="no space left while writing the checkpoint"):
+                save()
+        patch.undo()
+        run.save(1, nn.Linear(2, 2))
+    _save(tmp_path / "c", 1)
+    assert sorted(os.listdir(tmp_path)) == ["c", "run"]
 
 
 def _save_both(rank: int, world: int, folder: Path) -> list[str]:
