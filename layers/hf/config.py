@@ -123,6 +123,9 @@ def config_from_hf(raw: dict[str, Any]) -> TransformerConfig:
     if len(biases) > 1:
         raise ValueError(f"{' and '.join(_BIASES[style])} differ: here all linear layers have a bias or none has")
     fields = {ours: raw[theirs] for ours, theirs in _FIELDS.items() if theirs in raw or theirs not in _OPTIONAL}
+    for theirs in (theirs for ours, theirs in _FIELDS.items() if ours not in ("init_std", "tie_embeddings")):
+        if theirs in raw and type(raw[theirs]) is not int:
+            raise ValueError(f"{theirs}={raw[theirs]!r}: expected a whole number")
     fields |= _rope_fields(raw) | tokens
     fields |= {name: raw[name] for name in ("attention_dropout", *_OF_GELU) if raw.get(name) and _has(style, name)}
     window = raw.get("sliding_window")

@@ -249,6 +249,19 @@ BROKEN: dict[str, tuple[Any, str]] = {
         lambda f: _change_weights(f, lambda state: state.pop("model.norm.bias")),
         r"model\.norm\.bias \(1 such in all\), which no weights file holds",
     ),
+    "endless-heads": (
+        lambda f: _change_config(f, head_dim=float("inf")),
+        r"config\.json: head_dim=inf: expected a whole",
+    ),
+    "many-layers": (
+        lambda f: _change_config(f, num_hidden_layers=1 << 62),
+        r"asks for \d+ layers, which no weights file",
+    ),
+    "huge-vocabulary": (
+        lambda f: _change_config(f, vocab_size=1 << 40),
+        r"is \[40, 16\], expected \[1099511627776, 16\]",
+    ),
+    "rope-list": (lambda f: _change_config(f, rope_parameters=[1]), r"config\.json: a value has the wrong type"),
     "odd-dtype": (lambda f: _change_config(f, dtype="int8"), "dtype='int8'"),
 }
 
