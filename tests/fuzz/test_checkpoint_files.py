@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_case import Exploit, Net, adamw, sign, train
+from fuzz import Fuzz
 from torch.distributed.checkpoint import filesystem, metadata
 
 from shardfuse.layers import ParallelTransformer, TransformerConfig
@@ -249,13 +250,13 @@ def _form(everything: Any) -> Any:
 
 
 @pytest.mark.parametrize("crafted", [False, True], ids=["damaged", "crafted"])
-def test_mutated_checkpoints(fuzz: Any, tmp_path: Path, crafted: bool) -> None:
+def test_mutated_checkpoints(fuzz: Fuzz, tmp_path: Path, crafted: bool) -> None:
     model, optimizer = _training(2)
     save_checkpoint(tmp_path / "saved", model, optimizer, states={"at": _Position(STATE)}, extra={"step": 2, "a": [{}]})
     want = _everything(model, optimizer, _Position(STATE), {"step": 2, "a": [{}]})
-    classes, folder, loads, cases = _classes(), tmp_path / "c", 0, 0
-    for number, random in fuzz:
-        cases += 1
+    classes, folder = _classes(), tmp_path / "c"
+
+    def check(number: int, random: Random) -> str:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(tmp_path / "saved", folder)
         what = f"case {number}: {_mutate(random, folder)}"
@@ -267,10 +268,11 @@ def test_mutated_checkpoints(fuzz: Any, tmp_path: Path, crafted: bool) -> None:
         try:
             extra = load_checkpoint(folder, model, optimizer, states={"at": position})
         except Exception as error:
+            loaded = "refused"
             _refused(error, folder, what)
             assert _everything(model, optimizer, position, None) == before, what
         else:
-            loads += 1
+            loaded = "loaded"
             got = _everything(model, optimizer, position, extra)
             if crafted:
                 assert _form(got) == _form(want), what
@@ -278,7 +280,9 @@ def test_mutated_checkpoints(fuzz: Any, tmp_path: Path, crafted: bool) -> None:
                 assert got == want, what
         assert _classes() == classes, what
         assert not (folder / "pwned").exists(), what
-    print(f"{cases} cases, {loads} loaded")
+        return loaded
+
+    fuzz.run(check)
 
 
 def _sign_checkpoint(folder: Path) -> str:
@@ -290,7 +294,7 @@ def _sign_checkpoint(folder: Path) -> str:
     return " (signed)"
 
 
-def test_mutated_states(fuzz: Any, tmp_path: Path) -> None:
+def test_mutated_states(fuzz: Fuzz, tmp_path: Path) -> None:
     """The text of a packed state is crafted, and everything around it is right."""
     from shardfuse.parallel.checkpoint import plain
     from shardfuse.parallel.checkpoint.rng_state import unpack
@@ -300,7 +304,8 @@ def test_mutated_states(fuzz: Any, tmp_path: Path) -> None:
     end = 8 + int.from_bytes(whole[:8], "little")
     text, elements = whole[8:end], whole[end:]
     (tmp_path / "text").mkdir()
-    for number, random in fuzz:
+
+    def check(number: int, random: Random) -> str:
         (tmp_path / "text" / "state.json").write_bytes(text)
         what = f"case {number}: {random.choice([_flip, _cut, _extend, _edit, _edit, _edit])(random, tmp_path / 'text')}"
         changed = (tmp_path / "text" / "state.json").read_bytes()
@@ -309,14 +314,19 @@ def test_mutated_states(fuzz: Any, tmp_path: Path) -> None:
             unpack("at", torch.frombuffer(bytearray(data), dtype=torch.uint8))
         except Exception as error:
             _refused(error, "the state of 'at' is not plain data", what)
+            return "refused"
+        return "loaded"
+
+    fuzz.run(check)
 
 
-def test_mutated_series(fuzz: Any, tmp_path: Path) -> None:
+def test_mutated_series(fuzz: Fuzz, tmp_path: Path) -> None:
     """A Checkpointer's folder of several checkpoints, one of them damaged."""
     with Checkpointer(tmp_path / "saved", keep=None) as run:
         for step in (1, 2, 3):
             run.save(step, Net(seed=step), extra={"step": step})
-    for number, random in fuzz:
+
+    def check(number: int, random: Random) -> str:
         folder = tmp_path / "run"
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(tmp_path / "saved", folder)
@@ -329,10 +339,14 @@ def test_mutated_series(fuzz: Any, tmp_path: Path) -> None:
             except Exception as error:
                 _refused(error, folder, what)
                 assert step == 3, what
+                return "refused"
             else:
                 assert resumed is not None, what
                 assert resumed.extra == {"step": 3}, what
                 assert torch.equal(model.up, Net(seed=3).up), what
+        return "loaded"
+
+    fuzz.run(check)
 
 
 # --- exports ----------------------------------------------------------------------------------------------------------
@@ -350,13 +364,13 @@ CONFIG = TransformerConfig(
 
 
 @pytest.mark.parametrize("checksums", ["damaged", "crafted", "absent"])
-def test_mutated_exports(fuzz: Any, tmp_path: Path, checksums: str) -> None:
+def test_mutated_exports(fuzz: Fuzz, tmp_path: Path, checksums: str) -> None:
     torch.manual_seed(1)
     saved = ParallelTransformer(CONFIG)
     export_hf(saved, tmp_path / "saved")
-    classes, folder, loads, cases = _classes(), tmp_path / "c", 0, 0
-    for number, random in fuzz:
-        cases += 1
+    classes, folder = _classes(), tmp_path / "c"
+
+    def check(number: int, random: Random) -> str:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(tmp_path / "saved", folder)
         if checksums == "absent":
@@ -368,15 +382,18 @@ def test_mutated_exports(fuzz: Any, tmp_path: Path, checksums: str) -> None:
         try:
             model = load_hf(folder)
         except Exception as error:
+            loaded = "refused"
             _refused(error, folder, what)
         else:
-            loads += 1
+            loaded = "loaded"
             if checksums == "damaged" and not removed:
                 assert model.config == CONFIG, what
                 for name, value in saved.state_dict().items():
                     assert torch.equal(model.state_dict()[name], value), (what, name)
         assert _classes() == classes, what
-    print(f"{cases} cases, {loads} loaded")
+        return loaded
+
+    fuzz.run(check)
 
 
 def _sign_export(folder: Path) -> str:
