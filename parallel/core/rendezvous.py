@@ -12,10 +12,12 @@ import atexit
 import os
 import socket
 import sys
+import threading
 import time
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,9 +30,12 @@ from ...kernels.runtime.checks import whole_number
 from .agreement import agree_on
 from .mesh import HYBRID_DIMS, MESH_DIMS, everyone, share_timeout, shared_options
 
+T = TypeVar("T")
+
 LEADER = "shardfuse/leader"
 PATIENCE = timedelta(seconds=2)  # how long a rank trusts a name, perhaps of an earlier start, before it reads again
 PAUSE_S = 0.05
+MARGIN_S = 1.0  # beyond gloo's own timeout, whose error says more
 COMPARED_VARIABLES = ("SHARDFUSE_IMPL", "SHARDFUSE_ROW_INVARIANT")  # they choose what computes, and so the numbers
 
 
@@ -90,7 +95,15 @@ def init_mesh(
     smaller: Any = (
         {} if options is None else {name: options for name, n in zip(names, shape[-len(names) :]) if n < world}
     )
-    mesh = init_device_mesh(device_type, shape[-len(names) :], mesh_dim_names=names, backend_override=smaller)
+
+    def make() -> DeviceMesh:
+        return init_device_mesh(device_type, shape[-len(names) :], mesh_dim_names=names, backend_override=smaller)
+
+    try:
+        # A thread of its own would have another current GPU.
+        mesh = make() if device_type == "cuda" or single else _within(timeout, make)
+    except RuntimeError as error:
+        raise RuntimeError(f"init_mesh: its groups could not be made; is a process gone? ({error})") from error
     for pg in mesh.get_all_groups():
         share_timeout(pg)
     return mesh
@@ -119,15 +132,46 @@ def connect(device_type: str, timeout: timedelta | None) -> None:
         else:
             _check_variables(world)
             store, rank, _ = agent_store(timeout) or own_store(timeout)
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
-    except dist.DistError as error:
+
+            def initialise() -> None:
+                dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
+
+            _within(timeout, initialise)
+    except RuntimeError as error:
         where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RuntimeError(
             f"init_mesh: the {world} processes could not connect at {where} (MASTER_ADDR:MASTER_PORT); is the port "
-            "in use, or a process gone? torchrun --standalone finds a free port"
+            f"in use, or a process gone? torchrun --standalone finds a free port ({error})"
         ) from error
     if device_type == "cpu":
         atexit.register(shutdown)  # at exit, because this function made the groups
+
+
+def _within(timeout: timedelta | None, work: Callable[[], T]) -> T:
+    """``work()``, for hardly longer than ``timeout`` (None: torch's default).
+
+    gloo's own timeout does not bound all that it waits for while it connects: a peer that is killed within its
+    handshake leaves it waiting for ever (torch 2.13). So it works in a thread, which then stays behind. Raises
+    RuntimeError.
+    """
+    seconds = (default_pg_timeout if timeout is None else timeout).total_seconds()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="shardfuse-connect", daemon=True)
+    thread.start()
+    thread.join(seconds + MARGIN_S)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise RuntimeError(f"gloo still waited after {seconds + MARGIN_S:.0f} s")
+    return results[0]
 
 
 def agent_store(timeout: timedelta | None) -> tuple[dist.Store, int, int] | None:

@@ -276,4 +276,24 @@ def _unmade_body(rank: int, world: int) -> tuple[bool, float]:
 def test_the_timeout_bounds_the_making_of_groups(ranks: Any):
     for failed, seconds in ranks(4, _unmade_body):
         assert failed
-        assert seconds < 60  # a group waits for 4 s, and for a rank that waits for another one; torch's default is 1800
+        assert seconds < 30  # all groups together wait for 4 s; torch's default is 1800 s for each
+
+
+def _stuck_body(rank: int, world: int) -> tuple[str, float]:
+    """What init_mesh says where gloo waits for ever while it makes the groups."""
+    before, rendezvous.init_device_mesh = rendezvous.init_device_mesh, lambda *args, **options: time.sleep(3600)
+    begun = time.monotonic()
+    try:
+        init_mesh(tp=world, device_type="cpu", timeout=timedelta(seconds=1))
+    except RuntimeError as error:
+        return str(error), time.monotonic() - begun
+    finally:
+        rendezvous.init_device_mesh = before
+    return "", 0.0
+
+
+@pytest.mark.ranks
+def test_a_wait_that_gloo_does_not_bound_ends(ranks: Any):
+    for message, seconds in ranks(2, _stuck_body):
+        assert "groups could not be made; is a process gone? (gloo still waited after 2 s)" in message
+        assert seconds < 30
