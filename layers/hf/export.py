@@ -35,8 +35,8 @@ def export_hf(
 
     All ranks of ``group`` (default: every process) call it, however the model is spread over them; a pipeline's ranks
     pass the parts that they have. Each tensor is written once, in the model's own dtype: all tensors into one file, or
-    each stage's into its own file beside an index. ``checksums.json`` holds size and CRC-32 of every file, which our
-    readers compare. The files are complete under temporary names before the first one is renamed. Then the weights of
+    each stage's into its own file beside an index. ``checksums.json`` holds size and CRC-32 of what our readers read,
+    and they compare. The files are complete under temporary names before the first one is renamed. Then the weights of
     an older export are deleted; other files of the folder stay.
 
     The tokenizer and the settings for generation (``COMPANIONS``) are copied from the folder ``like``, by default the

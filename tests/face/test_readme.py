@@ -124,7 +124,7 @@ def test_every_variable_is_in_the_table():
     assert used == listed
 
 
-@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md"])
 def test_every_file_that_is_named_exists(document):
     text = (ROOT / document).read_text()
     named = set(re.findall(rf"`((?:{'|'.join((*FLOORS, 'tests'))})/[\w./]*)[ `]", text))
