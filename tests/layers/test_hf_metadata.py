@@ -56,6 +56,7 @@ def _folder(folder: Path, style: str = "gated", **ids: Any) -> Path:
     export_hf(ParallelTransformer(TransformerConfig(style=style, init_std=0.3, **SIZES, **ids)), folder)
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | IDS))
+    (folder / "checksums.json").unlink()  # of the config before this change
     for name, text in COMPANIONS.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
@@ -66,12 +67,10 @@ def _folder(folder: Path, style: str = "gated", **ids: Any) -> Path:
 
 def _companions(folder: Path) -> dict[str, str]:
     files = (path for path in folder.rglob("*") if path.is_file())
-    ours = {"config.json", "model.safetensors", "model.safetensors.index.json"}
+    ours = {"config.json", "checksums.json", "model.safetensors", "model.safetensors.index.json"}
     found = {path.relative_to(folder).as_posix(): path for path in files}
     return {
-        name: path.read_text()
-        for name, path in found.items()
-        if name not in ours and not name.startswith("model-") and "manifest" not in name
+        name: path.read_text() for name, path in found.items() if name not in ours and not name.startswith("model-")
     }
 
 
