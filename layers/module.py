@@ -92,11 +92,9 @@ _PACKAGE = __name__.rpartition(".")[0] + "."
 class Layer(nn.Module):
     """A module whose failed calls say that an input is not a tensor. Calls that succeed cost what torch's own cost."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:  # not __call__, which torch's tracers replace
         try:
-            if self._compiled_call_impl is not None:
-                return self._compiled_call_impl(*args, **kwargs)
-            return self._call_impl(*args, **kwargs)
+            return super()._call_impl(*args, **kwargs)
         except Exception:
             name = next(iter(inspect.signature(self.forward).parameters), "")
             given = args[0] if args else kwargs.get(name, ())

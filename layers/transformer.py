@@ -127,7 +127,8 @@ class ParallelTransformer(Layer):
           :func:`shardfuse.layers.attention.sdpa.attend` for these and ``max_seqlen``.
         - ``tokens`` [T], ``positions`` [T], ``cache``: logits [T_selected, V/R] of the tokens ``cache.logit_indices``.
         """
-        compare_call(self, self.group, values=True, tokens=tokens, targets=targets)
+        given = {"tokens": tokens, "targets": targets, "positions": positions, "cu_seqlens": cu_seqlens}
+        compare_call(self, self.group, values=True, **given)
         if cache is not None:
             if not (targets is cu_seqlens is max_seqlen is None):
                 raise ValueError("with a cache there are no targets, cu_seqlens or max_seqlen: it knows its sequences")

@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..kernels.runtime.checks import expect_tensor
 from .core import collectives
 from .core.agreement import checksum, global_rank
 from .core.first_calls import compare_call
 from .core.mesh import SINGLE, Group, data_coordinate, data_group, degree, whole_group
 from .cross_entropy import IGNORE_INDEX
+from .materialize import device_of
 from .zero import zero as zeros
 from .zero.clip import GradientClipper
 from .zero.loss_scale import LossScale
@@ -60,6 +62,7 @@ class ParallelModel(nn.Module):
         self._parameters_here = tuple(module.parameters())  # as the optimizer holds them
         self._clipper: tuple[float, GradientClipper] | None = None
         self.loss_scale = LossScale(self._group) if precision == "fp16" else None
+        self._device = device_of(mesh, None if mesh is not None else next(module.parameters()).device)
         self.check_data = False
         self._calls = 0
 
@@ -78,12 +81,11 @@ class ParallelModel(nn.Module):
         not affect the next one, except that it may leave some of its gradients: call ``zero_grad``.
 
         Raises ValueError, on every rank, where one rank's batch does not suit the model, where no target is valid,
-        and where a module that cannot exclude sequences from its mean gets fewer sequences than micro-batches; in the
-        first calls of this method and :meth:`evaluate`, and with ``check_data`` in all, also where ranks that share
-        their data pass different batches.
+        where a module that cannot exclude sequences from its mean gets fewer sequences than micro-batches, and where
+        ranks that share their data pass other shapes; in the first calls of this method and :meth:`evaluate`, and with
+        ``check_data`` in all, also where they pass other elements. TypeError for what is not a tensor.
         """
-        inputs, targets = self._inputs(batch, positions)
-        scale = self._scale(inputs, targets, positions)
+        inputs, targets, scale = self._agreed(batch, positions)
         factor = 1.0 if self.loss_scale is None else self.loss_scale.factor
         earlier = {} if self.loss_scale is None else self._set_aside()
         try:
@@ -106,8 +108,7 @@ class ParallelModel(nn.Module):
     @torch.no_grad()
     def evaluate(self, *batch: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """The loss that :meth:`step` returns, without gradients and dropout. Collective."""
-        inputs, targets = self._inputs(batch, positions)
-        scale = self._scale(inputs, targets, positions)
+        inputs, targets, scale = self._agreed(batch, positions)
         modules = {module for top in (self, *self.stages) for module in top.modules()}
         training = [module for module in modules if module.training]
         for module in training:
@@ -188,35 +189,48 @@ class ParallelModel(nn.Module):
             )
         if positions is not None and not self._divisible:
             raise ValueError(f"positions: {type(self.module).__name__} takes its inputs in a row, before the targets")
+        for name, given in (*((f"input {i}", each) for i, each in enumerate(inputs)), ("targets", targets)):
+            expect_tensor("step", name, given)
+        if positions is not None:
+            expect_tensor("step", "positions", positions)
         return inputs, targets
 
-    def _scale(self, inputs: list[torch.Tensor], targets: torch.Tensor, positions: torch.Tensor | None) -> float:
-        """The factor from sums over this rank's targets to its share of the mean over all data-parallel ranks.
+    def _agreed(
+        self, batch: tuple[torch.Tensor, ...], positions: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], torch.Tensor, float]:
+        """The model's inputs, its targets, and the factor from sums over this rank's targets to its share of the mean.
 
-        Raises what :meth:`step` does.
+        One sum over all ranks tells the number of valid targets, whether a rank refuses its batch, and whether ranks
+        that share their data were given the same: shapes, in checked calls also elements. Raises what :meth:`step`
+        does.
         """
-        check = self._copies > 1 and (self.check_data or self._calls < CHECKED_CALLS)
+        problem, number, given = None, 0, []
+        check = self.check_data or self._calls < CHECKED_CALLS
         self._calls += 1
-        ranks = self._group if check else self._data
-        problem = self._problem(inputs, targets, positions)
-        batch = [*inputs, targets, *([] if positions is None else [positions])] if check else []
-        given = [(list(each.shape), str(each.dtype), checksum(each)) for each in batch]
-        number = zlib.crc32(repr(given).encode()) % _NUMBERS
-        mine = torch.tensor([problem is not None, self._weight * number], dtype=torch.float64).to(targets.device)
-        said = torch.cat((_valid(targets)[None], mine))
-        valid, refused, unequal = collectives.all_reduce(said, ranks, site="step.targets").tolist()
-        difference = self._difference(given) if check and unequal else None
+        try:
+            inputs, targets = self._inputs(batch, positions)
+            shared = [*inputs, targets, *([] if positions is None else [positions])] if self._copies > 1 else []
+            given = [(list(each.shape), str(each.dtype), checksum(each) if check else 0) for each in shared]
+            number = zlib.crc32(repr(given).encode()) % _NUMBERS
+            self._check_batch(inputs, targets, positions)
+            valid = _valid(targets)
+        except (ValueError, TypeError) as error:
+            problem, valid = error, torch.zeros((), dtype=torch.float64, device=self._device)
+        mine = torch.tensor([problem is not None, self._weight * number], dtype=torch.float64).to(valid.device)
+        said = torch.cat((valid[None], mine))
+        total, refused, unequal = collectives.all_reduce(said, self._group, site="step.targets").tolist()
+        difference = self._difference(given) if unequal else None
         if problem is not None:
             raise problem
         if difference is not None:
             raise ValueError(difference)
         if refused:
             raise ValueError(
-                f"{refused:.0f} of {ranks.size} ranks that read data refused their batch; their errors say why"
+                f"{refused:.0f} of {self._group.size} ranks that read data refused their batch; their errors say why"
             )
-        if not valid:
+        if not total:
             raise ValueError("no target of this step is valid: all of them are -100")
-        return ranks.size / valid
+        return inputs, targets, self._group.size / total
 
     def _difference(self, given: list[tuple[Any, ...]]) -> str | None:
         """What differs between the batches that ranks with the same share of the data were ``given``. Collective."""
@@ -234,26 +248,20 @@ class ParallelModel(nn.Module):
                 )
         return None
 
-    def _problem(
-        self, inputs: list[torch.Tensor], targets: torch.Tensor, positions: torch.Tensor | None
-    ) -> ValueError | None:
-        """Why this rank's batch is invalid, or None; data-parallel ranks exchange this before any of them begins."""
-        count, rows = self.microbatches, targets.shape[0]
+    def _check_batch(self, inputs: list[torch.Tensor], targets: torch.Tensor, positions: torch.Tensor | None) -> None:
+        """ValueError where this rank's batch is invalid; the ranks exchange this before any of them begins."""
+        count, rows = self.microbatches, targets.shape[0] if targets.dim() else 0
         if not self._divisible:
-            if rows >= count:
-                return None
-            return ValueError(
-                f"a batch of {rows} for microbatches={count}: pass more at a time, or fewer micro-batches"
-            )
-        try:
-            (tokens,) = inputs
-            self.module.check_batch(tokens, targets, positions)  # type: ignore[operator]
-            smallest = max(1, rows // count)
-            for part in {smallest, max(1, -(-rows // count))} if self.pipeline is None else {max(1, -(-rows // count))}:
-                self.module.boundary(part, tokens.shape[1])  # type: ignore[operator]
-        except ValueError as error:
-            return error
-        return None
+            if rows < count:
+                raise ValueError(
+                    f"a batch of {rows} for microbatches={count}: pass more at a time, or fewer micro-batches"
+                )
+            return
+        (tokens,) = inputs
+        self.module.check_batch(tokens, targets, positions)  # type: ignore[operator]
+        smallest = max(1, rows // count)
+        for part in {smallest, max(1, -(-rows // count))} if self.pipeline is None else {max(1, -(-rows // count))}:
+            self.module.boundary(part, tokens.shape[1])  # type: ignore[operator]
 
     def _set_aside(self) -> dict[nn.Parameter, torch.Tensor]:
         """Take out the gradients of earlier steps, to which this step's factor does not apply."""

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import uuid
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,7 +41,8 @@ def export_hf(
     an older export are deleted; other files of the folder stay.
 
     The tokenizer and the settings for generation (``COMPANIONS``) are copied from the folder ``like``, by default the
-    one that the weights were loaded from (``model.loaded_from``, None for a model with fresh weights).
+    one that the weights were loaded from (``model.loaded_from``, None for a model with fresh weights); where that one
+    is gone, a warning says so.
 
     Raises TypeError for another kind of model, ValueError for one without a counterpart in transformers and for a
     ``group`` that holds none of its tensors, FileNotFoundError for a missing ``like``, RuntimeError when the folder
@@ -65,7 +67,9 @@ def export_hf(
     config = config_to_hf(model.config, str(dtype).removeprefix("torch."))
     target = Path(directory)
     source = model.loaded_from if like is None else Path(like)
-    writing = on_first(ranks, lambda: _Export(target, uuid.uuid4().hex[:8], owned, _companions(source, target)))
+    writing = on_first(
+        ranks, lambda: _Export(target, uuid.uuid4().hex[:8], owned, _companions(source, target, like is not None))
+    )
     mine = {name: state[name].contiguous() for name in owned[ranks.rank]}
     try:
         parts = together(ranks, lambda: writing.write_part(ranks.rank, mine))
@@ -141,15 +145,19 @@ class _Export:
             raise RuntimeError(f"could not export to {self.directory}: {error}") from error
 
 
-def _companions(source: Path | None, target: Path) -> dict[str, Path]:
-    """The files to copy from ``source``, by their names below it."""
+def _companions(source: Path | None, target: Path, asked: bool) -> dict[str, Path]:
+    """The files to copy from ``source``, by their names below it. It may be gone where no one ``asked`` for it."""
     if source is None:
         return {}
     if not source.is_dir():
-        raise FileNotFoundError(
-            f"export_hf: {source}: no such folder, and the model's tokenizer is copied from there; pass like=FOLDER, "
-            "or set model.loaded_from = None to export without one"
+        if asked:
+            raise FileNotFoundError(f"export_hf: like={source}: no such folder; the tokenizer is copied from there")
+        warnings.warn(
+            f"export_hf: {source}, from which the weights were loaded, is gone: the export has no tokenizer; copy it "
+            "from elsewhere, or export again with like=FOLDER",
+            stacklevel=2,
         )
+        return {}
     if target.is_dir() and source.samefile(target):
         return {}
     found = sorted(path for pattern in COMPANIONS for path in source.glob(pattern) if path.is_file())

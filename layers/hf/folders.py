@@ -172,6 +172,7 @@ def _fill(wanted: dict[str, torch.Tensor], files: dict[Path, list[str]]) -> None
 def _read_sums(directory: Path) -> checked.Sums | None:
     """The checksums that :func:`export_hf` wrote; None where another program wrote the folder."""
     path = directory / CHECKSUMS
+    _check_regular(path)
     try:
         data = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -180,6 +181,12 @@ def _read_sums(directory: Path) -> checked.Sums | None:
     if not checked.is_sums(sums) or any(os.path.basename(name) != name or "\0" in name for name in sums):
         raise ValueError(f"{path}: corrupt (it has no dictionary 'files' of sizes and CRC-32s); {_REMEDY}")
     return sums
+
+
+def _check_regular(path: Path) -> None:
+    """ValueError for a pipe or a device, which could be read for ever. Links to files will do: Hub caches use them."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: expected a file")
 
 
 def _check_files(directory: Path, group: Group) -> checked.Sums | None:
@@ -193,6 +200,7 @@ def _check_files(directory: Path, group: Group) -> checked.Sums | None:
     def check() -> None:
         sums = found[0][1] or {}
         for name in sorted(sums)[peers.index(group.rank) :: len(peers)]:
+            _check_regular(directory / name)
             with _explained(directory / name):
                 measured = checked.checksum(directory / name)
             _compare(directory / name, measured, sums)
@@ -220,10 +228,12 @@ def _check_unchanged(directory: Path, sums: checked.Sums | None) -> None:
 
 def _weight_files(directory: Path, sums: checked.Sums | None) -> dict[Path, list[str]]:
     """For each weights file the names of the parameters in it."""
-    if (directory / WEIGHTS).exists() or not (directory / INDEX).exists():
+    whole = (directory / WEIGHTS).exists() if sums is None else WEIGHTS in sums  # an interrupted export leaves others
+    if whole or not (directory / INDEX).exists():
         path = directory / WEIGHTS
         if not path.exists():
             raise FileNotFoundError(f"{directory}: neither {WEIGHTS} nor {INDEX} is there")
+        _check_regular(path)
         with _explained(path), safe_open(path, framework="pt") as file:
             return {path: list(file.keys())}
     index = _read_json(directory / INDEX, sums)
@@ -235,6 +245,10 @@ def _weight_files(directory: Path, sums: checked.Sums | None) -> dict[Path, list
     for name, file_name in names.items():
         if os.path.basename(file_name) != file_name or not file_name or "\0" in file_name:
             raise ValueError(f"{directory / INDEX}: it points to {file_name!r}, outside the folder")
+        if sums is not None and file_name not in sums:
+            raise ValueError(
+                f"{directory / file_name}: not a file of this export ({CHECKSUMS} does not list it); {_REMEDY}"
+            )
         files.setdefault(directory / file_name, []).append(name)
     return files
 
@@ -265,6 +279,7 @@ def _dtype(raw: dict[str, Any]) -> torch.dtype:
 
 
 def _read_json(path: Path, sums: checked.Sums | None) -> dict[str, Any]:
+    _check_regular(path)
     with _explained(path):
         data = path.read_bytes()
     if sums is not None:

@@ -27,6 +27,7 @@ import re
 import shutil
 import socket
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -107,8 +108,9 @@ class WriterLock:
             except BlockingIOError:
                 holder = os.pread(fd, 300, 0).decode(errors="replace")
                 os.close(fd)
+                who = holder or "another process"
                 raise RuntimeError(
-                    f"{self._target}: {holder or 'another process'} is writing it; wait until that has ended, or "
+                    f"{self._target}: {who} is writing it; wait until that has ended, close its Checkpointer, or "
                     "choose another path"
                 ) from None
             except BaseException:
@@ -116,7 +118,7 @@ class WriterLock:
                 raise
             os.close(fd)  # its holder removed the file at that moment
         self._fd = fd
-        _held.add(fd)
+        _held.add(self)
         try:
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
@@ -127,11 +129,17 @@ class WriterLock:
     def release(self) -> None:
         """Give the lock back, if this process holds it, and remove the file."""
         fd, self._fd = self._fd, None
-        if fd is not None and fd in _held:
-            _held.remove(fd)
+        if fd is not None:
+            _held.discard(self)
             with contextlib.suppress(OSError):
                 self._path.unlink()
             fcntl.flock(fd, fcntl.LOCK_UN)
+            os.close(fd)
+
+    def forget(self) -> None:
+        """In a forked process: close the copy of the lock, which is still its parent's."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
             os.close(fd)
 
     def __del__(self) -> None:
@@ -142,13 +150,14 @@ def _lock_of(target: Path) -> WriterLock:
     return WriterLock(target.with_name(f".{target.name}{_LOCK}"), target)
 
 
-_held: set[int] = set()  # the open files of the locks
+_held: weakref.WeakSet[WriterLock] = weakref.WeakSet()
 
 
 def _forget_locks() -> None:
     """In a forked process, such as a DataLoader's worker: its copies would keep the locks after their holder's end."""
-    while _held:
-        os.close(_held.pop())
+    for lock in list(_held):
+        lock.forget()
+    _held.clear()
 
 
 os.register_at_fork(after_in_child=_forget_locks)

@@ -19,6 +19,7 @@ from .mesh import Group
 from .sharding import local_tensors, placed_by, spec_of
 
 COMPARED_CALLS = 3
+_PACKAGE = __name__.partition(".")[0] + "."
 _SIMPLE = (str, int, float, bool, type(None))
 
 
@@ -52,7 +53,8 @@ def compare_call(layer: nn.Module, group: Group, *, values: bool = False, **inpu
             | ({f"the checksum of {name}": str(checksum(x)) for name, x in given.items()} if values else {})
             | {"grad mode": str(torch.is_grad_enabled())},
             what=f"{type(layer).__name__}, call {calls + 1}",
-            remedy="ranks that share a layer are given " + ("the same tokens" if values else "inputs of one shape"),
+            remedy="ranks that share a layer call it alike, with "
+            + ("the same tokens" if values else "inputs of one shape and dtype"),
         )
 
 
@@ -82,7 +84,8 @@ def _built(layer: nn.Module) -> dict[str, str]:
     for path, module in layer.named_modules():
         prefix = f"{path}." if path else ""
         facts[path or "its class"] = type(module).__name__
-        facts |= {f"{prefix}{name}": said for name, said in settings(module).items()}
+        if type(module).__module__.startswith(_PACKAGE):  # what other modules keep is theirs, a rank's number perhaps
+            facts |= {f"{prefix}{name}": said for name, said in settings(module).items()}
     for name, param in layer.named_parameters():
         spec = spec_of(param)
         facts[f"parameter {name}"] = f"{list(spec.logical_shape)} {param.dtype}"

@@ -101,7 +101,8 @@ def init_mesh(
 
     try:
         # A thread of its own would have another current GPU.
-        mesh = make() if device_type == "cuda" or single else _within(timeout, make)
+        bound = timeout if timeout is not None or options is None else options._timeout
+        mesh = make() if device_type == "cuda" or single else _within(bound, make)
     except RuntimeError as error:
         raise RuntimeError(f"init_mesh: its groups could not be made; is a process gone? ({error})") from error
     for pg in mesh.get_all_groups():

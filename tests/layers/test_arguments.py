@@ -146,3 +146,11 @@ def test_a_successful_call_checks_nothing(monkeypatch: pytest.MonkeyPatch):
         tokens = torch.zeros(2, 8, dtype=torch.int64)
         x = tokens if name == "ParallelTransformer" else torch.zeros(2, 4, 8)
         LAYERS[name]()(x.flatten(0, 1), batch_size=2) if name == "ParallelBlock" else LAYERS[name]()(x)
+
+
+def test_tracers_see_a_layers_modules():
+    """Layers explain failed calls without hiding their calls from torch's tracers."""
+    model = torch.nn.Sequential(sf.ParallelMLP(8, 16, impl="reference"))
+    program = torch.export.export(model, (torch.ones(2, 8),), strict=False)
+    stacks = {each for node in program.graph.nodes for each, _ in (node.meta.get("nn_module_stack") or {}).values()}
+    assert {"0", "0.c_fc", "0.c_proj"} <= stacks

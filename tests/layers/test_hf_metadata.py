@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from shardfuse.layers.hf.folders import (
     load_hf_weights,
     read_hf_config,
 )
+from shardfuse.parallel.checkpoint import checked
 from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.core.sharding import gather
 
@@ -117,14 +119,52 @@ def test_like_names_another_folder(tmp_path: Path):
     assert _companions(tmp_path / "none") == {}
 
 
-def test_a_source_that_is_gone_is_named_before_anything_is_written(tmp_path: Path):
+def test_a_source_that_is_gone_is_named(tmp_path: Path):
     model = load_hf(_folder(tmp_path / "source"))
     shutil.rmtree(tmp_path / "source")
-    with pytest.raises(
-        FileNotFoundError, match=r"source: no such folder, and the model's tokenizer .* pass like=FOLDER"
-    ):
-        export_hf(model, tmp_path / "target")
+    with pytest.raises(FileNotFoundError, match=r"like=.*source: no such folder"):
+        export_hf(model, tmp_path / "target", like=tmp_path / "source")
     assert not (tmp_path / "target").exists()
+    with pytest.warns(UserWarning, match=r"source, from which the weights were loaded, is gone: .* with like=FOLDER"):
+        export_hf(model, tmp_path / "target")
+    assert _companions(tmp_path / "target") == {}
+    assert load_hf(tmp_path / "target").config == model.config
+
+
+def test_weights_that_the_checksums_do_not_list_are_not_read(tmp_path: Path):
+    """What an export leaves that is killed between its renames: whole weights of before beside listed parts."""
+    torch.manual_seed(2)
+    model = ParallelTransformer(TransformerConfig(style="gated", **SIZES))
+    export_hf(model, tmp_path / "a")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    export_hf(model, tmp_path / "b")
+    content = json.loads((tmp_path / "a" / "checksums.json").read_text())
+    listed = content["files"]
+    listed["model-00001-of-00001.safetensors"] = listed.pop("model.safetensors")
+    (tmp_path / "a" / "model.safetensors").rename(tmp_path / "a" / "model-00001-of-00001.safetensors")
+    names = {name: "model-00001-of-00001.safetensors" for name, _ in model.named_parameters()}
+    index = {"metadata": {"total_size": 1}, "weight_map": names}
+    checked.write_text(tmp_path / "a" / "model.safetensors.index.json", json.dumps(index))
+    listed["model.safetensors.index.json"] = checked.checksum(tmp_path / "a" / "model.safetensors.index.json")
+    checked.write_json(tmp_path / "a" / "checksums.json", {"format": content["format"], "files": listed})
+    want = load_hf(tmp_path / "a").model.norm.weight.clone()
+    shutil.copyfile(tmp_path / "b" / "model.safetensors", tmp_path / "a" / "model.safetensors")
+    assert torch.equal(load_hf(tmp_path / "a").model.norm.weight, want)
+    del listed["model-00001-of-00001.safetensors"]
+    checked.write_json(tmp_path / "a" / "checksums.json", {"format": content["format"], "files": listed})
+    with pytest.raises(ValueError, match=r"model-00001-of-00001.safetensors: not a file of this export"):
+        load_hf(tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", ["config.json", "checksums.json", "model.safetensors"])
+def test_pipes_are_refused(tmp_path: Path, name: str):
+    export_hf(ParallelTransformer(TransformerConfig(style="gated", **SIZES)), tmp_path / "a")
+    (tmp_path / "a" / name).unlink()
+    os.mkfifo(tmp_path / "a" / name)
+    with pytest.raises(ValueError, match=rf"{name}: expected a file"):
+        load_hf(tmp_path / "a")
 
 
 def _through(rank: int, world: int, degrees: dict[str, int], options: dict[str, Any], source: Path, out: Path) -> None:

@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_case import Net, assert_equal
 from torch import nn
 
-from shardfuse.parallel.checkpoint import manager
+from shardfuse.parallel.checkpoint import manager, storage
 from shardfuse.parallel.checkpoint.checkpoint import full_state_dict, load_checkpoint, read_extra, save_checkpoint
 from shardfuse.parallel.checkpoint.manager import Checkpointer, Resumed
 from shardfuse.parallel.core.mesh import tp_group
@@ -147,7 +147,8 @@ def test_a_second_writer_is_told_who_writes(tmp_path: Path, monkeypatch: pytest.
         assert writing.wait(60)
         with pytest.raises(RuntimeError) as caught:
             _save(path, 2)
-        assert str(caught.value) == (f"{path}: {HERE} is writing it; wait until that has ended, or choose another path")
+        ways = "wait until that has ended, close its Checkpointer, or choose another path"
+        assert str(caught.value) == f"{path}: {HERE} is writing it; {ways}"
         _save(tmp_path / "d", 3)  # another checkpoint is free
     finally:
         go.set()
@@ -156,6 +157,25 @@ def test_a_second_writer_is_told_who_writes(tmp_path: Path, monkeypatch: pytest.
     _save(path, 2)
     assert read_extra(path) == {"seed": 2}
     assert sorted(os.listdir(tmp_path)) == ["c", "d"]
+
+
+def test_a_forked_process_does_not_free_its_parents_lock(tmp_path: Path) -> None:
+    """The child's own lock may get the number of the parent's open file."""
+    lock = storage.WriterLock(tmp_path / ".lock", tmp_path)
+    lock.acquire()
+    child = os.fork()
+    if child == 0:  # pragma: no cover
+        try:
+            own = storage.WriterLock(tmp_path / ".other", tmp_path)
+            own.acquire()
+            lock.release()
+            os._exit(0 if (tmp_path / ".lock").exists() and (tmp_path / ".other").exists() else 3)
+        except BaseException:
+            os._exit(4)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with pytest.raises(RuntimeError, match="is writing it"):
+        storage.WriterLock(tmp_path / ".lock", tmp_path).acquire()
+    lock.release()
 
 
 def test_one_checkpointer_saves_to_a_folder_at_a_time(tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardfuse import ParallelMLP, ParallelTransformer, TransformerConfig, parallelize
 from shardfuse.layers import ColumnParallelLinear, ParallelAttention, RowParallelLinear, VocabParallelEmbedding
 from shardfuse.parallel.core.first_calls import COMPARED_CALLS
 from shardfuse.parallel.core.rendezvous import init_mesh
-from shardfuse.parallel.parallel_model import _weight
+from shardfuse.parallel.parallel_model import CHECKED_CALLS, _weight
 
 pytestmark = pytest.mark.ranks
 
@@ -104,7 +105,7 @@ def test_values_that_differ(ranks: Any):
         assert f"on rank {first + 1}; start all ranks" in message
     for message in ranks(4, _values_body, "tokens"):
         assert "the checksum of tokens is " in message
-        assert "ranks that share a layer are given the same tokens" in message
+        assert "ranks that share a layer call it alike, with the same tokens" in message
 
 
 def _later_body(rank: int, world: int, features: int) -> str:
@@ -132,13 +133,12 @@ def test_later_calls_are_compared_by_torch(ranks: Any, features: int):
 
 
 def _step_body(rank: int, world: int, shape: dict[str, int], evaluate: bool) -> list[str]:
-    """Ten equal steps, then a checked one in which ranks that share their data pass two sizes, then an equal one."""
+    """Ten equal steps, then one in which the ranks that share their data pass two sizes, then an equal one."""
     mesh = init_mesh(**shape, device_type="cpu")
     schedule = {"schedule": "1f1b"} if shape.get("pp") else {}
     model = parallelize(ParallelTransformer(CONFIG, mesh=mesh, device="meta"), mesh, seed=0, **schedule)
     said = []
     for i in range(12):
-        model.check_data = i == 10
         text = torch.zeros(4 + 4 * rank * (i == 10), 9, dtype=torch.long)
         call = model.evaluate if evaluate else model.step
         said.append(_refusal(lambda text=text, call=call: call(text[:, :-1], text[:, 1:])))  # type: ignore[misc]
@@ -147,7 +147,7 @@ def _step_body(rank: int, world: int, shape: dict[str, int], evaluate: bool) -> 
 
 @pytest.mark.parametrize("evaluate", [False, True], ids=["step", "evaluate"])
 @pytest.mark.parametrize("shape", [{"tp": 2}, {"pp": 2}], ids=lambda shape: next(iter(shape)))
-def test_sizes_are_compared_in_a_checked_step(ranks: Any, shape: dict[str, int], evaluate: bool):
+def test_sizes_are_compared_in_every_step(ranks: Any, shape: dict[str, int], evaluate: bool):
     for said in ranks(2, _step_body, shape, evaluate):
         assert said[:10] == ["no error"] * 10
         assert "torch.int64 [4, 8]" in said[10]
@@ -155,20 +155,37 @@ def test_sizes_are_compared_in_a_checked_step(ranks: Any, shape: dict[str, int],
         assert said[11] == "no error"
 
 
-def _outside_body(rank: int, world: int) -> str:
-    """A token outside the vocabulary, on one of two ranks that share their data, in a checked step."""
+def _refused_body(rank: int, world: int, kind: str) -> str:
+    """A batch that one of two ranks that share their data cannot take, in a later step."""
     mesh = init_mesh(tp=2, device_type="cpu")
     model = parallelize(ParallelTransformer(CONFIG, mesh=mesh, device="meta"), mesh, seed=0)
     text = torch.zeros(2, 9, dtype=torch.long)
-    model.step(text[:, :-1], text[:, 1:])
-    text += 32 * rank
-    return _refusal(lambda: model.step(text[:, :-1], text[:, 1:]))
+    batch: list[Any] = [text[:, :-1], text[:, 1:]]
+    for _ in range(CHECKED_CALLS):
+        model.step(*batch)
+    if rank == 1:
+        bad = {"token": [text[:, :-1] + 32, batch[1]], "array": [batch[0], batch[1].numpy()], "missing": batch[:1]}
+        batch = bad[kind]
+    try:
+        model.step(*batch)
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
-def test_a_batch_that_one_rank_refuses(ranks: Any):
-    others, own = ranks(2, _outside_body)
-    assert own.startswith("token 32 is outside the vocabulary of 32")
-    assert others.startswith("ranks 0 and 1 differ along tp or pp alone, so they share their data, and were given")
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        ("token", "ValueError: token 32 is outside the vocabulary of 32"),
+        ("array", "TypeError: step: targets is a numpy.ndarray: expected a torch.Tensor"),
+        ("missing", "ValueError: 1 tensor in a row: expected tokens and targets"),
+    ],
+)
+def test_a_batch_that_one_rank_refuses(ranks: Any, kind: str, says: str):
+    others, own = ranks(2, _refused_body, kind)
+    assert own.startswith(says)
+    same = "1 of 2 ranks that read data refused their batch; their errors say why"
+    assert others.removeprefix("ValueError: ").startswith((same, "ranks 0 and 1 differ along tp or pp alone"))
 
 
 @pytest.mark.parametrize("copies", [1, 2, 3, 8, 64])
@@ -182,3 +199,24 @@ def test_numbers_that_are_equal_add_up_to_zero(copies: int):
         assert sum(row[place] for row in rows) != 0
     largest = float((1 << 20) - 1)
     assert sum(abs(weight) * largest for row in rows for weight in row) * 16384 / len(rows) / copies < 2**53
+
+
+class _Adapter(nn.Module):
+    """Another library's module, which keeps its rank."""
+
+    def __init__(self, inner: nn.Module, rank: int) -> None:
+        super().__init__()
+        self.inner, self.rank = inner, rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def _adapter_body(rank: int, world: int) -> str:
+    layer = ParallelMLP(8, 16, mesh=init_mesh(tp=2, device_type="cpu"))
+    layer.c_fc = _Adapter(layer.c_fc, rank)
+    return _refusal(lambda: layer(torch.ones(4, 8)))
+
+
+def test_what_foreign_modules_keep_is_theirs(ranks: Any):
+    assert ranks(2, _adapter_body) == ["no error"] * 2
