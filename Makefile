@@ -81,7 +81,7 @@ bench: install  ## every benchmark that runs on this machine, correctness first 
 
 # Runs on a machine without internet and without .git: COMMIT=<hash> and DIRTY=0|1 say what the tree is.
 .PHONY: gpu
-gpu:  ## GPU tests and benchmarks into OUT=dir (ONLY=ops, DRY=1 for tiny shapes, COMMIT=, DIRTY=)
+gpu:  ## GPU tests and benchmarks into OUT=dir (PHASES=, DEADLINE=s, ONLY=ops, DRY=1: rehearse, COMMIT=, DIRTY=)
 	@missing=; for name in torch triton einops numpy rich typer safetensors pytest hypothesis pytest_benchmark; do \
 	  $(GPU_PYTHON) -c "import importlib.util as u, sys; sys.exit(u.find_spec('$$name') is None)" || missing+=" $$name"; done; \
 	  [ -z "$$missing" ] || { echo "error: $(GPU_PYTHON) lacks$$missing: install them, or run make install" >&2; exit 1; }
@@ -91,7 +91,8 @@ gpu:  ## GPU tests and benchmarks into OUT=dir (ONLY=ops, DRY=1 for tiny shapes,
 	  export PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}"; \
 	fi; \
 	$(if $(COMMIT),SHARDFUSE_COMMIT='$(COMMIT)' SHARDFUSE_DIRTY='$(DIRTY)') \
-	  $$run shardfuse.bench.gpu --out '$(OUT)' $(if $(ONLY),--only '$(ONLY)') $(if $(DRY),--dry)
+	  $$run shardfuse.bench.gpu --out '$(OUT)' $(if $(PHASES),--phases '$(PHASES)') \
+	    $(if $(DEADLINE),--deadline '$(DEADLINE)') $(if $(ONLY),--only '$(ONLY)') $(if $(DRY),--dry)
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 

@@ -1,24 +1,26 @@
-"""``make gpu OUT=dir``: runs all tests and benchmarks that need a GPU, in one call of under nine minutes.
+"""``make gpu OUT=dir``: runs all tests and benchmarks that need a GPU, in calls of under nine minutes.
 
-The machine needs no internet and the tree no ``.git``. In order:
+The machine needs no internet and the tree no ``.git``. In order, or the ``--phases`` that are named:
 
-1. ``smoke``: every op's small cases through its kernels against the fp64 oracle; the CPU test suite runs beside it; 2.
-``compile``: the benchmarks' kernels, compiled in parallel before any timing; 3. ``tests``: the tests marked ``gpu``,
-and every op's own tests, their kernels compiled instead of interpreted; 4. ``benchmarks``: missing results first, then
-the stalest.
+1. ``smoke``: every op's small cases through its kernels against the fp64 oracle;
+2. ``tests``: every op's own tests, their kernels compiled instead of interpreted;
+3. ``gpu``: the tests marked ``gpu``, which are slower;
+4. ``compile``: the benchmarks' kernels, compiled in parallel before any timing;
+5. ``benchmarks``: missing results first, then the stalest.
 
-Every event is on disk as it happens (``events.jsonl``), so an interrupted call loses at most one row, and the next call
-with the same directory resumes. Each benchmark runs in a process group of its own under a watchdog; a row that hangs or
-crashes is skipped until its sources change. ``results.json`` holds the finished records. ``--accept DIR`` files them
-under bench/results/; it also takes the file of ``bench run --out FILE``.
+Every event is on disk as it happens (``events.jsonl``), so an interrupted call loses at most one test or row. The next
+call with the same directory goes on: what was green at the same sources does not run again. Each benchmark and each
+test file runs in a process group of its own under a watchdog; a test or a row that hangs or crashes is skipped until
+its sources change, and a red case loses its own rows only. ``results.json`` holds the finished records. ``--accept
+DIR`` files them under bench/results/; it also takes the file of ``bench run --out FILE``.
 
-``--dry`` does the same on a CPU, with tiny shapes interpreted: it tests the path and measures nothing.
+``--dry`` does the same on a CPU, with tiny shapes interpreted: it tests the path and measures nothing. It also
+rehearses what may go wrong (``rehearsal.py``).
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import signal
@@ -27,7 +29,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,15 +43,18 @@ from ..harness.records import left, read_records, record
 from ..harness.report import console, write_json
 from ..harness.runner import benchmarks
 from . import summary
-from .journal import Event, Journal
+from .journal import Event, Journal, said
+from .rehearsal import rehearse
+from .suite import Suite
 from .watchdog import Ending, watch
 
 HARNESS = f"{provenance.PACKAGE}.bench.harness"
 
 SMOKE_S = 120.0
 SMOKE_QUIET_S = 60.0  # a case takes a second or two, its compilation a few more
-COMPILE_S = 75.0  # the CPU suite may use both phases
-GPU_TESTS_S = 150.0
+TESTS_S = 170.0
+GPU_TESTS_S = 120.0
+COMPILE_S = 75.0
 SUMMARY_S = 5.0  # reserved for the end
 STARTUP_S = 90.0  # importing torch on a busy machine
 GPU_SECONDS_PER_ROW = 0.5
@@ -80,10 +85,10 @@ OP_TESTS = (
     "test_rope_tables.py",
     "test_scaled_linear.py",
 )
-PYTEST_NOTHING_COLLECTED = 5
-# The tests that may depend on this machine's torch. The kernels themselves run on its GPU, not in the interpreter.
-CPU_SUITE = "not (gpu or multigpu or interpret or codegen or demo or packaging)"
-OP_SUITE = "interpret and not (gpu or ranks)"
+LAST = "test_comm_gpu.py"  # of the tests marked gpu: its ranks wait for each other, so a fault in it costs the most
+OP_SUITE = "interpret and not (gpu or ranks or nightly)"
+GPU_SUITE = "gpu and not nightly"
+PHASES = ("smoke", "tests", "gpu", "compile", "benchmarks")
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ class Options:
     """The options of one call. ``tests`` are the test files to run; empty: all of them, in a dry run a quick one."""
 
     out: Path
+    phases: tuple[str, ...] = PHASES
     only: tuple[str, ...] = ()
     dry: bool = False
     deadline_s: float = 520.0
@@ -122,24 +128,25 @@ class GpuRun:
 
     def run(self) -> int:
         """Run all phases; 0 if everything that ran was right and nothing hung."""
-        self.journal.add("run", origin=self.origin, ops=self.ops, only=self.options.only)
-        with ThreadPoolExecutor(self.jobs) as tests, (self.options.out / "log.txt").open("a") as self.log:
+        self.journal.add("run", origin=self.origin, ops=self.ops, only=self.options.only, phases=self.options.phases)
+        work = {
+            "smoke": self._smoke,
+            "tests": self._op_tests,
+            "gpu": self._gpu_tests,
+            "compile": self._compile,
+            "benchmarks": self._benchmark_all,
+        }
+        with (self.options.out / "log.txt").open("a") as self.log:
             try:
-                with self._phase("smoke"):
-                    suite = self._start_cpu_suite(tests)
-                    self._smoke()
-                with self._phase("compile"):
-                    self._compile()
-                    for future in suite:
-                        future.result()
-                with self._phase("tests"):
-                    self._gpu_tests()
-                with self._phase("benchmarks"):
-                    self._benchmark_all()
-            except BaseException:
-                self._stop.set()  # ends the processes of the test threads, for which this block waits
-                raise
-        self._write_results()
+                for name in PHASES:
+                    if name in self.options.phases:
+                        with self._phase(name):
+                            work[name]()
+                if self.options.dry:
+                    with self._phase("rehearsal"):
+                        rehearse(self.journal, self._suite, self.settings, self.until)
+            finally:
+                self._write_results()
         good = summary.good(self.journal, self.benchmarks)
         self.journal.add("finished", good=good)
         with (self.options.out / "summary.txt").open("w") as file:
@@ -153,39 +160,36 @@ class GpuRun:
     def _smoke(self) -> None:
         """Run every op's test cases, a few per process: a crashing kernel loses only the cases in its process."""
         work = []
+        sources = {name: provenance.op_hash(name) for name in self.ops}
         for name in self.ops:
+            green = {event["case"] for event in self.journal.known("smoke", op=name, source=sources[name], ok=True)}
             cases = [case.name for case in registry.op(name).tagged("test")]
-            work += [(name, part) for part in _parts(cases[:2] if self.options.dry else cases, CASES_PER_PROCESS)]
+            cases = [case for case in (cases[:2] if self.options.dry else cases) if case not in green]
+            work += [(name, part) for part in _parts(cases, CASES_PER_PROCESS)]
+        until = self._by(SMOKE_S)
 
         def smoke(item: tuple[str, list[str]]) -> None:
             name, cases = item
             seen: list[str] = []
+            if time.monotonic() >= until:
+                return  # the next call's
 
             def on_line(line: str) -> None:
-                said = _event(line)
-                if said is None:
+                event = said(line)
+                if event is None:
                     self._note(line)
                 else:
-                    seen.append(said["case"])
-                    self.journal.add("smoke", **said)
+                    seen.append(event["case"])
+                    self.journal.add("smoke", source=sources[name], **event)
 
             command = _python("one", name, *cases, "--check", "--json")
             poisoned = {"SHARDFUSE_POISON": "1"}  # elements that a kernel does not write show as NaN
-            ending = self._watch(command, on_line, self._by(SMOKE_S), SMOKE_QUIET_S, environment=poisoned)
+            ending = self._watch(command, on_line, until, SMOKE_QUIET_S, environment=poisoned)
             for case in cases[len(seen) :]:
-                self.journal.add("smoke", op=name, case=case, ok=False, detail=f"the process {_how(ending)}")
+                lost = {"op": name, "case": case, "ok": False, "detail": f"the process {ending}"}
+                self.journal.add("smoke", source=sources[name], **lost)
 
         self._in_parallel(smoke, work)
-
-    def _start_cpu_suite(self, pool: ThreadPoolExecutor) -> list[Future[None]]:
-        """Start one pytest process per file, to use all cores."""
-        until = self._by(SMOKE_S + COMPILE_S)
-
-        def test(path: Path) -> None:
-            environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-            self._pytest("cpu", CPU_SUITE, [path], until, environment)
-
-        return [pool.submit(test, path) for path in self._test_files()]
 
     def _compile(self) -> None:
         """Run ours once on every case that is not timed yet; Triton's cache on disk keeps the compiled kernels."""
@@ -199,17 +203,27 @@ class GpuRun:
             names, cases = item
             chosen = [argument for case in cases for argument in ("--warm", case)]
             ending = self._watch(_python("runner", *names, *self._mode(), *chosen), self._note, until)
-            self.journal.add("compiled", bench=" ".join(names), cases=cases, ok=ending.ok, how=_how(ending))
+            self.journal.add("compiled", bench=" ".join(names), cases=cases, ok=ending.ok, how=str(ending))
 
         self._in_parallel(warm, work)
 
+    def _op_tests(self) -> None:
+        """Run the ops' own tests, a few files at a time."""
+        until = self._by(TESTS_S)
+        # A dry run would interpret what CI interprets anyway: it runs the files that it was given.
+        files = [path for path in self._test_files() if self.options.dry or path.name in OP_TESTS]
+        markers = "not gpu" if self.options.dry else OP_SUITE
+        self._in_parallel(lambda path: self._suite(self.journal).run("tests", markers, path, until), files)
+
     def _gpu_tests(self) -> None:
-        """Run tests marked ``gpu`` first and alone, because they measure; then the ops' tests, one process per file."""
-        until, files = self._by(GPU_TESTS_S), self._test_files()
-        self._pytest("gpu", "gpu", files, until, {})
-        if not self.options.dry:  # a dry run would interpret what CI interprets anyway
-            of_ops = [path for path in files if path.name in OP_TESTS]
-            self._in_parallel(lambda path: self._pytest("gpu", OP_SUITE, [path], until, {}), of_ops)
+        """Run the tests marked ``gpu``, one file after another, because they measure."""
+        until = self._by(GPU_TESTS_S)
+        for path in sorted(self._test_files(), key=lambda path: (path.name == LAST, path)):
+            if "mark.gpu" in path.read_text():
+                self._suite(self.journal).run("gpu", GPU_SUITE, path, until)
+
+    def _suite(self, journal: Journal) -> Suite:
+        return Suite(journal, self.root, self._watch, self._note)
 
     def _benchmark_all(self) -> None:
         gpu = provenance.slug(provenance.device_name(self.device))
@@ -228,17 +242,20 @@ class GpuRun:
         started: list[tuple[str, ...]] = []
 
         def on_line(line: str) -> None:
-            said = _event(line)
-            if said is None:
+            event = said(line)
+            if event is None:
                 self._note(line)
                 return
-            kind = said.pop("event")
+            kind = event.pop("event")
             if kind == "start":
-                started.append(tuple(said["key"]))
+                started.append(tuple(event["key"]))
+            elif kind == "end":
+                ended.append(event["gate"])
             else:
-                self.journal.add(kind, source=source, **said)
+                self.journal.add(kind, source=source, **event)
 
         before = self.journal.done(benchmark.name, source)
+        ended: list[str] = []
         with tempfile.TemporaryDirectory(prefix="shardfuse-gpu-") as folder:
             done = Path(folder) / "done.json"
             write_json(done, sorted(before))
@@ -251,13 +268,12 @@ class GpuRun:
                 self.options.quiet_s,
                 on_start=lambda pid: self.journal.add("started", bench=benchmark.name, pid=pid),
             )
-        red = any(self.journal.of("verdict", bench=benchmark.name, ok=False))
-        if ending.status in ("out of time", "stopped") or ending.ok or red:
+        if ending.status in ("out of time", "stopped") or ended:
             return False
         # The row in which it died, unless it died between two rows.
         key = next((key for key in started[-1:] if key not in self.journal.done(benchmark.name, source)), None)
         kind = "hung" if ending.status == "hung" else "failed"
-        self.journal.add(kind, bench=benchmark.name, source=source, key=key, how=_how(ending))
+        self.journal.add(kind, bench=benchmark.name, source=source, key=key, how=str(ending))
         return len(self.journal.done(benchmark.name, source)) > len(before)
 
     # --- the end ------------------------------------------------------------------------------------------------------
@@ -296,26 +312,6 @@ class GpuRun:
             return [self.root / path for path in chosen]
         # Not the test of this run itself, which would start another run.
         return [path for path in sorted((self.root / "tests").rglob("test_*.py")) if path.name != "test_gpu_runner.py"]
-
-    def _pytest(
-        self, lane: str, markers: str, files: Sequence[Path], until: float, environment: dict[str, str]
-    ) -> None:
-        if not files:
-            return
-        lines: list[str] = []
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", markers, *map(str, files)]
-        ending = self._watch(command, lines.append, until, environment=environment)
-        ok = ending.status == "ended" and ending.returncode in (0, PYTEST_NOTHING_COLLECTED)
-        if not ok:
-            self._note("\n".join(lines))
-        self.journal.add(
-            "pytest",
-            lane=lane,
-            files=" ".join(path.name for path in files) if len(files) < 4 else f"{len(files)} files",
-            ok=ok,
-            how=_how(ending),
-            last=lines[-1] if lines else "",
-        )
 
     def _watch(
         self,
@@ -380,20 +376,6 @@ def _python(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-m", f"{HARNESS}.{module}", *arguments]
 
 
-def _event(line: str) -> Event | None:
-    """The JSON object on a line, or None: libraries print lines, too."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _how(ending: Ending) -> str:
-    how = ending.status if ending.returncode is None else f"exited with {ending.returncode}"
-    return f"{how} after {ending.seconds:.0f} s"
-
-
 def accept(out: Path, results: Path = stale.RESULTS) -> int:
     """File the results of a finished run (its directory) or of one ``bench run`` (its file) under bench/results/.
 
@@ -415,6 +397,9 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m shardfuse.bench.gpu", description="Test and measure on a GPU machine."
     )
     parser.add_argument("--out", type=Path, help="directory for the results; an earlier call's is resumed")
+    parser.add_argument(
+        "--phases", default=",".join(PHASES), help="those to run, separated by commas (default: %(default)s)"
+    )
     parser.add_argument("--only", default="", help="ops, separated by commas: run only these and their benchmarks")
     parser.add_argument("--dry", action="store_true", help="do the same on a CPU, with tiny shapes, no measurement")
     parser.add_argument("--deadline", type=float, default=Options.deadline_s, help="seconds for the whole call")
@@ -435,9 +420,12 @@ def main(argv: list[str] | None = None) -> int:
         print("error: this machine has no GPU that torch can use; --dry does the same without one", file=sys.stderr)
         return 2
     only = tuple(name for name in options.only.split(",") if name)
+    phases = tuple(name for name in options.phases.split(",") if name)
+    if unknown := set(phases) - set(PHASES):
+        parser.error(f"--phases: no phase is called {', '.join(sorted(unknown))}; there are {', '.join(PHASES)}")
     try:
         run = GpuRun(
-            Options(options.out, only, options.dry, options.deadline, options.quiet, tuple(options.tests)),
+            Options(options.out, phases, only, options.dry, options.deadline, options.quiet, tuple(options.tests)),
             on_event=_progress,
         )
     except ValueError as error:
@@ -454,7 +442,7 @@ def _progress(event: Event) -> None:
     """Print one line for each notable event while the run is under way."""
     shown = {
         "phase": ("name", "seconds"),
-        "pytest": ("lane", "files", "how"),
+        "tests": ("lane", "file", "how"),
         "row": ("bench", "case", "metric", "peer_name", "ratio"),
         "hung": ("bench", "key"),
         "failed": ("bench", "key", "how"),

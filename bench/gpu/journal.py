@@ -64,6 +64,10 @@ class Journal:
             if entry["event"] == event and all(entry.get(name) == value for name, value in content.items()):
                 yield entry
 
+    def known(self, event: str, **content: Any) -> Iterator[Event]:
+        """:meth:`of` this call and all earlier ones of its kind, dry or not."""
+        return self.of(event, everything=True, dry=self._dry, **content)
+
     def done(self, bench: str, source: str) -> set[RowKey]:
         """Rows not to measure again: measured, or lost, with the same sources, in this call or an earlier one."""
         rows = self._of_source("row", bench, source)
@@ -83,7 +87,16 @@ class Journal:
         )
 
     def _of_source(self, event: str, bench: str, source: str) -> Iterator[Event]:
-        return self.of(event, everything=True, bench=bench, source=source, dry=self._dry)
+        return self.known(event, bench=bench, source=source)
+
+
+def said(line: str) -> Event | None:
+    """The JSON object on a line that a process printed, or None: libraries print lines, too."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _read(path: Path) -> Iterator[Event]:

@@ -14,7 +14,9 @@ from .journal import Journal
 
 def good(journal: Journal, measured: Iterable[Benchmark]) -> bool:
     """Whether everything that ran was right and no row was lost to a hang or a crash."""
-    right = all(event["ok"] for kind in ("smoke", "compiled", "pytest", "verdict") for event in journal.of(kind))
+    right = all(
+        event["ok"] for kind in ("smoke", "compiled", "tests", "verdict", "rehearsed") for event in journal.of(kind)
+    )
     return right and not any(journal.lost(b.name, provenance.source_hash(b)) for b in measured)
 
 
@@ -37,10 +39,18 @@ def _lines(journal: Journal) -> Iterator[str]:
             yield f"  {event['op']} {event['case']}: {event['detail'].splitlines()[-1]}"
     for event in journal.of("compiled", ok=False):
         yield f"not compiled: {event['bench']} {' '.join(event['cases'])}: {event['how']}"
-    for lane in ("cpu", "gpu"):
-        ran = list(journal.of("pytest", lane=lane))
-        yield f"{lane} tests: {sum(event['ok'] for event in ran)} of {len(ran)} runs passed"
-        yield from (f"  {event['files']}: {event['how']}; {event['last']}" for event in ran if not event["ok"])
+    for lane, title in (("tests", "ops' tests"), ("gpu", "gpu tests")):
+        ran = list(journal.of("test", lane=lane))
+        passed = sum(event["outcome"] == "passed" for event in ran)
+        skipped = sum(event["outcome"] == "skipped" for event in ran)
+        yield f"{title}: {passed} passed, {skipped} skipped, {len(ran) - passed - skipped} not"
+        for event in ran:
+            if event["outcome"] not in ("passed", "skipped"):
+                yield f"  {event['outcome']} {event['test']}: {(event['detail'].splitlines() or [''])[-1]}"
+        for event in journal.of("tests", lane=lane, ok=False):
+            yield f"  {event['file']}: {event['how']}"
+    for event in journal.of("rehearsed"):
+        yield f"rehearsed {event['what']}: {'as expected' if event['ok'] else f'WRONG, {event}'}"
     for event in journal.of("verdict", ok=False):
         yield f"RED {event['bench']} {event['case']} {event['name']}: {event['error']:.2e} > {event['budget']:.2e}"
     for kind in ("hung", "failed"):
@@ -51,5 +61,6 @@ def _lines(journal: Journal) -> Iterator[str]:
 def _rows(journal: Journal, measured: Iterable[Benchmark]) -> Iterator[tuple[Benchmark, list[Row]]]:
     for benchmark in measured:
         outcome = journal.outcome(benchmark.name, provenance.source_hash(benchmark))
-        if outcome.green and outcome.rows:
-            yield benchmark, outcome.rows
+        rows = [row for row in outcome.rows if row.case not in outcome.red]
+        if rows:
+            yield benchmark, rows

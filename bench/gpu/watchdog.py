@@ -28,6 +28,10 @@ class Ending:
     def ok(self) -> bool:
         return self.status == "ended" and self.returncode == 0
 
+    def __str__(self) -> str:
+        how = self.status if self.returncode is None else f"exited with {self.returncode}"
+        return f"{how} after {self.seconds:.0f} s"
+
 
 def watch(
     command: Sequence[str],

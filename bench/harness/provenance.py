@@ -22,6 +22,8 @@ from .benchmark import Benchmark
 PACKAGE = __name__.rpartition(".bench.")[0]
 # Every benchmark's numbers depend on these.
 HARNESS = ("bench/harness/benchmark.py", "bench/harness/gate.py", "bench/harness/report.py", "bench/harness/timing.py")
+FLOORS = ("kernels", "parallel", "layers", "serving", "training", "bench")
+JUDGES = ("kernels/dev/accuracy.py", "kernels/dev/registry.py", "kernels/runtime", "bench/harness/gate.py")
 TUNED = ("kernels/runtime/chips.py", "kernels/linear/tuned.py", "kernels/tuned")  # what picks the GEMM's configuration
 TUNED_OPS = "linear/launch.py"  # a source of all ops that use them
 PREFIX = "SHARDFUSE_"
@@ -126,6 +128,37 @@ def source_hash(benchmark: Benchmark) -> str:
     """One hash over ``source_hashes``, which a resumed run compares."""
     lines = "\n".join(f"{name} {digest}" for name, digest in sorted(source_hashes(benchmark).items()))
     return hashlib.sha256(lines.encode()).hexdigest()[:16]
+
+
+def op_hash(name: str) -> str:
+    """One hash over the sources of an op and of what judges it."""
+    files = dict(_expand([*(f"kernels/{source}" for source in registry.op(name).sources), *JUDGES]))
+    return _hash_of(files.values())
+
+
+@functools.cache
+def package_hash() -> str:
+    """One hash over all Python and JSON sources of the package, but for its results."""
+    files: list[Path] = []
+    for floor in FLOORS:
+        folder = package_folder(floor)
+        found = (path for kind in ("*.py", "*.json") for path in folder.rglob(kind))
+        files += sorted(path for path in found if path.relative_to(folder).parts[0] != "results")
+    return _hash_of(files)
+
+
+def tests_hash(file: Path) -> str:
+    """One hash over a test file, what tests share, and the package."""
+    folder = next((parent for parent in file.parents if parent.name == "tests"), None)
+    shared = [] if folder is None else [folder / "conftest.py", *sorted((folder / "support").glob("*.py"))]
+    return hashlib.sha256(f"{package_hash()} {_hash_of([file, *shared])}".encode()).hexdigest()[:16]
+
+
+def _hash_of(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:16]
 
 
 def package_folder(floor: str) -> Path:

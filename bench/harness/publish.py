@@ -74,7 +74,8 @@ def read(path: Path) -> list[Result]:
 
 
 def _result(record: Mapping[str, Any]) -> Result:
-    complaints = {"a dry run: it measured nothing": record["dry"], "its gate is red": record["gate"] != "green"}
+    red = record["gate"] != "green" and not record["rows"]
+    complaints = {"a dry run: it measured nothing": record["dry"], "its gate is red": red}
     return Result(
         record["bench"],
         record["device"],

@@ -28,7 +28,12 @@ class Outcome:
 
     @property
     def green(self) -> bool:
-        return all(verdict.ok for _, verdict in self.verdicts)
+        return not self.red
+
+    @property
+    def red(self) -> set[str]:
+        """The cases with a comparison that failed; their rows do not count."""
+        return {case for case, verdict in self.verdicts if not verdict.ok}
 
 
 def left(
@@ -62,20 +67,24 @@ def header(benchmark: Benchmark, settings: Settings) -> dict[str, Any]:
 def record(
     benchmark: Benchmark, settings: Settings, outcome: Outcome, head: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The full result: header, verdicts, rows with derived figures, planned rows that were not measured."""
-    measured = {row.key for row in outcome.rows}
+    """The full result: header, verdicts, rows with derived figures, planned rows that were not measured.
+
+    The gate is red if a case was; such a case has no rows.
+    """
+    rows = [row for row in outcome.rows if row.case not in outcome.red]
+    measured = {row.key for row in rows}
     return {
         **(head or header(benchmark, settings)),
         "gate": "green" if outcome.green else "red",
         "verdicts": [{"case": case, **vars(verdict), "ok": verdict.ok} for case, verdict in outcome.verdicts],
-        "rows": [row.record() for row in outcome.rows] if outcome.green else [],
+        "rows": [row.record() for row in rows],
         "missing": [row.key for row in left(benchmark, settings, done=measured)],
         "failed": [[*key, why] for key, why in outcome.failed.items()],
     }
 
 
 def earlier(benchmark: Benchmark, settings: Settings, path: str | Path | None, resume: bool) -> Outcome:
-    """With ``resume`` the outcome recorded at ``path``; empty if there is none yet, or if its gate was red.
+    """With ``resume`` the outcome recorded at ``path``, without its red cases; empty if there is none yet.
 
     Raises ValueError if its rows and this run's must not share one result, and without ``resume`` if the run would
     overwrite rows that can be resumed.
@@ -89,7 +98,7 @@ def earlier(benchmark: Benchmark, settings: Settings, path: str | Path | None, r
         return Outcome()
     try:
         found = json.loads(Path(path).read_text())
-        bench, dry, gate, source_hash = (found[name] for name in ("bench", "dry", "gate", "source_hash"))
+        bench, dry, source_hash = (found[name] for name in ("bench", "dry", "source_hash"))
         short = found["short"]
         origin = {name: found["origin"][name] for name in provenance.MACHINE}
         rows = [Row.from_record(row) for row in found["rows"]]
@@ -111,11 +120,10 @@ def earlier(benchmark: Benchmark, settings: Settings, path: str | Path | None, r
             f"the sources that {path} measured have changed since: choose another --out, or leave --resume out to "
             "start again"
         )
-    if gate != "green":
-        return Outcome()
+    red = Outcome(verdicts).red
     # The run may have stopped within its last check.
     whole = {row.case for row in rows} | {case for case, _ in verdicts if case != verdicts[-1][0]}
-    return Outcome([(case, verdict) for case, verdict in verdicts if case in whole], rows, failed)
+    return Outcome([(case, verdict) for case, verdict in verdicts if case in whole - red], rows, failed)
 
 
 def _let_go(path: Path, benchmark: Benchmark, settings: Settings) -> None:

@@ -118,8 +118,8 @@ def console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
 
 
 def last_line(bench: str, green: bool, device: str, rows: Sequence[Row]) -> str:
-    """The last line of ``--json``; a red gate shows no row."""
-    shown = [row.contract() for row in rows] if green else []
+    """The last line of ``--json``; ``rows`` are those of green cases."""
+    shown = [row.contract() for row in rows]
     return json.dumps({"bench": bench, "gate": "green" if green else "red", "device": device, "rows": shown})
 
 
@@ -165,8 +165,9 @@ def show_rows(console: Console, title: str, rows: Sequence[Row], *, absolute: bo
 
 
 def show_red(console: Console, bench: str, verdicts: Sequence[tuple[str, Verdict]]) -> None:
-    """Print why a gate is red: the failing comparisons, and no timings."""
-    console.print(f"[red]{bench}: the correctness gate is red, nothing was timed")
+    """Print why a gate is red: the failing comparisons, whose cases are not timed."""
+    cases = dict.fromkeys(case for case, verdict in verdicts if not verdict.ok)
+    console.print(f"[red]{bench}: the correctness gate is red, so nothing was timed of {', '.join(cases)}")
     for case, verdict in verdicts:
         if not verdict.ok:
             console.print(f"  {case}: {verdict}", markup=False, highlight=False)

@@ -66,7 +66,7 @@ def run(
     on_row: Callable[[Row], None] = lambda row: None,
     on_error: Callable[[Sequence[Measurement], Exception], None] | None = None,
 ) -> Outcome:
-    """Measure the plan's rows, each case checked just before its first; a red gate ends the run, and no row counts.
+    """Measure the plan's rows, each case checked just before its first; a red case is not measured.
 
     ``outcome`` is an earlier run's, to be resumed: its cases and rows are neither checked nor measured again, and rows
     that failed in it come last. Rows in ``done`` are skipped, and without ``slow`` those whose peer takes long to
@@ -80,17 +80,15 @@ def run(
     lost: set[str] = set()  # cases whose check raised
     measured = settings.cuda and not settings.dry and any(planned.work for planned in plan)
     for planned in plan:
-        if not outcome.green:
-            break
-        if planned.case in lost:
+        if planned.case in lost | outcome.red:
             continue
         on_start(planned)
         try:
             if planned.case not in checked:
                 _check(benchmark, settings, planned.case, outcome, on_verdict)
                 checked.add(planned.case)
-            if not outcome.green:
-                break
+            if planned.case in outcome.red:
+                continue
             best = ceilings(settings.device) if measured else None
             before = dispatch.counts.copy()
             ours, peer = planned.run()
@@ -211,7 +209,7 @@ def run_benchmark(
         raise
     if not outcome.green:
         show_red(errors, name, outcome.verdicts)
-    elif not json:
+    if outcome.rows and not json:
         title = f"{name} on {where}" + (DRY_NOTE if dry else "")
         show_rows(console(), title, outcome.rows, absolute=settings.cuda)
     keep()

@@ -83,9 +83,9 @@ def show(*, json: bool = False, results: Path = RESULTS) -> int:
 def accept(record: dict[str, Any], results: Path = RESULTS) -> Path:
     """File a benchmark's record under its GPU; returns the path.
 
-    A record that lacks planned rows is filed, and stays stale. Raises ValueError for records that must not be filed: a
-    dry run, a red gate, a CPU, no rows, a tree without a commit, an environment that changes what "ours" is, or a short
-    run in place of a whole plan's result.
+    A record that lacks planned rows, such as those of a red case, is filed, and stays stale. Raises ValueError for
+    records that must not be filed: a dry run, one whose cases are all red, a CPU, no rows, a tree without a commit, an
+    environment that changes what "ours" is, or a short run in place of a whole plan's result.
     """
     name, device, origin = record["bench"], record["device"], record["origin"]
     commit_known = origin["commit"] not in ("", "unknown")
@@ -94,7 +94,7 @@ def accept(record: dict[str, Any], results: Path = RESULTS) -> Path:
     changed = [f"{each}={environment[each]}" for each in _NOT_WHAT_USERS_GET if environment.get(each) not in _DEFAULTS]
     refusals = {
         "it was a dry run": record["dry"],
-        "its gate is red": record["gate"] != "green",
+        "its gate is red": record["gate"] != "green" and not record["rows"],
         "it ran on a CPU": device == "cpu",
         "it has no rows": not record["rows"],
         "its commit is unknown; measure again from a checkout, or name the tree's commit with "

@@ -206,6 +206,23 @@ def test_red_gate_shows_no_number(install, capsys, tmp_path, error, as_json):
         assert captured.out == ""
 
 
+def test_red_case_loses_its_own_rows_only(install, capsys, tmp_path):
+    def plan(settings: Settings) -> list[Measurement]:
+        return [Measurement(case, "us", "rival", None, lambda: tuple(TIMES.values())) for case in ("a", "b", "c")]
+
+    def check(settings: Settings, cases: list[str]):
+        return iter([(case, Verdict("y", 2.0 if case == "b" else 0.0, 1.0)) for case in cases])
+
+    install(_fake(plan=plan, check=check))
+    assert runner.run_benchmark("mlp", json=True, device="cpu", out=tmp_path / "mlp.json") == 1
+    captured = capsys.readouterr()
+    record = json.loads((tmp_path / "mlp.json").read_text())
+    assert [row["case"] for row in record["rows"]] == ["a", "c"]
+    assert (record["gate"], record["missing"]) == ("red", [["b", "us", "rival"]])
+    assert [row["case"] for row in json.loads(captured.out.splitlines()[-1])["rows"]] == ["a", "c"]
+    assert "nothing was timed of b" in captured.err
+
+
 def _two_cases(events: list[str], *, raises: str = "") -> Benchmark:
     """Two rows for each of "a" and "b"; the check of the case ``raises`` does so after one right verdict."""
 

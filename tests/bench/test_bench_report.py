@@ -306,7 +306,9 @@ def test_report_of_a_cpu_has_ratios_only(tmp_path):
     assert "| 50 |" not in text
 
 
-@pytest.mark.parametrize(("change", "told"), [({"dry": True}, "a dry run"), ({"gate": "red"}, "its gate is red")])
+@pytest.mark.parametrize(
+    ("change", "told"), [({"dry": True}, "a dry run"), ({"gate": "red", "rows": []}, "its gate is red")]
+)
 def test_report_hides_what_is_no_result(tmp_path, change, told):
     written, text = _publish(tmp_path, _record(**change))
     assert [path.name for path in written] == ["report.md"]

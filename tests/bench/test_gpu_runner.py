@@ -9,12 +9,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardfuse.bench.gpu import gpu_run, journal
+from shardfuse.bench.gpu.suite import Suite
+from shardfuse.bench.harness import provenance
 from shardfuse.bench.harness.report import Row
 
 pytestmark = pytest.mark.interpret
@@ -55,9 +58,11 @@ def _check_green(
     done: subprocess.CompletedProcess[str], out: Path, ops: list[str], benchmarks: list[gpu_run.Benchmark]
 ) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [e["name"] for e in _events(out, "phase")] == ["smoke", "compile", "tests", "benchmarks"]
+    assert [e["name"] for e in _events(out, "phase")] == [*gpu_run.PHASES, "rehearsal"]
     assert {e["op"] for e in _events(out, "smoke", ok=True)} == set(ops)
-    assert [e["lane"] for e in _events(out, "pytest", ok=True)] == ["cpu", "gpu"]
+    assert [e["lane"] for e in _events(out, "tests", ok=True)] == ["tests"]
+    assert len(_events(out, "test", outcome="passed")) > 10
+    assert [e["what"] for e in _events(out, "rehearsed", ok=True)] == ["tests", "tests", "a red case"]
     assert {e["bench"] for e in _events(out, "row")} == {benchmark.name for benchmark in benchmarks}
     assert [e["good"] for e in _events(out, "finished")] == [True]
 
@@ -97,7 +102,7 @@ def test_cut_run_is_resumed_and_a_hanging_benchmark_is_killed(finished, tmp_path
             stopped.append(list(run.journal.of("started"))[-1]["pid"])
             os.kill(stopped[0], signal.SIGSTOP)
 
-    options = gpu_run.Options(tmp_path, (OP,), dry=True, quiet_s=10.0)
+    options = gpu_run.Options(tmp_path, ("compile", "benchmarks"), (OP,), dry=True, quiet_s=10.0)
     run = gpu_run.GpuRun(options, on_event=stop_once)
     run.benchmarks = [benchmark for benchmark in run.benchmarks if benchmark.name == OP]  # one is enough to be cut
     code = run.run()
@@ -184,18 +189,75 @@ def test_resume_on_another_machine_is_refused(tmp_path, change, told):
     journal.Journal(path, dry=False, origin=ORIGIN | {"date": "2031-05-02"}).close()
 
 
-@pytest.mark.parametrize(("dry", "lanes"), [(True, [("gpu", 1)]), (False, [("gpu", 2), (gpu_run.OP_SUITE, 1)])])
+def test_what_was_green_does_not_run_again(finished, tmp_path, monkeypatch):
+    _, out = finished
+    (tmp_path / "events.jsonl").write_text((out / "events.jsonl").read_text())
+    run = gpu_run.GpuRun(gpu_run.Options(tmp_path, gpu_run.PHASES, (OP,), dry=True))
+    monkeypatch.setattr(run, "_watch", lambda command, *args, **options: pytest.fail(f"{command} ran again"))
+    monkeypatch.setattr(gpu_run, "rehearse", lambda *args: None)
+    assert run.run() == 0
+    assert [e["name"] for e in run.journal.of("phase")] == [*gpu_run.PHASES, "rehearsal"]
+    assert json.loads((tmp_path / "results.json").read_text())[OP]["rows"]
+
+
+def test_changed_sources_run_again(tmp_path):
+    file = tmp_path / "tests" / "test_it.py"
+    file.parent.mkdir()
+    (file.parent / "conftest.py").write_text("")
+    file.write_text("def test_it():\n    pass\n")
+    before = provenance.tests_hash(file)
+    assert provenance.tests_hash(file) == before
+    file.write_text("def test_it():\n    assert True\n")
+    assert provenance.tests_hash(file) != before
+    assert provenance.op_hash("dropout") != provenance.op_hash("rope")
+
+
+def test_a_test_that_the_clock_stops_is_told_and_runs_in_the_next_call(tmp_path):
+    file = tmp_path / "test_slow.py"
+    file.write_text("import time\n\ndef test_first():\n    pass\n\ndef test_slow():\n    time.sleep(60)\n")
+
+    def call(**options: Any) -> list[tuple[str, str]]:
+        run = gpu_run.GpuRun(gpu_run.Options(tmp_path / "out", ("tests",), (OP,), dry=True, **options))
+        with (tmp_path / "log.txt").open("a") as run.log:
+            suite = run._suite(run.journal)
+            suite.run("tests", "", file, time.monotonic() + 12.0)
+        run.journal.close()
+        return [(e["test"].rpartition(":")[2], e["outcome"]) for e in run.journal.of("test")]
+
+    assert call() == [("test_first", "passed"), ("test_slow", "cut")]
+    file.touch()
+    assert call() == [("test_slow", "cut")]
+
+
+@pytest.mark.parametrize(
+    ("dry", "lanes"),
+    [
+        (True, [("not gpu", "test_linear_torch.py")]),
+        (False, [(gpu_run.OP_SUITE, "test_linear_torch.py"), (gpu_run.GPU_SUITE, "test_linear_torch.py")]),
+    ],
+)
 def test_the_ops_own_tests_run_on_a_gpu(tmp_path, monkeypatch, dry, lanes):
-    tests = ("tests/bench/test_bench.py", "tests/kernels/test_linear_act.py")
-    if dry:
-        tests = tests[1:]
-    run = gpu_run.GpuRun(gpu_run.Options(tmp_path, (OP,), dry=True, tests=tests))
+    tests = ("tests/bench/test_bench.py", "tests/kernels/test_linear_torch.py")[1 if dry else 0 :]
+    run = gpu_run.GpuRun(gpu_run.Options(tmp_path, gpu_run.PHASES, (OP,), dry=True, tests=tests))
     run.options = dataclasses.replace(run.options, dry=dry)
-    ran: list[tuple[str, int]] = []
-    monkeypatch.setattr(run, "_pytest", lambda lane, markers, files, until, env: ran.append((markers, len(files))))
-    run._gpu_tests()
+    ran: list[tuple[str, str]] = []
+    monkeypatch.setattr(Suite, "run", lambda self, lane, markers, file, until: ran.append((markers, file.name)))
+    run._op_tests()
+    if not dry:
+        run._gpu_tests()
     run.journal.close()
     assert ran == lanes
+
+
+def test_the_tests_that_may_hang_come_last(tmp_path, monkeypatch):
+    run = gpu_run.GpuRun(gpu_run.Options(tmp_path, gpu_run.PHASES, (OP,), dry=True))
+    run.options = dataclasses.replace(run.options, dry=False)
+    ran: list[str] = []
+    monkeypatch.setattr(Suite, "run", lambda self, lane, markers, file, until: ran.append(file.name))
+    run._gpu_tests()
+    run.journal.close()
+    assert ran[-1] == "test_comm_gpu.py"
+    assert len(ran) > 3
 
 
 def test_selection_by_op():
@@ -207,7 +269,11 @@ def test_selection_by_op():
         gpu_run._selection(["nonsense"])
 
 
-@pytest.mark.parametrize("arguments", [[], ["--out", "OUT"]], ids=["no directory", "no GPU"])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--out", "OUT"], ["--out", "OUT", "--phases", "smoke,tea"]],
+    ids=["no directory", "no GPU", "no such phase"],
+)
 def test_what_cannot_run_says_so(capsys, monkeypatch, tmp_path, arguments):
     monkeypatch.setattr(gpu_run.torch.cuda, "is_available", lambda: False)
     try:

@@ -78,6 +78,12 @@ def test_result_that_lacks_rows_is_incomplete(tmp_path):
     assert item.why == "rows not measured: t64 | forward, us | eager"
 
 
+def test_result_with_a_red_case_keeps_its_other_rows(tmp_path):
+    red = _record(BOTH[0], gate="red", missing=[["t64", "forward, us", "eager"]])
+    assert stale.accept(red, tmp_path) == tmp_path / FOLDER / "mlp.json"
+    assert _states(tmp_path, BOTH[:1]) == [(FOLDER, "mlp", "incomplete")]
+
+
 def test_short_result_stays_short_and_never_replaces_a_whole_one(tmp_path):
     short = _record(BOTH[0], short=True)
     path = stale.accept(short, tmp_path)
@@ -111,7 +117,7 @@ def test_ops_without_a_benchmark_are_named(tmp_path):
     ("change", "reason"),
     [
         ({"dry": True}, "dry run"),
-        ({"gate": "red"}, "gate is red"),
+        ({"gate": "red", "rows": []}, "gate is red"),
         ({"device": "cpu"}, "ran on a CPU"),
         ({"rows": []}, "no rows"),
         ({"origin": CLEAN | {"dirty": True}}, "dirty, abc123 with changes; commit them"),
