@@ -9,6 +9,7 @@ from rich.console import Console
 from ..harness import provenance
 from ..harness.benchmark import Benchmark
 from ..harness.report import DRY_NOTE, Row, show_rows
+from . import predictions
 from .journal import Journal
 
 
@@ -24,9 +25,13 @@ def show(out: Console, journal: Journal, measured: Iterable[Benchmark], *, dry: 
     """Print the summary; a dry run's numbers are marked as meaningless."""
     for line in _lines(journal):
         out.print(line, markup=False, soft_wrap=True)
+    answered = []
     for benchmark, rows in _rows(journal, measured):
         title = benchmark.name + (DRY_NOTE if dry else "")
         show_rows(out, title, rows, absolute=True)
+        answered += predictions.compared(benchmark.name, rows)
+    if answered:
+        out.print(predictions.table(answered))
 
 
 def _lines(journal: Journal) -> Iterator[str]:

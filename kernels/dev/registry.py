@@ -130,6 +130,8 @@ class OpSpec:
     sources: tuple[str, ...] = ()  # files (relative to kernels/) whose change makes a measured result stale
     # case -> the length of the longest sum behind any number of the results, for ``accuracy.judge``.
     terms: Callable[[Case], int] = _largest_size
+    # (case, device) -> the relative error that the device's own arithmetic may make, where it exceeds that rule's.
+    allowed: Callable[[Case, torch.device], float] = lambda case, device: 0.0
 
     def tagged(self, tag: str) -> list[Case]:
         return [case for case in self.cases if tag in case.tags]

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from shardfuse.bench.gpu import gpu_run, journal
+from shardfuse.bench.gpu import gpu_run, journal, predictions
 from shardfuse.bench.gpu.suite import Suite
-from shardfuse.bench.harness import provenance
+from shardfuse.bench.harness import provenance, runner
+from shardfuse.bench.harness.benchmark import Settings
 from shardfuse.bench.harness.report import Row
 
 pytestmark = pytest.mark.interpret
@@ -291,3 +293,39 @@ def test_kernel_tests_put_their_tensors_where_the_kernels_run():
         text = file.read_text()
         assert "pytest.mark.interpret" in text, name
         assert "torch.cuda.is_available()" in text or 'on_device")' in text, name
+
+
+# --- predictions ------------------------------------------------------------------------------------------------------
+
+
+def test_predictions_are_about_rows_of_the_short_plans():
+    for each in predictions.PREDICTIONS:
+        planned = runner.find(each.bench).plan(Settings(torch.device("cuda"), short=True))
+        assert each.key in [row.key for row in planned], each.key
+        assert 0 < each.low < each.high
+
+
+def test_predictions_stand_beside_what_was_found():
+    first = predictions.PREDICTIONS[0]
+    rows = [Row(*first.key[:2], 1.0, 0.95, first.key[2], ratio, None, None) for ratio in (first.low, first.high + 1)]
+    for row, verdict in zip(rows, ("as expected", "above")):
+        shown = predictions.table(predictions.compared(first.bench, [row]))
+        assert list(shown.columns[-1].cells) == [verdict]
+    assert not list(predictions.compared("another", rows))
+
+
+def test_the_document_lists_the_predictions():
+    """SHARDFUSE_WRITE_DOCS=1 writes the table."""
+    lines = [
+        f"| {each.bench} | {', '.join(each.key[:2])} | {each.key[2]} | {each.low:.2f} to {each.high:.2f} | {each.why} |"
+        for each in predictions.PREDICTIONS
+    ]
+    document = Path(__file__).parents[2] / "docs" / "gpu.md"
+    before, _, rest = document.read_text().partition("<!-- predictions -->\n")
+    head = "| benchmark | row | peer | expected ratio | because |\n|---|---|---|---|---|\n"
+    table, _, after = rest.partition("<!-- /predictions -->")
+    wanted = head + "\n".join(lines) + "\n"
+    if os.environ.get("SHARDFUSE_WRITE_DOCS") == "1":
+        document.write_text(f"{before}<!-- predictions -->\n{wanted}<!-- /predictions -->{after}")
+        return
+    assert table == wanted
