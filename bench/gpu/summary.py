@@ -25,7 +25,7 @@ def show(out: Console, journal: Journal, measured: Iterable[Benchmark], *, dry: 
     """Print the summary; a dry run's numbers are marked as meaningless."""
     for line in _lines(journal):
         out.print(line, markup=False, soft_wrap=True)
-    answered = []
+    answered: list[tuple[predictions.Prediction, Row]] = []
     for benchmark, rows in _rows(journal, measured):
         title = benchmark.name + (DRY_NOTE if dry else "")
         show_rows(out, title, rows, absolute=True)

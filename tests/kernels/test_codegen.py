@@ -267,15 +267,3 @@ def test_problems(changes, expected):
     found = problems(dataclasses.replace(fine, **changes))
     assert len(found) == len(expected), found
     assert all(words in problem for words, problem in zip(expected, found))
-
-
-@pytest.mark.codegen
-@needs_triton
-def test_launches_past_the_binder_are_those_that_it_would_make():
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = SUPPORT / "past_binder.py"
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["faults"] == []
-    assert found["counts"]["past the binder"] > found["counts"]["first"] > 100

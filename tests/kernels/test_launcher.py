@@ -1,0 +1,71 @@
+"""The kernels' launches through Triton's own binder, driver and launcher, over a CUDA driver that runs nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardfuse.kernels.dev import registry
+from shardfuse.kernels.runtime.dispatch import triton_version
+
+SUPPORT = Path(__file__).parents[1] / "support"
+SIDE = os.environ.get("SHARDFUSE_SIDE_TRITON", "")
+
+pytestmark = [
+    pytest.mark.codegen,
+    pytest.mark.skipif(triton_version() is None, reason="Triton is not installed"),
+    pytest.mark.skipif(
+        shutil.which("gcc") is None, reason="gcc is not installed: it compiles the stub of CUDA's driver"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the stub of CUDA's driver."""
+    folder = tmp_path_factory.mktemp("stub")
+    flags = ["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-Wl,-soname,libcuda.so.1"]
+    source, library = SUPPORT / "stub_cuda.c", folder / "libcuda.so.1"
+    subprocess.run(["gcc", *flags, "-o", str(library), str(source)], check=True)
+    return folder
+
+
+def _run(stub: Path, *options: str, triton: str = "") -> dict[str, Any]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if triton:
+        environment["PYTHONPATH"] = os.pathsep.join([triton, environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    command = [sys.executable, str(SUPPORT / "stub_driver.py"), str(stub), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert found["ops"] == list(registry.ops())
+    return found
+
+
+def test_every_argument_arrives_as_it_was_passed(stub: Path):
+    found = _run(stub)
+    assert found["faults"] == []
+    assert found["counts"]["arguments"] > 10 * found["counts"]["launches"] > 10_000
+    assert found["counts"]["past the binder"] > found["counts"]["first"] > 100
+
+
+@pytest.mark.parametrize(("fault", "says"), [("aligned", "another kernel"), ("number", "another arguments")])
+def test_what_prepared_forgets_is_found(stub: Path, fault: str, says: str):
+    assert any(says in each for each in _run(stub, "--few", "--fault", fault)["faults"])
+
+
+@pytest.mark.skipif(not SIDE, reason="there is no second Triton beside this one")
+@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["few", "all"])
+def test_the_other_triton(stub: Path, few: bool):
+    """The oldest that is supported compiles a launcher for every signature."""
+    found = _run(stub, *(["--few"] if few else []), triton=SIDE)
+    assert found["triton"] != triton_version()
+    assert found["faults"] == []
+    assert found["counts"]["launches"] > (100 if few else 10_000)

@@ -1,0 +1,68 @@
+/* A CUDA driver that runs nothing: it answers what Triton asks of libcuda.so.1 and keeps the arguments of the last
+   launch. Pointers of the host pass for pointers of a device. The numbers are an H100's. */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef int Result;
+enum { MOST = 256, BYTES = 8 };
+
+struct Config {
+  unsigned grid[3], block[3], shared;
+  void *stream, *attributes;
+  unsigned count;
+};
+
+int stub_launches = 0, stub_expected = 0; /* the second: the number of the next launch's arguments, set by the test */
+unsigned stub_grid[3], stub_threads, stub_shared;
+uint64_t stub_arguments[MOST];
+
+Result cuLaunchKernelEx(const struct Config *config, void *function, void **arguments, void **extra) {
+  if (function == NULL || extra != NULL || stub_expected > MOST) return 1;
+  stub_launches++;
+  memcpy(stub_grid, config->grid, sizeof stub_grid);
+  stub_threads = config->block[0];
+  stub_shared = config->shared;
+  for (int i = 0; i < stub_expected; i++) memcpy(&stub_arguments[i], arguments[i], BYTES);
+  return 0;
+}
+
+Result cuDeviceGetAttribute(int *value, int attribute, int device) {
+  switch (attribute) {
+    case 10: *value = 32; return 0;      /* threads of a warp */
+    case 12: *value = 65536; return 0;   /* registers of a block */
+    case 16: *value = 132; return 0;     /* multiprocessors */
+    case 75: *value = 9; return 0;       /* compute capability */
+    case 76: *value = 0; return 0;
+    case 97: *value = 232448; return 0;  /* shared memory that a block may have, in bytes */
+    default: *value = 1000; return 0;
+  }
+}
+
+Result cuPointerGetAttribute(void *value, int attribute, uint64_t pointer) {
+  memcpy(value, &pointer, sizeof pointer);
+  return 0;
+}
+
+static Result some(void **handle) {
+  *handle = handle;
+  return 0;
+}
+
+Result cuCtxGetCurrent(void **context) { return some(context); }
+Result cuCtxGetLimit(size_t *bytes, int limit) { *bytes = 0; return 0; }
+Result cuCtxSetCurrent(void *context) { return 0; }
+Result cuCtxSetLimit(int limit, size_t bytes) { return 0; }
+Result cuDeviceGet(int *device, int index) { *device = index; return 0; }
+Result cuDevicePrimaryCtxRetain(void **context, int device) { return some(context); }
+Result cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+Result cuFuncGetAttribute(int *value, int attribute, void *function) { *value = attribute == 0 ? 1024 : 0; return 0; }
+Result cuFuncSetAttribute(void *function, int attribute, int value) { return 0; }
+Result cuFuncSetCacheConfig(void *function, int config) { return 0; }
+Result cuGetErrorString(Result error, const char **text) { *text = "refused by the stub"; return 0; }
+Result cuModuleGetFunction(void **function, void *module, const char *name) { return some(function); }
+Result cuModuleLoadData(void **module, const void *image) { return some(module); }
+Result cuOccupancyMaxActiveClusters(int *clusters, void *function, const void *config) { *clusters = 1; return 0; }
+Result cuTensorMapEncodeIm2col(void) { return 0; }
+Result cuTensorMapEncodeTiled(void) { return 0; }

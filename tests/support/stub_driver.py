@@ -1,0 +1,257 @@
+"""Launch the ops' kernels through Triton's own binder, driver and launcher, over a CUDA driver that runs nothing.
+
+    python stub_driver.py FOLDER [--few] [--fault NAME]
+
+FOLDER holds ``libcuda.so.1``, built of stub_cuda.c. The kernels are not compiled; the launcher is, and it packs every
+launch's arguments, on CPU tensors, as it would for a GPU. What arrives in the driver is compared, argument by argument,
+with what the caller passed, under the types of the signature that the kernel was specialised for. The launches of
+``device.Prepared``, which bypass the binder, also go through it, and both must reach the same kernel with the same
+arguments.
+
+The launches are those of the ops' test cases, forward and backward: drawn twice, at odd addresses, in exchanges with
+other numbers. ``--few`` runs one case of each op, for a Triton that compiles a launcher for every signature.
+``--fault`` seeds a fault in what ``device.Prepared`` remembers. It prints JSON. It is a separate program because the
+tests' process interprets its kernels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import json
+import os
+import struct
+import sys
+import time
+import types
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder", type=Path)
+parser.add_argument("--few", action="store_true")
+parser.add_argument("--fault", choices=["aligned", "number"])
+options = parser.parse_args()
+os.environ["TRITON_LIBCUDA_PATH"] = str(options.folder)
+stub = ctypes.CDLL(str(options.folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
+
+import torch  # noqa: E402 - Triton's driver finds the library that is loaded first
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia import driver as nvidia  # noqa: E402
+from triton.compiler.compiler import CompiledKernel  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from shardfuse.kernels.dev import registry  # noqa: E402
+from shardfuse.kernels.dev.cases import all_reduce_norm as reduce_cases  # noqa: E402
+from shardfuse.kernels.dev.cases import comm as comm_cases  # noqa: E402
+from shardfuse.kernels.linear import linear_act, schemas  # noqa: E402
+from shardfuse.kernels.runtime import device, dispatch, signals  # noqa: E402
+
+launches = ctypes.c_int.in_dll(stub, "stub_launches")
+expected = ctypes.c_int.in_dll(stub, "stub_expected")
+arrived = (ctypes.c_uint64 * 256).in_dll(stub, "stub_arguments")
+grid_arrived = (ctypes.c_uint * 3).in_dll(stub, "stub_grid")
+threads_arrived = ctypes.c_uint.in_dll(stub, "stub_threads")
+
+INTEGERS = {"i1": "b", "i8": "b", "u8": "B", "u1": "B", "i16": "h", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
+FLOATS = {"fp32": "f", "f32": "f", "fp64": "d"}
+
+counts: Counter[str] = Counter()
+faults: list[str] = []
+now = ""
+
+
+class Driver(nvidia.CudaDriver):  # type: ignore[misc]
+    """Triton's, without torch's CUDA."""
+
+    def __init__(self) -> None:
+        self.utils = nvidia.CudaUtils()
+        self.launcher_cls = nvidia.CudaLauncher
+        self.get_current_device = lambda: 0
+        self.get_current_stream = lambda device: 0
+
+    def get_device_capability(self, device: int = 0) -> tuple[int, int]:
+        return (9, 0)
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class Kernel:
+    """What Triton would have compiled, with its launcher and without machine code."""
+
+    __getitem__ = CompiledKernel.__getitem__
+    function = 3
+    last: tuple[Any, ...] = ()
+
+    def __init__(self, fn: Any, signature: dict[str, Any], constants: dict[Any, Any], warps: int) -> None:
+        self.src = types.SimpleNamespace(fn=fn, signature=signature, constants=constants)
+        names = ("num_warps", "num_ctas", "shared", "global_scratch_size", "global_scratch_align")
+        values = dict(zip(names, (warps, 1, 1024, 0, 128)))
+        values |= {"profile_scratch_size": 0, "profile_scratch_align": 1, "cluster_dims": (1, 1, 1)}
+        values |= {"launch_cooperative_grid": False, "launch_pdl": False, "tensordesc_meta": None}
+        self.metadata = types.SimpleNamespace(**values)
+        self.packed_metadata = (warps, 1, 1024)
+        self._launch = nvidia.CudaLauncher(self.src, self.metadata)
+
+    def _init_handles(self) -> None:
+        pass
+
+    def launch_metadata(self, *args: Any) -> None:
+        return None
+
+    def run(self, x: int, y: int, z: int, *rest: Any) -> None:
+        Kernel.last = (self, (x, y, z), rest[6:])
+        wanted = list(paired(self.src.signature.values(), rest[6:]))
+        expected.value = len(wanted)
+        before = launches.value
+        self._launch(x, y, z, *rest)
+        counts["launches"] += launches.value - before
+        if launches.value == before:
+            return  # an empty grid
+        said = f"{now}: {self.src.fn.__name__}"
+        if list(grid_arrived) != [x, y, z] or threads_arrived.value != 32 * self.metadata.num_warps:
+            faults.append(f"{said}: grid {list(grid_arrived)} of {threads_arrived.value} threads for {[x, y, z]}")
+        for i, (kind, value) in enumerate(wanted):
+            counts["arguments"] += 1
+            problem = differs(kind, value, int(arrived[i]))
+            if problem:
+                faults.append(f"{said}: argument {i}: {problem}")
+
+
+def paired(kinds: Iterable[Any], values: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """The kernel's parameters: each argument with its type, without those that are compiled in."""
+    for kind, value in zip(kinds, values, strict=True):
+        if isinstance(kind, tuple):
+            yield from paired(kind, value)
+        elif kind != "constexpr":
+            yield kind, value
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    """Whether both are equal; tensors and kernels must be the same objects."""
+    if isinstance(ours, tuple):
+        return len(ours) == len(theirs) and all(map(same, ours, theirs))
+    return ours is theirs or (not isinstance(ours, torch.Tensor) and type(ours) is type(theirs) and ours == theirs)
+
+
+def differs(kind: str, value: Any, bits: int) -> str:
+    """What is wrong with the ``bits`` that arrived for ``value`` in a parameter of this ``kind``; "" if nothing is."""
+    if kind.startswith("*"):
+        address = 0 if value is None else value.data_ptr()
+        if value is not None and kind[1:].removeprefix("k") != registry._TRITON_NAMES[value.dtype]:
+            return f"a tensor of {value.dtype} where the kernel takes {kind}"
+        return "" if bits == address else f"address {bits:#x} for a tensor at {address:#x}"
+    code = INTEGERS.get(kind) or FLOATS[kind]
+    size = struct.calcsize(code)
+    (found,) = struct.unpack(code, bits.to_bytes(8, "little")[:size])
+    wanted = struct.unpack("f", struct.pack("f", value))[0] if code == "f" else value
+    return "" if found == wanted or (found != found and wanted != wanted) else f"{kind} {found} for {value}"
+
+
+def compile_nothing(
+    self: Any, key: Any, signature: Any, index: int, constants: Any, given: Any, *others: Any
+) -> Kernel:
+    kernels = self.device_caches[index][0]
+    if key not in kernels:
+        counts["kernels"] += 1
+        kernels[key] = Kernel(self, signature, constants, given.num_warps)
+    return kernels[key]
+
+
+def through_both(self: Any, grid: tuple[int, int, int], tensors: tuple[Any, ...], *, on: torch.Tensor) -> None:
+    """A launch of ``Prepared``, and the binder's own: both reach the same kernel with the same grid and arguments."""
+    known = bool(self._compiled)
+    prepared(self, grid, tensors, on=on)
+    ours = Kernel.last
+    device.launch(self._fn, grid, dict(zip(self._names, tensors)) | self._rest, on=on, **self._launched)
+    counts["past the binder" if known else "first"] += 1
+    for what, mine, binders in zip(("kernel", "grid", "arguments"), ours, Kernel.last):
+        if not same(mine, binders):
+            faults.append(f"{now}: {self._fn.__name__}: another {what} than through the binder")
+
+
+def seed(fault: str | None) -> None:
+    """Have what is remembered of a launch leave out the tensors' alignment, or a number."""
+    launch, known = device.Prepared.launch, device.kinds_of
+
+    def aligned(tensors: Any) -> Any:
+        kinds = known(tensors)
+        return None if kinds is None else tuple([None if kind is None else (kind[0], True) for kind in kinds])
+
+    def first_number(self: Any, grid: Any, tensors: Any, *, on: torch.Tensor) -> None:
+        if self._compiled:
+            number = next((i for i, value in enumerate(self._values) if type(value) is int and value > 16), None)
+            self._values = tuple(value + 16 if i == number else value for i, value in enumerate(self._values))
+        launch(self, grid, tensors, on=on)
+
+    if fault == "aligned":
+        for module in [module for module in sys.modules.values() if getattr(module, "kinds_of", None) is known]:
+            module.kinds_of = aligned  # type: ignore[attr-defined]
+    elif fault == "number":
+        device.Prepared.launch = first_number  # type: ignore[method-assign]
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose address is one element past a multiple of 16 bytes."""
+    if tensor.dim() == 0 or not tensor.is_floating_point():
+        return tensor
+    room = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+    return room[1:].view(tensor.shape).copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+epochs = itertools.cycle((1, 2, 16, -3, 2**31 - 1))  # a binder may specialise on 1 and multiples of 16
+
+
+def other_exchanges(peers: list[torch.Tensor], *, epoch: int | None = 1, **more: Any) -> list[signals.Signals]:
+    """``in_one_process`` for the next of ``epochs``. No kernel runs here, so nothing waits for flags."""
+    return signals.in_one_process(peers, epoch=None if epoch is None else next(epochs), **more)
+
+
+driver.set_active(Driver())
+comm_cases.in_one_process = reduce_cases.in_one_process = other_exchanges  # type: ignore[attr-defined]
+JITFunction._do_compile = compile_nothing
+device.architecture = lambda on: "sm_90"
+device.program_slots = lambda on: 132
+dispatch._INTERPRETING = True  # makes impl="triton" acceptable on CPU tensors
+seed(options.fault)
+prepared = device.Prepared.launch
+device.Prepared.launch = through_both  # type: ignore[method-assign]
+
+begun = time.monotonic()
+for op, spec in registry.ops().items():
+    cases = spec.tagged("test")
+    for case in cases[:1] if options.few else cases:
+        now = f"{op} {case.name}"
+        for number in (1, 2):
+            inputs = spec.make_inputs(case, torch.device("cpu"), number)
+            names = [] if options.few else list(inputs)
+            # All operands aligned, then each one alone at an odd address, then all of them.
+            for odd in ([], *([name] for name in names), list(inputs)):
+                moved = {
+                    name: shifted(value) if name in odd and isinstance(value, torch.Tensor) else value
+                    for name, value in inputs.items()
+                }
+                before = launches.value
+                spec.run(moved, case, "triton")
+                if launches.value == before and 0 not in (*case.sizes.values(), case.options.get("blocks")):
+                    faults.append(f"{now}: nothing was launched")
+
+# Not in those cases: gradient buffers at odd addresses, and operands that differ only in strides.
+now = "main_grad"
+x, dz, dw, db = torch.randn(32, 48), torch.randn(32, 64), torch.zeros(64, 48), torch.zeros(64)
+for buffers in ((dw, db), (shifted(dw), db), (dw, shifted(db)), (dw, db), (dw.bfloat16(), db.bfloat16())):
+    schemas.linear_wgrad_([dz], x, [buffers[0]], [buffers[1]])
+now = "strides"
+w = torch.randn(64, 48)
+for rows in (x, torch.randn(48, 32).t(), torch.randn(32, 64)[:, :48], torch.randn(32, 49)[:, :48], torch.randn(32, 48)):
+    linear_act(rows, w, impl="triton")
+    linear_act(rows, torch.randn(48, 64).t(), impl="triton")
+    linear_act(rows[:1], w, residual=dz[:1], impl="triton")
+said = {"triton": triton.__version__, "counts": counts, "faults": faults, "ops": list(registry.ops())}
+print(json.dumps(said | {"seconds": round(time.monotonic() - begun, 1)}))
