@@ -96,11 +96,12 @@ gpu:  ## GPU tests and benchmarks into OUT=dir (PHASES=, DEADLINE=s, ONLY=ops, D
 
 # --- checks -----------------------------------------------------------------------------------------------------------
 
-.PHONY: lint
+.PHONY: gpu-rehearse
 gpu-rehearse: install  ## without a GPU: every launch over a stub of CUDA's driver, then the whole of make gpu DRY=1
 	@$(PYTEST) -q tests/kernels/test_launcher.py
 	@$(MAKE) gpu DRY=1 OUT='$(OUT)'
 
+.PHONY: lint
 lint: install  ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check --quiet . || { echo "error: run $(BIN)/ruff format ." >&2; exit 1; }
