@@ -6,6 +6,7 @@ time per call than the ``custom_op`` decorator (CONTRIBUTING.md says how to meas
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +32,9 @@ def register(schema: str, kernel: Callable[..., Any] | str, fake: Callable[..., 
 
 
 def _later(module: str, name: str) -> Callable[..., Any]:
+    found = functools.cache(importlib.import_module)  # the import system takes microseconds to find it again
+
     def call(*args: Any) -> Any:
-        return getattr(importlib.import_module(module), name)(*args)
+        return getattr(found(module), name)(*args)
 
     return call
