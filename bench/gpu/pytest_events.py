@@ -1,20 +1,19 @@
 """A pytest plugin that prints one JSON event a line: a test's start, and its outcome.
 
 So a run that a clock or a crash ends has told what it did until then, and in which test it ended. Use it by
-``pytest -p shardfuse.bench.gpu.pytest_events``. The variable SHARDFUSE_GPU_SKIP names a file with a JSON list of node
-ids that are not to run.
+``pytest -p shardfuse.bench.gpu.pytest_events``. ``--leave-out FILE`` names a file with a JSON list of node ids that
+are not to run.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-SKIP = "SHARDFUSE_GPU_SKIP"
+LEAVE_OUT = "--leave-out"
 DETAIL_LINES = 12  # the last ones of a failure's text
 _WORST = {"passed": 0, "skipped": 1, "failed": 2}
 
@@ -30,7 +29,7 @@ class Events:
         self._reports: list[pytest.TestReport] = []
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        path = os.environ.get(SKIP)
+        path = config.getoption(LEAVE_OUT)
         skipped = set(json.loads(Path(path).read_text())) if path else set()
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in skipped])
         items[:] = [item for item in items if item.nodeid not in skipped]
@@ -59,6 +58,10 @@ class Events:
     @pytest.hookimpl(tryfirst=True)
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str]:
         return report.outcome, "", ""  # no dots between the events
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(LEAVE_OUT, metavar="FILE", help="a JSON list of tests not to run, by their node ids")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -75,8 +75,8 @@ class Suite:
             skip.write_text(json.dumps(done))
             plugin = pytest_events.__name__
             options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", plugin, "-m", markers]
-            command = [sys.executable, "-m", "pytest", *options, str(file)]
-            ending = self._watch(command, on_line, until, quiet_s, environment={pytest_events.SKIP: str(skip)})
+            command = [sys.executable, "-m", "pytest", *options, pytest_events.LEAVE_OUT, str(skip), str(file)]
+            ending = self._watch(command, on_line, until, quiet_s)
         if running is not None:
             outcome = {"hung": "hung", "ended": "crashed"}.get(ending.status, "cut")
             self._journal.add("test", **what, test=running, outcome=outcome, seconds=None, detail=str(ending))
