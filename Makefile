@@ -141,13 +141,16 @@ $(JOBS:%=job-%): job-%:
 	echo "--- $*"; cat $(LOGS)/$*.log; printf '  %-12s %4d s  %s\n' $* $$SECONDS $$result | tee -a $(LOGS)/times; \
 	[ $$result = ok ]
 
+check-%:
+	@mkdir -p $(LOGS); SECONDS=0; result=ok; $(MAKE) $* > $(LOGS)/$*.log 2>&1 || result=FAILED; \
+	echo "--- $*"; cat $(LOGS)/$*.log; printf '  %-12s %4d s  %s\n' $* $$SECONDS $$result | tee -a $(LOGS)/times; \
+	[ $$result = ok ]
+
 # What failed is named again at the end; where pytest did not come to name it, the job's last lines are.
 .PHONY: test
-test: install $(SIDE)/.installed  ## what CI runs: lint, then every lane, with the time of each
+test: install $(SIDE)/.installed  ## what CI runs: every lane and lint, with the time of each
 	@rm -rf $(LOGS); mkdir $(LOGS); SECONDS=0; result=ok; \
-	for check in $(CHECKS); do $(MAKE) $$check 2>&1 | tee $(LOGS)/$$check.log && it=ok || { it=FAILED; result=FAILED; }; \
-	  printf '  %-12s %4d s  %s\n' $$check $$SECONDS $$it >> $(LOGS)/times; done; \
-	$(MAKE) -k -j$(AT_ONCE) $(JOBS:%=job-%) || result=FAILED; \
+	$(MAKE) -k -j$(AT_ONCE) $(JOBS:%=job-%) $(CHECKS:%=check-%) || result=FAILED; \
 	echo "lanes:"; cat $(LOGS)/times; printf '  %-12s %4d s  %s\n' together $$SECONDS $$result; \
 	for name in $$(awk '$$NF == "FAILED" { print $$1 }' $(LOGS)/times); do echo "failed in $$name:"; \
 	  grep -E '^(FAILED|ERROR) ' $(LOGS)/$$name.log || tail -n 15 $(LOGS)/$$name.log; done; [ $$result = ok ]

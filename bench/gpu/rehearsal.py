@@ -19,7 +19,7 @@ from .suite import Suite
 
 FAULTY = Path(__file__).with_name("faulty_tests.py")
 LANE = "rehearsal"
-QUIET_S = 20.0  # of a test that hangs
+QUIET_S = 8.0  # of a test that hangs
 FIRST = ["passed", "failed", "crashed", "hung", "passed"]
 
 

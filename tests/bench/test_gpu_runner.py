@@ -218,17 +218,19 @@ def test_a_test_that_the_clock_stops_is_told_and_runs_in_the_next_call(tmp_path)
     file = tmp_path / "test_slow.py"
     file.write_text("import time\n\ndef test_first():\n    pass\n\ndef test_slow():\n    time.sleep(60)\n")
 
-    def call(**options: Any) -> list[tuple[str, str]]:
-        run = gpu_run.GpuRun(gpu_run.Options(tmp_path / "out", ("tests",), (OP,), dry=True, **options))
+    def call(seconds: float) -> list[tuple[str, str]]:
+        run = gpu_run.GpuRun(gpu_run.Options(tmp_path / "out", ("tests",), (OP,), dry=True))
         with (tmp_path / "log.txt").open("a") as run.log:
             suite = run._suite(run.journal)
-            suite.run("tests", "", file, time.monotonic() + 12.0)
+            suite.run("tests", "", file, time.monotonic() + seconds)
         run.journal.close()
         return [(e["test"].rpartition(":")[2], e["outcome"]) for e in run.journal.of("test")]
 
-    assert call() == [("test_first", "passed"), ("test_slow", "cut")]
-    file.touch()
-    assert call() == [("test_slow", "cut")]
+    assert call(15.0) == [("test_first", "passed"), ("test_slow", "cut")]
+    with contextlib.closing(journal.Journal(tmp_path / "out" / "events.jsonl", dry=True)) as again:
+        assert {e["test"].rpartition(":")[2]: e["outcome"] for e in again.known("test")}["test_slow"] == "cut"
+    file.write_text(file.read_text().replace("sleep(60)", "sleep(0)"))  # another source: both run again
+    assert call(60.0) == [("test_first", "passed"), ("test_slow", "passed")]
 
 
 @pytest.mark.parametrize(

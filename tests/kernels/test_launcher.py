@@ -62,7 +62,8 @@ def test_what_prepared_forgets_is_found(stub: Path, fault: str, says: str):
 
 
 @pytest.mark.skipif(not SIDE, reason="there is no second Triton beside this one")
-@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["few", "all"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("few", [True, False], ids=["few", "all"])
 def test_the_other_triton(stub: Path, few: bool):
     """The oldest that is supported compiles a launcher for every signature."""
     found = _run(stub, *(["--few"] if few else []), triton=SIDE)

@@ -102,6 +102,7 @@ def test_time_limit_ends_a_run_on_all_ranks_and_resume_goes_on(ranks: Any, case:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.nightly  # the demo's tests kill its workers, and test_launch a launch's
 def test_killed_worker_of_the_command_is_replaced(
     ranks: Any, case: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
