@@ -68,11 +68,8 @@ def shared_options(device_type: str) -> Any:
     return new
 
 
-_OPTIONS = [
-    getattr(getattr(dist, name), options)
-    for name, options in (("ProcessGroupGloo", "_Options"), ("ProcessGroupNCCL", "Options"))
-    if hasattr(dist, name)
-]
+_BACKENDS = [getattr(dist, name) for name in ("ProcessGroupGloo", "ProcessGroupNCCL") if hasattr(dist, name)]
+_OPTIONS = [getattr(each, "_Options", each.Options) for each in _BACKENDS]
 
 
 def _backend(pg: dist.ProcessGroup, device: torch.device) -> Any:
