@@ -156,18 +156,40 @@ def test_data_parallel_ranks_read_their_own(ranks: Any):
     assert ranks(2, _data_body, {"dp": 2}, 1, True) == [["no error"] * 2] * 2
 
 
-def _sizes_body(rank: int, world: int) -> str:
-    """Batches of two sizes, which gloo would end a process for."""
+def _sizes_body(rank: int, world: int, before: int) -> str:
+    """Batches of two sizes after ``before`` equal ones, which gloo would end a process for."""
     mesh = init_mesh(tp=2, device_type="cpu")
     model = _built(rank, mesh, {})
-    text = torch.zeros(2 + 2 * rank, 9, dtype=torch.long)
-    return _refusal(lambda: model.step(text[:, :-1], text[:, 1:]))
+    for rows in [6] * before + [2 + 2 * rank]:
+        text = torch.zeros(rows, 9, dtype=torch.long)
+        said = _refusal(lambda text=text: model.step(text[:, :-1], text[:, 1:]))  # type: ignore[misc]
+    return said
 
 
-def test_sizes_that_differ_are_named_before_anything_is_sent(ranks: Any):
-    for message in ranks(2, _sizes_body):
+@pytest.mark.parametrize("before", [0, 4])
+def test_sizes_that_differ_are_named_before_anything_is_sent(ranks: Any, before: int):
+    for message in ranks(2, _sizes_body, before):
         assert "torch.int64 [2, 8]" in message
         assert "torch.int64 [4, 8]" in message
+
+
+def _messages_body(rank: int, world: int, shape: dict[str, int]) -> list[int]:
+    """How often each of seven steps asks the other ranks about its batch; the last two are shorter."""
+    mesh = init_mesh(**shape, device_type="cpu")
+    model = _built(rank, mesh, {})
+    asked = []
+    for rows in [4] * 5 + [2] * 2:
+        text = torch.zeros(rows, 9, dtype=torch.long)
+        before = collectives.calls["all_reduce", "step.targets"]
+        model.step(text[:, :-1], text[:, 1:])
+        asked.append(collectives.calls["all_reduce", "step.targets"] - before)
+        model.zero_grad()
+    return asked
+
+
+def test_only_calls_that_may_differ_cost_a_message_of_their_own(ranks: Any):
+    assert ranks(2, _messages_body, {"tp": 2}) == [[1, 1, 1, 0, 0, 1, 0]] * 2
+    assert ranks(2, _messages_body, {"dp": 2}) == [[1] * 7] * 2  # the sum over the targets, which is made anyway
 
 
 class _Local(Exception):
