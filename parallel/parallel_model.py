@@ -35,8 +35,9 @@ class ParallelModel(nn.Module):
 
     ``module`` is the model with only this rank's parts, under their names in the whole: pass it to ``explain`` and
     ``export_hf``. ``stages`` are the modules that run, made of its submodules. ``pipeline`` is the Pipeline, or None.
-    ``check_data``, set alike on all ranks, has every step compare the batches of ranks that share their data: all of
-    their elements, and their shapes where neither data parallelism nor new shapes make it do so already.
+    ``check_data``, set alike on all ranks, says what steps behind the first three compare between ranks that share
+    their data: None the shapes of their batches, True their elements too, False nothing where that takes a message of
+    its own, which is everywhere but under data parallelism. Where nothing is compared, a rank refuses its batch alone.
     """
 
     module: nn.Module
@@ -64,8 +65,8 @@ class ParallelModel(nn.Module):
         self._clipper: tuple[float, GradientClipper] | None = None
         self.loss_scale = LossScale(self._group) if precision == "fp16" else None
         self._device = device_of(mesh, None if mesh is not None else next(module.parameters()).device)
-        self.check_data = False
-        self._calls, self._shapes = 0, ""
+        self.check_data: bool | None = None
+        self._calls = 0
 
     # ------------------------------------------------------------------------------------------------------ training
 
@@ -84,8 +85,7 @@ class ParallelModel(nn.Module):
         Raises ValueError, on every rank, where one rank's batch does not suit the model, where no target is valid,
         where a module that cannot exclude sequences from its mean gets fewer sequences than micro-batches, and where
         ranks that share their data pass other shapes; in the first calls of this method and :meth:`evaluate`, and with
-        ``check_data`` in all, also where they pass other elements. Without data parallelism the ranks exchange this in
-        those calls and in the ones whose shapes are not the last call's. TypeError for what is not a tensor.
+        ``check_data`` in all, also where they pass other elements. TypeError for what is not a tensor.
         """
         inputs, targets, scale = self._agreed(batch, positions)
         factor = 1.0 if self.loss_scale is None else self.loss_scale.factor
@@ -204,29 +204,25 @@ class ParallelModel(nn.Module):
 
         One sum over all ranks tells the number of valid targets, whether a rank refuses its batch, and whether ranks
         that share their data were given the same: shapes, in checked calls also elements. Data parallelism needs the
-        sum for the targets; without it, only checked calls and new shapes are worth its message. Raises what
-        :meth:`step` does.
+        sum for the targets; without it, ``check_data`` may leave it out. Raises what :meth:`step` does.
         """
-        problem, number, given, shapes = None, 0, [], self._shapes
+        problem, number, given = None, 0, []
         check = self.check_data or self._calls < CHECKED_CALLS
+        group = self._data if self.check_data is False and not check and self._data_parallel_size == 1 else self._group
         self._calls += 1
         try:
             inputs, targets = self._inputs(batch, positions)
             shared = [*inputs, targets, *([] if positions is None else [positions])] if self._copies > 1 else []
             given = [(list(each.shape), str(each.dtype), checksum(each) if check else 0) for each in shared]
-            shapes = repr([each[:2] for each in given])
             number = zlib.crc32(repr(given).encode()) % _NUMBERS
             self._check_batch(inputs, targets, positions)
             valid = _valid(targets)
         except (ValueError, TypeError) as error:
             problem, valid = error, torch.zeros((), dtype=torch.float64, device=self._device)
-        exchange = check or self._data_parallel_size > 1 or (problem is None and shapes != self._shapes)
-        self._shapes = shapes
         mine = torch.tensor([problem is not None, self._weight * number], dtype=torch.float64).to(valid.device)
         said = torch.cat((valid[None], mine))
-        group = self._group if exchange else self._data
         total, refused, unequal = collectives.all_reduce(said, group, site="step.targets").tolist()
-        difference = self._difference(given) if exchange and unequal else None
+        difference = self._difference(given) if unequal and group is self._group else None
         if problem is not None:
             raise problem
         if difference is not None:

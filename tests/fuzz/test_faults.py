@@ -62,7 +62,7 @@ def _program(rank: int, world: int, case: dict[str, Any], fault: str | None) -> 
         config, mesh=mesh, device="meta", dtype=dtype, sequence_parallel=case["sequence_parallel"]
     )
     spread = parallelize(model, mesh, zero=case["zero"], schedule=case["schedule"], seed=1 if fault == "seed" else 0)
-    spread.check_data = case["checks"]
+    spread.check_data = case["checks"] or None
     optimizer = torch.optim.AdamW(spread.parameters())
     generator = torch.Generator().manual_seed(data_coordinate(mesh)[0])
     step = 0

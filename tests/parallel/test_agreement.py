@@ -145,8 +145,8 @@ def _data_body(rank: int, world: int, shape: dict[str, int], step: int, check: b
 
 
 @pytest.mark.parametrize("shape", [{"tp": 2}, {"pp": 2}], ids=lambda shape: next(iter(shape)))
-@pytest.mark.parametrize(("step", "check"), [(0, False), (2, False), (4, True)])
-def test_different_batches_where_they_are_shared(ranks: Any, shape: dict[str, int], step: int, check: bool):
+@pytest.mark.parametrize(("step", "check"), [(0, None), (2, False), (4, True)])
+def test_different_batches_where_they_are_shared(ranks: Any, shape: dict[str, int], step: int, check: bool | None):
     for *before, last in ranks(2, _data_body, shape, step, check):
         assert set(before) <= {"no error"}
         assert last.startswith("ranks 0 and 1 differ along tp or pp alone, so they share their data, and were given")
@@ -156,30 +156,30 @@ def test_data_parallel_ranks_read_their_own(ranks: Any):
     assert ranks(2, _data_body, {"dp": 2}, 1, True) == [["no error"] * 2] * 2
 
 
-def _sizes_body(rank: int, world: int, before: int) -> str:
-    """Batches of two sizes after ``before`` equal ones, which gloo would end a process for."""
+def _sizes_body(rank: int, world: int) -> str:
+    """Batches of two sizes, which gloo would end a process for."""
     mesh = init_mesh(tp=2, device_type="cpu")
     model = _built(rank, mesh, {})
-    for rows in [6] * before + [2 + 2 * rank]:
-        text = torch.zeros(rows, 9, dtype=torch.long)
-        said = _refusal(lambda text=text: model.step(text[:, :-1], text[:, 1:]))  # type: ignore[misc]
-    return said
+    text = torch.zeros(2 + 2 * rank, 9, dtype=torch.long)
+    return _refusal(lambda: model.step(text[:, :-1], text[:, 1:]))
 
 
-@pytest.mark.parametrize("before", [0, 4])
-def test_sizes_that_differ_are_named_before_anything_is_sent(ranks: Any, before: int):
-    for message in ranks(2, _sizes_body, before):
+def test_sizes_that_differ_are_named_before_anything_is_sent(ranks: Any):
+    for message in ranks(2, _sizes_body):
         assert "torch.int64 [2, 8]" in message
         assert "torch.int64 [4, 8]" in message
 
 
-def _messages_body(rank: int, world: int, shape: dict[str, int]) -> list[int]:
-    """How often each of seven steps asks the other ranks about its batch; the last two are shorter."""
+def _messages_body(rank: int, world: int, shape: dict[str, int], check: bool | None) -> list[int]:
+    """How often each of five steps asks the other ranks about its batch; ``check`` is said before the fifth."""
     mesh = init_mesh(**shape, device_type="cpu")
-    model = _built(rank, mesh, {})
+    model = _built(rank, mesh, {}, **({"schedule": "1f1b"} if "pp" in shape else {}))
+    model.check_data = False
+    text = torch.zeros(4, 9, dtype=torch.long)
     asked = []
-    for rows in [4] * 5 + [2] * 2:
-        text = torch.zeros(rows, 9, dtype=torch.long)
+    for i in range(5):
+        if i == 4:
+            model.check_data = check
         before = collectives.calls["all_reduce", "step.targets"]
         model.step(text[:, :-1], text[:, 1:])
         asked.append(collectives.calls["all_reduce", "step.targets"] - before)
@@ -187,9 +187,14 @@ def _messages_body(rank: int, world: int, shape: dict[str, int]) -> list[int]:
     return asked
 
 
-def test_only_calls_that_may_differ_cost_a_message_of_their_own(ranks: Any):
-    assert ranks(2, _messages_body, {"tp": 2}) == [[1, 1, 1, 0, 0, 1, 0]] * 2
-    assert ranks(2, _messages_body, {"dp": 2}) == [[1] * 7] * 2  # the sum over the targets, which is made anyway
+@pytest.mark.parametrize("shape", [{"tp": 2}, {"pp": 2}], ids=lambda shape: next(iter(shape)))
+@pytest.mark.parametrize(("check", "asks"), [(False, 0), (None, 1), (True, 1)])
+def test_a_message_of_its_own_can_be_left_out(ranks: Any, shape: dict[str, int], check: bool | None, asks: int):
+    assert ranks(2, _messages_body, shape, check) == [[1, 1, 1, 0, asks]] * 2
+
+
+def test_the_sum_over_targets_is_made_anyway(ranks: Any):
+    assert ranks(2, _messages_body, {"dp": 2}, False) == [[1] * 5] * 2
 
 
 class _Local(Exception):
