@@ -46,7 +46,7 @@ PREDICTIONS = (
         ("gather-t8192-k8192-n3584-r8-bf16", "every flag set, us", "own plain GEMM"),
         0.94,
         0.98,
-        "flags are polled by all threads",
+        "a look at a flag and a barrier for each tile",
     ),
 )
 

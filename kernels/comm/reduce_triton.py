@@ -29,7 +29,7 @@ import triton.language as tl
 
 from ..norm.triton import _merge, _put_out
 from ..runtime.signals import CHUNKS, DONE, EPOCH, GAVE_UP, LIMIT_MS
-from ..runtime.signals_triton import _now, _report, _ticks, arrived_last, exchange_of, flag_index
+from ..runtime.signals_triton import _now, _report, _ticks, arrived_last, exchange_of, flag_index, spin_on_flags
 
 _CHUNKS = tl.constexpr(CHUNKS)
 _DONE = tl.constexpr(DONE)
@@ -39,14 +39,15 @@ _LIMIT_MS = tl.constexpr(LIMIT_MS)
 
 
 @triton.jit
-def _raise_everywhere(table_ptr, state_ptr, index, epoch, R: tl.constexpr, LANES: tl.constexpr):
+def _raise_everywhere(table_ptr, state_ptr, size, index, epoch, R: tl.constexpr, LANES: tl.constexpr):
     """Raise flag ``index`` of every pad at once, a lane each: one after another each release would wait for the last.
 
     A rank that has given up holds no data to vouch for. It stays silent, and its peers' waits end in their own report.
+    ``size`` is R, read by the caller: addresses that no second call shares need no registers in between.
     """
     tl.debug_barrier()  # the lanes release what all threads have stored
     peers = tl.arange(0, LANES)
-    pads = tl.load(table_ptr + R + peers, mask=peers < R, other=0).to(tl.pointer_type(tl.int32))
+    pads = tl.load(table_ptr + size + peers, mask=peers < R, other=0).to(tl.pointer_type(tl.int32))
     well = tl.load(state_ptr + _GAVE_UP, volatile=True) == 0
     epochs = tl.zeros((LANES,), tl.int32) + epoch
     tl.atomic_xchg(pads + index, epochs, mask=(peers < R) & well, sem="release", scope="sys")
@@ -57,23 +58,26 @@ def _wait_everywhere(
     pad_ptr, index, epoch, state_ptr, report_ptr, R: tl.constexpr, LANES: tl.constexpr, CLOCK: tl.constexpr
 ):
     """``wait_flags`` for one flag of every source, a lane each; ``index`` is source 0's."""
-    limit = _ticks(tl.load(state_ptr + _LIMIT_MS), CLOCK)
-    started = _now(CLOCK)
     lanes = tl.arange(0, LANES)
     flags = index + tl.minimum(lanes, R - 1) * _CHUNKS
-    epochs = tl.zeros((LANES,), tl.int32) + epoch
-    missing = 0
-    while missing < LANES:
-        seen = tl.atomic_cas(pad_ptr + flags, epochs, epochs, sem="acquire", scope="sys")
-        missing = tl.min(tl.where(seen - epochs >= 0, LANES, lanes), 0)
-        if missing < LANES:
-            if tl.load(state_ptr + _GAVE_UP, volatile=True) != 0:
-                missing = LANES
-            else:
-                if _now(CLOCK) - started > limit:
-                    last_seen = tl.sum(tl.where(lanes == missing, seen, 0), 0)
-                    _report(missing * _CHUNKS + index, epoch, last_seen, state_ptr, report_ptr)
+    if CLOCK == "cuda":
+        spin_on_flags(pad_ptr, flags, epoch, state_ptr, report_ptr)
+    else:
+        limit = _ticks(tl.load(state_ptr + _LIMIT_MS), CLOCK)
+        started = _now(CLOCK)
+        epochs = tl.zeros((LANES,), tl.int32) + epoch
+        missing = 0
+        while missing < LANES:
+            seen = tl.atomic_cas(pad_ptr + flags, epochs, epochs, sem="acquire", scope="sys")
+            missing = tl.min(tl.where(seen - epochs >= 0, LANES, lanes), 0)
+            if missing < LANES:
+                if tl.load(state_ptr + _GAVE_UP, volatile=True) != 0:
                     missing = LANES
+                else:
+                    if _now(CLOCK) - started > limit:
+                        last_seen = tl.sum(tl.where(lanes == missing, seen, 0), 0)
+                        _report(missing * _CHUNKS + index, epoch, last_seen, state_ptr, report_ptr)
+                        missing = LANES
     tl.debug_barrier()  # what the lanes have acquired, all threads may read
 
 
@@ -167,7 +171,7 @@ def _reduce_kernel(
     CLOCK: tl.constexpr,
 ):
     """See above. Grid: (PROGRAMS,), at most CHUNKS where a program raises flags."""
-    rank, _ = exchange_of(state_ptr)
+    rank, size = exchange_of(state_ptr)
     b = tl.program_id(0)
     if epoch is None:
         now = tl.load(state_ptr + _EPOCH) + 1
@@ -191,7 +195,7 @@ def _reduce_kernel(
             else:  # to this rank last: not all to the same at a time
                 at = source + row
                 _send(tile, at, table_ptr, slot_ptr, offset, rank + 1, cols, mask, D, R, R, TOGETHER)
-        _raise_everywhere(table_ptr, state_ptr, flag_index(0, rank, b, R), now, R, LANES)
+        _raise_everywhere(table_ptr, state_ptr, size, flag_index(0, rank, b, R), now, R, LANES)
         _wait_everywhere(pad_ptr, flag_index(0, 0, b, R), now, state_ptr, report_ptr, R, LANES, CLOCK)
     else:
         _wait_everywhere(pad_ptr, flag_index(0, 0, 0, R), now, state_ptr, report_ptr, R, LANES, CLOCK)
@@ -221,8 +225,8 @@ def _reduce_kernel(
             )  # fmt: skip
 
     if GATHER:
-        rank, _ = exchange_of(state_ptr)  # once more, which is cheaper than to keep it
-        _raise_everywhere(table_ptr, state_ptr, flag_index(1, rank, b, R), now, R, LANES)
+        _, size = exchange_of(state_ptr)  # once more, which is cheaper than to keep it
+        _raise_everywhere(table_ptr, state_ptr, size, flag_index(1, rank, b, R), now, R, LANES)
         _wait_everywhere(pad_ptr, flag_index(1, 0, b, R), now, state_ptr, report_ptr, R, LANES, CLOCK)
         # What programs b have added up: this program's own rows, or of sent addends rows b, b + P, ... of each owner.
         owners = 1 if x_ptr is not None else R

@@ -90,55 +90,69 @@ def wait_flags(pad_ptr, base, first, last, epoch, state_ptr, report_ptr, PIECES:
     tl.debug_barrier()
 
 
-# One thread's wait for one flag. A loop that the compiler sees, or its barrier, would keep it from pipelining the loop
-# around it: the tiles of a product that waits.
-_SPIN = tl.constexpr("""
-{
-    .reg .pred found;
-    .reg .b32 seen, ahead, given_up;
-    .reg .b64 started, now;
+# The waits of a program's first threads, one flag each; the others hold copies of these flags and pass. A loop that the
+# compiler sees, or its barrier, would keep it from pipelining the loop around it: the tiles of a product that waits. The
+# first to give up says in here why it did (as ``_report`` does): outside, all threads would compute that, each time.
+# Operands: 1 pad, 2 index of the flag, 3 epoch, 4 state, 5 report, 6 the number of flags.
+_SPIN = tl.constexpr(f"""
+{{
+    .reg .pred p;
+    .reg .b32 seen, word, size;
+    .reg .b64 flag, limit, started, now;
+    mov.u32 word, %tid.x;
+    setp.ge.u32 p, word, $6;
+    @p bra DONE_${{:uid}};
+    mad.wide.s32 flag, $2, 4, $1;
+    ld.global.b32 word, [$4+{4 * LIMIT_MS}];
+    mul.wide.s32 limit, word, 1000000;
     mov.u64 started, %globaltimer;
-LOOK_${:uid}:
-    ld.acquire.sys.global.b32 seen, [$1];
-    sub.s32 ahead, seen, $2;
-    setp.ge.s32 found, ahead, 0;
-    @found bra DONE_${:uid};
-    ld.volatile.global.b32 given_up, [$3];
-    setp.ne.b32 found, given_up, 0;
-    @found bra DONE_${:uid};
+LOOK_${{:uid}}:
+    ld.acquire.sys.global.b32 seen, [flag];
+    sub.s32 word, seen, $3;
+    setp.ge.s32 p, word, 0;
+    @p bra DONE_${{:uid}};
+    ld.volatile.global.b32 word, [$4+{4 * GAVE_UP}];
+    setp.ne.b32 p, word, 0;
+    @p bra DONE_${{:uid}};
     mov.u64 now, %globaltimer;
     sub.u64 now, now, started;
-    setp.lt.u64 found, now, $4;
-    @found bra LOOK_${:uid};
-DONE_${:uid}:
-    mov.b32 $0, seen;
-}
+    setp.lt.u64 p, now, limit;
+    @p bra LOOK_${{:uid}};
+    atom.acq_rel.gpu.global.exch.b32 word, [$4+{4 * GAVE_UP}], 1;
+    setp.ne.b32 p, word, 0;
+    @p bra DONE_${{:uid}};
+    st.global.b32 [$5+20], seen;
+    st.global.b32 [$5+16], $3;
+    rem.u32 word, $2, {CHUNKS};
+    st.global.b32 [$5+12], word;
+    ld.global.b32 size, [$4+{4 * SIZE}];
+    div.u32 seen, $2, {CHUNKS};
+    rem.u32 word, seen, size;
+    st.global.b32 [$5+8], word;
+    div.u32 word, seen, size;
+    st.global.b32 [$5+4], word;
+    atom.release.sys.global.exch.b32 word, [$5], 1;
+DONE_${{:uid}}:
+    bar.warp.sync -1;
+    mov.b32 $0, 0;
+}}
 """)
 
 
 @triton.jit
 def spin_on_flags(pad_ptr, index, epoch, state_ptr, report_ptr):
-    """``wait_flags`` on NVIDIA, without a loop: each thread spins on a flag, those ``index`` [LANES] of the pad.
+    """``wait_flags`` on NVIDIA, without a loop: a thread spins on each flag, those ``index`` [LANES] of the pad.
 
-    :func:`barrier` has to follow.
+    :func:`barrier`, or another one, has to follow: the other threads wait there.
     """
-    limit = _ticks(tl.load(state_ptr + _LIMIT_MS), "cuda")
-    gave_up_ptr = state_ptr + _GAVE_UP
-    addresses, gave_up = (pad_ptr + index).to(tl.int64, bitcast=True), gave_up_ptr.to(tl.int64, bitcast=True)
-    seen = tl.inline_asm_elementwise(
-        _SPIN, "=r,l,r,l,l", [addresses, epoch, gave_up, limit], dtype=tl.int32, is_pure=False, pack=1
+    pad, state, report = (
+        pad_ptr.to(tl.int64, bitcast=True),
+        state_ptr.to(tl.int64, bitcast=True),
+        report_ptr.to(tl.int64, bitcast=True),
     )
-    late = seen - epoch < 0
-    nowhere = index * 0
-    first = late & (tl.atomic_xchg(gave_up_ptr + nowhere, nowhere + 1, mask=late) == 0)
-    _, size = exchange_of(state_ptr)
-    source = index // _CHUNKS
-    tl.store(report_ptr + 1 + nowhere, source // size, mask=first)
-    tl.store(report_ptr + 2 + nowhere, source % size, mask=first)
-    tl.store(report_ptr + 3 + nowhere, index % _CHUNKS, mask=first)
-    tl.store(report_ptr + 4 + nowhere, nowhere + epoch, mask=first)
-    tl.store(report_ptr + 5 + nowhere, seen, mask=first)
-    tl.atomic_xchg(report_ptr + nowhere, nowhere + 1, mask=first, sem="release", scope="sys")
+    lanes: tl.constexpr = index.shape[0]
+    operands = [pad, index, epoch, state, report, lanes]
+    tl.inline_asm_elementwise(_SPIN, "=r,l,r,r,l,l,r", operands, dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

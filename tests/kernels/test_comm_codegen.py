@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,13 +50,37 @@ def test_waits_acquire_before_the_tma_may_read(compiled: dict[str, dict[str, Any
     assert all("bar.sync" in gather["ptx"][fence] for fence in fences)
 
 
+@pytest.mark.parametrize("op", ["all_gather_linear", "all_reduce_rmsnorm"])
+def test_a_flag_is_polled_by_one_thread(compiled: dict[str, dict[str, Any]], op: str):
+    """The first threads, one for each flag, look at them and say what they waited for in vain; the others go on to the
+    barrier, where they hear of what these have acquired."""
+    kernel = compiled[op]
+    ptx, looks = kernel["ptx"], _lines(kernel, "ld.acquire.sys")
+    assert looks
+    assert not _lines(kernel, "atom", "cas")
+    for look in looks:
+        first = max(i for i in _lines(kernel, "%tid.x;") if i < look)
+        last = next(i for i in _lines(kernel, "bar.warp.sync -1;") if i > look)
+        barrier = next(i for i in _lines(kernel, "bar.sync") if i > look)
+        flags = re.fullmatch(r"setp\.ge\.u32 p, word, (%r\d+);", ptx[first + 1])
+        assert flags, ptx[first + 1]
+        assert re.fullmatch(rf"mov\.b32\s+{flags[1]}, {kernel['flags']};", ptx[_lines(kernel, f"{flags[1]},")[0]])
+        assert ptx[first + 2].startswith("@p bra DONE")
+        again = next(i for i in _lines(kernel, "@p bra LOOK") if i > look)
+        report = next(i for i in _lines(kernel, "atom.release.sys.global.exch") if i > look)
+        assert first < look < again < report < last < barrier
+    # So the first threads hold all flags.
+    assert len(kernel["layouts"]) == len(looks)
+    for layout in kernel["layouts"]:
+        assert re.match(r"#ttg\.blocked<\{sizePerThread = \[1\], threadsPerWarp = \[32\], .*order = \[0\]\}>", layout)
+
+
 def test_flags_are_released_to_the_system(compiled: dict[str, dict[str, Any]]):
     for op in ("linear_reduce_scatter", "all_reduce_rmsnorm"):
         raised = _lines(compiled[op], "atom", "exch", "release", "sys")
         assert raised, op
         assert not [i for i in _lines(compiled[op], "atom", "exch", ".sys") if i not in raised], op
     assert _lines(compiled["linear_reduce_scatter"], "atom", "add", "acq_rel", "gpu")  # the counters
-    assert _lines(compiled["all_reduce_rmsnorm"], "atom", "cas", "acquire", "sys")  # its waits
 
 
 @pytest.mark.parametrize("op", ["all_gather_linear", "linear_reduce_scatter"])

@@ -24,7 +24,7 @@ from shardfuse.kernels.comm.reduce_op import all_reduce_rmsnorm_shape
 from shardfuse.kernels.dev.accuracy import judge
 from shardfuse.kernels.linear import reference as linear
 from shardfuse.kernels.norm import reference as norms
-from shardfuse.kernels.runtime.signals import rows_of
+from shardfuse.kernels.runtime.signals import describe, in_one_process, rows_of
 from shardfuse.parallel.core.mesh import everyone
 from shardfuse.parallel.overlap.memory.pool import SymmetricMemoryPool
 
@@ -173,3 +173,26 @@ def _body(rank: int, world: int, dtype: torch.dtype) -> str | None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_processes_that_share_a_gpu(ranks: Any, dtype: torch.dtype):
     assert ranks(2, _body, dtype, timeout=400.0) == [None, None]
+
+
+@pytest.mark.parametrize("op", ["gather", "sum"])
+def test_a_wait_in_vain_says_what_it_was_for(op: str):
+    """NVIDIA's waits write the report in PTX, which no interpreter runs: rank 1 never comes."""
+    T, D = 32, 64
+    shape = (
+        (T, D) if op == "gather" else all_reduce_rmsnorm_shape(T, D, torch.float32, 2, torch.device(DEVICE), shots=1)
+    )
+    peers = [torch.zeros(shape, device=DEVICE) for _ in range(2)]
+    signals = in_one_process(peers, timeout_s=0.2, epoch=7)[0]
+    options = {"peers": peers, "signals": signals, "impl": "triton"}
+    if op == "gather":
+        all_gather_linear(
+            _drawn(0, T // 2, D, dtype=torch.float32), torch.ones(D, D, device=DEVICE), pieces=1, **options
+        )
+    else:
+        all_reduce_rmsnorm(_drawn(0, T, D, dtype=torch.float32), shots=1, **options)
+    torch.cuda.synchronize()
+    said = describe(signals.report, 0, "test")
+    assert said is not None
+    assert "waited in vain for data from rank 1 (chunk" in said
+    assert "exchange 7; its flag stands at 0)" in said

@@ -6,6 +6,7 @@ It is a separate script, because Triton decides at import whether it interprets.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import triton
@@ -26,10 +27,19 @@ def _compiled(build: registry.Build) -> dict[str, Any]:
     return {
         "config": build.config,
         "ptx": [line.strip() for line in kernel.asm["ptx"].splitlines()],
+        "flags": build.args.get("FLAGS", build.args.get("LANES")),
+        "layouts": _layouts(kernel.asm["ttgir"]),
         "shared": kernel.metadata.shared,
         "stage": 0 if tile is None else (tile.block_m + tile.block_n) * tile.block_k * build.gemm.dtype.itemsize,
         "stages": build.num_stages,
     }
+
+
+def _layouts(ttgir: str) -> list[str]:
+    """How the threads share the flags of each wait."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    waits = [line for line in ttgir.splitlines() if "elementwise_inline_asm" in line and "ld.acquire" in line]
+    return [layouts[re.findall(r"-> tensor<\d+xi32, (#\w+)>", line)[0]] for line in waits]
 
 
 if __name__ == "__main__":
