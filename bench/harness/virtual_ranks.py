@@ -3,10 +3,12 @@
 On a GPU every rank is a stream of one process, with copies on a second one, in a pool of virtual ranks
 (``parallel/overlap/memory/pool.py``). Ranks wait for each other inside their kernels, so the programs of all of them
 have to be on the chip at once: each rank gets an equal share of the multiprocessors and launches no more programs than
-that (``kernels/runtime/device.slots``). Three things would make a wait last for ever; every wait ends after TIMEOUT_S:
+that (``kernels/runtime/device.slots``). Four things would make a wait last for ever; every wait ends after TIMEOUT_S:
 
     a kernel that is loaded while others spin: loading waits for them. ``alone`` runs everything once beforehand, with
         all flags raised
+    a graph that is launched for the first time while others spin: CUDA uploads it then, which may allocate memory and
+        wait for the device. ``captured`` replays each alone beforehand, with the flags of its exchanges raised
     a copy within one device that the driver makes with a kernel of its own: SPARE multiprocessors stay free for it
     streams that share one of CUDA's hardware queues, where one's copy waits behind another's kernel: CUDA opens 8, and
         ``open_queues`` requests more
@@ -96,7 +98,10 @@ class VirtualRanks(ABC):
 
     @abstractmethod
     def captured(self, body: Body) -> Body:
-        """``body`` of each rank as a CUDA graph, which the result replays; on a CPU ``body`` itself."""
+        """``body`` of each rank as a CUDA graph, which the result replays; on a CPU ``body`` itself.
+
+        Each graph is launched once, alone, as in :meth:`alone`; that leaves the ranks' counts of exchanges equal.
+        """
 
     def settled(self, body: Body, rounds: int = ROUNDS) -> list[Any]:
         """The ranks' results of the last of ``rounds`` calls; raises as :meth:`check`."""
@@ -134,6 +139,7 @@ class OnStreams(VirtualRanks):
             pool.settle()
         self._streams = [torch.cuda.Stream(device) for _ in range(size)]
         self._alone: list[Signals] | None = None  # of the exchanges made inside alone()
+        self._captured: list[Signals] | None = None  # of the exchanges of a graph that is being captured
 
     def run(self, body: Body) -> list[Any]:
         here = torch.cuda.current_stream(self.device)
@@ -175,16 +181,28 @@ class OnStreams(VirtualRanks):
 
     def captured(self, body: Body) -> Body:
         graphs = [torch.cuda.CUDAGraph() for _ in range(self.size)]
-        results = []
+        results: list[Any] = []
+        exchanges: list[list[Signals]] = []
         with chips.slots(self.share):
             for rank, graph in enumerate(graphs):
-                with torch.cuda.graph(graph, stream=self._streams[rank]):
-                    results.append(body(rank))
+                self._captured = []
+                exchanges.append(self._captured)
+                try:
+                    with torch.cuda.graph(graph, stream=self._streams[rank]):
+                        results.append(body(rank))
+                finally:
+                    self._captured = None
 
         def replay(rank: int) -> Any:
             graphs[rank].replay()
             return results[rank]
 
+        def first_replay(rank: int) -> None:
+            for signals in exchanges[rank]:
+                self._raise_own(signals)
+            replay(rank)
+
+        self.alone(first_replay)
         return replay
 
     def check(self) -> None:
@@ -197,10 +215,17 @@ class OnStreams(VirtualRanks):
             pool.close()
 
     def _ready(self, peers: list[torch.Tensor], signals: Signals) -> tuple[list[torch.Tensor], Signals]:
-        if self._alone is not None:
-            signals.pads[signals.rank].fill_(AHEAD)
-            self._alone.append(signals)
+        if self._captured is not None:
+            self._captured.append(signals)
+        elif self._alone is not None:
+            self._raise_own(signals)
         return peers, signals
+
+    def _raise_own(self, signals: Signals) -> None:
+        """Raise all flags that the rank waits for, until ``alone`` ends."""
+        assert self._alone is not None
+        signals.pads[signals.rank].fill_(AHEAD)
+        self._alone.append(signals)
 
 
 class TakingTurns(VirtualRanks):

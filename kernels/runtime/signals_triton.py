@@ -91,8 +91,8 @@ def wait_flags(pad_ptr, base, first, last, epoch, state_ptr, report_ptr, PIECES:
 
 
 # The waits of a program's first threads, one flag each; the others hold copies of these flags and pass. A loop that the
-# compiler sees, or its barrier, would keep it from pipelining the loop around it: the tiles of a product that waits. The
-# first to give up says in here why it did (as ``_report`` does): outside, all threads would compute that, each time.
+# compiler sees, or its barrier, would keep it from pipelining the loop around it: the tiles of a product that waits.
+# The first to give up says in here why it did (as ``_report`` does): outside, all threads would compute that each time.
 # Operands: 1 pad, 2 index of the flag, 3 epoch, 4 state, 5 report, 6 the number of flags.
 _SPIN = tl.constexpr(f"""
 {{

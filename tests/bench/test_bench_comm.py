@@ -28,7 +28,7 @@ from shardfuse.kernels.linear import linear_act
 from shardfuse.kernels.linear.config import pick_config
 from shardfuse.kernels.linear.gemm import Gemm
 from shardfuse.kernels.runtime import device as chips
-from shardfuse.kernels.runtime.signals import ExchangeTimeout, raise_flags
+from shardfuse.kernels.runtime.signals import EPOCH, ExchangeTimeout, raise_flags, reached
 from shardfuse.parallel.overlap import link_model, link_profile
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -445,8 +445,56 @@ def test_graphs_are_captured_a_rank_at_a_time(streams: list[_Stream], monkeypatc
     monkeypatch.setattr(torch.cuda, "graph", capture)
     with virtual_ranks.OnStreams(2, (2, 8), torch.float32, CPU) as ranks:
         replay = ranks.captured(lambda rank: (rank, chips.program_slots(CPU)))
+        assert log == [(what, stream) for what in ("capture", "replay") for stream in streams[1:]]
         assert ranks.run(replay) == [(0, ranks.share), (1, ranks.share)]
-    assert log == [(what, stream) for what in ("capture", "replay") for stream in streams[1:]]
+    assert log[4:] == [("replay", stream) for stream in streams[1:]]
+
+
+def test_no_graph_is_launched_for_the_first_time_while_others_spin(
+    streams: list[_Stream], monkeypatch: pytest.MonkeyPatch
+):
+    """CUDA uploads it then, and may wait for kernels that wait for this rank. What each replays is an exchange."""
+    captured: list[tuple[Graph, Any]] = []
+    exchanges: dict[int, Any] = {}  # by the rank
+
+    class Graph:
+        launched = False
+
+        def replay(self) -> None:
+            (rank,) = (signals.rank for graph, signals in captured if graph is self)
+            signals = exchanges[rank]
+            assert self.launched or not spinning(), f"rank {rank} waits for the kernels of {spinning()}"
+            self.launched = True
+            signals.state[EPOCH] += 1
+            for pad in signals.pads:
+                pad[0, rank, 0] = signals.state[EPOCH]
+
+    def spinning() -> list[int]:
+        """The ranks whose kernels wait for flags."""
+        return [
+            rank
+            for rank, signals in exchanges.items()
+            if not all(reached(flag, int(signals.state[EPOCH])) for flag in signals.pads[rank][0, :, 0].tolist())
+        ]
+
+    @contextlib.contextmanager
+    def capture(graph: Graph, stream: _Stream) -> Iterator[None]:
+        before = set(exchanges)
+        yield
+        captured.extend((graph, exchanges[rank]) for rank in exchanges if rank not in before)
+
+    def body(rank: int) -> None:
+        exchanges[rank] = ranks.counted(rank)[1]
+        assert not exchanges[rank].pads[rank].any()  # a graph that raised flags would raise them in every replay
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    with virtual_ranks.OnStreams(3, (3, 8), torch.float32, CPU) as ranks:
+        replay = ranks.captured(body)
+        for exchange in (2, 3):  # the first was the one alone
+            ranks.run(replay)
+            assert not spinning()
+            assert all(signals.pads[rank][0, :, 0].tolist() == [exchange] * 3 for rank, signals in exchanges.items())
 
 
 def test_failed_wait_of_any_rank_is_found(streams: list[_Stream]):
