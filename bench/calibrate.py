@@ -59,7 +59,7 @@ SOURCES = (
     "parallel/core/pieces.py",
     *(f"parallel/overlap/{name}.py" for name in ("strategies", "partial_sum", "memory/channel")),
     *(f"kernels/{name}" for name in ("linear", "comm", "norm")),
-    *(f"kernels/runtime/{name}.py" for name in ("signals", "signals_triton", "device")),
+    *(f"kernels/runtime/{name}.py" for name in ("copies", "signals", "signals_triton", "device")),
     "bench/calibrate.py",
     "bench/calibrate_meter.py",
     "bench/calibrate_rig.py",

@@ -1,6 +1,6 @@
 """R virtual ranks on one device: they time exchanges between ranks on a single GPU.
 
-On a GPU every rank is a stream of one process, with copies on a second one, in a pool of virtual ranks
+On a GPU every rank is a stream of one process, with copies on streams of their own, in a pool of virtual ranks
 (``parallel/overlap/memory/pool.py``). Ranks wait for each other inside their kernels, so the programs of all of them
 have to be on the chip at once: each rank gets an equal share of the multiprocessors and launches no more programs than
 that (``kernels/runtime/device.slots``). Four things would make a wait last for ever; every wait ends after TIMEOUT_S:
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from ...kernels.comm.transport import STREAMS
 from ...kernels.runtime import device as chips
 from ...kernels.runtime.signals import EPOCH, ExchangeTimeout, Signals, describe, in_one_process
 from ...parallel.overlap.memory.pool import SymmetricMemoryPool
@@ -126,9 +127,10 @@ class OnStreams(VirtualRanks):
     def __init__(self, size: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(size, shape, dtype, device)
         queues = int(os.environ.get(QUEUES, _CUDA_QUEUES))
-        if queues < 2 * size + 1:
+        streams = (1 + STREAMS) * size + 1
+        if queues < streams:
             raise RuntimeError(
-                f"{size} virtual ranks have {2 * size + 1} streams and CUDA has {queues} hardware queues: streams in "
+                f"{size} virtual ranks have {streams} streams and CUDA has {queues} hardware queues: streams in "
                 f"one queue would wait for each other; set {QUEUES}={_MOST_QUEUES} before CUDA starts"
             )
         slot = math.prod(shape) * dtype.itemsize

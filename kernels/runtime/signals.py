@@ -12,10 +12,12 @@ Who makes exchanges is ``parallel/overlap/memory/pool.py``. Here is what a kerne
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+
+from .copies import spread
 
 PHASES = 2  # a two-shot all-reduce exchanges twice: addends, then sums
 CHUNKS = 64  # flags for each phase and source
@@ -75,22 +77,40 @@ def in_one_process(peers: list[torch.Tensor], *, timeout_s: float, epoch: int | 
     return [Signals(rank, epoch, pads, table, states[rank], reports[rank], timeout_s) for rank in range(size)]
 
 
-def raise_flags(signals: Signals, phase: int, chunk: int, to: Iterable[int]) -> None:
+def raise_flags(signals: Signals, phase: int, chunk: int, to: Sequence[int]) -> None:
     """Raise this rank's flag [phase, own, chunk] at the ranks ``to``, after all that its thread or stream wrote.
 
-    On a GPU the stream's front end writes it, without a kernel: one that spins may hold every multiprocessor.
+    On a GPU no kernel writes it: one that spins may hold every multiprocessor. The stream's front end raises the own
+    flag, and copy engines take its value to the peers, because since CUDA 13.1 a stream writes to its own GPU alone
+    (github.com/NVIDIA/nccl/issues/2052). So the own flag has to be up where ``to`` leaves it out.
     """
     assert signals.epoch is not None
-    index = (phase * len(signals.pads) + signals.rank) * CHUNKS + chunk
-    on_gpu = signals.pads[signals.rank].is_cuda
-    if not on_gpu:
+    index = _flag_index(signals, phase, chunk)
+    own = signals.pads[signals.rank]
+    if not own.is_cuda:
         fence()
-    for peer in to:
-        pad = signals.pads[peer].view(-1)
-        if on_gpu:
-            torch.ops.symm_mem.stream_write_value32_(pad.view(torch.uint32), index, signals.epoch % 2**32)
-        else:
-            pad[index] = signals.epoch
+        for peer in to:
+            signals.pads[peer].view(-1)[index] = signals.epoch
+        return
+    peers = [peer for peer in to if peer != signals.rank]
+    if signals.rank in to:
+        torch.ops.symm_mem.stream_write_value32_(own.view(-1).view(torch.uint32), index, signals.epoch % 2**32)
+    spread(signals.pads, signals.rank, peers, 4 * index, 4)
+
+
+def raise_own_flags(signals: Signals, chunks: int) -> None:
+    """Raise this rank's flags [0, own, 0 .. chunks - 1] at itself, after all that its thread or stream wrote."""
+    assert signals.epoch is not None
+    index = _flag_index(signals, 0, 0)
+    own = signals.pads[signals.rank].view(-1)
+    if not own.is_cuda:
+        fence()
+    own[index : index + chunks].fill_(signals.epoch)
+
+
+def _flag_index(signals: Signals, phase: int, chunk: int) -> int:
+    """Where in a pad this rank's flag is."""
+    return (phase * len(signals.pads) + signals.rank) * CHUNKS + chunk
 
 
 _lock = threading.Lock()

@@ -381,6 +381,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[_Stream]]:
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setenv(virtual_ranks.QUEUES, "32")
     return _Stream.made
 
 
@@ -508,12 +509,12 @@ def test_failed_wait_of_any_rank_is_found(streams: list[_Stream]):
 
 def test_streams_that_would_share_a_queue_are_refused(streams: list[_Stream], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(virtual_ranks.QUEUES, "5")
-    with pytest.raises(RuntimeError, match="3 virtual ranks have 7 streams and CUDA has 5 hardware queues"):
+    with pytest.raises(RuntimeError, match="3 virtual ranks have 10 streams and CUDA has 5 hardware queues"):
         virtual_ranks.OnStreams(3, (3, 8), torch.float32, CPU)
     monkeypatch.delenv(virtual_ranks.QUEUES)
-    virtual_ranks.OnStreams(3, (3, 8), torch.float32, CPU).close()
+    virtual_ranks.OnStreams(2, (2, 8), torch.float32, CPU).close()
     with pytest.raises(
-        RuntimeError, match=r"4 virtual ranks have 9 streams and CUDA has 8 .* set .*=32 before CUDA starts"
+        RuntimeError, match=r"4 virtual ranks have 13 streams and CUDA has 8 .* set .*=32 before CUDA starts"
     ):
         virtual_ranks.OnStreams(4, (4, 8), torch.float32, CPU)
     virtual_ranks.open_queues()

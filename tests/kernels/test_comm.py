@@ -246,14 +246,12 @@ def _never_arrives(patch: pytest.MonkeyPatch, peer: int, piece: int) -> None:
 def _pushes_late(patch: pytest.MonkeyPatch, before: Callable[[], object]) -> None:
     """A thread waits for ``before``, beside the product, and only then pushes rows to other ranks."""
 
-    def start_push(*push: Any) -> Callable[[], None]:
-        _, peers, signals, _ = push
-        own, *others = transport.order(signals.rank, len(peers))
-        transport._push(*push, to=[own])
+    def start_push(x: torch.Tensor, *push: Any) -> Callable[[], None]:
+        transport.keep(x, *push)
 
         def push_late() -> None:
             before()
-            transport._push(*push, to=others)
+            transport.send(*push)
 
         late = threading.Thread(target=push_late)
         late.start()

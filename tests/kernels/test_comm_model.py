@@ -82,6 +82,22 @@ def test_it_holds_for_kernels_of_two_programs(exchanges: list[Exchange]) -> None
     assert not result.rule, result.trace
 
 
+@pytest.mark.parametrize(
+    ("world", "exchanges", "streams"),
+    [
+        (2, [Exchange("pushed_gather", (2, 1), 2)] * 3, 2),
+        (2, [Exchange("pushed_gather", (3, 2), 3)] * 2, 2),
+        (2, [Exchange("pushed_gather", (1, 0))] * 3, 1),
+        (3, [Exchange("pushed_gather", (1, 1, 0))] * 2, 1),
+    ],
+    ids=["two-pieces", "three-pieces", "empty", "three-ranks"],
+)
+def test_it_holds_for_copies_on_streams_of_their_own(world: int, exchanges: list[Exchange], streams: int) -> None:
+    """Data and flags of a piece on one stream, pieces on several, beside the product that waits."""
+    result = _explored(f"{streams} streams, {world} ranks", model(world, exchanges, programs=1 + streams))
+    assert not result.rule, result.trace
+
+
 def test_it_holds_where_epochs_wrap() -> None:
     subject = model(2, _MIXED_2, modulus=8, first_epoch=6)  # 6, 7, 0, 1
     result = _explored("epochs 6, 7, 0, 1", subject, reduced=False)
@@ -196,6 +212,22 @@ def _filled_without_second_barrier(me: Me, steps: Program) -> Program:
     return [step for step, before in zip(steps, [None, *steps]) if not before or before.kind != "fill"]
 
 
+def _on_streams(change: Callable[[Me, Program], Program]) -> Callable[[Me, Program], Program]:
+    """A change of the streams' steps alone."""
+    return lambda me, steps: change(me, steps) if me.program else steps
+
+
+def _flags_on_the_other_stream(me: Me, steps: Program) -> Program:
+    """Each of two streams raises the flags of the other one's piece."""
+    return [step._replace(chunk=1 - step.chunk) if step.kind == "raise" else step for step in steps]
+
+
+def _flags_before_the_rows(me: Me, steps: Program) -> Program:
+    """The copies of a piece are still under way when its flags leave."""
+    order = ["begin", "wait", "read", "raise", "write", "end"]
+    return sorted(steps, key=lambda step: (step.epoch, order.index(step.kind)))
+
+
 class Bug(NamedTuple):
     """A way to get the protocol wrong, where it shows, and which property it breaks."""
 
@@ -215,7 +247,21 @@ _TWO_PROGRAMS_GATHER = model(2, [_even("all_gather", 2)] * 2, programs=2)
 _ONE_ALL_REDUCE = model(2, [_even("all_reduce", 2)])
 _REBASING = model(2, [_even("all_gather", 2), Exchange("rebase", ()), _even("all_gather", 2)])
 
+_STREAMS = model(2, [Exchange("pushed_gather", (2, 2), 2)] * 2, programs=3)
+_ONE_STREAM = model(2, [_even("pushed_gather", 2)] * 3, programs=2)
+
 _BUGS = {
+    "flags-on-the-other-stream": Bug(_STREAMS, _on_streams(_flags_on_the_other_stream), "early read", "writes chunk"),
+    "flags-before-the-rows": Bug(_ONE_STREAM, _on_streams(_flags_before_the_rows), "early read", "writes chunk 0"),
+    "streams-ahead-of-the-own-rows": Bug(
+        _ONE_STREAM,
+        _on_streams(_each(lambda me, step: [] if step.kind == "wait" else [step])),
+        "early read",
+        "rank 0, program 1, reads chunk 0",
+    ),
+    "exchange-ends-before-its-copies": Bug(
+        _ONE_STREAM, _on_streams(_next_begins_before_the_last_read), "reuse before consumption", "exchange 3"
+    ),
     "flag-reset": Bug(_GATHERS, _each(_resetting), "stuck", "waits until its flag"),
     "missing-release": Bug(_GATHERS, _with("raise", order="relaxed"), "early read", "writes chunk 0"),
     "missing-acquire": Bug(_GATHERS, _with("wait", order="relaxed"), "early read", "writes chunk 0"),

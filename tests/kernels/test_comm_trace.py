@@ -165,9 +165,10 @@ def _has_one_slot(patch: pytest.MonkeyPatch, channel: Channel, recorder: Recorde
     channel._tables[1] = channel._tables[0]
 
 
-def _raises_at_the_next_rank(patch: pytest.MonkeyPatch, channel: Channel, recorder: Recorder) -> None:
+def _raises_both_pieces_flags(patch: pytest.MonkeyPatch, channel: Channel, recorder: Recorder) -> None:
     def raised(inner: Any, signals: Any, phase: int, chunk: int, to: list[int]) -> None:
-        inner(signals, phase, chunk, [(peer + 1) % channel.size for peer in to])
+        for piece in (0, 1) if chunk == 0 else ():
+            inner(signals, phase, piece, to)
 
     around(patch, transport, "raise_flags", raised)
 
@@ -200,8 +201,8 @@ BUGS = {
         Call("gather", 4), 2, _has_one_slot, frozenset({"result", "trace"}),
         "it is not that exchange's time", "reads late",
     ),
-    "wrong-peer-raised": Bug(
-        Call("gather", 6), 3, _raises_at_the_next_rank, frozenset({"trace"}), "early read: nothing makes"
+    "raised-too-early": Bug(
+        Call("gather", 6, 2), 3, _raises_both_pieces_flags, frozenset({"trace"}), "early read: nothing makes"
     ),
     "wrong-peer-sent": Bug(Call("scatter", 6), 3, _sends_to_the_next_rank, frozenset({"result"}), ""),
 }  # fmt: skip

@@ -95,6 +95,36 @@ def gather(me: Me, x: Exchange, epoch: int, phase: int = 0) -> Iterator[Step]:
             yield Step("read", epoch, phase, source, chunk)
 
 
+def pushed_gather(me: Me, x: Exchange, epoch: int) -> Iterator[Step]:
+    """The same as the host has it done: kernels/comm/transport.py.
+
+    Program 0 keeps the own rows in the own slot, then reads all; it is the product. The other programs are the streams
+    that copy from the own slot, each its pieces: a piece's rows to all peers, then its flag. They begin behind the own
+    rows, of which their wait is a sign. Without them (on a CPU) program 0 sends too.
+    """
+    chunks, peers, streams = range(x.chunks), me.ranks(first=1)[:-1], me.programs - 1
+    if me.program == 0:
+        for chunk in range(min(x.chunks, x.rows[me.rank])):
+            yield Step("write", epoch, 0, me.rank, chunk)
+        for chunk in chunks:
+            yield Step("raise", epoch, 0, me.rank, chunk, order="release")
+    for chunk in chunks if not streams else chunks[me.program - 1 :: streams] if me.program else ():
+        if streams:
+            yield Step("wait", epoch, 0, me.rank, chunk, order="acquire", timeout=True)
+        if chunk < x.rows[me.rank]:
+            if streams:
+                yield Step("read", epoch, 0, me.rank, chunk)
+            for peer in peers:
+                yield Step("write", epoch, 0, peer, chunk)
+        for peer in peers:
+            yield Step("raise", epoch, 0, peer, chunk, order="release")
+    for source in me.ranks() if me.program == 0 else ():
+        for chunk in chunks:
+            yield Step("wait", epoch, 0, source, chunk, order="acquire", timeout=True)
+            if chunk < x.rows[source]:
+                yield Step("read", epoch, 0, source, chunk)
+
+
 def reduce_scatter(me: Me, x: Exchange, epoch: int) -> Iterator[Step]:
     """Addends [T, N] of each rank to sums [T/R, N]: every program has tiles for every owner; the last one raises."""
     for owner in me.ranks(first=1):  # the own rows last
@@ -126,6 +156,7 @@ def rebase(me: Me, epoch: int) -> Iterator[Step]:
 
 OPS: dict[str, Callable[[Me, Exchange, int], Iterator[Step]]] = {
     "all_gather": gather,
+    "pushed_gather": pushed_gather,
     "reduce_scatter": reduce_scatter,
     "all_reduce": all_reduce,
 }

@@ -79,7 +79,7 @@ class Call(NamedTuple):
         rows = [last - first for first, last in (rows_of(rank, world, self.T) for rank in range(world))]
         if self.op == "gather":
             piece = max(1, -(-rows[0] // self.pieces))
-            return Exchange("all_gather", tuple(-(-n // piece) for n in rows), self.pieces)
+            return Exchange("pushed_gather", tuple(-(-n // piece) for n in rows), self.pieces)
         if self.op == "scatter":
             return Exchange("reduce_scatter", tuple(rows))
         if self.op == "reduce":
@@ -233,9 +233,11 @@ class Recorder:
 
     def stored_by_host(self, tensor: torch.Tensor) -> None:
         """Record a write to ``tensor``."""
-        flag = self.flag(tensor.data_ptr())
-        if flag is not None:
-            self._raised(*flag, int(tensor), *(("RELEASE", "SYSTEM") if self._fenced else ("RELAXED", "SYSTEM")))
+        if self.flag(tensor.data_ptr()) is not None:
+            for word, epoch in enumerate(tensor.flatten().tolist()):
+                flag = self.flag(tensor.data_ptr() + 4 * word)
+                assert flag is not None
+                self._raised(*flag, epoch, *(("RELEASE", "SYSTEM") if self._fenced else ("RELAXED", "SYSTEM")))
         elif self._data("write", tensor.data_ptr() + np.arange(tensor.nbytes, dtype=np.uint64)):
             self._fenced = False
 

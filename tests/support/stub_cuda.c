@@ -1,5 +1,5 @@
-/* A CUDA driver that runs nothing: it answers what Triton asks of libcuda.so.1 and keeps the arguments of the last
-   launch. Pointers of the host pass for pointers of a device. The numbers are an H100's. */
+/* A CUDA driver that runs no kernel: it answers what Triton asks of libcuda.so.1 and keeps the arguments of the last
+   launch. Copies it makes. Pointers of the host pass for pointers of a device. The numbers are an H100's. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -25,6 +25,26 @@ Result cuLaunchKernelEx(const struct Config *config, void *function, void **argu
   stub_threads = config->block[0];
   stub_shared = config->shared;
   for (int i = 0; i < stub_expected; i++) memcpy(&stub_arguments[i], arguments[i], BYTES);
+  return 0;
+}
+
+struct Attributes {
+  int order, source[2], target[2];
+  unsigned flags;
+};
+
+int stub_batches = 0, stub_refusal = 0; /* the second: what the next batches of copies return */
+struct Attributes stub_attributes;
+void *stub_stream;
+
+Result cuMemcpyBatchAsync(uint64_t *targets, uint64_t *sources, size_t *sizes, size_t count, struct Attributes *all,
+                          size_t *first, size_t kinds, size_t *failed, void *stream) {
+  if (stub_refusal) return stub_refusal;
+  if (kinds != 1 || first[0] != 0 || failed == NULL) return 1;
+  stub_batches++;
+  stub_attributes = all[0];
+  stub_stream = stream;
+  for (size_t i = 0; i < count; i++) memcpy((void *)targets[i], (void *)sources[i], sizes[i]);
   return 0;
 }
 

@@ -142,6 +142,7 @@ def _gather_builds(target: str) -> list[Build]:
 
 _COMMON = (
     *SOURCES,
+    "runtime/copies.py",
     "runtime/signals.py",
     "runtime/signals_triton.py",
     "comm/op.py",
