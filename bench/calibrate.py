@@ -4,7 +4,8 @@
     products  their rate, that of a copy in memory and to a peer, and how fast a product runs under a collective
     rows      gather + product, product + reduce-scatter, product + all-reduce on the shapes of real layers: plain, in
               chunks and, where it can run, by the kernel, each timed in turn with plain; for the few tokens of
-              decoding also product + all-reduce + norm, whose sum the kernel forms in the norm's launch
+              decoding also product + all-reduce + norm, whose sum the kernel forms in the norm's launch. Each by two
+              clocks: the device's alone, and with the host's part (``calibrate_meter.py``)
 
 A row stands for a bucket of shapes. So a plan that beats plain on the listed shape is also timed on the bucket's
 smallest and largest shapes, and the worst of the three counts.
@@ -21,7 +22,7 @@ import hashlib
 import json as jsonlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,7 +41,7 @@ from ..parallel.core.mesh import Group, tp_group
 from ..parallel.core.rendezvous import init_mesh, shutdown
 from ..parallel.overlap import link_model, policy
 from ..parallel.overlap import link_profile as profiles
-from ..parallel.overlap.link_profile import OPS, Profile, Row, bucket
+from ..parallel.overlap.link_profile import CLOCKS, OPS, Profile, Row, RowKey, bucket
 from ..parallel.overlap.memory.sizes import DECODE_TOKENS
 from ..parallel.overlap.plan import OverlapPlan, fastest
 from ..training.launch import Stopped, launch, stop_signals
@@ -205,11 +206,11 @@ class Run:
             self._keep(**self.meter.rates(self.profile.gemm_flops))
         if self.link == "node" and self.profile.copy_bytes_per_s is None:  # also after a run over a network
             self._keep(copy_bytes_per_s=self.meter.peer_copy())
-        left = [call for call in self._calls() if self._key(call) not in self.profile.table]
+        left = [call for call in self._calls() if any(key not in self.profile.table for key in self._keys(call))]
         for index, call in enumerate(left):
             where = bucket(call.T, call.K, call.N)
             self._say(f"{index + 1} of {len(left)}  {call.op} {where} {short_name(call.dtype)}")
-            self._keep(rows=(*self.profile.rows, self._row(call)))
+            self._keep(rows=(*self.profile.rows, *self._rows(call)))
 
     # --- the file -----------------------------------------------------------------------------------------------------
 
@@ -269,11 +270,13 @@ class Run:
         for op, T, K, N in shapes_of(self.options, self.device.type, self.group.size):
             call = link_model.Call(op, T, K, N, self.dtype, self.group.size)
             if self._plans(call):
-                found.setdefault(self._key(call), call)
+                found.setdefault(self._keys(call)[0], call)
         return list(found.values())
 
-    def _key(self, call: link_model.Call) -> tuple[str, str, int, str, str]:
-        return call.op, short_name(call.dtype), call.R, self.link, bucket(call.T, call.K, call.N)
+    def _keys(self, call: link_model.Call) -> list[RowKey]:
+        """The keys of the call's rows, one for each clock."""
+        where = call.op, short_name(call.dtype), call.R, self.link, bucket(call.T, call.K, call.N)
+        return [(*where, clock) for clock in CLOCKS]
 
     def _plans(self, call: link_model.Call) -> list[OverlapPlan]:
         plans = [OverlapPlan("chunked", pieces) for pieces in link_model.pieces_of(call)]
@@ -291,37 +294,43 @@ class Run:
             raise _WrongResult(red)
         return rig
 
-    def _row(self, call: link_model.Call) -> Row:
-        """Each plan timed in turn with plain on ``call``; all relative to the first of plain's times.
+    def _rows(self, call: link_model.Call) -> list[Row]:
+        """Each plan timed in turn with plain on ``call``; all relative to the first of plain's times, by each clock.
 
         The fastest is timed twice and counts by the slower time: the best of several similar plans would otherwise be
-        the luckiest. A plan that still beats plain must do so at both ends of the bucket.
+        the luckiest. A plan that still beats plain by some clock must do so at both ends of the bucket.
         """
-        shares, plans = Shares(), self._plans(call)
+        shares, plans = {clock: Shares() for clock in CLOCKS}, self._plans(call)
         rig = self._checked(call, plans)
         self._time(rig, plans, shares)
-        self._time(rig, self._first([shares.fastest()]), shares)
-        winners = self._first(shares.winners())
+        self._time(rig, self._first([each.fastest() for each in shares.values()]), shares)
+        winners = self._first([plan for each in shares.values() for plan in each.winners()])
         for end in ends_of(call):
             possible = link_model.pieces_of(end)
             these = [plan for plan in winners if plan.kind == "kernel" or plan.pieces in possible]
             if these:
                 self._time(self._checked(end, these), these, shares)
-        return shares.row(self._key(call))
+        return [of.row(key) for of, key in zip(shares.values(), self._keys(call))]
 
     def _first(self, plans: list[OverlapPlan]) -> list[OverlapPlan]:
-        """Rank 0's ``plans``: the order may differ on other ranks."""
-        return collectives.gather_objects(plans, self.group, site=SITE)[0]
+        """Rank 0's ``plans``, each once: the order may differ on other ranks."""
+        return list(dict.fromkeys(collectives.gather_objects(plans, self.group, site=SITE)[0]))
 
-    def _time(self, rig: Rig, plans: Sequence[OverlapPlan], shares: Shares) -> None:
+    def _time(self, rig: Rig, plans: Sequence[OverlapPlan], shares: Mapping[str, Shares]) -> None:
         for plan in plans:
-            shares.add(plan, *self._share(rig, plan))
+            for of, found in zip(shares.values(), self._shares(rig, plan)):
+                of.add(plan, *found)
 
-    def _share(self, rig: Rig, plan: OverlapPlan) -> tuple[float, float, float]:
-        """A plan's share of plain's time, plain's time in seconds, and the larger noise of the two."""
-        ours, plain = self.meter.compare(partial(rig.result, plan), partial(rig.result, OverlapPlan()))
-        spread = max(side.noise or 0.0 for side in (ours, plain))
-        return ours.value / plain.value, plain.value * 1e-6, spread
+    def _shares(self, rig: Rig, plan: OverlapPlan) -> list[tuple[float, float, float]]:
+        """By each clock a plan's share of plain's time, plain's time in seconds, and the larger noise of the two."""
+        times = self.meter.compare(partial(rig.result, plan), partial(rig.result, OverlapPlan()))
+        found = []
+        for clock in CLOCKS:
+            ours, plain = (each.by(clock) for each in times)
+            found.append(
+                (ours.value / plain.value, plain.value * 1e-6, max(each.noise or 0.0 for each in (ours, plain)))
+            )
+        return found
 
 
 _SOURCE = "measured by shardfuse bench calibrate"
@@ -374,15 +383,16 @@ def show(people: Console, outcome: Outcome, *, dry: bool) -> None:
     people.print(table)
     rows = Table(title="share of plain's time", title_justify="left", caption="< 1: faster than plain")
     counts = sorted({pieces for row in profile.rows for pieces in row.chunked_s})
-    for column in ("op", "bucket", "dtype", "ranks", *(f"in {count}" for count in counts), "kernel", "noise", "taken"):
-        rows.add_column(
-            column, no_wrap=True, justify="left" if column in ("op", "bucket", "dtype", "taken") else "right"
-        )
+    names = ("op", "bucket", "dtype", "clock")
+    for column in (*names, "ranks", *(f"in {count}" for count in counts), "kernel", "noise", "taken"):
+        rows.add_column(column, no_wrap=True, justify="left" if column in (*names, "taken") else "right")
     for row in sorted(profile.rows, key=lambda row: row.key):
         shares = [row.chunked_s[count] / row.plain_s if count in row.chunked_s else None for count in counts]
         shares.append(None if row.kernel_s is None else row.kernel_s / row.plain_s)
         told = ("" if share is None else f"{share:.2f}" for share in shares)
-        rows.add_row(row.op, row.bucket, row.dtype, str(row.ranks), *told, f"{row.noise:.1%}", _taken(profile, row))
+        rows.add_row(
+            row.op, row.bucket, row.dtype, row.clock, str(row.ranks), *told, f"{row.noise:.1%}", _taken(profile, row)
+        )
     people.print(rows)
     use = "no job uses a dry run's" if dry else f"{profiles.VARIABLE}={outcome.out} has every job use it"
     people.print(f"written: {outcome.out}; {use}", soft_wrap=True)

@@ -4,11 +4,17 @@
     products  their rate, that of a copy in memory and to a peer, and how fast a product runs under a collective
 
 ``calibrate`` writes them to a node's profile, and times the rows of that profile with the same :class:`Meter`.
+
+A call has two times. The device's: several calls are queued between two events, behind a short spin, so that none waits
+for the host. And the time with the host's part: a call is made, and its end awaited. On a CPU a call has ended when it
+returns: there the first figure is that of calls in a row, and the second that of one. Links and rates are the device's;
+``piece_s`` is the host's own time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,15 +24,28 @@ from ..kernels.runtime.dtypes import short_name
 from ..parallel.core import collectives
 from ..parallel.core.mesh import Group
 from ..parallel.overlap.link_model import GATHER, Call
-from ..parallel.overlap.link_profile import COLLECTIVES, Link
+from ..parallel.overlap.link_profile import COLLECTIVES, DEVICE, WITH_HOST, Link
 from ..parallel.overlap.plan import OverlapPlan
 from .calibrate_rig import SITE, Rig
-from .harness.timing import Timing, compare_fixed, copy_bandwidth
+from .harness.timing import Timing, compare_fixed, compare_queued, copy_bandwidth
 
 MIN_ROUNDS, MAX_ROUNDS = 20, 500
+QUEUED = 4  # calls in a row: few enough that a GPU's launch queue never fills, also with many pieces
 SIZES = tuple(1 << power for power in (14, 17, 20, 23, 25))  # bytes of a collective
 DRY_SIZES = (1 << 10, 1 << 12)
 PIECES = 4  # of the small gather that measures a piece's cost on the host
+
+
+@dataclass(frozen=True)
+class Times:
+    """The times of one call, in microseconds."""
+
+    device: Timing
+    with_host: Timing
+
+    def by(self, clock: str) -> Timing:
+        """The time by one of the profile's clocks."""
+        return {DEVICE: self.device, WITH_HOST: self.with_host}[clock]
 
 
 class Meter:
@@ -38,6 +57,7 @@ class Meter:
     def __init__(self, group: Group, device: torch.device, dtype: torch.dtype, *, seconds: float, dry: bool) -> None:
         self.group, self.device, self.dtype = group, device, dtype
         self.seconds, self.dry = seconds, dry
+        self._word = torch.zeros(1, device=device)
 
     def sizes(self) -> tuple[int, ...]:
         return DRY_SIZES if self.dry else SIZES
@@ -77,9 +97,9 @@ class Meter:
         """The cost of a piece of a chunked operation, from a gather of a few numbers in many pieces."""
         call = Call(GATHER, self.group.size * PIECES, 16, 16, self.dtype, self.group.size)
         rig = Rig.of(call, self.group, self.device)
-        return self._seconds_of(partial(rig.result, OverlapPlan("chunked", PIECES))) / (
-            (self.group.size - 1) * PIECES + 1
-        )
+        timed = self._times_of(partial(rig.result, OverlapPlan("chunked", PIECES)))
+        host = timed.device.value if timed.device.host is None else timed.device.host
+        return host * 1e-6 / ((self.group.size - 1) * PIECES + 1)
 
     def _hides(self, product: Callable[[], Any], product_s: float) -> float:
         """The speed of products during an all-reduce, as a share of their speed alone."""
@@ -108,18 +128,33 @@ class Meter:
         return source.nbytes / self._seconds_of(lambda: target.copy_(source))
 
     def _seconds_of(self, call: Callable[[], Any]) -> float:
-        """Seconds of one call."""
-        return self.compare(call, call)[0].value * 1e-6
+        """Seconds of one call on the device."""
+        return self._times_of(call).device.value * 1e-6
 
-    def compare(self, ours: Callable[[], Any], peer: Callable[[], Any]) -> tuple[Timing, Timing]:
-        """Time both in turn by the host's clock, over a number of rounds that all ranks agree on."""
-        sides = [partial(self._finished, side) for side in (ours, peer)]
+    def _times_of(self, call: Callable[[], Any]) -> Times:
+        return self.compare(call, call)[0]
+
+    def compare(self, ours: Callable[[], Any], peer: Callable[[], Any]) -> tuple[Times, Times]:
+        """Time both in turn, by either clock for half of the time, over numbers of rounds that all ranks agree on."""
+        alone = [partial(self._finished, side) for side in (ours, peer)]
+        calls = 1 if self.dry else QUEUED
+        by_host = compare_fixed(*alone, rounds=self._rounds(alone, 1), calls=1)
+        by_device = compare_queued(
+            ours, peer, self.device, rounds=self._rounds(alone, calls), calls=calls, align=self._align
+        )
+        first, second = (Times(*each) for each in zip(by_device, by_host))
+        return first, second
+
+    def _rounds(self, sides: Sequence[Callable[[], Any]], calls: int) -> int:
+        """How many rounds of so many calls take half of the time; the same number on every rank."""
         if self.dry:
-            return compare_fixed(*sides, rounds=1, calls=1)
+            return 1
         once = compare_fixed(*sides, rounds=3, calls=1)
-        wanted = self.seconds / (sum(side.value for side in once) * 1e-6)
-        rounds = collectives.gather_objects(int(wanted), self.group, site=SITE)[0]
-        return compare_fixed(*sides, rounds=max(MIN_ROUNDS, min(MAX_ROUNDS, rounds)), calls=1)
+        wanted = self.seconds / 2 / (calls * sum(side.value for side in once) * 1e-6)
+        return max(MIN_ROUNDS, min(MAX_ROUNDS, collectives.gather_objects(int(wanted), self.group, site=SITE)[0]))
+
+    def _align(self) -> None:
+        collectives.all_reduce(self._word, self.group, site=SITE)
 
     def _finished(self, call: Callable[[], Any]) -> None:
         call()

@@ -13,7 +13,7 @@ from ..kernels.norm import rms_norm
 from ..parallel.core.mesh import Group
 from ..parallel.overlap import partial_sum
 from ..parallel.overlap.link_model import GATHER, NORM, SCATTER, Call
-from ..parallel.overlap.link_profile import Row, bucket_ends
+from ..parallel.overlap.link_profile import Row, RowKey, bucket_ends
 from ..parallel.overlap.plan import MARGIN, OverlapPlan
 
 SITE = "calibrate"
@@ -100,7 +100,7 @@ def _ends(size: int, step: int) -> tuple[int, int]:
 
 @dataclass
 class Shares:
-    """The timings of one bucket so far: plain's time on the first shape, each plan's worst share of plain's."""
+    """One clock's timings of a bucket so far: plain's time on the first shape, each plan's worst share of plain's."""
 
     plain_s: float = 0.0
     noise: float = 0.0  # the largest so far
@@ -118,8 +118,8 @@ class Shares:
         """The plans that still beat plain: no other plan can be chosen, whatever its time on other shapes."""
         return [plan for plan, share in self.worst.items() if share < 1 - MARGIN]
 
-    def row(self, key: tuple[str, str, int, str, str]) -> Row:
+    def row(self, key: RowKey) -> Row:
         seconds = {plan: share * self.plain_s for plan, share in self.worst.items()}
         chunked = {plan.pieces: of for plan, of in seconds.items() if plan.kind == "chunked"}
         kernel = next((of for plan, of in seconds.items() if plan.kind == "kernel"), None)
-        return Row(*key, self.plain_s, chunked, kernel, self.noise)
+        return Row(*key[:-1], self.plain_s, chunked, kernel, self.noise, key[-1])

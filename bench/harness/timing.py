@@ -55,7 +55,7 @@ def compare(
         return Timing(_per_call(ours[0], 1)), Timing(_per_call(peer[0], 1))
     sides = (_Rotation(ours), _Rotation(peer, len(peer) // 2))
     if device.type == "cuda":
-        return _device_rounds(sides, seconds)
+        return _device_rounds(sides, _for_seconds(seconds))
     calls = [max(1, round(MIN_SAMPLE_US / _warm(side))) for side in sides]
     return _alternate(lambda side: _per_call(sides[side], calls[side]), _for_seconds(seconds))
 
@@ -64,6 +64,26 @@ def compare_fixed(ours: Call, peer: Call, *, rounds: int, calls: int) -> tuple[T
     """Microseconds per call by the host's clock over a fixed number of calls, the same on every rank."""
     sides = (ours, peer)
     return _alternate(lambda side: _per_call(sides[side], calls), lambda done: done < rounds)
+
+
+def compare_queued(
+    ours: Call, peer: Call, device: torch.device, *, rounds: int, calls: int, align: Call
+) -> tuple[Timing, Timing]:
+    """Microseconds per call of both sides, ``calls`` of them in a row, in a fixed number of rounds, the same on every
+    rank: device time on a GPU, where the calls queue up and the host's part is hidden; elsewhere the host's.
+
+    ``align`` runs before each row: a collective, behind which the ranks begin together.
+    """
+    if device.type == "cuda":
+        rotations = _Rotation([ours]), _Rotation([peer])
+        return _device_rounds(rotations, lambda done: done < rounds, calls=calls, align=align)
+    sides = (ours, peer)
+
+    def sample(side: int) -> float:
+        align()
+        return _per_call(sides[side], calls)
+
+    return _alternate(sample, lambda done: done < rounds)
 
 
 def compare_host(
@@ -127,22 +147,27 @@ def copy_bandwidth(device: torch.device, *, size: int = 1 << 30) -> float:
     return 2 * size / (copy.value * 1e-6)
 
 
-def _device_rounds(sides: tuple[_Rotation, _Rotation], seconds: float) -> tuple[Timing, Timing]:
+def _device_rounds(
+    sides: tuple[_Rotation, _Rotation], more: Callable[[int], bool], *, calls: int = 1, align: Call | None = None
+) -> tuple[Timing, Timing]:
     for side in sides:
         _warm(side)
-    spin = [_spin_cycles(side) for side in sides]
+    ahead = 0 if align is None else _spin_cycles(align)
+    spin = [ahead + calls * _spin_cycles(side) for side in sides]
     host: tuple[list[float], list[float]] = ([], [])
 
     def sample(side: int) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(spin[side])
+        if align is not None:
+            align()
         begin.record()
-        host[side].append(_per_call(sides[side], 1))
+        host[side].append(_per_call(sides[side], calls))
         end.record()
         end.synchronize()
-        return begin.elapsed_time(end) * 1e3
+        return begin.elapsed_time(end) * 1e3 / calls
 
-    ours, peer = _alternate(sample, _for_seconds(seconds), statistics.median)
+    ours, peer = _alternate(sample, more, statistics.median)
     return (
         Timing(ours.value, ours.noise, statistics.median(host[0])),
         Timing(peer.value, peer.noise, statistics.median(host[1])),
@@ -197,7 +222,7 @@ def _warm(side: _Rotation) -> float:
     return max(_per_call(side, 3), 1e-3)
 
 
-def _spin_cycles(side: _Rotation) -> int:
+def _spin_cycles(side: Call) -> int:
     """Device cycles that last longer than the host's work for one call, so that its kernels queue up behind them."""
     torch.cuda.synchronize()
     host_us = statistics.median(_per_call(side, 1) for _ in range(5))

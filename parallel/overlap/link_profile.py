@@ -4,17 +4,21 @@
 shipped profile applies (``profiles/<chip>.json``): the one for CPUs overlaps nothing; those for GPUs hold published
 figures, and every reason based on them says so. A profile in JSON (seconds, bytes, FLOP/s)::
 
-    {"format": 1, "device": "NVIDIA H100 80GB HBM3", "arch": "sm_90", "measured": true, "dry": false,
+    {"format": 2, "device": "NVIDIA H100 80GB HBM3", "arch": "sm_90", "measured": true, "dry": false,
      "origin": {"date": ..., "torch": ..., "triton": ..., "ranks": 8, "cpus": 104, ...},
      "sources": ["measured by shardfuse bench calibrate"],
      "links": {"node": {"all_gather": {"start_s": 8e-6, "alpha_s": 3e-6, "bytes_per_s": 4e11}, ...}},
      "gemm_flops": {"bf16": 7e14}, "copy_bytes_per_s": 4.2e11, "memory_bytes_per_s": 3e12,
      "hides": 0.8, "piece_s": 4e-5,
      "rows": [{"op": "all_gather_linear", "dtype": "bf16", "ranks": 8, "link": "node", "bucket": "t4096-k8192-n3584",
-               "plain_s": 4e-4, "chunked_s": {"1": 3.7e-4, "2": 3.9e-4}, "kernel_s": 3.3e-4, "noise": 0.01}]}
+               "clock": "device", "plain_s": 4e-4, "chunked_s": {"1": 3.7e-4, "2": 3.9e-4}, "kernel_s": 3.3e-4,
+               "noise": 0.01}]}
 
 ``links`` has "node" for ranks of one machine and "network" for ranks of several; :mod:`link_model` defines the figures.
-``rows`` are measurements of whole operations, each for a bucket of shapes; ``kernel_s`` may be missing.
+``rows`` are measurements of whole operations, each for a bucket of shapes; ``kernel_s`` may be missing. A bucket has
+two rows. By the clock "device" several calls are queued, and the time of one is what the device needs: training hides
+what the host does for it. By "with_host" each call ends before the next one begins, as in decoding. :mod:`plan` knows
+which clock fits a call. Format 1 had one row, of calls whose ends were awaited.
 """
 
 from __future__ import annotations
@@ -35,12 +39,14 @@ from ...kernels.runtime import device as chips
 
 SHIPPED = Path(__file__).parent / "profiles"
 VARIABLE = "SHARDFUSE_LINKS"
-FORMAT = 1
+FORMAT = 2
+CLOCKS = DEVICE, WITH_HOST = "device", "with_host"
 OPS = ("all_gather_linear", "linear_reduce_scatter", "linear_all_reduce", "all_reduce_rmsnorm")
 COLLECTIVES = dict(zip(OPS, ("all_gather", "reduce_scatter", "all_reduce", "all_reduce")))
 LINKS = ("node", "network")
 AGAIN = "write one with `shardfuse bench calibrate`, or unset SHARDFUSE_LINKS"
 
+RowKey = tuple[str, str, int, str, str, str]
 _OTHER_LINKS = re.compile("PCIE|NVL", re.IGNORECASE)  # cards whose links differ from those of the chip's usual module
 
 
@@ -70,10 +76,11 @@ class Row:
     chunked_s: Mapping[int, float]  # by the number of pieces of each rank's shard
     kernel_s: float | None = None
     noise: float = 0.0  # the relative difference between two timings of the same path
+    clock: str = DEVICE  # one of CLOCKS
 
     @property
-    def key(self) -> tuple[str, str, int, str, str]:
-        return self.op, self.dtype, self.ranks, self.link, self.bucket
+    def key(self) -> RowKey:
+        return self.op, self.dtype, self.ranks, self.link, self.bucket, self.clock
 
     def record(self) -> dict[str, Any]:
         """The row as it is written to the file."""
@@ -100,7 +107,7 @@ class Profile:
     rows: tuple[Row, ...] = ()
 
     @functools.cached_property
-    def table(self) -> dict[tuple[str, str, int, str, str], Row]:
+    def table(self) -> dict[RowKey, Row]:
         """The rows by their keys."""
         return {row.key: row for row in self.rows}
 
@@ -209,7 +216,7 @@ def parse(content: Any, where: str) -> Profile:
         _positive(f"{where}, gemm_flops.{name}", rate)
     profile = Profile(**values)
     if len(profile.table) < len(profile.rows):
-        raise ValueError(f"{where}: two rows of one op, dtype, group and bucket; {AGAIN}")
+        raise ValueError(f"{where}: two rows of one op, dtype, group, bucket and clock; {AGAIN}")
     return profile
 
 
@@ -227,6 +234,8 @@ def _row(where: str, content: Any) -> Row:
     _check(where, content, _ROW, {"kernel_s", "noise"})
     if content["op"] not in OPS:
         raise ValueError(f"{where}: op is {content['op']!r}, expected one of {', '.join(OPS)}; {AGAIN}")
+    if content["clock"] not in CLOCKS:
+        raise ValueError(f"{where}: clock is {content['clock']!r}, expected one of {', '.join(CLOCKS)}; {AGAIN}")
     for pieces, seconds in content["chunked_s"].items():
         if not (pieces.isdigit() and int(pieces) > 0):
             raise ValueError(f"{where}: chunked_s has {pieces!r}, expected numbers of pieces; {AGAIN}")
@@ -262,6 +271,7 @@ _ROW = {
     "ranks": int,
     "link": str,
     "bucket": str,
+    "clock": str,
     "plain_s": _NUMBER,
     "chunked_s": dict,
     "kernel_s": _NUMBER,

@@ -4,8 +4,8 @@ Everything here is a pure function of a profile (:mod:`link_profile`), an operat
 same profile choose the same plan. :mod:`policy` makes the ranks agree on a profile and applies the caller's options.
 With ``overlap="auto"`` the first rule that applies decides:
 
-    1. a measured bucket: the fastest plan that can run; one other than plain only if it beat plain by more than MARGIN
-       and by more than the measurement's noise
+    1. a measured bucket: the fastest plan that can run, by the clock that fits the call (:func:`clock_for`); one other
+       than plain only if it beat plain by more than MARGIN and by more than the measurement's noise
     2. a CPU: plain, because gloo's threads share the cores that form the products
     3. measured links: the plan that the cost model (:mod:`link_model`) ranks first; one other than plain only from
        MODEL_TOKENS on and with a predicted gain above MODEL_MARGIN
@@ -20,7 +20,8 @@ from ...kernels.runtime.dtypes import short_name
 from ..core.mesh import Group
 from . import link_model
 from .link_model import Call
-from .link_profile import Profile, Row, bucket
+from .link_profile import DEVICE, WITH_HOST, Profile, Row, bucket
+from .memory.sizes import DECODE_TOKENS
 from .strategies import Chunked, InKernel, Plain, Strategy
 
 MARGIN = 0.03  # of plain's time: another plan must beat plain by more
@@ -65,9 +66,18 @@ def pure_selection(
     return _by_model(profile, link, call, unavailable)
 
 
+def clock_for(tokens: int) -> str:
+    """The clock whose time a call of so many tokens costs: the device's where it is behind the host, as in training.
+
+    In a step of decoding the device is done before the host has made the next call, so the host's time counts.
+    """
+    return WITH_HOST if tokens <= DECODE_TOKENS else DEVICE
+
+
 def measured_row(profile: Profile, link: str, call: Call) -> Row | None:
-    """The measurement of the bucket of ``call``, or None."""
-    return profile.table.get((call.op, short_name(call.dtype), call.R, link, bucket(call.T, call.K, call.N)))
+    """The measurement of the bucket of ``call`` by the clock that fits it, or None."""
+    where = bucket(call.T, call.K, call.N)
+    return profile.table.get((call.op, short_name(call.dtype), call.R, link, where, clock_for(call.T)))
 
 
 def fastest(row: Row, *, unavailable: str | None, most: int | None = None) -> tuple[str, int]:
@@ -89,7 +99,8 @@ def _by_measurement(profile: Profile, link: str, call: Call, row: Row, unavailab
     """The fastest plan of a measured bucket."""
     most = call.T if call.op == link_model.REDUCE else call.T // call.R
     kind, pieces = fastest(row, unavailable=unavailable, most=most)
-    where = f"measured ({row.bucket} {row.dtype}, {row.ranks} ranks)"
+    host = " with the host's time" if row.clock == WITH_HOST else ""
+    where = f"measured{host} ({row.bucket} {row.dtype}, {row.ranks} ranks)"
     exposed = exposed_time(profile, link, call, kind, pieces)
     if kind == "plain":
         return OverlapPlan("plain", 1, f"{where}: nothing else is faster", exposed)

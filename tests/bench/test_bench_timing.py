@@ -54,6 +54,14 @@ def test_host_figure_ignores_disturbed_samples():
     assert timing._first_decile([9.0] * 80 + [1.0] * 20) == 1.0
 
 
+def test_calls_in_a_row_begin_together():
+    calls: list[str] = []
+    timing.compare_queued(
+        lambda: calls.append("a"), lambda: calls.append("b"), CPU, rounds=2, calls=3, align=lambda: calls.append("|")
+    )
+    assert "".join(calls) == "|aaa|bbb|bbb|aaa"
+
+
 class _Clock:
     """Stands for torch.cuda's clock: a device that is five times as slow as the host seems."""
 
@@ -84,6 +92,29 @@ def test_device_times_are_the_medians_between_events(monkeypatch):
     ours, peer = timing.compare([lambda: call(2.0)], [lambda: call(3.0)], torch.device("cuda"), seconds=0.0)
     assert (ours.value, peer.value) == (2000.0, 3000.0)
     assert ours.host is not None
+
+
+def test_queued_calls_hide_the_host_behind_a_spin_and_begin_behind_the_other_ranks(monkeypatch):
+    """A spin for all that the host does, the collective, an event, the calls, an event."""
+    log: list[str] = []
+    host_us = {"align": 100.0, "call": 40.0}
+    for name, stand_in in (("Event", _Clock.Event), ("synchronize", lambda: None)):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append(f"spin {cycles}"))
+    monkeypatch.setattr(timing, "_per_call", lambda side, count: [side() for _ in range(count)] and 40.0)
+    monkeypatch.setattr(timing, "_spin_cycles", lambda side: 1000 * int(host_us["align" if side is align else "call"]))
+
+    def align() -> None:
+        log.append("align")
+        _Clock.now += 77.0  # the ranks' difference: before the first event
+
+    def call() -> None:
+        log.append("call")
+        _Clock.now += 2.0
+
+    ours, peer = timing.compare_queued(call, call, torch.device("cuda"), rounds=3, calls=4, align=align)
+    assert log[-6:] == [f"spin {1000 * (100 + 4 * 40)}", "align", *["call"] * 4]
+    assert (ours.value, ours.host) == (peer.value, peer.host) == (2000.0, 40.0)
 
 
 @pytest.mark.parametrize("count", [2, 4, 6])

@@ -84,15 +84,15 @@ def _stopped(rank: int, world: int, out: str) -> tuple[int, int, list[str]]:
     timed: list[str] = []
 
     def stop_at_second(run: calibrate.Run) -> None:
-        row = run._row
+        rows = run._rows
 
         def stopping(call: Call) -> Any:
             if timed:
                 raise KeyboardInterrupt
             timed.append(call.op)
-            return row(call)
+            return rows(call)
 
-        run._row = stopping  # type: ignore[method-assign]
+        run._rows = stopping  # type: ignore[method-assign]
 
     with pytest.raises(KeyboardInterrupt):
         _run(out, stop_at_second)
@@ -100,8 +100,8 @@ def _stopped(rank: int, world: int, out: str) -> tuple[int, int, list[str]]:
     timed.clear()
 
     def note(run: calibrate.Run) -> None:
-        row = run._row
-        run._row = lambda call: timed.append(call.op) or row(call)  # type: ignore[method-assign, func-returns-value]
+        rows = run._rows
+        run._rows = lambda call: timed.append(call.op) or rows(call)  # type: ignore[method-assign, func-returns-value]
         run.meter.links = lambda: pytest.fail("measured again")  # type: ignore[method-assign]
         run.meter.rates = lambda gemm_flops: pytest.fail("measured again")  # type: ignore[method-assign]
 
@@ -112,8 +112,8 @@ def _stopped(rank: int, world: int, out: str) -> tuple[int, int, list[str]]:
 @pytest.mark.ranks
 def test_a_run_that_was_stopped_goes_on(ranks: Any, tmp_path: Path):
     for held, rows, timed in ranks(2, _stopped, str(tmp_path / "links.json")):
-        assert held == 1
-        assert rows == 1 + len(timed)
+        assert held == len(link_profile.CLOCKS)
+        assert rows == held * (1 + len(timed))
         assert timed == [SCATTER, REDUCE] + ([NORM] if policy.lacking(torch.device("cpu")) is None else [])
 
 
@@ -177,40 +177,50 @@ SHARES: dict[OverlapPlan, tuple[list[float], ...]] = {
     FOUR: ([0.8], [], [0.9]),
     KERNEL: ([0.98], [], []),
 }
+SLOWER = 0.2  # added to each share where the host's time counts: there FOUR and the kernel do not beat plain
 LISTED, LOW, HIGH = (8, 16, 32), (6, 12, 23), (10, 22, 45)
 
 
-def _worst(rank: int, world: int, out: str) -> tuple[list[float], float, list[Any]]:
-    """The shares and the noise that are written, and what was timed; rank 1 sees other shares."""
+def _worst(rank: int, world: int, out: str) -> tuple[list[list[float]], float, list[Any]]:
+    """The shares that are written for each clock, the noise, and what was timed; rank 1 sees other shares."""
     left = {
         (shape, plan): list(shares) for plan, of in SHARES.items() for shape, shares in zip((LISTED, LOW, HIGH), of)
     }
     timed: list[Any] = []
 
-    def share(rig: calibrate.Rig, plan: OverlapPlan) -> tuple[float, float, float]:
+    def shares(rig: calibrate.Rig, plan: OverlapPlan) -> list[tuple[float, float, float]]:
         shape = (rig.call.T, rig.call.K, rig.call.N)
         timed.append((shape, plan))
         found = left[shape, plan].pop(0)
-        return (found if rank == 0 else 1.0 / found), 1e-3 * len(timed), 0.01 * len(timed)
+        return [
+            (each if rank == 0 else 1.0 / each, 1e-3 * len(timed), 0.01 * len(timed))
+            for each in (found, found + SLOWER)
+        ]
 
     def fix(run: calibrate.Run) -> None:
-        run._share = share  # type: ignore[method-assign]
+        run._shares = shares  # type: ignore[method-assign]
         run._paths = lambda call: list(SHARES)  # type: ignore[method-assign]
         run._checked = lambda call, plans: calibrate.Rig.of(call, run.group, run.device)  # type: ignore[method-assign]
         run._calls = lambda: [Call(GATHER, *LISTED, run.dtype, world)]  # type: ignore[method-assign]
 
-    (row,) = link_profile.parse(_run(out, fix).profile, out).rows
-    assert row.plain_s == 1e-3  # on the first shape
-    assert row.kernel_s is not None
-    return [seconds / row.plain_s for seconds in (*row.chunked_s.values(), row.kernel_s)], row.noise, timed
+    rows = link_profile.parse(_run(out, fix).profile, out).rows
+    assert [row.clock for row in rows] == list(link_profile.CLOCKS)
+    found = []
+    for row in rows:
+        assert row.plain_s == 1e-3  # on the first shape
+        assert row.kernel_s is not None
+        found.append([seconds / row.plain_s for seconds in (*row.chunked_s.values(), row.kernel_s)])
+    return found, rows[0].noise, timed
 
 
 @pytest.mark.ranks
 def test_a_path_counts_by_its_worst_share_in_the_bucket(ranks: Any, tmp_path: Path):
     for shares, noise, timed in ranks(2, _worst, str(tmp_path / "links.json")):
-        assert shares == pytest.approx([0.7, 1.1, 0.9, 0.98])
+        by_device, with_host = shares
+        assert by_device == pytest.approx([0.7, 1.1, 0.9, 0.98])
+        assert with_host == pytest.approx([share + SLOWER for share in by_device])
         assert noise == pytest.approx(0.01 * len(timed))
-        # All on the listed shape, the fastest twice; at the ends what beat plain by more than the margin.
+        # All on the listed shape, the fastest twice; at the ends what beat plain by more than the margin by some clock.
         assert timed[:5] == [(LISTED, plan) for plan in (ONE, TWO, FOUR, KERNEL, ONE)]
         assert timed[5:] == [*[(LOW, plan) for plan in (ONE, TWO)], *[(HIGH, plan) for plan in (ONE, TWO, FOUR)]]
 
@@ -322,7 +332,7 @@ def _chosen(rank: int, world: int, path: str) -> tuple[str, str]:
         dry = policy.select(GATHER, group, **shape, **like)
         content = json.loads(Path(path).read_text()) | {"dry": False}
         for row in content["rows"]:
-            row |= {"plain_s": 1.0, "noise": 0.0, "chunked_s": {"2": 0.5}}
+            row |= {"plain_s": 1.0, "noise": 0.0, "chunked_s": {"2": 0.5 if row["clock"] == "with_host" else 0.4}}
         dist.barrier()  # both have read it
         if rank == 0:
             Path(path).write_text(json.dumps(content))
@@ -354,20 +364,49 @@ def test_the_command_writes_what_choices_are_then_made_by(ranks: Any, tmp_path: 
     assert "no job uses a dry run's" in done.stderr
     for dry, measured in ranks(2, _chosen, str(out)):
         assert "dry run" in dry
-        assert measured == "chunked in 2, measured (t8-k16-n32 fp32, 2 ranks): 0.50 of plain's time"
+        assert (
+            measured == "chunked in 2, measured with the host's time (t8-k16-n32 fp32, 2 ranks): 0.50 of plain's time"
+        )
 
 
-def test_times_are_compared_with_a_sync_and_rounds_that_ranks_share(monkeypatch: pytest.MonkeyPatch):
-    rounds: list[int] = []
+def test_times_are_compared_by_two_clocks_over_rounds_that_ranks_share(monkeypatch: pytest.MonkeyPatch):
+    rounds: list[tuple[int, int]] = []
 
-    def compare(ours: Any, peer: Any, *, rounds: int, calls: int, seen: list[int] = rounds) -> tuple[Timing, Timing]:
-        seen.append(rounds)
+    def compare(ours: Any, peer: Any, *, rounds: int, calls: int, seen: Any = rounds) -> tuple[Timing, Timing]:
+        seen.append((rounds, calls))
         return Timing(1e4), Timing(1e4)
 
+    def queued(ours: Any, peer: Any, device: torch.device, *, align: Any, **more: int) -> tuple[Timing, Timing]:
+        align()
+        compare(ours, peer, **more)
+        return Timing(8e3, host=1e3), Timing(9e3, host=1e3)
+
     monkeypatch.setattr(calibrate_meter, "compare_fixed", compare)
-    meter = Meter(tp_group(None), torch.device("cpu"), torch.float32, seconds=Options().seconds, dry=False)
-    meter.compare(lambda: None, lambda: None)
-    assert rounds == [3, 75]  # 1.5 s of two calls of 10 ms
+    monkeypatch.setattr(calibrate_meter, "compare_queued", queued)
+    meter = Meter(tp_group(None), torch.device("cpu"), torch.float32, seconds=2 * Options().seconds, dry=False)
+    ours, peer = meter.compare(lambda: None, lambda: None)
+    assert rounds == [(3, 1), (75, 1), (3, 1), (20, 4)]  # 1.5 s of two calls of 10 ms; the fewest rounds of four
+    assert [ours.by(clock).value for clock in link_profile.CLOCKS] == [8e3, 1e4]
+    assert [peer.by(clock).value for clock in link_profile.CLOCKS] == [9e3, 1e4]
+
+
+def test_a_piece_costs_what_the_host_takes_for_it(monkeypatch: pytest.MonkeyPatch):
+    """Links and rates are the device's."""
+    times = calibrate_meter.Times(Timing(50.0, host=30.0), Timing(90.0))
+    monkeypatch.setattr(Meter, "compare", lambda *_: (times, times))
+    meter = Meter(tp_group(None), torch.device("cpu"), torch.float32, seconds=1.0, dry=True)
+    assert meter._piece_seconds() == pytest.approx(30e-6)  # one rank: one piece
+    assert meter._seconds_of(lambda: None) == pytest.approx(50e-6)
+
+
+def test_a_profile_of_the_first_format_is_not_overwritten(tmp_path: Path):
+    """Its rows do not say by which clock."""
+    path = tmp_path / "links.json"
+    path.write_text(json.dumps(link_profile.Profile("cpu", "cpu", measured=True).record() | {"format": 1}))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"links\.json: format 1, and this version reads 2"):
+        calibrate.Run(replace(DRY, out=path), tp_group(None)).run()
+    assert path.read_bytes() == before
 
 
 def test_a_verdict_compares_with_plain_in_fp64():

@@ -23,7 +23,7 @@ from shardfuse.parallel.core.mesh import tp_group
 from shardfuse.parallel.core.sharding import local_tensors
 from shardfuse.parallel.overlap import link_profile, policy
 from shardfuse.parallel.overlap.link_profile import OPS, Link, Profile, Row, bucket
-from shardfuse.parallel.overlap.plan import OverlapPlan
+from shardfuse.parallel.overlap.plan import OverlapPlan, clock_for
 
 T, D, FFN = 8, 16, 24
 CONFIG = shardfuse.TransformerConfig(
@@ -223,7 +223,7 @@ def test_explain_tells_way_reason_and_what_is_exposed(ranks: Any, tmp_path: Path
     # One shape was measured: gate and up on one gather, or the down projection and its all-reduce.
     op, shape = (OPS[0], (T, D, FFN)) if sequence_parallel else (OPS[2], (T, FFN // 2, D))
     name = "gate_proj" if sequence_parallel else "down_proj"
-    row = Row(op, "fp32", 2, "node", bucket(*shape), 1.0, {2: 0.5})
+    row = Row(op, "fp32", 2, "node", bucket(*shape), 1.0, {2: 0.5}, clock=clock_for(T))
     figures = {"node": dict.fromkeys(link_profile.COLLECTIVES.values(), LINK)}
     profile = Profile("cpu", "cpu", measured=True, links=figures, gemm_flops={"fp32": 1e9}, rows=(row,))
     path = tmp_path / "links.json"

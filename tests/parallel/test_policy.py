@@ -22,8 +22,8 @@ from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.mesh import SINGLE, Group, tp_group
 from shardfuse.parallel.overlap import link_profile, policy
 from shardfuse.parallel.overlap.link_model import GATHER, NORM, REDUCE, SCATTER, Call
-from shardfuse.parallel.overlap.link_profile import OPS, Profile, Row, bucket
-from shardfuse.parallel.overlap.plan import DEFAULT_PIECES, MARGIN, OverlapPlan, pure_selection
+from shardfuse.parallel.overlap.link_profile import DEVICE, OPS, WITH_HOST, Profile, Row, bucket
+from shardfuse.parallel.overlap.plan import DEFAULT_PIECES, MARGIN, OverlapPlan, best_pieces, pure_selection
 
 SHAPE: dict[str, Any] = {"tokens": 64, "features_in": 32, "features_out": 16, "dtype": torch.float32, "device": CPU}
 
@@ -42,6 +42,7 @@ rows = st.builds(
     chunked_s=st.dictionaries(st.sampled_from([1, 2, 4, 8]), seconds),
     kernel_s=st.none() | seconds,
     noise=st.floats(0, 2),
+    clock=st.just(WITH_HOST),
 )
 
 
@@ -71,9 +72,25 @@ def test_a_measurement_stands_for_its_bucket_ranks_and_dtype_alone():
     assert between_machines.kind == "plain"
 
 
+def test_the_hosts_time_counts_for_the_few_tokens_of_decoding_alone():
+    """Training hides it: there a plan is chosen by the device's time."""
+    few, many = call_of(T=64), call_of(T=80)  # of one bucket
+    rows = [row_of(chunked={1: 5.0}, clock=WITH_HOST), row_of(chunked={2: 4.0}, clock=DEVICE)]
+    plan = choose_pure(profile_of(*rows), few)
+    assert plan[:2] == ("chunked", 1)
+    assert plan.reason.startswith("measured with the host's time (t64-")
+    plan = choose_pure(profile_of(*rows), many)
+    assert plan[:2] == ("chunked", 2)
+    assert plan.reason.startswith("measured (t64-")
+    assert best_pieces(profile_of(*rows), "node", few) == 1
+    assert best_pieces(profile_of(*rows), "node", many) == 2
+    for row, other in zip(rows, (many, few)):
+        assert choose_pure(profile_of(row), other).kind == "plain"
+
+
 def test_pieces_that_have_no_rows_are_not_taken():
     where = bucket(2, 32, 16)
-    row = Row(GATHER, "fp32", 2, "node", where, 10.0, {1: 5.0, 4: 1.0})
+    row = Row(GATHER, "fp32", 2, "node", where, 10.0, {1: 5.0, 4: 1.0}, clock=WITH_HOST)
     assert choose_pure(profile_of(row), call_of(T=2)).pieces == 1
 
 
@@ -126,7 +143,7 @@ ROW = GOOD.record()["rows"][0]
     [
         (_text(GOOD)[:-20], "cut short"),
         ("[]", "expected an object"),
-        (_text(GOOD, format=2), "format 2"),
+        (_text(GOOD, format=1), "format 1, and this version reads 2; write one with"),
         (_text(GOOD, arch="sm_90", device="NVIDIA H100"), "measured on NVIDIA H100"),
         (_text(GOOD, surprise=1), "unknown field 'surprise'"),
         (_text(GOOD, hides=1.5), "hides is 1.5"),
@@ -135,6 +152,8 @@ ROW = GOOD.record()["rows"][0]
         (_text(GOOD, links={"bus": {}}), "links.bus"),
         (_text(GOOD, links={"node": {"all_gather": {"alpha_s": 1.0}}}), "field 'bytes_per_s' is missing"),
         (_text(GOOD, rows=[ROW | {"op": "sum"}]), "op is 'sum'"),
+        (_text(GOOD, rows=[ROW | {"clock": "sun"}]), "clock is 'sun', expected one of device, with_host"),
+        (_text(GOOD, rows=[{k: v for k, v in ROW.items() if k != "clock"}]), "field 'clock' is missing"),
         (_text(GOOD, rows=[ROW | {"plain_s": -1.0}]), "plain_s is -1.0"),
         (_text(GOOD, rows=[ROW | {"chunked_s": {"0": 1.0}}]), "numbers of pieces"),
         (_text(GOOD, rows=[ROW | {"chunked_s": {"1": float("nan")}}]), "chunked_s.1"),
@@ -284,7 +303,7 @@ def test_a_capture_takes_what_was_agreed_before(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_norms_sum_is_one_launch_or_plain(monkeypatch: pytest.MonkeyPatch):
     group = Group(pg := _Pg(), 0, 2, None)
-    row = Row(NORM, "fp32", 2, "node", WHERE, 10.0, {}, 5.0)
+    row = Row(NORM, "fp32", 2, "node", WHERE, 10.0, {}, 5.0, clock=WITH_HOST)
     agreed = policy._Agreed(profile_of(row), "node", unavailable=None)
     monkeypatch.setattr(policy, "_agreed", {(id(pg), CPU): agreed})
     plan = policy.select(NORM, group, **SHAPE, overlap="chunked")

@@ -9,7 +9,7 @@ import torch
 from shardfuse.parallel.core.mesh import Group
 from shardfuse.parallel.overlap import link_profile, policy
 from shardfuse.parallel.overlap.link_model import GATHER, Call
-from shardfuse.parallel.overlap.link_profile import Link, Profile, Row, bucket
+from shardfuse.parallel.overlap.link_profile import WITH_HOST, Link, Profile, Row, bucket
 from shardfuse.parallel.overlap.plan import OverlapPlan, pure_selection
 
 CPU = torch.device("cpu")
@@ -17,7 +17,9 @@ WHERE = bucket(64, 32, 16)
 
 
 def row_of(op: str = GATHER, plain: float = 10.0, chunked: dict[int, float] | None = None, **more: Any) -> Row:
-    return Row(op, "fp32", 2, "node", WHERE, plain, {1: 5.0} if chunked is None else chunked, **more)
+    """A row for ``call_of()``, of few enough tokens that the host's time counts."""
+    by = {"clock": WITH_HOST, **more}
+    return Row(op, "fp32", 2, "node", WHERE, plain, {1: 5.0} if chunked is None else chunked, **by)
 
 
 def profile_of(*rows: Row, **more: Any) -> Profile:
