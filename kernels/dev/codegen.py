@@ -41,7 +41,7 @@ from .registry import Build
 
 # The public row of a report, in this order: what names it, what was read off the machine code, what is predicted.
 _NAMES = ("op", "config", "target")
-_MEASURED = ("registers", "spills", "shared_bytes", "wgmma", "tma", "occupancy")
+_MEASURED = ("registers", "spills", "shared_bytes", "instructions", "wgmma", "tma", "occupancy")
 _PREDICTED = ("gemm", "flops", "bytes", "waves", "predicted_us", "peak_share", "bound")
 FIELDS = (*_NAMES, *_MEASURED, "exempt", *_PREDICTED)
 
@@ -58,6 +58,7 @@ class Report:
     registers: int = 0  # per thread
     spills: int = 0  # instructions that load or store thread-local memory
     shared_bytes: int = 0  # per block
+    instructions: int = 0  # of the whole kernel, in its machine code
     wgmma: bool = False  # Hopper's warp-group matrix instructions are used
     tma: bool = False  # the tensor memory accelerator loads tiles
     occupancy: float = 0.0  # resident warps as a share of what an SM can hold
@@ -144,6 +145,7 @@ def compile_build(build: Build) -> Report:
         registers=code.registers,
         spills=code.spills,
         shared_bytes=compiled.metadata.shared,
+        instructions=code.instructions,
         wgmma=code.wgmma > 0,
         tma=code.tma > 0,
         occupancy=chip.occupancy(*use),

@@ -26,7 +26,7 @@ from . import codegen, registry
 from .registry import Build
 
 FOLDER = Path(__file__).resolve().parent / "compiled"
-_COLUMNS = ("registers", "spills", "shared_bytes", "wgmma", "tma", "occupancy", "exempt")
+_COLUMNS = ("registers", "spills", "shared_bytes", "instructions", "wgmma", "tma", "occupancy", "exempt")
 
 
 def builds() -> Iterator[Build]:

@@ -16,7 +16,7 @@ from pathlib import Path
 # "/*0150*/  @!P0 STS [R3], RZ ;": the offset, perhaps a predicate, then the opcode up to its first modifier.
 _SASS_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
 _SASS_REGISTERS = re.compile(r"\bREG:(\d+)\b")
-_GCN_INSTRUCTION = re.compile(r"^\s+([a-z]\w+)\b", re.MULTILINE)
+_GCN_INSTRUCTION = re.compile(r"^[ \t]+([a-z]\w+)\b", re.MULTILINE)
 _GCN_REGISTERS = re.compile(r"^\s*\.vgpr_count:\s+(\d+)", re.MULTILINE)
 
 
@@ -26,13 +26,15 @@ class MachineCode:
 
     ``registers`` are per thread (AMD: vector registers, accumulation registers included). ``spills`` counts the
     instructions that touch thread-local memory: LDL and STL in SASS, scratch_load and scratch_store in GCN. ``wgmma``
-    and ``tma`` count Hopper's warp-group matrix instructions and the bulk tensor loads.
+    and ``tma`` count Hopper's warp-group matrix instructions and the bulk tensor loads. ``instructions`` are all but
+    those that do nothing: what an epilogue takes is their difference to the same kernel with another epilogue.
     """
 
     registers: int
     spills: int
     wgmma: int
     tma: int
+    instructions: int
 
 
 def read_cubin(cubin: bytes, cuobjdump: str) -> MachineCode:
@@ -55,6 +57,7 @@ def read_sass(text: str) -> MachineCode:
         spills=opcodes["LDL"] + opcodes["STL"],
         wgmma=opcodes["HGMMA"] + opcodes["IGMMA"] + opcodes["QGMMA"],
         tma=opcodes["UTMALDG"],
+        instructions=opcodes.total() - opcodes["NOP"],
     )
 
 
@@ -66,6 +69,7 @@ def read_amdgcn(text: str) -> MachineCode:
         spills=sum(n for name, n in opcodes.items() if name.startswith(("scratch_load", "scratch_store"))),
         wgmma=0,
         tma=0,
+        instructions=opcodes.total() - opcodes["s_nop"],
     )
 
 

@@ -26,6 +26,7 @@ Resource usage:
         /*0060*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
         /*0070*/                   LDGSTS.E.BYPASS.128 [R9], [R2.64] ;       /* HGMMA in a comment is no instruction */
         /*10080*/                  UTMASTG.2D [UR16], [UR14] ;               /* 0x0000000000027919 */
+        /*10090*/                  NOP ;                                     /* 0x0000000000007918 */
 """
 
 GCN = """
@@ -34,6 +35,7 @@ gemm:
 	v_mfma_f32_32x32x8_bf16 a[0:15], v[0:1], v[2:3], a[0:15]
 	scratch_store_dwordx4 off, v[32:35], off offset:192 ; 16-byte Folded Spill
 	scratch_load_dword v0, off, off offset:4 ; 4-byte Folded Reload
+	s_nop 1
 ; scratch_load_dword in a comment
   - .agpr_count:     256
     .vgpr_count:     512
@@ -42,11 +44,11 @@ gemm:
 
 
 def test_sass_is_counted_by_opcode():
-    assert read_sass(SASS) == MachineCode(registers=154, spills=3, wgmma=2, tma=1)
+    assert read_sass(SASS) == MachineCode(registers=154, spills=3, wgmma=2, tma=1, instructions=9)
 
 
 def test_gcn_is_counted_by_opcode():
-    assert read_amdgcn(GCN) == MachineCode(registers=512, spills=2, wgmma=0, tma=0)
+    assert read_amdgcn(GCN) == MachineCode(registers=512, spills=2, wgmma=0, tma=0, instructions=4)
 
 
 @pytest.mark.parametrize("text", ["", "nothing of the kind", "  REG:154 STACK:16", SASS.replace("REG:", "R:")])
