@@ -92,15 +92,20 @@ def _hopper(arch: str, gemm: Gemm) -> GemmConfig:
     if not gemm.aligned:
         crowded = gemm.combine == "gated" or gemm.reads > 0
         return GemmConfig(128, 32 if crowded else 64, line, 8, 3, use_tma=False)
+    epilogue_subtile = _wants_subtile(arch, gemm)
     if gemm.layout != "tn" and gemm.M <= 64 and not gemm.row_invariant:
         # Weights stream through once: the blocks hold as many bytes in flight as fit, and all multiprocessors pull.
         stages = 4 if gemm.combine == "gated" else 5
-        config = GemmConfig(max(16, _power_of_two(gemm.M)), 64, 2 * line, 4, stages, use_tma=True, swap=True)
+        config = GemmConfig(
+            max(16, _power_of_two(gemm.M)), 64, 2 * line, 4, stages, use_tma=True, swap=True,
+            epilogue_subtile=epilogue_subtile and arch == "sm_100" and "preact" in gemm.epilogue,
+        )  # fmt: skip
         return dataclasses.replace(config, split_k=_splits(arch, config, gemm))
-    epilogue_subtile = _wants_subtile(arch, gemm)
     narrow = GemmConfig(128, 128, line, 8, 4 if arch == "sm_90" else 3, use_tma=True, epilogue_subtile=epilogue_subtile)
     if gemm.row_invariant or _tiles(narrow, gemm) < 2 * CHIPS[arch].sms or _wants_narrow(arch, gemm):
         return dataclasses.replace(narrow, split_k=_splits(arch, narrow, gemm))
+    if arch == "sm_90" and not gemm.reads:  # half a tile on its way out leaves room for a fourth stage
+        return GemmConfig(128, 256, line, 8, 4, use_tma=True, epilogue_subtile=True)
     return GemmConfig(128, 256, line, 8, 3, use_tma=True, epilogue_subtile=epilogue_subtile)
 
 
@@ -108,7 +113,7 @@ def _wants_subtile(arch: str, gemm: Gemm) -> bool:
     """Whether the epilogue on a whole tile would spill. Two products leave too little shared memory for halves."""
     if gemm.combine == "gated":
         return False
-    heavy = bool(gemm.reads) or "gelu_erf" in gemm.epilogue or not gemm.out_aligned
+    heavy = bool(gemm.reads) or not gemm.out_aligned
     return heavy or (arch == "sm_100" and bool(set(gemm.epilogue) - {"bias", "row_sum"}))
 
 
@@ -116,11 +121,7 @@ def _wants_narrow(arch: str, gemm: Gemm) -> bool:
     """Whether 128 x 256 accumulators would leave too few registers even for an epilogue on half a tile."""
     if gemm.combine == "gated" or gemm.reads == 2 or gemm.fp32_sums or not gemm.out_aligned:
         return True
-    if arch == "sm_100" and "accumulate" in gemm.epilogue:
-        return True
-    if arch == "sm_100" and {"gelu_erf", "residual"} <= set(gemm.epilogue):
-        return True
-    return {"act_grad", "gelu_erf", "recompute_act"} <= set(gemm.epilogue)
+    return arch == "sm_100" and "accumulate" in gemm.epilogue
 
 
 def _through_pointers(arch: str, gemm: Gemm) -> GemmConfig:

@@ -12,7 +12,7 @@ from ..runtime import alloc, device, dispatch
 from ..runtime.signals import Gathered, Remote, Scattered
 from . import triton as kernels
 from .config import forced_config
-from .plan import Call, extent_of, fits_tma, plan_launch
+from .plan import Call, approximates, extent_of, fits_tma, plan_launch
 
 Matrices = tuple[torch.Tensor, ...]
 Optional = tuple["torch.Tensor | None", ...]
@@ -323,7 +323,8 @@ def gated_act_grad(
 def _act_grad(dy: torch.Tensor, sources: Matrices, targets: Matrices, epilogue: str, activation: str) -> None:
     T, F = dy.shape
     on = sources[0]
-    block_t, block_f = (16, 64) if device.architecture(on.device) == device.INTERPRETER else (8, 256)
+    arch = device.architecture(on.device)
+    block_t, block_f = (16, 64) if arch == device.INTERPRETER else (8, 256)
     args = {
         "dy_ptr": dy,
         "source_ptrs": sources,
@@ -333,6 +334,7 @@ def _act_grad(dy: torch.Tensor, sources: Matrices, targets: Matrices, epilogue: 
         "dy_strides": dy.stride(),
         "EPILOGUE": epilogue,
         "ACTIVATION": activation,
+        "APPROX": approximates(arch, activation, on.dtype),
         "BLOCK_T": block_t,
         "BLOCK_F": block_f,
     }

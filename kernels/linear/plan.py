@@ -106,7 +106,11 @@ def plan_launch(call: Call) -> Plan:
         "Ns": tuple(n for _, n in sizes_of_pairs),
     }
     split = config.split_k > 1
-    modes = {"EPILOGUE": call.epilogue, "ACTIVATION": call.activation}
+    modes = {
+        "EPILOGUE": call.epilogue,
+        "ACTIVATION": call.activation,
+        "APPROX": approximates(call.arch, call.activation, of_out),
+    }
     row_scales = {"ROW_SCALES": call.scales == "row"}
     product = device.Prepared(
         kernels._gemm_kernel,
@@ -117,7 +121,7 @@ def plan_launch(call: Call) -> Plan:
             "b_strides": tuple((_pitch(extent), extent[1][1]) for extent in call.b),
             "splits": config.split_k,
             "COMBINE": call.combine,
-            **({"EPILOGUE": "partial", "ACTIVATION": "identity"} if split else modes),
+            **({"EPILOGUE": "partial", "ACTIVATION": "identity", "APPROX": False} if split else modes),
             "TRANS_A": trans_a,
             "TRANS_B": call.layout == "nt",
             "SWAP": config.swap,
@@ -131,9 +135,9 @@ def plan_launch(call: Call) -> Plan:
             "UPCAST": call.arch == device.INTERPRETER,
             "USE_TMA": config.use_tma,
             "OUT_ALIGNED": config.use_tma and gemm.out_aligned,
-            "EPILOGUE_SUBTILE": config.epilogue_subtile,
+            "EPILOGUE_SUBTILE": config.epilogue_subtile and not split,
             # AMD's pipeliner gains nothing from it; several main loops in one tile cannot be flattened.
-            "FLATTEN": not chained and not call.arch.startswith("gfx"),
+            "FLATTEN": gemm.K > 0 and not chained and not call.arch.startswith("gfx"),
             "PIECES": call.pieces,
             "FLAGS": call.flags,
             "CLOCK": clock_of(call.arch) if call.remote else "",
@@ -155,6 +159,11 @@ def plan_launch(call: Call) -> Plan:
         config=f"{block_m}x{block_n}",
     )
     return Plan(gemm, config, tiles, product, split_sum, max(_tiles(m, n, block_m, block_n) for m, n in sizes))
+
+
+def approximates(arch: str, activation: str, stored: torch.dtype) -> bool:
+    """Whether the kernels' activations need to be good to 16 bits only, and the chip has the instructions for that."""
+    return activation != "identity" and stored.itemsize <= 2 and arch.startswith("sm_")
 
 
 tuning.also_forget.append(plan_launch.cache_clear)

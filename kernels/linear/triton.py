@@ -49,7 +49,7 @@ def _part_of(K, split, splits, BLOCK_K: tl.constexpr):
 @triton.jit
 def _multiply(
     acc,  # [BLOCK_M, BLOCK_N] fp32, transposed if SWAP
-    row_sum,  # [BLOCK_M] fp32
+    row_sum,  # [BLOCK_M, BLOCK_K] fp32: where these terms of the row sums add up
     a,
     b,
     m,
@@ -73,7 +73,7 @@ def _multiply(
     UPCAST: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):
-    """acc += op(A)[m:, first_k:last_k] @ op(B)[first_k:last_k, n:]; with ROW_SUM, row_sum += the row sums of op(A).
+    """acc += op(A)[m:, first_k:last_k] @ op(B)[first_k:last_k, n:]; where n = 0, with ROW_SUM row_sum += op(A).
 
     A is stored [M, K], or [K, M] if TRANS_A; B is stored [K, N], or [N, K] if TRANS_B.
     """
@@ -86,8 +86,8 @@ def _multiply(
             b_tile = load_tile(b, n, k, N, K, b_strides, BLOCK_N, BLOCK_K, USE_TMA).T
         else:
             b_tile = load_tile(b, k, n, K, N, b_strides, BLOCK_K, BLOCK_N, USE_TMA)
-        if ROW_SUM:
-            row_sum += tl.sum(a_tile.to(tl.float32), 1)
+        if ROW_SUM and n == 0:
+            row_sum += a_tile.to(tl.float32)
         if UPCAST:
             a_tile = a_tile.to(tl.float32)
             b_tile = b_tile.to(tl.float32)
@@ -180,6 +180,7 @@ def _epilogue(
     N,
     EPILOGUE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    APPROX: tl.constexpr,
     ROW_SCALES: tl.constexpr,
     DTYPE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -194,7 +195,7 @@ def _epilogue(
         z = _add_bias(acc, biases[0], n, N, BLOCK_N)
         if len(targets) == 2:
             store_tile(targets[1], z.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
-        y = act(z, ACTIVATION)
+        y = act(z, ACTIVATION, APPROX)
         if sources is not None:
             y += load_tile(sources[0], m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA).to(tl.float32)
         store_tile(targets[0], y.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
@@ -204,26 +205,24 @@ def _epilogue(
         if len(targets) == 3:
             store_tile(targets[1], g.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
             store_tile(targets[2], u.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
-        h = act(g, ACTIVATION) * u
+        h = act(g, ACTIVATION, APPROX) * u
         store_tile(targets[0], h.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
     elif EPILOGUE == "act_grad":
         z = load_tile(sources[0], m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA).to(tl.float32)
-        dz = acc * act_grad(z, ACTIVATION)
+        dz = acc * act_grad(z, ACTIVATION, APPROX)
         store_tile(targets[0], dz.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
         if len(targets) == 2:
-            h = act(z, ACTIVATION)
-            store_tile(targets[1], h.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
+            store_tile(targets[1], act(z, ACTIVATION, APPROX).to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
     elif EPILOGUE == "gated_grad":
         g = load_tile(sources[0], m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA).to(tl.float32)
-        act_g = act(g, ACTIVATION)
+        act_g = act(g, ACTIVATION, APPROX)
         du = acc * act_g
         store_tile(targets[1], du.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
         u = load_tile(sources[1], m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA).to(tl.float32)
-        dg = acc * u * act_grad(g, ACTIVATION)
+        dg = acc * u * act_grad(g, ACTIVATION, APPROX)
         store_tile(targets[0], dg.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
         if len(targets) == 3:
-            h = act_g * u
-            store_tile(targets[2], h.to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
+            store_tile(targets[2], (act_g * u).to(DTYPE), m, n, M, N, pitch, BLOCK_M, BLOCK_N, USE_TMA)
     else:
         tl.static_assert(EPILOGUE == "accumulate")
         ptrs, mask = tile_pointers(targets[0], m, n, M, N, N, 1, BLOCK_M, BLOCK_N)
@@ -245,7 +244,7 @@ def _store_partial(dst, tile, split, m, n, M, N, BLOCK_M: tl.constexpr, BLOCK_N:
 
 @triton.jit
 def _store_row_sum(dst, row_sum, m, M, wanted, ACCUMULATE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Every column of tiles holds the same sums: the one for which ``wanted`` is true writes them."""
+    """The column of tiles that holds the sums, for which ``wanted`` is true, writes them."""
     offs_m = m + tl.arange(0, BLOCK_M)
     mask = (offs_m < M) & wanted
     if ACCUMULATE:
@@ -279,6 +278,7 @@ def _gemm_kernel(
     COMBINE: tl.constexpr,
     EPILOGUE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    APPROX: tl.constexpr,
     TRANS_A: tl.constexpr,
     TRANS_B: tl.constexpr,
     SWAP: tl.constexpr,  # multiply (op(B)^T, op(A)^T): wide N fills the tensor core's rows where M is small
@@ -293,7 +293,7 @@ def _gemm_kernel(
     USE_TMA: tl.constexpr,
     OUT_ALIGNED: tl.constexpr,  # what the epilogue reads and writes has the alignment that TMA asks for
     EPILOGUE_SUBTILE: tl.constexpr,  # run the epilogue on the left and the right half of a tile, in half the registers
-    FLATTEN: tl.constexpr,  # let the next tile's loads run under this tile's epilogue
+    FLATTEN: tl.constexpr,  # let the next tile's loads run under this tile's epilogue; every K is positive
     PIECES: tl.constexpr,  # in which a rank's rows of A arrive
     FLAGS: tl.constexpr,  # a power of two that is no less than the flags that are waited for, or raised
     CLOCK: tl.constexpr,  # what waits are timed with
@@ -315,8 +315,7 @@ def _gemm_kernel(
     a_srcs = ()
     b_srcs = ()
     for p in tl.static_range(PAIRS):
-        M = T if Ms is None else Ms[p]
-        K = T if Ks is None else Ks[p]
+        M, K = T if Ms is None else Ms[p], T if Ks is None else Ks[p]
         a_rows, a_cols = (K, M) if TRANS_A else (M, K)
         b_rows, b_cols = (Ns[p], K) if TRANS_B else (K, Ns[p])
         a_srcs += (open_matrix(a_ptrs[p], a_rows, a_cols, a_strides[p][0], A_ROWS, A_COLS, USE_TMA),)
@@ -331,10 +330,13 @@ def _gemm_kernel(
     tiles_before = 0
     for i in tl.static_range(OUTPUTS):
         M, N, K = T if Ms is None else Ms[i], Ns[i], T if Ks is None else Ks[i]
+        if FLATTEN:
+            tl.assume(K > 0)  # or the compiler keeps a second epilogue, for tiles without a main loop
         sources = None
         if source_ptrs[i] is not None:
             sources = open_all(source_ptrs[i], M, N, BLOCK_M, OUT_N, TMA_OUT)
         targets = open_all(target_ptrs[i], M, N, BLOCK_M, OUT_N, TMA_OUT)
+        dtype = target_ptrs[i][0].dtype.element_ty
 
         # One list of tiles runs through all outputs; this program takes every programs-th of it.
         tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
@@ -344,13 +346,12 @@ def _gemm_kernel(
                 tile, split = item % tiles, item // tiles
                 first_k, last_k = _part_of(K, split, splits, BLOCK_K)
             else:
-                tile, split = item, 0
-                first_k, last_k = 0, K
+                tile, split, first_k, last_k = item, 0, 0, K
             m, n = tile_position(tile, first_row, M, N, BLOCK_M, BLOCK_N, GROUP_M)
             if wait_ptrs is not None:
                 m = wait_for_rows(m, min(m + BLOCK_M, M), M, wait_ptrs, epoch, PIECES, FLAGS, CLOCK, USE_TMA)
             acc = tl.zeros((ACC_ROWS, ACC_COLS), dtype=tl.float32)
-            row_sum = tl.zeros((BLOCK_M,), dtype=tl.float32)
+            row_sum = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
             if COMBINE == "gated":
                 acc_up = tl.zeros((ACC_ROWS, ACC_COLS), dtype=tl.float32)
                 acc, acc_up = _multiply_gated(
@@ -384,9 +385,8 @@ def _gemm_kernel(
                 if COMBINE == "gated":
                     _store_partial(target_ptrs[i][1], acc_up, split, m, n, M, N, BLOCK_M, BLOCK_N)
                 if row_sum_ptrs[i] is not None:
-                    _store_row_sum(row_sum_ptrs[i] + split * M, row_sum, m, M, n == 0, False, BLOCK_M)
+                    _store_row_sum(row_sum_ptrs[i] + split * M, tl.sum(row_sum, 1), m, M, n == 0, False, BLOCK_M)
             elif EPILOGUE == "send":
-                dtype: tl.constexpr = target_ptrs[i][0].dtype.element_ty
                 if EPILOGUE_SUBTILE:
                     left, right = _halves(acc, BLOCK_M, BLOCK_N)
                     send_tile(left.to(dtype), m, n, M, N, send_ptrs, BLOCK_M, OUT_N)
@@ -399,18 +399,19 @@ def _gemm_kernel(
                     left, right = _halves(acc, BLOCK_M, BLOCK_N)
                     _epilogue(
                         left, None, bias_ptrs[i:], scale_ptrs, sources, targets, m, n, M, N,
-                        EPILOGUE, ACTIVATION, ROW_SCALES, target_ptrs[i][0].dtype.element_ty, BLOCK_M, OUT_N, TMA_OUT,
+                        EPILOGUE, ACTIVATION, APPROX, ROW_SCALES, dtype, BLOCK_M, OUT_N, TMA_OUT,
                     )  # fmt: skip
                     _epilogue(
                         right, None, bias_ptrs[i:], scale_ptrs, sources, targets, m, n + OUT_N, M, N,
-                        EPILOGUE, ACTIVATION, ROW_SCALES, target_ptrs[i][0].dtype.element_ty, BLOCK_M, OUT_N, TMA_OUT,
+                        EPILOGUE, ACTIVATION, APPROX, ROW_SCALES, dtype, BLOCK_M, OUT_N, TMA_OUT,
                     )  # fmt: skip
                 else:
                     _epilogue(
                         acc, acc_up, bias_ptrs[i:], scale_ptrs, sources, targets, m, n, M, N,
-                        EPILOGUE, ACTIVATION, ROW_SCALES, target_ptrs[i][0].dtype.element_ty, BLOCK_M, OUT_N, TMA_OUT,
+                        EPILOGUE, ACTIVATION, APPROX, ROW_SCALES, dtype, BLOCK_M, OUT_N, TMA_OUT,
                     )  # fmt: skip
                 if row_sum_ptrs[i] is not None:
+                    row_sum = tl.sum(row_sum, 1)
                     _store_row_sum(row_sum_ptrs[i], row_sum, m, M, n == 0, EPILOGUE == "accumulate", BLOCK_M)
         tiles_before += tiles * splits
     if wait_ptrs is not None and tl.program_id(0) == 0:
@@ -434,6 +435,7 @@ def _split_sum_kernel(
     splits,
     EPILOGUE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    APPROX: tl.constexpr,
     ROW_SCALES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -450,7 +452,7 @@ def _split_sum_kernel(
                 acc_up = _sum_parts(partial_ptrs[i][1], m, n, M, N, splits, BLOCK_M, BLOCK_N)
             _epilogue(
                 acc, acc_up, bias_ptrs[i:], scale_ptrs, source_ptrs[i], target_ptrs[i], m, n, M, N,
-                EPILOGUE, ACTIVATION, ROW_SCALES, target_ptrs[i][0].dtype.element_ty, BLOCK_M, BLOCK_N, False,
+                EPILOGUE, ACTIVATION, APPROX, ROW_SCALES, target_ptrs[i][0].dtype.element_ty, BLOCK_M, BLOCK_N, False,
             )  # fmt: skip
             if row_sum_ptrs[i] is not None:
                 offs_m = m + tl.arange(0, BLOCK_M)
@@ -483,6 +485,7 @@ def _act_grad_kernel(
     dy_strides,
     EPILOGUE: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    APPROX: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
@@ -493,5 +496,5 @@ def _act_grad_kernel(
     dy = tl.load(dy_ptrs, mask=mask, other=0.0).to(tl.float32)
     _epilogue(
         dy, None, (None,), None, source_ptrs, target_ptrs, t, f, T, F,
-        EPILOGUE, ACTIVATION, False, target_ptrs[0].dtype.element_ty, BLOCK_T, BLOCK_F, False,
+        EPILOGUE, ACTIVATION, APPROX, False, target_ptrs[0].dtype.element_ty, BLOCK_T, BLOCK_F, False,
     )  # fmt: skip

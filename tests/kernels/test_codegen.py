@@ -125,6 +125,23 @@ def test_hopper_gemms_use_its_units(installed):
     assert {(report.wgmma, report.tma, report.exempt) for report in gemms} == {(True, True, None)}
 
 
+@pytest.mark.codegen
+@needs_triton
+def test_activations_cost_few_instructions():
+    """On the largest tile, under the GPU runs' compiler: all instructions against those with the plain epilogue."""
+    if SIDE_TRITON is None:
+        pytest.skip("SHARDFUSE_SIDE_TRITON does not name a folder with another Triton (make test sets it)")
+    named = {build.config: build for build in registry.op("linear_act").builds("sm_90")}
+    builds = [named[f"fwd-128x256x64-w8-s4-tma-bf16{act}-bias"] for act in ("", "-gelu_tanh", "-gelu_erf")]
+    plain, tanh, erf = codegen.compile_builds(builds, side_triton=SIDE_TRITON)
+    assert plain.instructions > 1000
+    assert tanh.instructions <= 1.6 * plain.instructions
+    assert erf.instructions <= 2.2 * plain.instructions
+    elements = 128 * 256 // (32 * plain.num_warps)  # of a thread; the epilogue has no second copy for them
+    assert tanh.instructions - plain.instructions <= 8 * elements
+    assert erf.instructions - plain.instructions <= 12 * elements
+
+
 @pytest.fixture(scope="module")
 def samples() -> dict[str, tuple[Report, list[str]]]:
     """What codegen says of kernels made to be faulted, by configuration."""
@@ -176,8 +193,9 @@ def test_a_build_that_cannot_be_made_becomes_a_report(capsys):
     assert problems(report) == [f"does not compile: {report.error}"]
     assert report.row() == {
         "op": "linear_act", "config": "nonesuch", "target": "sm_90", "registers": None, "spills": None,
-        "shared_bytes": None, "wgmma": None, "tma": None, "occupancy": None, "exempt": None, "gemm": None,
-        "flops": None, "bytes": None, "waves": None, "predicted_us": None, "peak_share": None, "bound": None,
+        "shared_bytes": None, "instructions": None, "wgmma": None, "tma": None, "occupancy": None, "exempt": None,
+        "gemm": None, "flops": None, "bytes": None, "waves": None, "predicted_us": None, "peak_share": None,
+        "bound": None,
     }  # fmt: skip
 
 

@@ -87,6 +87,18 @@ def _only_for(spec, config):
 
 
 @pytest.mark.interpret
+def test_bias_gradients_add_up_by_position():
+    """Blocks of tokens are added element by element and reduced once: equal positions in two blocks cancel exactly.
+
+    A block that is reduced by itself rounds 2^24 + 31 first.
+    """
+    dz, x = torch.ones(64, 40, device=DEVICE), torch.ones(64, 72, device=DEVICE)
+    dz[0], dz[32] = 2.0**24, -(2.0**24)
+    _, db = launch.linear_wgrad((dz,), x, [True])
+    assert torch.equal(db, torch.full_like(db, 62.0))
+
+
+@pytest.mark.interpret
 def test_rows_do_not_depend_on_their_batch():
     """In row-invariant mode a token's result is bitwise the same alone, among few and among many."""
     torch.manual_seed(0)

@@ -46,6 +46,7 @@ _TEST = (
     _case(1, 64, 96, BF16, "silu", "test"),
     _case(0, 16, 24, FP32, "relu", "test"),
     _case(5, 1, 1, FP32, "identity", "test"),
+    _case(5, 0, 24, FP32, "gelu_tanh", "test"),  # no terms: act(b)
     _case(100, 64, 64, BF16, "identity", "test", bias=False),
     _case(50, 40, 96, FP16, "identity", "test", weights=3),
     _case(37, 64, 64, FP32, "gelu_tanh", "test", weights=2, bias=False),

@@ -61,8 +61,9 @@ def build_of(op: str, item: device.Launch, target: str) -> Build:
     steps += [args["ACTIVATION"]] if args["ACTIVATION"] != "identity" else []
     if gemm is None:  # an elementwise pass, or the sum of a split product
         name = item.fn.__name__.removeprefix("_").removesuffix("_kernel")
-        steps += _operands(args)
-        return Build(config="-".join([name, str(item.config), *steps]), **common)
+        stored = args["target_ptrs"][0]
+        dtype = NAMES[(stored[0] if isinstance(stored, tuple) else stored).dtype]
+        return Build(config="-".join([name, str(item.config), dtype, *steps, *_operands(args)]), **common)
     tile = item.config
     label = [_KINDS[gemm.layout], f"{tile.block_m}x{tile.block_n}x{tile.block_k}-w{tile.num_warps}-s{tile.num_stages}"]
     label += ["tma"] if tile.use_tma else []
