@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..runtime import autograd, dispatch, tuning
+from ..runtime import autograd, dispatch, library, tuning
 from ..runtime import device as target
 from ..runtime.dispatch import Choice
 from ..runtime.dtypes import no_kernel
@@ -52,7 +52,7 @@ def measured(
     op: str,
 ) -> str | None:
     """The committed measurement by which the stock calls beat this forward launch, or None."""
-    if x.device.type != "cuda":
+    if not x.is_cuda:
         return None
 
     def bucket() -> str | None:
@@ -135,8 +135,8 @@ def _check_dtypes(op: str, x: torch.Tensor, others: Tensors) -> None:
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """What autocast would cast x to, None where it is off or leaves x alone."""
-    kind = x.device.type
-    if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+    kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # the last one makes a string
+    if kind == "meta" or not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
         return None
     return torch.get_autocast_dtype(kind)
 
@@ -231,21 +231,25 @@ def plain_forward(
         raise
 
 
+def implementation(choice: Choice, *operands: torch.Tensor | None) -> Any:
+    """The module whose functions run the steps of a call on ``operands``: ``launch.py``, or ``schemas.py`` where
+    something has to see its ops, or ``reference.py``. The functions have the same names and signatures.
+    """
+    return library.launches(schemas, *operands) if choice.triton else reference
+
+
 def act_grad(dy: torch.Tensor, z: torch.Tensor, activation: str, choice: Choice) -> torch.Tensor:
     """dz = dy * act'(z)."""
-    if choice.triton:
-        return schemas.act_grad(dy, z, activation)
-    return reference.act_grad(dy, z, activation)
+    dz: torch.Tensor = implementation(choice, dy, z).act_grad(dy, z, activation)
+    return dz
 
 
 def gated_act_grad(
     dh: torch.Tensor, g: torch.Tensor, u: torch.Tensor, activation: str, choice: Choice
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dg = dh * u * act'(g) and du = dh * act(g)."""
-    if choice.triton:
-        dg, du = schemas.gated_act_grad(dh, g, u, activation)
-        return dg, du
-    return reference.gated_act_grad(dh, g, u, activation)
+    dg, du = implementation(choice, dh, g, u).gated_act_grad(dh, g, u, activation)
+    return dg, du
 
 
 def param_grads(
@@ -275,12 +279,12 @@ def param_grads(
     if choice.triton and x is not None:  # one launch for each kind, in which a bias rides along with its weight
         if fresh:
             rides = [bool(x.shape[1]) and want_bias[i] and bias_into[i] is None for i in fresh]
-            grads = schemas.linear_wgrad([dzs[i] for i in fresh], x, rides)
+            grads = implementation(choice, x, *dzs).linear_wgrad([dzs[i] for i in fresh], x, rides)
             sums = iter(grads[len(fresh) :])
             for i, dw, ride in zip(fresh, grads, rides):
                 bias_done[i] = ride
                 dws[i], dbs[i] = dw, next(sums) if bias_done[i] else None
-        for together in _launches(added, into, bias_into):
+        for together in _launches(added, into, bias_into) if added else ():
             buffers = [bias_into[i] if want_bias[i] and x.shape[1] else None for i in together]
             schemas.linear_wgrad_([dzs[i] for i in together], x, [into[i] for i in together], buffers)
             for i, bias_buffer in zip(together, buffers):
@@ -306,7 +310,7 @@ def _launches(
     buffers = [_place(t) for i in added for t in (into[i], bias_into[i]) if t is not None and t.numel()]
     if len(set(buffers)) < len(buffers):
         return [[i] for i in added]
-    return [added] if added else []
+    return [added]
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, Any]:

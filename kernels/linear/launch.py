@@ -10,9 +10,8 @@ import triton
 
 from ..runtime import alloc, device, dispatch
 from ..runtime.signals import Gathered, Remote, Scattered
-from . import triton as kernels
 from .config import forced_config
-from .plan import Call, approximates, extent_of, fits_tma, plan_launch
+from .plan import Operand, operands_of, plan_act_grad, plan_launch
 
 Matrices = tuple[torch.Tensor, ...]
 Optional = tuple["torch.Tensor | None", ...]
@@ -23,9 +22,8 @@ _LARGEST = 2**31 - 2**10  # of a size, which a kernel holds in 32 bits: the last
 
 def _own_rows(tensor: torch.Tensor) -> torch.Tensor:
     """A copy where the alignment of ``tensor`` would decide which instructions its rows are multiplied with."""
-    if fits_tma(extent_of(tensor), tensor.element_size()) and not tensor.data_ptr() & 15:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
+    (operand,) = operands_of((tensor,))
+    return tensor if Operand._make(operand).fits_tma else tensor.clone(memory_format=torch.contiguous_format)
 
 
 _CUDA = torch.cuda.is_available()
@@ -56,41 +54,34 @@ def run_gemm(
     ``targets`` and ``sources`` hold one tuple of contiguous matrices [M, N] for each output. ``layout``: see ``Gemm``.
     With ``remote`` A's rows come from other ranks, or C's go to them (``remote.py``).
     """
-    outs = tuple(target[0] for target in targets)
-    if not any(out.numel() for out in outs):
+    on = targets[0][0]
+    if not on.numel() and not any(target[0].numel() for target in targets):
         return
     row_invariant = layout != "tn" and dispatch.row_invariant()
     if row_invariant and not isinstance(remote, Gathered):  # rows that arrive lie as they must
         a = tuple(map(_own_rows, a))
     if biases is not None:
         biases = tuple([bias if bias is None else bias.contiguous() for bias in biases])
-    nothing = (None,) * len(outs)
+    nothing = (None,) * len(targets)
     around = (biases or (None,) * len(a), scales, sources or nothing, targets, row_sums or nothing)
-    call = Call(
-        device.architecture(outs[0].device),
+    find = plan_launch if forced_config() is None else plan_launch.__wrapped__
+    plan = find(  # the fields of a Call
+        device.architecture(on.device),
         layout,
         combine,
         epilogue,
         activation,
-        tuple([extent_of(t) for t in a]),
-        tuple([extent_of(t) for t in b]),
-        tuple([extent_of(t) for t in outs]),
-        (
-            device.kinds_of(a),
-            device.kinds_of(b),
-            device.kinds_of(biases),
-            device.kinds_of(scales),
-            device.kinds_of(sources[0]) if sources else None,
-            tuple([device.kinds_of(target) for target in targets]),
-            device.kinds_of(row_sums),
-        ),
-        "" if scales is None else "row" if any(scale.numel() > 1 for scale in scales) else "tensor",
+        operands_of(a),
+        operands_of(b),
+        None if biases is None else operands_of(biases),
+        None if scales is None else operands_of(scales),
+        None if sources is None else operands_of(sources[0]),
+        tuple([operands_of(target) for target in targets]),
+        None if row_sums is None else operands_of(row_sums),
         a[0].dtype is torch.float32 and device.allow_tf32(),
         row_invariant,
         *_remoteness(remote),
     )
-    plan = plan_launch(call) if forced_config() is None else plan_launch.__wrapped__(call)
-    on = outs[0]
     grid = (min(plan.tiles, device.program_slots(on.device)), 1, 1)
     if plan.config.use_tma:
         # The allocator is a context variable: autograd's threads do not inherit it, so every launch sets it.
@@ -99,6 +90,7 @@ def run_gemm(
     if plan.split_sum is None:
         plan.product.launch(grid, (a, b, *around, *ends), on=on)
         return
+    outs = tuple([target[0] for target in targets])
     parts, part_sums = _workspaces(plan.config.split_k, outs, combine, row_sums or nothing)
     plan.product.launch(grid, (a, b, (None,) * len(a), None, nothing, parts, part_sums, *ends), on=on)
     plan.split_sum.launch((plan.split_sum_tiles, 1, 1), (parts, part_sums, *around), on=on)
@@ -137,14 +129,17 @@ def _workspaces(splits: int, outs: Matrices, combine: str, row_sums: Optional) -
     return parts, sums
 
 
-def _check_sizes(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
-    """ValueError for sizes that 32 bits cannot hold, before anything is allocated. Strides and offsets have 64."""
-    for name, matrix in (("x", x), *(("weight", weight) for weight in weights)):
-        if max(matrix.shape) > _LARGEST:
-            raise ValueError(
-                f"{name} has shape {tuple(matrix.shape)}: the kernel's sizes may not exceed {_LARGEST}; split the "
-                "call, or pass impl='reference'"
-            )
+def _sizes(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> tuple[int, list[int]]:
+    """T and the F_i. ValueError for sizes that 32 bits cannot hold, before anything is allocated; offsets have 64."""
+    T, D = x.shape
+    Fs = [w.shape[0] for w in weights]
+    if max(T, D, *Fs) > _LARGEST:
+        matrix = next(matrix for matrix in (x, *weights) if max(matrix.shape) > _LARGEST)
+        raise ValueError(
+            f"{'x' if matrix is x else 'weight'} has shape {tuple(matrix.shape)}: the kernel's sizes may not exceed "
+            f"{_LARGEST}; split the call, or pass impl='reference'"
+        )
+    return T, Fs
 
 
 def linear_act_fwd(
@@ -160,15 +155,14 @@ def linear_act_fwd(
 
     x [T, D], W_i [F_i, D], b_i [F_i] or None, residual [T, F] (with one weight) or None -> y_i, z_i [T, F_i].
     """
-    _check_sizes(x, weights)
-    shapes = [(x.shape[0], w.shape[0]) for w in weights]
-    ys = [alloc.empty(shape, x.dtype, x.device) for shape in shapes]
-    zs = [alloc.empty(shape, x.dtype, x.device) for shape in shapes] if save_preact else []
+    T, Fs = _sizes(x, weights)
+    ys = [alloc.new_empty(x, T, F) for F in Fs]
+    zs = [alloc.new_empty(x, T, F) for F in Fs] if save_preact else []
     run_gemm(
         "nt",
-        (x,) * len(weights),
+        (x,) * len(Fs),
         tuple(weights),
-        tuple(zip(ys, zs)) if save_preact else tuple((y,) for y in ys),
+        tuple(zip(ys, zs) if save_preact else zip(ys)),
         activation=activation,
         biases=tuple(biases),
         sources=None if residual is None else ((residual.contiguous(),),),
@@ -189,8 +183,8 @@ def gated_linear_fwd(
 
     x [T, D], W_g and W_u [F, D], biases [F] or None -> h, g, u [T, F].
     """
-    _check_sizes(x, weights)
-    outs = [alloc.empty((x.shape[0], weights[0].shape[0]), x.dtype, x.device) for _ in range(3 if save_preact else 1)]
+    T, (F, _) = _sizes(x, weights)
+    outs = [alloc.new_empty(x, T, F) for _ in range(3 if save_preact else 1)]
     run_gemm(
         "nt",
         (x, x),
@@ -209,7 +203,7 @@ def linear_dgrad(
     dzs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], arriving: Gathered | None = None
 ) -> torch.Tensor:
     """dx = sum_i dz_i @ W_i, added up in the accumulator. dz_i [T, F_i], W_i [F_i, D] -> dx [T, D]."""
-    dx = alloc.empty((dzs[0].shape[0], weights[0].shape[1]), dzs[0].dtype, dzs[0].device)
+    dx = alloc.new_empty(dzs[0], dzs[0].shape[0], weights[0].shape[1])
     combine = "chained" if len(dzs) > 1 else "grouped"
     run_gemm("nn", tuple(dzs), tuple(weights), ((dx,),), combine=combine, remote=arriving)
     return dx
@@ -235,7 +229,7 @@ def linear_dgrad_act(
     arriving: Gathered | None = None,
 ) -> list[torch.Tensor]:
     """dz = (dy @ W) * act'(z), and h = act(z) with ``recompute_act``. dy [T, D], W [D, F], z [T, F] -> dz, h [T, F]."""
-    outs = [alloc.empty(z.shape, z.dtype, z.device) for _ in range(2 if recompute_act else 1)]
+    outs = [alloc.new_empty(z, *z.shape) for _ in range(2 if recompute_act else 1)]
     run_gemm(
         "nn",
         (dy,),
@@ -262,7 +256,7 @@ def linear_dgrad_gated(
 
     dy [T, D], W [D, F], g and u [T, F] -> dg, du, h [T, F].
     """
-    outs = [alloc.empty(g.shape, g.dtype, g.device) for _ in range(3 if recompute_act else 2)]
+    outs = [alloc.new_empty(g, *g.shape) for _ in range(3 if recompute_act else 2)]
     run_gemm(
         "nn",
         (dy,),
@@ -281,9 +275,10 @@ def linear_wgrad(dzs: Sequence[torch.Tensor], x: torch.Tensor, want_bias: Sequen
 
     dz_i [T, F_i], x [T, D] -> dW_i [F_i, D], db_i [F_i].
     """
-    dws = [alloc.empty((dz.shape[1], x.shape[1]), x.dtype, x.device) for dz in dzs]
-    dbs = [alloc.empty((dz.shape[1],), x.dtype, x.device) if want else None for dz, want in zip(dzs, want_bias)]
-    run_gemm("tn", tuple(dzs), (x,) * len(dzs), tuple((dw,) for dw in dws), row_sums=tuple(dbs))
+    D = x.shape[1]
+    dws = [alloc.new_empty(x, dz.shape[1], D) for dz in dzs]
+    dbs = [alloc.new_empty(x, dz.shape[1]) if want else None for dz, want in zip(dzs, want_bias)]
+    run_gemm("tn", tuple(dzs), (x,) * len(dzs), tuple(zip(dws)), row_sums=tuple(dbs))
     return dws + [db for db in dbs if db is not None]
 
 
@@ -300,13 +295,12 @@ def linear_wgrad_(
                 f"linear_wgrad_: a buffer has shape {tuple(buffer.shape)} and strides {buffer.stride()}: expected one "
                 "that is contiguous"
             )
-    targets = tuple((dw,) for dw in dws)
-    run_gemm("tn", tuple(dzs), (x,) * len(dzs), targets, epilogue="accumulate", row_sums=tuple(dbs))
+    run_gemm("tn", tuple(dzs), (x,) * len(dzs), tuple(zip(dws)), epilogue="accumulate", row_sums=tuple(dbs))
 
 
 def act_grad(dy: torch.Tensor, z: torch.Tensor, activation: str) -> torch.Tensor:
     """dz = dy * act'(z). dy, z [T, F] with any strides -> dz [T, F] contiguous."""
-    dz = alloc.empty(z.shape, z.dtype, z.device)
+    dz = alloc.new_empty(z, *z.shape)
     _act_grad(dy, (z.contiguous(),), (dz,), "act_grad", activation)
     return dz
 
@@ -315,30 +309,13 @@ def gated_act_grad(
     dh: torch.Tensor, g: torch.Tensor, u: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dg = dh * u * act'(g) and du = dh * act(g). All [T, F]; the results contiguous."""
-    dg, du = (alloc.empty(g.shape, g.dtype, g.device) for _ in range(2))
+    dg, du = [alloc.new_empty(g, *g.shape) for _ in range(2)]
     _act_grad(dh, (g.contiguous(), u.contiguous()), (dg, du), "gated_grad", activation)
     return dg, du
 
 
 def _act_grad(dy: torch.Tensor, sources: Matrices, targets: Matrices, epilogue: str, activation: str) -> None:
-    T, F = dy.shape
-    on = sources[0]
-    arch = device.architecture(on.device)
-    block_t, block_f = (16, 64) if arch == device.INTERPRETER else (8, 256)
-    args = {
-        "dy_ptr": dy,
-        "source_ptrs": sources,
-        "target_ptrs": targets,
-        "T": T,
-        "F": F,
-        "dy_strides": dy.stride(),
-        "EPILOGUE": epilogue,
-        "ACTIVATION": activation,
-        "APPROX": approximates(arch, activation, on.dtype),
-        "BLOCK_T": block_t,
-        "BLOCK_F": block_f,
-    }
-    if on.numel():
-        grid = (triton.cdiv(T, block_t), triton.cdiv(F, block_f))
-        config = f"{block_t}x{block_f}"
-        device.launch(kernels._act_grad_kernel, grid, args, num_warps=4, num_stages=1, on=on, config=config)
+    if dy.numel():
+        operands = operands_of((dy, *sources, *targets))
+        kernel, grid = plan_act_grad(device.architecture(dy.device), operands, epilogue, activation)
+        kernel.launch(grid, (dy, sources, targets), on=dy)

@@ -10,7 +10,6 @@ import torch
 from ..runtime import autograd, dispatch
 from ..runtime.dispatch import Choice
 from . import functional, reference
-from .product import Product
 
 Optional = tuple["torch.Tensor | None", ...]
 
@@ -71,14 +70,13 @@ def linear_act(
     more, and each product once where a split backward asks in two passes.
     """
     many = not isinstance(weight, torch.Tensor)
-    alone = isinstance(weight, torch.Tensor) and (bias is None or isinstance(bias, torch.Tensor))
-    if alone and not fuse_wgrad_accumulation and dispatch.uses_reference(impl, x):
-        return functional.plain_forward(x, (weight,), (bias,), activation, residual)  # type: ignore[arg-type]
-    weights = (weight,) if isinstance(weight, torch.Tensor) else tuple(weight)
-    if isinstance(bias, torch.Tensor) or bias is None:
-        biases: Optional = (bias,) * len(weights)
+    weights: tuple[torch.Tensor, ...] = tuple(weight) if many else (weight,)  # type: ignore[assignment]
+    if bias is None or isinstance(bias, torch.Tensor):
         if many and bias is not None:
             raise ValueError("linear_act: bias is one tensor but weight is a sequence; pass a bias or None for each")
+        if not many and not fuse_wgrad_accumulation and dispatch.uses_reference(impl, x):
+            return functional.plain_forward(x, weights, (bias,), activation, residual)
+        biases: Optional = (bias,) * len(weights)
     else:
         biases = tuple(bias)
     dtype, choice = functional.prepare(x, weights, biases, activation, impl, residual)
@@ -91,17 +89,16 @@ def linear_act(
         late, residual = residual, None
     elif residual is x:  # torch.compile takes no tensor twice
         residual = x.view_as(x)
-    grad = _wants_grad(x, residual, *params)
-    call = _Call("linear_act", activation, choice, dtype, n, _buffers(grad and fuse_wgrad_accumulation, params))
-    if grad:
-        ys = _LinearAct.apply(call, x, residual, *params)
+    if torch.is_grad_enabled() and _want_grad(x, residual, *params):
+        buffers = autograd.main_grads(params) if fuse_wgrad_accumulation else (None,) * len(params)
+        ys = _LinearAct.apply(_Call("linear_act", activation, choice, dtype, n, buffers), x, residual, *params)
     else:
-        rows, residual, operands = _operands(call, x, residual, params)
-        product = Product.linear_act(rows, operands[:n], operands[n:], activation, choice, residual=residual)
-        ys = tuple([functional.shaped(y, x.shape[:-1]) for y in product.compute()])
+        rows, residual, operands = _operands(dtype, x, residual, params)
+        where = functional.implementation(choice, rows, *operands, residual)
+        ys = _shaped(where.linear_act_fwd(rows, operands[:n], operands[n:], residual, activation, False), x)
     if late is not None:
         return ys[0] + late
-    return ys if many else ys[0]
+    return tuple(ys) if many else ys[0]
 
 
 def gated_linear(
@@ -130,13 +127,13 @@ def gated_linear(
     if not choice.triton and not fuse_wgrad_accumulation:
         return reference.gated_linear(x, weights, biases, activation)
     params = (*weights, *biases)
-    grad = _wants_grad(x, *params)
-    call = _Call("gated_linear", activation, choice, dtype, 2, _buffers(grad and fuse_wgrad_accumulation, params))
-    if grad:
-        return _GatedLinear.apply(call, x, *params)
-    rows, _, operands = _operands(call, x, None, params)
-    (h,) = Product.gated_linear(rows, operands[:2], operands[2:], activation, choice).compute()
-    return functional.shaped(h, x.shape[:-1])
+    if torch.is_grad_enabled() and _want_grad(x, *params):
+        buffers = autograd.main_grads(params) if fuse_wgrad_accumulation else (None,) * len(params)
+        return _GatedLinear.apply(_Call("gated_linear", activation, choice, dtype, 2, buffers), x, *params)
+    rows, _, operands = _operands(dtype, x, None, params)
+    where = functional.implementation(choice, rows, *operands)
+    (h,) = _shaped(where.gated_linear_fwd(rows, operands[:2], operands[2:], activation, False), x)
+    return h
 
 
 class _Call(NamedTuple):
@@ -151,23 +148,27 @@ class _Call(NamedTuple):
 
 
 def _operands(
-    call: _Call, x: torch.Tensor, residual: torch.Tensor | None, params: Sequence[Any]
+    dtype: torch.dtype, x: torch.Tensor, residual: torch.Tensor | None, params: Sequence[Any]
 ) -> tuple[torch.Tensor, torch.Tensor | None, list[Any]]:
     """x and the residual in rows [T, D] and [T, F], and the parameters, in the dtype to compute in.
 
     Under autocast that casts them. It happens within the autograd functions: these then stand next to the parameters
     in the graph, and can tell whether a parameter's gradient is to be returned or may go to its ``main_grad``.
     """
-    x, residual, *operands = functional.cast((x, residual, *params), [call.dtype] * (2 + len(params)))
+    x, residual, *operands = [t if t is None or t.dtype is dtype else t.to(dtype) for t in (x, residual, *params)]
     return functional.as_rows(x), None if residual is None else functional.as_rows(residual), operands
 
 
-def _wants_grad(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def _shaped(results: list[torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+    """The results, [T, F_i] each, with the leading dimensions of x."""
+    return results if x.dim() == 2 else [functional.shaped(each, x.shape[:-1]) for each in results]
 
 
-def _buffers(fuse_wgrad_accumulation: bool, params: Optional) -> Sequence[torch.Tensor | None]:
-    return autograd.main_grads(params) if fuse_wgrad_accumulation else (None,) * len(params)
+def _want_grad(*tensors: torch.Tensor | None) -> bool:
+    for tensor in tensors:  # noqa: SIM110 - a generator takes three times as long
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 class _LinearAct(torch.autograd.Function):
@@ -177,21 +178,19 @@ class _LinearAct(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, x: torch.Tensor, residual: torch.Tensor | None, *params: Any) -> Any:
         n = call.n
         _, need_x, need_residual, *need = ctx.needs_input_grad
-        rows, residual, operands = _operands(call, x, residual, params)
+        rows, residual, operands = _operands(call.dtype, x, residual, params)
         weights, biases = operands[:n], operands[n:]
-        # Of several outputs, those whose own operands want no gradient have none.
-        wants = [need_x or need_residual or need_w or need_b for need_w, need_b in zip(need[:n], need[n:])]
-        save = need_x or any(need)
-        found = Product.linear_act(
-            rows, weights, biases, call.activation, call.choice, residual=residual, save_preact=save
-        ).compute()
-        ys, zs = [functional.shaped(y, x.shape[:-1]) for y in found[:n]], found[n:]
-        ctx.mark_non_differentiable(*(y for y, want in zip(ys, wants) if not want))
+        save_preact = call.activation != "identity" and (need_x or any(need))  # the identity's backward needs none
+        where = functional.implementation(call.choice, rows, *operands, residual)
+        found = where.linear_act_fwd(rows, weights, biases, residual, call.activation, save_preact)
+        ys, zs = _shaped(found[:n], x), found[n:]
+        if n > 1 and not (need_x or need_residual):  # outputs whose own operands want no gradient have none
+            wants = [need_w or need_b for need_w, need_b in zip(need[:n], need[n:])]
+            ctx.mark_non_differentiable(*[y for y, want in zip(ys, wants) if not want])
+            zs = [z if want else None for z, want in zip(zs, wants)]
         ctx.set_materialize_grads(False)
         weights = weights if need_x else [None] * n
-        ctx.save_for_backward(
-            rows if any(need[:n]) else None, *weights, *(z if want else None for z, want in zip(zs, wants))
-        )
+        ctx.save_for_backward(rows if any(need[:n]) else None, *weights, *zs)
         ctx.call = call
         return tuple(ys)
 
@@ -213,8 +212,9 @@ class _LinearAct(torch.autograd.Function):
         dx: torch.Tensor | None = None
         grads: list[torch.Tensor | None] = [None] * (2 * n)
         if want_x and given:
-            (dx,) = Product.input_grad([dzs[i] for i in given], [weights[i] for i in given], call.choice).compute()
-            dx = functional.shaped(dx, next(dy for dy in dys if dy is not None).shape[:-1])
+            reached, weights = [dzs[i] for i in given], [weights[i] for i in given]
+            dx = functional.implementation(call.choice, *reached, *weights).linear_dgrad(reached, weights)
+            (dx,) = _shaped([dx], next(dy for dy in dys if dy is not None))
         if any(want_params):
             grads = _param_grads(ctx, dzs, x, want_params)
         autograd.save_for_next_pass(ctx, dys, dzs, want, released=zs)
@@ -227,13 +227,14 @@ class _GatedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, x: torch.Tensor, *params: Any) -> torch.Tensor:
         _, need_x, *need = ctx.needs_input_grad
-        rows, _, operands = _operands(call, x, None, params)
-        product = Product.gated_linear(rows, operands[:2], operands[2:], call.activation, call.choice, save_preact=True)
-        h, g, u = product.compute()
+        rows, _, operands = _operands(call.dtype, x, None, params)
+        where = functional.implementation(call.choice, rows, *operands)
+        h, g, u = where.gated_linear_fwd(rows, operands[:2], operands[2:], call.activation, True)
         weights = operands[:2] if need_x else [None, None]
         ctx.save_for_backward(rows if any(need[:2]) else None, *weights, g, u)
         ctx.call = call
-        return functional.shaped(h, x.shape[:-1])
+        (h,) = _shaped([h], x)
+        return h
 
     @staticmethod
     @autograd.first_order
@@ -246,8 +247,8 @@ class _GatedLinear(torch.autograd.Function):
             dzs = functional.gated_act_grad(functional.as_rows(dh), g, u, ctx.call.activation, ctx.call.choice)
         dx: torch.Tensor | None = None
         if want_x:
-            (dx,) = Product.input_grad(dzs, weights, ctx.call.choice).compute()
-            dx = functional.shaped(dx, dh.shape[:-1])
+            dx = functional.implementation(ctx.call.choice, *dzs, *weights).linear_dgrad(dzs, weights)
+            (dx,) = _shaped([dx], dh)
         grads = _param_grads(ctx, dzs, x, want_params)
         autograd.save_for_next_pass(ctx, [dh], dzs, want, released=(g, u))
         return None, dx, *grads
@@ -264,7 +265,7 @@ def _param_grads(
     grads: list[torch.Tensor | None] = [None] * (2 * n)
     given = [i for i, dz in enumerate(dzs) if dz is not None]
     if given:
-        of_weights, of_biases = ([half + i for i in given] for half in (0, n))
+        of_weights, of_biases = given, [n + i for i in given]
         dws, dbs = functional.param_grads(
             [dzs[i] for i in given],  # type: ignore[misc]
             x,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,40 +17,49 @@ from .gemm import Gemm, GemmConfig
 
 Optional = tuple["torch.Tensor | None", ...]
 
-# Shape and strides of a matrix.
-Extent = tuple[torch.Size, tuple[int, ...]]
+
+class Operand(NamedTuple):
+    """What a launch depends on of one of its tensors."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    aligned: bool  # whether its address is a multiple of 16 bytes
+
+    @property
+    def pitch(self) -> int:
+        """The distance of rows, in elements. A single row may claim any."""
+        return self.strides[0] if self.shape[0] > 1 else self.shape[1]
+
+    @property
+    def fits_tma(self) -> bool:
+        """An aligned address, rows contiguous, and their pitch a multiple of 16 bytes: CUDA's rule for tensor maps."""
+        (rows, cols), pitch = self.shape, self.pitch
+        dense = (self.strides[1] == 1 or cols == 1) and pitch >= cols
+        return self.aligned and rows > 0 and cols > 0 and dense and pitch * self.dtype.itemsize % 16 == 0
 
 
-def extent_of(tensor: torch.Tensor) -> Extent:
-    return tensor.shape, tensor.stride()
-
-
-def _pitch(extent: Extent) -> int:
-    """The distance of rows, in elements. A single row may claim any."""
-    (rows, cols), (stride, _) = extent
-    return stride if rows > 1 else cols
-
-
-def fits_tma(extent: Extent, itemsize: int) -> bool:
-    """Rows contiguous, and their pitch a multiple of 16 bytes (CUDA's rule for tensor maps); the base is to be too."""
-    (rows, cols), (_, step) = extent
-    pitch = _pitch(extent)
-    return rows > 0 and cols > 0 and (step == 1 or cols == 1) and pitch >= cols and pitch * itemsize % 16 == 0
+def operands_of(tensors: Sequence[torch.Tensor | None]) -> Any:
+    """The fields of :class:`Operand`, or None, for each; plain tuples, because each launch makes them."""
+    return tuple([None if t is None else (t.shape, t.stride(), t.dtype, not t.data_ptr() & 15) for t in tensors])
 
 
 class Call(NamedTuple):
-    """What the arguments of a launch depend on, but for addresses."""
+    """What the arguments of a launch depend on."""
 
     arch: str
     layout: str
     combine: str
     epilogue: str
     activation: str
-    a: tuple[Extent, ...]
-    b: tuple[Extent, ...]
-    outs: tuple[Extent, ...]
-    kinds: tuple[Any, ...]  # of the kernel's tensors
-    scales: str  # "", "tensor" or "row"
+    # Of the kernel's tensors, what operands_of says:
+    a: Any
+    b: Any
+    biases: Any
+    scales: Any
+    source: Any  # of the first output, as the others' are like it
+    targets: Any
+    row_sums: Any
     tf32: bool
     row_invariant: bool
     remote: str  # "", "gather" or "send"
@@ -70,30 +80,33 @@ class Plan:
 
 
 @functools.lru_cache(4096)
-def plan_launch(call: Call) -> Plan:
+def plan_launch(*fields: Any) -> Plan:
+    """The plan of a :class:`Call`, whose fields are the arguments: one fewer value to make for every launch."""
+    call = Call._make(fields)
     trans_a, chained = call.layout == "tn", call.combine == "chained"
-    a_kinds, b_kinds, _, _, source_kinds, target_kinds, _ = call.kinds
-    (of_a, _), (of_b, _), (of_out, _) = a_kinds[0], b_kinds[0], target_kinds[0][0]
-    around = [kind for kinds in (*target_kinds, source_kinds or ()) for kind in kinds]
-    sizes = [tuple(shape) for shape, _ in call.outs]
-    sizes_of_pairs = sizes * (len(call.a) // len(sizes))
+    a, b, source, *targets = (
+        [Operand._make(each) for each in operands] for operands in (call.a, call.b, call.source or (), *call.targets)
+    )
+    of_a, of_b, of_out = a[0].dtype, b[0].dtype, targets[0][0].dtype
+    sizes = [tuple(target[0].shape) for target in targets]
+    sizes_of_pairs = sizes * (len(a) // len(sizes))
+    by_row = any(scale.numel() > 1 for scale, *_ in call.scales or ())
     gemm = Gemm(
         call.layout,
         M=sum(m for m, _ in sizes) if trans_a else sizes[0][0],
         N=sizes[0][1] if trans_a else sum(n for _, n in sizes),
-        K=sum(shape[1] for shape, _ in call.a) if chained else call.a[0][0][0 if trans_a else 1],
+        K=sum(each.shape[1] for each in a) if chained else a[0].shape[0 if trans_a else 1],
         dtype=of_a,
         out_dtype=of_out,
         combine=call.combine,
-        pairs=len(call.a),
+        pairs=len(a),
         epilogue=_steps(call),
-        reads=len(source_kinds or ()) + (call.epilogue == "accumulate"),
-        writes=len(target_kinds[0]),
+        reads=len(source) + (call.epilogue == "accumulate"),
+        writes=len(targets[0]),
         precision="tf32" if call.tf32 else "ieee",
-        aligned=all(aligned for _, aligned in (*a_kinds, *b_kinds))
-        and all(fits_tma(extent, of_a.itemsize) for extent in (*call.a, *call.b)),
+        aligned=all(each.fits_tma for each in (*a, *b)),
         out_aligned=call.epilogue == "accumulate"
-        or (all(aligned for _, aligned in around) and all(fits_tma(extent, of_out.itemsize) for extent in call.outs)),
+        or all(each.fits_tma for operands in (source, *targets) for each in operands),
         # Gradients (e5m2) are summed in fp32, as TransformerEngine does; activations and weights on the fast path.
         fp32_sums=torch.float8_e5m2 in (of_a, of_b),
         row_invariant=call.row_invariant,
@@ -101,7 +114,7 @@ def plan_launch(call: Call) -> Plan:
     )
     config = pick_config(call.arch, gemm)
     sizes_args = {
-        "T": call.a[0][0][0],
+        "T": a[0].shape[0],
         "Ms": tuple(m for m, _ in sizes_of_pairs) if trans_a else None,
         "Ns": tuple(n for _, n in sizes_of_pairs),
     }
@@ -111,14 +124,14 @@ def plan_launch(call: Call) -> Plan:
         "ACTIVATION": call.activation,
         "APPROX": approximates(call.arch, call.activation, of_out),
     }
-    row_scales = {"ROW_SCALES": call.scales == "row"}
+    row_scales = {"ROW_SCALES": by_row}
     product = device.Prepared(
         kernels._gemm_kernel,
         {
             **sizes_args,
-            "Ks": None if trans_a else tuple(shape[1] for shape, _ in call.a),
-            "a_strides": tuple((_pitch(extent), extent[1][1]) for extent in call.a),
-            "b_strides": tuple((_pitch(extent), extent[1][1]) for extent in call.b),
+            "Ks": None if trans_a else tuple(each.shape[1] for each in a),
+            "a_strides": tuple((each.pitch, each.strides[1]) for each in a),
+            "b_strides": tuple((each.pitch, each.strides[1]) for each in b),
             "splits": config.split_k,
             "COMBINE": call.combine,
             **({"EPILOGUE": "partial", "ACTIVATION": "identity", "APPROX": False} if split else modes),
@@ -169,9 +182,35 @@ def approximates(arch: str, activation: str, stored: torch.dtype) -> bool:
 tuning.also_forget.append(plan_launch.cache_clear)
 
 
+@functools.lru_cache(4096)
+def plan_act_grad(
+    arch: str, operands: Any, epilogue: str, activation: str
+) -> tuple[device.Prepared, tuple[int, int, int]]:
+    """The launch of ``_act_grad_kernel`` on its tensors, the first of which is dy, and its grid."""
+    dy, z, *_ = (Operand._make(each) for each in operands)
+    (T, F), (block_t, block_f) = dy.shape, (16, 64) if arch == device.INTERPRETER else (8, 256)
+    kernel = device.Prepared(
+        kernels._act_grad_kernel,
+        {
+            "T": T,
+            "F": F,
+            "dy_strides": dy.strides,
+            "EPILOGUE": epilogue,
+            "ACTIVATION": activation,
+            "APPROX": approximates(arch, activation, z.dtype),
+            "BLOCK_T": block_t,
+            "BLOCK_F": block_f,
+        },
+        num_warps=4,
+        num_stages=1,
+        config=f"{block_t}x{block_f}",
+    )
+    return kernel, (-(-T // block_t), -(-F // block_f), 1)
+
+
 def _steps(call: Call) -> tuple[str, ...]:
     """The epilogue as ``Gemm`` names it."""
-    _, _, biases, _, source, (target, *_), row_sums = call.kinds
+    biases, source, target, row_sums = call.biases, call.source, call.targets[0], call.row_sums
     gradient = call.epilogue.endswith("_grad")
     steps = ["scale"] if call.scales else []
     steps += ["bias"] if biases and biases[0] else []

@@ -2,7 +2,8 @@
 
 Who makes a product need not be who runs it. A layer says what it multiplies; :meth:`Product.compute` multiplies rows
 that are there; ``parallel/overlap/strategies.py`` gathers the rows first, or sums the results over the ranks
-afterwards, in whatever way is fastest.
+afterwards, in whatever way is fastest. ``op.py``, whose rows are always there, needs no such value: it calls the same
+functions of :func:`functional.implementation`.
 
     layout  epilogue    rows          weights           results, [T, ...] each
     "nt"    act         x [T, D]      W_i [F_i, D]      y_i = act(z_i) [+ residual]; with save_preact the z_i as well
@@ -21,9 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..runtime import library
 from ..runtime.dispatch import Choice
 from ..runtime.signals import Gathered, Scattered
-from . import reference, schemas
+from . import functional, schemas
 
 Tensors = Sequence[torch.Tensor]
 Biases = Sequence["torch.Tensor | None"]
@@ -144,21 +146,20 @@ class Product(NamedTuple):
         if not weights:
             return []
         kind, activation, biases, residual, preacts, save_preact, recompute_act = self.epilogue
-        where: Any = schemas if self.choice.triton else reference  # schemas' ops run the functions of launch.py
-        options: dict[str, Any] = {}
+        options: tuple[Any, ...] = ()
         if arriving is not None:
-            from . import launch as where  # Triton, only when a kernel runs
-
-            options["arriving"] = arriving
+            where, options = library.imported(schemas.LAUNCH), (arriving,)
+        else:
+            where = functional.implementation(self.choice, *self.rows, *weights, *biases, *preacts, residual)
         if kind == "gated":
-            return where.gated_linear_fwd(x, weights, biases, activation, save_preact, **options)
+            return where.gated_linear_fwd(x, weights, biases, activation, save_preact, *options)
         if self.layout == "nt":
-            return where.linear_act_fwd(x, weights, biases, residual, activation, save_preact, **options)
+            return where.linear_act_fwd(x, weights, biases, residual, activation, save_preact, *options)
         if kind == "act_grad":
-            return where.linear_dgrad_act(x, weights[0], *preacts, activation, recompute_act, **options)
+            return where.linear_dgrad_act(x, weights[0], *preacts, activation, recompute_act, *options)
         if kind == "gated_grad":
-            return where.linear_dgrad_gated(x, weights[0], *preacts, activation, recompute_act, **options)
-        return [where.linear_dgrad(self.rows, weights, **options)]
+            return where.linear_dgrad_gated(x, weights[0], *preacts, activation, recompute_act, *options)
+        return [where.linear_dgrad(self.rows, weights, *options)]
 
     def send(self, to: Scattered) -> None:
         """Have the kernel's tiles leave for the ranks that own their rows, each of which adds up what it gets."""

@@ -1,7 +1,7 @@
 """The launches of ``launch.py`` as torch ops of the same names, with shape functions for torch.compile and opcheck.
 
 None of them is differentiable: ``op.py`` and ``parallel/`` put them together in autograd functions. Lists of results
-leave out what was not asked for.
+leave out what was not asked for. ``library.launches`` chooses between an op and its launch.
 """
 
 from __future__ import annotations

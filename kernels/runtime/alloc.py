@@ -19,6 +19,14 @@ def poisoned() -> bool:
 def empty(shape: tuple[int, ...] | torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """``torch.empty``, poisoned with NaN (integers: the smallest value) when the process asks for it."""
     out = torch.empty(shape, dtype=dtype, device=device)
-    if poisoned():
-        out.fill_(float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min)
-    return out
+    return _poison(out) if poisoned() else out
+
+
+def new_empty(like: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """The same with the dtype and device of ``like``, in half the host time."""
+    out = like.new_empty(*sizes)
+    return _poison(out) if poisoned() else out
+
+
+def _poison(out: torch.Tensor) -> torch.Tensor:
+    return out.fill_(float("nan") if out.is_floating_point() else torch.iinfo(out.dtype).min)

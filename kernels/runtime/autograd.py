@@ -62,11 +62,12 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "create_graph=True asks for second derivatives, which this layer's backward does not have: leave it "
                 "out (a layer in one process has them with impl='reference')"
             )
+        run = inner if torch.compiler.is_compiling() else backward  # gradients are off, as `inner` would have them
         kind = next((dy.device.type for dy in dys if dy is not None), "cpu")
         if kind != "meta" and torch.is_autocast_enabled(kind):  # around backward(): what forward cast stays as it is
             with torch.autocast(kind, enabled=False):
-                return inner(ctx, *dys)
-        return inner(ctx, *dys)
+                return run(ctx, *dys)
+        return run(ctx, *dys)
 
     return checked
 

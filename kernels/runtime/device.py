@@ -98,13 +98,17 @@ class Prepared:
 
     def launch(self, grid: tuple[int, int, int], tensors: tuple[Any, ...], *, on: torch.Tensor) -> None:
         """As the function :func:`launch`, with ``tensors`` (tensors, None, tuples of these) as the first arguments."""
-        key = on.get_device(), grid
+        index = on.get_device()
+        key = index, grid
         run = self._compiled.get(key)
         if run is None:
             args = dict(zip(self._names, tensors)) | self._rest
             compiled = launch(self._fn, grid, args, on=on, **self._launched)
             if _SKIP_BINDER and hasattr(type(compiled), "__getitem__"):  # else still compiling elsewhere
                 self._compiled[key] = compiled[grid]
+            return
+        if index < 0 or index == torch.cuda.current_device():
+            run(*tensors, *self._values)
             return
         with torch.cuda.device_of(on):
             run(*tensors, *self._values)
@@ -128,14 +132,16 @@ _SKIP_BINDER = torch.version.hip is None and os.environ.get("SHARDFUSE_BINDER", 
 
 def architecture(device: torch.device) -> str:
     """The chip as codegen targets are called ("sm_90", "gfx942"), or INTERPRETER on a CPU."""
-    if device.type == "meta":
-        assert _capture is not None, "meta tensors have a chip only inside capture()"
+    if _capture is not None and device.type == "meta":
         return _capture.arch
-    return INTERPRETER if device.type == "cpu" else _gpu_architecture(device)
+    return _own_architecture(device)
 
 
 @functools.cache
-def _gpu_architecture(device: torch.device) -> str:
+def _own_architecture(device: torch.device) -> str:
+    assert device.type != "meta", "meta tensors have a chip only inside capture()"
+    if device.type == "cpu":
+        return INTERPRETER
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         return str(properties.gcnArchName).partition(":")[0]
@@ -181,7 +187,8 @@ def allow_tf32() -> bool:
     """Whether torch's settings let fp32 matrix products round their inputs to tf32 on a GPU."""
     if _capture is not None:
         return _capture.tf32
-    matmul = torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):  # torch >= 2.9; reading the older flag beside it may raise
-        return matmul.fp32_precision == "tf32"
-    return bool(matmul.allow_tf32)
+    return _MATMUL.fp32_precision == "tf32" if _NAMES_PRECISION else bool(_MATMUL.allow_tf32)
+
+
+_MATMUL = torch.backends.cuda.matmul
+_NAMES_PRECISION = hasattr(_MATMUL, "fp32_precision")  # torch >= 2.9; reading the older flag beside it may raise

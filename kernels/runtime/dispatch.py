@@ -15,7 +15,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 
 import torch
@@ -29,10 +29,10 @@ class Choice:
 
     impl: str
     reason: str
+    triton: bool = field(init=False, repr=False)
 
-    @property
-    def triton(self) -> bool:
-        return self.impl == "triton"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "triton", self.impl == "triton")  # asked several times a call: no property
 
 
 # What ran in this process: (op, implementation) -> calls. Written by the ops, outside torch.compile only.

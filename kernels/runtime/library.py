@@ -32,9 +32,40 @@ def register(schema: str, kernel: Callable[..., Any] | str, fake: Callable[..., 
 
 
 def _later(module: str, name: str) -> Callable[..., Any]:
-    found = functools.cache(importlib.import_module)  # the import system takes microseconds to find it again
-
     def call(*args: Any) -> Any:
-        return getattr(found(module), name)(*args)
+        return getattr(imported(module), name)(*args)
 
     return call
+
+
+imported = functools.cache(importlib.import_module)  # the import system takes microseconds to find a module again
+
+
+def launches(schemas: Any, *operands: torch.Tensor | None) -> Any:
+    """The module whose functions to call on ``operands``: ``schemas``, whose ops launch kernels, or, where nothing else
+    has to see them, its module LAUNCH, which has functions of the same names. The dispatcher between the two takes as
+    long as all that they do.
+
+    The caller runs outside autograd. It passes every operand whose memory a kernel reads.
+    """
+    # torch.compile; modes (fake tensors, selective checkpointing, FLOP counters); a trace; the profiler; torch.func
+    if torch.compiler.is_compiling() or _modes() or _functions() or _traces() or _profiles() or _level() is not None:
+        return schemas
+    for tensor in operands:  # a subclass, or one that is not what lies in its memory
+        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg() or _wrapped(tensor)):
+            return schemas
+    return imported(schemas.LAUNCH)
+
+
+def _yes(*_: Any) -> bool:
+    return True
+
+
+# Private; where a torch has one of them no longer, every call goes through the dispatcher.
+_modes = getattr(torch._C, "_len_torch_dispatch_stack", _yes)
+_functions = getattr(torch._C, "_len_torch_function_stack", _yes)
+_traces = getattr(torch._C, "_is_tracing", _yes)
+_profiles = getattr(torch.autograd, "_profiler_enabled", _yes)
+_level = getattr(torch._C._functorch, "maybe_current_level", _yes)
+_wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", _yes)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)

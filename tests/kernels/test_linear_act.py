@@ -66,10 +66,12 @@ def test_offsets_past_two_to_the_31(monkeypatch):
 @pytest.mark.interpret
 @pytest.mark.parametrize("frozen", ["x", "weight", "bias", "x+weight"])
 def test_only_the_gradients_asked_for(frozen, monkeypatch):
+    from shardfuse.kernels.linear import launch
+
     launched = []
     for name in ("linear_dgrad", "linear_wgrad"):
-        inner = getattr(schemas, name)
-        monkeypatch.setattr(schemas, name, lambda *a, _name=name, _inner=inner: (launched.append(_name), _inner(*a))[1])
+        inner = getattr(launch, name)
+        monkeypatch.setattr(launch, name, lambda *a, _name=name, _inner=inner: (launched.append(_name), _inner(*a))[1])
     leaves = {"x": torch.randn(5, 8), "weight": torch.randn(6, 8), "bias": torch.randn(6)}
     for name, leaf in leaves.items():
         leaf.requires_grad_(name not in frozen.split("+"))

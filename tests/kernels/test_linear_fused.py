@@ -11,7 +11,7 @@ from oracle import assert_matches
 from torch.nn import functional as F
 
 from shardfuse.kernels.dev import accuracy, registry
-from shardfuse.kernels.linear import gated_linear, linear_act, schemas
+from shardfuse.kernels.linear import gated_linear, linear_act
 from shardfuse.kernels.linear.config import forced, pick_config
 from shardfuse.kernels.linear.gemm import Gemm, GemmConfig
 from shardfuse.kernels.runtime import dispatch
@@ -149,8 +149,8 @@ def test_few_tokens_still_occupy_the_chip(arch, M, N):
 def test_a_split_backward_runs_each_product_once(gated, monkeypatch):
     launched = []
     for name in ("act_grad", "gated_act_grad", "linear_dgrad", "linear_wgrad"):
-        inner = getattr(schemas, name)
-        monkeypatch.setattr(schemas, name, lambda *a, _name=name, _inner=inner: (launched.append(_name), _inner(*a))[1])
+        inner = getattr(launch, name)
+        monkeypatch.setattr(launch, name, lambda *a, _name=name, _inner=inner: (launched.append(_name), _inner(*a))[1])
     x, w, u = (torch.randn(*shape, device=DEVICE, requires_grad=True) for shape in ((5, 8), (6, 8), (6, 8)))
 
     def layer():

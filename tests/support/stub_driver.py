@@ -6,17 +6,19 @@ FOLDER holds ``libcuda.so.1``, built of stub_cuda.c. The kernels are not compile
 launch's arguments, on CPU tensors, as it would for a GPU. What arrives in the driver is compared, argument by argument,
 with what the caller passed, under the types of the signature that the kernel was specialised for. The launches of
 ``device.Prepared``, which bypass the binder, also go through it, and both must reach the same kernel with the same
-arguments.
+arguments; a matrix product's must be those of its tensors.
 
 The launches are those of the ops' test cases, forward and backward: drawn twice, at odd addresses, in exchanges with
 other numbers. ``--few`` runs one case of each op, for a Triton that compiles a launcher for every signature.
-``--fault`` seeds a fault in what ``device.Prepared`` remembers. It prints JSON. It is a separate program because the
-tests' process interprets its kernels.
+``--fault`` seeds a fault in what ``device.Prepared`` remembers, or leaves something out of what the plan of a matrix
+product is looked up by. It also counts the calls that our Python makes in one call of an op or layer that was called
+before. It prints JSON. It is a separate program because the tests' process interprets its kernels.
 """
 
 from __future__ import annotations
 
 import argparse
+import builtins
 import ctypes
 import itertools
 import json
@@ -26,14 +28,14 @@ import sys
 import time
 import types
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
 parser.add_argument("--few", action="store_true")
-parser.add_argument("--fault", choices=["aligned", "number"])
+parser.add_argument("--fault", choices=["aligned", "number", "shape", "strides", "dtype"])
 options = parser.parse_args()
 os.environ["TRITON_LIBCUDA_PATH"] = str(options.folder)
 stub = ctypes.CDLL(str(options.folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
@@ -46,10 +48,13 @@ from triton.compiler.compiler import CompiledKernel  # noqa: E402
 from triton.runtime import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from shardfuse import ParallelMLP  # noqa: E402
 from shardfuse.kernels.dev import registry  # noqa: E402
 from shardfuse.kernels.dev.cases import all_reduce_norm as reduce_cases  # noqa: E402
 from shardfuse.kernels.dev.cases import comm as comm_cases  # noqa: E402
+from shardfuse.kernels.linear import launch as linear_launch  # noqa: E402
 from shardfuse.kernels.linear import linear_act, schemas  # noqa: E402
+from shardfuse.kernels.linear.plan import Operand  # noqa: E402
 from shardfuse.kernels.runtime import device, dispatch, signals  # noqa: E402
 
 launches = ctypes.c_int.in_dll(stub, "stub_launches")
@@ -174,10 +179,28 @@ def through_both(self: Any, grid: tuple[int, int, int], tensors: tuple[Any, ...]
     for what, mine, binders in zip(("kernel", "grid", "arguments"), ours, Kernel.last):
         if not same(mine, binders):
             faults.append(f"{now}: {self._fn.__name__}: another {what} than through the binder")
+    for what in differing_from(self._fn.__name__, tensors, self._rest):
+        faults.append(f"{now}: {self._fn.__name__}: {what} is {self._rest[what]}, another than its tensors'")
+
+
+def differing_from(kernel: str, tensors: tuple[Any, ...], rest: dict[str, Any]) -> Iterator[str]:
+    """The sizes and strides among a matrix product's arguments that are not those of its operands."""
+    if kernel == "_act_grad_kernel":
+        expected = {"T": tensors[0].shape[0], "F": tensors[0].shape[1], "dy_strides": tensors[0].stride()}
+    elif kernel == "_gemm_kernel":
+        a, b = tensors[:2]
+        expected = {"T": a[0].shape[0], "Ns": tuple(each.shape[0 if rest["TRANS_B"] else 1] for each in b)}
+        expected["Ms" if rest["TRANS_A"] else "Ks"] = tuple(each.shape[1] for each in a)
+        for name, operands in (("a_strides", a), ("b_strides", b)):  # a single row may claim any pitch
+            pairs = zip(operands, rest[name], strict=True)
+            expected[name] = tuple((t.stride(0) if t.shape[0] > 1 else pitch, t.stride(1)) for t, (pitch, _) in pairs)
+    else:
+        expected = {}
+    yield from (name for name, value in expected.items() if rest[name] != value)
 
 
 def seed(fault: str | None) -> None:
-    """Have what is remembered of a launch leave out the tensors' alignment, or a number."""
+    """Have what is remembered of a launch leave out a number, or something of its tensors."""
     launch, known = device.Prepared.launch, device.kinds_of
 
     def aligned(tensors: Any) -> Any:
@@ -193,8 +216,58 @@ def seed(fault: str | None) -> None:
     if fault == "aligned":
         for module in [module for module in sys.modules.values() if getattr(module, "kinds_of", None) is known]:
             module.kinds_of = aligned  # type: ignore[attr-defined]
-    elif fault == "number":
+    if fault == "number":
         device.Prepared.launch = first_number  # type: ignore[method-assign]
+    elif fault is not None:
+        for name in ("plan_launch", "plan_act_grad"):
+            setattr(linear_launch, name, forgetful(getattr(linear_launch, name), Operand._fields.index(fault)))
+
+
+def forgetful(find: Callable[..., Any], field: int) -> Callable[..., Any]:
+    """``find``, which takes what it found for operands that differ in this ``field`` alone."""
+    found: dict[Any, Any] = {}
+
+    def rest_of(value: Any) -> Any:
+        if not isinstance(value, tuple):
+            return value
+        if value and isinstance(value[0], torch.Size):
+            return value[:field] + value[field + 1 :]
+        return tuple(map(rest_of, value))
+
+    def find_again(*call: Any) -> Any:
+        key = rest_of(call)
+        if key not in found:
+            found[key] = find(*call)
+        return found[key]
+
+    return find_again
+
+
+def calls_in(run: Callable[[], Any]) -> dict[str, int]:
+    """How many calls our modules make while ``run`` runs, of whatever, and how many imports they ask for."""
+    found: Counter[str] = Counter(calls=0, imports=0)
+    import_module = builtins.__import__
+
+    def ours(frame: Any) -> bool:
+        return frame is not None and frame.f_globals.get("__name__", "").startswith("shardfuse.")
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        found["calls"] += event in ("call", "c_call") and ours(frame.f_back if event == "call" else frame)
+
+    def note_import(name: str, namespace: Any = None, *others: Any, **named: Any) -> Any:
+        found["imports"] += (namespace or {}).get("__name__", "").startswith("shardfuse.")
+        return import_module(name, namespace, *others, **named)
+
+    for _ in range(3):
+        run()
+    builtins.__import__ = note_import
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        builtins.__import__ = import_module
+    return found
 
 
 def shifted(tensor: torch.Tensor) -> torch.Tensor:
@@ -253,5 +326,20 @@ for rows in (x, torch.randn(48, 32).t(), torch.randn(32, 64)[:, :48], torch.rand
     linear_act(rows, w, impl="triton")
     linear_act(rows, torch.randn(48, 64).t(), impl="triton")
     linear_act(rows[:1], w, residual=dz[:1], impl="triton")
-said = {"triton": triton.__version__, "counts": counts, "faults": faults, "ops": list(registry.ops())}
+    schemas.act_grad(rows, x, "silu")
+    schemas.act_grad(rows[:8], x[:8], "silu")
+
+device.Prepared.launch = prepared  # type: ignore[method-assign]
+x, mlp = torch.randn(32, 48), ParallelMLP(48, 64, impl="triton")
+leaf, weight, bias = (torch.randn(*sizes, requires_grad=True) for sizes in ((32, 48), (64, 48), (64,)))
+ours: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "linear_act": lambda x: linear_act(x, weight, bias, activation="gelu_tanh", impl="triton"),
+    "mlp": mlp,
+}
+calls = {}
+for name, call in ours.items():
+    calls[name] = calls_in(torch.no_grad()(lambda call=call: call(x)))
+    calls[f"{name}, forward"] = calls_in(lambda call=call: call(leaf))
+    calls[f"{name}, forward + backward"] = calls_in(lambda call=call: call(leaf).sum().backward())
+said = {"triton": triton.__version__, "counts": counts, "faults": faults, "ops": list(registry.ops()), "calls": calls}
 print(json.dumps(said | {"seconds": round(time.monotonic() - begun, 1)}))
