@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.dtypes import NAMES
+from ..runtime import cache_key
 
 # Ahead-of-time targets: name -> (Triton backend, architecture, warp size).
 TARGETS: dict[str, tuple[str, int | str, int]] = {
@@ -66,48 +66,29 @@ class Build:
     def specialise(self) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
         """(signature, constexprs, attrs) as ``triton.compiler.ASTSource`` takes them.
 
-        Follows the rules of Triton's JIT: integers equal to 1 and None become constants, integers divisible by 16
-        are marked so (unless the kernel names the argument in ``do_not_specialize``), and tensors are taken to be
-        16-byte aligned (torch's allocator gives 256).
+        Triton's own binder and packer make them, as they do at a launch, so both reach the same entry of Triton's
+        cache: what its versions put into ``attrs`` beside alignments differs (an entry for each string constexpr in
+        3.6, for every constexpr in 3.7), and the key covers all of it. Tensors on ``meta`` count as aligned to 16
+        bytes, as torch's allocator makes them.
         """
-        signature: dict[str, Any] = {}
-        constexprs: dict[tuple[int, ...], Any] = {}
-        attrs: dict[tuple[int, ...], Any] = {}
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import make_backend
 
-        def visit(value: Any, path: tuple[int, ...], constant: bool, special: bool) -> Any:
-            if isinstance(value, tuple) and not constant:
-                return tuple(visit(v, (*path, i), False, special) for i, v in enumerate(value))
-            if constant or value is None or (special and type(value) is int and value == 1):
-                constexprs[path] = value
-                return "constexpr"
-            if isinstance(value, torch.Tensor):
-                attrs[path] = [["tt.divisibility", 16]]
-                return "*" + _TRITON_NAMES[value.dtype]
-            if type(value) is int:
-                if special and value % 16 == 0:
-                    attrs[path] = [["tt.divisibility", 16]]
-                return "i32" if -(2**31) <= value < 2**31 else "i64"
-            if isinstance(value, float):
-                return "fp32"
-            raise TypeError(f"{self.op} {self.config}: argument of type {type(value).__name__} at {path}")
-
-        for i, param in enumerate(self.fn.params):
-            special = not param.do_not_specialize
-            signature[param.name] = visit(self.args[param.name], (i,), param.is_constexpr, special)
+        if self.fn.hash is None:
+            cache_key.settle(self.fn)
+        bound, specialisation, _ = _binder(self.fn)(**self.args)
+        backend = make_backend(GPUTarget(*TARGETS[self.target]))
+        _, signature, constexprs, attrs = self.fn._pack_args(backend, {}, bound, specialisation, {})
         return signature, constexprs, attrs
 
 
-_TRITON_NAMES = {
-    **NAMES,
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.float8_e5m2: "fp8e5",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-    torch.bool: "i1",
-}
+@functools.cache
+def _binder(fn: Any) -> Any:
+    """What Triton binds a launch's arguments with. AMD's would also ask which tensors are smaller than 2 GB."""
+    from triton.backends.compiler import BaseBackend
+    from triton.runtime.jit import create_function_from_signature
+
+    return create_function_from_signature(fn.signature, fn.params, BaseBackend)
 
 
 def _largest_size(case: Case) -> int:

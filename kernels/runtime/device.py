@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from . import cache_key
+
 # Stands for the chip where kernels are interpreted: small blocks, so that small tests still cross tile borders.
 INTERPRETER = "interpreter"
 _INTERPRETER_PROGRAMS = 3  # not a divisor of usual tile counts
@@ -72,6 +74,8 @@ def launch(
         assert _capture is not None, "a kernel was launched on meta tensors outside capture()"
         _capture.launches.append(Launch(fn, args, num_warps, num_stages, config, gemm))
         return None
+    if getattr(fn, "hash", "") is None:
+        cache_key.settle(fn)
     with torch.cuda.device_of(on):
         return fn[grid](**args, num_warps=num_warps, num_stages=num_stages)
 

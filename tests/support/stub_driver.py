@@ -1,6 +1,6 @@
 """Launch the ops' kernels through Triton's own binder, driver and launcher, over a CUDA driver that runs nothing.
 
-    python stub_driver.py FOLDER [--few] [--fault NAME]
+    python stub_driver.py FOLDER [--few] [--fault NAME] [--compiled]
 
 FOLDER holds ``libcuda.so.1``, built of stub_cuda.c. The kernels are not compiled; the launcher is, and it packs every
 launch's arguments, on CPU tensors, as it would for a GPU. What arrives in the driver is compared, argument by argument,
@@ -12,7 +12,12 @@ The launches are those of the ops' test cases, forward and backward: drawn twice
 other numbers. ``--few`` runs one case of each op, for a Triton that compiles a launcher for every signature.
 ``--fault`` seeds a fault in what ``device.Prepared`` remembers, or leaves something out of what the plan of a matrix
 product is looked up by. It also counts the calls that our Python makes in one call of an op or layer that was called
-before. It prints JSON. It is a separate program because the tests' process interprets its kernels.
+before.
+
+``--compiled`` launches the builds for sm_90 instead, each op's first as Triton compiles it or finds it in its cache,
+and compares the key of each in the cache with the one that compiling ahead of time gives it.
+
+It prints JSON. It is a separate program because the tests' process interprets its kernels.
 """
 
 from __future__ import annotations
@@ -36,16 +41,20 @@ parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
 parser.add_argument("--few", action="store_true")
 parser.add_argument("--fault", choices=["aligned", "number", "shape", "strides", "dtype"])
+parser.add_argument("--compiled", action="store_true")
 options = parser.parse_args()
 os.environ["TRITON_LIBCUDA_PATH"] = str(options.folder)
 stub = ctypes.CDLL(str(options.folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
 
 import torch  # noqa: E402 - Triton's driver finds the library that is loaded first
 import triton  # noqa: E402
+from triton import knobs  # noqa: E402
+from triton._C.libtriton import get_cache_invalidating_env_vars  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia import driver as nvidia  # noqa: E402
-from triton.compiler.compiler import CompiledKernel  # noqa: E402
+from triton.compiler.compiler import ASTSource, CompiledKernel, make_backend  # noqa: E402
 from triton.runtime import driver  # noqa: E402
+from triton.runtime.cache import get_cache_key  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from shardfuse import ParallelMLP  # noqa: E402
@@ -56,6 +65,7 @@ from shardfuse.kernels.linear import launch as linear_launch  # noqa: E402
 from shardfuse.kernels.linear import linear_act, schemas  # noqa: E402
 from shardfuse.kernels.linear.plan import Operand  # noqa: E402
 from shardfuse.kernels.runtime import device, dispatch, signals  # noqa: E402
+from shardfuse.kernels.runtime.dtypes import NAMES  # noqa: E402
 
 launches = ctypes.c_int.in_dll(stub, "stub_launches")
 expected = ctypes.c_int.in_dll(stub, "stub_expected")
@@ -64,6 +74,17 @@ grid_arrived = (ctypes.c_uint * 3).in_dll(stub, "stub_grid")
 threads_arrived = ctypes.c_uint.in_dll(stub, "stub_threads")
 
 INTEGERS = {"i1": "b", "i8": "b", "u8": "B", "u1": "B", "i16": "h", "i32": "i", "u32": "I", "i64": "q", "u64": "Q"}
+TRITON_NAMES = {
+    **NAMES,
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
 FLOATS = {"fp32": "f", "f32": "f", "fp64": "d"}
 
 counts: Counter[str] = Counter()
@@ -149,7 +170,7 @@ def differs(kind: str, value: Any, bits: int) -> str:
     """What is wrong with the ``bits`` that arrived for ``value`` in a parameter of this ``kind``; "" if nothing is."""
     if kind.startswith("*"):
         address = 0 if value is None else value.data_ptr()
-        if value is not None and kind[1:].removeprefix("k") != registry._TRITON_NAMES[value.dtype]:
+        if value is not None and kind[1:].removeprefix("k") != TRITON_NAMES[value.dtype]:
             return f"a tensor of {value.dtype} where the kernel takes {kind}"
         return "" if bits == address else f"address {bits:#x} for a tensor at {address:#x}"
     code = INTEGERS.get(kind) or FLOATS[kind]
@@ -286,7 +307,59 @@ def other_exchanges(peers: list[torch.Tensor], *, epoch: int | None = 1, **more:
     return signals.in_one_process(peers, epoch=None if epoch is None else next(epochs), **more)
 
 
+def key_of(source: ASTSource, given: dict[str, Any]) -> str:
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    return str(get_cache_key(source, backend, backend.parse_options(given), get_cache_invalidating_env_vars()))
+
+
+def small(value: Any) -> Any:
+    """A tensor of few elements on the CPU for one on the meta device, aligned as that is."""
+    if isinstance(value, tuple):
+        return tuple(map(small, value))
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty(32, dtype=torch.uint8).repeat(value.itemsize).view(value.dtype)[value.storage_offset() % 16 :]
+
+
+def launch_builds() -> None:
+    """Launch every build; the first of each op goes on to Triton's compiler, its cache and the stub."""
+    keys: list[str] = []
+    compile_it = JITFunction._do_compile
+
+    def note(self: Any, key: Any, signature: Any, index: int, constants: Any, given: Any, attrs: Any, warm: Any) -> Any:
+        keys.append(key_of(ASTSource(self, signature, constants, attrs), given.__dict__))
+        if first:
+            return compile_it(self, key, signature, index, constants, given, attrs, warm)
+        return Kernel(self, signature, constants, given.num_warps)
+
+    def count(*, cache_hit: bool, **what: Any) -> None:
+        counts["found" if cache_hit else "compiled"] += 1
+
+    JITFunction._do_compile = note
+    Kernel.run = lambda *args: None  # type: ignore[method-assign, assignment]
+    nvidia.CudaLauncher, made = (lambda *args: None), nvidia.CudaLauncher
+    knobs.compilation.listener = count
+    # From the last to the first: what a kernel's key is must not depend on the kernels before it.
+    for op, spec in reversed(registry.ops().items()):
+        for number, build in enumerate(spec.builds("sm_90")):
+            first = number == 0
+            keys.clear()
+            given = {"num_warps": build.num_warps, "num_stages": build.num_stages}
+            args = {name: small(value) for name, value in build.args.items()}
+            build.fn.device_caches.clear()
+            device.launch(build.fn, (1, 1, 1), args, **given, on=torch.empty(0), config=None)
+            source = ASTSource(build.fn, *build.specialise())
+            counts["builds"] += 1
+            if keys != [key_of(source, given)]:
+                faults.append(f"{op} {build.config}: another key than ahead of time")
+    nvidia.CudaLauncher = made
+
+
 driver.set_active(Driver())
+if options.compiled:
+    launch_builds()
+    print(json.dumps({"triton": triton.__version__, "counts": counts, "faults": faults, "ops": list(registry.ops())}))
+    sys.exit()
 comm_cases.in_one_process = reduce_cases.in_one_process = other_exchanges  # type: ignore[attr-defined]
 JITFunction._do_compile = compile_nothing
 device.architecture = lambda on: "sm_90"
