@@ -94,10 +94,16 @@ gpu:  ## GPU tests and benchmarks into OUT=dir (PHASES=, DEADLINE=s, ONLY=ops, D
 	  $$run shardfuse.bench.gpu --out '$(OUT)' $(if $(PHASES),--phases '$(PHASES)') \
 	    $(if $(DEADLINE),--deadline '$(DEADLINE)') $(if $(ONLY),--only '$(ONLY)') $(if $(DRY),--dry)
 
+# As the GPU machine's, this Triton is 3.6.0; which Python runs it does not matter.
+.PHONY: gpu-kernels
+gpu-kernels: $(SIDE)/.installed  ## on a CPU: compile what make gpu launches, for OUT=dir to carry (PHASES=, ONLY=ops)
+	@PYTHONPATH="$(CURDIR)/$(SIDE)$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m shardfuse.bench.gpu.ahead --out '$(OUT)' \
+	  $(if $(PHASES),--phases '$(PHASES)') $(if $(ONLY),--only '$(ONLY)')
+
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 .PHONY: gpu-rehearse
-gpu-rehearse: install  ## without a GPU: every launch over a stub of CUDA's driver, then the whole of make gpu DRY=1
+gpu-rehearse: $(SIDE)/.installed  ## without a GPU: every launch over a stub of CUDA's driver, then the whole of make gpu DRY=1
 	@$(PYTEST) -q tests/kernels/test_launcher.py
 	@$(MAKE) gpu DRY=1 OUT='$(OUT)'
 

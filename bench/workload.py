@@ -137,11 +137,11 @@ def gemm_of(op: str, args: Sequence[Any], arch: str) -> Gemm | None:
     return next((item.gemm for item in _launches(op, args, arch) if item.gemm is not None), None)
 
 
-def _launches(op: str, args: Sequence[Any], arch: str) -> list[device.Launch]:
+def _launches(op: str, args: Sequence[Any], arch: str, *, tf32: bool | None = None) -> list[device.Launch]:
     """The launches of a call on tensors of the meta device."""
     from ..kernels.linear import launch
 
-    with device.capture(arch, tf32=device.allow_tf32()) as launches:
+    with device.capture(arch, tf32=device.allow_tf32() if tf32 is None else tf32) as launches:
         getattr(launch, op)(*(tuple(arg) if isinstance(arg, list) else arg for arg in args))
     return launches
 
@@ -172,17 +172,25 @@ def serve() -> None:
 
 
 def _compile(request: Mapping[str, Any]) -> dict[str, Any]:
-    from ..kernels.linear import launch
+    call = (request["op"], _from_json(request["args"]), GemmConfig(**request["config"]))
+    faults = _faults(*call, request["arch"], tf32=request["tf32"])
+    return {"problem": "; ".join(faults)} if faults else {}
 
-    args = _from_json(request["args"])
-    with gemms.forced(GemmConfig(**request["config"])), device.capture(request["arch"], tf32=request["tf32"]) as found:
-        getattr(launch, request["op"])(*args)
-    for item in found:
-        build = Build("gemm", str(item.config), request["arch"], item.fn, item.args, item.num_warps, item.num_stages)
+
+def compile_one(call: Call, config: GemmConfig, arch: str) -> list[str]:
+    """Compile a call in one configuration in this process; returns what keeps it from being used."""
+    return _faults(call.op, call.args, config, arch, tf32=device.allow_tf32())
+
+
+def _faults(op: str, args: Sequence[Any], config: GemmConfig, arch: str, *, tf32: bool) -> list[str]:
+    with gemms.forced(config):
+        launches = _launches(op, args, arch, tf32=tf32)
+    for item in launches:
+        build = Build("gemm", str(item.config), arch, item.fn, item.args, item.num_warps, item.num_stages)
         faults = codegen.problems(codegen.compile_build(build))
         if faults:
-            return {"problem": "; ".join(faults)}
-    return {}
+            return faults
+    return []
 
 
 def _to_json(value: Any) -> Any:

@@ -5,7 +5,7 @@ The machine needs no internet and the tree no ``.git``. In order, or the ``--pha
 1. ``smoke``: every op's small cases through its kernels against the fp64 oracle;
 2. ``tests``: every op's own tests, their kernels compiled instead of interpreted;
 3. ``gpu``: the tests marked ``gpu``, which are slower;
-4. ``compile``: the benchmarks' kernels, compiled in parallel before any timing;
+4. ``compile``: the benchmarks' kernels that did not come along (``kernels.py``), in parallel before any timing;
 5. ``benchmarks``: missing results first, then the stalest.
 
 Every event is on disk as it happens (``events.jsonl``), so an interrupted call loses at most one test or row. The next
@@ -41,10 +41,11 @@ from ..harness import provenance, stale
 from ..harness.benchmark import Benchmark, Settings
 from ..harness.records import left, read_records, record
 from ..harness.report import console, write_json
-from ..harness.runner import benchmarks
 from . import summary
 from .journal import Event, Journal, said
+from .kernels import Kernels
 from .rehearsal import rehearse
+from .selection import OP_SUITE, OP_TESTS, selection
 from .suite import Suite
 from .watchdog import Ending, watch
 
@@ -60,33 +61,7 @@ STARTUP_S = 90.0  # importing torch on a busy machine
 GPU_SECONDS_PER_ROW = 0.5
 CASES_PER_PROCESS = 4
 DRY_TESTS = ("tests/bench/test_stale.py",)
-# Their tests marked interpret create tensors on the device where the kernels run.
-OP_TESTS = (
-    "test_autograd_gate.py",
-    "test_bench_comm.py",
-    "test_block_launches.py",
-    "test_comm.py",
-    "test_cross_entropy.py",
-    "test_cross_entropy_backward.py",
-    "test_dropout.py",
-    "test_fp8_bits.py",
-    "test_kv_cache.py",
-    "test_kv_cache_blocks.py",
-    "test_linear_act.py",
-    "test_linear_fused.py",
-    "test_linear_torch.py",
-    "test_main_grad.py",
-    "test_mlp_fused.py",
-    "test_norm.py",
-    "test_paged_attention.py",
-    "test_paged_invariance.py",
-    "test_paged_plan.py",
-    "test_rope.py",
-    "test_rope_tables.py",
-    "test_scaled_linear.py",
-)
 LAST = "test_comm_gpu.py"  # of the tests marked gpu: its ranks wait for each other, so a fault in it costs the most
-OP_SUITE = "interpret and not (gpu or ranks or nightly)"
 GPU_SUITE = "gpu and not nightly"
 PHASES = ("smoke", "tests", "gpu", "compile", "benchmarks")
 
@@ -119,16 +94,19 @@ class GpuRun:
         self.root = provenance.package_folder("bench").parent
         self.device = torch.device("cpu" if options.dry else "cuda")
         self.settings = Settings(self.device, short=True, dry=options.dry, seconds=GPU_SECONDS_PER_ROW)
-        self.ops, self.benchmarks = _selection(options.only)
+        self.ops, self.benchmarks = selection(options.only)
         self.origin = provenance.describe(self.device)
         self.journal = Journal(
             options.out / "events.jsonl", dry=options.dry, origin=self.origin, on_event=self.on_event
         )
         self.jobs = max(1, (os.cpu_count() or 2) // 2)
+        self.kernels = Kernels(options.out)
 
     def run(self) -> int:
         """Run all phases; 0 if everything that ran was right and nothing hung."""
         self.journal.add("run", origin=self.origin, ops=self.ops, only=self.options.only, phases=self.options.phases)
+        given = self.kernels.given
+        self.journal.add("kernels", found=given.kernels, refused=given.refused)
         work = {
             "smoke": self._smoke,
             "tests": self._op_tests,
@@ -147,6 +125,7 @@ class GpuRun:
                         rehearse(self.journal, self._suite, self.settings, self.until)
             finally:
                 self._write_results()
+                self.kernels.close()
         good = summary.good(self.journal, self.benchmarks)
         self.journal.add("finished", good=good)
         with (self.options.out / "summary.txt").open("w") as file:
@@ -192,8 +171,12 @@ class GpuRun:
         self._in_parallel(smoke, work)
 
     def _compile(self) -> None:
-        """Run ours once on every case that is not timed yet; Triton's cache on disk keeps the compiled kernels."""
-        left = {b.name: self._cases_left(b) for b in self.benchmarks if b.warm is not None}
+        """Run ours once on every case that is not timed yet and whose kernels did not come along."""
+        left = {
+            b.name: [case for case in self._cases_left(b) if not self.kernels.has(b, case)]
+            for b in self.benchmarks
+            if b.warm is not None
+        }
         work = [([name], [case]) for name, cases in left.items() for case in cases]
         if self.options.dry and work:  # nothing is compiled, so one process is faster
             work = [(list(left), [case for cases in left.values() for case in cases])]
@@ -291,9 +274,10 @@ class GpuRun:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        started = time.monotonic()
+        started, before = time.monotonic(), self.kernels.compiled()
         yield
-        self.journal.add("phase", name=name, seconds=round(time.monotonic() - started, 1))
+        compiled = self.kernels.compiled() - before
+        self.journal.add("phase", name=name, seconds=round(time.monotonic() - started, 1), compiled=compiled)
 
     def _by(self, seconds: float) -> float:
         """The earlier of ``seconds`` from now and the end of the call."""
@@ -336,7 +320,7 @@ class GpuRun:
         )
 
     def _environment(self) -> dict[str, str]:
-        common = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+        common = {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "TRITON_CACHE_DIR": str(self.kernels.folder)}
         if self.options.dry:
             # The last, because some virtual machines announce AMX and then refuse its instructions.
             isa = os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -356,16 +340,6 @@ class GpuRun:
     def _note(self, text: str) -> None:
         self.log.write(text + "\n")
         self.log.flush()
-
-
-def _selection(only: Sequence[str]) -> tuple[list[str], list[Benchmark]]:
-    """The ops to smoke-test and the benchmarks to run; ``only`` names ops and keeps their benchmarks."""
-    measurable = [benchmark for benchmark in benchmarks().values() if "cuda" in benchmark.devices]
-    if not only:
-        return sorted(registry.ops()), measurable
-    for name in only:
-        registry.op(name)
-    return list(only), [benchmark for benchmark in measurable if set(benchmark.ops) & set(only)]
 
 
 def _parts(items: Sequence[str], size: int) -> list[list[str]]:
@@ -441,7 +415,8 @@ def main(argv: list[str] | None = None) -> int:
 def _progress(event: Event) -> None:
     """Print one line for each notable event while the run is under way."""
     shown = {
-        "phase": ("name", "seconds"),
+        "kernels": ("found", "refused"),
+        "phase": ("name", "seconds", "compiled"),
         "tests": ("lane", "file", "how"),
         "row": ("bench", "case", "metric", "peer_name", "ratio"),
         "hung": ("bench", "key"),

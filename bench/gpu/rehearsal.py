@@ -1,4 +1,6 @@
-"""What a dry run rehearses besides its own path: tests that fail, crash and hang, a red case, and going on after them.
+"""What a dry run rehearses besides its own path.
+
+Tests that fail, crash and hang, and going on after them; a red case; kernels that come along.
 
 Each step adds an event "rehearsed" to the journal; one that is not ok makes the run fail.
 """
@@ -14,7 +16,9 @@ from ..harness.benchmark import Benchmark, Measurement, Settings
 from ..harness.records import record
 from ..harness.runner import run
 from ..harness.timing import Timing
+from .ahead import Options, compile_ahead
 from .journal import Journal
+from .kernels import Kernels
 from .suite import Suite
 
 FAULTY = Path(__file__).with_name("faulty_tests.py")
@@ -24,7 +28,7 @@ FIRST = ["passed", "failed", "crashed", "hung", "passed"]
 
 
 def rehearse(journal: Journal, suite: Callable[[Journal], Suite], settings: Settings, until: float) -> None:
-    """Run the faulty tests twice, as two calls would, and a benchmark with a red case."""
+    """Run the faulty tests twice, as two calls would, carry some kernels along, and run a benchmark with a red case."""
     with tempfile.TemporaryDirectory(prefix="shardfuse-gpu-") as folder:
         for expected in (FIRST, ["failed"]):  # the second call runs again what failed, and nothing else
             calls = Journal(Path(folder) / "events.jsonl", dry=True)
@@ -32,6 +36,13 @@ def rehearse(journal: Journal, suite: Callable[[Journal], Suite], settings: Sett
             outcomes = [event["outcome"] for event in calls.of("test", lane=LANE)]
             journal.add("rehearsed", what="tests", ok=outcomes == expected, outcomes=outcomes)
             calls.close()
+    with tempfile.TemporaryDirectory(prefix="shardfuse-gpu-") as folder:
+        options = Options(Path(folder), ("smoke",), ("dropout",), jobs=1, limit=2)
+        first = compile_ahead(options, lambda line: None)
+        given = Kernels(Path(folder)).given.kernels
+        again = compile_ahead(options, lambda line: None)  # in another cache, from the archive
+        ok = first.compiled == given == again.found > again.compiled == 0
+        journal.add("rehearsed", what="kernels that come along", ok=ok, given=given, compiled=again.compiled)
     outcome = run(BENCHMARK, settings)
     kept = record(BENCHMARK, settings, outcome)
     cases = [row["case"] for row in kept["rows"]]

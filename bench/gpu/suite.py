@@ -23,6 +23,11 @@ _ENDED = (0, 1, 5)  # pytest's exit codes: all passed, some failed, none collect
 Watch = Callable[..., Ending]
 
 
+def test_command(markers: str) -> list[str]:
+    """What runs the tests that ``markers`` select, without the files."""
+    return [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", markers]
+
+
 class Suite:
     """Runs test files by ``watch`` (``GpuRun._watch``), whose other lines go to ``note``."""
 
@@ -74,8 +79,7 @@ class Suite:
             skip = Path(folder) / "skip.json"
             skip.write_text(json.dumps(done))
             plugin = pytest_events.__name__
-            options = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", plugin, "-m", markers]
-            command = [sys.executable, "-m", "pytest", *options, pytest_events.LEAVE_OUT, str(skip), str(file)]
+            command = [*test_command(markers), "-p", plugin, pytest_events.LEAVE_OUT, str(skip), str(file)]
             ending = self._watch(command, on_line, until, quiet_s)
         if running is not None:
             outcome = {"hung": "hung", "ended": "crashed"}.get(ending.status, "cut")

@@ -35,8 +35,15 @@ def show(out: Console, journal: Journal, measured: Iterable[Benchmark], *, dry: 
 
 
 def _lines(journal: Journal) -> Iterator[str]:
-    for phase in journal.of("phase"):
-        yield f"{phase['name']:<11} {phase['seconds']:6.1f} s"
+    phases = list(journal.of("phase"))
+    for kernels in journal.of("kernels"):
+        compiled = sum(phase["compiled"] for phase in phases)
+        refused = f"; left aside: {kernels['refused']}" if kernels["refused"] else ""
+        yield f"kernels: {kernels['found']} came along, {compiled} compiled anew{refused}"
+    for phase in phases:
+        yield f"{phase['name']:<11} {phase['seconds']:6.1f} s" + f"  {phase['compiled']} compiled" * bool(
+            phase["compiled"]
+        )
     smoked = list(journal.of("smoke"))
     yield f"smoke: {sum(event['ok'] for event in smoked)} of {len(smoked)} cases right"
     for event in smoked:

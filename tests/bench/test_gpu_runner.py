@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 
-from shardfuse.bench.gpu import gpu_run, journal, predictions
+from shardfuse.bench.gpu import gpu_run, journal, kernels, predictions
 from shardfuse.bench.gpu.suite import Suite
 from shardfuse.bench.harness import provenance, runner
 from shardfuse.bench.harness.benchmark import Settings
 from shardfuse.bench.harness.report import Row
+from shardfuse.kernels.dev import carried
 
 pytestmark = pytest.mark.interpret
 
@@ -48,12 +50,12 @@ def _events(out: Path, event: str, **content: Any) -> list[dict[str, Any]]:
 
 
 def test_every_phase_runs_and_is_green(finished):
-    _check_green(*finished, *gpu_run._selection(SOME))
+    _check_green(*finished, *gpu_run.selection(SOME))
 
 
 @pytest.mark.nightly
 def test_every_op_and_benchmark_is_green(own_interpreter, tmp_path):
-    _check_green(*_rehearse(tmp_path / "out"), *gpu_run._selection(()))
+    _check_green(*_rehearse(tmp_path / "out"), *gpu_run.selection(()))
 
 
 def _check_green(
@@ -64,7 +66,11 @@ def _check_green(
     assert {e["op"] for e in _events(out, "smoke", ok=True)} == set(ops)
     assert [e["lane"] for e in _events(out, "tests", ok=True)] == ["tests"]
     assert len(_events(out, "test", outcome="passed")) > 10
-    assert [e["what"] for e in _events(out, "rehearsed", ok=True)] == ["tests", "tests", "a red case"]
+    assert [e["what"] for e in _events(out, "rehearsed", ok=True)] == [
+        *["tests"] * 2,
+        "kernels that come along",
+        "a red case",
+    ]
     assert {e["bench"] for e in _events(out, "row")} == {benchmark.name for benchmark in benchmarks}
     assert [e["good"] for e in _events(out, "finished")] == [True]
 
@@ -202,6 +208,52 @@ def test_what_was_green_does_not_run_again(finished, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "results.json").read_text())[OP]["rows"]
 
 
+def test_what_came_along_is_not_compiled_again(tmp_path, monkeypatch):
+    """The phase that compiles runs the cases whose kernels the archive lacks, or holds of other sources."""
+    benchmark = runner.find(OP)
+    run = gpu_run.GpuRun(gpu_run.Options(tmp_path, ("compile",), (OP,), dry=True))
+    cases = run._cases_left(benchmark)
+    work: list[tuple[list[str], list[str]]] = []
+    monkeypatch.setattr(run, "_in_parallel", lambda warm, items: work.extend(items))
+    run._compile()
+    assert work == [([OP], cases)]
+    given = carried.Carried(3, "", kernels.noted([(OP, case) for case in cases], {}))
+    run.kernels.given = given
+    work.clear()
+    run._compile()
+    assert work == []
+    monkeypatch.setattr(provenance, "source_hash", lambda benchmark: "another")
+    run._compile()
+    assert work == [([OP], cases)]
+    run.journal.close()
+
+
+def test_a_run_says_what_came_along_and_keeps_what_it_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(carried, "_triton", lambda: {"version": "3.6.0", "key": "here", "sources": "same"})
+    for name in ("FIRST", "SECOND"):
+        entry = tmp_path / "cache" / name
+        entry.mkdir(parents=True)
+        for file in ("kernel.json", "kernel.cubin", "__grp__kernel.json"):
+            (entry / file).write_text("{}")
+    out = tmp_path / "out"
+    carried.pack(tmp_path / "cache", out / kernels.ARCHIVE)
+    run = gpu_run.GpuRun(gpu_run.Options(out, ("compile",), (OP,), dry=True))
+    monkeypatch.setattr(gpu_run, "rehearse", lambda *args: None)
+    environment: list[str] = []
+
+    def compile_one() -> None:
+        environment.append(run._environment()["TRITON_CACHE_DIR"])
+        shutil.copytree(tmp_path / "cache" / "FIRST", Path(environment[0]) / "THIRD")
+
+    monkeypatch.setattr(run, "_compile", compile_one)
+    run.run()
+    assert [(e["found"], e["refused"]) for e in _events(out, "kernels")] == [(2, "")]
+    assert [(e["name"], e["compiled"]) for e in _events(out, "phase")] == [("compile", 1), ("rehearsal", 0)]
+    assert "kernels: 2 came along, 1 compiled anew" in (out / "summary.txt").read_text()
+    assert not Path(environment[0]).exists()
+    assert carried.unpack(out / kernels.ARCHIVE, tmp_path / "next").kernels == 3
+
+
 def test_changed_sources_run_again(tmp_path):
     file = tmp_path / "tests" / "test_it.py"
     file.parent.mkdir()
@@ -265,12 +317,12 @@ def test_the_tests_that_may_hang_come_last(tmp_path, monkeypatch):
 
 
 def test_selection_by_op():
-    ops, chosen = gpu_run._selection(["linear_act"])
+    ops, chosen = gpu_run.selection(["linear_act"])
     assert ops == ["linear_act"]
     assert {benchmark.name for benchmark in chosen} == {"linear_act", "linear_backward", "mlp", "small_m"}
-    assert {benchmark.name for benchmark in gpu_run._selection(["gated_linear"])[1]} == {"gated"}
+    assert {benchmark.name for benchmark in gpu_run.selection(["gated_linear"])[1]} == {"gated"}
     with pytest.raises(ValueError, match="no op called 'nonsense'"):
-        gpu_run._selection(["nonsense"])
+        gpu_run.selection(["nonsense"])
 
 
 @pytest.mark.parametrize(

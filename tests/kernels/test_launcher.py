@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardfuse.kernels.dev import registry
+from shardfuse.kernels.dev import carried, codegen, registry
 from shardfuse.kernels.runtime.dispatch import triton_version
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -47,9 +47,9 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run(stub: Path, *options: str, triton: str = "") -> dict[str, Any]:
+def _run(stub: Path, *options: str, triton: str = "", **variables: str) -> dict[str, Any]:
     unwanted = ("TRITON_INTERPRET", "SHARDFUSE_POISON")
-    environment = {name: value for name, value in os.environ.items() if name not in unwanted}
+    environment = {name: value for name, value in os.environ.items() if name not in unwanted} | variables
     if triton:
         environment["PYTHONPATH"] = os.pathsep.join([triton, environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     command = [sys.executable, str(SUPPORT / "stub_driver.py"), str(stub), *options]
@@ -100,3 +100,31 @@ def test_the_other_triton(stub: Path, few: bool):
     assert found["triton"] != triton_version()
     assert found["faults"] == []
     assert found["counts"]["launches"] > (100 if few else 10_000)
+
+
+# --- compiled ahead of time -------------------------------------------------------------------------------------------
+
+TRITONS = [
+    "",
+    pytest.param(
+        SIDE, marks=[pytest.mark.nightly, pytest.mark.skipif(not SIDE, reason="there is no second Triton beside this")]
+    ),
+]
+
+
+@pytest.mark.parametrize("side", TRITONS, ids=["installed", "side"])
+def test_what_is_compiled_ahead_is_not_compiled_again(stub: Path, tmp_path: Path, monkeypatch, side: str):
+    """Each op's first build, carried into another cache; and the keys of all."""
+    here, there, archive = tmp_path / "here", tmp_path / "there", tmp_path / "kernels.zip"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(here))
+    builds = [build for spec in registry.ops().values() for build in spec.builds("sm_90")[:1]]
+    reports = codegen.compile_builds(builds, side_triton=side or None)
+    assert [report.error for report in reports if report.error] == []
+    monkeypatch.setattr(carried, "_triton", lambda: {"version": "", "key": "", "sources": ""})
+    carried.pack(here, archive)
+    shutil.rmtree(here)
+    assert carried.unpack(archive, there).kernels == len(builds)
+    found = _run(stub, "--compiled", triton=side, TRITON_CACHE_DIR=str(there))
+    assert found["faults"] == []
+    assert (found["counts"].get("compiled", 0), found["counts"]["found"]) == (0, len(builds))
+    assert found["counts"]["builds"] > 10 * len(builds)
