@@ -14,7 +14,7 @@ from ..linear.tuned import fits
 from ..runtime import cost, device
 from ..runtime.chips import CHIPS
 
-SMALL_M = 64  # rows up to which operands are worth swapping
+SMALL_M = 64  # rows up to which operands are worth swapping, and loading through pointers where TMA could
 SHORTEST_PART = 256  # of a split K: shorter ones cost more in partial products than they gain
 VARIANT_PENALTY = 0.05
 _GROUPS = (8, 4, 16)
@@ -39,7 +39,8 @@ def candidates(arch: str, gemm: Gemm) -> list[GemmConfig]:
     times = {config: predicted_us(arch, gemm, config) for config in (chosen, *_fitting(arch, gemm))}
     tiles: dict[tuple[int, ...], list[GemmConfig]] = {}
     for config in times:
-        tiles.setdefault((config.block_m, config.block_n, config.split_k, config.swap), []).append(config)
+        tile = (config.block_m, config.block_n, config.split_k, config.swap, config.use_tma)
+        tiles.setdefault(tile, []).append(config)
     ranks: dict[GemmConfig, float] = {}
     for variants in tiles.values():
         good = min(times[config] for config in variants) * (1 + VARIANT_PENALTY)
@@ -77,12 +78,12 @@ def _grid(arch: str, gemm: Gemm) -> Iterator[GemmConfig]:
         if block_m * block_n <= 64 * 64 and warps == 8:  # too little for eight warps to share
             continue
         groups = _GROUPS if _cdiv(gemm.M, block_m) > min(_GROUPS) else _GROUPS[:1]
-        for swap, epilogue_subtile, group in product(
-            _swaps(arch, gemm, block_m, block_n), _may_subtile(gemm, block_n, splits), groups
+        for swap, use_tma, epilogue_subtile, group in product(
+            _swaps(arch, gemm, block_m, block_n), _loads(arch, gemm), _may_subtile(gemm, block_n, splits), groups
         ):
-            yield GemmConfig(
-                block_m, block_n, block_k, warps, stages, _takes_tma(arch, gemm), group, splits, epilogue_subtile, swap
-            )
+            if epilogue_subtile and not use_tma and _takes_tma(arch, gemm):  # halves are for TMA's tiles on the way out
+                continue
+            yield GemmConfig(block_m, block_n, block_k, warps, stages, use_tma, group, splits, epilogue_subtile, swap)
 
 
 def _tiles(gemm: Gemm) -> list[tuple[int, int]]:
@@ -92,7 +93,8 @@ def _tiles(gemm: Gemm) -> list[tuple[int, int]]:
     if gemm.layout == "tn" or gemm.M > SMALL_M:
         return tall
     rows = max(16, 1 << (gemm.M - 1).bit_length())
-    return [(m, n) for m, n in product({rows, 64}, (32, 64, 128, 256))]
+    # Narrow ones occupy the chip without a split, whose sum is a second launch.
+    return [(m, n) for m, n in product({rows, 64}, (16, 32, 64, 128, 256))]
 
 
 def _pipelines(arch: str, gemm: Gemm) -> list[tuple[int, int]]:
@@ -117,14 +119,22 @@ def _swaps(arch: str, gemm: Gemm, block_m: int, block_n: int) -> tuple[bool, ...
     """Hopper's matrix instruction has at least 64 rows: swap what has fewer, where the other side has them."""
     if gemm.layout == "tn" or gemm.M > SMALL_M:
         return (False,)
-    if arch in ("sm_90", "sm_100") and block_m < 64 <= block_n:
-        return (True,)
+    if arch in ("sm_90", "sm_100") and min(block_m, block_n) < 64:
+        return (block_m < 64 <= block_n,)
     return (False, True)
 
 
 def _may_subtile(gemm: Gemm, block_n: int, splits: int) -> tuple[bool, ...]:
     """Whether the epilogue may take half a tile at a time; a split product has none, a gated one takes all of it."""
     return (False, True) if gemm.combine != "gated" and block_n >= 128 and splits == 1 else (False,)
+
+
+def _loads(arch: str, gemm: Gemm) -> tuple[bool, ...]:
+    """By TMA where it can take the operands. A kernel of few rows ends soon after it has built its tensor maps, one
+    after the other before its first load, so there pointers compete.
+    """
+    takes_tma = _takes_tma(arch, gemm)
+    return (True, False) if takes_tma and gemm.layout != "tn" and gemm.M <= SMALL_M else (takes_tma,)
 
 
 def _takes_tma(arch: str, gemm: Gemm) -> bool:

@@ -230,6 +230,18 @@ def test_candidates_leave_no_multiprocessor_idle_where_k_is_long():
     assert cost.predict(H100, GEMMS["wgrad, long K"], best).efficiency > 0.9
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 64])
+def test_few_rows_are_also_loaded_through_pointers_and_in_narrow_tiles(tokens):
+    """Tensor maps are built one after the other before the first load, and a split is a second launch."""
+    gemm = _gemm(tokens, 4096, 4096)
+    first = candidates("sm_90", gemm)[:12]
+    assert {config.use_tma for config in first} == {True, False}
+    assert min(config.block_n for config in first if config.split_k == 1) == (32 if tokens == 64 else 16)
+    assert {config.use_tma for config in candidates("sm_90", _gemm(65, 4096, 4096))} == {True}
+    assert {config.use_tma for config in candidates("sm_90", _gemm(64, 4096, 4096, layout="tn"))} == {True}
+    assert {config.use_tma for config in candidates("sm_80", gemm)} == {False}
+
+
 def test_row_invariant_products_are_never_split():
     gemm = dataclasses.replace(GEMMS["wgrad, long K"], layout="nn", row_invariant=True)
     assert {config.split_k for config in candidates("sm_90", gemm)} == {1}
