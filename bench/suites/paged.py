@@ -179,7 +179,9 @@ class Operands:
 
     @property
     def bounds(self) -> dict[str, Any]:
-        return {"max_query_len": max(self.step.queries), "max_seq_len": max(self.step.seq_lens)}
+        queries = self.step.queries
+        bounds = {"min_query_len": min(queries), "max_query_len": max(queries)}
+        return {**bounds, "max_seq_len": max(self.step.seq_lens)}
 
     def plan(self, impl: str, *, invariant: bool = False) -> Any:
         return plan_attention(*self.paged, **self.bounds, invariant=invariant, impl=impl)

@@ -15,8 +15,9 @@ from itertools import pairwise
 import torch
 
 from ..runtime.dtypes import BF16, FP16, FP32, FP64, QUANTISED
-from .options import REFUSED, AttentionOptions
+from .options import REFUSED, AttentionOptions, Bounds
 
+_NO_BOUNDS = Bounds()
 # dtype of q -> dtypes of a cache that it may attend over.
 CACHE_DTYPES = {
     FP16: (FP16, BF16, *QUANTISED),
@@ -34,14 +35,12 @@ def check(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     options: AttentionOptions,
-    *,
-    max_query_len: int | None = None,
-    max_seq_len: int | None = None,
+    bounds: Bounds = _NO_BOUNDS,
 ) -> None:
     """Refuse what does not fit together, by shape, dtype, device and option. Reads no element of a tensor.
 
     q [T, N, H], k_cache [blocks, K, B, H], v_cache [blocks, K, B, Hv], block_tables [S, P] int32, seq_lens [S] int32,
-    query_start_loc [S + 1] int32. ``max_query_len`` and ``max_seq_len`` are bounds that the caller knows, or None.
+    query_start_loc [S + 1] int32.
 
     Raises ValueError, and RuntimeError where a gradient would be lost.
     """
@@ -84,12 +83,12 @@ def check(
         _check_row("prefix_lens", options.prefix_lens, seqs, "seq_lens")
         _check_kind("prefix_lens", options.prefix_lens, torch.int32, device)
     if options.tree_mask is not None:
-        _check_tree(options.tree_mask, tokens, max_query_len, device)
+        _check_tree(options.tree_mask, tokens, bounds.max_query_len, device)
     if options.k_scale is not None:
         _check_scale("k_scale", options.k_scale, k_cache)
     if options.v_scale is not None:
         _check_scale("v_scale", options.v_scale, v_cache)
-    _check_bounds(max_query_len, max_seq_len, block_tables.shape[1], k_cache.shape[2])
+    _check_bounds(bounds, block_tables.shape[1], k_cache.shape[2])
 
 
 def check_contents(
@@ -100,9 +99,7 @@ def check_contents(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     options: AttentionOptions,
-    *,
-    max_query_len: int | None = None,
-    max_seq_len: int | None = None,
+    bounds: Bounds = _NO_BOUNDS,
 ) -> None:
     """Refuse lengths, starts and tables whose values do not fit together; arguments as ``check`` has let them through.
 
@@ -123,8 +120,12 @@ def check_contents(
                 f"paged_attention: sequence {s} has {queries} queries but seq_lens {length}: seq_lens counts this "
                 "step's tokens too"
             )
-        _check_bounded(s, "queries", queries, "max_query_len", max_query_len)
-        _check_bounded(s, "tokens", length, "max_seq_len", max_seq_len)
+        if queries < (bounds.min_query_len or 0):
+            raise ValueError(
+                f"paged_attention: sequence {s} has {queries} queries: fewer than min_query_len, {bounds.min_query_len}"
+            )
+        _check_bounded(s, "queries", queries, "max_query_len", bounds.max_query_len)
+        _check_bounded(s, "tokens", length, "max_seq_len", bounds.max_seq_len)
         if options.tree_mask is not None and options.tree_mask.shape[1] < queries:
             raise ValueError(
                 f"paged_attention: sequence {s} has {queries} queries: expected tree_mask with at least as many "
@@ -220,9 +221,14 @@ def _check_scale(name: str, scale: torch.Tensor, cache: torch.Tensor) -> None:
     _check_fp32(name, scale, cache.device)
 
 
-def _check_bounds(max_query_len: int | None, max_seq_len: int | None, pages: int, block_size: int) -> None:
-    if max_query_len is not None and max_query_len < 0:
-        raise ValueError(f"paged_attention: max_query_len is {max_query_len}: expected 0 or more, or None")
+def _check_bounds(bounds: Bounds, pages: int, block_size: int) -> None:
+    least, most, max_seq_len = bounds
+    if most is not None and most < 0:
+        raise ValueError(f"paged_attention: max_query_len is {most}: expected 0 or more, or None")
+    if least is not None and not 0 <= least <= (least if most is None else most):
+        raise ValueError(
+            f"paged_attention: min_query_len is {least}: expected 0 or more, at most max_query_len ({most}), or None"
+        )
     if max_seq_len is not None and not 0 <= max_seq_len <= pages * block_size:
         raise ValueError(
             f"paged_attention: max_seq_len is {max_seq_len}: expected at most {pages * block_size}, the slots in "

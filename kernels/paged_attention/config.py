@@ -42,7 +42,8 @@ class Problem(NamedTuple):
     prefix: bool
     tree: bool
     invariant: bool
-    max_rows: int | None  # of a sequence: queries times ``group``
+    min_rows: int | None  # of a sequence that has any: queries times ``group``
+    max_rows: int | None
     max_seq_len: int | None
 
 
@@ -93,7 +94,7 @@ def tile_classes(problem: Problem) -> tuple[TileClass, ...]:
         return (TileClass(_tile(problem, max(least, problem.max_rows)), 0, None),)
     long = 16 if interpreted else 128
     short = max(least, triton.next_power_of_2(problem.group))
-    if short > most:  # no sequence has as few rows
+    if short > most or (problem.min_rows or 0) > short:  # no sequence has as few rows
         return (TileClass(_tile(problem, long), 0, None),)
     return TileClass(_tile(problem, short), 0, short), TileClass(_tile(problem, long), short, None)
 

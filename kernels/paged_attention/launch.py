@@ -15,7 +15,7 @@ from ..runtime.chips import converts_e4m3
 from . import plan_triton
 from . import triton as kernels
 from .config import Problem
-from .options import AttentionOptions
+from .options import AttentionOptions, Bounds
 from .plan import Section, max_units, sections
 
 _LOG2E = math.log2(math.e)
@@ -63,9 +63,7 @@ def _check_plan(key: int, asked: Problem) -> None:
     )
 
 
-def _problem(
-    tensors: Tensors, options: AttentionOptions, invariant: bool, max_query_len: int | None, max_seq_len: int | None
-) -> Problem:
+def _problem(tensors: Tensors, options: AttentionOptions, invariant: bool, bounds: Bounds) -> Problem:
     q, k_cache, v_cache, block_tables, seq_lens, _ = tensors
     kv_heads = k_cache.shape[1]
     group = q.shape[1] // kv_heads
@@ -90,16 +88,15 @@ def _problem(
         options.prefix_lens is not None,
         options.tree_mask is not None,
         invariant,
-        None if max_query_len is None else triton.next_power_of_2(max_query_len * group),
-        None if max_seq_len is None else triton.next_power_of_2(max_seq_len),
+        None if not bounds.min_query_len else 1 << (bounds.min_query_len * group).bit_length() - 1,
+        None if bounds.max_query_len is None else triton.next_power_of_2(bounds.max_query_len * group),
+        None if bounds.max_seq_len is None else triton.next_power_of_2(bounds.max_seq_len),
     )
 
 
-def make_plan(
-    tensors: Tensors, options: AttentionOptions, invariant: bool, max_query_len: int | None, max_seq_len: int | None
-) -> Plan:
+def make_plan(tensors: Tensors, options: AttentionOptions, invariant: bool, bounds: Bounds) -> Plan:
     """The plan of :func:`paged_attention_fwd` for checked input; what it points to is not read but for lengths."""
-    problem = _problem(tensors, options, invariant, max_query_len, max_seq_len)
+    problem = _problem(tensors, options, invariant, bounds)
     plan = Plan(problem, _make_plan(problem, tensors[4], tensors[5], options.prefix_lens))
     if len(_recent) >= _KEPT_PROBLEMS:
         _recent.clear()
@@ -143,6 +140,7 @@ def _planning_of(problem: Problem, section: Section) -> device.Prepared:
         "balance": section.balance,
         "max_slots": section.max_slots,
         "max_items": section.max_items,
+        "max_merges": section.max_merges,
         "header_at": section.header_at,
         "items_at": section.items_at,
         "merges_at": section.merges_at,
@@ -175,8 +173,7 @@ def paged_attention_fwd(
     tensors: Tensors,
     options: AttentionOptions,
     invariant: bool,
-    max_query_len: int | None,
-    max_seq_len: int | None,
+    bounds: Bounds,
     plan: torch.Tensor | None,
     plan_key: int,
 ) -> list[torch.Tensor]:
@@ -185,7 +182,7 @@ def paged_attention_fwd(
     Raises ValueError for a plan that was made for another call.
     """
     q, k_cache, v_cache, block_tables, seq_lens, query_start_loc = tensors
-    problem = _problem(tensors, options, invariant, max_query_len, max_seq_len)
+    problem = _problem(tensors, options, invariant, bounds)
     out = alloc.empty((problem.tokens, q.shape[1], problem.v_size), q.dtype, q.device)
     lse = alloc.empty((problem.tokens, q.shape[1]), torch.float32, q.device)
     if not out.numel():
@@ -217,9 +214,8 @@ def paged_attention_fwd(
     given = (q, k_cache, v_cache, block_tables, plan, out, lse)
     more = (sinks, slopes, prefix_lens, tree, options.k_scale, options.v_scale)
     for launched in _launches(problem, layout, device.kinds_of(given + more)):
-        parts = None
-        if launched.part_size:
-            parts = alloc.empty((launched.part_size,), torch.float32, q.device)
+        # Where nothing is split another tensor takes the place of the partial results: the kernel stays the same.
+        parts = alloc.empty((launched.part_size,), torch.float32, q.device) if launched.part_size else lse
         launched.attend.launch(launched.grid, (*given, parts, *more), on=q)
         if launched.merge is not None:
             launched.merge.launch(launched.merge_grid, (plan, parts, out, lse, sinks, options.v_scale), on=q)

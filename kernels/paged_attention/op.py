@@ -10,7 +10,7 @@ import torch
 from ..runtime import dispatch, library
 from ..runtime.dispatch import Choice
 from . import checks, cpu, reference
-from .options import AttentionOptions
+from .options import AttentionOptions, Bounds
 
 if TYPE_CHECKING:
     from .launch import Plan
@@ -39,6 +39,7 @@ def paged_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     return_lse: bool = False,
+    min_query_len: int | None = None,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
     plan: Plan | None = None,
@@ -73,8 +74,9 @@ def paged_attention(
         k_scale, v_scale: what stored keys and values are multiplied by: one element, or [num_blocks, K, block_size] for
             each token and head; fp32.
         return_lse: also return the log of each softmax's denominator, for :func:`merge_attention`.
-        max_query_len, max_seq_len: upper bounds that the host knows, of this step's queries and of seq_lens. They leave
-            out launches that would find nothing to do. A captured graph is replayed within its bounds.
+        min_query_len, max_query_len, max_seq_len: bounds that the host knows, of this step's queries (sequences without
+            any do not count) and of seq_lens. They leave out launches and programs that would find nothing to do. A
+            captured graph is replayed within its bounds.
         plan: from :func:`plan_attention`, made once for all layers of a step.
         invariant: whether a sequence's result must not depend, in any bit, on what shares its batch, how it was chunked
             and how it is spread over the chip; default: what ``kernels/runtime/dispatch.py`` says (``row_invariance``).
@@ -95,10 +97,11 @@ def paged_attention(
         *(causal, window, softcap, sinks, alibi_slopes, prefix_lens, tree_mask, k_scale, v_scale),
     )
     tensors = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
-    checks.check(*tensors, options, max_query_len=max_query_len, max_seq_len=max_seq_len)
+    bounds = Bounds(min_query_len, max_query_len, max_seq_len)
+    checks.check(*tensors, options, bounds)
     invariant = dispatch.row_invariant() if invariant is None else invariant
     planned = (None, 0) if plan is None else (plan.data, plan.key)
-    outs = _PAGED_ATTENTION(*tensors, *options, max_query_len, max_seq_len, *planned, invariant, check, impl)
+    outs = _PAGED_ATTENTION(*tensors, *options, *bounds, *planned, invariant, check, impl)
     return (outs[0], outs[1]) if return_lse else outs[0]
 
 
@@ -113,6 +116,7 @@ def plan_attention(
     window: int | None = None,
     prefix_lens: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
+    min_query_len: int | None = None,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
     invariant: bool | None = None,
@@ -133,7 +137,7 @@ def plan_attention(
 
     invariant = dispatch.row_invariant() if invariant is None else invariant
     tensors = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
-    return launch.make_plan(tensors, options, invariant, max_query_len, max_seq_len)
+    return launch.make_plan(tensors, options, invariant, Bounds(min_query_len, max_query_len, max_seq_len))
 
 
 def merge_attention(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,6 +221,7 @@ def _paged_attention(
     tree_mask: torch.Tensor | None,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
+    min_query_len: int | None,
     max_query_len: int | None,
     max_seq_len: int | None,
     plan: torch.Tensor | None,
@@ -229,14 +234,15 @@ def _paged_attention(
         *(scale, causal, window, softcap, sinks, alibi_slopes, prefix_lens, tree_mask, k_scale, v_scale),
     )
     tensors = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
+    bounds = Bounds(min_query_len, max_query_len, max_seq_len)
     choice = _choose(q, k_cache, v_cache, impl)
     if check or (check is None and q.is_cpu):
-        checks.check_contents(*tensors, options, max_query_len=max_query_len, max_seq_len=max_seq_len)
+        checks.check_contents(*tensors, options, bounds)
     dispatch.count(_OP, choice.impl)
     if choice.triton:
         from . import launch
 
-        return launch.paged_attention_fwd(tensors, options, invariant, max_query_len, max_seq_len, plan, plan_key)
+        return launch.paged_attention_fwd(tensors, options, invariant, bounds, plan, plan_key)
     if q.is_cpu and impl != "reference":
         return list(cpu.paged_attention(*tensors, options))
     return list(reference.paged_attention(*tensors, options))
@@ -254,8 +260,8 @@ _PAGED_ATTENTION = library.register(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, "
     "Tensor query_start_loc, float scale, bool causal, SymInt? window, float? softcap, Tensor? sinks, "
     "Tensor? alibi_slopes, Tensor? prefix_lens, Tensor? tree_mask, Tensor? k_scale, Tensor? v_scale, "
-    "SymInt? max_query_len, SymInt? max_seq_len, Tensor? plan, SymInt plan_key, bool invariant, bool? check, "
-    "str impl) -> Tensor[]",
+    "SymInt? min_query_len, SymInt? max_query_len, SymInt? max_seq_len, Tensor? plan, SymInt plan_key, "
+    "bool invariant, bool? check, str impl) -> Tensor[]",
     _paged_attention,
     _paged_attention_fake,
 )

@@ -20,6 +20,14 @@ REFUSED = {
 }
 
 
+class Bounds(NamedTuple):
+    """What the host knows of a step's lengths, and None where it knows nothing."""
+
+    min_query_len: int | None = None  # of the sequences that have queries
+    max_query_len: int | None = None
+    max_seq_len: int | None = None
+
+
 class AttentionOptions(NamedTuple):
     """How scores are formed and which keys are seen; ``reference.py`` has the formulas.
 

@@ -4,6 +4,7 @@ A plan is a list of *items* for each class of tiles (``config.py``). An item is 
 every item is a program for each KV head. Long sequences are cut into several items, as many as make all programs about
 equally long, and their partial results are merged. How many items there are follows from lengths that only the device
 knows, but no more than ``max_items``: the launch's grid is constant, and programs behind the last item leave at once.
+The bounds follow from shapes and from what the caller promises, and are close: an idle program still costs its start.
 
 In fast mode a sequence that is longer than a fair share is cut into equal ranges of blocks of keys. In invariant mode,
 where it may only be cut at multiples of the quantum, it is cut at all of them or not at all, and both give the same
@@ -36,7 +37,7 @@ class Section:
     """One class of a plan: bounds, and where its parts begin in the plan's data (in integers)."""
 
     tiles: TileClass
-    balance: int  # fair shares that the work of a KV head is cut into
+    balance: int  # fair shares that the work of a KV head is cut into; 0: nothing is split
     max_items: int
     max_merges: int
     max_slots: int
@@ -60,25 +61,45 @@ def sections(problem: Problem) -> tuple[Section, ...]:
         config = tiles.config
         part_rows = config.block_m if problem.max_rows is None else min(config.block_m, problem.max_rows)
         balance = max(1, _WAVES * problem.slots * config.per_sm // problem.kv_heads)
-        if not _may_split(problem, config):
+        splits = _most_splits(problem, config)
+        if splits == 1:
             balance = 0
-        max_tiles = problem.seqs + 1  # the padding too
-        if tiles.upto is None or tiles.upto > config.block_m:
-            max_tiles += problem.tokens * problem.group // config.block_m
-        max_slots = balance * (_INVARIANT_SLOTS * config.block_m // part_rows if config.quantum else 2)
-        max_items = max_tiles + (max_slots if config.quantum else balance)
+        # A tile that is split has more than a fair share of the units, so there are no more of these than shares.
+        max_merges = min(_most_tiles(problem, tiles, padding=False), balance)
+        most = balance * (_INVARIANT_SLOTS * config.block_m // part_rows if config.quantum else 2)
+        max_slots = min(most, max_merges * splits)
+        max_items = _most_tiles(problem, tiles, padding=True)
+        max_items += max_slots if config.quantum else min(max_slots, balance)
         items_at = at + HEADER
         merges_at = items_at + max_items * ITEM
-        end = merges_at + balance * MERGE
+        end = merges_at + max_merges * MERGE
         where = (at, items_at, merges_at, end)
-        found.append(Section(tiles, balance, max_items, balance, max_slots, part_rows, *where))
+        found.append(Section(tiles, balance, max_items, max_merges, max_slots, part_rows, *where))
         at = end
     return tuple(found)
 
 
-def _may_split(problem: Problem, config: AttentionConfig) -> bool:
-    most = problem.max_keys if problem.max_seq_len is None else min(problem.max_keys, problem.max_seq_len)
-    return most > config.smallest_split * config.unit
+def _most_tiles(problem: Problem, tiles: TileClass, *, padding: bool) -> int:
+    """No step within the problem's bounds has more tiles of this class, with or without the padding's."""
+    block_m = tiles.config.block_m
+    rows = problem.tokens * problem.group
+    seqs = min(problem.seqs + padding, rows // max(problem.group, tiles.above + 1))
+    if tiles.upto is not None and tiles.upto <= block_m:
+        return seqs
+    # A sequence's first row begins a tile, and each block_m-th behind it; a token begins no more than it has rows for.
+    most = min(seqs + (rows - seqs) // block_m, problem.tokens * triton.cdiv(problem.group, block_m))
+    if problem.max_rows is None or padding:
+        return most
+    return min(most, seqs * triton.cdiv(problem.max_rows, block_m))
+
+
+def _most_splits(problem: Problem, config: AttentionConfig) -> int:
+    """No tile is cut into more items than these."""
+    keys = problem.max_keys if problem.max_seq_len is None else min(problem.max_keys, problem.max_seq_len)
+    units = max_units(problem, config, keys)
+    if units <= config.smallest_split:
+        return 1
+    return units if config.quantum else triton.cdiv(units, config.smallest_split)
 
 
 def max_units(problem: Problem, config: AttentionConfig, keys: int) -> int:

@@ -1,8 +1,7 @@
-"""The kernel that cuts a call's work into programs; ``plan.py`` says how, and holds the same in plain Python.
+"""The kernel that cuts a call's work into programs; ``plan.py`` says how.
 
-One program for each sequence (the padding behind the last one counts as one). Each looks at all
-lengths, a few loads that the cache serves, to learn how long a fair share is and where its own items begin: no program
-waits for another.
+One program for each sequence (the padding behind the last one counts as one). Each looks at all lengths, a few loads
+that the cache serves, to learn how long a fair share is and where its own items begin: no program waits for another.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def _amounts(q_len, keys, above, upto, block_m, unit, reach, GROUP: tl.constexpr
 @triton.jit(
     do_not_specialize=[
         "num_seqs", "num_tokens", "max_keys", "window", "above", "upto", "block_m", "unit", "reach", "smallest",
-        "balance", "max_slots", "max_items", "header_at", "items_at", "merges_at",
+        "balance", "max_slots", "max_items", "max_merges", "header_at", "items_at", "merges_at",
     ]
 )  # fmt: skip
 def _plan_kernel(
@@ -56,6 +55,7 @@ def _plan_kernel(
     balance,
     max_slots,
     max_items,
+    max_merges,
     header_at,
     items_at,
     merges_at,
@@ -161,7 +161,7 @@ def _plan_kernel(
         tl.store(item_ptr + 5, kv_begin, mask=mask)
         tl.store(item_ptr + 6, kv_end, mask=mask)
         tl.store(item_ptr + 7, slot, mask=mask)
-        mask &= is_split & (split == 0)
+        mask &= is_split & (split == 0) & (merges + tile < max_merges)
         merge_ptr = plan_ptr + merges_at + (merges + tile) * 8
         tl.store(merge_ptr, q_start, mask=mask)
         tl.store(merge_ptr + 1, q_len, mask=mask)

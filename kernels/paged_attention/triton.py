@@ -268,7 +268,7 @@ def _paged_attention_fwd_kernel(
     plan_ptr,
     out_ptr,  # [T, N, Hv]
     lse_ptr,  # [T, N]
-    part_ptr,  # [slots, K, PART_ROWS, Hv] and behind it [slots, K, PART_ROWS, 2] fp32, or None: nothing is split
+    part_ptr,  # [slots, K, PART_ROWS, Hv] and behind it [slots, K, PART_ROWS, 2] fp32; anything where nothing is split
     sinks_ptr,  # [N], or None
     slopes_ptr,  # [N], or None
     prefix_lens_ptr,  # [S], or None
@@ -420,7 +420,7 @@ def _paged_attention_fwd_kernel(
         out_ptrs = out_ptr + (where * out_strides[0] + head * out_strides[1])[:, None] + offs_v[None, :]
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
         tl.store(lse_ptr + where * (tl.num_programs(1) * GROUP) + head, lse, mask=mask_m)
-    elif part_ptr is not None:
+    else:
         part = (slot.to(tl.int64) * tl.num_programs(1) + kv_head) * PART_ROWS + offs_m
         tl.store(part_ptr + part[:, None] * V_SIZE + offs_v[None, :], acc, mask=mask)
         ml_ptrs = part_ptr + part_rows.to(tl.int64) * V_SIZE + part * 2

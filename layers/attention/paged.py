@@ -177,9 +177,9 @@ class PagedBatch:
     """One step of several sequences, their tokens one after another; attention layers call :meth:`attend`.
 
     T tokens of S sequences; the shapes are those of ``paged_attention`` and ``write_kv_``, plus ``positions`` [T] and
-    ``logit_indices``, the tokens whose logits are wanted. ``max_query_len`` and ``max_seq_len`` are the host's bounds
-    of the lengths. ``prefix_lens`` [S] and ``tree_mask`` [T, W] go to every layer's attention, ``impl`` and
-    ``invariant`` to the ops.
+    ``logit_indices``, the tokens whose logits are wanted. ``min_query_len``, ``max_query_len`` and ``max_seq_len`` are
+    the host's bounds of the lengths. ``prefix_lens`` [S] and ``tree_mask`` [T, W] go to every layer's attention,
+    ``impl`` and ``invariant`` to the ops.
 
     An adapter that already has these tensors calls the constructor. The layers do not check the tensors' contents.
     """
@@ -191,6 +191,7 @@ class PagedBatch:
     slot_mapping: torch.Tensor
     positions: torch.Tensor
     logit_indices: torch.Tensor
+    min_query_len: int | None = None
     max_query_len: int | None = None
     max_seq_len: int | None = None
     prefix_lens: torch.Tensor | None = None
@@ -228,6 +229,7 @@ class PagedBatch:
             slot_mapping=tensor(slots, torch.int64),
             positions=tensor([p for where in positions for p in where], torch.int64),
             logit_indices=tensor([end - 1 for span, end in zip(spans, ends) if span.logits], torch.int64),
+            min_query_len=min((span.length for span in spans), default=0),
             max_query_len=max((span.length for span in spans), default=0),
             max_seq_len=max(lens, default=0),
             **options,
@@ -285,6 +287,7 @@ class PagedBatch:
             softcap=softcap,
             sinks=sinks,
             alibi_slopes=alibi_slopes,
+            min_query_len=self.min_query_len,
             max_query_len=self.max_query_len,
             max_seq_len=self.max_seq_len,
             plan=self._plan(q, pages, masks),
@@ -300,6 +303,7 @@ class PagedBatch:
         if key not in self._plans:
             self._plans[key] = plan_attention(
                 *(q, pages, self.block_tables, self.seq_lens, self.query_start_loc),
+                min_query_len=self.min_query_len,
                 max_query_len=self.max_query_len,
                 max_seq_len=self.max_seq_len,
                 invariant=self.invariant,

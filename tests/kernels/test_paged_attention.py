@@ -344,6 +344,11 @@ BAD_BATCHES: dict[str, Change] = {
     r"k_scale has shape \(2,\): expected one element, or": lambda x: {**_int8(x), "k_scale": torch.ones(2)},
     "v_scale is torch.float16": lambda x: {**_int8(x), "v_scale": torch.ones(1).half()},
     "max_query_len is -1": lambda x: {"max_query_len": -1},
+    "min_query_len is -1": lambda x: {"min_query_len": -1},
+    r"min_query_len is 2: expected 0 or more, at most max_query_len \(1\)": lambda x: {
+        "min_query_len": 2,
+        "max_query_len": 1,
+    },
     "max_seq_len is 25: expected at most 24": lambda x: {"max_seq_len": 25},
 }
 
@@ -357,6 +362,7 @@ BAD_CONTENTS: dict[str, Change] = {
     "expected 0 to 1, the blocks of kv_cache": lambda x: {"kv_cache": x["kv_cache"][:2]},
     "more than max_seq_len, 16": lambda x: {"max_seq_len": 16},
     "more than max_query_len, 0": lambda x: {"max_query_len": 0},
+    "has 1 queries: fewer than min_query_len, 2": lambda x: {"min_query_len": 2},
     r"prefix_lens\[1\] is -1": lambda x: {"prefix_lens": torch.tensor([0, -1, 0], dtype=torch.int32)},
     "2 queries: expected tree_mask with at least as many columns, not 1": lambda x: {
         "query_start_loc": torch.tensor([0, 2, 3, 4], dtype=torch.int32),

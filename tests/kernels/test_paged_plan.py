@@ -14,9 +14,10 @@ from paged_plan import make_plan_on_host
 
 from shardfuse.kernels.paged_attention import launch, paged_attention, plan_attention
 from shardfuse.kernels.paged_attention.config import Problem
-from shardfuse.kernels.paged_attention.options import AttentionOptions
+from shardfuse.kernels.paged_attention.options import AttentionOptions, Bounds
 from shardfuse.kernels.paged_attention.plan import IDLE, ITEM, MERGE, WHOLE, Section, sections
 from shardfuse.kernels.runtime import dispatch
+from shardfuse.kernels.runtime.chips import CHIPS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -40,6 +41,7 @@ def _problem(context: list[int], queries: list[int], **changes: Any) -> Problem:
         prefix=False,
         tree=False,
         invariant=False,
+        min_rows=None,
         max_rows=None,
         max_seq_len=None,
     )
@@ -121,7 +123,7 @@ def _check(problem: Problem, context: list[int], queries: list[int], prefixes: l
     slots=st.integers(1, 40),
     mask=st.sampled_from(["causal", "full", "window", "full window", "prefix", "tree", "prefix window"]),
     invariant=st.booleans(),
-    bounds=st.sampled_from(["none", "queries", "both"]),
+    bounds=st.sampled_from(["none", "queries", "all"]),
 )
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_every_key_is_attended_to_once(
@@ -148,8 +150,9 @@ def test_every_key_is_attended_to_once(
         prefix=prefixes is not None,
         tree=mask == "tree",
         invariant=invariant,
+        min_rows=min((q for q in queries if q), default=0) * group if bounds == "all" else None,
         max_rows=None if bounds == "none" else max(*queries, 3) * group,
-        max_seq_len=max(c + q for c, q in steps) if bounds == "both" else None,
+        max_seq_len=max(c + q for c, q in zip(context, queries)) if bounds == "all" else None,
     )
     _check(problem, context, queries, prefixes)
 
@@ -187,8 +190,49 @@ def test_bounds_leave_out_launches() -> None:
     assert len(sections(_problem(context, queries))) == 2
     few = sections(_problem(context, queries, max_rows=3, max_seq_len=20))
     assert len(few) == 1
-    assert few[0].max_slots == 0
+    assert few[0].max_slots == few[0].max_merges == 0
     assert sections(_problem(context, queries, max_rows=3))[0].max_slots > 0
+    assert sections(_problem(context, queries, max_rows=3, window=5))[0].max_slots == 0  # no tile sees more
+
+
+def test_a_prefill_alone_has_one_class() -> None:
+    """Its padding, of fewer rows than the prefill's tile, then lies in that class."""
+    context, queries = [0, 30], [40, 9]
+    assert len(sections(_problem(context, queries, min_rows=4))) == 2
+    problem = _problem(context, queries, min_rows=16)
+    (section,) = sections(problem)
+    assert (section.tiles.above, section.tiles.upto) == (0, None)
+    _check(problem, context, queries, None)
+
+
+@pytest.mark.parametrize("invariant", [False, True], ids=["fast", "invariant"])
+@pytest.mark.parametrize("seqs", [1, 64])
+@pytest.mark.parametrize("arch", CHIPS)
+def test_few_programs_of_a_decode_are_idle(arch: str, seqs: int, invariant: bool) -> None:
+    """Sequences of 8192 keys, as Llama's 8B has heads, under a table that holds four times as many."""
+    context, queries = [8191] * seqs, [1] * seqs
+    problem = _problem(
+        context,
+        queries,
+        arch=arch,
+        slots=CHIPS[arch].sms,
+        tokens=seqs,
+        max_keys=4 * 8192,
+        group=4,
+        kv_heads=8,
+        head_size=128,
+        v_size=128,
+        invariant=invariant,
+        min_rows=4,
+        max_rows=4,
+        max_seq_len=8192,
+    )
+    (section,) = sections(problem)
+    items, merges = _parts(make_plan_on_host(problem, [8192] * seqs, _starts(queries), None), section)
+    assert len(merges) == seqs
+    assert section.max_items <= 2 * len(items)
+    assert section.max_merges <= 2 * len(merges)
+    assert section.max_slots <= 2 * sum(item[-1] >= 0 for item in items)
 
 
 @pytest.mark.interpret
@@ -217,7 +261,7 @@ def test_the_device_makes_the_plan_of_the_host(mask: dict[str, Any], invariant: 
         torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
         torch.tensor(_starts(queries), dtype=torch.int32, device=DEVICE),
     )
-    plan = launch.make_plan(tensors, AttentionOptions(1.0, **options), invariant, None, None)
+    plan = launch.make_plan(tensors, AttentionOptions(1.0, **options), invariant, Bounds())
     host = make_plan_on_host(plan.problem, lengths, _starts(queries), prefixes)
     made = plan.data.cpu()
     for section in sections(plan.problem):

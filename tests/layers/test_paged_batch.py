@@ -19,7 +19,7 @@ def test_batch_layout() -> None:
     assert batch.slot_mapping.tolist() == [23, 8, 9, 0, 1, 12]
     assert batch.positions.tolist() == [3, 4, 5, 0, 1, 8]
     assert batch.logit_indices.tolist() == [4, 5]
-    assert (batch.max_query_len, batch.max_seq_len) == (3, 9)
+    assert (batch.min_query_len, batch.max_query_len, batch.max_seq_len) == (1, 3, 9)
     assert cache.layer(0).shape == (6, 2, 4, 16)
     assert cache.nbytes == 6 * 2 * 4 * 16 * 4
 

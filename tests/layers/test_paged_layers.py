@@ -251,7 +251,7 @@ def test_a_plan_serves_all_layers_with_the_same_mask(monkeypatch: pytest.MonkeyP
     made, used = [], []
 
     def plan(*_: Any, **options: Any) -> str:
-        assert (options["max_query_len"], options["invariant"]) == (3, True)
+        assert (options["min_query_len"], options["max_query_len"], options["invariant"]) == (3, 3, True)
         made.append((options["window"], options["causal"], options["max_seq_len"]))
         return f"plan {len(made)}"
 

@@ -224,6 +224,7 @@ def arguments(inputs: dict[str, Any], case: Case) -> dict[str, Any]:
         cache = inputs["kv_cache"]
         call["kv_cache"] = cache.to(E4M3) if isinstance(cache, torch.Tensor) else tuple(x.to(E4M3) for x in cache)
     if options["host"] != "nothing":
+        call["min_query_len"] = min((n for n in options["queries"] if n), default=0)
         call["max_query_len"] = max(options["queries"])
         call["max_seq_len"] = max(c + q for c, q in zip(options["context"], options["queries"]))
     return call
@@ -233,7 +234,8 @@ def run(inputs: dict[str, Any], case: Case, impl: str) -> dict[str, torch.Tensor
     """``out``, and ``lse`` where the case asks for it: there -1 stands for -inf, which has no distance to anything."""
     options, call = asked(case), arguments(inputs, case)
     if options["host"] == "plan":
-        of_plan = ("causal", "window", "prefix_lens", "tree_mask", "max_query_len", "max_seq_len", "invariant")
+        bounds = ("min_query_len", "max_query_len", "max_seq_len")
+        of_plan = ("causal", "window", "prefix_lens", "tree_mask", *bounds, "invariant")
         tensors = (call[name] for name in ("q", "kv_cache", "block_tables", "seq_lens", "query_start_loc"))
         call["plan"] = plan_attention(*tensors, **{name: call[name] for name in of_plan if name in call}, impl=impl)
     found = paged_attention(**call, return_lse=options["lse"], impl=impl)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...paged_attention.options import AttentionOptions
+from ...paged_attention.options import AttentionOptions, Bounds
 from ...runtime import device
 from ...runtime.dtypes import CACHE_NAMES
 from ..registry import Build, Case
@@ -23,7 +23,7 @@ def collect(target: str, cases: Iterable[Case]) -> list[Build]:
         with device.capture(target) as launches:
             tensors, mods = _call(case)
             launch.paged_attention_fwd(
-                tensors, mods, bool(case.options.get("invariant")), bound, None, plan=None, plan_key=0
+                tensors, mods, bool(case.options.get("invariant")), Bounds(max_query_len=bound), plan=None, plan_key=0
             )
         for item in launches:
             build = _build(item, target, case)
