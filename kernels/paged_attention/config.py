@@ -21,6 +21,8 @@ from ..runtime import device
 QUANTUM = 1024  # keys that invariant mode sums up by themselves: what a sequence is cut at, wherever it is
 _SMALLEST_SPLIT = 256  # keys, in fast mode: less is over before its partial result is written
 _INTERPRETED = 32  # keys, for both: small tests cross borders
+# Of NVIDIA's pipelines. The look at the table is one; with four, every step waits for the tile that it asked for last.
+_STAGES = 5
 
 
 class Problem(NamedTuple):
@@ -112,28 +114,27 @@ def _tile(problem: Problem, rows: int) -> AttentionConfig:
             return AttentionConfig(64, 32, 4, 2)
         return AttentionConfig(rows, 32 if wide else 64, 8 if rows == 128 else 4, 1 if problem.tree else 2)
     if rows <= 32:
-        # Five stages, because the look at the table is one: two tiles of keys and of values are under way.
         if arch == "sm_80" and wide:
-            return AttentionConfig(rows, 64, 8, 5, per_sm=1)
-        if arch == "sm_100" and not wide:
-            return AttentionConfig(rows, 32, 4, 4, per_sm=3)
-        return AttentionConfig(rows, 32 if wide else 64, 4, 5, per_sm=3)
+            return AttentionConfig(rows, 64, 8, _STAGES, per_sm=1)
+        return AttentionConfig(rows, 32 if wide or arch == "sm_100" else 64, 4, _STAGES, per_sm=3)
+    small = max(problem.head_size, problem.v_size) <= 64
     if arch == "sm_80":
-        return AttentionConfig(64 if loaded else rows, 32, 8, 3)
+        return AttentionConfig(64 if loaded else rows, 64 if small and not loaded else 32, 8, _STAGES)
     if wide:
-        return AttentionConfig(64, 64, 8, 3, per_sm=1)
+        return AttentionConfig(64, 64, 8, _STAGES, per_sm=1)
     if problem.tree or _quantised(problem):
-        return AttentionConfig(64, 64 if arch == "sm_100" and not problem.tree else 32, 8, 3, per_sm=1)
-    narrow = arch == "sm_100" and max(problem.head_size, problem.v_size) <= 64
-    return AttentionConfig(rows, 32 if narrow else 64, rows // 16, 3, per_sm=128 // rows)
+        return AttentionConfig(64, 64 if arch == "sm_100" and not problem.tree else 32, 8, _STAGES, per_sm=1)
+    # Where sm_100 takes 64 rows, two programs with three stages hide more than one with five.
+    stages = 3 if arch == "sm_100" and rows == 64 else _STAGES
+    return AttentionConfig(rows, 32 if arch == "sm_100" and small else 64, rows // 16, stages, per_sm=128 // rows)
 
 
 def _fp32(problem: Problem) -> AttentionConfig:
     """IEEE fp32 has no tensor cores: few rows, so that operands stay in registers."""
-    keys = 32 if problem.kv_dtype == torch.float32 else 16
+    keys = 16 if _wide(problem) or problem.kv_dtype != torch.float32 or problem.arch == "sm_80" else 32
     if problem.arch.startswith("gfx"):
-        return AttentionConfig(16, 16 if _wide(problem) else keys, 4, 2)
-    return AttentionConfig(16, keys, 8, 3)
+        return AttentionConfig(16, keys, 4, 2)
+    return AttentionConfig(16, keys, 8, _STAGES)
 
 
 def _invariant(problem: Problem) -> AttentionConfig:
@@ -146,8 +147,8 @@ def _invariant(problem: Problem) -> AttentionConfig:
     if arch.startswith("gfx"):
         return AttentionConfig(64, 32, 4, 2, QUANTUM)
     if _wide(problem) or _quantised(problem):
-        return AttentionConfig(64 if arch == "sm_90" else 32, 32, 8, 3, QUANTUM)
-    return AttentionConfig(64, 32, 8 if arch == "sm_80" else 4, 3, QUANTUM)
+        return AttentionConfig(64 if arch == "sm_90" else 32, 32, 8, _STAGES, QUANTUM)
+    return AttentionConfig(64, 32, 8 if arch == "sm_80" else 4, _STAGES, QUANTUM)
 
 
 def _quantised(problem: Problem) -> bool:
