@@ -41,9 +41,12 @@ from .registry import Build
 
 # The public row of a report, in this order: what names it, what was read off the machine code, what is predicted.
 _NAMES = ("op", "config", "target")
-_MEASURED = ("registers", "spills", "shared_bytes", "instructions", "wgmma", "tma", "occupancy")
+_MEASURED = (
+    *("registers", "spills", "shared_bytes", "instructions", "wgmma", "tma", "occupancy"),
+    *("copies_pending", "wgmma_pending"),
+)
 _PREDICTED = ("gemm", "flops", "bytes", "waves", "predicted_us", "peak_share", "bound")
-FIELDS = (*_NAMES, *_MEASURED, "exempt", *_PREDICTED)
+FIELDS = (*_NAMES, *_MEASURED, "exempt", "unpipelined", *_PREDICTED)
 
 _NO_TRITON = "compiling kernels needs Triton, which is not installed here (pip install triton; Linux only)"
 
@@ -62,11 +65,15 @@ class Report:
     wgmma: bool = False  # Hopper's warp-group matrix instructions are used
     tma: bool = False  # the tensor memory accelerator loads tiles
     occupancy: float = 0.0  # resident warps as a share of what an SM can hold
+    copies_pending: int | None = None  # as in machine_code.py
+    wgmma_pending: int | None = None
     exempt: str | None = None
     num_warps: int = 0
     blocks_per_sm: int = 0
     wants_wgmma: bool = False
     wants_tma: bool = False
+    wants_copies: bool = False
+    unpipelined: str | None = None
     error: str | None = None  # why it did not compile
     triton: str = ""  # the compiler's version
     # Of a matrix product, by the model of cost.py; None elsewhere.
@@ -100,9 +107,22 @@ def problems(report: Report) -> list[str]:
         )
     elif report.blocks_per_sm == 0:
         found.append(f"no block fits on {chip.name}: {report.registers} registers per thread are too many")
+    found += _pipeline_problems(report)
     if report.target == "sm_90":
         found += _tensor_unit_problems(report)
     return found
+
+
+def _pipeline_problems(report: Report) -> list[str]:
+    """Loops that wait for all that they have under way, unless the build says why; and excuses that nothing needs."""
+    waits = []
+    if report.wants_copies and not report.copies_pending:
+        waits.append("does not pipeline: a loop waits for every copy that it has under way")
+    if report.gemm is not None and report.exempt is None and report.wgmma_pending == 0:
+        waits.append("does not pipeline: its loop waits for every warp-group product that it has under way")
+    if report.unpipelined is None:
+        return waits
+    return [] if waits else [f"is excused from pipelining ({report.unpipelined}) but pipelines"]
 
 
 def _tensor_unit_problems(report: Report) -> list[str]:
@@ -149,11 +169,15 @@ def compile_build(build: Build) -> Report:
         wgmma=code.wgmma > 0,
         tma=code.tma > 0,
         occupancy=chip.occupancy(*use),
+        copies_pending=code.copies_pending,
+        wgmma_pending=code.wgmma_pending,
         exempt=build.exempt,
         num_warps=compiled.metadata.num_warps,
         blocks_per_sm=chip.blocks_per_sm(*use),
         wants_wgmma=build.wants_wgmma,
         wants_tma=build.wants_tma,
+        wants_copies=build.wants_copies,
+        unpipelined=build.unpipelined,
         triton=triton.__version__,
         **_predict(build),
     )

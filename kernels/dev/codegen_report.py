@@ -26,7 +26,10 @@ from . import codegen, registry
 from .registry import Build
 
 FOLDER = Path(__file__).resolve().parent / "compiled"
-_COLUMNS = ("registers", "spills", "shared_bytes", "instructions", "wgmma", "tma", "occupancy", "exempt")
+_COLUMNS = (
+    *("registers", "spills", "shared_bytes", "instructions", "wgmma", "tma", "occupancy"),
+    *("copies_pending", "wgmma_pending", "exempt", "unpipelined"),
+)
 
 
 def builds() -> Iterator[Build]:
@@ -79,10 +82,13 @@ def stale(version: str) -> list[str]:
     file = path(version)
     if not file.is_file():
         return [f"there is no {file.name}"]
-    recorded = json.loads(file.read_text())["builds"]
+    record = json.loads(file.read_text())
+    recorded = record["builds"]
     now = {" ".join(_key(build)): source_hash(build) for build in builds()}
     lines = [f"{name} is not in it" for name in now if name not in recorded]
     lines += [f"{name} was compiled from other sources" for name, h in now.items() if recorded.get(name, [h])[0] != h]
+    if record["columns"][1:] != list(_COLUMNS):
+        lines.insert(0, f"its columns are {', '.join(record['columns'][1:])}: {', '.join(_COLUMNS)} are recorded now")
     return lines + [f"{name} is no build any more" for name in recorded if name not in now]
 
 

@@ -15,6 +15,12 @@ from pathlib import Path
 
 # "/*0150*/  @!P0 STS [R3], RZ ;": the offset, perhaps a predicate, then the opcode up to its first modifier.
 _SASS_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.MULTILINE)
+# One instruction with its operands; a branch back to where a loop begins; and the waits that let a number of groups of
+# asynchronous copies, or of warp-group products, stay under way: "DEPBAR.LE SB0, 0x4", "WARPGROUP.DEPBAR.LE gsb0, 0x1".
+_SASS_LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+([^;]+);", re.MULTILINE)
+_SASS_BRANCH = re.compile(r"\bBRA\b.*\b0x([0-9a-f]+)")
+_COPIES_WAIT = re.compile(r"\bDEPBAR\.LE SB0, 0x([0-9a-f]+)")
+_WGMMA_WAIT = re.compile(r"\bDEPBAR\.LE gsb0, 0x([0-9a-f]+)")
 _SASS_REGISTERS = re.compile(r"\bREG:(\d+)\b")
 _GCN_INSTRUCTION = re.compile(r"^[ \t]+([a-z]\w+)\b", re.MULTILINE)
 _GCN_REGISTERS = re.compile(r"^\s*\.vgpr_count:\s+(\d+)", re.MULTILINE)
@@ -28,6 +34,9 @@ class MachineCode:
     instructions that touch thread-local memory: LDL and STL in SASS, scratch_load and scratch_store in GCN. ``wgmma``
     and ``tma`` count Hopper's warp-group matrix instructions and the bulk tensor loads. ``instructions`` are all but
     those that do nothing: what an epilogue takes is their difference to the same kernel with another epilogue.
+
+    The last two say how far loops run ahead, the worst of them: how many groups of asynchronous copies (LDGSTS), and of
+    warp-group matrix instructions, the first wait of a loop leaves under way. None where no loop has any.
     """
 
     registers: int
@@ -35,6 +44,8 @@ class MachineCode:
     wgmma: int
     tma: int
     instructions: int
+    copies_pending: int | None = None
+    wgmma_pending: int | None = None
 
 
 def read_cubin(cubin: bytes, cuobjdump: str) -> MachineCode:
@@ -52,13 +63,34 @@ def read_cubin(cubin: bytes, cuobjdump: str) -> MachineCode:
 def read_sass(text: str) -> MachineCode:
     """Count in the output of ``cuobjdump -res-usage -sass``."""
     opcodes = Counter(_SASS_INSTRUCTION.findall(text))
+    loops = _loops(text)
     return MachineCode(
         registers=_largest(_SASS_REGISTERS, text, opcodes),
         spills=opcodes["LDL"] + opcodes["STL"],
         wgmma=opcodes["HGMMA"] + opcodes["IGMMA"] + opcodes["QGMMA"],
         tma=opcodes["UTMALDG"],
         instructions=opcodes.total() - opcodes["NOP"],
+        copies_pending=_pending(loops, "LDGSTS", _COPIES_WAIT),
+        wgmma_pending=_pending(loops, "GMMA.", _WGMMA_WAIT),
     )
+
+
+def _loops(text: str) -> list[str]:
+    """The instructions of each loop, one a line; inner loops are parts of outer ones."""
+    found = []
+    for function in text.split("Function :"):
+        lines = [(int(at, 16), line) for at, line in _SASS_LINE.findall(function)]
+        back = [(int(branch[1], 16), at) for at, line in lines if (branch := _SASS_BRANCH.search(line))]
+        found += ["\n".join(line for at, line in lines if first <= at <= last) for first, last in back if first < last]
+    return found
+
+
+def _pending(loops: list[str], opcode: str, wait: re.Pattern[str]) -> int | None:
+    """What the first waits of the innermost loops with ``opcode`` leave under way, at the least; 0 without a wait."""
+    holders = [loop for loop in loops if opcode in loop]
+    inner = [loop for loop in holders if not any(other != loop and other in loop for other in holders)]
+    waits = [wait.search(loop) for loop in inner]
+    return min((int(found[1], 16) if found else 0 for found in waits), default=None)
 
 
 def read_amdgcn(text: str) -> MachineCode:

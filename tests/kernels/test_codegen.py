@@ -112,6 +112,26 @@ def test_the_record_is_whole(where):
     assert done.returncode == 0, f"run `make codegen-all` and commit what it writes:\n{done.stdout}{done.stderr}"
 
 
+@needs_triton
+def test_a_record_with_other_columns_is_stale(monkeypatch, tmp_path):
+    record = {"triton": "1.2.3", "columns": ["source_hash", "registers"], "builds": {"op sm_90 c": ["0" * 16, 40]}}
+    (tmp_path / "triton-1.2.3.json").write_text(json.dumps(record))
+    monkeypatch.setattr(codegen_report, "FOLDER", tmp_path)
+    monkeypatch.setattr(codegen_report, "builds", lambda: iter(()))
+    columns, gone = codegen_report.stale("1.2.3")
+    assert columns.startswith("its columns are registers: registers, spills, ")
+    assert gone == "op sm_90 c is no build any more"
+
+
+@needs_triton
+@pytest.mark.parametrize("target", registry.TARGETS)
+def test_paged_attention_has_to_pipeline(target):
+    """Every build that attends, on NVIDIA's chips; none of them is excused."""
+    builds = [build for build in registry.op("paged_attention").builds(target) if "q_ptr" in build.args]
+    assert builds
+    assert {(build.wants_copies, build.unpipelined) for build in builds} == {(target.startswith("sm_"), None)}
+
+
 @pytest.mark.codegen
 @needs_triton
 def test_hopper_gemms_use_its_units(installed):
@@ -165,6 +185,10 @@ def samples() -> dict[str, tuple[Report, list[str]]]:
         ("exempt", []),
         ("old-chip", []),
         ("spills-on-amd", ["spills"]),
+        ("prefill", []),
+        ("prefill-waits", ["a loop waits for every copy"]),
+        ("gated", []),
+        ("gated-unexcused", ["every warp-group product"]),
     ],
 )
 def test_faulty_kernels_are_found_out(samples, name, expected):
@@ -193,9 +217,9 @@ def test_a_build_that_cannot_be_made_becomes_a_report(capsys):
     assert problems(report) == [f"does not compile: {report.error}"]
     assert report.row() == {
         "op": "linear_act", "config": "nonesuch", "target": "sm_90", "registers": None, "spills": None,
-        "shared_bytes": None, "instructions": None, "wgmma": None, "tma": None, "occupancy": None, "exempt": None,
-        "gemm": None, "flops": None, "bytes": None, "waves": None, "predicted_us": None, "peak_share": None,
-        "bound": None,
+        "shared_bytes": None, "instructions": None, "wgmma": None, "tma": None, "occupancy": None,
+        "copies_pending": None, "wgmma_pending": None, "exempt": None, "unpipelined": None, "gemm": None, "flops": None,
+        "bytes": None, "waves": None, "predicted_us": None, "peak_share": None, "bound": None,
     }  # fmt: skip
 
 
@@ -278,6 +302,15 @@ def test_a_process_that_interprets_does_not_compile(monkeypatch):
         ({"shared_bytes": 227 * 1024 + 1}, ["shared memory"]),
         ({"blocks_per_sm": 0}, ["no block fits"]),
         ({"error": "no"}, ["does not compile"]),
+        ({"wants_copies": True}, ["waits for every copy"]),
+        ({"wants_copies": True, "copies_pending": 0, "target": "sm_80"}, ["waits for every copy"]),
+        ({"wants_copies": True, "copies_pending": 4}, []),
+        ({"wants_copies": True, "copies_pending": 0, "unpipelined": "one stage fits"}, []),
+        ({"wants_copies": True, "copies_pending": 4, "unpipelined": "one stage fits"}, ["but pipelines"]),
+        ({"gemm": "nt 8x8x8", "wgmma_pending": 0}, ["every warp-group product"]),
+        ({"gemm": "nt 8x8x8", "wgmma_pending": 1}, []),
+        ({"gemm": "nt 8x8x8", "wgmma_pending": 0, "tma": False, "exempt": "rows of 66 bytes"}, []),
+        ({"wgmma_pending": 0}, []),  # attention needs each product's result at once
     ],
 )
 def test_problems(changes, expected):

@@ -29,6 +29,27 @@ Resource usage:
         /*10090*/                  NOP ;                                     /* 0x0000000000007918 */
 """
 
+# A loop that holds three: two that ask for copies, of which one multiplies too, and a spin.
+LOOPS = """
+  REG:154 STACK:0 SHARED:1024 LOCAL:0
+        Function : gemm
+        /*0000*/                   DEPBAR.LE SB0, 0x0 ;                      /* before any loop */
+        /*0010*/                   LDGSTS.E.BYPASS.128 [R9], [R2.64] ;
+        /*0020*/                   DEPBAR.LE SB0, 0x4 ;
+        /*0030*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;
+        /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0050*/                   DEPBAR.LE SB0, 0x0 ;
+        /*0060*/              @!P0 BRA 0x10 ;
+        /*0070*/                   LDGSTS.E.BYPASS.128 [R9], [R2.64] ;
+        /*0080*/                   DEPBAR.LE SB0, 0x2 ;
+        /*0090*/               @P1 BRA 0x70 ;
+        /*00a0*/                   LD.E.STRONG.SYS R4, [R6.64] ;
+        /*00b0*/               @P2 BRA 0xa0 ;
+        /*00c0*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*00d0*/               @P3 BRA 0x0 ;
+        /*00e0*/                   BRA 0xe0 ;
+"""
+
 GCN = """
 gemm:
 	s_load_dwordx2 s[4:5], s[0:1], 0x0
@@ -45,6 +66,18 @@ gemm:
 
 def test_sass_is_counted_by_opcode():
     assert read_sass(SASS) == MachineCode(registers=154, spills=3, wgmma=2, tma=1, instructions=9)
+
+
+def test_how_far_innermost_loops_run_ahead():
+    """The first wait of each counts, the worst of them; what stands outside, and loops of other things, do not."""
+    code = read_sass(LOOPS)
+    assert (code.copies_pending, code.wgmma_pending) == (2, 1)
+    waits = read_sass(LOOPS.replace("SB0, 0x2", "SB0, 0x0"))
+    assert (waits.copies_pending, waits.wgmma_pending) == (0, 1)
+    assert read_sass(LOOPS.replace("DEPBAR.LE SB0, 0x2", "NOP")).copies_pending == 0  # copies that nothing waits for
+    assert read_sass(LOOPS.replace("@!P0 BRA 0x10", "NOP")).wgmma_pending == 1  # the outer loop's, then
+    unlooped = read_sass(LOOPS.replace("BRA", "NOP"))
+    assert (unlooped.copies_pending, unlooped.wgmma_pending) == (None, None)
 
 
 def test_gcn_is_counted_by_opcode():

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardfuse.kernels.dev import codegen
+from shardfuse.kernels.dev import codegen, registry
 from shardfuse.kernels.dev.registry import Build
 
 
@@ -53,6 +53,16 @@ def _build(fn, config: str, target: str, blocks: tuple[int, int, int], num_warps
     return Build("sample", config, target, fn, args, num_warps, num_stages, wants_wgmma=True, wants_tma=True)
 
 
+def _shipped(op: str, config: str, **features) -> Build:
+    """The first build of ``op`` on sm_90 with these arguments, under the name ``config``."""
+    builds = registry.op(op).builds("sm_90")
+    found = next(b for b in builds if all(b.args.get(name) == value for name, value in features.items()))
+    return dataclasses.replace(found, config=config)
+
+
+PREFILL = _shipped("paged_attention", "prefill", BLOCK_M=128)
+GATED = _shipped("gated_linear", "gated", EPILOGUE="gated")
+
 BUILDS = [
     _build(_tma_gemm_kernel, "good", "sm_90", (128, 128, 64), 8, 3),
     _build(_tma_gemm_kernel, "spills", "sm_90", (256, 256, 32), 4, 2),
@@ -64,6 +74,10 @@ BUILDS = [
     ),
     _build(_pointer_gemm_kernel, "old-chip", "sm_80", (64, 64, 32), 4, 2),
     _build(_pointer_gemm_kernel, "spills-on-amd", "gfx942", (256, 256, 32), 4, 2),
+    PREFILL,
+    dataclasses.replace(PREFILL, config="prefill-waits", num_stages=3),
+    GATED,
+    dataclasses.replace(GATED, config="gated-unexcused", unpipelined=None),
 ]
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from ..registry import Build, Case
 from ..shapes import Projection
 
 _KINDS = {"nt": "fwd", "nn": "dgrad", "tn": "wgrad"}
+_TWO_ACCUMULATORS = "ptxas serialises the products of two accumulators that start at zero within the loop (C7515)"
 
 
 def collect(
@@ -74,12 +75,15 @@ def build_of(op: str, item: device.Launch, target: str) -> Build:
     label += [f"gather{args['PIECES']}"] if gemm.remote == "gather" else []
     label += steps + _operands(args)
     label += ["odd"] if any(size % 16 for size in (*args["Ns"], *(args["Ms"] or args["Ks"]))) else []
+    exempt = _why_not_tensor_units(gemm, tile) if target == "sm_90" else None
+    serial = target == "sm_90" and exempt is None and args["EPILOGUE"] == "gated"
     return Build(
         config="-".join(label),
         **common,
         wants_wgmma=True,
         wants_tma=True,
-        exempt=_why_not_tensor_units(gemm, tile) if target == "sm_90" else None,
+        exempt=exempt,
+        unpipelined=_TWO_ACCUMULATORS if serial else None,
         gemm=gemm,
         tile=tile,
     )

@@ -84,6 +84,8 @@ def _build(item: device.Launch, target: str, case: Case) -> Build:
         num_stages=item.num_stages,
         # A warp group multiplies 64 rows: decode's 16 use the older instruction, and fp32 has none.
         wants_wgmma=attends and args["BLOCK_M"] >= 64 and not fp32,
+        # AMD's tiles go through registers: its waits do not tell which of them belong to a later step.
+        wants_copies=attends and target.startswith("sm_"),
     )
 
 
