@@ -1,10 +1,11 @@
-"""``shardfuse bench tune``: measures configurations of the GEMM on this GPU and writes a table for ``tuning.py``.
+"""``shardfuse bench tune``: measures kernels' configurations on this GPU and writes a table for ``tuning.py``.
 
-It covers every launch of the chosen ops' cases that no earlier run has measured with the same sources. Several
-processes compile the most promising candidates (``kernels/dev/candidates.py``, ordered by the cost model); those that
+It covers every GEMM that the chosen ops' cases launch (``workload.py``), and every tile in which paged attention runs
+them (``attention_workload.py``), except what an earlier run has measured with the same sources. Several processes
+compile the most promising candidates (a GEMM's: ``kernels/dev/candidates.py``, ordered by the cost model); those that
 spill or do not fit are dropped. The others must agree with the reference by the rule that all gates share, and are then
-timed, each interleaved with the current configuration. The winner is timed against the stock path as well. If that is
-faster beyond noise, the table records it, and ``auto`` uses the stock path there.
+timed, each interleaved with the current configuration. A GEMM's winner is timed against the stock path as well. If that
+is faster beyond noise, the table records it, and ``auto`` uses the stock path there.
 
 Every figure is on disk as it is measured (``<out>.events.jsonl``), so the same command resumes a stopped run; the table
 is rewritten after every launch. A candidate that crashed the process is not tried again.
@@ -33,12 +34,9 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..kernels.dev import registry
-from ..kernels.dev.candidates import candidates, predicted_us
-from ..kernels.linear import config as gemms
-from ..kernels.linear.gemm import GemmConfig
-from ..kernels.linear.tuned import OP, SOURCES
+from ..kernels.dev import registry, workers
 from ..kernels.runtime import device, dispatch, tuning
 from ..kernels.runtime.chips import CHIPS
 from . import workload
@@ -48,7 +46,7 @@ from .harness.gate import Outputs, check_outputs
 from .harness.report import DRY_NOTE, console, write_json
 from .harness.runner import default_device
 from .harness.timing import Timing, compare, input_sets
-from .workload import Call
+from .tunable import KINDS, Call, answer, calls_of, ops
 
 TOP = 12
 BUDGET_S = 3600.0
@@ -57,6 +55,8 @@ SECONDS = 0.3  # of timing for one candidate, both sides together
 MARGIN = 0.02  # a difference counts if it exceeds this and both sides' own noise
 DRY_CASES = 2
 TAG = "short"
+
+_UNNAMED = {"group_m": "g", "per_sm": "x"}  # fields that a configuration's own name for people omits
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class Run:
             raise ValueError(f"nothing is known of {self.arch}: describe it in kernels/runtime/chips.py")
         self.out = options.out or Path(f"shardfuse-tuned-{self.arch}.json")
         self.origin = provenance.describe(self.device)
-        self.source_hash = tuning.source_hash(SOURCES)
+        self.source_hashes = {op: tuning.source_hash(sources) for op, (_, sources) in KINDS.items()}
         self.entries = self._earlier()
         self.calls = self._calls()
         journal = self.out.with_name(self.out.name + ".events.jsonl")
@@ -183,30 +183,31 @@ class Run:
 
     def _calls(self) -> list[Call]:
         """Every launch of the chosen cases, once for each bucket."""
-        names = [self.options.op] if self.options.op else workload.ops()
+        names = [self.options.op] if self.options.op else ops()
         found: dict[str, Call] = {}
         for name in names:
             spec = registry.op(name)
-            if name not in workload.ops():
+            if name not in ops():
                 continue
             for case in _cases(spec, self.options, known=len(names) == 1):
-                for call in workload.calls(spec, case, self.device, self.arch):
+                for call in calls_of(name, case, self.device, self.arch):
                     found.setdefault(call.bucket, call)
         if not found:
-            raise ValueError(f"nothing to tune: no GEMM is launched by the chosen cases of {', '.join(names)}")
+            raise ValueError(f"nothing to tune: no GEMM and no tile in the chosen cases of {', '.join(names)}")
         return list(found.values())
 
     def _fresh(self, call: Call) -> bool:
         entry = self.entries.get(call.bucket)
-        return entry is not None and entry.source_hash == self.source_hash
+        return entry is not None and entry.source_hash == self.source_hashes[entry.op]
 
     # --- one launch ---------------------------------------------------------------------------------------------------
 
-    def _tune(self, call: Call, chosen: Sequence[GemmConfig], until: float) -> None:
+    def _tune(self, call: Call, chosen: Sequence[Any], until: float) -> None:
         """Time the candidates of one launch and store the winner, unless current results are wrong or time is up."""
-        now = gemms.pick_config(self.arch, call.gemm)
-        tried = self._tried(call)
-        sets = [call.draw(self.device, seed) for seed in range(input_sets(call.nbytes, self.device))]
+        now, tried = call.now(self.arch), self._tried(call)
+        sets = [call.draw(self.device, 0)]
+        nbytes = sum(each.nbytes for each in tree_leaves(sets[0]) if isinstance(each, torch.Tensor))
+        sets += [call.draw(self.device, seed) for seed in range(1, input_sets(nbytes, self.device))]
         gate = _Gate(call, sets[0])
         if not self._right(call, gate, now):
             self.red = True
@@ -221,10 +222,10 @@ class Run:
     def _try(
         self,
         call: Call,
-        sets: list[list[Any]],
+        sets: list[Any],
         gate: _Gate,
-        config: GemmConfig,
-        now: GemmConfig,
+        config: Any,
+        now: Any,
         tried: dict[str, dict[str, float]],
     ) -> None:
         """Check one candidate and time it against the current configuration; ``tried`` gets the ratio of the two."""
@@ -239,11 +240,9 @@ class Run:
             self.journal.add("interrupted", **key)  # not the candidate's fault
             raise
 
-    def _entry(
-        self, call: Call, sets: list[list[Any]], now: GemmConfig, tried: dict[str, dict[str, float]]
-    ) -> tuning.Entry:
+    def _entry(self, call: Call, sets: list[Any], now: Any, tried: dict[str, dict[str, float]]) -> tuning.Entry:
         """The fastest candidate, timed once more against the current configuration, and against the stock path."""
-        by_name = {str_of(config): config for config in candidates(self.arch, call.gemm)}
+        by_name = {str_of(config): config for config in call.candidates(self.arch)}
         won = {
             name: said["ratio"]
             for name, said in tried.items()
@@ -251,26 +250,30 @@ class Run:
         }
         best = by_name[min(won, key=won.__getitem__)] if won else now
         ours, base = self._compare(_forced(call, sets, best), _forced(call, sets, now))
-        again, stock = self._compare(_forced(call, sets, best), [partial(call.reference, args) for args in sets])
-        measured = {"us": ours.value, "now_us": base.value, "stock_us": stock.value}
-        if self.arch in CHIPS:
-            measured["predicted_us"] = predicted_us(self.arch, call.gemm, best)
-        slower = again.value > stock.value * (1 + max(MARGIN, _noise(again, stock)))
-        times = f"plain torch took {stock.value:.1f} us where the kernel took {again.value:.1f} us"
+        measured = {"us": ours.value, "now_us": base.value}
+        stock_wins = None
+        if call.stock:
+            again, stock = self._compare(_forced(call, sets, best), [partial(call.reference, args) for args in sets])
+            measured["stock_us"] = stock.value
+            if not self.options.dry and again.value > stock.value * (1 + max(MARGIN, _noise(again, stock))):
+                stock_wins = f"plain torch took {stock.value:.1f} us where the kernel took {again.value:.1f} us"
+        predicted = call.predicted_us(self.arch, best)
+        if predicted is not None:
+            measured["predicted_us"] = predicted
         commit = self.origin["commit"] + ("" if self.origin["dirty"] is False else ", with changes")
         return tuning.Entry(
-            op=OP,
+            op=call.table_op,
             bucket=call.bucket,
             measured={name: round(us, 2) for name, us in measured.items()} | {"tried": len(tried) + 1},
             source=f"{self.out.name}: bench tune at commit {commit} on {self.origin['device']}",
-            source_hash=self.source_hash,
+            source_hash=self.source_hashes[call.table_op],
             config=dataclasses.asdict(best),
-            stock_wins=times if slower and not self.options.dry else None,
+            stock_wins=stock_wins,
         )
 
     def _tried(self, call: Call) -> dict[str, dict[str, float]]:
         """Earlier runs' results for the candidates, from the same sources. Infinite: do not try it again."""
-        same = {"bucket": call.bucket, "source_hash": self.source_hash, "dry": self.options.dry}
+        same = {"bucket": call.bucket, "source_hash": self.source_hashes[call.table_op], "dry": self.options.dry}
         last = {
             event["config"]: event
             for event in self.journal.events
@@ -282,7 +285,7 @@ class Run:
             if event["event"] != "interrupted"
         }
 
-    def _compile(self, left: Sequence[Call], until: float) -> dict[str, list[GemmConfig]]:
+    def _compile(self, left: Sequence[Call], until: float) -> dict[str, list[Any]]:
         """Compile the candidates; returns, by bucket, those that compile without spilling and fit.
 
         A launch whose candidates were not all compiled in time is missing.
@@ -304,16 +307,16 @@ class Run:
                     break
         return {bucket: configs for bucket, configs in wanted.items() if not pending[bucket]}
 
-    def _untried(self, call: Call) -> list[GemmConfig]:
-        now, tried = gemms.pick_config(self.arch, call.gemm), self._tried(call)
-        promising = candidates(self.arch, call.gemm)[: self.options.top]
+    def _untried(self, call: Call) -> list[Any]:
+        now, tried = call.now(self.arch), self._tried(call)
+        promising = call.candidates(self.arch)[: self.options.top]
         return [config for config in promising if config != now and str_of(config) not in tried]
 
-    def _refuse(self, call: Call, config: GemmConfig, why: str) -> None:
+    def _refuse(self, call: Call, config: Any, why: str) -> None:
         self.journal.add("refused", **self._key(call, config), why=why)
         self.people.print(f"    {call.bucket}  {config}: {why}", markup=False, soft_wrap=True)
 
-    def _right(self, call: Call, gate: _Gate, config: GemmConfig) -> bool:
+    def _right(self, call: Call, gate: _Gate, config: Any) -> bool:
         wrong = gate.faults(config)
         if wrong:
             self._refuse(call, config, wrong)
@@ -322,11 +325,13 @@ class Run:
     def _compare(self, ours: list[Callable[[], object]], peer: list[Callable[[], object]]) -> tuple[Timing, Timing]:
         return compare(ours, peer, self.device, seconds=SECONDS, dry=self.options.dry)
 
-    def _key(self, call: Call, config: GemmConfig) -> dict[str, str]:
-        return {"bucket": call.bucket, "config": str_of(config), "source_hash": self.source_hash}
+    def _key(self, call: Call, config: Any) -> dict[str, str]:
+        source_hash = self.source_hashes[call.table_op]
+        return {"bucket": call.bucket, "config": str_of(config), "source_hash": source_hash}
 
     def _write(self) -> None:
-        table = tuning.Table(self.arch, self.options.dry, self.origin, SOURCES, tuple(self.entries.values()))
+        sources = {op: sources for op, (_, sources) in KINDS.items()}
+        table = tuning.Table(self.arch, self.options.dry, self.origin, sources, tuple(self.entries.values()))
         write_json(self.out, table.record())
         tuning.forget()
 
@@ -343,9 +348,11 @@ class Run:
             measured = entry.measured
             table.add_row(
                 entry.bucket,
-                str_of(GemmConfig(**entry.config)),  # type: ignore[arg-type]
-                f"{measured['predicted_us']:,.1f}" if "predicted_us" in measured else "",
-                *(f"{measured[name]:,.1f}" for name in ("us", "now_us", "stock_us")),
+                str_of(KINDS[entry.op][0](**entry.config)),
+                *(
+                    f"{measured[name]:,.1f}" if name in measured else ""
+                    for name in ("predicted_us", "us", "now_us", "stock_us")
+                ),
                 f"{measured['now_us'] / measured['us']:.3f}",
                 str(measured["tried"]),
             )
@@ -356,36 +363,46 @@ class Run:
 class _Gate:
     """Compares one launch with the fp64 oracle; the expected results are computed once for all configurations."""
 
-    def __init__(self, call: Call, args: list[Any]) -> None:
+    def __init__(self, call: Call, args: Any) -> None:
         self._call, self._args = call, args
-        self._low: Outputs = call.reference(workload.copied(args))
-        self._oracle: Outputs = call.reference(workload.copied(args, double=True))
+        self._low: Outputs = call.reference(_copied(args))
+        self._oracle: Outputs = call.reference(_copied(args, double=True))
 
-    def faults(self, config: GemmConfig) -> str:
+    def faults(self, config: Any) -> str:
         """What is wrong with the results of ``config``, or why it cannot run; empty if they are right."""
         from triton.runtime.errors import OutOfResources
 
-        args = workload.copied(self._args)
+        args = _copied(self._args)
         try:
-            with gemms.forced(config):
-                ours = self._call(args)
+            ours = _run_forced(self._call, config, args)
         except OutOfResources as error:
             return str(error)
-        verdicts = check_outputs(ours, low=lambda: self._low, oracle=lambda: self._oracle, terms=self._call.gemm.K)
+        verdicts = check_outputs(ours, low=lambda: self._low, oracle=lambda: self._oracle, terms=self._call.terms)
         return "; ".join(str(verdict) for verdict in verdicts if not verdict.ok)
 
 
-def str_of(config: GemmConfig) -> str:
-    """A configuration with every field; its own name for people omits some."""
-    return f"{config}-g{config.group_m}"
+def str_of(config: Any) -> str:
+    """A configuration with every field that is tuned; its own name for people omits some."""
+    rest = (f"{letter}{getattr(config, name)}" for name, letter in _UNNAMED.items() if hasattr(config, name))
+    return "-".join([str(config), *rest])
 
 
-def _forced(call: Call, sets: list[list[Any]], config: GemmConfig) -> list[Callable[[], object]]:
+def _copied(args: Any, *, double: bool = False) -> Any:
+    """The same values in new tensors: an op may write into its arguments. ``double``: numbers in fp64."""
+
+    def copy(x: torch.Tensor) -> torch.Tensor:
+        wide = x.double() if double and x.is_floating_point() else x
+        return wide.clone(memory_format=torch.preserve_format)
+
+    return tree_map_only(torch.Tensor, copy, args)
+
+
+def _forced(call: Call, sets: list[Any], config: Any) -> list[Callable[[], object]]:
     return [partial(_run_forced, call, config, args) for args in sets]
 
 
-def _run_forced(call: Call, config: GemmConfig, args: list[Any]) -> object:
-    with gemms.forced(config):
+def _run_forced(call: Call, config: Any, args: Any) -> Outputs:
+    with call.forced(config):
         return call(args)
 
 
@@ -407,8 +424,8 @@ def _cases(spec: registry.OpSpec, options: Options, *, known: bool) -> Iterator[
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m shardfuse.bench.tune", description="Tune the GEMM on this GPU.")
-    parser.add_argument("op", nargs="?", help="one op; default: all that launch GEMMs")
+    parser = argparse.ArgumentParser(prog="python -m shardfuse.bench.tune", description="Tune kernels on this GPU.")
+    parser.add_argument("op", nargs="?", help="one op; default: all that launch GEMMs, and paged_attention")
     parser.add_argument("--cases", action="append", default=[], help="a case or a tag; may be repeated")
     parser.add_argument("--out", type=Path, help="the table; an earlier call's is resumed")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds")
@@ -418,7 +435,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.worker:
-        workload.serve()
+        workers.serve(answer)
         return 0
     return tune(
         Options(options.op, tuple(options.cases), options.out, options.budget, options.top, options.dry, options.jobs)

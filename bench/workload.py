@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from ..kernels.dev import codegen, registry, workers
+from ..kernels.dev.candidates import candidates, predicted_us
 from ..kernels.dev.registry import Build, Case, OpSpec
 from ..kernels.linear import config as gemms
 from ..kernels.linear import functional, reference
 from ..kernels.linear.gemm import Gemm, GemmConfig
-from ..kernels.linear.tuned import SOURCES, bucket
+from ..kernels.linear.tuned import OP, SOURCES, bucket
 from ..kernels.runtime import device
+from ..kernels.runtime.chips import CHIPS
 from ..kernels.runtime.dispatch import Choice
 
 _REFERENCE = Choice("reference", "the launch is compared with it")
@@ -59,6 +63,12 @@ class Call:
     gemm: Gemm
     bucket: str
 
+    table_op, stock = OP, True
+
+    @property
+    def terms(self) -> int:
+        return self.gemm.K
+
     def __call__(self, args: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Run the kernel. Results by position, or the arguments that an in-place op has written."""
         return self._named(getattr(torch.ops.shardfuse, self.op)(*args), args)
@@ -77,16 +87,27 @@ class Call:
             out = torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=on)
             return out.copy_(drawn)
 
-        return _each(self.args, real)
+        return list(tree_map_only(torch.Tensor, real, self.args))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the operands."""
-        return sum(tensor.nbytes for tensor in _tensors(self.args))
+    def now(self, arch: str) -> GemmConfig:
+        return gemms.pick_config(arch, self.gemm)
+
+    def candidates(self, arch: str) -> list[GemmConfig]:
+        return candidates(arch, self.gemm)
+
+    def forced(self, config: GemmConfig) -> contextlib.AbstractContextManager[None]:
+        return gemms.forced(config)
+
+    def predicted_us(self, arch: str, config: GemmConfig) -> float | None:
+        return predicted_us(arch, self.gemm, config) if arch in CHIPS else None
+
+    def request(self, config: GemmConfig, arch: str) -> dict[str, Any]:
+        asked = {"op": self.op, "args": _to_json(self.args), "config": dataclasses.asdict(config)}
+        return asked | {"arch": arch, "tf32": device.allow_tf32()}
 
     def _named(self, results: Any, args: Sequence[Any]) -> dict[str, torch.Tensor]:
         if self.op in _IN_PLACE:
-            results = list(_tensors(args[_IN_PLACE[self.op]]))
+            results = [tensor for written in args[_IN_PLACE[self.op]] for tensor in written]
         elif isinstance(results, torch.Tensor):
             results = [results]
         return {str(i): value for i, value in enumerate(t for t in results if t is not None)}
@@ -128,7 +149,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         op = func.name().partition("::")[2].partition(".")[0]
         if func.namespace == "shardfuse" and op in REFERENCES:
-            self.seen.append((op, tuple(_each(args, _on_meta))))
+            self.seen.append((op, tree_map_only(torch.Tensor, _on_meta, args)))
         return func(*args, **(kwargs or {}))
 
 
@@ -150,47 +171,31 @@ def _launches(op: str, args: Sequence[Any], arch: str, *, tf32: bool | None = No
 
 
 def compile_all(
-    pairs: Sequence[tuple[Call, GemmConfig]], arch: str, jobs: int | None = None
+    pairs: Sequence[tuple[Any, Any]], arch: str, jobs: int | None = None
 ) -> Iterator[tuple[int, str | None]]:
     """Compile calls in configurations, in several processes: yields (index, error or None) as they finish.
 
     Triton's cache on disk keeps the kernels for the process that runs them.
     """
-    common = {"arch": arch, "tf32": device.allow_tf32()}
-    requests = [
-        common | {"op": call.op, "args": _to_json(call.args), "config": dataclasses.asdict(config)}
-        for call, config in pairs
-    ]
+    requests = [call.request(config, arch) for call, config in pairs]
     command = [sys.executable, "-m", f"{__package__}.tune", "--worker"]
     for index, answer in workers.ask_all(requests, command, dict(os.environ), jobs or workers.cores()):
         yield index, answer.get("error") or answer.get("problem")
 
 
-def serve() -> None:
-    """The work of a compiling process."""
-    workers.serve(_compile)
+def faults_of(request: Mapping[str, Any]) -> list[str]:
+    """Compile what :meth:`Call.request` asks for, in this process; returns what keeps it from being used."""
+    with gemms.forced(GemmConfig(**request["config"])):
+        launches = _launches(request["op"], _from_json(request["args"]), request["arch"], tf32=request["tf32"])
+    return problems_of(
+        Build(OP, str(item.config), request["arch"], item.fn, item.args, item.num_warps, item.num_stages)
+        for item in launches
+    )
 
 
-def _compile(request: Mapping[str, Any]) -> dict[str, Any]:
-    call = (request["op"], _from_json(request["args"]), GemmConfig(**request["config"]))
-    faults = _faults(*call, request["arch"], tf32=request["tf32"])
-    return {"problem": "; ".join(faults)} if faults else {}
-
-
-def compile_one(call: Call, config: GemmConfig, arch: str) -> list[str]:
-    """Compile a call in one configuration in this process; returns what keeps it from being used."""
-    return _faults(call.op, call.args, config, arch, tf32=device.allow_tf32())
-
-
-def _faults(op: str, args: Sequence[Any], config: GemmConfig, arch: str, *, tf32: bool) -> list[str]:
-    with gemms.forced(config):
-        launches = _launches(op, args, arch, tf32=tf32)
-    for item in launches:
-        build = Build("gemm", str(item.config), arch, item.fn, item.args, item.num_warps, item.num_stages)
-        faults = codegen.problems(codegen.compile_build(build))
-        if faults:
-            return faults
-    return []
+def problems_of(builds: Iterable[Build]) -> list[str]:
+    """Those of the first build that has any."""
+    return next(filter(None, (codegen.problems(codegen.compile_build(build)) for build in builds)), [])
 
 
 def _to_json(value: Any) -> Any:
@@ -207,29 +212,7 @@ def _from_json(value: Any) -> Any:
     return tuple(_from_json(item) for item in value) if isinstance(value, list) else value
 
 
-# --- arguments --------------------------------------------------------------------------------------------------------
-
-
-def copied(args: Sequence[Any], *, double: bool = False) -> list[Any]:
-    """The same values in new tensors: an op may write into its arguments."""
-    return _each(args, lambda t: (t.double() if double else t).clone(memory_format=torch.preserve_format))
-
-
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     """An empty tensor of the same kind on the meta device itself, where a fake tensor mode would make a fake one."""
     with unset_fake_temporarily():
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _each(args: Sequence[Any], change: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
-    """``args`` with ``change`` applied to every tensor, also in nested lists."""
-    return [
-        change(arg) if isinstance(arg, torch.Tensor) else _each(arg, change) if isinstance(arg, (list, tuple)) else arg
-        for arg in args
-    ]
-
-
-def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    _each(args, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
-    return found

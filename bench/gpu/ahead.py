@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_map_only
 from ...kernels.dev import carried, registry, stand_in, workers
 from ...kernels.dev.accuracy import Verdict
 from ...kernels.runtime import dispatch
-from .. import tune, workload
+from .. import tunable, tune
 from ..harness import gate, provenance, virtual_ranks
 from ..harness.benchmark import Settings
 from ..harness.records import left
@@ -146,7 +146,7 @@ def _benchmark_requests(only: Sequence[str]) -> Iterator[Json]:
 
 
 def _tune_requests(only: Sequence[str]) -> Iterator[Json]:
-    for name in workload.ops():
+    for name in tunable.ops():
         for case in registry.op(name).tagged(tune.TAG) if not only or name in only else ():
             yield from ({"tune": [name, case.name, part]} for part in range(_TUNE_PARTS))
 
@@ -245,12 +245,12 @@ def _share(device: torch.device, size: int) -> int:
 def _tune(op: str, case: str, part: int) -> None:
     pairs = [
         (call, config)
-        for call in workload.calls(registry.op(op), _case(op, case), SETTINGS.device, stand_in.TARGET)
-        for config in tune.candidates(stand_in.TARGET, call.gemm)[: tune.TOP]
+        for call in tunable.calls_of(op, _case(op, case), SETTINGS.device, stand_in.TARGET)
+        for config in call.candidates(stand_in.TARGET)[: tune.TOP]
     ]
     for call, config in pairs[part::_TUNE_PARTS]:
         with contextlib.suppress(stand_in.Claimed):
-            workload.compile_one(call, config, stand_in.TARGET)
+            tunable.faults_of(call.request(config, stand_in.TARGET))
 
 
 _WORK: dict[str, Callable[..., Json | None]] = {

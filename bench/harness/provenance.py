@@ -25,7 +25,11 @@ HARNESS = ("bench/harness/benchmark.py", "bench/harness/gate.py", "bench/harness
 FLOORS = ("kernels", "parallel", "layers", "serving", "training", "bench")
 JUDGES = ("kernels/dev/accuracy.py", "kernels/dev/registry.py", "kernels/runtime", "bench/harness/gate.py")
 TUNED = ("kernels/runtime/chips.py", "kernels/linear/tuned.py", "kernels/tuned")  # what picks the GEMM's configuration
-TUNED_OPS = "linear/launch.py"  # a source of all ops that use them
+# The same for all ops that have one of these among their sources.
+_TUNED_BY = {
+    "linear/launch.py": TUNED,
+    "paged_attention/launch.py": ("kernels/runtime/chips.py", "kernels/paged_attention/tuned.py", "kernels/tuned"),
+}
 PREFIX = "SHARDFUSE_"
 _OTHERWISE_TOLD = ("SHARDFUSE_COMMIT", "SHARDFUSE_DEBUG", "SHARDFUSE_DIRTY")
 MACHINE = ("device", "torch", "triton")  # fields of an origin that all rows of one result must share
@@ -115,7 +119,7 @@ def source_files(benchmark: Benchmark) -> dict[str, Path]:
     for name in benchmark.ops:
         sources = registry.op(name).sources
         names += [f"kernels/{source}" for source in sources]
-        names += TUNED if TUNED_OPS in sources else ()
+        names += [name for source in sources for name in _TUNED_BY.get(source, ())]
     return dict(_expand(sorted(set(names))))
 
 

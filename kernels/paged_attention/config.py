@@ -9,14 +9,16 @@ of v.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
 
-from ..runtime import device
+from ..runtime import device, tuning
+from . import tuned
 
 QUANTUM = 1024  # keys that invariant mode sums up by themselves: what a sequence is cut at, wherever it is
 _SMALLEST_SPLIT = 256  # keys, in fast mode: less is over before its partial result is written
@@ -47,6 +49,7 @@ class Problem(NamedTuple):
     min_rows: int | None  # of a sequence that has any: queries times ``group``
     max_rows: int | None
     max_seq_len: int | None
+    forced: AttentionConfig | None = None  # by :func:`forced`
 
 
 @dataclass(frozen=True)
@@ -84,28 +87,62 @@ class TileClass(NamedTuple):
     upto: int | None
 
 
+_forced: AttentionConfig | None = None
+
+
+@contextlib.contextmanager
+def forced(config: AttentionConfig) -> Iterator[None]:
+    """Within the block every tile that a table may decide is ``config``: for tuning, and for tests. Not for threads."""
+    global _forced
+    outer, _forced = _forced, config
+    try:
+        yield
+    finally:
+        _forced = outer
+
+
+def forced_config() -> AttentionConfig | None:
+    """The configuration of the innermost :func:`forced`, if any."""
+    return _forced
+
+
 def tile_classes(problem: Problem) -> tuple[TileClass, ...]:
-    """The launches of a call: one for sequences of few rows, one for the others, unless one tile does for both."""
+    """The launches of a call."""
     if problem.invariant:
         return (TileClass(_invariant(problem), 0, None),)
-    interpreted = problem.arch == device.INTERPRETER
-    if problem.q_dtype == torch.float32 and not interpreted:
+    if problem.q_dtype == torch.float32 and problem.arch != device.INTERPRETER:
         return (TileClass(_fp32(problem), 0, None),)
-    least, most = (4, 16) if interpreted else (16, 64)
+    return tuple([TileClass(pick_tile(problem, rows), above, upto) for rows, above, upto in row_classes(problem)])
+
+
+def row_classes(problem: Problem) -> tuple[tuple[int, int, int | None], ...]:
+    """The launches of a call as (rows of the tile to ask for, above, upto): one for sequences of few rows, one for the
+    others, unless one tile does for both.
+    """
+    least, most, long = (4, 16, 16) if problem.arch == device.INTERPRETER else (16, 64, 128)
     if problem.max_rows is not None and problem.max_rows <= most:
-        return (TileClass(_tile(problem, max(least, problem.max_rows)), 0, None),)
-    long = 16 if interpreted else 128
-    short = max(least, triton.next_power_of_2(problem.group))
+        return ((max(least, problem.max_rows), 0, None),)
+    short = max(least, 1 << (problem.group - 1).bit_length())
     if short > most or (problem.min_rows or 0) > short:  # no sequence has as few rows
-        return (TileClass(_tile(problem, long), 0, None),)
-    return TileClass(_tile(problem, short), 0, short), TileClass(_tile(problem, long), short, None)
+        return ((long, 0, None),)
+    return (short, 0, short), (long, short, None)
+
+
+def pick_tile(problem: Problem, rows: int) -> AttentionConfig:
+    """The tile for up to ``rows`` rows: what was measured on the chip where it was and fits, what the rules say
+    elsewhere.
+    """
+    if problem.forced is not None:
+        return problem.forced
+    if problem.arch == device.INTERPRETER:
+        return AttentionConfig(rows, 16, 4, 1, split_keys=_INTERPRETED)
+    measured = tuning.lookup(problem.arch, tuned.OP, tuned.bucket(problem, rows), AttentionConfig)
+    return measured if measured is not None and tuned.fits(problem, measured) else _tile(problem, rows)
 
 
 def _tile(problem: Problem, rows: int) -> AttentionConfig:
     """A tile of up to ``rows``. Its other sizes are the largest whose builds (``paged_builds.py``) do not spill."""
     arch = problem.arch
-    if arch == device.INTERPRETER:
-        return AttentionConfig(rows, 16, 4, 1, split_keys=_INTERPRETED)
     wide = _wide(problem)
     # What takes more registers than the plain tile.
     loaded = wide or problem.tree or problem.kv_dtype != problem.q_dtype

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from ..runtime import alloc, device
+from ..runtime import alloc, device, tuning
 from ..runtime.chips import converts_e4m3
 from . import plan_triton
 from . import triton as kernels
-from .config import Problem
+from .config import Problem, forced_config
 from .options import AttentionOptions, Bounds
 from .plan import Section, max_units, sections
 
@@ -63,7 +63,8 @@ def _check_plan(key: int, asked: Problem) -> None:
     )
 
 
-def _problem(tensors: Tensors, options: AttentionOptions, invariant: bool, bounds: Bounds) -> Problem:
+def problem_of(tensors: Tensors, options: AttentionOptions, invariant: bool, bounds: Bounds) -> Problem:
+    """What the host knows of a call of checked input."""
     q, k_cache, v_cache, block_tables, seq_lens, _ = tensors
     kv_heads = k_cache.shape[1]
     group = q.shape[1] // kv_heads
@@ -91,12 +92,13 @@ def _problem(tensors: Tensors, options: AttentionOptions, invariant: bool, bound
         None if not bounds.min_query_len else 1 << (bounds.min_query_len * group).bit_length() - 1,
         None if bounds.max_query_len is None else triton.next_power_of_2(bounds.max_query_len * group),
         None if bounds.max_seq_len is None else triton.next_power_of_2(bounds.max_seq_len),
+        forced_config(),
     )
 
 
 def make_plan(tensors: Tensors, options: AttentionOptions, invariant: bool, bounds: Bounds) -> Plan:
     """The plan of :func:`paged_attention_fwd` for checked input; what it points to is not read but for lengths."""
-    problem = _problem(tensors, options, invariant, bounds)
+    problem = problem_of(tensors, options, invariant, bounds)
     plan = Plan(problem, _make_plan(problem, tensors[4], tensors[5], options.prefix_lens))
     if len(_recent) >= _KEPT_PROBLEMS:
         _recent.clear()
@@ -182,7 +184,7 @@ def paged_attention_fwd(
     Raises ValueError for a plan that was made for another call.
     """
     q, k_cache, v_cache, block_tables, seq_lens, query_start_loc = tensors
-    problem = _problem(tensors, options, invariant, bounds)
+    problem = problem_of(tensors, options, invariant, bounds)
     out = alloc.empty((problem.tokens, q.shape[1], problem.v_size), q.dtype, q.device)
     lse = alloc.empty((problem.tokens, q.shape[1]), torch.float32, q.device)
     if not out.numel():
@@ -236,6 +238,9 @@ class _Launches(NamedTuple):
 def _launches(problem: Problem, layout: _Layout, kinds: tuple[Any, ...]) -> tuple[_Launches, ...]:
     """How a call is launched. ``kinds`` stand for what Triton looks at in tensors."""
     return tuple([_launches_of(problem, section, layout) for section in sections(problem)])
+
+
+tuning.also_forget += [_planning.cache_clear, _launches.cache_clear]
 
 
 def _launches_of(problem: Problem, section: Section, layout: _Layout) -> _Launches:

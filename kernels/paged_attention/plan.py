@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 import triton
 
+from ..runtime import tuning
 from .config import AttentionConfig, Problem, TileClass, tile_classes
 
 HEADER = 8  # integers: how many items and merges there are
@@ -77,6 +78,9 @@ def sections(problem: Problem) -> tuple[Section, ...]:
         found.append(Section(tiles, balance, max_items, max_merges, max_slots, part_rows, *where))
         at = end
     return tuple(found)
+
+
+tuning.also_forget.append(sections.cache_clear)
 
 
 def _most_tiles(problem: Problem, tiles: TileClass, *, padding: bool) -> int:

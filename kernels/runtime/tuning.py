@@ -7,13 +7,13 @@ configuration decides the order of additions, so ranks with different tables wou
 
 A table, in JSON::
 
-    {"format": 1, "arch": "sm_90", "dry": false, "origin": {...}, "sources": ["linear/triton.py", ...],
+    {"format": 2, "arch": "sm_90", "dry": false, "origin": {...}, "sources": {"gemm": ["linear/triton.py", ...]},
      "entries": [{"op": "gemm", "bucket": "nt-t4096-n4096-k4096-bf16", "config": {"block_m": 128, ...},
                   "measured": {"us": 200.0, ...}, "source": "bench tune at commit 0123456 on NVIDIA H100",
                   "source_hash": "89ab...", "stock_wins": "the stock call took 190 us where the kernel took 200 us"}]}
 
-``sources`` are files below ``kernels/``, ``source_hash`` is theirs (see :func:`source_hash`) when the entry was
-measured. ``measured`` and ``origin`` are for people. ``config`` or ``stock_wins`` may be missing.
+``sources`` are files below ``kernels/``, of each op, ``source_hash`` is theirs (see :func:`source_hash`) when the entry
+was measured. ``measured`` and ``origin`` are for people. ``config`` or ``stock_wins`` may be missing.
 
 **An entry older than its sources** keeps its configuration: it was the fastest of its neighbours a few edits ago, which
 is a better guess than a rule that never saw the shape, and whether it still compiles without a spill is tested ahead of
@@ -38,9 +38,9 @@ import torch
 _KERNELS = Path(__file__).resolve().parents[1]
 SHIPPED = _KERNELS / "tuned"
 VARIABLE = "SHARDFUSE_TUNED"
-FORMAT = 1
+FORMAT = 2
 
-_TABLE = {"format": int, "arch": str, "dry": bool, "origin": dict, "sources": list, "entries": list}
+_TABLE = {"format": int, "arch": str, "dry": bool, "origin": dict, "sources": dict, "entries": list}
 _ENTRY = {
     "op": str,
     "bucket": str,
@@ -81,7 +81,7 @@ class Table:
     arch: str
     dry: bool
     origin: dict[str, Any]
-    sources: tuple[str, ...]
+    sources: Mapping[str, Sequence[str]]  # of each op
     entries: tuple[Entry, ...]
 
     def record(self) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Table:
             "arch": self.arch,
             "dry": self.dry,
             "origin": dict(self.origin),
-            "sources": list(self.sources),
+            "sources": {op: list(names) for op, names in sorted(self.sources.items())},
             "entries": [entry.record() for entry in entries],
         }
 
@@ -145,17 +145,18 @@ def read(path: Path) -> Table:
     _check(str(path), content, _TABLE, set())
     if content["format"] != FORMAT:
         raise ValueError(f"{path}: format {content['format']}, and this version reads format {FORMAT}; tune again")
-    if not all(isinstance(name, str) for name in content["sources"]):
-        raise ValueError(f"{path}: sources must be file names")
-    now = source_hash(content["sources"])
+    for op, names in content["sources"].items():
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{path}: sources of {op} must be file names")
+    now = {op: source_hash(names) for op, names in content["sources"].items()}
     entries: dict[tuple[str, str], Entry] = {}
     for index, item in enumerate(content["entries"]):
         where = f"{path}, entry {index}"
         _check(where, item, _ENTRY, _MAY_LACK)
-        entry = Entry(**item, where=f"{where} ({item['bucket']})", stale=item["source_hash"] != now)
+        entry = Entry(**item, where=f"{where} ({item['bucket']})", stale=item["source_hash"] != now.get(item["op"]))
         if entries.setdefault((entry.op, entry.bucket), entry) is not entry:
             raise ValueError(f"{where}: a second entry for {entry.op} {entry.bucket}")
-    return Table(content["arch"], content["dry"], content["origin"], tuple(content["sources"]), tuple(entries.values()))
+    return Table(content["arch"], content["dry"], content["origin"], content["sources"], tuple(entries.values()))
 
 
 def source_hash(names: Sequence[str]) -> str:
@@ -205,10 +206,10 @@ def _of(arch: str, op: str) -> Iterable[Entry]:
 def _make(entry: Entry, kind: type[Any]) -> Any:
     assert entry.config is not None
     types = typing.get_type_hints(kind)
-    needed = {field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
-    _check(f"{entry.where}, config", dict(entry.config), types, types.keys() - needed)
+    defaults = {each.name: each.default for each in dataclasses.fields(kind) if each.default is not dataclasses.MISSING}
+    _check(f"{entry.where}, config", dict(entry.config), types, defaults)
     for name, value in entry.config.items():
-        if type(value) is int and value < 1:
+        if type(value) is int and value < 1 and value != defaults.get(name):
             raise ValueError(f"{entry.where}, config: {name} is {value}, expected at least 1")
     return kind(**entry.config)
 

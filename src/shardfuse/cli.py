@@ -336,7 +336,7 @@ def bench_report(
 
 @bench_app.command("tune")
 def bench_tune(
-    op: Annotated[str | None, typer.Argument(help="An op, such as linear_act; default: all that launch GEMMs.")] = None,
+    op: Annotated[str | None, typer.Argument(help="An op, such as linear_act; default: all that can be tuned.")] = None,
     cases: Annotated[
         list[str] | None, typer.Option(help="A case or a tag; may be repeated. Default: the dozen most important.")
     ] = None,

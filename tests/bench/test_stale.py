@@ -147,6 +147,8 @@ def test_what_picks_the_configuration_makes_results_stale(tmp_path, monkeypatch)
         "kernels/tuned/__init__.py",
     }
     assert names <= provenance.source_hashes(_benchmark("mlp", ops=("linear_act",))).keys()
+    paged = provenance.source_hashes(stale.benchmarks()["paged_decode"])
+    assert {"kernels/paged_attention/tuned.py", "kernels/runtime/chips.py", "kernels/tuned/__init__.py"} <= paged.keys()
     assert "parallel/zero/main_grad.py" in provenance.source_hashes(stale.benchmarks()["mlp"])
     for file in ("here.json", "here.py", "notes.txt"):
         (tmp_path / file).touch()

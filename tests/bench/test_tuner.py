@@ -15,13 +15,14 @@ import pytest
 import torch
 from tuning_case import BF16, CPU, FP32, entry_of, look_up, shipped_tables, table_of
 
-from shardfuse.bench import tune, workload
+from shardfuse.bench import attention_workload, tune, workload
 from shardfuse.bench.gpu.journal import Journal
 from shardfuse.kernels.dev import registry
 from shardfuse.kernels.linear import schemas
 from shardfuse.kernels.linear.config import pick_config
 from shardfuse.kernels.linear.gemm import Gemm, GemmConfig
-from shardfuse.kernels.linear.tuned import SOURCES, bucket
+from shardfuse.kernels.linear.tuned import OP, SOURCES, bucket
+from shardfuse.kernels.paged_attention.config import AttentionConfig
 from shardfuse.kernels.runtime import device, dispatch, tuning
 
 interprets = pytest.mark.skipif(not dispatch.interpreting(), reason="kernels are not interpreted in this process")
@@ -134,16 +135,21 @@ def test_arguments_cross_to_another_process():
 @pytest.mark.skipif(dispatch.triton_version() is None, reason="Triton is not installed")
 def test_candidates_are_compiled_elsewhere_and_judged(monkeypatch):
     """What the tuner does before it times anything, for a GPU that is not there."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     x, w, b = (torch.empty(*shape, dtype=BF16, device="meta") for shape in ((4096, 4096), (4096, 4096), (4096,)))
     args = (x, [w], [b], None, "gelu_tanh", True)
     gemm = workload.gemm_of("linear_act_fwd", args, "sm_90")
     call = workload.Call("linear_act_fwd", args, gemm, bucket(gemm))
     good = GemmConfig(128, 128, 64, 8, 3, use_tma=True)
     bad = GemmConfig(128, 256, 64, 4, 3, use_tma=True)  # 256 accumulators per thread
-    problems = dict(workload.compile_all([(call, good), (call, bad)], "sm_90", jobs=2))
-    assert problems[0] is None
+    case = next(each for each in registry.op("paged_attention").cases if each.name == "decode-llama8b-bf16")
+    [tile] = attention_workload.calls(case, "sm_90")
+    crowded = AttentionConfig(64, 128, 4, 3)
+    pairs = [(call, good), (call, bad), (tile, tile.now("sm_90")), (tile, crowded)]
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    problems = dict(workload.compile_all(pairs, "sm_90", jobs=2))
+    assert problems[0] is problems[2] is None
     assert "spills" in problems[1]
+    assert "spills" in problems[3]
 
 
 # --- the tuner --------------------------------------------------------------------------------------------------------
@@ -193,6 +199,42 @@ def test_a_dry_run_goes_the_whole_way(shipped, tmp_path, monkeypatch, capfd):
 
 @interprets
 @pytest.mark.interpret
+def test_a_dry_run_tunes_the_tiles_of_paged_attention(shipped, tmp_path, capfd):
+    """Into the table that holds GEMMs already."""
+    out, op = tmp_path / "tuned.json", "paged_attention"
+    assert tune.tune(_options(out)) == 0
+    options = _options(out, op=op, cases=("decode-g3-h80-p16-fp16", "mixed-g4-h64-p128-bf16"), top=9)
+    assert tune.tune(options) == 0
+    table = tuning.read(out)
+    [entry] = [entry for entry in table.entries if entry.op == op]
+    assert len(table.entries) == 5
+    assert set(table.sources) == {OP, op}
+    assert not any(each.stale for each in table.entries)
+    assert entry.bucket == "r4-h80-fp16"  # the other case's sequences run in two tiles
+    assert entry.measured.keys() == {"us", "now_us", "tried"}
+    assert tuning._make(entry, AttentionConfig).block_m == 4
+    tried = [event["config"] for event in _events(out, "tried") if event["bucket"] == entry.bucket]
+    assert len(tried) == entry.measured["tried"] - 1 == 3
+    assert any(name.startswith("4x32") for name in tried)
+    assert "r4-h80-fp16" in capfd.readouterr().out
+
+
+@interprets
+@pytest.mark.interpret
+@pytest.mark.parametrize("rows", [4, 16])
+def test_a_tile_passes_its_gate_in_every_size_and_a_wrong_one_does_not(rows):
+    case = next(each for each in registry.op("paged_attention").cases if each.name == "decode-g8-h128-p32-bf16")
+    [call] = attention_workload.calls(case, device.INTERPRETER)
+    gate = tune._Gate(call, call.draw(CPU, 0))
+    config = dataclasses.replace(call.now(device.INTERPRETER), block_m=rows)
+    assert gate.faults(config) == ""
+    for side in (gate._low, gate._oracle):
+        side["out"].mul_(1.1)
+    assert gate.faults(config).startswith("out: error")
+
+
+@interprets
+@pytest.mark.interpret
 def test_a_stopped_run_goes_on_where_it_was(shipped, tmp_path, monkeypatch, capfd):
     out = tmp_path / "tuned.json"
     compare, calls = tune.compare, []
@@ -220,7 +262,7 @@ def test_what_took_the_process_down_is_not_tried_again(shipped, tmp_path):
     out = tmp_path / "tuned.json"
     calls = {call.bucket: call for call in _calls()}
     key = "nn-t64-n40-k72-fp32"
-    candidate = tune.candidates(device.INTERPRETER, calls[key].gemm)[1]
+    candidate = calls[key].candidates(device.INTERPRETER)[1]
     journal = Journal(out.with_name(out.name + ".events.jsonl"), dry=True)
     named = {"bucket": key, "config": tune.str_of(candidate), "source_hash": tuning.source_hash(SOURCES)}
     journal.add("trying", **named)
@@ -336,7 +378,8 @@ def test_time_that_runs_out_keeps_what_is_done(shipped, tmp_path, monkeypatch, c
     ("changes", "complaint"),
     [
         ({"op": "nonesuch"}, "no op called 'nonesuch'"),
-        ({"op": "paged_attention", "cases": ()}, "nothing to tune: no GEMM"),
+        ({"op": "rms_norm", "cases": ()}, "nothing to tune: no GEMM"),
+        ({"op": "paged_attention", "cases": ("decode-g1-h32-p4-fp32",)}, "nothing to tune: no GEMM and no tile"),
         ({"cases": ("nonesuch",)}, "linear_act has no case and no tag called 'nonesuch'"),
         ({"top": 0}, "top=0: expected at least 1"),
         ({"budget_s": 0}, "budget=0: expected seconds"),

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import make_fx
 from tuning_case import BF16, CONFIG, FP32, GEMM, KEY, entry_of, look_up, shipped_tables, table_of
 
+from shardfuse.bench import tunable
 from shardfuse.kernels.dev import registry
 from shardfuse.kernels.linear.gemm import Gemm, GemmConfig
 from shardfuse.kernels.linear.tuned import MAX_TOKENS, OP, SOURCES, bucket, fits
@@ -87,11 +88,11 @@ def test_a_users_table_that_is_not_there_is_an_error(shipped, monkeypatch):
     [
         ('{"format": 1,\n "arch": sm_90}', "sm_90.json, line 2: not JSON"),
         ("[]", "sm_90.json: expected an object with format, arch"),
-        (table_of(format=2), "format 2, and this version reads format 1"),
+        (table_of(format=1), "format 1, and this version reads format 2"),
         (table_of(dry=True), "written by a dry run"),
         (table_of(notes="x"), "unknown field 'notes'"),
-        ({"format": 1}, "field 'arch' is missing"),
-        (table_of(sources=[1]), "sources must be file names"),
+        ({"format": 2}, "field 'arch' is missing"),
+        (table_of(sources={OP: [1]}), "sources of gemm must be file names"),
         (table_of(entry_of(), 3), "entry 1: expected an object"),
         (table_of(entry_of(), entry_of()), f"entry 1: a second entry for gemm {KEY}"),
         (table_of(entry_of(speed=3)), "entry 0: unknown field 'speed'"),
@@ -102,6 +103,7 @@ def test_a_users_table_that_is_not_there_is_an_error(shipped, monkeypatch):
         (table_of(entry_of(config=dataclasses.asdict(CONFIG) | {"use_tma": 1})), "use_tma is 1, expected bool"),
         (table_of(entry_of(config=dataclasses.asdict(CONFIG) | {"swap": "no"})), "swap is 'no', expected bool"),
         (table_of(entry_of(config=dataclasses.asdict(CONFIG) | {"split_k": 0})), "split_k is 0, expected at least 1"),
+        (table_of(entry_of(config=dataclasses.asdict(CONFIG) | {"block_m": 0})), "block_m is 0, expected at least 1"),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 60 else "",
 )
@@ -151,7 +153,9 @@ def test_what_ships_is_sound():
         assert path.stem == table.arch in registry.TARGETS
         assert not table.dry
         assert table.origin["dirty"] is False
-        configs = tuning._configs(table.arch, OP, GemmConfig)
+        configs: dict[str, object] = {}
+        for op, (kind, _) in tunable.KINDS.items():
+            configs |= tuning._configs(table.arch, op, kind)
         assert set(configs) == {entry.bucket for entry in table.entries if entry.config}
 
 

@@ -36,7 +36,14 @@ def entry_of(**changes: Any) -> dict[str, Any]:
 
 
 def table_of(*entries: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    table = {"format": 1, "arch": "sm_90", "dry": False, "origin": {}, "sources": list(SOURCES), "entries": entries}
+    table = {
+        "format": 2,
+        "arch": "sm_90",
+        "dry": False,
+        "origin": {},
+        "sources": {OP: list(SOURCES)},
+        "entries": entries,
+    }
     return table | changes
 
 

@@ -21,7 +21,7 @@ def collect(target: str, cases: Iterable[Case]) -> list[Build]:
     for case in cases:
         bound = max(case.options["queries"]) if case.options.get("host") else None
         with device.capture(target) as launches:
-            tensors, mods = _call(case)
+            tensors, mods = call(case)
             launch.paged_attention_fwd(
                 tensors, mods, bool(case.options.get("invariant")), Bounds(max_query_len=bound), plan=None, plan_key=0
             )
@@ -31,7 +31,7 @@ def collect(target: str, cases: Iterable[Case]) -> list[Build]:
     return list(found.values())
 
 
-def _call(case: Case) -> tuple[Any, AttentionOptions]:
+def call(case: Case) -> tuple[Any, AttentionOptions]:
     """What a case's call gets, as meta tensors."""
     n, kv_heads, h, hv, block_size = (case.sizes[name] for name in ("N", "K", "H", "Hv", "block_size"))
     options = {"causal": True, "window": None, "softcap": None, **case.options}
