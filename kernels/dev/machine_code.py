@@ -76,12 +76,18 @@ def read_sass(text: str) -> MachineCode:
 
 
 def _loops(text: str) -> list[str]:
-    """The instructions of each loop, one a line; inner loops are parts of outer ones."""
+    """The instructions of each loop, one a line; inner loops are parts of outer ones.
+
+    Behind a kernel's end stand waits that it jumps out to and back from: where EXIT lies between, no loop goes round.
+    """
     found = []
     for function in text.split("Function :"):
         lines = [(int(at, 16), line) for at, line in _SASS_LINE.findall(function)]
         back = [(int(branch[1], 16), at) for at, line in lines if (branch := _SASS_BRANCH.search(line))]
-        found += ["\n".join(line for at, line in lines if first <= at <= last) for first, last in back if first < last]
+        for first, last in back:
+            loop = [line.strip() for at, line in lines if first <= at <= last]
+            if first < last and "EXIT" not in loop:
+                found.append("\n".join(loop))
     return found
 
 

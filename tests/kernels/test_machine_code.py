@@ -29,7 +29,8 @@ Resource usage:
         /*10090*/                  NOP ;                                     /* 0x0000000000007918 */
 """
 
-# A loop that holds three: two that ask for copies, of which one multiplies too, and a spin.
+# A loop that holds three: two that ask for copies, of which one multiplies too, and a spin. Behind the end, a spin that
+# the last loop with copies goes out to and comes back from.
 LOOPS = """
   REG:154 STACK:0 SHARED:1024 LOCAL:0
         Function : gemm
@@ -40,14 +41,17 @@ LOOPS = """
         /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
         /*0050*/                   DEPBAR.LE SB0, 0x0 ;
         /*0060*/              @!P0 BRA 0x10 ;
-        /*0070*/                   LDGSTS.E.BYPASS.128 [R9], [R2.64] ;
-        /*0080*/                   DEPBAR.LE SB0, 0x2 ;
+        /*0070*/                   DEPBAR.LE SB0, 0x2 ;
+        /*0080*/                   LDGSTS.E.BYPASS.128 [R9], [R2.64] ;
         /*0090*/               @P1 BRA 0x70 ;
         /*00a0*/                   LD.E.STRONG.SYS R4, [R6.64] ;
         /*00b0*/               @P2 BRA 0xa0 ;
         /*00c0*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
         /*00d0*/               @P3 BRA 0x0 ;
-        /*00e0*/                   BRA 0xe0 ;
+        /*00e0*/                   EXIT ;
+        /*00f0*/              @!P4 BRA 0xf0 ;
+        /*0100*/                   BRA 0x80 ;
+        /*0110*/                   BRA 0x110 ;
 """
 
 GCN = """
