@@ -162,6 +162,7 @@ class _Layout(NamedTuple):
     q_strides: tuple[int, ...]
     k_strides: tuple[int, ...]
     v_strides: tuple[int, ...]
+    v_pairs: bool  # of bytes
     table_stride: int
     tree: tuple[int, int] | None  # stride and width
     k_scales: tuple[int, ...] | None  # strides; empty for one element
@@ -204,6 +205,7 @@ def paged_attention_fwd(
         q.stride(),
         k_cache.stride(),
         v_cache.stride(),
+        _in_pairs(v_cache),
         block_tables.stride(0),
         None if tree is None else (tree.stride(0), tree.shape[1]),
         _scale_strides(options.k_scale),
@@ -262,6 +264,8 @@ def _launches_of(problem: Problem, section: Section, layout: _Layout) -> _Launch
 def _attending(problem: Problem, section: Section, layout: _Layout, part_rows: int) -> device.Prepared:
     config = section.config
     wide, precision = _product(problem, layout.tf32)
+    # For operands in registers: wgmma's (64 rows) stay in shared memory. On AMD's chips two products take too many.
+    pairs = layout.v_pairs and config.block_m < 64 and not problem.arch.startswith("gfx")
     rest = {
         "part_rows": part_rows,
         "header_at": section.header_at,
@@ -275,7 +279,7 @@ def _attending(problem: Problem, section: Section, layout: _Layout, part_rows: i
         "q_strides": layout.q_strides[:2],
         "out_strides": (problem.group * problem.kv_heads * problem.v_size, problem.v_size),
         "k_strides": layout.k_strides[:3],
-        "v_strides": layout.v_strides[:3],
+        "v_strides": tuple(stride // (1 + pairs) for stride in layout.v_strides[:3]),
         "k_scale_strides": layout.k_scales or (0, 0, 0),
         "v_scale_strides": layout.v_scales or (0, 0, 0),
         "GROUP": problem.group,
@@ -294,6 +298,8 @@ def _attending(problem: Problem, section: Section, layout: _Layout, part_rows: i
         "WIDE": wide,
         "PRECISION": precision,
         "UPCAST": problem.arch == device.INTERPRETER,
+        "PAIRS": pairs,
+        "PTX": problem.arch.startswith("sm_"),
     }
     return device.Prepared(
         kernels._paged_attention_fwd_kernel,
@@ -352,3 +358,10 @@ def _stored(cache: torch.Tensor, arch: str) -> torch.Tensor:
     if cache.dtype != torch.float8_e4m3fn or converts_e4m3(arch):
         return cache
     return cache.view(torch.uint8)
+
+
+def _in_pairs(v_cache: torch.Tensor) -> bool:
+    """Whether values are bytes that can be read two by two, enough of them for a product of each half."""
+    if v_cache.itemsize != 1 or v_cache.shape[3] <= 16:
+        return False
+    return not any(n % 2 for n in (v_cache.shape[3], v_cache.storage_offset(), *v_cache.stride()[:3]))

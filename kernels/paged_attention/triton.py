@@ -26,14 +26,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..runtime.fp8_bits import e4m3_bits_to_fp16
+from .scores_triton import LOG2E, scores, sees
+from .widen_triton import widen, widen_pairs
 
 # How scales are stored (K_SCALES, V_SCALES).
 NO_SCALE = tl.constexpr(0)
 ONE_SCALE = tl.constexpr(1)
 TOKEN_SCALES = tl.constexpr(2)
 
-_LOG2E = tl.constexpr(1.4426950408889634)
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -59,62 +59,9 @@ def _load(ptrs, mask_n, mask_h, MASKED: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _widen(x, DTYPE: tl.constexpr):
-    """Stored keys or values in DTYPE; bytes are e4m3's bits, on chips that cannot convert them."""
-    if x.dtype == tl.uint8:
-        x = e4m3_bits_to_fp16(x)
-    elif x.dtype == tl.int8:
-        x = x.to(tl.float32)  # the interpreter does not know the way from whole numbers to bf16
-    return x.to(DTYPE)
-
-
-@triton.jit
 def _finite(m):
     """A maximum that can be subtracted: -inf, of rows that have seen nothing yet, as 0."""
     return tl.where(m == float("-inf"), 0.0, m)
-
-
-@triton.jit
-def _softcap(s, cap):
-    """cap * tanh(s / cap). Near 0, where the exponential form would lose all digits, by tanh's power series."""
-    x = s * (1.0 / cap)
-    y = x * x
-    near = s * (1.0 + y * (-1.0 / 3.0 + y * (2.0 / 15.0 - y * (17.0 / 315.0))))
-    return tl.where(y < 0.02, near, cap * (1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * _LOG2E)))))
-
-
-@triton.jit
-def _seen(offs_n, kv_end, position, context, prefix, window, tree_ptrs, tree_width, CAUSAL: tl.constexpr):
-    """Which keys [BLOCK_N] the rows at ``position`` [BLOCK_M] may see, [BLOCK_M, BLOCK_N]."""
-    keys = offs_n[None, :]
-    seen = keys < kv_end
-    if tree_ptrs is not None:
-        node = keys - context
-        known = tl.load(tree_ptrs + node, mask=seen & (node >= 0) & (node < tree_width), other=0)
-        seen = seen & ((node < 0) | (known != 0))
-    elif CAUSAL:
-        before = keys <= position[:, None]
-        if prefix is not None:
-            before = before | (keys < prefix)
-        seen = seen & before
-    if window is not None:
-        seen = seen & (keys > position[:, None] - window)
-        if not CAUSAL:
-            seen = seen & (keys < position[:, None] + window)
-    return seen
-
-
-@triton.jit
-def _scores(s, scale, softcap, slopes, position, offs_n):
-    """Scores in base 2 of the products ``s``."""
-    if softcap is not None:
-        s = _softcap(s * scale, softcap) * _LOG2E
-    else:
-        s = s * scale  # log2(e) is in it
-    if slopes is not None:
-        distance = tl.abs(position[:, None] - offs_n[None, :]).to(tl.float32)
-        s = s - (slopes * _LOG2E)[:, None] * distance
-    return s
 
 
 @triton.jit
@@ -131,7 +78,7 @@ def _token_scales(scale_ptr, strides, page, offset, mask_n, MASKED: tl.constexpr
 def _attend(
     m,
     l,  # noqa: E741 (the name it has in the paper)
-    acc,
+    sums,  # one [BLOCK_M, BLOCK_V]; of pairs two of half that width, the even columns and the odd ones
     q,  # [BLOCK_M, BLOCK_H]
     begin,
     end,
@@ -166,6 +113,7 @@ def _attend(
     V_SCALES: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
+    PTX: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Add the keys from ``begin``, a multiple of BLOCK_N, to ``end`` to the rows' sums.
@@ -173,9 +121,9 @@ def _attend(
     Where not MASKED every row sees all of them.
     """
     offs_h = tl.arange(0, BLOCK_H)
-    offs_v = tl.arange(0, BLOCK_V)
+    offs_v = tl.arange(0, sums[0].shape[1])
     mask_h = (offs_h < HEAD_SIZE)[:, None]
-    mask_v = (offs_v < V_SIZE)[None, :]
+    mask_v = (offs_v < V_SIZE // len(sums))[None, :]
     for start in tl.range(begin, end, BLOCK_N):
         offs_n = start + tl.arange(0, BLOCK_N)
         mask_n = offs_n < kv_end
@@ -191,12 +139,12 @@ def _attend(
 
         k_rows = page * k_strides[0] + offset * k_strides[1]  # [BLOCK_N]
         k = _load(k_ptr + k_rows[None, :] + offs_h[:, None], mask_n[None, :], mask_h, MASKED, BLOCK_H != HEAD_SIZE)
-        s = _dot(q, _widen(k, q.dtype), PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
+        s = _dot(q, widen(k, q.dtype), PRECISION, UPCAST)  # [BLOCK_M, BLOCK_N]
         if K_SCALES == TOKEN_SCALES:
             s *= _token_scales(k_scale_ptr, k_scale_strides, page, offset, mask_n, MASKED)[None, :]
-        s = _scores(s, scale, softcap, slopes, position, offs_n)
+        s = scores(s, scale, softcap, slopes, position, offs_n)
         if MASKED:
-            seen = _seen(offs_n, kv_end, position, context, prefix, window, tree_ptrs, tree_width, CAUSAL)
+            seen = sees(offs_n, kv_end, position, context, prefix, window, tree_ptrs, tree_width, CAUSAL)
             s = tl.where(seen, s, float("-inf"))
         m_next = tl.maximum(m, tl.max(s, 1))
         top = m_next
@@ -209,17 +157,42 @@ def _attend(
 
         v_rows = page * v_strides[0] + offset * v_strides[1]
         v = _load(v_ptr + v_rows[:, None] + offs_v[None, :], mask_n[:, None], mask_v, MASKED, BLOCK_V != V_SIZE)
-        acc = acc * correction[:, None]
         if V_SCALES == TOKEN_SCALES:
             p *= _token_scales(v_scale_ptr, v_scale_strides, page, offset, mask_n, MASKED)[None, :]
         if V_SCALES == TOKEN_SCALES and q.dtype == tl.float16:
             # As shares of the row's largest: small scales would leave fp16's range.
             largest = tl.max(p, 1)
             p *= (1.0 / tl.where(largest == 0.0, 1.0, largest))[:, None]
-            acc += _dot(p.to(q.dtype), _widen(v, q.dtype), PRECISION, UPCAST) * largest[:, None]
         else:
-            acc += _dot(p.to(q.dtype), _widen(v, q.dtype), PRECISION, UPCAST)
-    return m, l, acc
+            largest = None
+        p = p.to(q.dtype)
+        if len(sums) == 1:
+            sums = (_add_dot(sums[0], correction, p, widen(v, q.dtype), largest, PRECISION, UPCAST),)
+        else:
+            even, odd = widen_pairs(v, k.dtype, q.dtype, PTX)
+            even = _add_dot(sums[0], correction, p, even, largest, PRECISION, UPCAST)
+            odd = _add_dot(sums[1], correction, p, odd, largest, PRECISION, UPCAST)
+            sums = (even, odd)
+    return m, l, sums
+
+
+@triton.jit
+def _add_dot(acc, correction, p, v, largest, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """acc * correction + p @ v. If not None, ``largest`` is what p's rows are shares of."""
+    acc = acc * correction[:, None]
+    product = _dot(p, v, PRECISION, UPCAST)
+    if largest is not None:
+        product *= largest[:, None]
+    return acc + product
+
+
+@triton.jit
+def _columns(sums):
+    """Sums of all columns in their order."""
+    if len(sums) == 1:
+        return sums[0]
+    else:
+        return tl.interleave(sums[0], sums[1])
 
 
 @triton.jit
@@ -306,6 +279,8 @@ def _paged_attention_fwd_kernel(
     WIDE: tl.constexpr,  # products in fp32's format: q and the cache have no narrower one in common
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
+    PAIRS: tl.constexpr,  # values are bytes, read two by two; their strides count pairs
+    PTX: tl.constexpr,
 ):
     """Grid: (max_items, K)."""
     item_ptr = plan_ptr + items_at + tl.program_id(0) * 8
@@ -346,6 +321,8 @@ def _paged_attention_fwd_kernel(
     if tree_ptr is not None:
         tree_ptrs = tree_ptr + (where * stride_tree)[:, None]
 
+    if PAIRS:
+        v_ptr = v_ptr.to(tl.pointer_type(tl.int16))
     heads = kv_head.to(tl.int64)
     k_ptr += heads * k_strides[1]
     v_ptr += heads * v_strides[1]
@@ -368,19 +345,24 @@ def _paged_attention_fwd_kernel(
 
     m = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     l = tl.zeros((BLOCK_M,), tl.float32)  # noqa: E741
-    acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+    if PAIRS:
+        half = tl.zeros((BLOCK_M, BLOCK_V // 2), tl.float32)
+        sums = (half, half)
+    else:
+        sums = (tl.zeros((BLOCK_M, BLOCK_V), tl.float32),)
     if QUANTUM > 0:
         nothing = m
+        acc = tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
         for first in tl.range(kv_begin, kv_end, QUANTUM, num_stages=1):
             end = tl.minimum(first + QUANTUM, kv_end)
-            m_part, l_part, acc_part = _attend(
-                nothing, tl.zeros_like(l), tl.zeros_like(acc), q, first, end, kv_low, kv_end,
+            m_part, l_part, part = _attend(
+                nothing, tl.zeros_like(l), sums, q, first, end, kv_low, kv_end,
                 k_ptr, v_ptr, table_ptr, k_scales_ptr, v_scales_ptr, k_steps, v_steps, k_scale_steps, v_scale_steps,
                 position, context, prefix, window, tree_ptrs, tree_width, scale, softcap, slopes,
                 HEAD_SIZE, V_SIZE, PAGE_SIZE, BLOCK_N, BLOCK_H, BLOCK_V, CAUSAL, K_SCALES, V_SCALES, PRECISION, UPCAST,
-                MASKED=True,
+                PTX, MASKED=True,
             )  # fmt: skip
-            m, l, acc = _fold(m, l, acc, m_part, l_part, acc_part)  # noqa: E741
+            m, l, acc = _fold(m, l, acc, m_part, l_part, _columns(part))  # noqa: E741
     else:
         # Keys that all rows see need no mask: behind the windows of the last row, before the first row's own key.
         first_position = context + first_row // GROUP
@@ -403,19 +385,20 @@ def _paged_attention_fwd_kernel(
         for stretch in tl.static_range(0 if window is not None else 1, 3):
             begin = kv_begin if stretch == 0 else free_begin if stretch == 1 else free_end
             end = tl.minimum(free_begin, kv_end) if stretch == 0 else free_end if stretch == 1 else kv_end
-            m, l, acc = _attend(  # noqa: E741
-                m, l, acc, q, begin, end, kv_low, kv_end,
+            m, l, sums = _attend(  # noqa: E741
+                m, l, sums, q, begin, end, kv_low, kv_end,
                 k_ptr, v_ptr, table_ptr, k_scales_ptr, v_scales_ptr, k_steps, v_steps, k_scale_steps, v_scale_steps,
                 position, context, prefix, window, tree_ptrs, tree_width, scale, softcap, slopes,
                 HEAD_SIZE, V_SIZE, PAGE_SIZE, BLOCK_N, BLOCK_H, BLOCK_V, CAUSAL, K_SCALES, V_SCALES, PRECISION, UPCAST,
-                MASKED=stretch != 1,
+                PTX, MASKED=stretch != 1,
             )  # fmt: skip
+        acc = _columns(sums)
 
     mask = mask_m[:, None] & (offs_v < V_SIZE)[None, :]
     if slot < 0:
         sinks = None
         if sinks_ptr is not None:
-            sinks = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
+            sinks = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         out, lse = _finish(m, l, acc, sinks, _one_scale(v_scale_ptr, V_SCALES))
         out_ptrs = out_ptr + (where * out_strides[0] + head * out_strides[1])[:, None] + offs_v[None, :]
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -491,7 +474,7 @@ def _merge_kernel(
         where = (q_start + row // GROUP).to(tl.int64)
         sinks = None
         if sinks_ptr is not None:
-            sinks = tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
+            sinks = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         out, lse = _finish(m, l, acc, sinks, _one_scale(v_scale_ptr, V_SCALES))
         out_ptrs = out_ptr + where * out_strides[0] + head * out_strides[1] + offs_v
         tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=mask_v)

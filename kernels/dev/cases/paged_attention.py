@@ -260,7 +260,8 @@ SPEC = OpSpec(
     run=run,
     builds=builds,
     sources=(
-        *(f"paged_attention/{name}.py" for name in ("triton", "plan_triton", "plan", "config", "launch", "op")),
+        *(f"paged_attention/{name}.py" for name in ("triton", "scores_triton", "widen_triton", "plan_triton")),
+        *(f"paged_attention/{name}.py" for name in ("plan", "config", "launch", "op")),
         "runtime/fp8_bits.py",
         "runtime/device.py",
         "runtime/dispatch.py",
