@@ -144,8 +144,7 @@ def _tile(problem: Problem, rows: int) -> AttentionConfig:
     """A tile of up to ``rows``. Its other sizes are the largest whose builds (``paged_builds.py``) do not spill."""
     arch = problem.arch
     wide = _wide(problem)
-    # What takes more registers than the plain tile.
-    loaded = wide or problem.tree or problem.kv_dtype != problem.q_dtype
+    loaded = _loaded(problem)
     if arch.startswith("gfx"):  # 64 KiB of shared memory
         if loaded and rows > 32:
             return AttentionConfig(64, 32, 4, 2)
@@ -153,12 +152,17 @@ def _tile(problem: Problem, rows: int) -> AttentionConfig:
     if rows <= 32:
         if arch == "sm_80" and wide:
             return AttentionConfig(rows, 64, 8, _STAGES, per_sm=1)
-        return AttentionConfig(rows, 32 if wide or arch == "sm_100" else 64, 4, _STAGES, per_sm=3)
+        if arch == "sm_100" and not wide:
+            # Padded heads spill in four warps.
+            padded = any(size & (size - 1) for size in (problem.head_size, problem.v_size))
+            return AttentionConfig(rows, 32, 2 if padded and rows == 16 else 4, _STAGES, per_sm=3)
+        return AttentionConfig(rows, 32 if wide else 64, 4, _STAGES, per_sm=3)
     small = max(problem.head_size, problem.v_size) <= 64
     if arch == "sm_80":
         return AttentionConfig(64 if loaded else rows, 64 if small and not loaded else 32, 8, _STAGES)
     if wide:
-        return AttentionConfig(64, 64, 8, _STAGES, per_sm=1)
+        most = 64 if problem.tree or problem.kv_dtype != problem.q_dtype else 128
+        return AttentionConfig(min(rows, most), 32, 8, _STAGES, per_sm=1)
     if problem.tree or _quantised(problem):
         return AttentionConfig(64, 64 if arch == "sm_100" and not problem.tree else 32, 8, _STAGES, per_sm=1)
     # Where sm_100 takes 64 rows, two programs with three stages hide more than one with five.
@@ -171,7 +175,7 @@ def _fp32(problem: Problem) -> AttentionConfig:
     keys = 16 if _wide(problem) or problem.kv_dtype != torch.float32 or problem.arch == "sm_80" else 32
     if problem.arch.startswith("gfx"):
         return AttentionConfig(16, keys, 4, 2)
-    return AttentionConfig(16, keys, 8, _STAGES)
+    return AttentionConfig(16, keys, 4 if _wide(problem) and problem.arch == "sm_80" else 8, _STAGES)
 
 
 def _invariant(problem: Problem) -> AttentionConfig:
@@ -183,13 +187,18 @@ def _invariant(problem: Problem) -> AttentionConfig:
         return dataclasses.replace(_fp32(problem), quantum=QUANTUM)
     if arch.startswith("gfx"):
         return AttentionConfig(64, 32, 4, 2, QUANTUM)
-    if _wide(problem) or _quantised(problem):
+    if _loaded(problem):
         return AttentionConfig(64 if arch == "sm_90" else 32, 32, 8, _STAGES, QUANTUM)
     return AttentionConfig(64, 32, 8 if arch == "sm_80" else 4, _STAGES, QUANTUM)
 
 
 def _quantised(problem: Problem) -> bool:
     return problem.kv_dtype.itemsize == 1
+
+
+def _loaded(problem: Problem) -> bool:
+    """Whether a tile takes more registers than the plain one."""
+    return _wide(problem) or problem.tree or problem.kv_dtype != problem.q_dtype
 
 
 def _wide(problem: Problem) -> bool:
