@@ -201,10 +201,13 @@ smoke-oldest: .side/oldest/.installed  ## a minute on the lowest torch and Trito
 	@$(PYTEST) -q tests/face/test_import.py tests/layers/test_transformer.py::test_compiles_without_a_graph_break \
 	  tests/parallel/test_pipeline.py::test_two_ranks_do_what_one_process_does -k "$(SMOKE)"
 
-.PHONY: codegen-all
-codegen-all: $(SIDE)/.installed  ## compile every kernel configuration for every target, under both Tritons; keep the record
-	@$(BIN)/python -m shardfuse.kernels.dev.codegen_report --write
-	@PYTHONPATH="$(CURDIR)/$(SIDE)" $(BIN)/python -m shardfuse.kernels.dev.codegen_report --write
+.PHONY: codegen codegen-all
+codegen: $(SIDE)/.installed  ## compile the kernel configurations that changed, for every target, under both Tritons
+	@$(BIN)/python -m shardfuse.kernels.dev.codegen_report --write $(EVERYTHING)
+	@PYTHONPATH="$(CURDIR)/$(SIDE)" $(BIN)/python -m shardfuse.kernels.dev.codegen_report --write $(EVERYTHING)
+
+codegen-all: EVERYTHING := --everything
+codegen-all: codegen  ## compile all of them, whatever the record holds
 
 # --- housekeeping -----------------------------------------------------------------------------------------------------
 

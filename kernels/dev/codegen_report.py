@@ -1,9 +1,9 @@
 """The committed record of what the compiler made of every build, and whether it still speaks of these sources.
 
-``make test`` compiles the builds of the chip that is tuned first, and a sample of the others; ``make codegen-all``
-compiles them all and writes the record, one file for each version of Triton:
+``make test`` compiles the builds of the chip that is tuned first, and a sample of the others; ``make codegen`` compiles
+what the record lacks and writes it, one file for each version of Triton:
 
-    python -m shardfuse.kernels.dev.codegen_report --write    compile everything, write the record, fail on any problem
+    python -m shardfuse.kernels.dev.codegen_report --write    compile what changed, write it, fail on any problem
     python -m shardfuse.kernels.dev.codegen_report --check    compile nothing: is every build recorded, as it is now?
 
 An entry carries Triton's own hash of the build's source: the kernel and all that it calls, where they stand in their
@@ -30,6 +30,7 @@ _COLUMNS = (
     *("registers", "spills", "shared_bytes", "instructions", "wgmma", "tma", "occupancy"),
     *("copies_pending", "wgmma_pending", "exempt", "unpipelined"),
 )
+_EXCUSES = slice(-2, None)
 
 
 def builds() -> Iterator[Build]:
@@ -54,27 +55,48 @@ def path(version: str) -> Path:
     return FOLDER / f"triton-{version}.json"
 
 
-def write(jobs: int | None = None) -> int:
-    """Compile every build and write the record; 1 if any is unfit to ship."""
+def write(jobs: int | None = None, *, everything: bool = False) -> int:
+    """Compile what the record lacks or has of other sources, or ``everything``, and write the record.
+
+    Returns 1, and leaves such builds out, if any is unfit to ship.
+    """
     import triton
 
-    wanted = list(builds())
-    hashes = {_key(build): source_hash(build) for build in wanted}
-    reports = codegen.compile_with_progress(wanted, jobs, Console(stderr=True))
-    faults = [f"{r.op} {r.config} on {r.target}: {problem}" for r in reports for problem in codegen.problems(r)]
-    print("\n".join([*faults, f"{len(reports)} builds under Triton {triton.__version__}, {len(faults)} problems"]))
-    if faults:
-        return 1
-    record: dict[str, Any] = {"triton": triton.__version__, "columns": ["source_hash", *_COLUMNS], "builds": {}}
+    wanted = {" ".join(_key(build)): build for build in builds()}
+    hashes = {name: source_hash(build) for name, build in wanted.items()}
+    known = {} if everything else _recorded(triton.__version__)
+    # An excuse that is another by now may not be needed, or not suffice.
+    excuses = {name: [getattr(build, column) for column in _COLUMNS[_EXCUSES]] for name, build in wanted.items()}
+    rows = {
+        name: row
+        for name, row in known.items()
+        if name in wanted and row[0] == hashes[name] and row[_EXCUSES] == excuses[name]
+    }
+    compiled = [build for name, build in wanted.items() if name not in rows]
+    reports = codegen.compile_with_progress(compiled, jobs, Console(stderr=True))
+    faults = []
     for report in reports:
-        row = report.row()
-        key = (report.op, report.target, report.config)
-        record["builds"][" ".join(key)] = [hashes[key], *(row[column] for column in _COLUMNS)]
+        name = " ".join((report.op, report.target, report.config))
+        problems = codegen.problems(report)
+        faults += [f"{name}: {problem}" for problem in problems]
+        if not problems:
+            row = report.row()
+            rows[name] = [hashes[name], *(row[column] for column in _COLUMNS)]
+    done = f"{len(wanted)} builds, {len(reports)} of them compiled under Triton {triton.__version__}"
+    print("\n".join([*faults, f"{done}, {len(faults)} problems"]))
     FOLDER.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(record["builds"].items()))
-    head = json.dumps({name: record[name] for name in ("triton", "columns")})[:-1]
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(rows.items()))
+    head = json.dumps({"triton": triton.__version__, "columns": ["source_hash", *_COLUMNS]})[:-1]
     path(triton.__version__).write_text(f'{head}, "builds": {{\n{lines}\n}}}}\n')
-    return 0
+    return 1 if faults else 0
+
+
+def _recorded(version: str) -> dict[str, list[Any]]:
+    """The rows of a record that has today's columns."""
+    file = path(version)
+    record = json.loads(file.read_text()) if file.is_file() else {"columns": []}
+    rows: dict[str, list[Any]] = record["builds"] if record["columns"][1:] == list(_COLUMNS) else {}
+    return rows
 
 
 def stale(version: str) -> list[str]:
@@ -101,11 +123,12 @@ def main(arguments: list[str] | None = None) -> int:
     choice = parser.add_mutually_exclusive_group(required=True)
     choice.add_argument("--write", action="store_true", help="compile every build and write the record")
     choice.add_argument("--check", action="store_true", help="say what of the record is stale; exit 1 if anything is")
+    parser.add_argument("--everything", action="store_true", help="with --write: also what the record has already")
     parser.add_argument("--jobs", type=int, help="processes (default: one per core)")
     options = parser.parse_args(arguments)
     codegen.require_compiler()
     if options.write:
-        return write(options.jobs)
+        return write(options.jobs, everything=options.everything)
     import triton
 
     lines = stale(triton.__version__)

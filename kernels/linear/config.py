@@ -92,15 +92,13 @@ def _hopper(arch: str, gemm: Gemm) -> GemmConfig:
     if not gemm.aligned:
         crowded = gemm.combine == "gated" or gemm.reads > 0
         return GemmConfig(128, 32 if crowded else 64, line, 8, 3, use_tma=False)
-    epilogue_subtile = _wants_subtile(arch, gemm)
     if gemm.layout != "tn" and gemm.M <= 64 and not gemm.row_invariant:
         # Weights stream through once: the blocks hold as many bytes in flight as fit, and all multiprocessors pull.
         stages = 4 if gemm.combine == "gated" else 5
-        config = GemmConfig(
-            max(16, _power_of_two(gemm.M)), 64, 2 * line, 4, stages, use_tma=True, swap=True,
-            epilogue_subtile=epilogue_subtile and arch == "sm_100" and "preact" in gemm.epilogue,
-        )  # fmt: skip
+        warps = 8 if arch == "sm_100" and "preact" in gemm.epilogue else 4  # with two results four may spill there
+        config = GemmConfig(max(16, _power_of_two(gemm.M)), 64, 2 * line, warps, stages, use_tma=True, swap=True)
         return dataclasses.replace(config, split_k=_splits(arch, config, gemm))
+    epilogue_subtile = _wants_subtile(arch, gemm)
     narrow = GemmConfig(128, 128, line, 8, 4 if arch == "sm_90" else 3, use_tma=True, epilogue_subtile=epilogue_subtile)
     if gemm.row_invariant or _tiles(narrow, gemm) < 2 * CHIPS[arch].sms or _wants_narrow(arch, gemm):
         return dataclasses.replace(narrow, split_k=_splits(arch, narrow, gemm))

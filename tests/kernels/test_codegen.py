@@ -109,7 +109,7 @@ def test_the_record_is_whole(where):
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [SIDE_TRITON, env.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "shardfuse.kernels.dev.codegen_report", "--check"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, f"run `make codegen-all` and commit what it writes:\n{done.stdout}{done.stderr}"
+    assert done.returncode == 0, f"run `make codegen` and commit what it writes:\n{done.stdout}{done.stderr}"
 
 
 @needs_triton
@@ -121,6 +121,45 @@ def test_a_record_with_other_columns_is_stale(monkeypatch, tmp_path):
     columns, gone = codegen_report.stale("1.2.3")
     assert columns.startswith("its columns are registers: registers, spills, ")
     assert gone == "op sm_90 c is no build any more"
+
+
+@needs_triton
+def test_only_what_changed_is_compiled(monkeypatch, tmp_path, capsys):
+    builds = {build.config: build for build in registry.op("rms_norm").builds("sm_90")}
+    hashes = dict.fromkeys(builds, "0" * 16)
+    compiled: list[str] = []
+    spills: dict[str, int] = {}
+
+    def compile_them(wanted, jobs, console):
+        compiled[:] = [build.config for build in wanted]
+        return [
+            Report(
+                *(build.op, build.config, build.target),
+                registers=40, blocks_per_sm=2, spills=spills.get(build.config, 0), exempt=build.exempt,
+            )
+            for build in wanted
+        ]  # fmt: skip
+
+    monkeypatch.setattr(codegen_report, "FOLDER", tmp_path)
+    monkeypatch.setattr(codegen_report, "builds", lambda: iter(builds.values()))
+    monkeypatch.setattr(codegen_report, "source_hash", lambda build: hashes[build.config])
+    monkeypatch.setattr(codegen, "compile_with_progress", compile_them)
+    monkeypatch.setattr(codegen, "require_compiler", lambda: None)
+    one, other, *_ = builds
+    assert (codegen_report.main(["--write"]), compiled) == (0, list(builds))
+    assert (codegen_report.main(["--write"]), compiled) == (0, [])
+    hashes[one] = "1" * 16
+    assert (codegen_report.main(["--write"]), compiled) == (0, [one])
+    builds[other] = dataclasses.replace(builds[other], exempt="a reason")
+    assert (codegen_report.main(["--write"]), compiled) == (0, [other])
+    hashes[one], spills[one] = "2" * 16, 3
+    for _ in range(2):  # what is unfit does not get into the record
+        assert (codegen_report.main(["--write"]), compiled) == (1, [one])
+        assert f"rms_norm sm_90 {one}: spills: 3 instructions" in capsys.readouterr().out
+    assert (codegen_report.main(["--write", "--everything"]), compiled) == (1, list(builds))
+    del builds[one]
+    assert (codegen_report.main(["--write"]), compiled) == (0, [])
+    assert codegen_report.main(["--check"]) == 0
 
 
 @needs_triton

@@ -13,7 +13,6 @@ from ..registry import Build, Case
 from ..shapes import Projection
 
 _KINDS = {"nt": "fwd", "nn": "dgrad", "tn": "wgrad"}
-_TWO_ACCUMULATORS = "ptxas serialises the products of two accumulators that start at zero within the loop (C7515)"
 
 
 def collect(
@@ -76,14 +75,13 @@ def build_of(op: str, item: device.Launch, target: str) -> Build:
     label += steps + _operands(args)
     label += ["odd"] if any(size % 16 for size in (*args["Ns"], *(args["Ms"] or args["Ks"]))) else []
     exempt = _why_not_tensor_units(gemm, tile) if target == "sm_90" else None
-    serial = target == "sm_90" and exempt is None and args["EPILOGUE"] == "gated"
     return Build(
         config="-".join(label),
         **common,
         wants_wgmma=True,
         wants_tma=True,
         exempt=exempt,
-        unpipelined=_TWO_ACCUMULATORS if serial else None,
+        unpipelined=_why_serial(gemm, args["EPILOGUE"]) if target == "sm_90" and exempt is None else None,
         gemm=gemm,
         tile=tile,
     )
@@ -102,6 +100,17 @@ def _operands(args: dict[str, Any]) -> list[str]:
     targets = args["target_ptrs"]
     saved = len(targets[0] if isinstance(targets[0], tuple) else targets) - 1
     return [name for name, there in present.items() if there] + ([f"and{saved}"] if saved else [])
+
+
+def _why_serial(gemm: Any, epilogue: str) -> str | None:
+    """Why the loop of a GEMM on sm_90 waits for each of its products, or None if it must not."""
+    if epilogue == "gated":
+        return "ptxas serialises the products of two accumulators that start at zero within the loop (C7515)"
+    if gemm.precision == "tf32" and gemm.layout != "nt":
+        return "wgmma reads tf32 along K only: the other operand is transposed through registers in each step"
+    if gemm.fp32_sums:
+        return "each step's product is added to sums in fp32"
+    return None
 
 
 def _why_not_tensor_units(gemm: Any, tile: Any) -> str | None:
