@@ -94,9 +94,11 @@ def _hopper(arch: str, gemm: Gemm) -> GemmConfig:
         return GemmConfig(128, 32 if crowded else 64, line, 8, 3, use_tma=False)
     if gemm.layout != "tn" and gemm.M <= 64 and not gemm.row_invariant:
         # Weights stream through once: the blocks hold as many bytes in flight as fit, and all multiprocessors pull.
-        stages = 4 if gemm.combine == "gated" else 5
-        warps = 8 if arch == "sm_100" and "preact" in gemm.epilogue else 4  # with two results four may spill there
-        config = GemmConfig(max(16, _power_of_two(gemm.M)), 64, 2 * line, warps, stages, use_tma=True, swap=True)
+        gated = gemm.combine == "gated"
+        warps = 8 if arch == "sm_100" and "preact" in gemm.epilogue and not gated else 4  # or it may spill
+        config = GemmConfig(
+            max(16, _power_of_two(gemm.M)), 64, 2 * line, warps, 4 if gated else 5, use_tma=True, swap=True
+        )
         return dataclasses.replace(config, split_k=_splits(arch, config, gemm))
     epilogue_subtile = _wants_subtile(arch, gemm)
     narrow = GemmConfig(128, 128, line, 8, 4 if arch == "sm_90" else 3, use_tma=True, epilogue_subtile=epilogue_subtile)
