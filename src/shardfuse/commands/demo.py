@@ -181,7 +181,8 @@ class _Demo:
         )
         runs = {row.op: (row.runs, row.why) for row in explanation.rows if row.op}
         for op in sorted(registry.ops()):  # includes serving's ops
-            runs.setdefault(op, dataclasses.astuple(dispatch.choose(op, device)))
+            choice = dispatch.choose(op, device)
+            runs.setdefault(op, (choice.impl, choice.reason))
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
         for name in ("op", "runs", "why"):
             table.add_column(name, overflow="fold")
