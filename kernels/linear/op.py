@@ -91,7 +91,9 @@ def linear_act(
         residual = x.view_as(x)
     if torch.is_grad_enabled() and _want_grad(x, residual, *params):
         buffers = autograd.main_grads(params) if fuse_wgrad_accumulation else (None,) * len(params)
-        ys = _LinearAct.apply(_Call("linear_act", activation, choice, dtype, n, buffers), x, residual, *params)
+        compiling = torch.compiler.is_compiling()
+        apply = _apply_linear_act if choice.triton and not compiling else _LinearAct.apply
+        ys = apply(_Call("linear_act", activation, choice, dtype, n, buffers), x, residual, *params)
     else:
         rows, residual, operands = _operands(dtype, x, residual, params)
         where = functional.implementation(choice, rows, *operands, residual)
@@ -129,7 +131,9 @@ def gated_linear(
     params = (*weights, *biases)
     if torch.is_grad_enabled() and _want_grad(x, *params):
         buffers = autograd.main_grads(params) if fuse_wgrad_accumulation else (None,) * len(params)
-        return _GatedLinear.apply(_Call("gated_linear", activation, choice, dtype, 2, buffers), x, *params)
+        compiling = torch.compiler.is_compiling()
+        apply = _apply_gated_linear if choice.triton and not compiling else _GatedLinear.apply
+        return apply(_Call("gated_linear", activation, choice, dtype, 2, buffers), x, *params)
     rows, _, operands = _operands(dtype, x, None, params)
     where = functional.implementation(choice, rows, *operands)
     (h,) = _shaped(where.gated_linear_fwd(rows, operands[:2], operands[2:], activation, False), x)
@@ -252,6 +256,9 @@ class _GatedLinear(torch.autograd.Function):
         grads = _param_grads(ctx, dzs, x, want_params)
         autograd.save_for_next_pass(ctx, [dh], dzs, want, released=(g, u))
         return None, dx, *grads
+
+
+_apply_linear_act, _apply_gated_linear = autograd.direct(_LinearAct), autograd.direct(_GatedLinear)
 
 
 def _param_grads(

@@ -47,6 +47,15 @@ def transformed() -> str | None:
     return None
 
 
+def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` without its look for torch.func's transforms: no kernel runs under one (:func:`transformed`).
+
+    Not for torch.compile.
+    """
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """For the backward of a Function, which runs kernels: it has no derivative of its own, and says so.
 
