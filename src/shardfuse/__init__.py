@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .layers.config import TransformerConfig
     from .layers.embedding import VocabParallelEmbedding
     from .layers.fp8 import Fp8Linear
+    from .layers.fuse import fuse, stats, unfuse
     from .layers.hf.folders import export_hf, load_hf
     from .layers.linear import ColumnParallelLinear, RowParallelLinear
     from .layers.loss import vocab_parallel_cross_entropy
@@ -103,6 +104,7 @@ __all__ = [
     "export_hf",
     "fp8_linear",
     "full_state_dict",
+    "fuse",
     "gated_linear",
     "gather_kv",
     "init_mesh",
@@ -127,8 +129,10 @@ __all__ = [
     "row_invariance",
     "save_checkpoint",
     "scaled_linear",
+    "stats",
     "swap_blocks_",
     "tp_group",
+    "unfuse",
     "vocab_parallel_cross_entropy",
     "write_kv_",
     "zero_main_grads",
@@ -179,6 +183,7 @@ _HOMES = {
     "export_hf": "layers.hf.folders",
     "fp8_linear": "kernels.scaled_linear",
     "full_state_dict": "parallel.checkpoint.checkpoint",
+    "fuse": "layers.fuse",
     "gated_linear": "kernels.linear",
     "gather_kv": "kernels.kv_cache",
     "init_mesh": "parallel.core.rendezvous",
@@ -203,8 +208,10 @@ _HOMES = {
     "row_invariance": "kernels.runtime.dispatch",
     "save_checkpoint": "parallel.checkpoint.checkpoint",
     "scaled_linear": "kernels.scaled_linear",
+    "stats": "layers.fuse",
     "swap_blocks_": "kernels.kv_cache",
     "tp_group": "parallel.core.mesh",
+    "unfuse": "layers.fuse",
     "vocab_parallel_cross_entropy": "layers.loss",
     "write_kv_": "kernels.kv_cache",
     "zero_main_grads": "parallel.zero.main_grad",

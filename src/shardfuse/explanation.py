@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from torch import nn
 
 from .kernels.runtime.checks import type_name
 from .layers import block
+from .layers.fuse.report import readers, stayed
+from .layers.fuse.swap import Fused
 from .layers.linear import RowParallelLinear
 from .layers.module import CollectiveInfo, FusedGroup, ShardedModule
 from .parallel.core.sharding import spec_of
@@ -32,7 +34,9 @@ class Row:
     path: str  # "model.layers.*.mlp.c_fc": the star stands for a layer's number
     kind: str  # the module's class
     op: str
-    runs: str  # "triton", "reference", or "refused" if the requested implementation cannot run
+    # "triton", "reference", or "refused" if the requested implementation cannot run; of other packages' modules
+    # "torch", or "with its parent" where a fused one reads them
+    runs: str
     why: str
     layout: str  # "weight [1024/2, 256], bias [1024/2]"
     parameters: int  # on this rank, in one layer
@@ -43,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The answer of :func:`explain`: print it, or read its ``rows``."""
+    """The answer of :func:`explain`: print it, read its ``rows``, or take its ``record()``."""
 
     device: torch.device
     ranks: int
@@ -51,6 +55,10 @@ class Explanation:
     parameters_per_rank: int
     rows: tuple[Row, ...]
     memory: str = ""  # a table of its symmetric memory, for an input if ranks could use such memory
+
+    def record(self) -> dict[str, Any]:
+        """The same in JSON's types."""
+        return {**asdict(self), "device": str(self.device)}
 
     def __rich__(self) -> Group:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -92,7 +100,8 @@ def explain(model: nn.Module, x: torch.Tensor | torch.device | str | None = None
     ``x`` is an input or a device; None: the device of the parameters. It runs nothing and asks no other rank. The
     overlap of collectives with products, and the symmetric memory for it, depend on the number of tokens: pass an input
     to see them. For a model under autocast call it under autocast, which decides the dtype. A collective that several
-    layers share is listed at the first. Other packages' modules are listed if they own parameters.
+    layers share is listed at the first. Other packages' modules are listed if they own parameters; in a model that
+    ``fuse`` went through, with the reason why they stayed as they are.
 
     Raises TypeError for a ``model`` that is no module, ValueError for an ``x`` that is no input and no device.
     """
@@ -139,7 +148,7 @@ def _tokens(model: nn.Module, x: Any) -> int | None:
 
 
 def _rows(model: nn.Module, device: torch.device, tokens: int | None) -> Iterator[Row]:
-    taken, fused_groups = _taken(model), _fused_groups(model)
+    taken, fused_groups, stock = _taken(model), _fused_groups(model), _stock(model)
     names = {module: path.rpartition(".")[2] for path, module in model.named_modules()}
     for path, module in model.named_modules():
         own = list(module.named_parameters(recurse=False))
@@ -147,12 +156,12 @@ def _rows(model: nn.Module, device: torch.device, tokens: int | None) -> Iterato
         if not own and not ops:
             continue
         fused_group = fused_groups.get(module)
-        for position, (op, runs, why) in enumerate(ops or [("", "torch", "not a layer of this package")]):
+        for position, (op, runs, why) in enumerate(ops or [("", *stock.get(path, _FOREIGN))]):
             first = position == 0  # the first op's row lists the parameters
             collectives = _collectives(module, device, tokens, taken.get(module), fused_group) if first else ()
             others = fused_group.layers[1:] if fused_group and collectives else ()
             yield Row(
-                path=re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path) or "(model)",
+                path=_starred(path) or "(model)",
                 kind=type(module).__name__,
                 op=op,
                 runs=runs,
@@ -162,6 +171,23 @@ def _rows(model: nn.Module, device: torch.device, tokens: int | None) -> Iterato
                 collectives=collectives,
                 shared_by=tuple(names[layer] for layer in others),
             )
+
+
+_FOREIGN = ("torch", "not a layer of this package")
+
+
+def _starred(path: str) -> str:
+    """The path without layers' numbers."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+
+
+def _stock(model: nn.Module) -> dict[str, tuple[str, str]]:
+    """What runs the modules of a fused model that are not fused, and why, by path."""
+    if not any(isinstance(module, Fused) for module in model.modules()):
+        return {}
+    paths = {module: path for path, module in model.named_modules()}
+    read = {paths[module]: ("with its parent", _starred(by) or "the model") for module, by in readers(model).items()}
+    return read | {each.path: ("torch", each.why) for each in stayed(model)}
 
 
 def _ops(module: nn.Module, device: torch.device) -> list[tuple[str, str, str]]:

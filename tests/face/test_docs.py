@@ -38,10 +38,11 @@ CONFIG: dict[str, Any] = {
 TRAINING = {"parallelism-0": ("pp=2", 8), "training-0": ("dp=2", 4)}
 PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY = "parallelism-1", "checkpoints-0", "checkpoints-1", "overlap-0"
 STATE_DICTS = "checkpoints-2"
+FUSING = ("fuse-0", "fuse-1", "fuse-2")
 
 
 def test_every_snippet_is_run():
-    assert PYTHON.keys() == {*TRAINING, PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY, STATE_DICTS}
+    assert PYTHON.keys() == {*TRAINING, PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY, STATE_DICTS, *FUSING}
 
 
 def _run(source: str, **given: Any) -> dict[str, Any]:
@@ -179,3 +180,8 @@ def test_to_and_from_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_memory_is_taken_once(capsys: pytest.CaptureFixture[str]):
     _run(PYTHON[MEMORY], sf=sf, model=sf.ParallelTransformer(sf.TransformerConfig(**CONFIG)))
     assert "no symmetric memory" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", FUSING)
+def test_what_fuses(name: str, capsys: pytest.CaptureFixture[str]):
+    _run(PYTHON[name])  # each compares the fused model with the stock one, and counts the calls

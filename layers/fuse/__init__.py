@@ -1,0 +1,7 @@
+"""Our kernels in a foreign model: ``fuse`` by structure, module by module, and ``unfuse``."""
+
+from .fuse import Matcher, fuse, unfuse
+from .stats import Stats, stats
+from .swap import Fused, Match
+
+__all__ = ["Fused", "Match", "Matcher", "Stats", "fuse", "stats", "unfuse"]

@@ -1,0 +1,112 @@
+"""The self-check of ``fuse``: each module against what it would become, on a batch that runs through the model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from ...kernels.dev.accuracy import Verdict, judge
+from .head import Head
+from .swap import become
+
+
+def compare(model: nn.Module, found: Mapping[nn.Module, Any], batch: Any) -> Verdict | None:
+    """The verdict on the module that uses most of its budget; None where none of ``found`` ran.
+
+    ``batch`` runs through the stock ``model``, in evaluation. Beside each module of ``found`` run what it becomes and,
+    for its budget, a copy of it in fp64, on copies of its arguments (a cache among them is written three times over),
+    forward and backward. The head is left out: what it becomes differs in training only, and in the whole model.
+    """
+    verdicts: list[Verdict] = []
+    names = {module: path for path, module in model.named_modules()}
+    given: dict[nn.Module, Any] = {}
+    hooks: dict[nn.Module, list[Any]] = {}
+    chosen = [module for module, each in found.items() if not isinstance(each[1], Head)]
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given[module] = [copy.deepcopy((args, kwargs)) for _ in range(3)]
+
+    def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        stock_given, ours_given, wide_given = given.pop(module)
+        ours = copy.copy(module)  # of the same parameters and children
+        become(ours, *found[module][1:])
+        oracle = _without_hooks(copy.deepcopy(module)).double()
+        inside = [child for child in module.modules() if child in hooks]
+        _unhook(hooks, inside)  # a fused module calls children that have hooks
+        results = [_with_grads(each, *arguments) for each, arguments in ((ours, ours_given), (module, stock_given))]
+        try:
+            results.append(_with_grads(oracle, *_double(wide_given)))
+        except Exception:  # some modules cannot compute in fp64: then the stock result is what is exact
+            results.append([x.double() for x in results[1]])
+        hook(inside)
+        terms = max((size for param in module.parameters() for size in param.shape), default=1)
+        for got, stock, exact in zip(*results, strict=True):
+            missing = got.isnan() & stock.isnan()  # rows that see nothing
+            got, stock, exact = (x.masked_fill(missing, 0.0) for x in (got, stock, exact))
+            if got.dtype == torch.float64:  # many a stock norm and rotation computes in fp32 all the same
+                got, stock = got.float(), stock.float()
+            verdicts.append(judge(names[module] or type(module).__name__, got, stock, exact, terms=terms))
+
+    def hook(modules: Iterable[nn.Module]) -> None:
+        for module in modules:
+            hooks[module] = [
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(after, with_kwargs=True),
+            ]
+
+    hook(chosen)
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            if isinstance(batch, Mapping):
+                model(**batch)
+            elif isinstance(batch, Sequence):
+                model(*batch)
+            else:
+                model(batch)
+    finally:
+        _unhook(hooks, list(hooks))
+        for module in training:
+            module.training = True
+    wrong = [verdict for verdict in verdicts if not verdict.ok]  # perhaps with NaN for its error
+    return max(wrong or verdicts, key=lambda verdict: verdict.error / max(verdict.budget, 1e-300), default=None)
+
+
+@torch.enable_grad()
+def _with_grads(module: nn.Module, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """What ``module`` returns, and the gradients of its first input (others may be tables) and of its parameters."""
+    inputs = [x.requires_grad_() for x in _tensors((args, kwargs))[:1]]
+    inputs += [param for param in module.parameters() if param.requires_grad]
+    outs = _tensors(module.forward(*args, **kwargs))
+    reached = [x for x in outs if x.requires_grad]
+    drawn = torch.Generator().manual_seed(0)
+    weights = [torch.randn(x.shape, generator=drawn, dtype=torch.float64).to(x.device, x.dtype) for x in reached]
+    grads = torch.autograd.grad(reached, inputs, weights, allow_unused=True) if reached and inputs else ()
+    return [x.detach() for x in outs] + [torch.zeros(1) if grad is None else grad for grad in grads]
+
+
+def _unhook(hooks: dict[nn.Module, list[Any]], modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        for handle in hooks.pop(module):
+            handle.remove()
+
+
+def _tensors(results: Any) -> list[torch.Tensor]:
+    found = [each for each in tree_flatten(results)[0] if isinstance(each, torch.Tensor)]
+    return [each for each in found if each.is_floating_point()]
+
+
+def _double(values: Any) -> Any:
+    return tree_map(lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, values)
+
+
+def _without_hooks(module: nn.Module) -> nn.Module:
+    for each in module.modules():
+        each.__dict__ |= {"_forward_hooks": {}, "_forward_pre_hooks": {}}
+    return module

@@ -1,0 +1,156 @@
+"""Feed-forward modules, matched by the graph of their own forward; and layers that spell theirs out."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import textwrap
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import products
+from .activations import activation_of
+from .graph import Rewritten, rewrite
+from .swap import Fused, Match, changed, settings_of
+from .view import Stand, View, names_in
+
+
+class _Traced(Match):
+    """What the trace took for settled, beside both forwards: to be compared at each call."""
+
+    def __init__(self, module: nn.Module, train: Rewritten, evaluation: Rewritten) -> None:
+        children = module._modules
+        super().__init__(train.ops, {name: type(children[name]) for name in train.read})
+        self.takes = train.takes
+        self.forwards = {True: train.forward, False: evaluation.forward}
+        names = train.names | evaluation.names
+        self.settings = {name: value for name, value in settings_of(module).items() if name in names}
+        self.children = tuple(children)
+        self.of_children = {
+            name: settings
+            for name, child in children.items()
+            if child is not None and not child._parameters and (settings := settings_of(child))
+        }
+
+
+class FusedFeedForward(Fused):
+    """The traced forward with fused products, while children and settings are those that were traced."""
+
+    def fused_forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *map(kwargs.get, self._match.takes[len(args) :])]
+        if not all(isinstance(each, torch.Tensor) for each in given) or len(given) != len(args) + len(kwargs):
+            return self.stock_forward(*args, **kwargs)
+        return self._match.forwards[self.training](self, *given)
+
+    def why_stock(self) -> str | None:
+        match, children = self._match, self._modules
+        if tuple(children) != match.children:
+            return f"its children were {', '.join(match.children)}, and are {', '.join(children)}"
+        for name, settings in match.of_children.items():
+            child = children[name]
+            if child is not None and (why := changed(child, settings)) is not None:
+                return f"in {name}, {why}"
+        return changed(self, match.settings) or super().why_stock()
+
+
+class FeedForward:
+    """Matches a module whose forward, traced, has an activation of a linear layer."""
+
+    fused = FusedFeedForward
+
+    def match(self, module: nn.Module) -> Match | None:
+        if not any(products.is_linear(child) for child in module.children()):
+            return None
+        train, evaluation = rewrite(module, True), rewrite(module, False)
+        if train is None or evaluation is None or (train.ops, train.read) != (evaluation.ops, evaluation.read):
+            return None
+        match = _Traced(module, train, evaluation)
+        # What an object holds may change while it stays the same object.
+        known = (*_SETTLED, type(None))
+        return match if all(isinstance(value, known) for value in match.settings.values()) else None
+
+
+_SETTLED = (bool, int, float, str, types.FunctionType, types.BuiltinFunctionType, type)
+
+
+class _SpelledOut(Match):
+    def __init__(self, module: nn.Module, linear: str, act: str, activation: str) -> None:
+        children = module._modules
+        super().__init__((f"linear_act({linear}; {activation})",), {n: type(children[n]) for n in (linear, act)})
+        self.linear, self.act, self.activation = linear, act, activation
+
+
+class FusedSpelledOut(Fused):
+    """The stock forward, in which one linear layer applies the activation that follows it."""
+
+    def fused_forward(self, *args: Any, **kwargs: Any) -> Any:
+        match, layer, act = self._match, getattr(self, self._match.linear), getattr(self, self._match.act)
+
+        def linear(x: torch.Tensor) -> torch.Tensor:
+            return products.hidden(x, (layer,), match.activation, packed=False)
+
+        view = View(self, {match.linear: Stand(layer, linear), match.act: Stand(act, _same)})
+        return self._stock.forward(view, *args, **kwargs)
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+class SpelledOut:
+    """Matches a layer whose forward says ``h = self.linear(h)`` and, as its next statement, ``h = self.act(h)``.
+
+    Decoder layers such as OPT's have no module of their own for the feed-forward part, and cannot be traced. Each of
+    the two children must be named nowhere else in the forward.
+    """
+
+    fused = FusedSpelledOut
+
+    def match(self, module: nn.Module) -> Match | None:
+        children = module._modules
+        linears = {name for name, child in children.items() if products.is_linear(child)}
+        if not linears or not names_in(type(module).forward) or (body := _source(type(module))) is None:
+            return None
+        named = [node.attr for node in ast.walk(body) if isinstance(node, ast.Attribute) and _is_self(node.value)]
+        for statements in _blocks(body):
+            for first, second in itertools.pairwise(statements):
+                linear, act = _applied(first), _applied(second)
+                if linear is None or act is None or linear[1] != act[1] or linear[0] not in linears:
+                    continue
+                if named.count(linear[0]) != 1 or named.count(act[0]) != 1:
+                    continue
+                child = children.get(act[0])
+                activation = None if child is None else activation_of(child.forward)
+                if activation is not None:
+                    return _SpelledOut(module, linear[0], act[0], activation)
+        return None
+
+
+def _source(kind: type[nn.Module]) -> ast.AST | None:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
+    except (OSError, TypeError, SyntaxError):  # no source, or none that stands alone
+        return None
+
+
+def _blocks(tree: ast.AST) -> list[list[ast.stmt]]:
+    return [node.body for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.If, ast.With, ast.For))]
+
+
+def _applied(statement: ast.stmt) -> tuple[str, str] | None:
+    """("child", "h") of ``h = self.child(h)``."""
+    match statement:
+        case ast.Assign(
+            targets=[ast.Name(id=target)],
+            value=ast.Call(func=ast.Attribute(value=owner, attr=child), args=[ast.Name(id=given)], keywords=[]),
+        ) if target == given and _is_self(owner):
+            return child, target
+    return None
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"

@@ -1,0 +1,110 @@
+"""``fuse`` and ``unfuse``: our kernels in a foreign model, module by module, in place and reversibly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import nn
+
+from ...kernels.runtime.checks import type_name
+from .attention import Attention
+from .check import compare
+from .feed_forward import FeedForward, SpelledOut
+from .head import Head
+from .norms import Norm
+from .report import stayed
+from .swap import Fused, Match, become, restore
+
+
+class Matcher(Protocol):
+    """Finds modules of one kind."""
+
+    @property
+    def fused(self) -> type[Fused]:
+        """What they become: a subclass of :class:`Fused` with a ``fused_forward``."""
+
+    def match(self, module: nn.Module) -> Match | None:
+        """What was found in ``module``, or None. It leaves the module, which may be on the meta device, as it is."""
+
+
+MATCHERS: tuple[Matcher, ...] = (FeedForward(), SpelledOut(), Norm(), Attention(), Head())
+
+
+class _Found(NamedTuple):
+    module: nn.Module
+    matcher: Matcher
+    match: Match
+
+
+def fuse(
+    model: nn.Module,
+    *,
+    filter_fn: Callable[[nn.Module, str], bool] | None = None,
+    matchers: Sequence[Matcher] = (),
+    strict: bool = False,
+    check: Any = None,
+) -> nn.Module:
+    """Replace what our kernels can run in ``model``, a Hugging Face or plain torch model, in place; return ``model``.
+
+    Modules are recognised by what they compute, not by their names: feed-forward parts with an activation (gated and
+    packed ones too), norms, projections of queries, keys and values, rotary positions. A module keeps its parameters,
+    their names and its place; only its class changes, to one that derives from its stock class. Other models of the
+    same classes do not change. What no matcher recognises stays stock: ``explain(model)`` lists both. Fusing twice is
+    fusing once, and :func:`unfuse` undoes it.
+
+    Args:
+        model: on any device, the meta device included; before or after adapters and DDP, before FSDP2.
+        filter_fn: called with each module and its path; a module for which it is false, stays as it is.
+        matchers: of your own, tried before ours; ``docs/fuse.md`` shows one.
+        strict: raise where a module with parameters stays stock that could have been fused.
+        check: a batch (a mapping of keyword arguments, a sequence of arguments, or one tensor) that is run through the
+            stock model; each module is compared on the way with what it becomes. Where one exceeds the budget of
+            ``kernels/dev/accuracy.py``, nothing is changed.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: with ``strict``, or where ``check`` finds a difference; the model is as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"fuse: model is a {type_name(model)}: expected an nn.Module")
+    found = []
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, Fused)
+            or "forward" in module.__dict__
+            or (filter_fn is not None and not filter_fn(module, name))
+        ):
+            continue
+        for matcher in (*matchers, *MATCHERS):
+            if (match := matcher.match(module)) is not None:
+                found.append(_Found(module, matcher, match))
+                break
+    worst = None if check is None else compare(model, {each.module: each for each in found}, check)
+    if worst is not None and not worst.ok:
+        raise ValueError(
+            f"fuse: {worst}; nothing was changed: leave the module out with filter_fn, and please report it"
+        )
+    for each in found:
+        become(*each)
+    if strict and (left := [each for each in stayed(model) if not each.nothing_to_fuse]):
+        for each in found:
+            restore(each.module)
+        said = "\n".join(f"  {path} ({kind}): {why}" for path, kind, why, _ in left)
+        raise ValueError(f"fuse: strict=True, and {len(left)} modules stay stock; nothing was changed:\n{said}")
+    return model
+
+
+def unfuse(model: nn.Module) -> nn.Module:
+    """Make every module of ``model`` what it was before :func:`fuse`; return ``model``.
+
+    Raises ValueError, and changes nothing, where a module's class has changed again since.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, Fused) and "_stock" not in vars(type(module)):
+            raise ValueError(
+                f"unfuse: {path or 'the model'} has another class by now (FSDP2's fully_shard gives one); unfuse before"
+            )
+    for module in model.modules():
+        restore(module)
+    return model

@@ -1,0 +1,289 @@
+"""The forward of a feed-forward module as a graph, in which products and activations become fused ops.
+
+torch.fx traces the module's own forward with its children as opaque calls, so what is matched is what the module
+computes, whatever its class is called: dropout, a residual and the order of factors stay as they were written. What
+matches:
+
+    act(linear(x))                                   one product with the activation in its epilogue
+    act(gate(x)) * up(x), or the factors exchanged   one gated product
+    act(gate) * up of chunks of one linear(x)        the same on slices of the packed weight
+    linear(any of these)                             both layers as one function, which keeps less for backward
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import inspect
+import linecache
+import operator
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from . import products
+from .activations import activation_of
+
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A forward with fused ops."""
+
+    forward: Forward  # of the module and its arguments, in place of its class's
+    takes: tuple[str, ...]
+    read: tuple[str, ...]  # children that the fused ops stand for, and no longer call
+    ops: tuple[str, ...]  # "gated_linear(gate_proj, up_proj; silu)", "linear_act(down_proj)"
+    names: frozenset[str]  # that the forward's code reads, of whatever
+
+
+class _Opaque(fx.Tracer):
+    """Children are not looked into."""
+
+    proxy_buffer_attributes = True  # or Python would see their values
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def rewrite(module: nn.Module, training: bool) -> Rewritten | None:
+    """``module``'s forward as it is while ``training`` or not, with every match fused; None where nothing matches.
+
+    A trace takes what Python decides for settled. So only a forward is traced that must be given all of its arguments,
+    and whose code asks for nothing but attributes of the module. At each call the caller has to see to it that all
+    arguments are tensors, and to compare the attributes.
+    """
+    takes = arguments_of(module)
+    if takes is None:
+        return None
+    stand_in = copy.copy(module)  # tracing with another mode must not be seen by the model
+    stand_in.__dict__["training"] = training
+    seen = _Executed()
+    try:
+        with seen:
+            graph = _Opaque().trace(stand_in)
+    except Exception:  # a forward that depends on values, shapes or types
+        return None
+    if seen.asks_too_much() or not _is_pure(graph, module):
+        return None
+    found = _Rewriter(module, graph)
+    found.run()
+    if not found.said or _works_in_place(graph, module):
+        return None
+    return Rewritten(_compiled(graph, module), takes, tuple(sorted(found.read)), tuple(found.said), seen.names())
+
+
+def arguments_of(module: nn.Module) -> tuple[str, ...] | None:
+    """The names of the arguments of ``module``'s forward, or None where some may be left out."""
+    takes = list(inspect.signature(module.forward).parameters.values())
+    if any(each.kind is not each.POSITIONAL_OR_KEYWORD or each.default is not each.empty for each in takes):
+        return None
+    return tuple(each.name for each in takes)
+
+
+class _Executed:
+    """The code of Python functions, but for torch's and the standard library's, that ran within the block."""
+
+    def __init__(self) -> None:
+        self.code: set[types.CodeType] = set()
+
+    def __enter__(self) -> None:
+        self.outer = sys.getprofile()
+        sys.setprofile(self._note)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(self.outer)
+
+    def _note(self, frame: types.FrameType, event: str, _: object) -> None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if event == "call" and package not in _KNOWN and frame.f_globals is not globals():
+            self.code.add(frame.f_code)
+
+    def names(self) -> frozenset[str]:
+        return frozenset(name for code in self.code for name in code.co_names)
+
+    def asks_too_much(self) -> bool:
+        """Whether some code asks for types, modes or random numbers, which a trace settles, or writes somewhere."""
+        writes = any(step.opname in _WRITES for code in self.code for step in dis.get_instructions(code))
+        return writes or not self.names().isdisjoint(_ASKS)
+
+
+_KNOWN = (sys.stdlib_module_names | {"torch"}) - {"__main__"}
+_WRITES = {"STORE_ATTR", "DELETE_ATTR", "STORE_GLOBAL", "DELETE_GLOBAL", "STORE_SUBSCR", "DELETE_SUBSCR"}
+_ASKS = {
+    *("isinstance", "issubclass", "type", "hasattr", "getattr", "callable", "id", "vars", "globals", "config"),
+    *("is_grad_enabled", "is_autocast_enabled", "is_inference_mode_enabled", "get_autocast_dtype", "is_scripting"),
+    *("random", "rand", "randn", "randint", "bernoulli", "np", "numpy", "time", "environ"),
+}
+
+
+def _is_pure(graph: fx.Graph, module: nn.Module) -> bool:
+    """Whether ``graph`` changes nothing in place, makes no tensors of its own, and calls direct children only."""
+    own = {*module._parameters, *module._buffers}
+    for node in graph.nodes:
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if node.op == "get_attr" and name not in own:
+            return False
+        if node.op == "call_module" and name not in module._modules:
+            return False
+        if node.op in ("call_function", "call_method"):
+            in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+            if in_place or node.kwargs.get("out") is not None:
+                return False
+    return True
+
+
+def _works_in_place(graph: fx.Graph, module: nn.Module) -> bool:
+    """Whether something that is left in ``graph`` overwrites its input: the order of nodes is another by now."""
+    for node in graph.nodes:
+        if node.kwargs.get("inplace") or (
+            node.op == "call_module" and getattr(module.get_submodule(str(node.target)), "inplace", False)
+        ):
+            return True
+    return False
+
+
+_IN_PLACE = {f"i{name}" for name in ("add", "sub", "mul", "truediv", "matmul", "pow", "and", "or", "xor")} | {"setitem"}
+
+
+def _compiled(graph: fx.Graph, module: nn.Module) -> Forward:
+    """One function for all modules of equal forwards, so that torch.compile compiles a model's layers once."""
+    code = graph.python_code("self")
+    key = (code.src, tuple(sorted((name, id(value)) for name, value in code.globals.items())))
+    if key not in _forwards:
+        name = f"<shardfuse: forward {len(_forwards)}, of {type(module).__name__}>"
+        linecache.cache[name] = (len(code.src), None, code.src.splitlines(True), name)  # for tracebacks
+        scope = dict(code.globals)
+        exec(compile(code.src, name, "exec"), scope)  # noqa: S102  # generated by torch.fx from the module's forward
+        _forwards[key] = scope["forward"]
+    return _forwards[key]
+
+
+_forwards: dict[tuple[Any, ...], Forward] = {}
+
+
+class _Rewriter:
+    def __init__(self, module: nn.Module, graph: fx.Graph) -> None:
+        self.module, self.graph = module, graph
+        self.read: set[str] = set()
+        self.said: list[str] = []
+
+    def run(self) -> None:
+        for match in (self._gated, self._activated):
+            for node in list(self.graph.nodes):
+                if node.users and (hidden := match(node)) is not None:
+                    self._replace(node, *hidden)
+
+    def _replace(self, node: fx.Node, x: fx.Node, first: tuple[str, ...], activation: str, packed: bool) -> None:
+        """Put the hidden layer ``node``, and the linear layer behind it if nothing else reads it, into one op."""
+        users = list(node.users)
+        last = users[0] if len(users) == 1 and self._linear(users[0]) == node else None
+        end = node if last is None else last
+        with self.graph.inserting_before(end):
+            layers = tuple(self.graph.get_attr(name) for name in first)
+            if last is None:
+                new = self.graph.call_function(products.hidden, (x, layers, activation, packed))
+            else:
+                out = self.graph.get_attr(str(last.target))
+                new = self.graph.call_function(products.feed_forward, (x, layers, out, activation, packed))
+        end.replace_all_uses_with(new)
+        self._erase(end)
+        self.read.update(first if last is None else (*first, str(last.target)))
+        op = "gated_linear" if packed or len(first) == 2 else "linear_act"
+        self.said.append(f"{op}({', '.join(first)}; {activation})")
+        if last is not None:
+            self.said.append(f"linear_act({last.target})")
+
+    def _erase(self, node: fx.Node) -> None:
+        """Take ``node`` out, and what only it read."""
+        inputs = node.all_input_nodes
+        self.graph.erase_node(node)
+        for each in inputs:
+            if not each.users and each.op != "placeholder":
+                self._erase(each)
+
+    # --- patterns: (x, the first layers' names, the activation, whether one layer is packed), or None
+
+    def _activated(self, node: fx.Node) -> tuple[fx.Node, tuple[str, ...], str, bool] | None:
+        if (found := self._activation(node)) is None:
+            return None
+        z, activation = found
+        x = self._linear(z)
+        return None if x is None or len(z.users) > 1 else (x, (str(z.target),), activation, False)
+
+    def _gated(self, node: fx.Node) -> tuple[fx.Node, tuple[str, ...], str, bool] | None:
+        if not _is_call(node, operator.mul, torch.mul, "mul") or len(node.args) != 2:
+            return None
+        for act, up in (node.args, node.args[::-1]):
+            if not isinstance(act, fx.Node) or not isinstance(up, fx.Node) or len(act.users) > 1 or len(up.users) > 1:
+                continue
+            if (found := self._activation(act)) is None:
+                continue
+            gate, activation = found
+            if len(gate.users) > 1:
+                continue
+            x = self._linear(gate)
+            if x is not None and self._linear(up) is x and gate is not up:
+                return x, (str(gate.target), str(up.target)), activation, False
+            packed = self._halves(gate, up)
+            if packed is not None:
+                return packed[0], (packed[1],), activation, True
+        return None
+
+    def _halves(self, gate: fx.Node, up: fx.Node) -> tuple[fx.Node, str] | None:
+        """x and the layer's name where gate and up are the first and the second half of one linear layer's result."""
+        for half, place in ((gate, 0), (up, 1)):
+            if not _is_call(half, operator.getitem) or half.args[1] != place or half.args[0] is not gate.args[0]:
+                return None
+        chunk = gate.args[0]
+        if not isinstance(chunk, fx.Node) or not _is_call(chunk, torch.chunk, "chunk") or len(chunk.users) > 2:
+            return None
+        z, *rest = chunk.args
+        said = dict(zip(("chunks", "dim"), rest)) | chunk.kwargs
+        if said != {"chunks": 2, "dim": -1} or not isinstance(z, fx.Node) or len(z.users) > 1:
+            return None
+        x = self._linear(z)
+        return None if x is None else (x, str(z.target))
+
+    # --- parts
+
+    def _linear(self, node: Any) -> fx.Node | None:
+        """x, where ``node`` is a linear layer of x."""
+        if not isinstance(node, fx.Node) or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
+            return None
+        x = node.args[0]
+        return x if isinstance(x, fx.Node) and products.is_linear(self.module.get_submodule(str(node.target))) else None
+
+    def _activation(self, node: fx.Node) -> tuple[fx.Node, str] | None:
+        """(z, the activation's name), where ``node`` is an activation of z."""
+        if not node.args or not isinstance(node.args[0], fx.Node) or len(node.all_input_nodes) > 1:
+            return None
+        rest, kwargs = node.args[1:], {name: value for name, value in node.kwargs.items() if name != "inplace"}
+        function: Callable[..., Any]
+        if node.op == "call_module":
+            child = self.module.get_submodule(str(node.target))
+            if rest or kwargs or any(True for _ in child.parameters()):
+                return None
+            function = child.forward
+        elif node.op == "call_function" and callable(node.target):
+            function = node.target
+        elif node.op == "call_method" and isinstance(node.target, str):
+            function = getattr(torch.Tensor, node.target)
+        else:
+            return None
+        name = activation_of(lambda z: function(z, *rest, **kwargs))
+        if name is None:
+            return None
+        if node.op == "call_module":
+            self.read.add(str(node.target))
+        return node.args[0], name
+
+
+def _is_call(node: fx.Node, *targets: Any) -> bool:
+    return node.op in ("call_function", "call_method") and node.target in targets

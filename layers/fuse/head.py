@@ -1,0 +1,286 @@
+"""The head and the loss of a causal language model of transformers, in training: the loss without stored logits.
+
+The stock forward runs on a view of the model whose head returns :class:`Logits`, which nobody has computed yet, and
+whose ``loss_function`` takes them apart again. Whoever else asks for the logits gets them, then.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from ...parallel.cross_entropy import linear_cross_entropy
+from . import products
+from .swap import Fused, Match
+from .view import Stand, View, names_in
+
+_STOCK_LOSS = "ForCausalLMLoss"  # of transformers.loss.loss_utils
+
+
+class _Head(Match):
+    def __init__(self, name: str, kind: type) -> None:
+        super().__init__((f"linear_cross_entropy({name})",), {name: kind})
+        self.name = name
+
+
+class FusedHead(Fused):
+    """The stock forward; given labels in training, its loss comes from hidden states."""
+
+    def fused_forward(self, *args: Any, **kwargs: Any) -> Any:
+        idle = kwargs.get("labels") is None or not self.training or not torch.is_grad_enabled()
+        if idle or torch.compiler.is_compiling():
+            return self.stock_forward(*args, **kwargs)
+        name = self._match.name
+        head = getattr(self, name)
+        view = View(self, {name: Stand(head, partial(_logits, head)), "loss_function": _loss})
+        return self._stock.forward(view, *args, **kwargs)
+
+    def why_stock(self) -> str | None:
+        # What transformers' property loss_function goes by; asking that itself may log, which torch.compile cannot.
+        known = getattr(sys.modules.get("transformers.loss.loss_utils"), "LOSS_MAPPING", {})
+        kind = known.get(getattr(self, "loss_type", None), _stock_loss())
+        if "_loss_function" in self.__dict__ or kind is not _stock_loss():
+            return "its loss_function is not transformers' for causal language models"
+        return super().why_stock()
+
+
+class Head:
+    """Matches a model whose forward calls its output embeddings, a linear layer, and its ``loss_function``."""
+
+    fused = FusedHead
+
+    def match(self, module: nn.Module) -> Match | None:
+        outputs = getattr(module, "get_output_embeddings", lambda: None)()
+        name = next((name for name, child in module._modules.items() if child is outputs), None)
+        if outputs is None or name is None or not products.is_linear(outputs):
+            return None
+        return _Head(name, type(outputs)) if {name, "loss_function"} <= names_in(type(module).forward) else None
+
+
+def _stock_loss() -> Any:
+    return getattr(sys.modules.get("transformers.loss.loss_utils"), _STOCK_LOSS, None)
+
+
+# What was done to logits since, and by which number: ("*", 0.5), ("tanh", 0.0).
+Step = tuple[str, float]
+_FLOAT = ("float", 0.0)
+_TANH = ("tanh", 0.0)
+_DO: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "*": lambda x, by: x * by,
+    "/": lambda x, by: x / by,
+    "tanh": lambda x, _: torch.tanh(x),
+    "float": lambda x, _: x.float(),
+}
+
+
+class Logits(torch.Tensor):
+    """``head(hidden)``, perhaps scaled and soft-capped: a tensor that is computed when something reads it."""
+
+    head: Any
+    hidden: torch.Tensor  # with its graph
+    steps: tuple[Step, ...]
+    sample: torch.Tensor  # of the head's weight at that time
+    low: torch.dtype  # in which the product is formed: autocast's, or that of hidden
+    _value: torch.Tensor | None
+
+    @staticmethod
+    def of(
+        head: Any, hidden: torch.Tensor, steps: tuple[Step, ...], sample: torch.Tensor, dtype: torch.dtype
+    ) -> Logits:
+        (weight,), _ = products.operands((head,))
+        size = (*hidden.shape[:-1], weight.shape[0])
+        logits: Logits = torch.Tensor._make_wrapper_subclass(Logits, size, dtype=dtype, device=hidden.device)
+        logits.head, logits.hidden, logits.steps, logits.sample, logits._value = head, hidden, steps, sample, None
+        return logits
+
+    @torch.no_grad()
+    def value(self) -> torch.Tensor:
+        """The logits [..., V], without a graph: that is the wrapper's.
+
+        Raises RuntimeError where the head's weights are others by now: these would not be the logits of that forward.
+        """
+        if self._value is None:
+            (weight,), (bias,) = products.operands((self.head,))
+            if type(weight.data) is not torch.Tensor or not torch.equal(_sample(weight), self.sample):
+                raise RuntimeError(
+                    "the loss of a fused model in training stores no logits, and the weights to compute them with have "
+                    "changed since that forward: read out.logits before optimizer.step(), or fuse the model with "
+                    "filter_fn=lambda module, path: path != ''"
+                )
+            with torch.autocast(self.hidden.device.type, enabled=False):
+                low = self.low
+                x = F.linear(self.hidden.to(low), weight.to(low), None if bias is None else bias.to(low))
+                for step, by in self.steps:
+                    x = _DO[step](x, by)
+            self._value = x
+        return self._value
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.detach:  # by who wants to keep them
+            return args[0].value()
+        step = _step(func, args, kwargs)
+        if step is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return args[0] if step == _NOTHING else _Then.apply(args[0], step)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0]._again()
+        args, kwargs = tree_map_only(Logits, Logits.value, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _again(self, *steps: Step) -> Logits:
+        dtype = torch.float32 if _FLOAT in steps else self.dtype
+        logits = Logits.of(self.head, self.hidden, (*self.steps, *steps), self.sample, dtype)
+        logits.low = self.low
+        logits._value = None if steps else self._value
+        return logits
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(self.value())
+
+
+def _logits(head: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """``head(hidden)``."""
+    (weight,), (bias,) = products.operands((head,))
+    logits: torch.Tensor = _Product.apply(hidden, weight, bias, head)
+    return logits
+
+
+class _Product(torch.autograd.Function):
+    """The graph of :class:`Logits`, for who reads them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, head: Any) -> Logits:
+        kind = hidden.device.type
+        low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        logits = Logits.of(head, hidden, (), _sample(weight), low)
+        logits.low = low
+        ctx.save_for_backward(hidden, weight)
+        ctx.low = low
+        return logits
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors
+        need_x, need_w, need_b, _ = ctx.needs_input_grad
+        grad = grad.to(ctx.low)
+        rows = grad.flatten(0, -2)
+        dx = (grad @ weight.to(ctx.low)).to(hidden.dtype) if need_x else None
+        dw = (rows.mT @ hidden.flatten(0, -2).to(ctx.low)).to(weight.dtype) if need_w else None
+        db = rows.sum(0).to(weight.dtype) if need_b else None
+        return dx, dw, db, None
+
+
+class _Then(torch.autograd.Function):
+    """One more step of :class:`Logits`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Logits, step: Step) -> Logits:
+        ctx.step, ctx.dtype = step, logits.dtype
+        ctx.result = logits._again(step) if step == _TANH else None  # not the output itself: a cycle
+        return logits._again(step)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        step, by = ctx.step
+        if step == "tanh":
+            grad = grad * (1 - ctx.result.value().square())
+        elif step != "float":
+            grad = _DO[step](grad, by)
+        return grad.to(ctx.dtype), None
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """64 of the weight's elements, which no step of an optimizer leaves as they are."""
+    rows = weight.detach()[:: max(1, weight.shape[0] // 8)]
+    return rows[:8, :: max(1, weight.shape[1] // 8)].clone()
+
+
+_NOTHING = ("", 0.0)
+_TIMES = {torch.mul, torch.Tensor.mul, torch.Tensor.__mul__, torch.Tensor.__rmul__}
+_OVER = {torch.div, torch.Tensor.div, torch.Tensor.__truediv__}
+
+
+def _step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Step | None:
+    """What ``func`` does to the logits that are its first argument, if that can wait; None if not."""
+    if kwargs or not args or not isinstance(args[0], Logits) or args[0]._value is not None:
+        return None
+    rest = args[1:]
+    if not rest and func in (torch.tanh, torch.Tensor.tanh):
+        return _TANH
+    if not rest and func is torch.Tensor.contiguous:
+        return _NOTHING
+    if not rest and func is torch.Tensor.float:
+        return _FLOAT
+    if len(rest) == 1 and type(rest[0]) in (int, float) and rest[0] > 0:
+        if func in _TIMES:
+            return ("*", float(rest[0]))
+        if func in _OVER:
+            return ("/", float(rest[0]))
+    return None
+
+
+def _scale_and_softcap(steps: tuple[Step, ...]) -> tuple[float, float | None] | None:
+    """s and c of steps that come to c * tanh(s * x / c), or to s * x (c is None); None for others."""
+    scale, softcap = 1.0, None
+    steps = tuple(step for step in steps if step != _FLOAT)  # the loss is fp32's anyway
+    before = steps.index(_TANH) if _TANH in steps else len(steps)
+    for step, by in steps[:before]:
+        scale = scale * by if step == "*" else scale / by
+    if before < len(steps):
+        if len(steps) != before + 2 or steps[-1][0] != "*":
+            return None
+        softcap = steps[-1][1]
+        scale *= softcap
+    return scale, softcap
+
+
+def _loss(
+    logits: Any,
+    labels: torch.Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """transformers' ``ForCausalLMLoss``."""
+    form = _scale_and_softcap(logits.steps) if isinstance(logits, Logits) and logits._value is None else None
+    if form is None or logits.shape[-1] != vocab_size:
+        logits = logits.value() if isinstance(logits, Logits) else logits
+        loss: torch.Tensor = _stock_loss()(
+            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+        )
+        return loss
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    scale, softcap = form
+    hidden = logits.hidden if scale == 1.0 else logits.hidden * scale
+    (weight,), (bias,) = products.operands((logits.head,))
+    bias = bias if bias is None or scale == 1.0 else bias * scale
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    loss = linear_cross_entropy(
+        hidden,
+        weight,
+        shift_labels.to(hidden.device),
+        bias,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        reduction=reduction,
+    )
+    if num_items_in_batch is not None:
+        items = num_items_in_batch
+        loss = loss / (items.to(loss.device) if isinstance(items, torch.Tensor) else items)
+    return loss

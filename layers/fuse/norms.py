@@ -1,0 +1,125 @@
+"""RMSNorms and LayerNorms over the last dimension, matched by what they compute."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...kernels.norm import layer_norm, rms_norm
+from .swap import Fused, Match, changed, settings_of
+
+_Candidate = tuple[str, float, float]
+
+
+class _Norm(Match):
+    def __init__(self, module: nn.Module, op: str, eps: float, offset: float) -> None:
+        super().__init__((op,))
+        self.op, self.eps, self.offset = op, eps, offset
+        self.settings = settings_of(module)
+
+
+class FusedNorm(Fused):
+    """The norm as one kernel, forward and backward."""
+
+    def fused_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        (x,) = args or kwargs.values()
+        match, weight = self._match, getattr(self, "weight", None)
+        if weight is not None and weight.dtype != x.dtype:  # whose dtype the result has, differs from class to class
+            return self.stock_forward(x)
+        if match.op == "rms_norm":
+            return rms_norm(x, weight, eps=match.eps, weight_offset=match.offset)
+        return layer_norm(x, weight, getattr(self, "bias", None), eps=match.eps, weight_offset=match.offset)
+
+    def why_stock(self) -> str | None:
+        return changed(self, self._match.settings)
+
+
+class Norm:
+    """Matches a module with at most a weight and a bias that computes a norm of x, tried on a stand-in in fp64."""
+
+    fused = FusedNorm
+
+    def match(self, module: nn.Module) -> Match | None:
+        width = _width(module)
+        if width is None:
+            return None
+        drawn = torch.Generator().manual_seed(0)
+        params = {
+            name: None if param is None else torch.rand(width, generator=drawn, dtype=torch.float64) + 0.5
+            for name, param in module._parameters.items()
+        }
+        xs = [torch.randn(*sizes, width, generator=drawn, dtype=torch.float64) for sizes in ((3,), (2, 3), (2, 3, 5))]
+        for x in xs:
+            x[0] *= 1e-3  # where eps decides
+            x[1] += 3  # a mean
+        stand_in = copy.copy(module)
+        stand_in.__dict__["_parameters"] = {name: p if p is None else nn.Parameter(p) for name, p in params.items()}
+        try:
+            theirs = [_with_grads(stand_in.forward, x) for x in xs]
+        except Exception:  # whatever a foreign forward raises: it is no norm of ours
+            return None
+        for op, eps, offset in _candidates(module):
+            norm = partial(_norm, op=op, params=params, eps=eps, offset=offset)
+            ours = [_with_grads(norm, x) for x in xs]
+            if all(_close(mine, yours) for mine, yours in zip(ours, theirs)):
+                return _Norm(module, op, eps, offset)
+        return None
+
+
+def _with_grads(function: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """The result and the gradient of x, which tell statistics from constants."""
+    x = x.clone().requires_grad_()
+    with torch.enable_grad():
+        y = function(x)
+        weights = torch.linspace(-1, 1, y.numel(), dtype=torch.float64).view(y.shape)
+        return [y.detach(), torch.autograd.grad((y.double() * weights).sum(), x)[0]]
+
+
+def _close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    """Many a norm computes in fp32, whatever it gets."""
+    return all(
+        a.shape == b.shape and torch.allclose(a, b.double(), 1e-4, 1e-5 * float(a.abs().max()))
+        for a, b in zip(ours, theirs)
+    )
+
+
+def _width(module: nn.Module) -> int | None:
+    """The width of a module that might be a norm: vectors as parameters, one argument, nothing below it."""
+    if module._modules or module._buffers or not set(module._parameters) <= {"weight", "bias"}:
+        return None
+    takes = list(inspect.signature(module.forward).parameters.values())
+    if len(takes) != 1 or takes[0].kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+        return None
+    shapes = {tuple(param.shape) for param in module._parameters.values() if param is not None}
+    shapes |= {tuple(getattr(module, "normalized_shape", ()))} - {()}
+    if len(shapes) > 1:
+        return None
+    if not shapes:  # without parameters any width serves
+        return 16 if any(_is_eps(value) for value in vars(module).values()) else None
+    shape = shapes.pop()
+    return shape[0] if len(shape) == 1 else None
+
+
+def _candidates(module: nn.Module) -> list[_Candidate]:
+    """Each norm that ``module`` might be: the op, eps, the weight's offset."""
+    epsilons = dict.fromkeys([*filter(_is_eps, vars(module).values()), 1e-5, 1e-6])
+    offsets = (0.0, 1.0) if module._parameters.get("weight") is not None else (0.0,)
+    ops = ("layer_norm", "rms_norm") if module._parameters.get("bias") is None else ("layer_norm",)
+    return [(op, eps, offset) for op in ops for eps in epsilons for offset in offsets]
+
+
+def _is_eps(value: Any) -> bool:
+    return isinstance(value, float) and 0 < value < 0.1
+
+
+def _norm(x: torch.Tensor, op: str, params: dict[str, torch.Tensor | None], eps: float, offset: float) -> torch.Tensor:
+    centred = x - x.mean(-1, keepdim=True) if op == "layer_norm" else x
+    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    weight, bias = params.get("weight"), params.get("bias")
+    y = y if weight is None else y * (weight + offset)
+    return y if bias is None else y + bias

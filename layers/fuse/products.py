@@ -1,0 +1,95 @@
+"""What fused forwards call in place of a module's linear layers, whose parameters they read."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...kernels.linear import gated_linear, linear_act, linear_act_choice
+from ...kernels.runtime.dispatch import uses_reference
+from ...parallel.core.mesh import SINGLE
+from ...parallel.core.options import TPOptions
+from ...parallel.mlp import fused_mlp
+
+Layers = tuple[Any, ...]
+
+_OPTIONS = TPOptions(SINGLE, site="mlp")
+
+
+def is_linear(module: nn.Module | None) -> bool:
+    """Whether ``module`` computes x @ W^T + b of its own plain ``weight`` and ``bias``, and nothing more.
+
+    True of nn.Linear, of subclasses that write the same differently, and of transformers' Conv1D, which keeps W^T.
+    """
+    if module is None or "forward" in module.__dict__ or module._modules or module._buffers:
+        return False
+    if set(module._parameters) != {"weight", "bias"}:
+        return False
+    if not all(p is None or type(p.data) is torch.Tensor for p in module._parameters.values()):  # not quantised
+        return False
+    kind: Any = type(module)
+    if kind is nn.Linear or _is_conv1d(module):
+        return True
+    code = getattr(kind.forward, "__code__", None)
+    if not issubclass(kind, nn.Linear) or code is None or not set(code.co_names) <= _OF_A_LINEAR:
+        return False
+    return _computes_linear(module, True) and _computes_linear(module, False)
+
+
+_OF_A_LINEAR = {"weight", "bias", "F", "nn", "torch", "functional", "linear", "matmul", "T", "t", "mT"}
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether this is transformers' Conv1D; where that package is not in use, none can be."""
+    return type(module) is getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+
+
+@torch.no_grad()
+def _computes_linear(module: nn.Module, training: bool) -> bool:
+    stand_in = copy.copy(module)
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in [(3, 5), (2, 5)])
+    bias = None if module._parameters["bias"] is None else nn.Parameter(weight[:, 0].clone())
+    stand_in.__dict__["_parameters"] = {"weight": nn.Parameter(weight), "bias": bias}
+    stand_in.__dict__ |= {"in_features": 5, "out_features": 3, "training": training}
+    try:
+        return torch.allclose(stand_in.forward(x), F.linear(x, weight, bias), 1e-12, 1e-12)
+    except Exception:  # whatever a foreign forward raises: it is none of ours
+        return False
+
+
+def width_in(layer: Any) -> int:
+    """D of a layer of which :func:`is_linear` is true."""
+    return int(layer.weight.shape[0 if _is_conv1d(layer) else 1])
+
+
+def operands(layers: Layers, packed: bool = False) -> tuple[list[Any], list[Any]]:
+    """The weights [F, D] and biases [F] of ``layers``; of one ``packed`` layer [2 F, D] the two halves."""
+    weights = [layer.weight.t() if _is_conv1d(layer) else layer.weight for layer in layers]
+    biases = [layer.bias for layer in layers]
+    if not packed:
+        return weights, biases
+    (weight,), (bias,) = weights, biases
+    return list(weight.chunk(2)), [None, None] if bias is None else list(bias.chunk(2))
+
+
+def hidden(x: torch.Tensor, layers: Layers, activation: str, packed: bool) -> torch.Tensor:
+    """``activation(first(x))``, or gated ``activation(gate(x)) * up(x)``."""
+    weights, biases = operands(layers, packed)
+    if len(weights) == 2:
+        return gated_linear(x, *weights, *biases, activation=activation)
+    return linear_act(x, weights[0], biases[0], activation=activation)
+
+
+def feed_forward(x: torch.Tensor, layers: Layers, last: Any, activation: str, packed: bool) -> torch.Tensor:
+    """``last(hidden(x))``, as one function where gradients are wanted and kernels run: it keeps less for backward."""
+    (weight,), (bias,) = operands((last,))
+    if not torch.is_grad_enabled() or uses_reference("auto", x) or not linear_act_choice(x.dtype, x.device).triton:
+        return linear_act(hidden(x, layers, activation, packed), weight, bias)
+    weights, biases = operands(layers, packed)
+    return fused_mlp(x, weights, biases, weight, bias, _OPTIONS, activation=activation)

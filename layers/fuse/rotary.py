@@ -1,0 +1,84 @@
+"""transformers' functions ``apply_rotary_pos_emb``, recognised by their values, and ours in their place."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...kernels.rope import apply_rope
+
+NAME = "apply_rotary_pos_emb"  # in every model
+
+Function = Callable[..., Any]
+
+# How a table of P/2 angles comes in a last dimension of P, and how to get it back.
+_WHOLE: dict[str, Function] = {
+    "halves": lambda table: torch.cat([table, table], -1),
+    "pairs": lambda table: table.repeat_interleave(2, -1),
+    "once": lambda table: table,
+}
+
+
+def _angles(table: torch.Tensor, layout: str) -> torch.Tensor:
+    if layout == "halves":
+        table = table[..., : table.shape[-1] // 2]
+    elif layout == "pairs":
+        table = table[..., ::2]
+    return table.float()
+
+
+def _rotation(function: Function, layout: str, interleaved: bool) -> Function:
+    def rotate(
+        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [B, N, S, H], k [B, K, S, H] by cos, sin [B, S, P or P/2]; with ``unsqueeze_dim=2`` q is [B, S, N, H]."""
+        rotated = cos.shape[-1] * (2 if layout == "once" else 1)
+        if rotated % 2 or rotated > q.shape[-1]:
+            return function(q, k, cos, sin, unsqueeze_dim)
+        cos, sin = _angles(cos, layout), _angles(sin, layout)
+        if unsqueeze_dim == 2:
+            return apply_rope(q, k, cos, sin, interleaved=interleaved)  # type: ignore[return-value]
+        q, k = apply_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=interleaved)  # type: ignore
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    return rotate
+
+
+def rotate_one(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
+    """x [B, S, N, H] by sin, cos [B, S, P/2], in interleaved pairs: GPT-J's."""
+    return apply_rope(x, None, cos.float(), sin.float(), interleaved=True)[0]
+
+
+@functools.cache
+@torch.no_grad()
+def ours(function: Any) -> Function | None:
+    """What computes the same as ``function`` with our op, found by trying it in fp64, or None."""
+    try:
+        takes = tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return None
+    if takes[4:] not in ((), ("unsqueeze_dim",)):
+        return None
+    drawn = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, heads, 5, 8, generator=drawn, dtype=torch.float64) for heads in (4, 2))
+    angles = torch.rand(2, 5, 4, generator=drawn, dtype=torch.float64) * 6
+    tables = [table.float().double() for table in (angles.cos(), angles.sin())]  # ours takes them in fp32
+    for layout, whole in _WHOLE.items():
+        for interleaved in (False, True):
+            rotate = _rotation(function, layout, interleaved)
+            if _agree(function, rotate, q, k, *map(whole, tables)):
+                return rotate
+    return rotate_one if _agree(function, rotate_one, q.transpose(1, 2), *tables[::-1]) else None
+
+
+def _agree(theirs: Function, ours: Function, *args: torch.Tensor) -> bool:
+    try:
+        results = [result if isinstance(result, tuple) else (result,) for result in (theirs(*args), ours(*args))]
+        # Some compute in fp32, whatever they get.
+        return all(torch.allclose(a.double(), b.double(), 1e-5, 1e-5) for a, b in zip(*results, strict=True))
+    except Exception:  # other arguments, or another number of results
+        return False

@@ -1,0 +1,78 @@
+"""Which of our ops ran, how often, in which implementation, and in which fused module."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from ...kernels.runtime import dispatch
+from .swap import observers
+
+Call = tuple[str, str, str]  # (path of the module, "" outside of fused ones; op; implementation)
+
+
+class Stats(Counter[Call]):
+    """Calls since the mark; print it, or ask ``stats["model.layers.0.mlp", "linear_act", "triton"]``."""
+
+    def total_of(self, op: str, impl: str | None = None) -> int:
+        """Calls of ``op``, in one implementation or in all."""
+        return sum(n for (_, name, ran), n in self.items() if name == op and impl in (None, ran))
+
+    def __rich__(self) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in ("module", "op", "ran", "calls"):
+            table.add_column(name, justify="right" if name == "calls" else "left", no_wrap=True)
+        for (path, op, impl), calls in sorted(self.items()):
+            table.add_row(path or "(elsewhere)", op, impl, f"{calls:,}")
+        return table
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        Console(file=text, width=160).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+
+
+@contextmanager
+def stats(model: nn.Module | None = None) -> Iterator[Stats]:
+    """Count the calls of our ops within the block, in forward, by module where ``model`` is given.
+
+        with sf.stats(model) as ran:
+            model(**batch)
+        print(ran)
+
+    Calls that torch.compile captured, and the steps of backward, are not counted. Not for threads.
+    """
+    ran = Stats()
+    paths = {} if model is None else {module: path for path, module in model.named_modules()}
+    within: list[Counter[tuple[str, str]]] = [Counter()]  # of each running module: the calls in modules inside of it
+
+    @contextmanager
+    def watch(module: nn.Module) -> Iterator[None]:
+        if module not in paths:
+            yield
+            return
+        before = dispatch.counts.copy()
+        within.append(Counter())
+        try:
+            yield
+        finally:
+            calls = dispatch.counts - before
+            for (op, impl), times in (calls - within.pop()).items():
+                ran[paths[module], op, impl] += times
+            within[-1] += calls
+
+    before = dispatch.counts.copy()
+    observers.append(watch)
+    try:
+        yield ran
+    finally:
+        observers.remove(watch)
+        for (op, impl), times in (dispatch.counts - before - within[0]).items():
+            ran["", op, impl] += times

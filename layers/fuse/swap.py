@@ -1,0 +1,183 @@
+"""A module changes its class and keeps everything else: its parameters, its children, its hooks and its holders.
+
+The new class derives from the stock one and has its name, so ``isinstance``, ``state_dict``, checkpoints and lookups by
+name stay as they were, and what is not replaced is the stock method. Other objects of the stock class do not change.
+FSDP2 changes the class of what it wraps in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from ...kernels.linear import linear_act_choice
+from ...kernels.runtime import dispatch
+from ...kernels.runtime.dispatch import Choice
+
+
+class Match:
+    """What a matcher found in one module."""
+
+    ops: tuple[str, ...]  # that the fused forward runs, with what they stand for: "linear_act(fc1; relu)", "rms_norm"
+    kinds: Mapping[str, type]  # the children that are read rather than called, with their classes
+
+    def __init__(self, ops: tuple[str, ...], kinds: Mapping[str, type] | None = None) -> None:
+        self.ops, self.kinds = ops, kinds or {}
+        self.matcher: Any = None  # who found it
+
+
+# What is entered around the forward of every fused module, outside of torch.compile; a hook would look like a user's.
+observers: list[Callable[[nn.Module], AbstractContextManager[None]]] = []
+
+
+class Fused(nn.Module):
+    """A fused module's class derives from a subclass of this one, and then from the module's stock class."""
+
+    _stock: type[nn.Module]
+    _match: Any = None  # the matcher's Match; an object that the class makes by itself has none
+
+    def stock_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the stock class, with this module's parameters."""
+        return self._stock.forward(self, *args, **kwargs)
+
+    def fused_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward with our ops; ``self._match`` is what the matcher found."""
+        raise NotImplementedError
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        stock = self._match is None or self.why_stock() is not None
+        run = self.stock_forward if stock else self.fused_forward
+        if not observers or torch.compiler.is_compiling():
+            return run(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for observer in observers:
+                stack.enter_context(observer(self))
+            return run(*args, **kwargs)
+
+    def why_stock(self) -> str | None:
+        """Why the stock forward runs although the module is fused, or None: by default what became of its children."""
+        return unlike(self, self._match.kinds)
+
+    def runs(self, device: torch.device) -> list[tuple[str, Choice]]:
+        """The ops that forward runs on ``device``, each with its choice of implementation: for ``explain``."""
+        if self._match is None or self.why_stock() is not None:
+            return []
+        dtype = next((param.dtype for param in self.parameters()), torch.float32)
+        return [(op, _choice(op.partition("(")[0], dtype, device)) for op in self._match.ops]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy, or what is unpickled, is matched again: a match holds functions and classes that have no name."""
+        return _again, (self._stock, self._match.matcher), {k: v for k, v in self.__dict__.items() if k != "_match"}
+
+
+def settings_of(module: nn.Module) -> dict[str, Any]:
+    """What ``module`` holds beside parameters, buffers and children."""
+    return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+
+
+_OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "_match"))
+_PLAIN_VALUES = (bool, int, float, str, tuple)
+
+
+def changed(module: nn.Module, settings: Mapping[str, Any]) -> str | None:
+    """Which of ``settings``, as :func:`settings_of` found them, ``module`` has otherwise now; or None."""
+    now = module.__dict__
+    for name, value in settings.items():
+        other = now.get(name)
+        same = other is value or (type(value) in _PLAIN_VALUES and type(other) is type(value) and other == value)
+        if not same:
+            return f"{name} was {value!r} when it was fused, and is {other!r}"
+    return None
+
+
+_PLAIN = (nn.Parameter, torch.Tensor)
+_GLOBAL_HOOKS = (
+    torch_module._global_forward_hooks,
+    torch_module._global_forward_pre_hooks,
+    torch_module._global_backward_hooks,
+    torch_module._global_backward_pre_hooks,
+)
+
+
+def unlike(module: nn.Module, kinds: Mapping[str, type]) -> str | None:
+    """Which of the children named in ``kinds`` is another by now, or has hooks, and must be called; or None.
+
+    Adapters (peft) replace children, quantisers their weights; engines hook children, or (accelerate) give them a
+    forward of their own.
+    """
+    children = module._modules
+    if kinds and any(_GLOBAL_HOOKS):
+        return "there are hooks for all modules"
+    for name, kind in kinds.items():
+        child: Any = children.get(name)
+        if getattr(child, "_stock", type(child)) is not kind:
+            return f"{name} is a {type(child).__name__}"
+        weight = child._parameters.get("weight")
+        if weight is not None and type(weight) not in _PLAIN:
+            return f"the weight of {name} is a {type(weight).__name__}"
+        if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
+            return f"{name} has hooks"
+        if "forward" in child.__dict__:
+            return f"{name} has a forward of its own"
+    return None
+
+
+def _choice(op: str, dtype: torch.dtype, device: torch.device) -> Choice:
+    if op in ("linear_act", "gated_linear"):
+        return linear_act_choice(dtype, device, op=op)
+    return dispatch.choose(op, device)
+
+
+@functools.cache
+def fused_class(base: Any, stock: Any) -> type[Any]:
+    """``stock`` with the methods of ``base``, and with the signature of its own forward, which transformers reads."""
+
+    @functools.wraps(stock.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    same = {name: getattr(stock, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(stock.__name__, (base, stock), {**same, "_stock": stock, "forward": forward})
+
+
+def become(module: nn.Module, matcher: Any, match: Match) -> None:
+    """Make ``module`` what ``matcher`` makes of it, in place."""
+    match.matcher = matcher
+    module.__dict__["_match"] = match
+    stock: Any = type(module)
+    module.__class__ = fused_class(matcher.fused, stock)
+
+
+def _again(stock: Any, matcher: Any) -> nn.Module:
+    """An empty module that, given the state of one of ``stock``, becomes it and is fused."""
+    module: Any = stock.__new__(stock)
+    module.__class__ = _becoming(stock)
+    module.__dict__["_matcher"] = matcher
+    return module
+
+
+@functools.cache
+def _becoming(stock: Any) -> type[Any]:
+    def __setstate__(self: Any, state: dict[str, Any]) -> None:
+        matcher = self.__dict__.pop("_matcher")
+        self.__class__ = stock
+        self.__setstate__(state)
+        match = matcher.match(self)
+        if match is not None:
+            become(self, matcher, match)
+
+    return type(stock.__name__, (stock,), {"__setstate__": __setstate__})
+
+
+def restore(module: nn.Module) -> None:
+    """Make a fused ``module`` what it was before :func:`become`; leave others alone."""
+    if isinstance(module, Fused):
+        module.__class__ = module._stock  # type: ignore[assignment]
+        del module.__dict__["_match"]

@@ -1,0 +1,67 @@
+"""The table of ``docs/models.md``: what ``fuse`` replaces in each architecture, from small random models.
+
+``python tests/support/fused_models.py --write`` writes it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from foreign import ARCHITECTURES, foreign
+from torch import nn
+
+from shardfuse.layers.fuse import Fused, fuse
+from shardfuse.layers.fuse.report import stayed
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+BEGIN, END = "<!-- table -->", "<!-- end of the table -->"
+_PACKED = ("c_attn", "query_key_value", "Wqkv", "qkv_proj")
+_PARTS = ("feed-forward", "norms", "q, k, v", "rotary positions", "head and loss")
+
+
+def table() -> str:
+    """The table in Markdown, one row for each architecture."""
+    rows = [_row(kind) for kind in ARCHITECTURES]
+    head = ("architecture", *_PARTS, "stays stock, and could be fused")
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def _row(kind: str) -> list[str]:
+    model = fuse(foreign(kind, device="meta"))
+    ops: dict[str, list[str]] = {part: [] for part in _PARTS}
+    for module in model.modules():
+        for op in module._match.ops if isinstance(module, Fused) else ():
+            ops[_part(module, op)].append(op.partition("(")[0])
+    cells = {part: ", ".join(f"`{op}`" for op in sorted(set(found))) or "stock" for part, found in ops.items()}
+    kinds = {type(module).__name__ for module in model.modules()}
+    if cells["q, k, v"] == "stock" and any(name in path for path, _ in model.named_modules() for name in _PACKED):
+        cells["q, k, v"] = "packed"
+    if cells["rotary positions"] == "stock" and not any("Rotary" in name for name in kinds):
+        cells["rotary positions"] = "none"
+    left = sorted({each.kind for each in stayed(model) if not each.nothing_to_fuse})
+    return [kind, *cells.values(), ", ".join(left)]
+
+
+def _part(module: nn.Module, op: str) -> str:
+    if op.endswith("_norm"):
+        return "norms"
+    if op.startswith("linear_cross_entropy"):
+        return "head and loss"
+    if op == "apply_rope":
+        return "rotary positions"
+    return "q, k, v" if "Attention" in type(module).__name__ else "feed-forward"
+
+
+def page() -> str:
+    """The page with the table as it is now."""
+    text = PAGE.read_text()
+    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(page())
+    else:
+        print(table())
