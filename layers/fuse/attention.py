@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...kernels.linear import linear_act
 from ...kernels.rope import rope_choice
 from ...kernels.runtime.dispatch import Choice
-from . import products, rotary
+from ...parallel.core.mesh import Group
+from ...parallel.core.options import TPOptions
+from ...parallel.linear import column_linear
+from . import products, rotary, shard
+from .norms import FusedNorm
 from .swap import Fused, Match
 from .view import Shared, Stand, View, names_in
 
@@ -28,13 +31,21 @@ from .view import Shared, Stand, View, names_in
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"), ("wq", "wk", "wv"))
 
 
+_OUTPUTS = ("o_proj", "out_proj", "dense", "out_lin", "wo")  # what may follow the attention
+# Sizes that a forward may have from its module rather than from its tensors: of all heads, of all keys' heads.
+_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+_WIDTHS = ("hidden_size", "embed_dim", "all_head_size", "inner_dim", "attention_size")
+
+
 class _Attention(Match):
-    def __init__(self, module: nn.Module, group: tuple[str, ...], forward: Any, rotates: bool) -> None:
-        ops = [f"linear_act({', '.join(group)})"] if group else []
+    def __init__(self, module: nn.Module, names: tuple[str, ...], forward: Any, rotates: bool) -> None:
+        ops = [f"linear_act({', '.join(names)})"] if names else []
         super().__init__(
-            (*ops, *(["apply_rope"] if rotates else [])), {name: type(module._modules[name]) for name in group}
+            (*ops, *(["apply_rope"] if rotates else [])), {name: type(module._modules[name]) for name in names}
         )
-        self.group, self.forward, self.rotates = group, forward, rotates
+        self.names, self.forward, self.rotates = names, forward, rotates
+        self.sizes: dict[str, int] = {}  # of this rank's heads
         self.apart = False  # the projections turned out to have different inputs
 
 
@@ -42,15 +53,16 @@ class FusedAttention(Fused):
     """The stock forward with our rotary positions, and with projections that run together."""
 
     def stock_forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._match.forward(self, *args, **kwargs)  # where the projections are others, positions stay ours
+        match = self._match  # where the projections are others, positions stay ours
+        return match.forward(View(self, match.sizes) if match.sizes else self, *args, **kwargs)
 
     def fused_forward(self, *args: Any, **kwargs: Any) -> Any:
         match = self._match
-        if not match.group or match.apart:
+        if not match.names or match.apart:
             return self.stock_forward(*args, **kwargs)
-        shared = Shared({name: getattr(self, name) for name in match.group}, _project)
+        shared = Shared({name: getattr(self, name) for name in match.names}, _project)
         stands = {name: Stand(layer, partial(shared.call, name)) for name, layer in shared.layers.items()}
-        result = match.forward(View(self, stands), *args, **kwargs)
+        result = match.forward(View(self, {**stands, **match.sizes}), *args, **kwargs)
         match.apart = shared.apart  # from now on
         return result
 
@@ -64,7 +76,8 @@ class FusedAttention(Fused):
 
 
 def _project(x: torch.Tensor, layers: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    return linear_act(x, *products.operands(layers))
+    options = TPOptions(products.group_of(layers[0]), site="attention.in")
+    return column_linear(x, *products.operands(layers), options)
 
 
 class Attention:
@@ -77,15 +90,42 @@ class Attention:
         forward: Any = type(module).forward
         if not names_in(forward):
             return None
-        group = next((names for names in GROUPS if _share(children, names)), ())
+        names = next((names for names in GROUPS if _share(children, names)), ())
         rotate = None
         if rotary.NAME in getattr(getattr(forward, "__code__", None), "co_names", ()):
             rotate = rotary.ours(forward.__globals__.get(rotary.NAME))
-        if not group and rotate is None:
+        if not names and rotate is None:
             return None
         if rotate is not None:
             forward = _with_global(forward, rotary.NAME, rotate, _globals_of(forward))
-        return _Attention(module, group, forward, rotates=rotate is not None)
+        return _Attention(module, names, forward, rotates=rotate is not None)
+
+    def split(self, module: nn.Module, match: Any, group: Group) -> str | None:
+        """Split ``module`` over ``group`` by heads, or say why it stays whole."""
+        children = module._modules
+        out = next((name for name in _OUTPUTS if name in children), None)
+        width = getattr(module, "head_dim", None)
+        if not match.names or out is None or not isinstance(width, int):
+            return "its projections, its output layer or its head_dim are not known by their names"
+        if any(param is not None for param in module._parameters.values()):
+            return "it has parameters of its own"
+        others = [child for name, child in children.items() if name not in (*match.names, out) and child is not None]
+        norms = [child for child in others if isinstance(child, FusedNorm)]
+        if any(each for child in others if child not in norms for each in child.parameters()):
+            return "it has other children with parameters"
+        if any(param.numel() != width for norm in norms for param in norm.parameters()):
+            return "a norm runs over all of its heads"
+        first = [children[name] for name in match.names]
+        heads, keys = (products.width_out(layer) // width for layer in first[:2])
+        if (why := shard.why_whole(first, children[out], group, [heads, keys])) is not None:
+            return why
+        whole = {**dict.fromkeys(_HEADS, heads), **dict.fromkeys(_KEYS, keys), **dict.fromkeys(_WIDTHS, heads * width)}
+        match.sizes = {name: size // group.size for name, size in whole.items() if getattr(module, name, None) == size}
+        shard.split(first, children[out], group)
+        match.kinds = {name: type(children[name]) for name in match.names}
+        for norm in norms:
+            norm._match.group = group
+        return None
 
 
 def _share(children: Mapping[str, Any], names: tuple[str, ...]) -> bool:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import ast
 import inspect
-import itertools
 import textwrap
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from . import products
+from ...parallel.core.mesh import Group
+from . import products, shard
 from .activations import activation_of
-from .graph import Rewritten, rewrite
+from .graph import Part, Rewritten, rewrite
 from .swap import Fused, Match, changed, settings_of
 from .view import Stand, View, names_in
 
@@ -25,7 +26,7 @@ class _Traced(Match):
     def __init__(self, module: nn.Module, train: Rewritten, evaluation: Rewritten) -> None:
         children = module._modules
         super().__init__(train.ops, {name: type(children[name]) for name in train.read})
-        self.takes = train.takes
+        self.takes, self.parts = train.takes, train.parts
         self.forwards = {True: train.forward, False: evaluation.forward}
         names = train.names | evaluation.names
         self.settings = {name: value for name, value in settings_of(module).items() if name in names}
@@ -73,15 +74,35 @@ class FeedForward:
         known = (*_SETTLED, type(None))
         return match if all(isinstance(value, known) for value in match.settings.values()) else None
 
+    def split(self, module: nn.Module, match: Any, group: Group) -> str | None:
+        """Split ``module`` over ``group``, or say why it stays whole."""
+        if (why := _why_whole(module, match.parts, group)) is not None:
+            return why
+        for part in match.parts:
+            shard.split([getattr(module, name) for name in part.first], getattr(module, part.last), group)
+        match.kinds = {name: type(module._modules[name]) for name in match.kinds}
+        return None
+
+
+def _why_whole(module: nn.Module, parts: Sequence[Part], group: Group) -> str | None:
+    for part in parts:
+        if part.packed or part.last is None:
+            return "gate and up are one layer" if part.packed else "no linear layer follows the activation at once"
+        first = [getattr(module, name) for name in part.first]
+        why = shard.why_whole(first, getattr(module, part.last), group, [products.width_out(layer) for layer in first])
+        if why is not None:
+            return why
+    return None
+
 
 _SETTLED = (bool, int, float, str, types.FunctionType, types.BuiltinFunctionType, type)
 
 
 class _SpelledOut(Match):
-    def __init__(self, module: nn.Module, linear: str, act: str, activation: str) -> None:
+    def __init__(self, module: nn.Module, linear: str, act: str, activation: str, last: str | None) -> None:
         children = module._modules
         super().__init__((f"linear_act({linear}; {activation})",), {n: type(children[n]) for n in (linear, act)})
-        self.linear, self.act, self.activation = linear, act, activation
+        self.linear, self.act, self.activation, self.last = linear, act, activation, last
 
 
 class FusedSpelledOut(Fused):
@@ -117,8 +138,8 @@ class SpelledOut:
             return None
         named = [node.attr for node in ast.walk(body) if isinstance(node, ast.Attribute) and _is_self(node.value)]
         for statements in _blocks(body):
-            for first, second in itertools.pairwise(statements):
-                linear, act = _applied(first), _applied(second)
+            for first, second, third in zip(statements, statements[1:], [*statements[2:], None]):
+                linear, act, last = _applied(first), _applied(second), third and _applied(third)
                 if linear is None or act is None or linear[1] != act[1] or linear[0] not in linears:
                     continue
                 if named.count(linear[0]) != 1 or named.count(act[0]) != 1:
@@ -126,7 +147,16 @@ class SpelledOut:
                 child = children.get(act[0])
                 activation = None if child is None else activation_of(child.forward)
                 if activation is not None:
-                    return _SpelledOut(module, linear[0], act[0], activation)
+                    behind = last[0] if last and last[1] == act[1] and named.count(last[0]) == 1 else None
+                    return _SpelledOut(module, linear[0], act[0], activation, behind)
+        return None
+
+    def split(self, module: nn.Module, match: Any, group: Group) -> str | None:
+        """Split ``module`` over ``group``, or say why it stays whole."""
+        if (why := _why_whole(module, [Part((match.linear,), match.last, False)], group)) is not None:
+            return why
+        shard.split([getattr(module, match.linear)], getattr(module, match.last), group)
+        match.kinds = {name: type(module._modules[name]) for name in match.kinds}
         return None
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 from ...kernels.runtime.checks import type_name
+from ...parallel.core.mesh import SINGLE, MeshLike, tp_group
 from .attention import Attention
 from .check import compare
 from .feed_forward import FeedForward, SpelledOut
@@ -27,6 +28,8 @@ class Matcher(Protocol):
     def match(self, module: nn.Module) -> Match | None:
         """What was found in ``module``, or None. It leaves the module, which may be on the meta device, as it is."""
 
+    # And perhaps split(module, match, group), which splits a fused module over ranks, or says why it stays whole.
+
 
 MATCHERS: tuple[Matcher, ...] = (FeedForward(), SpelledOut(), Norm(), Attention(), Head())
 
@@ -39,6 +42,7 @@ class _Found(NamedTuple):
 
 def fuse(
     model: nn.Module,
+    mesh: MeshLike = None,
     *,
     filter_fn: Callable[[nn.Module, str], bool] | None = None,
     matchers: Sequence[Matcher] = (),
@@ -55,6 +59,8 @@ def fuse(
 
     Args:
         model: on any device, the meta device included; before or after adapters and DDP, before FSDP2.
+        mesh: None for a process alone; otherwise feed-forward parts and attention are split over its tensor-parallel
+            ranks, each of which gets its part of rank 0's values. All of them call this, and get the same batches.
         filter_fn: called with each module and its path; a module for which it is false, stays as it is.
         matchers: of your own, tried before ours; ``docs/fuse.md`` shows one.
         strict: raise where a module with parameters stays stock that could have been fused.
@@ -63,13 +69,16 @@ def fuse(
             ``kernels/dev/accuracy.py``, nothing is changed.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is no module, ``mesh`` no mesh.
         ValueError: with ``strict``, or where ``check`` finds a difference; the model is as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse: model is a {type_name(model)}: expected an nn.Module")
+    group = tp_group(mesh)
     found = []
     for name, module in model.named_modules():
+        if group.size > 1 and isinstance(module, Fused) and _is_unsplit(module):
+            raise ValueError(f"fuse: {name or 'the model'} was fused without a mesh; unfuse the model first")
         if (
             isinstance(module, Fused)
             or "forward" in module.__dict__
@@ -92,7 +101,17 @@ def fuse(
             restore(each.module)
         said = "\n".join(f"  {path} ({kind}): {why}" for path, kind, why, _ in left)
         raise ValueError(f"fuse: strict=True, and {len(left)} modules stay stock; nothing was changed:\n{said}")
+    for module, matcher, match in found if group.size > 1 else ():
+        if hasattr(matcher, "split"):
+            match.whole = matcher.split(module, match, group)
+            match.group = SINGLE if match.whole else group
     return model
+
+
+def _is_unsplit(module: Fused) -> bool:
+    """Whether ``module`` could be split, and nobody tried."""
+    match = module._match
+    return match is not None and hasattr(match.matcher, "split") and match.group.size == 1 and match.whole is None
 
 
 def unfuse(model: nn.Module) -> nn.Module:
@@ -104,6 +123,11 @@ def unfuse(model: nn.Module) -> nn.Module:
         if isinstance(module, Fused) and "_stock" not in vars(type(module)):
             raise ValueError(
                 f"unfuse: {path or 'the model'} has another class by now (FSDP2's fully_shard gives one); unfuse before"
+            )
+        if isinstance(module, Fused) and module._match is not None and module._match.group.size > 1:
+            raise ValueError(
+                f"unfuse: {path or 'the model'} is split over {module._match.group.size} ranks; load its "
+                "full_state_dict into a stock model"
             )
     for module in model.modules():
         restore(module)

@@ -21,7 +21,7 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -32,6 +32,14 @@ from .activations import activation_of
 Forward = Callable[..., Any]
 
 
+class Part(NamedTuple):
+    """The layers that a fused op stands for."""
+
+    first: tuple[str, ...]
+    last: str | None
+    packed: bool
+
+
 @dataclass(frozen=True)
 class Rewritten:
     """A forward with fused ops."""
@@ -40,6 +48,7 @@ class Rewritten:
     takes: tuple[str, ...]
     read: tuple[str, ...]  # children that the fused ops stand for, and no longer call
     ops: tuple[str, ...]  # "gated_linear(gate_proj, up_proj; silu)", "linear_act(down_proj)"
+    parts: tuple[Part, ...]
     names: frozenset[str]  # that the forward's code reads, of whatever
 
 
@@ -76,7 +85,10 @@ def rewrite(module: nn.Module, training: bool) -> Rewritten | None:
     found.run()
     if not found.said or _works_in_place(graph, module):
         return None
-    return Rewritten(_compiled(graph, module), takes, tuple(sorted(found.read)), tuple(found.said), seen.names())
+    names = seen.names()
+    return Rewritten(
+        _compiled(graph, module), takes, tuple(sorted(found.read)), tuple(found.said), tuple(found.parts), names
+    )
 
 
 def arguments_of(module: nn.Module) -> tuple[str, ...] | None:
@@ -173,6 +185,7 @@ class _Rewriter:
         self.module, self.graph = module, graph
         self.read: set[str] = set()
         self.said: list[str] = []
+        self.parts: list[Part] = []
 
     def run(self) -> None:
         for match in (self._gated, self._activated):
@@ -199,6 +212,7 @@ class _Rewriter:
         self.said.append(f"{op}({', '.join(first)}; {activation})")
         if last is not None:
             self.said.append(f"linear_act({last.target})")
+        self.parts.append(Part(first, None if last is None else str(last.target), packed))
 
     def _erase(self, node: fx.Node) -> None:
         """Take ``node`` out, and what only it read."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ...kernels.norm import layer_norm, rms_norm
+from ...parallel.core import mappings
 from .swap import Fused, Match, changed, settings_of
 
 _Candidate = tuple[str, float, float]
@@ -28,12 +29,14 @@ class FusedNorm(Fused):
 
     def fused_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         (x,) = args or kwargs.values()
-        match, weight = self._match, getattr(self, "weight", None)
+        match, weight, bias = self._match, getattr(self, "weight", None), getattr(self, "bias", None)
         if weight is not None and weight.dtype != x.dtype:  # whose dtype the result has, differs from class to class
             return self.stock_forward(x)
+        if match.group.size > 1:  # over this rank's heads: the others' gradients belong to it, too
+            weight, bias = mappings.copy_all_to([weight, bias], match.group, site="attention.norm")
         if match.op == "rms_norm":
             return rms_norm(x, weight, eps=match.eps, weight_offset=match.offset)
-        return layer_norm(x, weight, getattr(self, "bias", None), eps=match.eps, weight_offset=match.offset)
+        return layer_norm(x, weight, bias, eps=match.eps, weight_offset=match.offset)
 
     def why_stock(self) -> str | None:
         return changed(self, self._match.settings)

@@ -12,13 +12,14 @@ from torch import nn
 
 from ...kernels.linear import gated_linear, linear_act, linear_act_choice
 from ...kernels.runtime.dispatch import uses_reference
-from ...parallel.core.mesh import SINGLE
+from ...parallel.core import mappings
+from ...parallel.core.mesh import SINGLE, Group
 from ...parallel.core.options import TPOptions
+from ...parallel.core.sharding import local_tensors
+from ...parallel.linear import column_linear, row_linear
 from ...parallel.mlp import fused_mlp
 
 Layers = tuple[Any, ...]
-
-_OPTIONS = TPOptions(SINGLE, site="mlp")
 
 
 def is_linear(module: nn.Module | None) -> bool:
@@ -68,6 +69,11 @@ def width_in(layer: Any) -> int:
     return int(layer.weight.shape[0 if _is_conv1d(layer) else 1])
 
 
+def width_out(layer: Any) -> int:
+    """F of a layer of which :func:`is_linear` is true."""
+    return int(layer.weight.shape[1 if _is_conv1d(layer) else 0])
+
+
 def operands(layers: Layers, packed: bool = False) -> tuple[list[Any], list[Any]]:
     """The weights [F, D] and biases [F] of ``layers``; of one ``packed`` layer [2 F, D] the two halves."""
     weights = [layer.weight.t() if _is_conv1d(layer) else layer.weight for layer in layers]
@@ -81,6 +87,9 @@ def operands(layers: Layers, packed: bool = False) -> tuple[list[Any], list[Any]
 def hidden(x: torch.Tensor, layers: Layers, activation: str, packed: bool) -> torch.Tensor:
     """``activation(first(x))``, or gated ``activation(gate(x)) * up(x)``."""
     weights, biases = operands(layers, packed)
+    group = group_of(layers[0])
+    if group.size > 1:
+        return column_linear(x, weights, biases, TPOptions(group, site="mlp.in"), activation=activation)[0]
     if len(weights) == 2:
         return gated_linear(x, *weights, *biases, activation=activation)
     return linear_act(x, weights[0], biases[0], activation=activation)
@@ -89,7 +98,26 @@ def hidden(x: torch.Tensor, layers: Layers, activation: str, packed: bool) -> to
 def feed_forward(x: torch.Tensor, layers: Layers, last: Any, activation: str, packed: bool) -> torch.Tensor:
     """``last(hidden(x))``, as one function where gradients are wanted and kernels run: it keeps less for backward."""
     (weight,), (bias,) = operands((last,))
+    group = group_of(last)
+    if group.size > 1:
+        return _over_ranks(x, layers, weight, bias, group, activation)
     if not torch.is_grad_enabled() or uses_reference("auto", x) or not linear_act_choice(x.dtype, x.device).triton:
         return linear_act(hidden(x, layers, activation, packed), weight, bias)
     weights, biases = operands(layers, packed)
-    return fused_mlp(x, weights, biases, weight, bias, _OPTIONS, activation=activation)
+    return fused_mlp(x, weights, biases, weight, bias, TPOptions(SINGLE, site="mlp"), activation=activation)
+
+
+def group_of(layer: Any) -> Group:
+    """The ranks over which ``layer`` is split."""
+    group: Group = getattr(layer, "group", SINGLE)
+    return group
+
+
+def _over_ranks(x: torch.Tensor, layers: Layers, weight: Any, bias: Any, group: Group, activation: str) -> torch.Tensor:
+    weights, biases = operands(layers)
+    if not torch.compiler.is_compiling():
+        return fused_mlp(x, weights, biases, weight, bias, TPOptions(group, site="mlp"), activation=activation)
+    x = mappings.copy_to(x, group, site="mlp.in")
+    own = *local_tensors(*weights), *local_tensors(*biases)
+    h = (gated_linear if len(weights) == 2 else linear_act)(x, *own, activation=activation)
+    return row_linear(h, weight, bias, TPOptions(group, site="mlp.out"))

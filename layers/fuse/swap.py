@@ -11,6 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from torch.nn.modules import module as torch_module
 from ...kernels.linear import linear_act_choice
 from ...kernels.runtime import dispatch
 from ...kernels.runtime.dispatch import Choice
+from ...parallel.core.mesh import SINGLE, Group
+from ..module import ShardedModule
 
 
 class Match:
@@ -31,6 +34,8 @@ class Match:
     def __init__(self, ops: tuple[str, ...], kinds: Mapping[str, type] | None = None) -> None:
         self.ops, self.kinds = ops, kinds or {}
         self.matcher: Any = None  # who found it
+        self.group: Group = SINGLE  # over which the module is split
+        self.whole: str | None = None  # why it is not, where the model is
 
 
 # What is entered around the forward of every fused module, outside of torch.compile; a hook would look like a user's.
@@ -70,7 +75,9 @@ class Fused(nn.Module):
         if self._match is None or self.why_stock() is not None:
             return []
         dtype = next((param.dtype for param in self.parameters()), torch.float32)
-        return [(op, _choice(op.partition("(")[0], dtype, device)) for op in self._match.ops]
+        whole = f"; whole on every rank: {self._match.whole}" if self._match.whole else ""
+        choices = [(op, _choice(op.partition("(")[0], dtype, device)) for op in self._match.ops]
+        return [(op, replace(choice, reason=choice.reason + whole)) for op, choice in choices]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy, or what is unpickled, is matched again: a match holds functions and classes that have no name."""
@@ -120,7 +127,7 @@ def unlike(module: nn.Module, kinds: Mapping[str, type]) -> str | None:
         if getattr(child, "_stock", type(child)) is not kind:
             return f"{name} is a {type(child).__name__}"
         weight = child._parameters.get("weight")
-        if weight is not None and type(weight) not in _PLAIN:
+        if weight is not None and type(weight) not in _PLAIN and not isinstance(child, ShardedModule):
             return f"the weight of {name} is a {type(weight).__name__}"
         if child._forward_hooks or child._forward_pre_hooks or child._backward_hooks or child._backward_pre_hooks:
             return f"{name} has hooks"
