@@ -6,7 +6,9 @@ it has passed the probe. Every wait has a time limit.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -30,14 +32,28 @@ class Finding(NamedTuple):
 def run(channel: Channel, timeout_s: float) -> Finding | None:
     """Run this rank's part of a probe in ``channel``. Collective; it ends on every rank, whatever the others do."""
     deadline = time.monotonic() + timeout_s
-    for exchange in range(EXCHANGES):
-        try:
-            finding = _exchange(channel, deadline, timeout_s, exchange)
-        except ExchangeTimeout as error:  # of the rebase before it
-            finding = Finding(2 * exchange, str(error))
-        if finding is not None:
-            return finding
+    with _beside(channel.device):
+        for exchange in range(EXCHANGES):
+            try:
+                finding = _exchange(channel, deadline, timeout_s, exchange)
+            except ExchangeTimeout as error:  # of the rebase before it
+                finding = Finding(2 * exchange, str(error))
+            if finding is not None:
+                return finding
     return None
+
+
+@contextlib.contextmanager
+def _beside(device: torch.device) -> Iterator[None]:
+    """On a GPU a stream like those that rows and flags travel on: the default one takes another way (``copies.py``)."""
+    if device.type != "cuda":
+        yield
+        return
+    here, stream = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    stream.wait_stream(here)
+    with torch.cuda.stream(stream):
+        yield
+    here.wait_stream(stream)
 
 
 def _exchange(channel: Channel, deadline: float, timeout_s: float, exchange: int) -> Finding | None:
