@@ -1,0 +1,76 @@
+"""Fused models in other people's engines: transformers' Trainer and peft's adapters, where they are installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from foreign import foreign, tokens
+
+from shardfuse.kernels.dev import accuracy
+from shardfuse.layers.fuse import fuse, stats
+
+transformers = pytest.importorskip("transformers")
+
+
+class _Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        text = torch.randint(3, 64, (10,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": text, "labels": text, "unused": 1}
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+def test_trainer(tmp_path: Path, bf16: bool):
+    """Accumulated steps and evaluations: the columns that it drops, the labels that it finds, what it divides by."""
+    pytest.importorskip("accelerate")
+    losses = []
+    for fused in (False, True):
+        model = foreign("llama")
+        options = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=6, seed=1,
+            learning_rate=1e-2, logging_steps=1, eval_strategy="steps", eval_steps=3, save_strategy="no",
+            report_to=[], use_cpu=True, bf16=bf16, disable_tqdm=True,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            fuse(model) if fused else model, options, train_dataset=_Texts(), eval_dataset=_Texts()
+        )
+        with stats(model) as ran:
+            trainer.train()
+        assert ran.total_of("linear_cross_entropy") == (12 if fused else 0)
+        log = trainer.state.log_history
+        losses.append(torch.tensor([each[name] for name in ("loss", "eval_loss") for each in log if name in each]))
+    assert len(losses[0]) == 8
+    torch.testing.assert_close(*losses, rtol=1e-2 if bf16 else 1e-4, atol=0)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_adapters_of_peft(order: str):
+    peft = pytest.importorskip("peft")
+    found = []
+    for when in ("never", order):
+        torch.manual_seed(3)
+        model = foreign("llama", torch.float64)
+        model = fuse(model) if when == "before" else model
+        torch.manual_seed(5)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(model, config)
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(param, std=0.1, generator=torch.Generator().manual_seed(1))
+        model = fuse(model) if when == "after" else model
+        model.train()
+        with stats(model) as ran:
+            loss = model(input_ids=tokens(), labels=tokens(), use_cache=False).loss
+        loss.backward()
+        if when != "never":
+            assert ran.total_of("linear_cross_entropy") == 1
+            assert ran.total_of("rms_norm") == 5
+        found.append({name: param.grad for name, param in model.named_parameters() if param.grad is not None})
+    stock, ours = found
+    assert stock.keys() == ours.keys()
+    assert max(accuracy.relative_error(ours[name], stock[name]) for name in stock) < 1e-5
