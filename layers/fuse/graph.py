@@ -73,19 +73,20 @@ def rewrite(module: nn.Module, training: bool) -> Rewritten | None:
         return None
     stand_in = copy.copy(module)  # tracing with another mode must not be seen by the model
     stand_in.__dict__["training"] = training
-    seen = _Executed()
+    code = _Code(module)
+    if code.asks_too_much():
+        return None
     try:
-        with seen:
-            graph = _Opaque().trace(stand_in)
+        graph = _Opaque().trace(stand_in)
     except Exception:  # a forward that depends on values, shapes or types
         return None
-    if seen.asks_too_much() or not _is_pure(graph, module):
+    if not _is_pure(graph, module):
         return None
     found = _Rewriter(module, graph)
     found.run()
     if not found.said or _works_in_place(graph, module):
         return None
-    names = seen.names()
+    names = code.names()
     return Rewritten(
         _compiled(graph, module), takes, tuple(sorted(found.read)), tuple(found.said), tuple(found.parts), names
     )
@@ -99,23 +100,18 @@ def arguments_of(module: nn.Module) -> tuple[str, ...] | None:
     return tuple(each.name for each in takes)
 
 
-class _Executed:
-    """The code of Python functions, but for torch's and the standard library's, that ran within the block."""
+class _Code:
+    """The code that a module's forward may run, but for torch's, the standard library's and its children's.
 
-    def __init__(self) -> None:
+    Followed by name: methods, properties and functions that the module holds, global functions, those of imported
+    modules, what decorators wrap.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
         self.code: set[types.CodeType] = set()
-
-    def __enter__(self) -> None:
-        self.outer = sys.getprofile()
-        sys.setprofile(self._note)
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(self.outer)
-
-    def _note(self, frame: types.FrameType, event: str, _: object) -> None:
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if event == "call" and package not in _KNOWN and frame.f_globals is not globals():
-            self.code.add(frame.f_code)
+        self.unknown = False  # something runs that cannot be looked into
+        self._follow(type(module).forward)
 
     def names(self) -> frozenset[str]:
         return frozenset(name for code in self.code for name in code.co_names)
@@ -123,7 +119,38 @@ class _Executed:
     def asks_too_much(self) -> bool:
         """Whether some code asks for types, modes or random numbers, which a trace settles, or writes somewhere."""
         writes = any(step.opname in _WRITES for code in self.code for step in dis.get_instructions(code))
-        return writes or not self.names().isdisjoint(_ASKS)
+        return self.unknown or writes or not self.names().isdisjoint(_ASKS)
+
+    def _follow(self, value: Any) -> None:
+        value = getattr(value, "fget", None) or getattr(value, "__func__", value)
+        if isinstance(value, type) and _is_foreign(value):
+            self.unknown = True
+        if not isinstance(value, types.FunctionType) or not _is_foreign(value) or value.__code__ in self.code:
+            return
+        names: set[str] = set()
+        todo = [value.__code__]
+        while todo:
+            code = todo.pop()
+            self.code.add(code)
+            names.update(code.co_names)
+            todo += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        scope = value.__globals__
+        for name in names:
+            self._follow(inspect.getattr_static(type(self.module), name, None))
+            self._follow(vars(self.module).get(name))
+            held = scope.get(name)
+            self._follow(held)
+            if isinstance(held, types.ModuleType) and _is_foreign(held):
+                for each in names:
+                    self._follow(vars(held).get(each))
+        for cell in value.__closure__ or ():
+            self._follow(cell.cell_contents)
+        self._follow(getattr(value, "__wrapped__", None))
+
+
+def _is_foreign(value: Any) -> bool:
+    name = value.__name__ if isinstance(value, types.ModuleType) else value.__module__
+    return str(name).partition(".")[0] not in _KNOWN
 
 
 _KNOWN = (sys.stdlib_module_names | {"torch"}) - {"__main__"}
