@@ -22,10 +22,10 @@ class View:
 
     def __init__(self, module: Any, replaced: dict[str, Any]) -> None:
         self.__dict__["_module"] = module
-        self.__dict__.update(replaced)
+        self.__dict__["_replaced"] = replaced
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        return self._replaced[name] if name in self._replaced else getattr(self._module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)
