@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import textwrap
 from pathlib import Path
 
 from foreign import ARCHITECTURES, foreign
+from model_scan import RECORD
 from torch import nn
 
 from shardfuse.layers.fuse import Fused, fuse
@@ -57,7 +60,21 @@ def page() -> str:
     """The page with the table as it is now."""
     text = PAGE.read_text()
     before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+    return f"{before}{BEGIN}\n{table()}\n\n{counts()}\n{END}{after}"
+
+
+def counts() -> str:
+    """What ``model_scan.py`` found, in a sentence."""
+    record = json.loads(RECORD.read_text())
+    whole, partly, refused, late = (len(record[name]) for name in ("fused", "partly", "refused", "timed out"))
+    total = sum(len(names) for names in record.values() if isinstance(names, dict))
+    return textwrap.fill(
+        f"Of the {total} classes of causal language models in transformers {record['transformers']}, shrunken and "
+        f"random, {whole} are fused completely and {partly} in part; {refused} could not be shrunk so that the stock "
+        f"model runs, {late} took too long, and {len(record['wrong'])} came to other numbers "
+        "(`tests/layers/model_scan.json`, written by `tests/support/model_scan.py`).",
+        width=120,
+    )
 
 
 if __name__ == "__main__":
