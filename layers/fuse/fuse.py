@@ -51,9 +51,9 @@ def fuse(
 ) -> nn.Module:
     """Replace what our kernels can run in ``model``, a Hugging Face or plain torch model, in place; return ``model``.
 
-    Modules are recognised by what they compute, not by their names: feed-forward parts with an activation (gated and
-    packed ones too), norms, projections of queries, keys and values, rotary positions. A module keeps its parameters,
-    their names and its place; only its class changes, to one that derives from its stock class. Other models of the
+    Modules are recognised by what they compute: feed-forward parts with an activation (gated and packed ones too),
+    norms, rotary positions, head and loss; projections of queries, keys and values by their names. A module keeps its
+    parameters, their names and its place; only its class changes, to one that derives from its stock class. Other models of the
     same classes do not change. What no matcher recognises stays stock: ``explain(model)`` lists both. Fusing twice is
     fusing once, and :func:`unfuse` undoes it.
 
@@ -61,16 +61,17 @@ def fuse(
         model: on any device, the meta device included; before or after adapters and DDP, before FSDP2.
         mesh: None for a process alone; otherwise feed-forward parts and attention are split over its tensor-parallel
             ranks, each of which gets its part of rank 0's values. All of them call this, and get the same batches.
-        filter_fn: called with each module and its path; a module for which it is false, stays as it is.
+        filter_fn: called with each module and its path; a module for which it returns False stays as it is.
         matchers: of your own, tried before ours; ``docs/fuse.md`` shows one.
         strict: raise where a module with parameters stays stock that could have been fused.
         check: a batch (a mapping of keyword arguments, a sequence of arguments, or one tensor) that is run through the
             stock model; each module is compared on the way with what it becomes. Where one exceeds the budget of
-            ``kernels/dev/accuracy.py``, nothing is changed.
+            ``kernels/dev/accuracy.py``, nothing is changed. It leaves out head and loss.
 
     Raises:
         TypeError: ``model`` is no module, ``mesh`` no mesh.
-        ValueError: with ``strict``, or where ``check`` finds a difference; the model is as it was.
+        ValueError: with ``strict``, or where ``check`` finds a difference; or ``mesh`` comes with a model that was
+            fused without one. The model is as it was.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse: model is a {type_name(model)}: expected an nn.Module")
@@ -109,7 +110,7 @@ def fuse(
 
 
 def _is_unsplit(module: Fused) -> bool:
-    """Whether ``module`` could be split, and nobody tried."""
+    """Whether ``module`` was fused without a mesh, and its matcher can split it."""
     match = module._match
     return match is not None and hasattr(match.matcher, "split") and match.group.size == 1 and match.whole is None
 

@@ -113,7 +113,7 @@ def test_generates_the_same_tokens_with_our_ops(kind: str):
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "cohere"])
 @pytest.mark.parametrize("items", [None, 7, torch.tensor(5)], ids=str)
 def test_a_loss_without_logits(kind: str, items: Any):
-    """Plain, soft-capped and scaled, as a mean and as Trainer's sum; the logits are there for whoever reads them."""
+    """Plain, soft-capped and scaled, as a mean and as Trainer's sum. Code that reads the logits gets them."""
     stock, model, batch = foreign(kind, torch.float64).train(), fuse(foreign(kind, torch.float64)).train(), tokens()
     labels = batch.masked_fill(batch % 5 == 0, -100)
     given = {} if items is None else {"num_items_in_batch": items}
