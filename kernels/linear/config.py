@@ -6,10 +6,8 @@ is a measurement, the rules below elsewhere. Nothing is tuned while a model runs
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
 
 import torch
 
@@ -18,28 +16,12 @@ from ..runtime.chips import CHIPS
 from . import tuned
 from .gemm import Gemm, GemmConfig
 
-_forced: GemmConfig | None = None
-
-
-@contextlib.contextmanager
-def forced(config: GemmConfig) -> Iterator[None]:
-    """Within the block every GEMM runs with ``config``: for tuning, and for tests. Not for threads."""
-    global _forced
-    outer, _forced = _forced, config
-    try:
-        yield
-    finally:
-        _forced = outer
-
-
-def forced_config() -> GemmConfig | None:
-    """The configuration of the innermost :func:`forced`, if any."""
-    return _forced
+forced: tuning.Forced[GemmConfig] = tuning.Forced()  # of every GEMM
 
 
 def pick_config(arch: str, gemm: Gemm) -> GemmConfig:
     """The configuration for ``gemm`` on ``arch``."""
-    config = _forced or _pick(arch, gemm)
+    config = forced.config or _pick(arch, gemm)
     assert config.split_k == 1 or _may_split(gemm), "chained or remote products are not split"
     return config
 

@@ -10,7 +10,7 @@ import triton
 
 from ..runtime import alloc, device, dispatch
 from ..runtime.signals import Gathered, Remote, Scattered
-from .config import forced_config
+from .config import forced
 from .plan import Operand, operands_of, plan_act_grad, plan_launch
 
 Matrices = tuple[torch.Tensor, ...]
@@ -64,7 +64,7 @@ def run_gemm(
         biases = tuple([bias if bias is None else bias.contiguous() for bias in biases])
     nothing = (None,) * len(targets)
     around = (biases or (None,) * len(a), scales, sources or nothing, targets, row_sums or nothing)
-    find = plan_launch if forced_config() is None else plan_launch.__wrapped__
+    find = plan_launch if forced.config is None else plan_launch.__wrapped__
     plan = find(  # the fields of a Call
         device.architecture(on.device),
         layout,

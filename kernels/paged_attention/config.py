@@ -9,9 +9,7 @@ of v.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,23 +85,7 @@ class TileClass(NamedTuple):
     upto: int | None
 
 
-_forced: AttentionConfig | None = None
-
-
-@contextlib.contextmanager
-def forced(config: AttentionConfig) -> Iterator[None]:
-    """Within the block every tile that a table may decide is ``config``: for tuning, and for tests. Not for threads."""
-    global _forced
-    outer, _forced = _forced, config
-    try:
-        yield
-    finally:
-        _forced = outer
-
-
-def forced_config() -> AttentionConfig | None:
-    """The configuration of the innermost :func:`forced`, if any."""
-    return _forced
+forced: tuning.Forced[AttentionConfig] = tuning.Forced()  # of every tile that a table may decide
 
 
 def tile_classes(problem: Problem) -> tuple[TileClass, ...]:

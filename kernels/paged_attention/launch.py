@@ -14,7 +14,7 @@ from ..runtime import alloc, device, tuning
 from ..runtime.chips import converts_e4m3
 from . import plan_triton
 from . import triton as kernels
-from .config import Problem, forced_config
+from .config import Problem, forced
 from .options import AttentionOptions, Bounds
 from .plan import Section, max_units, sections
 
@@ -92,7 +92,7 @@ def problem_of(tensors: Tensors, options: AttentionOptions, invariant: bool, bou
         None if not bounds.min_query_len else 1 << (bounds.min_query_len * group).bit_length() - 1,
         None if bounds.max_query_len is None else triton.next_power_of_2(bounds.max_query_len * group),
         None if bounds.max_seq_len is None else triton.next_power_of_2(bounds.max_seq_len),
-        forced_config(),
+        forced.config,
     )
 
 

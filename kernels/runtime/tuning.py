@@ -22,16 +22,17 @@ time for what ships. Its ``stock_wins`` lapses: that the stock path beats a kern
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import os
 import typing
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -53,6 +54,21 @@ _ENTRY = {
 _MAY_LACK = {"config", "stock_wins"}
 
 Config = TypeVar("Config", bound=Hashable)
+
+
+class Forced(Generic[Config]):
+    """A configuration that overrides all rules and tables within a block, for tuning and tests. Not for threads."""
+
+    def __init__(self) -> None:
+        self.config: Config | None = None  # of the innermost block, if any
+
+    @contextlib.contextmanager
+    def __call__(self, config: Config) -> Iterator[None]:
+        outer, self.config = self.config, config
+        try:
+            yield
+        finally:
+            self.config = outer
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,9 @@ def fuse(
 
     Modules are recognised by what they compute: feed-forward parts with an activation (gated and packed ones too),
     norms, rotary positions, head and loss; projections of queries, keys and values by their names. A module keeps its
-    parameters, their names and its place; only its class changes, to one that derives from its stock class. Other models of the
-    same classes do not change. What no matcher recognises stays stock: ``explain(model)`` lists both. Fusing twice is
-    fusing once, and :func:`unfuse` undoes it.
+    parameters, their names and its place; only its class changes, to one that derives from its stock class. Other
+    models of the same classes do not change. What no matcher recognises stays stock: ``explain(model)`` lists both.
+    Fusing twice is fusing once, and :func:`unfuse` undoes it.
 
     Args:
         model: on any device, the meta device included; before or after adapters and DDP, before FSDP2.

@@ -88,7 +88,7 @@ def test_neither_invariant_mode_nor_fp32_asks(shipped, monkeypatch):
         assert tuned.bucket(problem, 16) is None
         before = _configs(problem)
         with tiles.forced(TABLED):
-            assert _configs(problem._replace(forced=tiles.forced_config())) == before
+            assert _configs(problem._replace(forced=tiles.forced.config)) == before
 
 
 @pytest.mark.parametrize(
