@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from .core import collectives
 from .core.mesh import data_group, whole_group
@@ -56,3 +58,31 @@ def _agreed_seed(mesh: DeviceMesh | None) -> int:
         parameter_seed(), dtype=torch.int64, device=device_of(mesh, None) if mesh is not None else "cpu"
     )
     return int(collectives.broadcast(seed, whole_group(mesh), site="parallelize.seed"))
+
+
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Memory on ``device`` for this rank's part of each parameter of ``module`` that is on meta.
+
+    Shared parameters stay shared, and buffers keep their values.
+    """
+    kept = [(each, name, buffer) for each in module.modules() for name, buffer in each._buffers.items()]
+    if any(isinstance(each, FSDPModule) for each in module.modules()):  # it holds on to its parameters
+        module.to_empty(device=device)
+    else:
+        _allocate(module, device)
+    for each, name, buffer in kept:
+        each._buffers[name] = buffer if buffer is None or buffer.is_meta else buffer.to(device)
+
+
+def _allocate(module: nn.Module, device: torch.device) -> None:
+    placed: dict[int, nn.Parameter] = {}
+    for each in module.modules():
+        for name, param in each._parameters.items():
+            if param is None or not param.is_meta:
+                continue
+            if id(param) not in placed:
+                local = torch.empty_like(param._local_tensor if isinstance(param, DTensor) else param, device=device)
+                held = DTensor(local, param._spec, requires_grad=False) if isinstance(param, DTensor) else local
+                placed[id(param)] = nn.Parameter(held, requires_grad=param.requires_grad)
+                placed[id(param)].__dict__.update(param.__dict__)
+            each._parameters[name] = placed[id(param)]

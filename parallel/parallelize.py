@@ -22,7 +22,7 @@ from .core.first_calls import leave_to_caller
 from .core.mesh import SINGLE, Group, check_dims, data_coordinate, degree, everyone, tp_group, whole_group
 from .core.rendezvous import init_mesh
 from .core.sharding import local_tensors, spec_of
-from .materialize import device_of, place
+from .materialize import allocate, device_of, place
 from .parallel_model import ParallelModel, group_of
 from .zero import zero as zeros
 from .zero.zero import PRECISIONS
@@ -57,10 +57,11 @@ def parallelize(
 
     Args:
         model: a ParallelTransformer built with the same mesh, best with ``device="meta"``, so that a rank allocates
-            memory for its own part only. Or any module that returns the mean loss of its valid targets (all but -100)
-            when called as ``model(*inputs, targets)``; a pipeline requires the methods that
-            :class:`pipeline.Divisible` lists. Parameters on meta are materialised, and ``model.init_weights(seed)``
-            draws them.
+            memory for its own part only. Or a causal language model of transformers after ``fuse(model, mesh)``. Or any
+            module that returns the mean loss of its valid targets (all but -100) when called as
+            ``model(*inputs, targets)``; a pipeline requires the methods that :class:`pipeline.Divisible` lists.
+            Parameters on meta are materialised, and ``model.init_weights(seed)`` draws them; those of
+            ``load_pretrained(..., device="meta")`` are read from its folder, each rank's share.
         zero: 0 replicas, 1 and 2 shards of optimizer state and gradients, 3 of parameters as well (``zero.py``).
         schedule: of the pipeline, where the mesh has ``pp`` > 1: one of ``pipeline.SCHEDULES``.
         microbatches: the number of parts in which a rank's batch is processed; gradients travel once. None: 1, with a
@@ -110,7 +111,9 @@ def parallelize(
         assert mesh is not None
         cut = split(model, mesh, schedule, costs=None if costs is None else _agreed(costs, mesh))  # type: ignore[arg-type]
     host = offload or (zero > 0 and data_coordinate(mesh)[1] > 1)  # sharding then moves it to the GPU block by block
-    place(model, mesh, torch.device("cpu") if host else device_of(mesh, device), seed)
+    unread = getattr(model, "read_weights", None)  # a model of load_pretrained(..., device="meta")
+    if unread is None:
+        place(model, mesh, torch.device("cpu") if host else device_of(mesh, device), seed)
     if schedule is not None:
         modules = [(stage.index, model.stage(stage.parts)) for stage in cut]  # type: ignore[operator]
     elif divisible:
@@ -119,6 +122,10 @@ def parallelize(
         modules = [(0, model)]
     for _, module in modules:
         zeros.shard(module, mesh, splits_backward=splits_backward, zero=zero, schedule=schedule, **sharding)
+    if unread is not None:
+        for _, module in modules:
+            allocate(module, torch.device("cpu") if offload else device_of(mesh, device))
+        unread(whole_group(group_of(model) if mesh is None else mesh))
 
     count = microbatches or 1
     pipeline = None
@@ -178,6 +185,7 @@ def _settle(
             "precision='fp16' with fuse_wgrad_accumulation=True: main_grad would keep the factor that the loss is "
             "scaled by; build the model without it, or use precision='bf16'"
         )
+    _check_divisible(model, stages)
     _check_built_for(model, mesh)
     if stages == 1:
         schedule = None
@@ -194,11 +202,6 @@ def _settle(
     )
     zeros.check_whole(model)
     _configure(model, recompute=recompute, overlap=overlap)
-    if stages > 1 and not hasattr(model, "pipeline_parts"):
-        raise ValueError(
-            f"a pipeline needs a model that can be cut into stages: {type(model).__name__} lacks pipeline_parts() and "
-            "the other methods that shardfuse.parallel.pipeline.partition.Divisible lists"
-        )
     return _Settled(mesh, schedule, microbatches, splits_backward)
 
 
@@ -254,6 +257,21 @@ def _agreed(costs: Sequence[float | Costs], mesh: DeviceMesh) -> list[float]:
     return mine
 
 
+def _check_divisible(model: nn.Module, stages: int) -> None:
+    if hasattr(model, "pipeline_parts"):
+        return
+    if hasattr(model, "get_output_embeddings"):  # of transformers
+        raise ValueError(
+            f"{type(model).__name__} returns an output object, where a mean loss is expected: fuse(model, mesh) first; "
+            "where explain(model) then shows a stock head, wrap it in a module that returns the mean loss"
+        )
+    if stages > 1:
+        raise ValueError(
+            f"a pipeline needs a model that can be cut into stages: {type(model).__name__} lacks pipeline_parts() and "
+            "the other methods that shardfuse.parallel.pipeline.partition.Divisible lists"
+        )
+
+
 def _check_built_for(model: nn.Module, mesh: DeviceMesh | None) -> None:
     group = getattr(model, "group", None)
     if mesh is None or not isinstance(group, Group):
@@ -262,7 +280,7 @@ def _check_built_for(model: nn.Module, mesh: DeviceMesh | None) -> None:
     if group.size != wanted:
         raise ValueError(
             f"the model was built for {group.size} tensor-parallel rank(s) and the mesh has tp={wanted}: build it with "
-            "mesh=mesh"
+            "mesh=mesh, or fuse(model, mesh)"
         )
 
 

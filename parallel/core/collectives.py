@@ -220,6 +220,24 @@ def start_reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, site: s
     return finish
 
 
+def all_to_all(
+    x: torch.Tensor, group: Group, *, sent: Sequence[int], received: Sequence[int], site: str
+) -> torch.Tensor:
+    """The rows that the ranks have for this one, in order of rank; of ``x`` rank r gets the r-th ``sent[r]`` rows.
+
+    ``received[r]`` is how many come from rank r. Moves what leaves this rank; counts all of ``x``.
+    """
+    if group.size == 1:
+        return x
+    _count("all_to_all", x, site)
+    if torch.compiler.is_compiling():
+        return functional.all_to_all_single(x.contiguous(), list(received), list(sent), group.pg)
+    out = x.new_empty((sum(received), *x.shape[1:]))
+    splits = list(received), list(sent)
+    Flight("all_to_all", site, lambda: dist.all_to_all_single(out, x.contiguous(), *splits, group=group.pg)).wait()
+    return out
+
+
 def broadcast(x: torch.Tensor, group: Group, *, src: int = 0, site: str) -> torch.Tensor:
     """The ``x`` of the group's rank ``src``, on every rank; ``x`` has the same shape and dtype on all."""
     if not 0 <= src < group.size:

@@ -10,6 +10,8 @@ transposes of each other, so the pairs compose to exact gradients.
     all_gather_from     all-gather         reduce-scatter     [n/R]          -> [n] replicated, partial gradient
     reduce_scatter_to   reduce-scatter     all-gather         [n] partial    -> [n/R]
     gather_from         all-gather         local slice        [n/R]          -> [n] replicated, replicated gradient
+    split_to            local slice        all-gather         [n] replicated -> [n/R]
+    exchange_rows       all-to-all         all-to-all         [n/R]          -> [n/R], other rows
 
 "Partial" means that the ranks hold partial sums. A collective in backward counts at ``site + ".grad"``.
 """
@@ -60,6 +62,47 @@ def reduce_scatter_to(x: torch.Tensor, group: Group, *, dim: int = 0, site: str)
 def gather_from(x: torch.Tensor, group: Group, *, dim: int, site: str) -> torch.Tensor:
     """Gather shards along ``dim`` for a computation that all ranks repeat; backward keeps this rank's slice."""
     return x if group.size == 1 else _GatherFrom.apply(x, group, dim, site)
+
+
+def split_to(x: torch.Tensor, group: Group, *, dim: int, site: str) -> torch.Tensor:
+    """Keep this rank's slice along ``dim`` of what all ranks have computed; backward gathers the slices' gradients.
+
+    Raises ValueError where ``dim`` does not divide by the group's size.
+    """
+    return x if group.size == 1 else _SplitTo.apply(x, group, dim, site)
+
+
+def exchange_rows(x: torch.Tensor, rows: RowExchange, *, site: str) -> torch.Tensor:
+    """Of a tensor [n, ...] that is split evenly over the ranks, other rows than the split's."""
+    return _ExchangeRows.apply(x, rows, site)
+
+
+class RowExchange:
+    """Which rows of a tensor [n, ...], of which rank r has the r-th n/R, each rank needs: ``wanted[r]``, ascending.
+
+    Raises ValueError where ``wanted`` is no division of all rows into equal parts.
+    """
+
+    def __init__(self, wanted: Sequence[Sequence[int]], group: Group) -> None:
+        total, size = sum(map(len, wanted)), len(wanted[0])
+        every = sorted(row for rows in wanted for row in rows)
+        if len(wanted) != group.size or every != list(range(total)) or any(len(rows) != size for rows in wanted):
+            raise ValueError(f"wanted: expected {group.size} parts of equal length, of all of {total} rows")
+        if any(list(rows) != sorted(rows) for rows in wanted):
+            raise ValueError("wanted: expected ascending rows")
+        first = group.rank * size
+        owned = range(first, first + size)
+        by_rank = [[row - first for row in rows if row in owned] for rows in wanted]
+        self.group = group
+        self.order = [row for rows in by_rank for row in rows]  # of this rank's rows, when they leave
+        self.sent = [len(rows) for rows in by_rank]
+        self.received = [sum(row // size == source for row in wanted[group.rank]) for source in range(group.size)]
+        self._index: dict[torch.device, torch.Tensor] = {}
+
+    def index(self, device: torch.device) -> torch.Tensor:
+        if device not in self._index:
+            self._index[device] = torch.tensor(self.order, device=device)
+        return self._index[device]
 
 
 class _CopyTo(torch.autograd.Function):
@@ -134,3 +177,32 @@ class _GatherFrom(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return collectives.local_slice(grad, ctx.group, ctx.dim), None, None, None
+
+
+class _SplitTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int, site: str) -> torch.Tensor:
+        ctx.group, ctx.dim, ctx.site = group, dim, site
+        collectives.check_divides(x.shape, dim, group, site)
+        return collectives.local_slice(x, group, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return collectives.all_gather(grad, ctx.group, dim=ctx.dim, site=ctx.site + ".grad"), None, None, None
+
+
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: RowExchange, site: str) -> torch.Tensor:
+        ctx.rows, ctx.site = rows, site
+        x = x.index_select(0, rows.index(x.device))
+        return collectives.all_to_all(x, rows.group, sent=rows.sent, received=rows.received, site=site)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        rows = ctx.rows
+        back = {"sent": rows.received, "received": rows.sent, "site": ctx.site + ".grad"}
+        grad = collectives.all_to_all(grad, rows.group, **back)
+        return torch.empty_like(grad).index_copy_(0, rows.index(grad.device), grad), None, None

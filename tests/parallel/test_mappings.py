@@ -77,6 +77,8 @@ def _check_table(rank: int, world: int) -> None:
         run_backward(mappings.reduce_scatter_to, gathered.shape, mine, gathered, dim=dim)
         run(mappings.gather_from, mine, gathered, dim=dim)
         run_backward(mappings.gather_from, own.shape, mine, own, dim=dim)
+        run(mappings.split_to, mine, own, dim=dim)
+        run_backward(mappings.split_to, gathered.shape, mine, gathered, dim=dim)
 
 
 @pytest.mark.ranks
@@ -269,6 +271,37 @@ def test_a_group_of_one_is_the_identity() -> None:
         mappings.all_gather_from,
         mappings.reduce_scatter_to,
         mappings.gather_from,
+        mappings.split_to,
     ):
         assert function(x, SINGLE, dim=1, site="a") is x
     assert mappings.copy_all_to([x, None], SINGLE, site="a") == (x, None)
+
+
+# --- rows that are held in another order than they are needed ---------------------------------------------------------
+
+
+def _check_exchange(rank: int, world: int) -> None:
+    group = tp_group(dist.group.WORLD)
+    n = 6 * world
+    halves = [[part * n // 2 + row for part in range(2) for row in range(r * 3, r * 3 + 3)] for r in range(world)]
+    backwards = [list(range(r * 6, r * 6 + 6)) for r in reversed(range(world))]
+    for wanted in (halves, backwards):
+        rows = mappings.RowExchange(wanted, group)
+        compiled = torch.compile(mappings.exchange_rows, fullgraph=True, backend="aot_eager")
+        for run in (mappings.exchange_rows, *([compiled] if world == 2 else [])):
+            for layout in LAYOUTS.values():
+                own = layout(_shard(_integers(1, n, 3), group, 0)).requires_grad_()
+                got = run(own, rows, site="a")
+                _assert_equal(got, _integers(1, n, 3)[wanted[rank]])
+                got.backward(_integers(2, n, 3)[wanted[rank]])
+                _assert_equal(own.grad, _shard(_integers(2, n, 3), group, 0))
+    for wrong, message in (([[0, 1]] * world, "equal length, of all of"), ([[1, 0], [2, 3], [4, 5]], "ascending")):
+        with pytest.raises(ValueError, match=message):
+            mappings.RowExchange(wrong[:world], group)
+    torch._dynamo.reset()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", WORLDS)
+def test_ranks_exchange_rows(ranks: Any, world: int) -> None:
+    ranks(world, _check_exchange)
