@@ -10,6 +10,7 @@ from ..kernels.runtime.checks import whole_number
 from ..kernels.runtime.dispatch import Choice
 from ..parallel.core import mappings
 from ..parallel.core.first_calls import compare_call
+from ..parallel.core.mesh import Group
 from .config import check_padding
 from .module import Init, Runs, ShardedModule, check_divides
 from .options import EmbeddingKwargs, LayerOptions, Unpack
@@ -65,15 +66,15 @@ class VocabParallelEmbedding(ShardedModule):
         (weight,) = self.local("weight")
         if self.group.size == 1:
             return self._lookup_whole(tokens, weight)
-        compare_call(self, self.group, values=True, tokens=tokens)
-        self._check(tokens)
-        rows = tokens - self.group.rank * weight.shape[0]
-        elsewhere = (rows < 0) | (rows >= weight.shape[0])
-        x = F.embedding(rows.masked_fill(elsewhere, 0), weight, self._padding_row)
-        x = x.masked_fill(elsewhere[..., None], 0)
-        if self.sequence_parallel:
-            return mappings.reduce_scatter_to(x, self.group, dim=0, site="embedding")
-        return mappings.reduce_from(x, self.group, site="embedding")
+        return look_up(
+            self,
+            tokens,
+            weight,
+            self.group,
+            self.vocab_size,
+            self.padding_idx,
+            sequence_parallel=self.sequence_parallel,
+        )
 
     def _lookup_whole(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling():
@@ -93,6 +94,30 @@ class VocabParallelEmbedding(ShardedModule):
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f"padding_idx={self.padding_idx}, "
         return f"{self.vocab_size}, {self.hidden_size}, {padding}{self.sharding_repr()}"
+
+
+def look_up(
+    module: nn.Module,
+    tokens: torch.Tensor,
+    weight: torch.Tensor,
+    group: Group,
+    vocab_size: int,
+    padding_idx: int | None,
+    *,
+    sequence_parallel: bool = False,
+) -> torch.Tensor:
+    """``module``'s embeddings of ``tokens``, where this rank has the rows ``weight`` [V/R, D] of the table."""
+    compare_call(module, group, values=True, tokens=tokens)
+    check_tokens(tokens, vocab_size)
+    first = group.rank * weight.shape[0]
+    rows = tokens - first
+    elsewhere = (rows < 0) | (rows >= weight.shape[0])
+    padding = None if padding_idx is None or not first <= padding_idx < first + weight.shape[0] else padding_idx - first
+    x = F.embedding(rows.masked_fill(elsewhere, 0), weight, padding)
+    x = x.masked_fill(elsewhere[..., None], 0)
+    if sequence_parallel:
+        return mappings.reduce_scatter_to(x, group, dim=0, site="embedding")
+    return mappings.reduce_from(x, group, site="embedding")
 
 
 def check_tokens(tokens: torch.Tensor, vocab_size: int) -> None:

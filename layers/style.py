@@ -66,7 +66,7 @@ class ColumnParallel(_Style):
         linear = _expect(module, (nn.Linear,), self)
         place = self._place(device_mesh, linear.weight)
         ours = ColumnParallelLinear(linear.in_features, linear.out_features, linear.bias is not None, **place)
-        return _become(linear, ours, device_mesh, self.src_data_rank)
+        return become(linear, ours, device_mesh, self.src_data_rank)
 
 
 class RowParallel(_Style):
@@ -79,7 +79,7 @@ class RowParallel(_Style):
         linear = _expect(module, (nn.Linear,), self)
         place = self._place(device_mesh, linear.weight)
         ours = RowParallelLinear(linear.in_features, linear.out_features, linear.bias is not None, **place)
-        return _become(linear, ours, device_mesh, self.src_data_rank)
+        return become(linear, ours, device_mesh, self.src_data_rank)
 
 
 class VocabParallel(_Style):
@@ -95,7 +95,7 @@ class VocabParallel(_Style):
             )
         place = self._place(device_mesh, table.weight)
         ours = VocabParallelEmbedding(table.num_embeddings, table.embedding_dim, table.padding_idx, **place)
-        return _become(table, ours, device_mesh, self.src_data_rank)
+        return become(table, ours, device_mesh, self.src_data_rank)
 
 
 class SequenceParallelNorm(_Style):
@@ -115,7 +115,7 @@ class SequenceParallelNorm(_Style):
         else:
             eps = torch.finfo(norm.weight.dtype).eps if norm.eps is None else norm.eps  # as torch does
             ours = RMSNorm(width, eps, **options)
-        return _become(norm, ours, device_mesh, self.src_data_rank)
+        return become(norm, ours, device_mesh, self.src_data_rank)
 
 
 class FusedMLP(_Style):
@@ -162,7 +162,7 @@ class FusedMLP(_Style):
             _shared(linear, layer)  # refuse now: below, other layers may have changed already
         for name, linear in layers.items():
             layer = getattr(ours, name)
-            _become(linear, layer, device_mesh, self.src_data_rank)
+            become(linear, layer, device_mesh, self.src_data_rank)
         return ours.take(module, {name: str(theirs) for name, theirs in self.names.items()})
 
     @torch.no_grad()
@@ -246,7 +246,7 @@ def _in_fp64(layer: nn.Linear) -> nn.Linear:
     return twin
 
 
-def _become(module: nn.Module, ours: ShardedModule, mesh: DeviceMesh, src_data_rank: int | None) -> nn.Module:
+def become(module: nn.Module, ours: ShardedModule, mesh: DeviceMesh, src_data_rank: int | None = 0) -> nn.Module:
     """Give ``ours`` this rank's part of ``module``'s parameters, then turn ``module`` into ``ours``."""
     shared = _shared(module, ours)
     for name, (spec, _) in ours._declared.items():
@@ -257,7 +257,7 @@ def _become(module: nn.Module, ours: ShardedModule, mesh: DeviceMesh, src_data_r
             part = distribute_tensor(theirs.detach(), tp_mesh, spec.placements, src_data_rank=src_data_rank).to_local()
             param = make_parameter(part.contiguous(), spec, ours._params)
             param.requires_grad_(theirs.requires_grad)
-            theirs._styled = _Styled(_placing(spec, ours), param)
+            replaced(theirs, param, spec, ours._params)
         ours.register_parameter(name, param)
     return _take_place(module, ours)
 
@@ -269,9 +269,14 @@ class _Styled(NamedTuple):
     param: nn.Parameter
 
 
-def _placing(spec: ShardSpec, ours: ShardedModule) -> tuple[Any, ...]:
+def replaced(theirs: Any, param: nn.Parameter, spec: ShardSpec, params: str = "dtensor") -> None:
+    """Note on the plain parameter ``theirs`` what took its place, for other modules that hold it."""
+    theirs._styled = _Styled(_placing(spec, params), param)
+
+
+def _placing(spec: ShardSpec, params: str) -> tuple[Any, ...]:
     """The properties that modules which share a parameter must agree on."""
-    return spec.logical_shape, spec.shard_dim, spec.group, ours._params
+    return spec.logical_shape, spec.shard_dim, spec.group, params
 
 
 def _shared(module: nn.Module, ours: ShardedModule) -> dict[str, nn.Parameter]:
@@ -284,12 +289,12 @@ def _shared(module: nn.Module, ours: ShardedModule) -> dict[str, nn.Parameter]:
         styled = getattr(getattr(module, name), "_styled", None)
         if styled is None:
             continue
-        if styled.placing != _placing(spec, ours):
+        if styled.placing != _placing(spec, ours._params):
             raise ValueError(
                 f"{type(module).__name__}.{name} {list(spec.logical_shape)} is shared with a module that a style has "
                 f"changed already, and there it is {_said(*styled.placing)}, where {type(ours).__name__} expects it "
-                f"{_said(*_placing(spec, ours))}: choose styles that split it alike, or give the module its own copy "
-                "first"
+                f"{_said(*_placing(spec, ours._params))}: choose styles that split it alike, or give the module a "
+                "copy of its own first"
             )
         found[name] = styled.param
     return found

@@ -11,7 +11,7 @@ from ..dropout import op as dropout
 from ..dropout import reference as dropout_reference
 from ..dropout import schemas as dropout_schemas
 from ..linear.functional import as_rows, shaped
-from ..runtime import autograd, dispatch
+from ..runtime import autograd, dispatch, library
 from ..runtime.dispatch import Choice
 from ..runtime.dtypes import no_kernel
 from . import reference, schemas
@@ -251,12 +251,12 @@ def _norm(
     if residual is x:  # a compiled autograd function takes no tensor twice
         residual = x.view_as(x)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        if not call.carry:
-            return _Norm.apply(call, rng_key, x, residual, weight, bias)
-        if x.requires_grad and not torch.compiler.is_compiling():
-            return _Norm.apply(call, rng_key, x, residual, weight, bias)
+        compiling = torch.compiler.is_compiling()
+        apply = _Norm.apply if compiling else _apply_norm
+        if not call.carry or (x.requires_grad and not compiling):
+            return apply(call, rng_key, x, residual, weight, bias)
         # A compiler adds gradients up where it likes, and returns no input.
-        return _Norm.apply(call._replace(carry=False), rng_key, x, residual, weight, bias), x
+        return apply(call._replace(carry=False), rng_key, x, residual, weight, bias), x
     y, s, _, _ = _forward(call, rng_key, x, residual, weight, bias)
     if call.carry:
         return y, x
@@ -313,7 +313,7 @@ def _forward(
 ) -> tuple[torch.Tensor, Optional, torch.Tensor, Optional]:
     """y, s (None without a residual), rstd, mean (None for RMSNorm), by the kernel."""
     dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    found = schemas.norm_fwd(
+    found = library.launches(schemas, x, residual, weight, bias, rng_key).norm_fwd(
         as_rows(x),
         None if residual is None else as_rows(residual),
         weight,
@@ -378,7 +378,7 @@ class _Norm(torch.autograd.Function):
         formed = iter(())
         if any(dtype is not None for dtype in dtypes):
             formed = iter(
-                schemas.norm_bwd(
+                library.launches(schemas, dy, ds, s, weight, rng_key).norm_bwd(
                     as_rows(dy),
                     None if ds is None else as_rows(ds),
                     as_rows(s),
@@ -400,6 +400,9 @@ class _Norm(torch.autograd.Function):
         params = fresh if form else params
         autograd.save_for_next_pass(ctx, dys, params, want)
         return None, None, dx, dresidual, *[t if yes else None for t, yes in zip(params or (None, None), want[4:])]
+
+
+_apply_norm = autograd.direct(_Norm)
 
 
 def _from_sum(ctx: Any, ds: Optional, want_x: bool, want_residual: bool) -> tuple[Optional, Optional]:

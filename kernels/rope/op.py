@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..runtime import autograd, dispatch
+from ..runtime import autograd, dispatch, library
 from ..runtime.dispatch import Choice
 from ..runtime.dtypes import FLOATS
 from . import reference, schemas
@@ -64,9 +64,10 @@ def apply_rope(
         _rotate_(q, k, cos, sin, interleaved)
     else:
         if _wants_grad(q) or _wants_grad(k):
-            outs = _ApplyRope.apply(q, k, cos, sin, interleaved)
+            apply = _ApplyRope.apply if torch.compiler.is_compiling() else _apply_rope
+            outs = apply(q, k, cos, sin, interleaved)
         else:
-            outs = schemas.apply_rope(q, k, cos, sin, interleaved, False)
+            outs = library.launches(schemas, q, k, cos, sin).apply_rope(q, k, cos, sin, interleaved, False)
         return outs[0], None if k is None else outs[1]
     return q, k
 
@@ -111,7 +112,7 @@ class _ApplyRope(torch.autograd.Function):
         ctx: Any, q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
     ) -> Any:
         _keep(ctx, cos, sin, interleaved)
-        outs = tuple(schemas.apply_rope(q, k, cos, sin, interleaved, False))
+        outs = tuple(library.launches(schemas, q, k, cos, sin).apply_rope(q, k, cos, sin, interleaved, False))
         frozen = [out for out, needed in zip(outs, ctx.needs_input_grad) if not needed]
         if frozen:
             ctx.mark_non_differentiable(*frozen)
@@ -121,6 +122,9 @@ class _ApplyRope(torch.autograd.Function):
     @autograd.first_order
     def backward(ctx: Any, *dys: torch.Tensor | None) -> Any:
         return *_rotated_back(ctx, dys), None, None, None
+
+
+_apply_rope = autograd.direct(_ApplyRope)
 
 
 class _ApplyRopeInPlace(torch.autograd.Function):
@@ -162,7 +166,9 @@ def _rotated_back(ctx: Any, dys: tuple[torch.Tensor | None, ...]) -> list[torch.
     found: list[torch.Tensor | None] = [None, None]
     if asked:
         first, second = [*(dys[i] for i in asked), None][:2]
-        for i, dx in zip(asked, schemas.apply_rope(first, second, cos, sin, ctx.interleaved, True)):
+        assert first is not None
+        where = library.launches(schemas, first, second, cos, sin)
+        for i, dx in zip(asked, where.apply_rope(first, second, cos, sin, ctx.interleaved, True)):
             found[i] = dx
     return found
 

@@ -127,10 +127,24 @@ def interpreter_breaks() -> str | None:
     return _INTERPRETER_BREAKS
 
 
+@contextlib.contextmanager
+def choosing_for(device: torch.device) -> Iterator[None]:
+    """Within the block ops choose as they do on ``device``, wherever their tensors are: for fake tensors."""
+    global _stand_in
+    outer, _stand_in = _stand_in, device
+    try:
+        yield
+    finally:
+        _stand_in = outer
+
+
+_stand_in: torch.device | None = None
+
+
 def uses_reference(impl: str, on: torch.Tensor) -> bool:
     """Whether :func:`choose` says "reference" of every call with ``impl`` on the device of ``on``."""
     impl = _AUTO if impl == "auto" else impl
-    return impl == "reference" or (impl == "auto" and (on.is_cpu or on.is_meta))
+    return impl == "reference" or (impl == "auto" and (on.is_cpu or on.is_meta) and _stand_in is None)
 
 
 def choose(
@@ -150,6 +164,7 @@ def choose(
     """
     if _row_invariant:
         stock_wins = None  # it picks its algorithm by the number of rows
+    device = _stand_in or device
     if torch.compiler.is_compiling():
         return _decide(op, device, impl, unsupported, stock_wins)
     key = (op, device, impl, unsupported, stock_wins)

@@ -1,7 +1,8 @@
 """Our kernels in a foreign model: ``fuse`` by structure, module by module, and ``unfuse``."""
 
 from .fuse import Matcher, fuse, unfuse
+from .ranks.plan import tp_plan
 from .stats import Stats, stats
 from .swap import Fused, Match
 
-__all__ = ["Fused", "Match", "Matcher", "Stats", "fuse", "stats", "unfuse"]
+__all__ = ["Fused", "Match", "Matcher", "Stats", "fuse", "stats", "tp_plan", "unfuse"]

@@ -9,11 +9,12 @@ from torch import nn
 
 from ...kernels.runtime.checks import type_name
 from ...parallel.core.mesh import SINGLE, MeshLike, tp_group
-from .attention import Attention
 from .check import compare
-from .feed_forward import FeedForward, SpelledOut
-from .head import Head
-from .norms import Norm
+from .matchers.attention import Attention, PackedAttention
+from .matchers.feed_forward import FeedForward, SpelledOut
+from .matchers.head import Head
+from .matchers.norms import Norm
+from .ranks.sequence import divide
 from .report import stayed
 from .swap import Fused, Match, become, restore
 
@@ -33,6 +34,8 @@ class Matcher(Protocol):
 
 MATCHERS: tuple[Matcher, ...] = (FeedForward(), SpelledOut(), Norm(), Attention(), Head())
 
+OVER_RANKS: tuple[Matcher, ...] = (PackedAttention(),)
+
 
 class _Found(NamedTuple):
     module: nn.Module
@@ -48,14 +51,15 @@ def fuse(
     matchers: Sequence[Matcher] = (),
     strict: bool = False,
     check: Any = None,
+    sequence_parallel: bool = False,
 ) -> nn.Module:
     """Replace what our kernels can run in ``model``, a Hugging Face or plain torch model, in place; return ``model``.
 
     Modules are recognised by what they compute: feed-forward parts with an activation (gated and packed ones too),
-    norms, rotary positions, head and loss; projections of queries, keys and values by their names. A module keeps its
-    parameters, their names and its place; only its class changes, to one that derives from its stock class. Other
-    models of the same classes do not change. What no matcher recognises stays stock: ``explain(model)`` lists both.
-    Fusing twice is fusing once, and :func:`unfuse` undoes it.
+    norms, rotary positions, attention that is spelled out, head and loss; projections of queries, keys and values by
+    their names. A module keeps its parameters, their names and its place; only its class changes, to one that derives
+    from its stock class. Other models of the same classes do not change. What no matcher recognises stays stock:
+    ``explain(model)`` lists both. Fusing twice is fusing once, and :func:`unfuse` undoes it.
 
     Args:
         model: on any device, the meta device included; before or after adapters and DDP, before FSDP2.
@@ -67,6 +71,8 @@ def fuse(
         check: a batch (a mapping of keyword arguments, a sequence of arguments, or one tensor) that is run through the
             stock model; each module is compared on the way with what it becomes. Where one exceeds the budget of
             ``kernels/dev/accuracy.py``, nothing is changed. It leaves out head and loss.
+        sequence_parallel: over a mesh, the layers also divide the sequences among the ranks, in training: norms and
+            residuals keep R times less for backward. S has to divide by the ranks.
 
     Raises:
         TypeError: ``model`` is no module, ``mesh`` no mesh.
@@ -86,7 +92,7 @@ def fuse(
             or (filter_fn is not None and not filter_fn(module, name))
         ):
             continue
-        for matcher in (*matchers, *MATCHERS):
+        for matcher in (*matchers, *MATCHERS, *(OVER_RANKS if group.size > 1 else ())):
             if (match := matcher.match(module)) is not None:
                 found.append(_Found(module, matcher, match))
                 break
@@ -103,9 +109,12 @@ def fuse(
         said = "\n".join(f"  {path} ({kind}): {why}" for path, kind, why, _ in left)
         raise ValueError(f"fuse: strict=True, and {len(left)} modules stay stock; nothing was changed:\n{said}")
     for module, matcher, match in found if group.size > 1 else ():
+        match.ranks = group
         if hasattr(matcher, "split"):
             match.whole = matcher.split(module, match, group)
             match.group = SINGLE if match.whole else group
+    if sequence_parallel and group.size > 1:
+        divide(model, group)
     return model
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...kernels.linear import gated_linear, linear_act, linear_act_choice
+from ...kernels.linear import apply_activation, gated_linear, linear_act, linear_act_choice
 from ...kernels.runtime.dispatch import uses_reference
 from ...parallel.core import mappings
 from ...parallel.core.mesh import SINGLE, Group
@@ -18,6 +18,7 @@ from ...parallel.core.options import TPOptions
 from ...parallel.core.sharding import local_tensors
 from ...parallel.linear import column_linear, row_linear
 from ...parallel.mlp import fused_mlp
+from .ranks.split_linear import SplitLinear
 
 Layers = tuple[Any, ...]
 
@@ -34,7 +35,7 @@ def is_linear(module: nn.Module | None) -> bool:
     if not all(p is None or type(p.data) is torch.Tensor for p in module._parameters.values()):  # not quantised
         return False
     kind: Any = type(module)
-    if kind is nn.Linear or _is_conv1d(module):
+    if kind is nn.Linear or is_conv1d(module):
         return True
     code = getattr(kind.forward, "__code__", None)
     if not issubclass(kind, nn.Linear) or code is None or not set(code.co_names) <= _OF_A_LINEAR:
@@ -45,9 +46,10 @@ def is_linear(module: nn.Module | None) -> bool:
 _OF_A_LINEAR = {"weight", "bias", "F", "nn", "torch", "functional", "linear", "matmul", "T", "t", "mT"}
 
 
-def _is_conv1d(module: nn.Module) -> bool:
+def is_conv1d(module: nn.Module) -> bool:
     """Whether this is transformers' Conv1D; where that package is not in use, none can be."""
-    return type(module) is getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    kind = type(module)
+    return kind is not nn.Linear and kind is getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
 
 
 @torch.no_grad()
@@ -66,22 +68,32 @@ def _computes_linear(module: nn.Module, training: bool) -> bool:
 
 def width_in(layer: Any) -> int:
     """D of a layer of which :func:`is_linear` is true."""
-    return int(layer.weight.shape[0 if _is_conv1d(layer) else 1])
+    return int(layer.weight.shape[0 if is_conv1d(layer) else 1])
 
 
 def width_out(layer: Any) -> int:
     """F of a layer of which :func:`is_linear` is true."""
-    return int(layer.weight.shape[1 if _is_conv1d(layer) else 0])
+    return int(layer.weight.shape[1 if is_conv1d(layer) else 0])
 
 
 def operands(layers: Layers, packed: bool = False) -> tuple[list[Any], list[Any]]:
     """The weights [F, D] and biases [F] of ``layers``; of one ``packed`` layer [2 F, D] the two halves."""
-    weights = [layer.weight.t() if _is_conv1d(layer) else layer.weight for layer in layers]
-    biases = [layer.bias for layer in layers]
+    weights, biases = [], []
+    for layer in layers:
+        split = isinstance(layer, SplitLinear)
+        weight, bias = layer.operand() if split else (_held(layer, "weight"), _held(layer, "bias"))
+        weights.append(weight.t() if not split and is_conv1d(layer) else weight)
+        biases.append(bias)
     if not packed:
         return weights, biases
     (weight,), (bias,) = weights, biases
     return list(weight.chunk(2)), [None, None] if bias is None else list(bias.chunk(2))
+
+
+def _held(layer: Any, name: str) -> Any:
+    """``getattr(layer, name)``, for parameters without nn.Module's search of all that it holds."""
+    params = layer._parameters
+    return params[name] if name in params else getattr(layer, name)
 
 
 def hidden(x: torch.Tensor, layers: Layers, activation: str, packed: bool) -> torch.Tensor:
@@ -100,7 +112,7 @@ def feed_forward(x: torch.Tensor, layers: Layers, last: Any, activation: str, pa
     (weight,), (bias,) = operands((last,))
     group = group_of(last)
     if group.size > 1:
-        return _over_ranks(x, layers, weight, bias, group, activation)
+        return _over_ranks(x, layers, weight, bias, activation, packed)
     if not torch.is_grad_enabled() or uses_reference("auto", x) or not linear_act_choice(x.dtype, x.device).triton:
         return linear_act(hidden(x, layers, activation, packed), weight, bias)
     weights, biases = operands(layers, packed)
@@ -109,15 +121,41 @@ def feed_forward(x: torch.Tensor, layers: Layers, last: Any, activation: str, pa
 
 def group_of(layer: Any) -> Group:
     """The ranks over which ``layer`` is split."""
-    group: Group = getattr(layer, "group", SINGLE)
+    group: Group = vars(layer).get("group", SINGLE)
     return group
 
 
-def _over_ranks(x: torch.Tensor, layers: Layers, weight: Any, bias: Any, group: Group, activation: str) -> torch.Tensor:
-    weights, biases = operands(layers)
+def _over_ranks(x: torch.Tensor, layers: Layers, weight: Any, bias: Any, activation: str, packed: bool) -> torch.Tensor:
+    group, sequence = group_of(layers[0]), getattr(layers[0], "sequence", None)
+    divided = sequence is not None and sequence.active
+    if packed and not divided and layers[0].exchanges_results(x):
+        gate, up = layers[0](x).chunk(2, -1)
+        return row_linear(apply_activation(gate, activation) * up, weight, bias, TPOptions(group, site="mlp.out"))
+    weights, biases = operands(layers, packed)
+    rows = x.flatten(0, -2) if divided else x  # in which order does not matter here
+    options = TPOptions(group, sequence_parallel=divided, site="mlp")
     if not torch.compiler.is_compiling():
-        return fused_mlp(x, weights, biases, weight, bias, TPOptions(group, site="mlp"), activation=activation)
-    x = mappings.copy_to(x, group, site="mlp.in")
+        y = fused_mlp(rows, weights, biases, weight, bias, options, activation=activation)
+        return y.view(x.shape) if divided else y
+    enter = mappings.all_gather_from if divided else mappings.copy_to
     own = *local_tensors(*weights), *local_tensors(*biases)
-    h = (gated_linear if len(weights) == 2 else linear_act)(x, *own, activation=activation)
-    return row_linear(h, weight, bias, TPOptions(group, site="mlp.out"))
+    h = (gated_linear if len(weights) == 2 else linear_act)(
+        enter(rows, group, site="mlp.in"), *own, activation=activation
+    )
+    y = row_linear(h, weight, bias, TPOptions(group, sequence_parallel=divided, site="mlp.out"))
+    return y.view(x.shape) if divided else y
+
+
+def columns(x: torch.Tensor, layers: Layers) -> tuple[torch.Tensor, ...]:
+    """This rank's features of ``layers`` of an x whose gradient is summed elsewhere."""
+    weights, biases = operands(layers)
+    return linear_act(x, local_tensors(*weights), local_tensors(*biases))
+
+
+def rows_scattered(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the sequences [B, S/R, F] of ``layer``, split by rows, of x [B, S, D/R]."""
+    (weight,), (bias,) = operands((layer,))
+    y = linear_act(x, *local_tensors(weight))
+    y = mappings.reduce_scatter_to(y, layer.group, dim=1, site="attention.out")
+    (bias,) = mappings.copy_all_to(local_tensors(bias), layer.group, site="attention.out.bias")
+    return y if bias is None else y + bias.to(y.dtype)

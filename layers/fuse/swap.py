@@ -8,20 +8,26 @@ FSDP2 changes the class of what it wraps in the same way.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 
 from ...kernels.linear import linear_act_choice
 from ...kernels.runtime import dispatch
 from ...kernels.runtime.dispatch import Choice
+from ...parallel.core import mappings
 from ...parallel.core.mesh import SINGLE, Group
+from ...parallel.core.sharding import part_of, placed_by, spec_of
 from ..module import ShardedModule
 
 
@@ -36,6 +42,14 @@ class Match:
         self.matcher: Any = None  # who found it
         self.group: Group = SINGLE  # over which the module is split
         self.whole: str | None = None  # why it is not, where the model is
+        self.ranks: Group = SINGLE  # over which the model is
+        self.sequence: Any = None  # the Sequence that divides its tokens among the ranks
+
+    def of_copy(self, module: nn.Module, original: nn.Module, memo: dict[int, Any]) -> Match:
+        """The match of ``module``, a deep copy of the ``original`` that this one belongs to."""
+        match = copy.copy(self)
+        match.sequence = copy.deepcopy(self.sequence, memo)
+        return match
 
 
 # What is entered around the forward of every fused module, outside of torch.compile; a hook would look like a user's.
@@ -66,6 +80,22 @@ class Fused(nn.Module):
                 stack.enter_context(observer(self))
             return run(*args, **kwargs)
 
+    def on_whole_sequences(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """``run``, which wants whole sequences, where the module may be given this rank's part of them."""
+        sequence = None if self._match is None else self._match.sequence
+        if sequence is None or not sequence.active:
+            return run(*args, **kwargs)
+        first = args[0] if args else next(iter(kwargs.values()))
+
+        def gather(x: Any) -> Any:  # the hidden states, and what is added to them
+            if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[:2] != first.shape[:2]:
+                return x
+            return mappings.gather_from(x, sequence.group, dim=1, site="stock.in")
+
+        args, kwargs = tuple(map(gather, args)), {name: gather(value) for name, value in kwargs.items()}
+        split = partial(mappings.split_to, group=sequence.group, dim=1, site="stock.out")
+        return on_result(run(*args, **kwargs), split)
+
     def why_stock(self) -> str | None:
         """Why the stock forward runs although the module is fused, or None: by default what became of its children."""
         return unlike(self, self._match.kinds)
@@ -79,9 +109,44 @@ class Fused(nn.Module):
         choices = [(op, _choice(op.partition("(")[0], dtype, device)) for op in self._match.ops]
         return [(op, replace(choice, reason=choice.reason + whole)) for op, choice in choices]
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load whole plain tensors, a stock module's, into parameters of this module that are split over ranks."""
+        for name, param in self._parameters.items():
+            value = state_dict.get(prefix + name)
+            if isinstance(param, DTensor) and isinstance(value, torch.Tensor):
+                spec = spec_of(param)
+                if placed_by(spec, param):
+                    state_dict[prefix + name] = part_of(value, param, spec)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy({k: v for k, v in self.__dict__.items() if k != "_match"}, memo))
+        twin.__dict__["_match"] = None if self._match is None else self._match.of_copy(twin, self, memo)
+        return twin
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy, or what is unpickled, is matched again: a match holds functions and classes that have no name."""
+        """What is unpickled is matched again: a match holds functions and classes that have no name."""
+        if self._match is not None and self._match.group.size > 1:
+            raise TypeError(
+                f"this {type(self).__name__} is split over {self._match.group.size} ranks and cannot be pickled: save "
+                "full_state_dict(model), and load it into a model that is built and fused anew"
+            )
         return _again, (self._stock, self._match.matcher), {k: v for k, v in self.__dict__.items() if k != "_match"}
+
+
+def on_first(args: tuple[Any, ...], kwargs: dict[str, Any], function: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, with ``function`` of its first one in its place."""
+    if args:
+        return (function(args[0]), *args[1:]), kwargs
+    name, value = next(iter(kwargs.items()))
+    return args, {**kwargs, name: function(value)}
+
+
+def on_result(out: Any, function: Any) -> Any:
+    """``out``, hidden states or a tuple that begins with them, with ``function`` of these."""
+    return (function(out[0]), *out[1:]) if isinstance(out, tuple) else function(out)
 
 
 def settings_of(module: nn.Module) -> dict[str, Any]:
@@ -91,6 +156,12 @@ def settings_of(module: nn.Module) -> dict[str, Any]:
 
 _OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "_match"))
 _PLAIN_VALUES = (bool, int, float, str, tuple)
+
+
+def again(settings: Mapping[str, Any], module: nn.Module, original: nn.Module) -> dict[str, Any]:
+    """``settings`` of ``original`` as they are in ``module``, its copy; what had changed has changed there, too."""
+    now, before = vars(module), vars(original)
+    return {name: now.get(name) if before.get(name) is value else value for name, value in settings.items()}
 
 
 def changed(module: nn.Module, settings: Mapping[str, Any]) -> str | None:
@@ -104,7 +175,7 @@ def changed(module: nn.Module, settings: Mapping[str, Any]) -> str | None:
     return None
 
 
-_PLAIN = (nn.Parameter, torch.Tensor)
+_PLAIN = (nn.Parameter, torch.Tensor, FakeTensor)
 _GLOBAL_HOOKS = (
     torch_module._global_forward_hooks,
     torch_module._global_forward_pre_hooks,
@@ -119,13 +190,16 @@ def unlike(module: nn.Module, kinds: Mapping[str, type]) -> str | None:
     Adapters (peft) replace children, quantisers their weights; engines hook children, or (accelerate) give them a
     forward of their own.
     """
-    children = module._modules
-    if kinds and any(_GLOBAL_HOOKS):
+    if not kinds:
+        return None
+    if any(_GLOBAL_HOOKS):
         return "there are hooks for all modules"
+    children = module._modules
     for name, kind in kinds.items():
         child: Any = children.get(name)
-        if getattr(child, "_stock", type(child)) is not kind:
-            return f"{name} is a {type(child).__name__}"
+        own: Any = type(child)
+        if own is not kind and getattr(own, "_stock", own) is not kind:
+            return f"{name} is a {own.__name__}"
         weight = child._parameters.get("weight")
         if weight is not None and type(weight) not in _PLAIN and not isinstance(child, ShardedModule):
             return f"the weight of {name} is a {type(weight).__name__}"

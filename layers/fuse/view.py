@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import types
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +16,11 @@ def names_in(forward: Any) -> frozenset[str]:
     """The names that a forward's code reads; none where it cannot run on a :class:`View`: super() wants the module."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
     return frozenset() if code is None or "__class__" in code.co_freevars else frozenset(code.co_names)
+
+
+def _runs_on_views(method: Any) -> bool:
+    """Whether a method of the module sees what the view replaces: its own ones do, those of torch see the module."""
+    return not str(method.__module__).startswith("torch.") and "__class__" not in method.__code__.co_freevars
 
 
 class View:
@@ -25,7 +33,12 @@ class View:
         self.__dict__["_replaced"] = replaced
 
     def __getattr__(self, name: str) -> Any:
-        return self._replaced[name] if name in self._replaced else getattr(self._module, name)
+        if name in self._replaced:
+            return self._replaced[name]
+        value = getattr(self._module, name)
+        if type(value) is types.MethodType and value.__self__ is self._module and _runs_on_views(value.__func__):
+            return partial(value.__func__, self)  # torch.compile knows it, and no methods of views
+        return value
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, value)
@@ -40,17 +53,21 @@ class Shared:
         self.results: dict[str, Any] = {}
         self.apart = False  # whether some layer ran alone
 
+    def stands(self) -> dict[str, Any]:
+        """What a view has in the places of the layers."""
+        return {name: Stand(layer, partial(self.call, name)) for name, layer in self.layers.items()}
+
     def call(self, name: str, x: Any) -> Any:
         if self.input is None:
-            self.input = x, _version(x)
+            self.input = x, version(x)
             self.results = dict(zip(self.layers, self.run(x, tuple(self.layers.values()))))
-        if name in self.results and x is self.input[0] and _version(x) == self.input[1]:
+        if name in self.results and x is self.input[0] and version(x) == self.input[1]:
             return self.results.pop(name)
         self.apart = True
         return self.layers[name](x)
 
 
-def _version(x: Any) -> int:
+def version(x: Any) -> int:
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version
 
 
@@ -65,3 +82,26 @@ class Stand:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
+
+
+def with_globals(function: Any, values: dict[str, Any]) -> Any:
+    """``function`` with some global names bound to ``values``."""
+    scope = {**function.__globals__, **values}
+    scope.pop("__name__", None)  # torch.compile would take it for that module, and guard what its names are there
+    copied = types.FunctionType(
+        function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+    )
+    copied.__kwdefaults__, copied.__module__ = function.__kwdefaults__, function.__module__
+    return copied
+
+
+def with_global(function: Any, name: str, value: Any) -> Any:
+    """``function`` with one global name bound to ``value``; the same one, while its other names are bound as before."""
+    scope = function.__globals__
+    bound = frozenset((each, id(scope[each])) for each in function.__code__.co_names if each in scope)
+    return _kept(function, name, value, bound)
+
+
+@functools.cache
+def _kept(function: Any, name: str, value: Any, _: frozenset[tuple[str, int]]) -> Any:
+    return with_globals(function, {name: value})

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from .layers.fp8 import Fp8Linear
     from .layers.fuse import fuse, stats, unfuse
     from .layers.hf.folders import export_hf, load_hf
+    from .layers.hf.pretrained import load_pretrained
+    from .layers.hf.saving import save_pretrained
     from .layers.linear import ColumnParallelLinear, RowParallelLinear
     from .layers.loss import vocab_parallel_cross_entropy
     from .layers.mlp import ParallelMLP
@@ -114,6 +116,7 @@ __all__ = [
     "linear_log_probs",
     "load_checkpoint",
     "load_hf",
+    "load_pretrained",
     "main_grads_to_grads",
     "manual_seed",
     "merge_attention",
@@ -128,6 +131,7 @@ __all__ = [
     "rms_norm",
     "row_invariance",
     "save_checkpoint",
+    "save_pretrained",
     "scaled_linear",
     "stats",
     "swap_blocks_",
@@ -193,6 +197,7 @@ _HOMES = {
     "linear_log_probs": "parallel.cross_entropy",
     "load_checkpoint": "parallel.checkpoint.checkpoint",
     "load_hf": "layers.hf.folders",
+    "load_pretrained": "layers.hf.pretrained",
     "main_grads_to_grads": "parallel.zero.main_grad",
     "manual_seed": "parallel.core.random",
     "merge_attention": "kernels.paged_attention",
@@ -207,6 +212,7 @@ _HOMES = {
     "rms_norm": "kernels.norm",
     "row_invariance": "kernels.runtime.dispatch",
     "save_checkpoint": "parallel.checkpoint.checkpoint",
+    "save_pretrained": "layers.hf.saving",
     "scaled_linear": "kernels.scaled_linear",
     "stats": "layers.fuse",
     "swap_blocks_": "kernels.kv_cache",

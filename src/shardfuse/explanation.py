@@ -19,6 +19,7 @@ from .kernels.runtime.checks import type_name
 from .layers import block
 from .layers.fuse.report import readers, stayed
 from .layers.fuse.swap import Fused
+from .layers.fuse.traffic import Traffic, traffic
 from .layers.linear import RowParallelLinear
 from .layers.module import CollectiveInfo, FusedGroup, ShardedModule
 from .parallel.core.sharding import spec_of
@@ -46,6 +47,16 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Moved:
+    """A fused module in a training forward, as it was and as it is, in all layers together."""
+
+    path: str
+    layers: int
+    stock: Traffic
+    fused: Traffic
+
+
+@dataclass(frozen=True)
 class Explanation:
     """The answer of :func:`explain`: print it, read its ``rows``, or take its ``record()``."""
 
@@ -55,6 +66,9 @@ class Explanation:
     parameters_per_rank: int
     rows: tuple[Row, ...]
     memory: str = ""  # a table of its symmetric memory, for an input if ranks could use such memory
+    batch: tuple[int, ...] = ()  # of which a training forward was counted
+    moved: tuple[Moved, ...] = ()  # the last one is the whole model
+    not_counted: str = ""  # why it was not
 
     def record(self) -> dict[str, Any]:
         """The same in JSON's types."""
@@ -75,7 +89,23 @@ class Explanation:
             f"{self.parameters:,} parameters, {self.parameters_per_rank:,} per rank"
         )
         across = [self._across()] if any(row.collectives for row in self.rows) else []
-        return Group(head, table, *across, *([escape(self.memory)] if self.memory else []))
+        memory = [escape(self.memory)] if self.memory else []
+        return Group(head, table, *across, *memory, *(self._moved() if self.batch else []))
+
+    def _moved(self) -> list[Table | str]:
+        """The table of memory."""
+        title = f"a training forward of {list(self.batch)} as on {self.device}, before and after fuse"
+        if self.not_counted:
+            return [escape(f"{title}: {self.not_counted}")]
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("module", no_wrap=True)
+        for name in ("layers", "kept for backward", "ops", "bytes moved"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for each in self.moved:
+            pairs = [(getattr(each.stock, name), getattr(each.fused, name)) for name in ("kept", "ops", "moved")]
+            shown = (_sizes(*pairs[0]), f"{pairs[1][0]:,} -> {pairs[1][1]:,}", _sizes(*pairs[2]))
+            table.add_row(escape(each.path), str(each.layers), *shown)
+        return [escape(f"{title} (counted on fake tensors, not timed)"), table]
 
     def _across(self) -> Table:
         """The table of collectives."""
@@ -94,7 +124,12 @@ class Explanation:
         return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 
-def explain(model: nn.Module, x: torch.Tensor | torch.device | str | None = None) -> Explanation:
+def explain(
+    model: nn.Module,
+    x: torch.Tensor | torch.device | str | None = None,
+    *,
+    batch: tuple[int, ...] | None = None,
+) -> Explanation:
     """Tell for each module of ``model`` which implementation runs and why, how it is sharded, and what a rank holds.
 
     ``x`` is an input or a device; None: the device of the parameters. It runs nothing and asks no other rank. The
@@ -103,10 +138,16 @@ def explain(model: nn.Module, x: torch.Tensor | torch.device | str | None = None
     layers share is listed at the first. Other packages' modules are listed if they own parameters; in a model that
     ``fuse`` went through, with the reason why they stayed as they are.
 
-    Raises TypeError for a ``model`` that is no module, ValueError for an ``x`` that is no input and no device.
+    For a fused model and an input, or ``batch``, the shape of its token ids (4, 2048), it also tells what each fused
+    module keeps for backward, how many ops it runs and how many bytes they move, before and after ``fuse``: counted on
+    fake tensors, for the ops that run on the device that was asked about, which need not be there.
+
+    Raises TypeError for a ``model`` that is no module, ValueError for an ``x`` that is no input and no device, and for
+    a ``batch`` that is no shape or comes beside an input.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"explain: model is a {type_name(model)}: expected an nn.Module, such as load_hf(folder)")
+    given = _given(x, batch)
     device, tokens = _device(model, x), _tokens(model, x)
     rows: dict[Row, Row] = {}
     for row in _rows(model, device, tokens):
@@ -120,7 +161,38 @@ def explain(model: nn.Module, x: torch.Tensor | torch.device | str | None = None
         parameters_per_rank=sum(spec.local_shape.numel() for spec in specs),
         rows=tuple(rows.values()),
         memory="\n".join(reserve.budgets(model, tokens, device)) if tokens else "",
+        **({} if given is None else _counted(model, device, given)),
     )
+
+
+def _given(x: Any, batch: Any) -> torch.Tensor | None:
+    """The model's argument, or an empty one of its shape."""
+    if batch is None:
+        return x if isinstance(x, torch.Tensor) else None
+    if isinstance(x, torch.Tensor):
+        raise ValueError(f"explain: batch={batch!r} beside an input of {list(x.shape)}: pass one of them")
+    if not isinstance(batch, (tuple, list)) or not all(type(size) is int and size > 0 for size in batch):
+        raise ValueError(f"explain: batch={batch!r}: expected the shape of token ids, such as (4, 2048)")
+    return torch.empty(tuple(batch), dtype=torch.long, device="meta")
+
+
+def _counted(model: nn.Module, device: torch.device, given: torch.Tensor) -> dict[str, Any]:
+    """What a training forward keeps and moves: fields of :class:`Explanation`."""
+    if not any(isinstance(module, Fused) for module in model.modules()):
+        return {}
+    found: dict[str, Any] = {"batch": tuple(given.shape)}
+    try:
+        modules = traffic(model, device, given)
+    except Exception as error:  # whatever a foreign forward raises
+        return {**found, "not_counted": f"cannot be counted on fake tensors: {type(error).__name__}: {error}"}
+    moved: dict[str, Moved] = {}
+    whole = Moved("together", 1, Traffic(), Traffic())
+    for path, each in modules.items():
+        name = _starred(path) or "(elsewhere, head and loss)"
+        before = moved.get(name, Moved(name, 0, Traffic(), Traffic()))
+        moved[name] = Moved(name, before.layers + 1, before.stock + each.stock, before.fused + each.fused)
+        whole = replace(whole, stock=whole.stock + each.stock, fused=whole.fused + each.fused)
+    return {**found, "moved": (*moved.values(), whole)}
 
 
 def _device(model: nn.Module, x: torch.Tensor | torch.device | str | None) -> torch.device:
@@ -255,3 +327,10 @@ def _layout(name: str, param: torch.Tensor) -> str:
         for dim, size in enumerate(spec.logical_shape)
     ]
     return f"{name} [{', '.join(sizes)}]"
+
+
+def _sizes(before: int, after: int) -> str:
+    """As in 12.3 -> 4.1 MB."""
+    power = next((power for power in (3, 2, 1) if max(before, after) >= 1000**power), 0)
+    figures = [f"{size / 1000**power:,.{1 if power else 0}f}" for size in (before, after)]
+    return f"{' -> '.join(figures)} {('B', 'kB', 'MB', 'GB')[power]}"

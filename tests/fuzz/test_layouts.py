@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.fuzz]
 WORLD = 4  # at most
 # Degrees of (dp_replicate, dp, pp, tp).
 MESHES = [degrees for degrees in itertools.product(range(1, WORLD + 1), repeat=4) if 1 < math.prod(degrees) <= WORLD]
+FUSED = ("llama", "qwen2", "gemma2", "gpt2")
 # What a rank says whose own batch is valid.
 OF_OTHERS = "N of N ranks that read data refused their batch; their errors say why"
 
@@ -90,12 +91,41 @@ def _body(rank: int, world: int, case: dict[str, Any]) -> tuple[str, Any]:
     return "trained", found
 
 
-def test_layouts(ranks: Any, fuzz: Fuzz):
+def _fused_case(draw: Random) -> tuple[Any, ...]:
+    """A layout of a fused foreign model."""
+    rarely: Callable[[], bool] = lambda: draw.random() < 0.1
+    dp_replicate, dp, pp, tp = draw.choice(MESHES)
+    schedule = draw.choice(list(SCHEDULES)) if (pp > 1) != rarely() else None
+    stages = pp * (SCHEDULES[schedule].stages_per_rank if schedule else 1)
+    microbatches = draw.choice([None, None, stages, draw.randint(1, 2 * stages)])
+    divides = tp > 1 and draw.random() < 0.4
+    kind, recompute, zero = draw.choice(FUSED), draw.choice([None, True]), draw.randrange(4)
+    return kind, dp, pp, tp, zero, schedule, microbatches, recompute, divides, dp_replicate
+
+
+def _fused_body(rank: int, world: int, case: tuple[Any, ...]) -> tuple[str, Any]:
+    from fused_layout_case import Layout, compare
+
+    try:
+        return "trained", compare(Layout(*case))
+    except ValueError as error:
+        return "refused", str(error)
+
+
+def _world_of(case: Any) -> int:
+    return math.prod(case["degrees"].values()) if isinstance(case, dict) else case[1] * case[2] * case[3] * case[-1]
+
+
+@pytest.mark.parametrize(("draw_case", "body"), [(_case, _body), (_fused_case, _fused_body)], ids=["own", "fused"])
+def test_layouts(ranks: Any, fuzz: Fuzz, draw_case: Any, body: Any):
+    if body is _fused_body:
+        pytest.importorskip("transformers")
+
     def check(number: int, draw: Random) -> str:
-        case = _case(draw)
-        world = math.prod(case["degrees"].values())
+        case = draw_case(draw)
+        world = _world_of(case)
         try:
-            answers = ranks(world, _body, case)
+            answers = ranks(world, body, case)
             outcomes = {outcome for outcome, _ in answers}
             assert len(outcomes) == 1, answers
             if outcomes == {"trained"}:

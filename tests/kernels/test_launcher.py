@@ -25,6 +25,12 @@ CALLS = {
     "mlp": 191,
     "mlp, forward": 234,
     "mlp, forward + backward": 560,
+    "fused norm": 93,
+    "fused norm, forward": 102,
+    "fused norm, forward + backward": 258,
+    "fused mlp": 226,
+    "fused mlp, forward": 262,
+    "fused mlp, forward + backward": 586,
 }
 SIDE = os.environ.get("SHARDFUSE_SIDE_TRITON", "")
 

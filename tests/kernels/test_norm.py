@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from shardfuse.kernels.dev import accuracy, registry
 from shardfuse.kernels.dropout import dropout
 from shardfuse.kernels.norm import config, layer_norm, op, rms_norm, schemas
-from shardfuse.kernels.runtime import dispatch
+from shardfuse.kernels.runtime import dispatch, library
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -138,10 +138,11 @@ def test_nothing_comes_of_nothing(name):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What backward asks of its op: for each call the dtypes of dx, dresidual, dweight and dbias, None: not wanted."""
+    """What backward asks of its launch: in each call the dtypes of dx, dresidual, dweight, dbias, None: not wanted."""
     calls = []
-    inner = schemas.norm_bwd
-    monkeypatch.setattr(schemas, "norm_bwd", lambda *args: (calls.append(args[-4:]), inner(*args))[1])
+    launch = library.imported(schemas.LAUNCH)
+    inner = launch.norm_bwd
+    monkeypatch.setattr(launch, "norm_bwd", lambda *args: (calls.append(args[-4:]), inner(*args))[1])
     return calls
 
 
@@ -405,8 +406,9 @@ def test_what_comes_after_a_carried_x_is_added_up_in_backward(name, impl, monkey
     y = norm(x, *params, impl=impl)
     expected = torch.autograd.grad((y.square() + (3 * x).sin()).sum(), [x, *params])
     launches = []
-    inner = schemas.norm_bwd
-    monkeypatch.setattr(schemas, "norm_bwd", lambda *args: launches.append(args[1] is not None) or inner(*args))
+    launch = library.imported(schemas.LAUNCH)
+    inner = launch.norm_bwd
+    monkeypatch.setattr(launch, "norm_bwd", lambda *args: launches.append(args[1] is not None) or inner(*args))
     y, carried = norm(x, *params, carry=True, impl=impl)
     assert torch.equal(carried, x)
     found = torch.autograd.grad((y.square() + (3 * carried).sin()).sum(), [x, *params])

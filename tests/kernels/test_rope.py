@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardfuse.kernels.dev import accuracy, registry
 from shardfuse.kernels.dev.cases import rope as cases
 from shardfuse.kernels.rope import apply_rope, schemas
-from shardfuse.kernels.runtime import dispatch
+from shardfuse.kernels.runtime import dispatch, library
 
 SPEC = cases.SPEC
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -225,13 +225,14 @@ def test_one_of_the_two_is_frozen(frozen, shape, inplace):
 def launches(monkeypatch):
     """The shapes of what every launch out of place rotates, and whether back."""
     seen = []
-    inner = schemas.apply_rope
+    launch = library.imported(schemas.LAUNCH)
+    inner = launch.apply_rope
 
     def watched(q, k, cos, sin, interleaved, conjugate):
         seen.append((tuple(q.shape), None if k is None else tuple(k.shape), conjugate))
         return inner(q, k, cos, sin, interleaved, conjugate)
 
-    monkeypatch.setattr(schemas, "apply_rope", watched)
+    monkeypatch.setattr(launch, "apply_rope", watched)
     return seen
 
 

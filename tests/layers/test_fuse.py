@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from shardfuse import explain
 from shardfuse.kernels.dev import accuracy
 from shardfuse.kernels.norm import layer_norm
 from shardfuse.layers.fuse import Fused, Match, fuse, stats, unfuse
-from shardfuse.layers.fuse.head import Logits
+from shardfuse.layers.fuse.matchers.head import Logits
+from shardfuse.layers.fuse.matchers.head import _logits as lazy_logits
+from shardfuse.layers.fuse.matchers.head import _loss as lazy_loss
 from shardfuse.layers.fuse.report import stayed
 
 transformers = pytest.importorskip("transformers")
@@ -131,6 +134,20 @@ def test_a_loss_without_logits(kind: str, items: Any):
         each.logits.square().mean().backward()
     for ours, theirs in zip(model.parameters(), stock.parameters(), strict=True):
         assert accuracy.relative_error(ours.grad, theirs.grad) < 1e-5
+
+
+def test_a_loss_of_logits_that_no_op_forms_has_its_gradients():
+    """Squashed by a tanh without a soft-cap behind it: the stock loss, of logits that are computed for it."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    head, labels = nn.Linear(8, 16).double(), torch.arange(10).view(2, 5)
+    found = []
+    for logits_of, loss_of in ((partial(lazy_logits, head), lazy_loss), (head, ForCausalLMLoss)):
+        hidden = torch.linspace(-1, 1, 80, dtype=torch.float64).view(2, 5, 8).requires_grad_()
+        loss = loss_of(torch.tanh(logits_of(hidden)), labels, vocab_size=16)
+        found.append((loss.detach(), *torch.autograd.grad(loss, [hidden, head.weight, head.bias])))
+    for ours, theirs in zip(*found, strict=True):
+        assert accuracy.relative_error(ours, theirs) < 1e-6
 
 
 @torch.no_grad()

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from foreign import foreign, tokens
+import torch.nn.functional as F
+from foreign import foreign, tokens, without_dropout
+from torch.distributed.tensor import DTensor
 
+from shardfuse import init_mesh, parallelize
 from shardfuse.kernels.dev import accuracy
 from shardfuse.layers.fuse import fuse, stats
 
@@ -74,3 +77,41 @@ def test_adapters_of_peft(order: str):
     stock, ours = found
     assert stock.keys() == ours.keys()
     assert max(accuracy.relative_error(ours[name], stock[name]) for name in stock) < 1e-5
+
+
+def _with_adapters(model: torch.nn.Module) -> torch.nn.Module:
+    import peft
+
+    torch.manual_seed(5)
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    ).double()
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(param, std=0.1, generator=torch.Generator().manual_seed(1))
+    return model
+
+
+def _adapters_under_zero(rank: int, world: int, zero: int) -> list[float]:
+    batch = torch.randint(1, 64, (4, 9), generator=torch.Generator().manual_seed(0))
+    stock = _with_adapters(without_dropout(foreign("llama", torch.float64))).train()
+    logits = stock(input_ids=batch[:, :-1], use_cache=False).logits
+    F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()
+    want = {name: param.grad for name, param in stock.named_parameters() if param.grad is not None}
+    fused = _with_adapters(fuse(without_dropout(foreign("llama", torch.float64))))
+    model = parallelize(fused, init_mesh(dp=world, device_type="cpu"), zero=zero)
+    mine = batch.chunk(world)[rank]
+    model.step(mine[:, :-1], mine[:, 1:])
+    named = model.module.named_parameters()
+    grads = {name: param.grad for name, param in named if param.grad is not None}
+    assert grads.keys() == want.keys()
+    whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+    return [accuracy.relative_error(whole[name], want[name]) for name in want]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_adapters_under_zero(ranks: Any, zero: int):
+    pytest.importorskip("peft")
+    for errors in ranks(2, _adapters_under_zero, zero):
+        assert max(errors) < 1e-5

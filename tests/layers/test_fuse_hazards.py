@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize, prune
 
 from shardfuse import explain
 from shardfuse.layers.fuse import Fused, Match, fuse, stats
-from shardfuse.layers.fuse.head import Logits
+from shardfuse.layers.fuse.matchers.head import Logits
 
 # ------------------------------------------------------------------------------------------------------ feed-forward
 

@@ -56,5 +56,17 @@ def sizes_of(config: Any, **own: Any) -> Any:
     return config(**{name: size for name, size in sizes.items() if size is not None})
 
 
+_RATES = ("p", "dropout", "attention_dropout", "hidden_dropout", "attn_pdrop", "resid_pdrop")
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """``model``, in training, with no dropout: ranks and stages draw masks of their own."""
+    for module in model.train().modules():
+        for name in _RATES:
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
 def tokens(batch: int = 2, length: int = 10) -> torch.Tensor:
     return torch.randint(1, 64, (batch, length), generator=torch.Generator().manual_seed(1))

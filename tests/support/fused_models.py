@@ -20,7 +20,7 @@ from shardfuse.layers.fuse.report import stayed
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 BEGIN, END = "<!-- table -->", "<!-- end of the table -->"
 _PACKED = ("c_attn", "query_key_value", "Wqkv", "qkv_proj")
-_PARTS = ("feed-forward", "norms", "q, k, v", "rotary positions", "head and loss")
+_PARTS = ("feed-forward", "norms", "q, k, v", "rotary positions", "attention", "head and loss")
 
 
 def table() -> str:
@@ -42,8 +42,20 @@ def _row(kind: str) -> list[str]:
         cells["q, k, v"] = "packed"
     if cells["rotary positions"] == "stock" and not any("Rotary" in name for name in kinds):
         cells["rotary positions"] = "none"
+    if ops["attention"]:
+        cells["attention"] = "SDPA"
+    else:
+        called = {name for module in model.modules() for name in _names(module)}
+        words = {"ALL_ATTENTION_FUNCTIONS": "interface", "scaled_dot_product_attention": "its own SDPA"}
+        cells["attention"] = next((word for name, word in words.items() if name in called), "stock")
     left = sorted({each.kind for each in stayed(model) if not each.nothing_to_fuse})
     return [kind, *cells.values(), ", ".join(left)]
+
+
+def _names(module: nn.Module) -> tuple[str, ...]:
+    """The names in the stock forward."""
+    forward = getattr(type(module), "_stock", type(module)).forward
+    return getattr(getattr(forward, "__code__", None), "co_names", ())
 
 
 def _part(module: nn.Module, op: str) -> str:
@@ -51,6 +63,8 @@ def _part(module: nn.Module, op: str) -> str:
         return "norms"
     if op.startswith("linear_cross_entropy"):
         return "head and loss"
+    if op == "attention":
+        return "attention"
     if op == "apply_rope":
         return "rotary positions"
     return "q, k, v" if "Attention" in type(module).__name__ else "feed-forward"

@@ -1,6 +1,6 @@
 """Launch the ops' kernels through Triton's own binder, driver and launcher, over a CUDA driver that runs nothing.
 
-    python stub_driver.py FOLDER [--few] [--fault NAME] [--compiled]
+    python stub_driver.py FOLDER [--few] [--fault NAME] [--compiled] [--time SECONDS]
 
 FOLDER holds ``libcuda.so.1``, built of stub_cuda.c. The kernels are not compiled; the launcher is, and it packs every
 launch's arguments, on CPU tensors, as it would for a GPU. What arrives in the driver is compared, argument by argument,
@@ -17,6 +17,8 @@ before.
 ``--compiled`` launches the builds for sm_90 instead, each op's first as Triton compiles it or finds it in its cache,
 and compares the key of each in the cache with the one that compiling ahead of time gives it.
 
+``--time`` measures the host time of fused modules' calls (fused_calls.py) instead, beside the stock modules'.
+
 It prints JSON. It is a separate program because the tests' process interprets its kernels.
 """
 
@@ -25,6 +27,7 @@ from __future__ import annotations
 import argparse
 import builtins
 import ctypes
+import gc
 import itertools
 import json
 import os
@@ -42,6 +45,7 @@ parser.add_argument("folder", type=Path)
 parser.add_argument("--few", action="store_true")
 parser.add_argument("--fault", choices=["aligned", "number", "shape", "strides", "dtype"])
 parser.add_argument("--compiled", action="store_true")
+parser.add_argument("--time", type=float, metavar="SECONDS", help="for each call")
 options = parser.parse_args()
 os.environ["TRITON_LIBCUDA_PATH"] = str(options.folder)
 stub = ctypes.CDLL(str(options.folder / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
@@ -66,6 +70,7 @@ from shardfuse.kernels.linear import linear_act, schemas  # noqa: E402
 from shardfuse.kernels.linear.plan import Operand  # noqa: E402
 from shardfuse.kernels.runtime import device, dispatch, signals  # noqa: E402
 from shardfuse.kernels.runtime.dtypes import NAMES  # noqa: E402
+from shardfuse.layers.fuse import fuse  # noqa: E402
 
 launches = ctypes.c_int.in_dll(stub, "stub_launches")
 expected = ctypes.c_int.in_dll(stub, "stub_expected")
@@ -186,8 +191,31 @@ def compile_nothing(
     kernels = self.device_caches[index][0]
     if key not in kernels:
         counts["kernels"] += 1
-        kernels[key] = Kernel(self, signature, constants, given.num_warps)
+        kernel = kernels[key] = Kernel(self, signature, constants, given.num_warps)
+        if options.time is not None:  # nothing is compared
+            kernel.run = kernel._launch  # type: ignore[method-assign]
     return kernels[key]
+
+
+def time_calls() -> dict[str, Any]:
+    """(us, noise) of each side of each of ``fused_calls``, interleaved."""
+    sys.path.append(str(Path(__file__).parent))
+    from fused_calls import calls
+
+    from shardfuse.bench.harness.timing import compare
+
+    torch.set_num_threads(1)
+    dispatch._AUTO = "triton"
+    found = {}
+    for name, ours, stock in calls():
+        for call in (ours, stock):
+            for _ in range(5):
+                call()
+        gc.collect()
+        gc.freeze()
+        sides = compare([ours], [stock], torch.device("cpu"), seconds=options.time)
+        found[name] = {side: (time.value, time.noise) for side, time in zip(("ours", "stock"), sides)}
+    return found
 
 
 def through_both(self: Any, grid: tuple[int, int, int], tensors: tuple[Any, ...], *, on: torch.Tensor) -> None:
@@ -365,6 +393,9 @@ JITFunction._do_compile = compile_nothing
 device.architecture = lambda on: "sm_90"
 device.program_slots = lambda on: 132
 dispatch._INTERPRETING = True  # makes impl="triton" acceptable on CPU tensors
+if options.time is not None:
+    print(json.dumps({"triton": triton.__version__, "times": time_calls()}))
+    sys.exit()
 seed(options.fault)
 prepared = device.Prepared.launch
 device.Prepared.launch = through_both  # type: ignore[method-assign]
@@ -409,6 +440,9 @@ ours: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "linear_act": lambda x: linear_act(x, weight, bias, activation="gelu_tanh", impl="triton"),
     "mlp": mlp,
 }
+dispatch._AUTO = "triton"
+stock = torch.nn.Sequential(torch.nn.Linear(48, 64), torch.nn.GELU(), torch.nn.Linear(64, 48))
+ours |= {"fused norm": fuse(torch.nn.LayerNorm(48)), "fused mlp": fuse(stock)}
 calls = {}
 for name, call in ours.items():
     calls[name] = calls_in(torch.no_grad()(lambda call=call: call(x)))

@@ -16,10 +16,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ...parallel.cross_entropy import linear_cross_entropy
-from . import products
-from .swap import Fused, Match
-from .view import Stand, View, names_in
+from ....parallel.core import collectives
+from ....parallel.core.mesh import Group
+from ....parallel.core.sharding import local_tensors
+from ....parallel.cross_entropy import linear_cross_entropy
+from .. import products
+from ..ranks import shard
+from ..ranks.table import Table
+from ..stages.divisible import Staged
+from ..swap import Match
+from ..view import Stand, View, names_in
 
 _STOCK_LOSS = "ForCausalLMLoss"  # of transformers.loss.loss_utils
 
@@ -30,17 +36,21 @@ class _Head(Match):
         self.name = name
 
 
-class FusedHead(Fused):
+class FusedHead(Staged):
     """The stock forward; given labels in training, its loss comes from hidden states."""
 
     def fused_forward(self, *args: Any, **kwargs: Any) -> Any:
         idle = kwargs.get("labels") is None or not self.training or not torch.is_grad_enabled()
         if idle or torch.compiler.is_compiling():
             return self.stock_forward(*args, **kwargs)
-        name = self._match.name
-        head = getattr(self, name)
-        view = View(self, {name: Stand(head, partial(_logits, head)), "loss_function": _loss})
+        view = View(self, self.stand_ins(getattr(self, self._match.name), _loss))
         return self._stock.forward(view, *args, **kwargs)
+
+    def stand_ins(self, head: Any, loss: Callable[..., torch.Tensor]) -> dict[str, Any]:
+        return {self._match.name: Stand(head, partial(_logits, head)), "loss_function": loss}
+
+    def total(self, logits: Any, targets: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        return _loss(logits, None, vocab_size, num_items_in_batch=1, shift_labels=targets)
 
     def why_stock(self) -> str | None:
         # What transformers' property loss_function goes by; asking that itself may log, which torch.compile cannot.
@@ -62,6 +72,18 @@ class Head:
         if outputs is None or name is None or not products.is_linear(outputs):
             return None
         return _Head(name, type(outputs)) if {name, "loss_function"} <= names_in(type(module).forward) else None
+
+    def split(self, module: Any, match: Any, group: Group) -> str | None:
+        """Split head and embedding over ``group`` by tokens of the vocabulary, or say why they stay whole."""
+        head, embedding = getattr(module, match.name), module.get_input_embeddings()
+        if (why := shard.uneven([products.width_out(head)], group)) is not None:
+            return why
+        why = Table().split(embedding, group)
+        if why is not None and embedding.weight is head.weight:
+            return why
+        shard.split_head(head, group)
+        match.kinds = {match.name: type(head)}
+        return None
 
 
 def _stock_loss() -> Any:
@@ -94,8 +116,7 @@ class Logits(torch.Tensor):
     def of(
         head: Any, hidden: torch.Tensor, steps: tuple[Step, ...], sample: torch.Tensor, dtype: torch.dtype
     ) -> Logits:
-        (weight,), _ = products.operands((head,))
-        size = (*hidden.shape[:-1], weight.shape[0])
+        size = (*hidden.shape[:-1], head.weight.shape[0])
         logits: Logits = torch.Tensor._make_wrapper_subclass(Logits, size, dtype=dtype, device=hidden.device)
         logits.head, logits.hidden, logits.steps, logits.sample, logits._value = head, hidden, steps, sample, None
         return logits
@@ -105,10 +126,11 @@ class Logits(torch.Tensor):
         """The logits [..., V], without a graph: that is the wrapper's.
 
         Raises RuntimeError where the head's weights are others by now: these would not be the logits of that forward.
+        Collective where the head is split.
         """
         if self._value is None:
-            (weight,), (bias,) = products.operands((self.head,))
-            if type(weight.data) is not torch.Tensor or not torch.equal(_sample(weight), self.sample):
+            weight, bias = _local(self.head)
+            if weight.shape[1] != self.hidden.shape[-1] or not torch.equal(_sample(weight), self.sample):
                 raise RuntimeError(
                     "the loss of a fused model in training stores no logits, and the weights to compute them with have "
                     "changed since that forward: read out.logits before optimizer.step(), or fuse the model with "
@@ -117,6 +139,7 @@ class Logits(torch.Tensor):
             with torch.autocast(self.hidden.device.type, enabled=False):
                 low = self.low
                 x = F.linear(self.hidden.to(low), weight.to(low), None if bias is None else bias.to(low))
+                x = collectives.all_gather(x, products.group_of(self.head), dim=-1, site="head.logits")
                 for step, by in self.steps:
                     x = _DO[step](x, by)
             self._value = x
@@ -152,9 +175,13 @@ class Logits(torch.Tensor):
 
 def _logits(head: Any, hidden: torch.Tensor) -> torch.Tensor:
     """``head(hidden)``."""
-    (weight,), (bias,) = products.operands((head,))
-    logits: torch.Tensor = _Product.apply(hidden, weight, bias, head)
+    logits: torch.Tensor = _Product.apply(hidden, *_local(head), head)
     return logits
+
+
+def _local(head: Any) -> tuple[Any, Any]:
+    """This rank's weight and bias."""
+    return local_tensors(head.weight, head.bias)
 
 
 class _Product(torch.autograd.Function):
@@ -167,7 +194,7 @@ class _Product(torch.autograd.Function):
         logits = Logits.of(head, hidden, (), _sample(weight), low)
         logits.low = low
         ctx.save_for_backward(hidden, weight)
-        ctx.low = low
+        ctx.low, ctx.group = low, products.group_of(head)
         return logits
 
     @staticmethod
@@ -175,8 +202,11 @@ class _Product(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         need_x, need_w, need_b, _ = ctx.needs_input_grad
         grad = grad.to(ctx.low)
+        grad = grad if ctx.group.size == 1 else collectives.local_slice(grad, ctx.group, -1)
         rows = grad.flatten(0, -2)
         dx = (grad @ weight.to(ctx.low)).to(hidden.dtype) if need_x else None
+        if dx is not None:
+            dx = collectives.all_reduce(dx, ctx.group, site="head.logits.grad", inplace=True)
         dw = (rows.mT @ hidden.flatten(0, -2).to(ctx.low)).to(weight.dtype) if need_w else None
         db = rows.sum(0).to(weight.dtype) if need_b else None
         return dx, dw, db, None
@@ -258,7 +288,6 @@ def _loss(
     """transformers' ``ForCausalLMLoss``."""
     form = _scale_and_softcap(logits.steps) if isinstance(logits, Logits) and logits._value is None else None
     if form is None or logits.shape[-1] != vocab_size:
-        logits = logits.value() if isinstance(logits, Logits) else logits
         loss: torch.Tensor = _stock_loss()(
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
         )
@@ -268,7 +297,7 @@ def _loss(
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     scale, softcap = form
     hidden = logits.hidden if scale == 1.0 else logits.hidden * scale
-    (weight,), (bias,) = products.operands((logits.head,))
+    weight, bias = logits.head.weight, logits.head.bias
     bias = bias if bias is None or scale == 1.0 else bias * scale
     reduction = "mean" if num_items_in_batch is None else "sum"
     loss = linear_cross_entropy(
@@ -279,6 +308,8 @@ def _loss(
         ignore_index=ignore_index,
         softcap=softcap,
         reduction=reduction,
+        group=products.group_of(logits.head),
+        site="head",
     )
     if num_items_in_batch is not None:
         items = num_items_in_batch

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...parallel.core.mesh import Group
-from . import products, shard
+from ....parallel.core.mappings import RowExchange
+from ....parallel.core.mesh import Group
+from .. import products
+from ..ranks import shard
+from ..swap import Fused, Match, again, changed, settings_of
+from ..view import Stand, View, names_in
 from .activations import activation_of
 from .graph import Part, Rewritten, rewrite
-from .swap import Fused, Match, changed, settings_of
-from .view import Stand, View, names_in
 
 
 class _Traced(Match):
@@ -28,14 +30,23 @@ class _Traced(Match):
         super().__init__(train.ops, {name: type(children[name]) for name in train.read})
         self.takes, self.parts = train.takes, train.parts
         self.forwards = {True: train.forward, False: evaluation.forward}
-        names = train.names | evaluation.names
-        self.settings = {name: value for name, value in settings_of(module).items() if name in names}
+        self.reads = train.names | evaluation.names
+        self.settings = {name: value for name, value in settings_of(module).items() if name in self.reads}
         self.children = tuple(children)
         self.of_children = {
             name: settings
             for name, child in children.items()
             if child is not None and not child._parameters and (settings := settings_of(child))
         }
+
+    def of_copy(self, module: nn.Module, original: nn.Module, memo: dict[int, Any]) -> Match:
+        match: Any = super().of_copy(module, original, memo)
+        match.settings = again(self.settings, module, original)
+        match.of_children = {
+            name: again(each, module.get_submodule(name), original.get_submodule(name))
+            for name, each in self.of_children.items()
+        }
+        return match
 
 
 class FusedFeedForward(Fused):
@@ -46,6 +57,9 @@ class FusedFeedForward(Fused):
         if not all(isinstance(each, torch.Tensor) for each in given) or len(given) != len(args) + len(kwargs):
             return self.stock_forward(*args, **kwargs)
         return self._match.forwards[self.training](self, *given)
+
+    def stock_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.on_whole_sequences(super().stock_forward, args, kwargs)
 
     def why_stock(self) -> str | None:
         match, children = self._match, self._modules
@@ -79,20 +93,28 @@ class FeedForward:
         if (why := _why_whole(module, match.parts, group)) is not None:
             return why
         for part in match.parts:
-            shard.split([getattr(module, name) for name in part.first], getattr(module, part.last), group)
+            first = [getattr(module, name) for name in part.first]
+            halves = [_halves(products.width_out(first[0]), group)] if part.packed else ()
+            shard.split(first, getattr(module, part.last), group, halves)
         match.kinds = {name: type(module._modules[name]) for name in match.kinds}
         return None
 
 
 def _why_whole(module: nn.Module, parts: Sequence[Part], group: Group) -> str | None:
     for part in parts:
-        if part.packed or part.last is None:
-            return "gate and up are one layer" if part.packed else "no linear layer follows the activation at once"
-        first = [getattr(module, name) for name in part.first]
-        why = shard.why_whole(first, getattr(module, part.last), group, [products.width_out(layer) for layer in first])
-        if why is not None:
+        if part.last is None:
+            return "no linear layer follows the activation at once"
+        widths = [products.width_out(getattr(module, name)) // (2 if part.packed else 1) for name in part.first]
+        if (why := shard.uneven(widths, group)) is not None:
             return why
     return None
+
+
+def _halves(rows: int, group: Group) -> RowExchange:
+    """Each rank's part of the first and of the second half of ``rows``."""
+    each = rows // 2 // group.size
+    starts = [[half + rank * each for half in (0, rows // 2)] for rank in range(group.size)]
+    return RowExchange([[row for start in parts for row in range(start, start + each)] for parts in starts], group)
 
 
 _SETTLED = (bool, int, float, str, types.FunctionType, types.BuiltinFunctionType, type)

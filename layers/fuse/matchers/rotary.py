@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.rope import apply_rope
+from ....kernels.rope import apply_rope
 
 NAME = "apply_rotary_pos_emb"  # in every model
 
@@ -31,7 +31,7 @@ def _angles(table: torch.Tensor, layout: str) -> torch.Tensor:
     return table.float()
 
 
-def _rotation(function: Function, layout: str, interleaved: bool) -> Function:
+def _rotation(function: Function, layout: str, interleaved: bool, impl: str = "auto") -> Function:
     def rotate(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -41,16 +41,22 @@ def _rotation(function: Function, layout: str, interleaved: bool) -> Function:
             return function(q, k, cos, sin, unsqueeze_dim)
         cos, sin = _angles(cos, layout), _angles(sin, layout)
         if unsqueeze_dim == 2:
-            return apply_rope(q, k, cos, sin, interleaved=interleaved)  # type: ignore[return-value]
-        q, k = apply_rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, interleaved=interleaved)  # type: ignore
+            return apply_rope(q, k, cos, sin, interleaved=interleaved, impl=impl)  # type: ignore[return-value]
+        q, k = q.transpose(1, 2), k.transpose(1, 2)
+        q, k = apply_rope(q, k, cos, sin, interleaved=interleaved, impl=impl)  # type: ignore[assignment]
         return q.transpose(1, 2), k.transpose(1, 2)
 
     return rotate
 
 
-def rotate_one(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor) -> torch.Tensor:
+def rotate_one(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor, impl: str = "auto") -> torch.Tensor:
     """x [B, S, N, H] by sin, cos [B, S, P/2], in interleaved pairs: GPT-J's."""
-    return apply_rope(x, None, cos.float(), sin.float(), interleaved=True)[0]
+    return apply_rope(x, None, cos.float(), sin.float(), interleaved=True, impl=impl)[0]
+
+
+def none(q: Any, k: Any = None, *tables: Any, **options: Any) -> Any:
+    """In the place of ``apply_rotary_pos_emb``: no rotation, of one tensor or of two."""
+    return (q, k) if isinstance(k, torch.Tensor) and k.dim() == q.dim() else q
 
 
 @functools.cache
@@ -68,11 +74,11 @@ def ours(function: Any) -> Function | None:
     angles = torch.rand(2, 5, 4, generator=drawn, dtype=torch.float64) * 6
     tables = [table.float().double() for table in (angles.cos(), angles.sin())]  # ours takes them in fp32
     for layout, whole in _WHOLE.items():
-        for interleaved in (False, True):
-            rotate = _rotation(function, layout, interleaved)
-            if _agree(function, rotate, q, k, *map(whole, tables)):
-                return rotate
-    return rotate_one if _agree(function, rotate_one, q.transpose(1, 2), *tables[::-1]) else None
+        for interleaved in (False, True):  # tried with the reference, as the kernel has no fp64
+            if _agree(function, _rotation(function, layout, interleaved, "reference"), q, k, *map(whole, tables)):
+                return _rotation(function, layout, interleaved)
+    one = functools.partial(rotate_one, impl="reference")
+    return rotate_one if _agree(function, one, q.transpose(1, 2), *tables[::-1]) else None
 
 
 def _agree(theirs: Function, ours: Function, *args: torch.Tensor) -> bool:

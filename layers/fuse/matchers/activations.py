@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.linear import ACTIVATIONS, apply_activation
+from ....kernels.linear import ACTIVATIONS, apply_activation
 
 # Dense where activations bend, and far out, where some are clipped. In fp64 two spellings of one formula agree to 1e-9,
 # and no two of the formulas do.

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...kernels.norm import layer_norm, rms_norm
-from ...parallel.core import mappings
-from .swap import Fused, Match, changed, settings_of
+from ....kernels.norm import layer_norm, rms_norm
+from ....parallel.core import mappings
+from ....parallel.core.mesh import SINGLE, Group
+from ....parallel.core.sharding import local_tensor
+from ..swap import Fused, Match, again, changed, settings_of
+from ..view import View
 
 _Candidate = tuple[str, float, float]
 
@@ -22,6 +25,12 @@ class _Norm(Match):
         super().__init__((op,))
         self.op, self.eps, self.offset = op, eps, offset
         self.settings = settings_of(module)
+        self.across: Group = SINGLE  # over which the features are split
+
+    def of_copy(self, module: nn.Module, original: nn.Module, memo: dict[int, Any]) -> Match:
+        match: Any = super().of_copy(module, original, memo)
+        match.settings = again(self.settings, module, original)
+        return match
 
 
 class FusedNorm(Fused):
@@ -29,14 +38,42 @@ class FusedNorm(Fused):
 
     def fused_forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         (x,) = args or kwargs.values()
-        match, weight, bias = self._match, getattr(self, "weight", None), getattr(self, "bias", None)
+        match, (weight, bias) = self._match, self._parameters_here()
+        if match.across.size > 1:
+            return self._across(x, local_tensor(weight))
         if weight is not None and weight.dtype != x.dtype:  # whose dtype the result has, differs from class to class
             return self.stock_forward(x)
-        if match.group.size > 1:  # over this rank's heads: the others' gradients belong to it, too
-            weight, bias = mappings.copy_all_to([weight, bias], match.group, site="attention.norm")
         if match.op == "rms_norm":
             return rms_norm(x, weight, eps=match.eps, weight_offset=match.offset)
         return layer_norm(x, weight, bias, eps=match.eps, weight_offset=match.offset)
+
+    def _across(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMSNorm of x [..., D/R] whose squares are added up over the ranks; in fp32 (fp64) as the kernel."""
+        match, dtype = self._match, x.dtype
+        if weight.dtype != dtype:
+            dtype = self._stock.forward(View(self, {"weight": weight[:1].detach()}), x.new_zeros(1, 1)).dtype
+        wide = x if x.dtype == torch.float64 else x.float()
+        squares = mappings.reduce_from(wide.square().sum(-1, keepdim=True), match.across, site="norm.squares")
+        squares = mappings.copy_to(squares, match.across, site="norm.squares")
+        y = wide * torch.rsqrt(squares / (x.shape[-1] * match.across.size) + match.eps)
+        return (y * (match.offset + weight.to(y.dtype))).to(dtype)
+
+    def stock_forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._match is None or self._group() is SINGLE:
+            return super().stock_forward(*args, **kwargs)
+        weight, bias = self._parameters_here()
+        return self._stock.forward(View(self, {"weight": weight, "bias": bias}), *args, **kwargs)
+
+    def _parameters_here(self) -> tuple[Any, ...]:
+        """Weight and bias; where ranks have different tokens or heads, their gradients are summed over the ranks."""
+        both = [getattr(self, "weight", None), getattr(self, "bias", None)]
+        return mappings.copy_all_to(both, self._group(), site="norm")
+
+    def _group(self) -> Group:
+        match = self._match
+        if match.sequence is not None:
+            return match.sequence.group if match.sequence.active else SINGLE
+        return match.group
 
     def why_stock(self) -> str | None:
         return changed(self, self._match.settings)

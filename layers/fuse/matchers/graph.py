@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 
-from . import products
+from .. import products
 from .activations import activation_of
 
 Forward = Callable[..., Any]

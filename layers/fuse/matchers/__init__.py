@@ -1,0 +1,1 @@
+"""What recognises a module, and what it becomes."""

@@ -1,0 +1,174 @@
+"""Attention modules: the projections of one input share a product, and rotary positions take one launch.
+
+The stock forward runs, and the attention function gets what it got before. What changes is what the forward sees: a
+view of the module whose projections run together, and in a copy of the function the global name
+``apply_rotary_pos_emb``, which is transformers' in every model, bound to ours. Where the forward spells its attention
+out, ``eager_attention.py`` makes torch's SDPA of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....kernels.rope import rope_choice
+from ....kernels.runtime.dispatch import Choice
+from ....parallel.core import mappings
+from ....parallel.core.mesh import Group
+from ....parallel.core.options import TPOptions
+from ....parallel.core.sharding import local_tensor
+from ....parallel.linear import column_linear
+from ...attention.sdpa import choose_path
+from .. import products
+from ..ranks import split_attention
+from ..ranks.heads import heads_of, numbered, part_of_heads
+from ..spelled_out.eager_attention import attending
+from ..swap import Fused, Match, on_first, unlike
+from ..view import Shared, Stand, View, names_in, with_global
+from . import rotary
+
+# The projections of queries, keys and values, by their names in transformers' models. Whether they get one input is
+# seen in each call.
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"), ("wq", "wk", "wv"))
+
+
+class _Attention(Match):
+    def __init__(self, module: nn.Module, names: tuple[str, ...], forward: Any, rotates: bool) -> None:
+        ops = [f"linear_act({', '.join(names)})"] if names else []
+        super().__init__(
+            (*ops, *(["apply_rope"] if rotates else [])), {name: type(module._modules[name]) for name in names}
+        )
+        self.names, self.forward, self.rotates = names, forward, rotates
+        self.sizes: dict[str, Any] = {}  # of this rank's heads
+        self.split: tuple[str, ...] = ()  # parameters of its own, of which each rank has its heads'
+        self.heads, self.given_to_heads = 0, dict[str, int]()  # of all ranks; the arguments that have a part for each
+        self.around: dict[str, type] = {}  # what is split: the projections, and the layer behind the attention function
+        self.apart = False  # the projections turned out to have different inputs
+        # None: the forward does not spell its attention out; "": torch's SDPA ran, or will; else why it did not.
+        self.spelled_out: str | None = None
+
+
+class FusedAttention(Fused):
+    """The stock forward with our rotary positions, and with projections that run together."""
+
+    def stock_forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Where the projections are others, positions stay ours.
+        return self.on_whole_sequences(partial(self._run, {}), args, kwargs)
+
+    def fused_forward(self, *args: Any, **kwargs: Any) -> Any:
+        match = self._match
+        if match.sequence is not None and match.sequence.active and not unlike(self, match.around):
+            return self._run_divided(*args, **kwargs)
+        if not match.names or match.apart:
+            return self.stock_forward(*args, **kwargs)
+        return self.on_whole_sequences(partial(self._run_shared, match.names, _project), args, kwargs)
+
+    def _run(self, stands: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        match = self._match
+        own = {name: local_tensor(getattr(self, name)) for name in match.split}
+        seen = {**stands, **match.sizes, **own}
+        if match.given_to_heads:
+            args, kwargs = self._of_this_rank(args, kwargs)
+        return match.forward(View(self, seen) if seen else self, *args, **kwargs)
+
+    def _of_this_rank(self, args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        match, given, named = self._match, list(args), dict(kwargs)
+        for name, place in match.given_to_heads.items():
+            where: Any = given if place < len(given) else named
+            key = place if place < len(given) else name
+            value = where[key] if place < len(given) else where.get(key)
+            if isinstance(value, torch.Tensor):
+                where[key] = part_of_heads(value, match.heads, match.group.rank, match.group.size)
+        return tuple(given), named
+
+    def _run_shared(self, names: tuple[str, ...], project: Any, *args: Any, **kwargs: Any) -> Any:
+        shared = Shared({name: getattr(self, name) for name in names}, project)
+        result = self._run(shared.stands(), *args, **kwargs)
+        self._match.apart = shared.apart  # from now on
+        return result
+
+    def _run_divided(self, *args: Any, **kwargs: Any) -> Any:
+        """Of this rank's part of the sequences: they are gathered before the projections, and scattered behind."""
+        match = self._match
+        gather = partial(mappings.all_gather_from, group=match.sequence.group, dim=1, site="attention.in")
+        args, kwargs = on_first(args, kwargs, gather)
+        *first, last = match.around
+        stands = {name: Stand(layer, partial(_column, layer)) for name in first if (layer := getattr(self, name))}
+        if match.names and not match.apart:
+            stands |= Shared({name: getattr(self, name) for name in match.names}, products.columns).stands()
+        stands[last] = Stand(getattr(self, last), partial(products.rows_scattered, getattr(self, last)))
+        return self._run(stands, *args, **kwargs)
+
+    def why_stock(self) -> str | None:
+        return "its projections get different inputs" if self._match.apart else super().why_stock()
+
+    def runs(self, device: torch.device) -> list[tuple[str, Choice]]:
+        match = self._match
+        if match is None:
+            return []
+        choices = dict(super().runs(device))
+        if match.rotates:
+            choices.setdefault("apply_rope", rope_choice(device))
+        if match.spelled_out is not None:
+            sdpa = choose_path(device, torch.float32, head_dim=64)
+            choices["attention"] = Choice("stock", match.spelled_out) if match.spelled_out else sdpa
+        return list(choices.items())
+
+
+def _column(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return products.columns(x, (layer,))[0]
+
+
+def _project(x: torch.Tensor, layers: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
+    options = TPOptions(products.group_of(layers[0]), site="attention.in")
+    return column_linear(x, *products.operands(layers), options)
+
+
+class Attention:
+    """Matches a module with projections named as in ``GROUPS``, or whose forward calls ``apply_rotary_pos_emb`` or
+    spells its attention out."""
+
+    fused = FusedAttention
+
+    def match(self, module: nn.Module) -> Match | None:
+        children = module._modules
+        forward: Any = type(module).forward
+        if not names_in(forward):
+            return None
+        names = next((names for names in GROUPS if _share(children, names)), ())
+        rotate = None
+        if rotary.NAME in getattr(getattr(forward, "__code__", None), "co_names", ()):
+            rotate = rotary.ours(forward.__globals__.get(rotary.NAME))
+        spelled_out = attending(type(module), {} if rotate is None else {rotary.NAME: rotate})
+        if not names and rotate is None and spelled_out is None:
+            return None
+        if rotate is not None and spelled_out is None:
+            forward = with_global(forward, rotary.NAME, rotate)
+        match = _Attention(module, names, spelled_out or forward, rotates=rotate is not None)
+        if spelled_out is not None:
+            match.ops, match.spelled_out = (*match.ops, "attention"), ""
+        return match
+
+    def split(self, module: Any, match: Any, group: Group) -> str | None:
+        """Split ``module`` over ``group`` by heads, or say why it stays whole."""
+        return split_attention.split(module, match, group)
+
+
+class PackedAttention(Attention):
+    """Matches attention in which one process has nothing to fuse, so that it can be split over ranks."""
+
+    def match(self, module: nn.Module) -> Match | None:
+        forward: Any = type(module).forward
+        if not names_in(forward) or heads_of(module, forward, numbered(module)) is None:
+            return None
+        return _Attention(module, (), forward, rotates=False)
+
+
+def _share(children: Mapping[str, Any], names: tuple[str, ...]) -> bool:
+    """Whether the children of these names are linear layers that may have one input."""
+    layers = [children.get(name) for name in names]
+    return all(map(products.is_linear, layers)) and len({products.width_in(layer) for layer in layers}) == 1

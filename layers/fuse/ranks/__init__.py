@@ -1,0 +1,1 @@
+"""Foreign models over tensor-parallel ranks: what is split, and how."""

@@ -1,0 +1,96 @@
+"""A table of embeddings split over ranks by tokens, whatever constant its class multiplies them by (Gemma's)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....kernels.runtime.dispatch import Choice
+from ....parallel.core.mesh import Group
+from ....parallel.core.sharding import local_tensor
+from ...embedding import look_up
+from ..swap import Fused, Match, become
+from . import shard
+
+
+class _Table(Match):
+    def __init__(self, module: Any) -> None:
+        super().__init__(("embedding",))
+        self.module, self.scales = copy.copy(module), {}  # type: ignore[var-annotated]
+
+    def scale(self, dtype: torch.dtype) -> float:
+        """The constant, as the stock class rounds it in ``dtype``."""
+        if dtype not in self.scales:
+            self.scales[dtype] = float(_stock(self.module, torch.ones(1, 1, dtype=dtype))[0, 0])
+        return self.scales[dtype]
+
+
+class FusedTable(Fused):
+    """Each rank looks up the tokens that it has; the sum over the ranks is the stock result."""
+
+    weight: nn.Parameter
+    num_embeddings: int
+    padding_idx: int | None
+
+    def fused_forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight = local_tensor(self.weight)
+        if input.is_meta:  # of a pipeline's stage that has another's place in it
+            return weight.new_empty(*input.shape, weight.shape[1], device="meta")
+        x = look_up(self, input, weight, self._match.group, self.num_embeddings, self.padding_idx)
+        scale = self._match.scale(weight.dtype)
+        return x if scale == 1.0 else x * scale
+
+    def stock_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fused_forward(*args, **kwargs)
+
+    def runs(self, device: torch.device) -> list[tuple[str, Choice]]:
+        return [("embedding", Choice("reference", "torch's own embedding, of this rank's tokens"))]
+
+
+class Table:
+    """Makes an nn.Embedding one; not a matcher by itself, as it follows the head that may share its weight."""
+
+    fused = FusedTable
+
+    def match(self, module: nn.Module) -> Match | None:
+        if (
+            not isinstance(module, nn.Embedding)
+            or "forward" in module.__dict__
+            or set(module._parameters) != {"weight"}
+        ):
+            return None
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            return None
+        drawn = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        try:
+            match = _Table(module)
+            return match if torch.equal(_stock(module, drawn), drawn * match.scale(torch.float64)) else None
+        except Exception:  # whatever a foreign forward raises: it is no such table
+            return None
+
+    def split(self, module: nn.Module, group: Group) -> str | None:
+        """Split ``module`` over ``group``, or say why it stays whole."""
+        match: Any = self.match(module)
+        if match is None:
+            return f"its table is a {type(module).__name__}, which is not split"
+        if (
+            why := shard.uneven([match.module.num_embeddings], group)
+        ) is not None:  # it may have more rows than the head
+            return why
+        become(module, self, match)
+        shard.split_parameter(module, "weight", group)
+        match.group = group
+        return None
+
+
+@torch.no_grad()
+def _stock(module: Any, weight: torch.Tensor) -> torch.Tensor:
+    """What the class of ``module`` makes of tokens 0, 1, ... of ``weight`` [V, D], on the CPU."""
+    twin = copy.copy(module)
+    buffers = {name: None if each is None else each.cpu() for name, each in module._buffers.items()}
+    twin.__dict__ |= {"_parameters": {"weight": nn.Parameter(weight)}, "_buffers": buffers, "padding_idx": None}
+    result: torch.Tensor = twin.forward(torch.arange(len(weight)))
+    return result

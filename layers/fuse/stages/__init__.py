@@ -1,0 +1,1 @@
+"""Fused causal language models under ``parallelize``: parts and stages."""
