@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError
@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from ...kernels.runtime.checks import type_name
 from ...parallel.checkpoint import checked
 from ...parallel.checkpoint.checkpoint import bare, full_state_dict
-from ...parallel.core.agreement import on_first, together
-from ...parallel.core.mesh import MeshLike, everyone, whole_group
+from ...parallel.core.agreement import agree, on_first, together
+from ...parallel.core.mesh import Group, MeshLike, everyone, whole_group
 from ..transformer import ParallelTransformer
 from .config import ANY_PART, CHECKSUMS, CHECKSUMS_FORMAT, COMPANIONS, CONFIG, INDEX, PART, WEIGHTS, config_to_hf
 
@@ -53,89 +53,108 @@ def export_hf(
     if not isinstance(model, ParallelTransformer):
         raise TypeError(
             f"export_hf: model is a {type_name(model)}: expected a ParallelTransformer, by itself or as parallelize "
-            "returns it; a model of transformers has save_pretrained(folder)"
+            "returns it; for a model of transformers there is save_pretrained(model, folder)"
         )
     state = full_state_dict(model, first_rank_only=True)
     if model.config.tie_embeddings:
         state.pop("lm_head.weight", None)
     dtypes = together(ranks, lambda: {name: tensor.dtype for name, tensor in state.items()})
-    owned = _first_holders([list(held) for held in dtypes])
+    owned = first_holders([list(held) for held in dtypes])
     if not any(dtypes):
         raise ValueError("group: the model's tensors are written by a rank that is not in it; give all that share them")
     # Take the dtype of the written tensors: a parameter may be a copy in another dtype that the model computes with.
     dtype = next(dtype for held in dtypes for dtype in held.values())
-    config = config_to_hf(model.config, str(dtype).removeprefix("torch."))
-    target = Path(directory)
-    source = model.loaded_from if like is None else Path(like)
-    writing = on_first(
-        ranks, lambda: _Export(target, uuid.uuid4().hex[:8], owned, _companions(source, target, like is not None))
-    )
-    mine = {name: state[name].contiguous() for name in owned[ranks.rank]}
-    try:
-        parts = together(ranks, lambda: writing.write_part(ranks.rank, mine))
-        on_first(ranks, lambda: writing.publish(config, sum(size for size, _ in parts), [sums for _, sums in parts]))
-    finally:
-        writing.discard(ranks.rank)
+    config = json.dumps(config_to_hf(model.config, str(dtype).removeprefix("torch.")), indent=2) + "\n"
+    with Publication.over(ranks, Path(directory), model.loaded_from, like) as writing:
+        mine = {name: state[name].contiguous() for name in owned[ranks.rank]}
+        parts = agree(ranks, lambda: [writing.write_part(ranks.rank, 0, mine)] if mine else [])
+        writing.publish(ranks, {CONFIG: config}, parts)
 
 
-class _Export:
+class Part(NamedTuple):
+    """A file of weights under its temporary name."""
+
+    path: Path
+    size: int  # bytes of its tensors
+    names: list[str]
+    sum: checked.Sum
+
+
+class Publication:
     """The files of an export; their temporary names contain ``mark``, which is unique."""
 
-    def __init__(self, directory: Path, mark: str, owned: list[list[str]], companions: dict[str, Path]) -> None:
-        """``owned`` are the names of the tensors that each rank writes, ``companions`` files to copy, by name."""
+    def __init__(self, directory: Path, mark: str, companions: dict[str, Path]) -> None:
+        """``companions`` are files to copy, by name."""
         self.directory, self._mark, self._companions = directory, mark, companions
-        writers = [rank for rank, names in enumerate(owned) if names]
-        count = len(writers)
-        parts = [WEIGHTS] if count == 1 else [PART.format(i + 1, count) for i in range(count)]
-        self._parts = dict(zip(writers, parts))
-        self._where = {name: self._parts[rank] for rank in writers for name in owned[rank]}
+        self._written: list[Path] = []
 
-    def write_part(self, rank: int, tensors: dict[str, torch.Tensor]) -> tuple[int, checked.Sums]:
-        """Write the file of ``rank`` under its temporary name; returns the bytes of its tensors, and its checksum."""
-        if not tensors:
-            return 0, {}
-        path = self._temporary(self._parts[rank])
+    @classmethod
+    @contextmanager
+    def over(cls, ranks: Group, directory: Path, source: Path | None, like: Any) -> Iterator[Publication]:
+        """One on every rank; afterwards no file is left under a temporary name.
+
+        ``like``, or else ``source``, is the folder to copy the companions from.
+        """
+        source = source if like is None else Path(like)
+        writing: Publication = on_first(
+            ranks, lambda: cls(directory, uuid.uuid4().hex[:8], _companions(source, directory, like is not None))
+        )
+        try:
+            yield writing
+        finally:
+            for path in writing._written:
+                with suppress(OSError):
+                    path.unlink()
+
+    def write_part(self, rank: int, number: int, tensors: dict[str, torch.Tensor]) -> Part:
+        """Write one file of ``rank``."""
+        path = self._temporary(f"part-{rank}-{number}")
         with self._explained():
             self.directory.mkdir(parents=True, exist_ok=True)
             save_file(tensors, path, metadata={"format": "pt"})
             _sync(path)
-            return sum(tensor.nbytes for tensor in tensors.values()), {self._parts[rank]: checked.checksum(path)}
+            return Part(path, sum(tensor.nbytes for tensor in tensors.values()), list(tensors), checked.checksum(path))
 
-    def publish(self, config: dict[str, Any], size: int, sums: list[checked.Sums]) -> None:
-        """Write the config, the index and the checksums, copy the companions, and give every file its final name."""
-        texts: dict[str, dict[str, Any]] = {CONFIG: config}
-        if len(self._parts) > 1:
-            texts[INDEX] = {"metadata": {"total_size": size}, "weight_map": self._where}
-        found = {name: each for part in sums for name, each in part.items()}
+    def publish(self, ranks: Group, texts: dict[str, str], parts: list[Part]) -> None:
+        """Give every rank's ``parts`` their final names, with the ``texts``, an index and the checksums beside them."""
+        every = [part for held in together(ranks, lambda: parts) for part in held]
+        on_first(ranks, lambda: self._publish(texts, every))
+
+    def _publish(self, texts: dict[str, str], parts: list[Part]) -> None:
+        count = len(parts)
+        named = {WEIGHTS if count == 1 else PART.format(i + 1, count): part for i, part in enumerate(parts)}
+        if count > 1:
+            where = {name: file for file, part in named.items() for name in part.names}
+            index = {"metadata": {"total_size": sum(part.size for part in parts)}, "weight_map": where}
+            texts = {**texts, INDEX: json.dumps(index, indent=2) + "\n"}
+        found = {name: part.sum for name, part in named.items()}
         with self._explained():
             for name, content in texts.items():
-                checked.write_text(self._temporary(name), json.dumps(content, indent=2) + "\n")
+                checked.write_text(self._temporary(name), content)
                 found[name] = checked.checksum(self._temporary(name))
             for name, source in self._companions.items():
-                self._temporary(name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(source, self._temporary(name))
-                _sync(self._temporary(name))
+                if name not in texts:
+                    self._temporary(name).parent.mkdir(exist_ok=True)
+                    shutil.copyfile(source, self._temporary(name))
+                    _sync(self._temporary(name))
             checked.write_json(self._temporary(CHECKSUMS), {"format": CHECKSUMS_FORMAT, "files": found})
             # The checksums first: a reader of files of both exports then finds some that do not match.
-            files = [CHECKSUMS, *self._parts.values(), *self._companions, *texts]
-            for name in files:
+            self._temporary(CHECKSUMS).replace(self.directory / CHECKSUMS)
+            for name, part in named.items():
+                part.path.replace(self.directory / name)
+            for name in {**self._companions, **texts}:
                 self._temporary(name).replace(self.directory / name)
             older = [self.directory / WEIGHTS, self.directory / INDEX, *self.directory.glob(ANY_PART)]
             for path in older:
-                if path.name not in files:
+                if path.name not in (*named, *texts):
                     path.unlink(missing_ok=True)
-
-    def discard(self, rank: int) -> None:
-        """Delete this rank's files that still have a temporary name; rank 0 also deletes those that it alone writes."""
-        names = [self._parts.get(rank), *((CONFIG, INDEX, CHECKSUMS, *self._companions) if rank == 0 else ())]
-        for name in names:
-            if name is not None:
-                with suppress(OSError):
-                    self._temporary(name).unlink()
 
     def _temporary(self, name: str) -> Path:
         path = self.directory / name
-        return path.with_name(f".{path.name}.{self._mark}.tmp")
+        path = path.with_name(f".{path.name}.{self._mark}.tmp")
+        if path not in self._written:
+            self._written.append(path)
+        return path
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -164,7 +183,7 @@ def _companions(source: Path | None, target: Path, asked: bool) -> dict[str, Pat
     return {path.relative_to(source).as_posix(): path for path in found}
 
 
-def _first_holders(held: list[list[str]]) -> list[list[str]]:
+def first_holders(held: list[list[str]]) -> list[list[str]]:
     """For each rank the tensors that it holds and no rank before it holds."""
     seen: set[str] = set()
     owned = []

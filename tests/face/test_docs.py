@@ -36,13 +36,23 @@ CONFIG: dict[str, Any] = {
 }
 # What init_mesh is given where there are two processes, and how many the snippet asks for by itself.
 TRAINING = {"parallelism-0": ("pp=2", 8), "training-0": ("dp=2", 4)}
-PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY = "parallelism-1", "checkpoints-0", "checkpoints-1", "overlap-0"
-STATE_DICTS = "checkpoints-2"
-FUSING = ("fuse-0", "fuse-1", "fuse-2")
+PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY = "parallelism-1", "checkpoints-0", "checkpoints-2", "overlap-0"
+PRETRAINED, STATE_DICTS = "checkpoints-1", "checkpoints-3"
+FUSING, FOREIGN = ("fuse-0", "fuse-2", "fuse-3"), "fuse-1"
 
 
 def test_every_snippet_is_run():
-    assert PYTHON.keys() == {*TRAINING, PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY, STATE_DICTS, *FUSING}
+    assert PYTHON.keys() == {
+        *TRAINING,
+        PLAIN,
+        CHECKPOINTS,
+        HUGGING_FACE,
+        MEMORY,
+        PRETRAINED,
+        STATE_DICTS,
+        *FUSING,
+        FOREIGN,
+    }
 
 
 def _run(source: str, **given: Any) -> dict[str, Any]:
@@ -149,6 +159,23 @@ def test_state_dicts(ranks: Any):
     ranks(2, _state_dicts_body, PYTHON[STATE_DICTS])
 
 
+def _pretrained_body(rank: int, world: int, source: str) -> None:
+    _run(source, mesh=sf.init_mesh(dp=world, device_type="cpu"))
+
+
+def test_any_model_of_transformers(ranks: Any, tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    from foreign import foreign, tokens
+
+    model = foreign("gemma2")
+    model.save_pretrained(tmp_path / "folder", max_shard_size="20KB")
+    source = PYTHON[PRETRAINED].replace('"folder"', repr(str(tmp_path / "folder")))
+    ranks(2, _pretrained_body, source.replace('"saved"', repr(str(tmp_path / "saved"))))
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    with torch.no_grad():
+        assert torch.equal(again(tokens()).logits, model(tokens()).logits)
+
+
 # --- in a process alone -----------------------------------------------------------------------------------------------
 
 
@@ -185,3 +212,10 @@ def test_memory_is_taken_once(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize("name", FUSING)
 def test_what_fuses(name: str, capsys: pytest.CaptureFixture[str]):
     _run(PYTHON[name])  # each compares the fused model with the stock one, and counts the calls
+
+
+def test_a_foreign_model_trains():
+    pytest.importorskip("transformers")
+    left = _run(PYTHON[FOREIGN])
+    model, text = left["model"], left["text"]
+    assert model.evaluate(text[:, :-1], text[:, 1:]) < left["loss"]

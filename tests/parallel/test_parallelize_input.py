@@ -78,7 +78,8 @@ def test_meshes_over_which_ranks_would_train_apart_are_refused(ranks: Any):
             "zero=1 without a mesh shards nothing over the 2 processes: pass init_mesh()",
             "this FSDPParallelTransformer is already sharded: shard it once, or build it anew",
             "the mesh has a dimension 'dp_replicate', which repeats the shards of 'dp', and no 'dp': name it 'dp'",
-            "the model was built for 1 tensor-parallel rank(s) and the mesh has tp=2: build it with mesh=mesh",
+            "the model was built for 1 tensor-parallel rank(s) and the mesh has tp=2: build it with mesh=mesh, "
+            "or fuse(model, mesh)",
         ]
 
 

@@ -1,0 +1,282 @@
+"""Any causal language model of transformers from its folder, fused and split, without any rank holding all of it.
+
+The model is built on the meta device and fused there, so that each parameter knows which part this rank keeps. Then the
+files are read in order, and of each tensor only this rank's slice. Names and layouts of older checkpoints are those of
+transformers, whose own conversions are used.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from safetensors import safe_open
+from torch import nn
+
+from ...parallel.core.agreement import agree, together
+from ...parallel.core.mesh import Group, MeshLike, everyone, tp_group
+from ...parallel.core.sharding import local_tensor, logical, shard_slice
+from ...parallel.materialize import allocate, device_of
+from ..fuse import fuse
+from .config import CONFIG
+from .folders import StrPath, _check_downloaded, _check_files, _check_unchanged, _explained, _weight_files
+
+_MAPPED_BYTES = 32 << 20  # of one file, before its pages are given back
+
+
+class Reading(NamedTuple):
+    """What :func:`load_pretrained` read on this rank."""
+
+    tensors: int
+    nbytes: int  # of the slices
+    file_bytes: int  # of all tensors in the files
+
+
+def load_pretrained(
+    directory: StrPath,
+    mesh: MeshLike = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    progress: bool | None = None,
+    model_kwargs: Mapping[str, Any] | None = None,
+    **fusing: Any,
+) -> nn.Module:
+    """The causal language model in ``directory``, a folder of transformers, fused, in evaluation mode.
+
+    Args:
+        mesh: tensor-parallel ranks, as :func:`fuse` takes it; all of them call this, and each reads its own slices.
+        dtype: of the parameters; None: the folder's.
+        device: where the parameters go; None: the mesh's device, without a mesh torch's default. "meta": nowhere yet;
+            ``parallelize`` then reads each rank's share, once it knows that.
+        progress: a bar on standard error; None: where that is a terminal, on the first rank.
+        model_kwargs: of transformers' ``from_config``, such as ``{"attn_implementation": "eager"}``.
+        fusing: what else :func:`fuse` takes.
+
+    The result has the folder's config and settings for generation, and ``loaded_from``, from where
+    :func:`save_pretrained` copies the tokenizer; ``reading`` tells how much this rank has read.
+
+    Raises FileNotFoundError for a missing folder or file; ValueError for a file that is cut short, missing or of
+    another model, and for a config that transformers does not know; what :func:`fuse` raises. Every rank raises.
+    """
+    folder, group = Path(directory), tp_group(mesh)
+    device = device or (torch.get_default_device() if group.mesh is None else device_of(group.mesh, None))
+    device = torch.device(device)
+    sums = _check_files(folder, group)
+    there = torch.device("cpu") if device.type == "meta" else device
+    model = agree(group, lambda: _on_meta(folder, dtype, there, model_kwargs or {}))
+    fuse(model, mesh, **fusing)
+    model.loaded_from = folder.absolute()
+
+    def read_weights(ranks: Group) -> None:
+        """Fill the parameters, which have memory by now, from the folder."""
+        model.__dict__.pop("read_weights", None)
+        held = set().union(*together(ranks, lambda: set(model.state_dict())))
+
+        def read() -> Reading:
+            reading = _read(model, held, _weight_files(folder, sums), progress)
+            _check_unchanged(folder, sums)
+            return reading
+
+        model.reading = agree(ranks, read)
+
+    if device.type == "meta":
+        model.read_weights = read_weights
+    else:
+        allocate(model, device)
+        read_weights(group)
+    return model.eval()
+
+
+def _on_meta(folder: Path, dtype: torch.dtype | None, device: torch.device, options: Mapping[str, Any]) -> Any:
+    """The stock model of ``folder`` with its settings for generation: parameters on meta, buffers on ``device``."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    _check_downloaded(folder)
+    with _explained(folder / CONFIG):
+        if not (folder / CONFIG).exists():
+            raise FileNotFoundError(folder / CONFIG)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        dtype = dtype or _dtype_of(config)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    _place_buffers(model, device)
+    return model
+
+
+def _dtype_of(config: Any) -> torch.dtype:
+    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None) or torch.float32
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+def _place_buffers(model: Any, device: torch.device) -> None:
+    """Give the buffers of ``model``, which no file holds, their values: transformers computes them as initial ones."""
+    for param in model.parameters():
+        param._is_hf_initialized = True  # leave it on meta
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device=device)
+    model.initialize_weights()
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+class _Target(NamedTuple):
+    """A tensor of the model, and where its value comes from: names in files, and perhaps a conversion of them."""
+
+    name: str
+    sources: list[tuple[str, str]]  # (name in the files, the conversion's pattern for it)
+    converter: Any
+
+    @property
+    def made(self) -> list[str]:
+        """The names of all tensors that the conversion makes."""
+        patterns = [] if self.converter is None else self.converter.target_patterns
+        return [self.name, *(self.name.replace(patterns[0], pattern) for pattern in patterns[1:])]
+
+
+@torch.no_grad()
+def _read(model: Any, held: set[str], files: dict[Path, list[str]], progress: bool | None) -> Reading:
+    """Fill ``model``, whose parameters have memory, with this rank's slices of the tensors in ``files``.
+
+    ``held`` are the names of what the ranks together have. Raises ValueError for tensors that are missing, have no
+    place in the model, or have another shape.
+    """
+    entries = model.state_dict(keep_vars=True)
+    tensors = _Tensors(files)
+    targets = _targets(model, list(tensors.where), held)
+    _check_names(model, targets, entries, held)
+    with _bar(progress, tensors.total) as advance:
+        for target in targets:
+            if any(name in entries for name in target.made):
+                with tensors.explained(target.sources[0][0]):
+                    _fill(model, target, entries, tensors)
+            advance(sum(tensors.size(name) for name, _ in target.sources))
+    return Reading(len(tensors.where), tensors.read, tensors.total)
+
+
+def _targets(model: Any, names: list[str], held: set[str]) -> list[_Target]:
+    """For each tensor of the model that the files hold, where it comes from."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    known = dict.fromkeys(held, True)
+    found: dict[str, _Target] = {}
+    for name in sorted(names, key=dot_natural_key):  # experts in order
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        converter = None if pattern is None else by_pattern[pattern]
+        found.setdefault(target, _Target(target, [], converter)).sources.append((name, pattern or name))
+    return list(found.values())
+
+
+def _fill(model: Any, target: _Target, entries: dict[str, torch.Tensor], tensors: _Tensors) -> None:
+    if target.converter is None:
+        ((name, _),) = target.sources
+        entry = entries[target.name]
+        _check_shape(target.name, tensors.shape(name), entry)
+        local_tensor(entry).copy_(tensors.part(name, shard_slice(entry)))
+        return
+    converter = copy.deepcopy(target.converter)
+    for name, pattern in target.sources:
+        converter.add_tensor(target.name, name, pattern, tensors.part(name, ...))
+    for name, made in converter.convert(target.name, model=model, config=model.config).items():
+        if name not in entries:
+            continue  # on another stage
+        value = made[0] if isinstance(made, list) else made
+        _check_shape(name, value.shape, entries[name])
+        local_tensor(entries[name]).copy_(value[shard_slice(entries[name])])
+
+
+def _check_shape(name: str, found: Any, entry: torch.Tensor) -> None:
+    if tuple(found) != tuple(logical(entry).shape):
+        raise ValueError(f"{name} is {list(found)}, expected {list(logical(entry).shape)}")
+
+
+def _check_names(model: Any, targets: list[_Target], entries: dict[str, torch.Tensor], held: set[str]) -> None:
+    """ValueError for what this rank's part of the model misses, and for what has no place on any rank."""
+
+    def ignored(name: str, patterns: Any) -> bool:
+        return any(re.search(pattern, name) for pattern in patterns or ())
+
+    filled = {id(entries[name]) for target in targets for name in target.made if name in entries}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    missing = [name for name, param in params.items() if id(param) not in filled]
+    missing = [name for name in missing if not ignored(name, model._keys_to_ignore_on_load_missing)]
+    foreign = {target.name: target.sources[0][0] for target in targets if held.isdisjoint(target.made)}
+    unknown = [source for name, source in foreign.items() if not ignored(name, _old(model))]
+    if missing:
+        raise ValueError(f"the files have no {missing[0]} ({len(missing)} such in all), which {CONFIG} asks for")
+    if unknown:
+        raise ValueError(f"{unknown[0]} ({len(unknown)} such in all) has no place in the model of {CONFIG}")
+
+
+def _old(model: Any) -> list[str]:
+    return [r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())]
+
+
+class _Tensors:
+    """The tensors in safetensors files, of which parts are read; the files' pages do not stay in memory."""
+
+    def __init__(self, files: dict[Path, list[str]]) -> None:
+        self.where = {name: path for path, names in files.items() for name in names}
+        self.read = 0  # bytes
+        self._path: Path | None = None
+        self._file: Any = None
+        self._since = 0  # bytes, since the file was opened
+        self._sizes: dict[str, int] = {}
+        for path, names in files.items():
+            with _explained(path), safe_open(path, framework="pt") as file:
+                for name in names:
+                    each = file.get_slice(name)
+                    bits = re.search(r"\d+", each.get_dtype())
+                    self._sizes[name] = math.prod(each.get_shape()) * (int(bits[0]) if bits else 8) // 8
+        self.total = sum(self._sizes.values())
+
+    def size(self, name: str) -> int:
+        return self._sizes[name]
+
+    def shape(self, name: str) -> list[int]:
+        shape: list[int] = self._slice(name).get_shape()
+        return shape
+
+    def part(self, name: str, index: Any) -> torch.Tensor:
+        part: torch.Tensor = self._slice(name)[index]
+        self.read += part.nbytes
+        self._since += self._sizes[name]
+        return part
+
+    def explained(self, name: str) -> AbstractContextManager[None]:
+        return _explained(self.where[name])
+
+    def _slice(self, name: str) -> Any:
+        if self._path != self.where[name] or self._since > _MAPPED_BYTES:
+            self._path, self._since = self.where[name], 0
+            self._file = None  # unmap what was read
+            self._file = safe_open(self._path, framework="pt")
+        return self._file.get_slice(name)
+
+
+@contextmanager
+def _bar(progress: bool | None, total: int) -> Iterator[Callable[[int], None]]:
+    console = Console(stderr=True)
+    shown = (console.is_terminal if progress is None else progress) and everyone().rank == 0
+    columns = TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, disable=not shown) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda size: bar.advance(task, size)
