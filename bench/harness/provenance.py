@@ -67,6 +67,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "cpu": platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1),  # when the run began: processes that want a core
     }
 
 

@@ -30,7 +30,7 @@ class Row:
     A row noisier than NOISE_LIMIT is inconclusive, so it meets no target. ``ceilings`` were measured by the same
     process, in the row's precision, if there is ``work`` to compare with them. ``ran`` names the ops and
     implementations that the timed calls of both sides used ("linear_act=triton"): a table of measurements may have
-    selected the stock path for ours.
+    selected the stock path for ours. ``between`` is an interval of the ratio, if the timing gave one.
     """
 
     case: str
@@ -47,6 +47,7 @@ class Row:
     work: Work | None = None
     ceilings: Ceilings | None = None
     ran: str = ""
+    between: tuple[float, float] | None = None
 
     @classmethod
     def of(
@@ -70,13 +71,19 @@ class Row:
             planned.work,
             ceilings if planned.work is not None and planned.bf16 else None,
             ran,
+            ours.ratio_between,
         )
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Row:
         plain = {name: record[name] for name in cls.__dataclass_fields__}
-        work, ceilings = plain.pop("work"), plain.pop("ceilings")
-        return cls(**plain, work=work and Work(**work), ceilings=ceilings and Ceilings(**ceilings))
+        work, ceilings, between = (plain.pop(name) for name in ("work", "ceilings", "between"))
+        return cls(
+            **plain,
+            work=work and Work(**work),
+            ceilings=ceilings and Ceilings(**ceilings),
+            between=between and tuple(between),
+        )
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -155,7 +162,7 @@ def show_rows(console: Console, title: str, rows: Sequence[Row], *, absolute: bo
             row.metric,
             row.peer_name,
             *times,
-            f"{row.ratio:.3f}",
+            f"{row.ratio:.3f}" + (" ({:.3f} to {:.3f})".format(*row.between) if row.between else ""),
             "" if row.target is None else f"{row.target:.3f}",
             "" if row.noise is None else f"{row.noise:.1%}",
             {None: "", True: "[green]yes", False: "[red]no"}[row.met],

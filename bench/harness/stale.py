@@ -52,7 +52,8 @@ class Stale:
 def survey(results: Path = RESULTS, candidates: Iterable[Benchmark] | None = None) -> list[Stale]:
     """Every benchmark that runs on a GPU, on every GPU with a folder of results, stalest first."""
     measurable = [b for b in (benchmarks().values() if candidates is None else candidates) if "cuda" in b.devices]
-    gpus = sorted(folder.name for folder in results.iterdir() if folder.is_dir()) if results.is_dir() else []
+    folders = [folder.name for folder in results.iterdir() if folder.is_dir()] if results.is_dir() else []
+    gpus = sorted(name for name in folders if name != "cpu")
     found = [_judge(results, gpu, benchmark) for gpu in gpus or [ANY_GPU] for benchmark in measurable]
     return sorted([*found, *_without_benchmark(measurable)], key=lambda item: item.order)
 

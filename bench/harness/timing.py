@@ -11,10 +11,11 @@ only the ratio of two interleaved sides is meaningful.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -35,12 +36,14 @@ class Timing:
 
     ``noise`` is the relative difference between the figures of every other round, among the rounds that this side began
     and among those that it ended (the larger): the same version timed twice. ``host`` is the host's time per call in
-    microseconds, if the value itself is device time.
+    microseconds, if the value itself is device time. ``ratio_between`` is an interval of the ratio of the peer's time
+    to ours, if the rounds gave one.
     """
 
     value: float
     noise: float | None = None
     host: float | None = None
+    ratio_between: tuple[float, float] | None = None
 
 
 def compare(
@@ -64,6 +67,25 @@ def compare_fixed(ours: Call, peer: Call, *, rounds: int, calls: int) -> tuple[T
     """Microseconds per call by the host's clock over a fixed number of calls, the same on every rank."""
     sides = (ours, peer)
     return _alternate(lambda side: _per_call(sides[side], calls), lambda done: done < rounds)
+
+
+def compare_rounds(ours: Call, peer: Call, *, rounds: int) -> tuple[Timing, Timing]:
+    """Microseconds by the host's clock of calls so long that other load disturbs most of them: medians over ``rounds``,
+    one call of each side in a round.
+
+    The peer's value is ours times the median of the rounds' own ratios, for which there is an interval with a
+    confidence of 95 %: between two of the ratios in their order, whatever they are distributed like.
+    """
+    sides, samples = (ours, peer), ([], [])  # type: tuple[Call, Call], tuple[list[float], list[float]]
+    for number in range(rounds):
+        for side in (0, 1) if number % 2 == 0 else (1, 0):
+            samples[side].append(_per_call(sides[side], 1))
+    ratios = sorted(theirs / mine for mine, theirs in zip(*samples))
+    aside = int(rounds / 2 - math.sqrt(rounds))  # twice the standard deviation of how many lie below the median
+    timing, other = (_summary(each, statistics.median) for each in samples)
+    between = (ratios[aside], ratios[-1 - aside]) if aside >= 0 else None
+    median = statistics.median(ratios)
+    return replace(timing, ratio_between=between), replace(other, value=timing.value * median)
 
 
 def compare_queued(

@@ -57,6 +57,11 @@ def test_without_any_result_everything_is_missing(tmp_path, capsys):
     assert "tp_dtensor" not in {item["name"] for item in listed}  # it runs on a CPU, where nothing is stale
 
 
+def test_results_of_a_cpu_are_no_gpus(tmp_path):
+    (tmp_path / "cpu").mkdir()
+    assert _states(tmp_path, BOTH[:1]) == [(stale.ANY_GPU, "mlp", "missing")]
+
+
 def test_filed_result_is_fresh_until_a_source_changes(tmp_path):
     path = stale.accept(_record(BOTH[0]), tmp_path)
     assert path == tmp_path / FOLDER / "mlp.json"
