@@ -132,6 +132,7 @@ class ColumnParallelLinear(_ParallelLinear):
                 self.bias,
                 activation=self.activation,
                 fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
+                pack_weight=not self.training,
                 impl=self.impl,
             )
         compare_call(self, self.group, x=x)
@@ -182,9 +183,14 @@ def project(x: torch.Tensor, *layers: ColumnParallelLinear) -> tuple[torch.Tenso
         check_tokens(x)
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
     if first.group.size == 1:
-        fuse_wgrad = first.fuse_wgrad_accumulation
         return linear_act(
-            x, weights, biases, activation=first.activation, fuse_wgrad_accumulation=fuse_wgrad, impl=first.impl
+            x,
+            weights,
+            biases,
+            activation=first.activation,
+            fuse_wgrad_accumulation=first.fuse_wgrad_accumulation,
+            pack_weight=not first.training,
+            impl=first.impl,
         )
     return column_linear(x, weights, biases, first.tp_options(f"{first.site}.in"), activation=first.activation)
 
@@ -227,6 +233,7 @@ class RowParallelLinear(_ParallelLinear):
                 self.bias,
                 residual=residual,
                 fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
+                pack_weight=not self.training,
                 impl=self.impl,
             )
         compare_call(self, self.group, x=x)
@@ -241,7 +248,8 @@ class RowParallelLinear(_ParallelLinear):
                 "partial_sum defers the sum over the ranks, without a gradient: call it in torch.no_grad()"
             )
         weight, bias = self.local("weight", "bias")
-        return PartialSum(linear_act(x, weight, impl=self.impl), bias, self.group, f"{self.site}.out")
+        y = linear_act(x, weight, pack_weight=not self.training, impl=self.impl)
+        return PartialSum(y, bias, self.group, f"{self.site}.out")
 
     def runs(self, device: torch.device) -> Runs:
         return [("linear_act", linear_act_choice(self.weight.dtype, device, self.impl))]

@@ -131,6 +131,7 @@ class ParallelMLP(TensorParallel, Layer):
             *local_tensors(gate.weight, up.weight, gate.bias, up.bias),
             activation=activation,
             fuse_wgrad_accumulation=self.fuse_wgrad_accumulation,
+            pack_weight=not self.training,
             impl=self.impl,
         )
 

@@ -112,6 +112,7 @@ class TensorParallel:
     impl: str
     overlap: str
     strict: bool
+    training: bool
 
     def keep(self, shared: LayerOptions) -> None:
         self.group = shared.group
@@ -129,6 +130,7 @@ class TensorParallel:
             overlap=self.overlap,
             strict=self.strict,
             site=site,
+            pack_weight=not self.training,
         )
 
 

@@ -48,7 +48,11 @@ def column_linear(
     Under torch.compile, which orders the collectives itself, ``overlap`` does not apply. Raises ValueError for operands
     that do not fit, RuntimeError with ``strict`` for an unavailable overlap.
     """
-    fused: dict[str, Any] = {"fuse_wgrad_accumulation": options.fuse_wgrad_accumulation, "impl": options.impl}
+    fused: dict[str, Any] = {
+        "fuse_wgrad_accumulation": options.fuse_wgrad_accumulation,
+        "pack_weight": options.pack_weight,
+        "impl": options.impl,
+    }
     if options.group.size == 1:
         return linear_act(x, weights, biases, activation=activation, **fused)
     if not torch.compiler.is_compiling():
@@ -66,7 +70,11 @@ def row_linear(x: torch.Tensor, weight: Any, bias: Any, options: TPOptions) -> t
 
     Raises what :func:`column_linear` raises.
     """
-    fused: dict[str, Any] = {"fuse_wgrad_accumulation": options.fuse_wgrad_accumulation, "impl": options.impl}
+    fused: dict[str, Any] = {
+        "fuse_wgrad_accumulation": options.fuse_wgrad_accumulation,
+        "pack_weight": options.pack_weight,
+        "impl": options.impl,
+    }
     if options.group.size == 1:
         return linear_act(x, weight, bias, **fused)
     if not torch.compiler.is_compiling():
@@ -101,7 +109,9 @@ class AllGatherLinear(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         n = len(params) // 2
         plain = open_params(ctx, x_shard, params, options.fuse_wgrad_accumulation and options.grad)
-        dtype, choice = functional.prepare(x_shard, plain[:n], plain[n:], activation, options.impl)
+        dtype, choice = functional.prepare(
+            x_shard, plain[:n], plain[n:], activation, options.impl, pack_weight=options.packs
+        )
         x_shard, *operands = functional.cast((x_shard, *plain), [dtype] * (1 + len(plain)))
         weights, biases = operands[:n], operands[n:]
         overlap = column_overlap(options, x_shard, weights)
@@ -179,7 +189,9 @@ class LinearReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: TPOptions, x_shard: torch.Tensor, *params: Any) -> torch.Tensor:
         plain = open_params(ctx, x_shard, params, options.fuse_wgrad_accumulation and options.grad)
-        dtype, choice = functional.prepare(x_shard, plain[:1], plain[1:], "identity", options.impl)
+        dtype, choice = functional.prepare(
+            x_shard, plain[:1], plain[1:], "identity", options.impl, pack_weight=options.packs
+        )
         x_shard, weight, bias = functional.cast((x_shard, *plain), [dtype] * (1 + len(plain)))
         overlap = row_overlap(options, x_shard, weight)
 

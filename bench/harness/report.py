@@ -30,7 +30,8 @@ class Row:
     A row noisier than NOISE_LIMIT is inconclusive, so it meets no target. ``ceilings`` were measured by the same
     process, in the row's precision, if there is ``work`` to compare with them. ``ran`` names the ops and
     implementations that the timed calls of both sides used ("linear_act=triton"): a table of measurements may have
-    selected the stock path for ours. ``between`` is an interval of the ratio, if the timing gave one.
+    selected the stock path for ours. ``between`` is an interval of the ratio and ``low`` its first decile, if the
+    timing gave them; where the target is a gain, the decile must be one, too.
     """
 
     case: str
@@ -48,6 +49,7 @@ class Row:
     ceilings: Ceilings | None = None
     ran: str = ""
     between: tuple[float, float] | None = None
+    low: float | None = None
 
     @classmethod
     def of(
@@ -56,6 +58,7 @@ class Row:
         ratio = ours.value / peer.value if planned.higher_is_better else peer.value / ours.value
         noise = max((side.noise for side in (ours, peer) if side.noise is not None), default=None)
         quiet = noise is None or noise <= NOISE_LIMIT
+        steady = ours.ratio_low is None or planned.target is None or planned.target <= 1 or ours.ratio_low > 1
         return cls(
             planned.case,
             planned.metric,
@@ -64,7 +67,7 @@ class Row:
             planned.peer_name,
             ratio,
             planned.target,
-            None if planned.target is None else quiet and ratio >= planned.target,
+            None if planned.target is None else quiet and steady and ratio >= planned.target,
             noise,
             ours.host,
             peer.host,
@@ -72,6 +75,7 @@ class Row:
             ceilings if planned.work is not None and planned.bf16 else None,
             ran,
             ours.ratio_between,
+            ours.ratio_low,
         )
 
     @classmethod

@@ -10,6 +10,8 @@ only the ratio of two interleaved sides is meaningful.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import itertools
 import math
 import statistics
@@ -17,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any, Protocol
 
 import torch
 
@@ -37,13 +40,21 @@ class Timing:
     ``noise`` is the relative difference between the figures of every other round, among the rounds that this side began
     and among those that it ended (the larger): the same version timed twice. ``host`` is the host's time per call in
     microseconds, if the value itself is device time. ``ratio_between`` is an interval of the ratio of the peer's time
-    to ours, if the rounds gave one.
+    to ours, and ``ratio_low`` the first decile of the rounds' ratios, if the rounds gave them.
     """
 
     value: float
     noise: float | None = None
     host: float | None = None
     ratio_between: tuple[float, float] | None = None
+    ratio_low: float | None = None
+
+
+class Elsewhere(Protocol):
+    """A side that runs in another process."""
+
+    def sample(self, calls: int) -> float:
+        """Microseconds per call."""
 
 
 def compare(
@@ -69,23 +80,40 @@ def compare_fixed(ours: Call, peer: Call, *, rounds: int, calls: int) -> tuple[T
     return _alternate(lambda side: _per_call(sides[side], calls), lambda done: done < rounds)
 
 
-def compare_rounds(ours: Call, peer: Call, *, rounds: int) -> tuple[Timing, Timing]:
+def compare_rounds(ours: Call, peer: Call | Elsewhere, *, rounds: int, calls: int = 1) -> tuple[Timing, Timing]:
     """Microseconds by the host's clock of calls so long that other load disturbs most of them: medians over ``rounds``,
-    one call of each side in a round.
+    ``calls`` of each side in a round.
 
     The peer's value is ours times the median of the rounds' own ratios, for which there is an interval with a
     confidence of 95 %: between two of the ratios in their order, whatever they are distributed like.
     """
-    sides, samples = (ours, peer), ([], [])  # type: tuple[Call, Call], tuple[list[float], list[float]]
+    sides: tuple[Any, Any] = (ours, peer)
+    samples: tuple[list[float], list[float]] = ([], [])
     for number in range(rounds):
         for side in (0, 1) if number % 2 == 0 else (1, 0):
-            samples[side].append(_per_call(sides[side], 1))
+            samples[side].append(_sample(sides[side], calls))
     ratios = sorted(theirs / mine for mine, theirs in zip(*samples))
     aside = int(rounds / 2 - math.sqrt(rounds))  # twice the standard deviation of how many lie below the median
     timing, other = (_summary(each, statistics.median) for each in samples)
     between = (ratios[aside], ratios[-1 - aside]) if aside >= 0 else None
     median = statistics.median(ratios)
-    return replace(timing, ratio_between=between), replace(other, value=timing.value * median)
+    found = replace(timing, ratio_between=between, ratio_low=_first_decile(ratios))
+    return found, replace(other, value=timing.value * median)
+
+
+def keep_freed_memory() -> None:
+    """From now on glibc returns no freed memory to the system, so that neither side pays for what the other one freed.
+
+    Otherwise the state of the heap decides which side faults its pages in anew, in every call.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        for option in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            ctypes.CDLL(None).mallopt(option, 1 << 30)
+
+
+def calls_for(call: Call, microseconds: float) -> int:
+    """How many calls take that long together, at least one; it runs a few."""
+    return max(1, round(microseconds / _warm(_Rotation([call]))))
 
 
 def compare_queued(
@@ -227,6 +255,10 @@ def _alternate(
 def _for_seconds(seconds: float) -> Callable[[int], bool]:
     until = time.perf_counter() + seconds
     return lambda done: done < MIN_ROUNDS or (done < MAX_ROUNDS and time.perf_counter() < until)
+
+
+def _sample(side: Any, calls: int) -> float:
+    return float(side.sample(calls)) if hasattr(side, "sample") else _per_call(side, calls)
 
 
 def _per_call(call: Call, count: int) -> float:

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 
 from ..runtime import autograd, dispatch, library, tuning
 from ..runtime import device as target
-from ..runtime.dispatch import Choice
+from ..runtime.dispatch import Choice, OneDNN
 from ..runtime.dtypes import no_kernel
-from . import reference, schemas, tuned
+from ..runtime.onednn import drop, pack, why_not
+from . import cpu, onednn, onednn_schemas, reference, schemas, tuned
 from .gemm import Gemm
 from .reference import ACTIVATIONS
 
@@ -33,14 +34,18 @@ def linear_act_choice(
     op: str = "linear_act",
     stock_wins: str | None = None,
     unsupported: str | None = None,
+    offer: OneDNN | None = None,
 ) -> Choice:
     """Which implementation ``linear_act`` (or ``op``) takes for operands of ``dtype`` on ``device``, and why.
 
-    ``stock_wins`` is what :func:`measured` says of the sizes, where they are known; ``unsupported``, what else keeps
-    the kernel from this call.
+    ``stock_wins`` is what :func:`measured` says of the sizes, ``offer`` what :func:`cpu.offer` says, where they are
+    known; ``unsupported``, what else keeps the kernel from this call.
     """
-    unsupported = autograd.transformed() or no_kernel(dtype) or unsupported
-    return dispatch.choose(op, device, impl, unsupported=unsupported, stock_wins=stock_wins)
+    transformed = autograd.transformed()
+    if offer is None:
+        offer = OneDNN(transformed or why_not(dtype))
+    unsupported = transformed or no_kernel(dtype) or unsupported
+    return dispatch.choose(op, device, impl, unsupported=unsupported, stock_wins=stock_wins, onednn=offer)
 
 
 def measured(
@@ -184,14 +189,29 @@ def prepare(
     residual: torch.Tensor | None = None,
     *,
     op: str = "linear_act",
+    pack_weight: bool = False,
 ) -> tuple[torch.dtype, Choice]:
     """Check and count one call as ``linear_act`` does: the dtype to cast its operands to, and what runs."""
     check(x, weights, biases, activation, residual, op=op)
     dtype = autocast_dtype(x) or x.dtype
     stock_wins = measured(x, weights, biases, activation, dtype, op) if impl == "auto" else None
-    choice = linear_act_choice(dtype, x.device, impl, op=op, stock_wins=stock_wins)
+    offer = cpu.offer(x, weights, dtype, activation, pack_weight) if x.is_cpu or impl == "onednn" else None
+    choice = linear_act_choice(dtype, x.device, impl, op=op, stock_wins=stock_wins, offer=offer)
+    if choice.impl == "onednn":
+        _keep_packed(weights, x, dtype, pack_weight)
     dispatch.count(op, choice.impl)
     return dtype, choice
+
+
+def _keep_packed(weights: Tensors, x: torch.Tensor, dtype: torch.dtype, pack_weight: bool) -> None:
+    """Pack the weights for inference, or see to it that a call of training finds none packed."""
+    if library.watched():
+        return
+    for weight in weights:
+        if pack_weight and weight.dtype is dtype is torch.float32:
+            pack(weight, x.shape[:-1].numel())
+        else:
+            drop(weight)
 
 
 def plain_forward(
@@ -232,10 +252,14 @@ def plain_forward(
 
 
 def implementation(choice: Choice, *operands: torch.Tensor | None) -> Any:
-    """The module whose functions run the steps of a call on ``operands``: ``launch.py``, or ``schemas.py`` where
-    something has to see its ops, or ``reference.py``. The functions have the same names and signatures.
+    """The module whose functions run the steps of a call on ``operands``: ``launch.py`` or ``onednn.py``, or the module
+    of their ops where something has to see them, or ``reference.py``. All have functions of the same names.
     """
-    return library.launches(schemas, *operands) if choice.triton else reference
+    if choice.triton:
+        return library.launches(schemas, *operands)
+    if choice.impl == "reference":
+        return reference
+    return onednn_schemas if library.watched() else onednn
 
 
 def act_grad(dy: torch.Tensor, z: torch.Tensor, activation: str, choice: Choice) -> torch.Tensor:
@@ -290,10 +314,14 @@ def param_grads(
             for i, bias_buffer in zip(together, buffers):
                 bias_done[i] = bias_buffer is not None
     elif x is not None:
+        where = implementation(choice, x, *dzs)
         for i in fresh:
-            dws[i] = dzs[i].t() @ x
+            (dws[i],) = where.linear_wgrad([dzs[i]], x, [False])
         for i in added:
-            _add_product_(into[i], dzs[i].t(), x)  # type: ignore[arg-type]  # None is not in `added`
+            if choice.impl == "onednn":
+                where.linear_wgrad_([dzs[i]], x, [into[i]], [None])
+            else:
+                _add_product_(into[i], dzs[i].t(), x)  # type: ignore[arg-type]  # None is not in `added`
     for i, buffer in enumerate(bias_into):
         if want_bias[i] and not bias_done[i]:
             if buffer is None:

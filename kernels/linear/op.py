@@ -9,7 +9,7 @@ import torch
 
 from ..runtime import autograd, dispatch
 from ..runtime.dispatch import Choice
-from . import functional, reference
+from . import cpu, functional, reference
 
 Optional = tuple["torch.Tensor | None", ...]
 
@@ -23,6 +23,7 @@ def linear_act(
     activation: str = "identity",
     residual: torch.Tensor | None = None,
     fuse_wgrad_accumulation: bool = False,
+    pack_weight: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor: ...
 @overload
@@ -33,6 +34,7 @@ def linear_act(
     *,
     activation: str = "identity",
     fuse_wgrad_accumulation: bool = False,
+    pack_weight: bool = False,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, ...]: ...
 def linear_act(
@@ -43,6 +45,7 @@ def linear_act(
     activation: str = "identity",
     residual: torch.Tensor | None = None,
     fuse_wgrad_accumulation: bool = False,
+    pack_weight: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """act(x @ W^T + b) + residual, for one weight or for up to three weights on the same x in one launch.
@@ -56,14 +59,16 @@ def linear_act(
             so does the result.
         fuse_wgrad_accumulation: backward adds dW and db to the buffers ``weight.main_grad`` and ``bias.main_grad``
             (fp32, or the parameter's dtype), as they are when forward runs, instead of returning them.
-        impl: "auto", "triton" or "reference"; see ``kernels/runtime/dispatch.py``.
+        pack_weight: for inference on a CPU: where oneDNN runs, keep a copy of the weight in its own layout until the
+            weight changes. A call that wants gradients keeps none.
+        impl: "auto", "triton", "onednn" or "reference"; see ``kernels/runtime/dispatch.py``.
 
     Returns:
         [..., F] in x's dtype, or a tuple of [..., F_i]. Products accumulate in fp32.
 
     Raises:
         ValueError: shapes, dtypes, devices or names that do not fit.
-        RuntimeError: impl="triton" where Triton cannot run; fuse_wgrad_accumulation under torch.compile.
+        RuntimeError: impl="triton" or "onednn" where it cannot run; fuse_wgrad_accumulation under torch.compile.
 
     The backward saves x and, unless the activation is the identity, the pre-activation z; it forms dz = dy * act'(z)
     once, then dx = dz @ W and dW = dz^T @ x with db = sum_T dz in the same pass. It forms what is asked of it and no
@@ -74,13 +79,14 @@ def linear_act(
     if bias is None or isinstance(bias, torch.Tensor):
         if many and bias is not None:
             raise ValueError("linear_act: bias is one tensor but weight is a sequence; pass a bias or None for each")
-        if not many and not fuse_wgrad_accumulation and dispatch.uses_reference(impl, x):
+        if not many and not fuse_wgrad_accumulation and _runs_plain(impl, x, weight, activation, pack_weight):
             return functional.plain_forward(x, weights, (bias,), activation, residual)
         biases: Optional = (bias,) * len(weights)
     else:
         biases = tuple(bias)
-    dtype, choice = functional.prepare(x, weights, biases, activation, impl, residual)
-    if not choice.triton and not fuse_wgrad_accumulation:
+    pack_weight = pack_weight and not torch.is_grad_enabled()
+    dtype, choice = functional.prepare(x, weights, biases, activation, impl, residual, pack_weight=pack_weight)
+    if choice.impl == "reference" and not fuse_wgrad_accumulation:
         outputs = reference.linear_act(x, weights, biases, activation, residual)
         return outputs if many else outputs[0]
     n, params = len(weights), (*weights, *biases)
@@ -92,7 +98,7 @@ def linear_act(
     if torch.is_grad_enabled() and _want_grad(x, residual, *params):
         buffers = autograd.main_grads(params) if fuse_wgrad_accumulation else (None,) * len(params)
         compiling = torch.compiler.is_compiling()
-        apply = _apply_linear_act if choice.triton and not compiling else _LinearAct.apply
+        apply = _LinearAct.apply if compiling or choice.impl == "reference" else _apply_linear_act
         ys = apply(_Call("linear_act", activation, choice, dtype, n, buffers), x, residual, *params)
     else:
         rows, residual, operands = _operands(dtype, x, residual, params)
@@ -112,6 +118,7 @@ def gated_linear(
     *,
     activation: str = "silu",
     fuse_wgrad_accumulation: bool = False,
+    pack_weight: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor:
     """act(x @ W_g^T + b_g) * (x @ W_u^T + b_u), both products and theirs in one launch.
@@ -119,25 +126,35 @@ def gated_linear(
     SwiGLU with "silu", GeGLU with "gelu_erf" or "gelu_tanh", ReGLU with "relu" (Shazeer, arXiv:2002.05202). x
     [..., D]; the weights [F, D], separate parameters; the biases [F] or None. Returns [..., F] in x's dtype.
 
-    Dtypes, ``fuse_wgrad_accumulation``, ``impl`` and what is raised are as in :func:`linear_act`. The backward saves x
-    and the two factors before the activation.
+    Dtypes, ``fuse_wgrad_accumulation``, ``pack_weight``, ``impl`` and what is raised are as in :func:`linear_act`. The
+    backward saves x and the two factors before the activation.
     """
     weights, biases = (gate_weight, up_weight), (gate_bias, up_bias)
-    if not fuse_wgrad_accumulation and dispatch.uses_reference(impl, x):
+    if not fuse_wgrad_accumulation and _runs_plain(impl, x, gate_weight, activation, pack_weight):
         return functional.plain_forward(x, weights, biases, activation, op="gated_linear")
-    dtype, choice = functional.prepare(x, weights, biases, activation, impl, op="gated_linear")
-    if not choice.triton and not fuse_wgrad_accumulation:
+    pack_weight = pack_weight and not torch.is_grad_enabled()
+    dtype, choice = functional.prepare(x, weights, biases, activation, impl, op="gated_linear", pack_weight=pack_weight)
+    if choice.impl == "reference" and not fuse_wgrad_accumulation:
         return reference.gated_linear(x, weights, biases, activation)
     params = (*weights, *biases)
     if torch.is_grad_enabled() and _want_grad(x, *params):
         buffers = autograd.main_grads(params) if fuse_wgrad_accumulation else (None,) * len(params)
         compiling = torch.compiler.is_compiling()
-        apply = _apply_gated_linear if choice.triton and not compiling else _GatedLinear.apply
+        apply = _GatedLinear.apply if compiling or choice.impl == "reference" else _apply_gated_linear
         return apply(_Call("gated_linear", activation, choice, dtype, 2, buffers), x, *params)
     rows, _, operands = _operands(dtype, x, None, params)
     where = functional.implementation(choice, rows, *operands)
     (h,) = _shaped(where.gated_linear_fwd(rows, operands[:2], operands[2:], activation, False), x)
     return h
+
+
+def _runs_plain(impl: str, x: torch.Tensor, weight: Any, activation: str, pack: bool) -> bool:
+    """Whether nothing but torch's own calls can come of this one."""
+    impl = dispatch.default_impl() if impl == "auto" else impl
+    if impl != "auto":
+        return impl == "reference"
+    pack = pack and not torch.is_grad_enabled()
+    return dispatch.uses_reference(impl, x) and not cpu.wins(x, weight, activation, pack)
 
 
 class _Call(NamedTuple):

@@ -138,3 +138,9 @@ def linear_dgrad_gated(
     """With dh = dy @ W: dg = dh * u * act'(g), du = dh * act(g), then with ``recompute_act`` h = act(g) * u."""
     dg, du = gated_act_grad(dy @ weight, g, u, activation)
     return [dg, du, apply_activation(g, activation) * u] if recompute_act else [dg, du]
+
+
+def linear_wgrad(dzs: Sequence[torch.Tensor], x: torch.Tensor, want_bias: Sequence[bool]) -> list[torch.Tensor]:
+    """dW_i = dz_i^T @ x and then, where wanted, db_i = sum_T dz_i."""
+    dws = [dz.t() @ x for dz in dzs]
+    return dws + [dz.sum(0) for dz, want in zip(dzs, want_bias) if want]

@@ -1,8 +1,10 @@
 """The one place that decides which implementation of an op runs.
 
-``impl="auto" | "triton" | "reference"`` is an argument of every op. An explicit request is honoured or refused,
-never replaced. ``auto`` takes Triton wherever a GPU and Triton are present and the op supports the call, unless a
-committed measurement says that the stock path wins there; otherwise the reference, which is plain torch.
+``impl="auto" | "triton" | "onednn" | "reference"`` is an argument of every op. An explicit request is honoured or
+refused, never replaced. ``auto`` takes Triton wherever a GPU and Triton are present and the op supports the call,
+unless a committed measurement says that the stock path wins there; otherwise the reference, which is plain torch. On a
+CPU matrix products may run in oneDNN instead, where a measurement says that it is faster (``linear/cpu.py``). Ops
+without a product run the reference with "onednn", too.
 
 ``SHARDFUSE_IMPL`` sets what ``auto`` means for a whole process (for bisecting a problem, and for tests).
 """
@@ -17,10 +19,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import metadata
+from typing import NamedTuple
 
 import torch
 
-IMPLS = ("auto", "triton", "reference")
+IMPLS = ("auto", "triton", "onednn", "reference")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,14 @@ class Choice:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "triton", self.impl == "triton")  # asked several times a call: no property
+
+
+class OneDNN(NamedTuple):
+    """What oneDNN has to offer a call."""
+
+    lacks: str | None = None  # why it cannot take the call
+    wins: bool = False  # whether a measurement says that it is faster
+    why: str = ""  # that measurement
 
 
 # What ran in this process: (op, implementation) -> calls. Written by the ops, outside torch.compile only.
@@ -142,9 +153,12 @@ _stand_in: torch.device | None = None
 
 
 def uses_reference(impl: str, on: torch.Tensor) -> bool:
-    """Whether :func:`choose` says "reference" of every call with ``impl`` on the device of ``on``."""
+    """Whether :func:`choose` says "reference" of every call with ``impl`` on the device of ``on``, of an op that has no
+    oneDNN implementation."""
     impl = _AUTO if impl == "auto" else impl
-    return impl == "reference" or (impl == "auto" and (on.is_cpu or on.is_meta) and _stand_in is None)
+    if impl == "auto":
+        return (on.is_cpu or on.is_meta) and _stand_in is None
+    return impl == "reference" or (impl == "onednn" and on.is_cpu)
 
 
 def choose(
@@ -154,20 +168,21 @@ def choose(
     *,
     unsupported: str | None = None,
     stock_wins: str | None = None,
+    onednn: OneDNN | None = None,
 ) -> Choice:
     """Decide for one call of ``op`` on ``device``.
 
     ``unsupported`` says why the kernel cannot take this call, or None; ``stock_wins`` names the committed
-    measurement by which the stock path is faster here, or None.
+    measurement by which the stock path is faster here, or None. ``onednn`` is None of an op without a matrix product.
 
-    Raises ValueError for an unknown ``impl``, RuntimeError when ``impl="triton"`` cannot be honoured.
+    Raises ValueError for an unknown ``impl``, RuntimeError when ``impl="triton"`` or "onednn" cannot be honoured.
     """
     if _row_invariant:
         stock_wins = None  # it picks its algorithm by the number of rows
     device = _stand_in or device
     if torch.compiler.is_compiling():
-        return _decide(op, device, impl, unsupported, stock_wins)
-    key = (op, device, impl, unsupported, stock_wins)
+        return _decide(op, device, impl, unsupported, stock_wins, onednn)
+    key = (op, device, impl, unsupported, stock_wins, onednn)
     choice = _decided.get(key)
     if choice is None:
         choice = _decided[key] = _decide(*key)
@@ -175,16 +190,36 @@ def choose(
 
 
 # Nothing that a decision depends on changes while a process runs.
-_decided: dict[tuple[str, torch.device, str, str | None, str | None], Choice] = {}
+_decided: dict[tuple[str, torch.device, str, str | None, str | None, OneDNN | None], Choice] = {}
 
 
-def _decide(op: str, device: torch.device, impl: str, unsupported: str | None, stock_wins: str | None) -> Choice:
+def _decide(
+    op: str,
+    device: torch.device,
+    impl: str,
+    unsupported: str | None,
+    stock_wins: str | None,
+    onednn: OneDNN | None,
+) -> Choice:
     if impl not in IMPLS:
         raise ValueError(f"{op}: impl={impl!r}: expected one of {', '.join(IMPLS)}")
     if impl == "auto":
         impl = _AUTO
     if impl == "reference":
         return Choice("reference", "asked for")
+    if impl == "onednn":
+        lacks = None if onednn is None else onednn.lacks
+        if device.type not in ("cpu", "meta"):
+            lacks = f"the tensors are on {device.type!r} and it runs on CPUs"
+        if lacks:
+            raise RuntimeError(
+                f"{op}: impl='onednn' was asked for, but {lacks}; pass impl='auto' to let another implementation run"
+            )
+        if onednn is None:
+            return Choice("reference", "it has no matrix product, and oneDNN is asked for products only")
+        if device.type == "meta":
+            return Choice("reference", "nothing is computed on the meta device")
+        return Choice("onednn", "asked for")
 
     missing = _why_not_triton(device) or unsupported
     if impl == "triton":
@@ -193,6 +228,10 @@ def _decide(op: str, device: torch.device, impl: str, unsupported: str | None, s
                 f"{op}: impl='triton' was asked for, but {missing}; pass impl='auto' to let the reference take over"
             )
         return Choice("triton", "asked for")
+    if device.type == "cpu" and onednn is not None and onednn.wins and not onednn.lacks:
+        return Choice("onednn", onednn.why)
+    if device.type == "cpu" and onednn is not None and onednn.why:
+        return Choice("reference", onednn.lacks or onednn.why)
     if missing:
         return Choice("reference", missing)
     if device.type == "cpu":

@@ -23,12 +23,28 @@ def register(schema: str, kernel: Callable[..., Any] | str, fake: Callable[..., 
     needs Triton.
     """
     name = schema.partition("(")[0]
+    _REGISTERED[name] = schema, fake
     if isinstance(kernel, str):
         kernel = _later(kernel, name)
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"shardfuse::{name}", fake, lib=_LIBRARY)
     return getattr(torch.ops.shardfuse, name).default
+
+
+def register_twin(op: Any, prefix: str, module: str) -> Any:
+    """``shardfuse::<prefix>_<name>``, with schema and shape function of the registered ``op``, and the function of that
+    name in ``module`` for a kernel.
+    """
+    name = op._schema.name.partition("::")[2]
+    schema, fake = _REGISTERED[name]
+    _LIBRARY.define(f"{prefix}_{schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(f"{prefix}_{name}", _later(module, name), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardfuse::{prefix}_{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.shardfuse, f"{prefix}_{name}").default
+
+
+_REGISTERED: dict[str, tuple[str, Callable[..., Any]]] = {}  # schema and shape function, by name
 
 
 def _later(module: str, name: str) -> Callable[..., Any]:
@@ -48,13 +64,19 @@ def launches(schemas: Any, *operands: torch.Tensor | None) -> Any:
 
     The caller runs outside autograd. It passes every operand whose memory a kernel reads.
     """
-    # torch.compile; modes (fake tensors, selective checkpointing, FLOP counters); a trace; the profiler; torch.func
-    if torch.compiler.is_compiling() or _modes() or _functions() or _traces() or _profiles() or _level() is not None:
+    if watched() or _profiles():
         return schemas
     for tensor in operands:  # a subclass, or one that is not what lies in its memory
         if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg() or _wrapped(tensor)):
             return schemas
     return imported(schemas.LAUNCH)
+
+
+def watched() -> bool:
+    """Whether torch.compile, a mode (fake tensors, selective checkpointing, FLOP counters), a trace or torch.func must
+    see the ops that run.
+    """
+    return torch.compiler.is_compiling() or bool(_modes() or _functions() or _traces() or _level() is not None)
 
 
 def _yes(*_: Any) -> bool:

@@ -1,9 +1,10 @@
-"""Measured configurations: the tables that ship in ``tuned/<chip>.json``, and the user's own above them.
+"""Measured configurations: the tables that ship in ``tuned/<chip or processor>.json``, and the user's own above them.
 
-Nothing is tuned while a model runs. ``shardfuse bench tune`` measures on a GPU and writes a table; here it is read,
-once per process, and asked with a dict look-up. ``SHARDFUSE_TUNED=/path/file.json`` lays a table of the user's over the
-shipped one, entry by entry. Every rank must see the same files (the package's, and the same SHARDFUSE_TUNED): a
-configuration decides the order of additions, so ranks with different tables would differ in the last bits.
+Nothing is tuned while a model runs. ``shardfuse bench tune`` measures on a GPU and writes a table, ``shardfuse bench
+calibrate --cpu`` on a CPU; here it is read, once per process, and asked with a dict look-up.
+``SHARDFUSE_TUNED=/path/file.json`` lays a table of the user's over the shipped one, entry by entry. Every rank must see
+the same files (the package's, and the same SHARDFUSE_TUNED): a configuration decides the order of additions, so ranks
+with different tables would differ in the last bits.
 
 A table, in JSON::
 
@@ -120,6 +121,11 @@ def lookup(arch: str, op: str, bucket: str | None, kind: type[Config]) -> Config
     file and the entry that is broken.
     """
     return None if bucket is None else _configs(arch, op, kind).get(bucket)
+
+
+def entries(arch: str, op: str) -> list[Entry]:
+    """What is measured of ``op`` on ``arch``, in no order."""
+    return list(_of(arch, op))
 
 
 def stock_wins(arch: str, op: str, bucket: Callable[[], str | None]) -> str | None:

@@ -100,11 +100,13 @@ def hidden(x: torch.Tensor, layers: Layers, activation: str, packed: bool) -> to
     """``activation(first(x))``, or gated ``activation(gate(x)) * up(x)``."""
     weights, biases = operands(layers, packed)
     group = group_of(layers[0])
+    pack = not layers[0].training
     if group.size > 1:
-        return column_linear(x, weights, biases, TPOptions(group, site="mlp.in"), activation=activation)[0]
+        options = TPOptions(group, site="mlp.in", pack_weight=pack)
+        return column_linear(x, weights, biases, options, activation=activation)[0]
     if len(weights) == 2:
-        return gated_linear(x, *weights, *biases, activation=activation)
-    return linear_act(x, weights[0], biases[0], activation=activation)
+        return gated_linear(x, *weights, *biases, activation=activation, pack_weight=pack)
+    return linear_act(x, weights[0], biases[0], activation=activation, pack_weight=pack)
 
 
 def feed_forward(x: torch.Tensor, layers: Layers, last: Any, activation: str, packed: bool) -> torch.Tensor:
@@ -114,7 +116,7 @@ def feed_forward(x: torch.Tensor, layers: Layers, last: Any, activation: str, pa
     if group.size > 1:
         return _over_ranks(x, layers, weight, bias, activation, packed)
     if not torch.is_grad_enabled() or uses_reference("auto", x) or not linear_act_choice(x.dtype, x.device).triton:
-        return linear_act(hidden(x, layers, activation, packed), weight, bias)
+        return linear_act(hidden(x, layers, activation, packed), weight, bias, pack_weight=not last.training)
     weights, biases = operands(layers, packed)
     return fused_mlp(x, weights, biases, weight, bias, TPOptions(SINGLE, site="mlp"), activation=activation)
 
@@ -130,10 +132,11 @@ def _over_ranks(x: torch.Tensor, layers: Layers, weight: Any, bias: Any, activat
     divided = sequence is not None and sequence.active
     if packed and not divided and layers[0].exchanges_results(x):
         gate, up = layers[0](x).chunk(2, -1)
-        return row_linear(apply_activation(gate, activation) * up, weight, bias, TPOptions(group, site="mlp.out"))
+        options = TPOptions(group, site="mlp.out", pack_weight=not layers[0].training)
+        return row_linear(apply_activation(gate, activation) * up, weight, bias, options)
     weights, biases = operands(layers, packed)
     rows = x.flatten(0, -2) if divided else x  # in which order does not matter here
-    options = TPOptions(group, sequence_parallel=divided, site="mlp")
+    options = TPOptions(group, sequence_parallel=divided, site="mlp", pack_weight=not layers[0].training)
     if not torch.compiler.is_compiling():
         y = fused_mlp(rows, weights, biases, weight, bias, options, activation=activation)
         return y.view(x.shape) if divided else y
@@ -149,13 +152,13 @@ def _over_ranks(x: torch.Tensor, layers: Layers, weight: Any, bias: Any, activat
 def columns(x: torch.Tensor, layers: Layers) -> tuple[torch.Tensor, ...]:
     """This rank's features of ``layers`` of an x whose gradient is summed elsewhere."""
     weights, biases = operands(layers)
-    return linear_act(x, local_tensors(*weights), local_tensors(*biases))
+    return linear_act(x, local_tensors(*weights), local_tensors(*biases), pack_weight=not layers[0].training)
 
 
 def rows_scattered(layer: Any, x: torch.Tensor) -> torch.Tensor:
     """This rank's part of the sequences [B, S/R, F] of ``layer``, split by rows, of x [B, S, D/R]."""
     (weight,), (bias,) = operands((layer,))
-    y = linear_act(x, *local_tensors(weight))
+    y = linear_act(x, *local_tensors(weight), pack_weight=not layer.training)
     y = mappings.reduce_scatter_to(y, layer.group, dim=1, site="attention.out")
     (bias,) = mappings.copy_all_to(local_tensors(bias), layer.group, site="attention.out.bias")
     return y if bias is None else y + bias.to(y.dtype)

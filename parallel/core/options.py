@@ -19,7 +19,13 @@ class TPOptions(NamedTuple):
     overlap: str = "none"  # "auto", "kernel", "chunked" or "none": see overlap/policy.py
     strict: bool = False  # RuntimeError where ``overlap`` is unavailable, instead of a fall-back to "none"
     site: str = "linear"  # of its collectives
+    pack_weight: bool = False  # for inference on a CPU: see ``linear_act``
     grad: bool = False  # whether autograd is on: inside an autograd function's forward it always reads off
+
+    @property
+    def packs(self) -> bool:
+        """Whether this call may keep packed weights."""
+        return self.pack_weight and not self.grad
 
     def now(self) -> TPOptions:
         """The same with the current value of ``grad``."""

@@ -364,13 +364,27 @@ def bench_calibrate(
         Path | None, typer.Option(help="The profile; an earlier call's is resumed. Default: here, by chip.")
     ] = None,
     short: Annotated[bool, typer.Option("--short", help="Fewer shapes, less time for each.")] = False,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="Instead: from how many tokens on oneDNN beats torch's products here.")
+    ] = False,
+    arch: Annotated[str | None, typer.Option(help="With --cpu: another processor for which this one stands.")] = None,
     dry: Annotated[
         bool, typer.Option("--dry", help="Tiny shapes, single calls: test the path, measure nothing.")
     ] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure this node's links and write the profile by which layers choose how to overlap (SHARDFUSE_LINKS)."""
+    """Measure this node's links and write the profile by which layers choose how to overlap (SHARDFUSE_LINKS).
+
+    With --cpu it measures matrix products instead, in half a minute, and writes a table for SHARDFUSE_TUNED.
+    """
+    if cpu:
+        from .bench.calibrate_cpu import Options as CpuOptions
+        from .bench.calibrate_cpu import calibrate_cpu
+
+        raise typer.Exit(calibrate_cpu(CpuOptions(out, arch, dry), json=json))
+    if arch is not None:
+        raise typer.BadParameter("--arch goes with --cpu")
     from .bench.calibrate import Options, calibrate
 
     raise typer.Exit(calibrate(Options(ranks, device, out, short, dry), json=json))

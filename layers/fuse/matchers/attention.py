@@ -124,7 +124,7 @@ def _column(layer: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def _project(x: torch.Tensor, layers: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    options = TPOptions(products.group_of(layers[0]), site="attention.in")
+    options = TPOptions(products.group_of(layers[0]), site="attention.in", pack_weight=not layers[0].training)
     return column_linear(x, *products.operands(layers), options)
 
 

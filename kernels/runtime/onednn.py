@@ -1,0 +1,182 @@
+"""oneDNN's matrix product as torch ships it: what it can take here, the product, and weights in oneDNN's own layout.
+
+On a CPU ``F.linear`` in fp32 is MKL's, whose fast code runs on Intel's processors only. oneDNN's runs on all with the
+same instructions, and applies an activation, or adds or multiplies another matrix, before it stores a result. torch has
+no public name for it: the op is the one that Inductor emits for a frozen ``nn.Linear``. It has no derivative (a result
+silently wants no gradient), ignores autocast, and cannot be traced, so only ``kernels/linear/onednn.py`` calls it, for
+forward and backward, outside autograd.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+# Activations that oneDNN applies to a result: the op's name and algorithm.
+POST_OPS = {
+    "identity": ("none", ""),
+    "relu": ("relu", ""),
+    "gelu_erf": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "silu": ("swish", ""),
+}
+_SAMPLES = 32  # elements of a packed weight that are compared with the weight at each call
+
+
+def product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "identity"
+) -> torch.Tensor:
+    """act(x @ W^T + b), of POST_OPS: x [T, D], W [F, D] of any strides or packed, b [F] -> [T, F], contiguous."""
+    name, algorithm = POST_OPS[activation]
+    return _ops().default(x, weight, bias, name, (), algorithm)
+
+
+def product_with(
+    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operation: str
+) -> torch.Tensor:
+    """(x @ W^T + b) + other, or times other, for the ``operation`` "add" or "mul": other [T, F]."""
+    return _ops().binary(x, other, weight, bias, operation)
+
+
+@functools.cache
+def _ops() -> Any:
+    return torch.ops.mkldnn._linear_pointwise
+
+
+def why_not(dtype: torch.dtype) -> str | None:
+    """Why oneDNN cannot multiply matrices of ``dtype`` in this process, or None."""
+    broken = _why_broken()
+    if broken or dtype == torch.float32:
+        return broken
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"oneDNN has no products in {str(dtype).removeprefix('torch.')}"
+    short = "bf16" if dtype == torch.bfloat16 else "fp16"
+    asks = getattr(torch.ops.mkldnn, f"_is_mkldnn_{short}_supported", None)
+    if asks is None or not asks():
+        return f"oneDNN has no products in {short} on this processor"
+    return None
+
+
+@functools.cache
+def _why_broken() -> str | None:
+    """Why there is no product in fp32: it is tried, on eight numbers, with every post-op that is relied upon.
+
+    Not in 16 bits: virtual machines that advertise instructions and trap on them would end the process.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return "this torch was built without oneDNN"
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return f"torch {torch.__version__} has no torch.ops.mkldnn._linear_pointwise"
+    x, weight = torch.tensor([[1.0, -2.0], [3.0, 0.5]]), torch.tensor([[0.5, 1.0], [-1.0, 2.0]])
+    z = torch.tensor([[-1.5 + 1.0, -5.0 - 1.0], [2.0 + 1.0, -2.0 - 1.0]])
+    bias = torch.tensor([1.0, -1.0])
+    expected = {
+        "identity": z,
+        "relu": z.relu(),
+        "gelu_erf": torch.nn.functional.gelu(z),
+        "gelu_tanh": torch.nn.functional.gelu(z, approximate="tanh"),
+        "silu": torch.nn.functional.silu(z),
+        "add": z + x,
+        "mul": z * x,
+    }
+    with torch.no_grad():
+        for name, right in expected.items():
+            try:
+                with_other = name in ("add", "mul")
+                y = product_with(x, x, weight, bias, name) if with_other else product(x, weight, bias, name)
+            except (RuntimeError, TypeError, AttributeError) as error:
+                return f"oneDNN in torch {torch.__version__} refuses a product with {name!r} ({error})"
+            if not torch.allclose(y, right, 1e-4, 1e-4):
+                return f"oneDNN in torch {torch.__version__} computes a product with {name!r} wrong"
+    return None
+
+
+# --- packed weights ---------------------------------------------------------------------------------------------------
+
+
+class _Packed(NamedTuple):
+    weight: weakref.ref[torch.Tensor]
+    state: tuple[int, int, tuple[int, ...], tuple[int, ...]]
+    sample: torch.Tensor
+    packed: torch.Tensor
+
+
+_packed: dict[int, _Packed] = {}
+_seen: dict[int, weakref.ref[torch.Tensor]] = {}  # what asked to be packed, and is alive
+
+
+def pack(weight: torch.Tensor, tokens: int) -> None:
+    """Keep ``weight`` [F, D] in oneDNN's own layout for products of about ``tokens`` rows, until it changes.
+
+    Not at once, but when the same object comes a second time: a view made for one call is not worth it. It takes as
+    many bytes again. Nothing is kept of weights that others take away and bring back (FSDP2, DeepSpeed) or
+    of whose changes torch keeps no count.
+    """
+    held = _packed.get(id(weight))
+    if held is not None and held.weight() is weight:
+        if _unchanged(weight, held):
+            return
+        drop(weight)
+    number = id(weight)
+    seen = _seen.get(number)
+    if seen is None or seen() is not weight:
+        _seen[number] = weakref.ref(weight, lambda _: _seen.pop(number, None))
+        return
+    dense = weight.is_contiguous() or weight.t().is_contiguous()
+    if weight.is_inference() or not weight.numel() or not dense or _taken_away(weight):
+        return
+    detached = weight.detach()
+    packed = torch.ops.mkldnn._reorder_linear_weight(detached, tokens)
+    gone = weakref.ref(weight, lambda _: _packed.pop(number, None))
+    _packed[number] = _Packed(gone, _state(weight), _sample(detached).clone(), packed)
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """What is kept of ``weight``, or the weight."""
+    held = _packed.get(id(weight)) if _packed else None
+    return weight if held is None or held.weight() is not weight else held.packed
+
+
+def drop(weight: torch.Tensor) -> None:
+    """Keep nothing of ``weight``."""
+    if _packed:
+        _packed.pop(id(weight), None)
+
+
+def packed_bytes(weight: torch.Tensor) -> int:
+    """How many bytes are kept of ``weight``, beside its own."""
+    held = _packed.get(id(weight))
+    return weight.numel() * weight.element_size() if held is not None and held.weight() is weight else 0
+
+
+def _unchanged(weight: torch.Tensor, held: _Packed) -> bool:
+    """Whether ``weight`` is what was packed: by torch's count of changes, and, as writes through ``weight.data`` are
+    not counted, by a sample of its elements."""
+    return _state(weight) == held.state and torch.equal(_sample(weight.detach()), held.sample)
+
+
+def _state(weight: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    return weight._version, weight.data_ptr(), tuple(weight.shape), weight.stride()
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """Elements of ``weight`` at equal distances in memory, as a view."""
+    size = weight.numel()
+    count = min(_SAMPLES, size)
+    return weight.as_strided((count,), (max(1, (size - 1) // max(1, count - 1)),))
+
+
+def _taken_away(weight: torch.Tensor) -> bool:
+    """Whether another package frees the memory of ``weight`` between calls and fills it again."""
+    if hasattr(weight, "ds_id"):  # DeepSpeed's ZeRO 3
+        return True
+    states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
+    for state in [reference() for reference in states.values()]:
+        for param in getattr(getattr(state, "_fsdp_param_group", None), "fsdp_params", ()):
+            if getattr(param, "_unsharded_param", None) is weight:
+                return True
+    return False

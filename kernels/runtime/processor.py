@@ -1,0 +1,48 @@
+"""The processor that CPU kernels run on, as far as tables of measurements tell processors apart."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+
+@functools.cache
+def architecture() -> str:
+    """Machine, vendor, widest vectors and the library of stock products: "x86_64-amd-avx512-mkl".
+
+    oneDNN's limit ``ONEDNN_MAX_CPU_ISA`` counts: below it, it is another processor to oneDNN.
+    """
+    facts = _facts()
+    vendor = {"AuthenticAMD": "amd", "GenuineIntel": "intel"}.get(facts.get("vendor_id", ""), "other")
+    flags = set(facts.get("flags", "").split())
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    narrow = limit.startswith(("AVX2", "SSE")) or limit == "AVX"
+    vectors = "avx512" if "avx512f" in flags and not narrow else "avx2" if "avx2" in flags else "other"
+    return "-".join(
+        (platform.machine() or "unknown", vendor, vectors, "mkl" if torch.backends.mkl.is_available() else "other")
+    )
+
+
+def model() -> str:
+    """The processor's own name, with family and model where those are told."""
+    facts = _facts()
+    name = facts.get("model name", platform.processor() or platform.machine())
+    known = [
+        f"{label} {facts[field]}" for label, field in (("family", "cpu family"), ("model", "model")) if field in facts
+    ]
+    return f"{name} ({', '.join(known)})" if known else name
+
+
+@functools.cache
+def _facts() -> dict[str, str]:
+    """What Linux tells of the first core; elsewhere nothing."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {name.strip(): value.strip() for name, _, value in pairs}
