@@ -6,6 +6,8 @@ Shoeybi et al., "Megatron-LM" (arXiv:1909.08053), section 3; the sequence-parall
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -193,6 +195,12 @@ def project(x: torch.Tensor, *layers: ColumnParallelLinear) -> tuple[torch.Tenso
             impl=first.impl,
         )
     return column_linear(x, weights, biases, first.tp_options(f"{first.site}.in"), activation=first.activation)
+
+
+def held(layer: Any) -> tuple[Any, Any]:
+    """Weight and bias of ``layer``, without nn.Module's search of all that it holds."""
+    params = layer._parameters
+    return (params["weight"], params["bias"]) if "weight" in params else (layer.weight, layer.bias)
 
 
 def check_tokens(x: torch.Tensor) -> None:

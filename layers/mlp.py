@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from ..kernels.linear import ACTIVATIONS, apply_activation, gated_linear, linear_act_choice
+from ..kernels.linear import ACTIVATIONS, apply_activation, functional, gated_linear, linear_act, linear_act_choice
 from ..kernels.runtime.checks import whole_number
 from ..kernels.runtime.dispatch import uses_reference
 from ..parallel.core.first_calls import compare_call
 from ..parallel.core.sharding import local_tensors
 from ..parallel.mlp import RECOMPUTE, fused_mlp
 from ..parallel.overlap.partial_sum import PartialSum
-from .linear import ColumnParallelLinear, RowParallelLinear, check_tokens, project
+from .linear import ColumnParallelLinear, RowParallelLinear, check_tokens, held, project
 from .module import FusedGroup, Layer, TensorParallel, check_divides, is_plain_module
 from .options import LayerKwargs, LayerOptions, Unpack
 
@@ -82,11 +82,18 @@ class ParallelMLP(TensorParallel, Layer):
 
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
         """``residual``, of the result's shape and dtype, is added in the last epilogue (one rank only)."""
-        compare_call(self, self.group, x=x)
-        *first, last = layers = self._layers()
-        if self._composed(x) or not all(map(is_plain_module, layers)):
-            h = self._hidden(x)
-            return last(h) if residual is None else last(h, residual=residual)
+        if self.group.size > 1:
+            compare_call(self, self.group, x=x)
+        layers = self._layers()
+        plain = all(map(is_plain_module, layers))
+        if plain and residual is None and self.group.size == 1 and self._small(x, layers[0]):
+            return functional.plain_mlp(x, [held(layer) for layer in layers], self.activation)
+        *first, last = layers
+        if not plain or self._composed(x):
+            h = self._hidden(x, plain and self.group.size == 1)
+            if not plain or self.group.size > 1:
+                return last(h) if residual is None else last(h, residual=residual)
+            return linear_act(h, *held(last), residual=residual, pack_weight=not last.training, impl=self.impl)
         if self.sequence_parallel:
             check_tokens(x)
         return fused_mlp(
@@ -106,6 +113,16 @@ class ParallelMLP(TensorParallel, Layer):
         compare_call(self, self.group, x=x)
         return self._layers()[-1].partial_sum(self._hidden(x))
 
+    def _small(self, x: torch.Tensor, first: Any) -> bool:
+        """Whether nothing but torch's own calls can come of this one, in one process."""
+        if self.recompute or self.fuse_wgrad_accumulation:
+            return False
+        weight, pack, settled = held(first)[0], not self.training, functional.settled
+        if settled(self.impl, x, weight, self.activation, pack) != "reference":
+            return False
+        # The last weight has as many elements as the first, and h as many rows as x.
+        return not pack or settled(self.impl, x, weight, "identity", pack) == "reference"
+
     def _composed(self, x: torch.Tensor) -> bool:
         """Whether the layers run one after the other although they could run as one function."""
         if self.group.size > 1:
@@ -116,10 +133,13 @@ class ParallelMLP(TensorParallel, Layer):
             return False
         return uses_reference(self.impl, x) or not linear_act_choice(x.dtype, x.device, self.impl).triton
 
-    def _hidden(self, x: torch.Tensor) -> torch.Tensor:
-        """h of x, where the first layer runs as a layer of its own."""
+    def _hidden(self, x: torch.Tensor, alone: bool = False) -> torch.Tensor:
+        """h of x, where the first layer runs as a layer of its own; ``alone``: in one process, without hooks."""
         if not self.gated:
-            return self.c_fc(x)
+            if not alone:
+                return self.c_fc(x)
+            pack = not self.c_fc.training  # a module's call takes longer than one of an op
+            return linear_act(x, *held(self.c_fc), activation=self.activation, pack_weight=pack, impl=self.impl)
         gate, up, activation = self.gate_proj, self.up_proj, self.activation
         if not (is_plain_module(gate) and is_plain_module(up)):
             return apply_activation(gate(x), activation) * up(x)
@@ -143,4 +163,8 @@ class ParallelMLP(TensorParallel, Layer):
         return [FusedGroup(tuple(first))] if all(map(is_plain_module, first)) else []
 
     def _layers(self) -> list[Any]:
-        return [self.gate_proj, self.up_proj, self.down_proj] if self.gated else [self.c_fc, self.c_proj]
+        found = self._modules  # nn.Module's own search takes longer than a small product
+        return [found[name] for name in (_GATED if self.gated else _PLAIN)]
+
+
+_GATED, _PLAIN = ("gate_proj", "up_proj", "down_proj"), ("c_fc", "c_proj")

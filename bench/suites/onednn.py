@@ -174,7 +174,7 @@ def _module_call(
 ) -> Callable[[], object]:
     if case.way == "step":
         return partial(training_step, module, x.requires_grad_(), dy, call=call)
-    return torch.no_grad()(partial(call or module, x))
+    return torch.no_grad()(partial(module if call is None else call, x))
 
 
 def check(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, Verdict]]:

@@ -52,14 +52,11 @@ def bucket(kind: str, features: int) -> str:
 
 def wins(x: torch.Tensor, weight: torch.Tensor, activation: str, pack: bool) -> bool:
     """Whether ``auto`` gives act(x @ weight^T) to oneDNN, by the table alone. Python overhead is measurable here."""
-    thresholds = _thresholds
-    if thresholds is None:
-        thresholds = _read()
-    if not thresholds or x.dtype is not torch.float32 or not x.is_cpu or weight.dim() != 2:
+    thresholds = _read() if _thresholds is None else _thresholds
+    if not thresholds or x.dtype is not torch.float32 or not x.is_cpu:
         return False
-    F, D = weight.shape
     table = thresholds["train" if not pack else "packed" if activation == "identity" else "packed_act"]
-    if x.numel() < table[(F * D).bit_length()] * D:
+    if x.numel() < table[weight.numel().bit_length()] * weight.size(-1):
         return False
     return not (dispatch.row_invariant() or torch.is_autocast_enabled("cpu") or autograd.transformed())
 

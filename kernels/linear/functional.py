@@ -214,6 +214,17 @@ def _keep_packed(weights: Tensors, x: torch.Tensor, dtype: torch.dtype, pack_wei
             drop(weight)
 
 
+def settled(impl: str, x: torch.Tensor, weight: Any, activation: str, pack: bool) -> str | None:
+    """Which implementation a call on a CPU takes, where neither operands nor environment can change that; else None."""
+    if impl == "auto":
+        impl = dispatch.default_impl()
+        if impl == "auto":
+            if not dispatch.uses_reference(impl, x):
+                return None
+            return "onednn" if cpu.wins(x, weight, activation, pack and not torch.is_grad_enabled()) else "reference"
+    return impl if impl == "reference" else None
+
+
 def plain_forward(
     x: torch.Tensor,
     weights: Tensors,
@@ -248,6 +259,28 @@ def plain_forward(
         return y if residual is None else y + residual
     except (RuntimeError, KeyError):
         check(x, weights, biases, activation, op=op)
+        raise
+
+
+def plain_mlp(x: torch.Tensor, layers: Sequence[tuple[Any, Any]], activation: str) -> torch.Tensor:
+    """A feed-forward layer of modules' own weights and biases, two or, gated, three, where the reference is settled on
+    for all of them.
+
+    A product of a few tokens takes no longer than :func:`check` and the calls around it.
+    """
+    (weight, bias), (out_weight, out_bias) = layers[0], layers[-1]
+    gated = len(layers) == 3
+    if not torch.compiler.is_compiling():
+        dispatch.counts["gated_linear" if gated else "linear_act", "reference"] += 1
+        dispatch.counts["linear_act", "reference"] += 1
+    try:
+        h = ACTIVATIONS[activation](F.linear(x, weight, bias))
+        if gated:
+            h = h * F.linear(x, *layers[1])
+        return F.linear(h, out_weight, out_bias)
+    except (RuntimeError, TypeError):
+        weights, biases = zip(*layers[:-1])
+        check(x, weights, biases, activation, op="gated_linear" if gated else "linear_act")
         raise
 
 

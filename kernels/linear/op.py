@@ -9,7 +9,8 @@ import torch
 
 from ..runtime import autograd, dispatch
 from ..runtime.dispatch import Choice
-from . import cpu, functional, reference
+from ..runtime.onednn import drop
+from . import functional, onednn_autograd, reference
 
 Optional = tuple["torch.Tensor | None", ...]
 
@@ -79,8 +80,16 @@ def linear_act(
     if bias is None or isinstance(bias, torch.Tensor):
         if many and bias is not None:
             raise ValueError("linear_act: bias is one tensor but weight is a sequence; pass a bias or None for each")
-        if not many and not fuse_wgrad_accumulation and _runs_plain(impl, x, weight, activation, pack_weight):
-            return functional.plain_forward(x, weights, (bias,), activation, residual)
+        if not many and not fuse_wgrad_accumulation:
+            settled = functional.settled(impl, x, weight, activation, pack_weight)
+            if settled == "reference":
+                return functional.plain_forward(x, weights, (bias,), activation, residual)
+            if settled == "onednn" and residual is None and torch.is_grad_enabled() and _want_grad(x, *weights, bias):
+                functional.check(x, weights, (bias,), activation)
+                if onednn_autograd.takes(x.dtype, x, weights[0]):
+                    dispatch.count("linear_act", "onednn")
+                    drop(weights[0])
+                    return onednn_autograd.linear_act(x, weights[0], bias, activation)
         biases: Optional = (bias,) * len(weights)
     else:
         biases = tuple(bias)
@@ -96,6 +105,10 @@ def linear_act(
     elif residual is x:  # torch.compile takes no tensor twice
         residual = x.view_as(x)
     if torch.is_grad_enabled() and _want_grad(x, residual, *params):
+        plain = choice.impl == "onednn" and residual is None and not (many or fuse_wgrad_accumulation)
+        if plain and onednn_autograd.takes(dtype, x, weights[0]):
+            y: torch.Tensor = onednn_autograd.linear_act(x, *params, activation)
+            return y if late is None else y + late
         buffers = autograd.main_grads(params) if fuse_wgrad_accumulation else (None,) * len(params)
         compiling = torch.compiler.is_compiling()
         apply = _LinearAct.apply if compiling or choice.impl == "reference" else _apply_linear_act
@@ -130,7 +143,7 @@ def gated_linear(
     backward saves x and the two factors before the activation.
     """
     weights, biases = (gate_weight, up_weight), (gate_bias, up_bias)
-    if not fuse_wgrad_accumulation and _runs_plain(impl, x, gate_weight, activation, pack_weight):
+    if not fuse_wgrad_accumulation and functional.settled(impl, x, gate_weight, activation, pack_weight) == "reference":
         return functional.plain_forward(x, weights, biases, activation, op="gated_linear")
     pack_weight = pack_weight and not torch.is_grad_enabled()
     dtype, choice = functional.prepare(x, weights, biases, activation, impl, op="gated_linear", pack_weight=pack_weight)
@@ -146,15 +159,6 @@ def gated_linear(
     where = functional.implementation(choice, rows, *operands)
     (h,) = _shaped(where.gated_linear_fwd(rows, operands[:2], operands[2:], activation, False), x)
     return h
-
-
-def _runs_plain(impl: str, x: torch.Tensor, weight: Any, activation: str, pack: bool) -> bool:
-    """Whether nothing but torch's own calls can come of this one."""
-    impl = dispatch.default_impl() if impl == "auto" else impl
-    if impl != "auto":
-        return impl == "reference"
-    pack = pack and not torch.is_grad_enabled()
-    return dispatch.uses_reference(impl, x) and not cpu.wins(x, weight, activation, pack)
 
 
 class _Call(NamedTuple):

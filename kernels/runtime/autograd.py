@@ -56,6 +56,12 @@ def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
+NO_SECOND = (
+    "create_graph=True asks for second derivatives, which this layer's backward does not have: leave it out (a layer "
+    "in one process has them with impl='reference')"
+)
+
+
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """For the backward of a Function, which runs kernels: it has no derivative of its own, and says so.
 
@@ -67,10 +73,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(backward)
     def checked(ctx: Any, *dys: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RuntimeError(
-                "create_graph=True asks for second derivatives, which this layer's backward does not have: leave it "
-                "out (a layer in one process has them with impl='reference')"
-            )
+            raise RuntimeError(NO_SECOND)
         run = inner if torch.compiler.is_compiling() else backward  # gradients are off, as `inner` would have them
         kind = next((dy.device.type for dy in dys if dy is not None), "cpu")
         if kind != "meta" and torch.is_autocast_enabled(kind):  # around backward(): what forward cast stays as it is
