@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..kernels.linear import ACTIVATIONS, linear_act, linear_act_choice
+from ..kernels.linear import ACTIVATIONS, functional, linear_act
 from ..kernels.runtime.checks import whole_number
 from ..parallel.core import mappings
 from ..parallel.core.first_calls import compare_call
@@ -144,7 +144,9 @@ class ColumnParallelLinear(_ParallelLinear):
         return y
 
     def runs(self, device: torch.device) -> Runs:
-        return [(self.op, linear_act_choice(self.weight.dtype, device, self.impl, op=self.op))]
+        (weight,) = self.local("weight")
+        choice = functional.layer_choice(weight, device, self.impl, self.activation, self.training, self.op)
+        return [(self.op, choice)]
 
     def collectives(
         self, device: torch.device, tokens: int | None, fused_group: FusedGroup | None = None
@@ -260,7 +262,8 @@ class RowParallelLinear(_ParallelLinear):
         return PartialSum(y, bias, self.group, f"{self.site}.out")
 
     def runs(self, device: torch.device) -> Runs:
-        return [("linear_act", linear_act_choice(self.weight.dtype, device, self.impl))]
+        (weight,) = self.local("weight")
+        return [("linear_act", functional.layer_choice(weight, device, self.impl, "identity", self.training))]
 
     def collectives(
         self, device: torch.device, tokens: int | None, fused_group: FusedGroup | None = None

@@ -29,7 +29,7 @@ import torch
 
 from ..kernels.cross_entropy import chunks, op, reference, schemas
 from ..kernels.cross_entropy.reference import STATISTICS, Loss
-from ..kernels.linear import functional
+from ..kernels.linear import cpu, functional
 from ..kernels.runtime import autograd, dispatch
 from ..kernels.runtime.dispatch import Choice
 from .core import collectives, mappings
@@ -75,7 +75,7 @@ def linear_cross_entropy(
         vocab_size: V, where the ranks have more rows than that: the last ones are padding and do not count.
         fuse_wgrad_accumulation: backward adds the gradients of weight and bias to their ``main_grad``.
         chunk_tokens: tokens whose logits are in memory at once; None chooses, see ``kernels/cross_entropy/chunks.py``.
-        impl: "auto", "triton" or "reference"; see ``kernels/runtime/dispatch.py``. fp64 runs the reference.
+        impl: "auto", "triton", "onednn" or "reference"; see ``kernels/runtime/dispatch.py``. fp64 runs the reference.
 
     Returns:
         A scalar, or [...] for "none", in fp32 (fp64 for fp64), the same on every rank. As in ``F.cross_entropy``, where
@@ -196,7 +196,7 @@ def _counted(call: _Call, targets: torch.Tensor) -> torch.Tensor:
 
 def _is_small(call: _Call, hidden: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether stock calls on the whole logits are best: on a CPU, where they would be one chunk anyway."""
-    if call.choice.triton or call.group.size > 1 or call.fuse_wgrad_accumulation or call.chunk is not None:
+    if call.choice.impl != "reference" or call.group.size > 1 or call.fuse_wgrad_accumulation or call.chunk is not None:
         return False
     if autograd.transformed() is not None:  # needs torch's own functions, whatever they store
         return True
@@ -217,7 +217,7 @@ class _Total(torch.autograd.Function):
         operands = rows, weight, bias, targets.reshape(-1)
         grads: Any
         if call.group.size == 1:
-            losses, *grads = schemas.once(*operands, *call.loss, call.chunk, want, call.choice.triton)
+            losses, *grads = schemas.once(*operands, *call.loss, call.chunk, want, call.choice.impl)
         else:
             with InFlight() as flights:
                 exchange = lambda stats: flights.add(call.exchange(stats)).wait
@@ -268,7 +268,7 @@ class _PerToken(torch.autograd.Function):
     ) -> torch.Tensor:
         rows, weight, bias = _open(ctx, call, hidden, weight, bias)
         flat = targets.reshape(-1)
-        stats = schemas.statistics(rows, weight, bias, flat, *call.loss, call.chunk, call.choice.triton)
+        stats = schemas.statistics(rows, weight, bias, flat, *call.loss, call.chunk, call.choice.impl)
         if call.group.size > 1:
             stats = collectives.all_gather(stats, call.group, site=f"{call.site}.statistics")
             stats = reference.combine(stats.view(call.group.size, STATISTICS, -1))
@@ -290,7 +290,7 @@ class _PerToken(torch.autograd.Function):
         if any(buffer is not None for buffer in into):
             grads = chunks.again(*operands, stats, gain, call.loss, call.choice, want, call.chunk, into)
         else:
-            grads = schemas.again(*operands, stats, gain, *call.loss, call.chunk, want, call.choice.triton)
+            grads = schemas.again(*operands, stats, gain, *call.loss, call.chunk, want, call.choice.impl)
         drows, dweight, dbias = (
             grad if w and buffer is None else None for grad, w, buffer in zip(grads, want, [None, *into])
         )
@@ -375,7 +375,8 @@ def _prepare(
             f"1 to {rows * group.size}"
         )
     dtype, device = _dtype(name, hidden, own_weight, own_bias), hidden.device
-    choice = functional.linear_act_choice(dtype, device, impl, op=name)
+    offer = cpu.offer(hidden, (own_weight,), dtype, "identity", False) if hidden.is_cpu or impl == "onednn" else None
+    choice = functional.linear_act_choice(dtype, device, impl, op=name, offer=offer)
     dispatch.count(NAME, choice.impl)
     whole = Loss(vocab_size, 0, vocab_size, ignore_index, label_smoothing, z_loss, softcap)
     loss = whole.part(group.rank * rows, rows)

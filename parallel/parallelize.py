@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from . import compatibility
 from .core import collectives
 from .core.agreement import agree_on, checksum
-from .core.first_calls import leave_to_caller
+from .core.first_calls import agree_on_processors, leave_to_caller
 from .core.mesh import SINGLE, Group, check_dims, data_coordinate, degree, everyone, tp_group, whole_group
 from .core.rendezvous import init_mesh
 from .core.sharding import local_tensors, spec_of
@@ -133,6 +133,8 @@ def parallelize(
         assert mesh is not None
         dtype = None if precision is None else PRECISIONS[precision]
         pipeline = Pipeline(model, modules, mesh, schedule, count, dtype=dtype)  # type: ignore[arg-type]
+    if device_of(mesh, device).type == "cpu":
+        agree_on_processors(whole_group(group_of(model) if mesh is None else mesh))
     for _, module in modules:
         leave_to_caller(module)
     return ParallelModel(model, [module for _, module in modules], mesh, pipeline, count, precision)

@@ -24,7 +24,7 @@ from ...kernels.runtime import processor
 from .timing import _per_call, keep_freed_memory
 
 NAME = "stock torch, MKL's fast path forced"
-PAUSE = 0.002  # seconds after the other process's threads ran
+PAUSE = 0.005  # seconds in which the other process's threads go to sleep
 _SOURCE = Path(__file__).resolve().parents[2] / "tests" / "support" / "fast_mkl.c"
 
 
@@ -39,16 +39,17 @@ class Forced:
 
     def __init__(self, module: str, name: str) -> None:
         command = [sys.executable, "-m", __name__, module, name, str(torch.get_num_threads())]
-        environment = os.environ | {"LD_PRELOAD": str(_library()), "OMP_WAIT_POLICY": "passive"}
+        environment = os.environ | {"LD_PRELOAD": str(_library())}
         self._child = subprocess.Popen(  # noqa: S603 - this program's own module
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         weakref.finalize(self, self._child.kill)
 
     def sample(self, calls: int) -> float:
-        """Microseconds per call, by that process's clock."""
+        """Microseconds per call, by that process's clock, after one that wakes its threads and fills its caches."""
         assert self._child.stdin is not None
         assert self._child.stdout is not None
+        time.sleep(PAUSE)
         self._child.stdin.write(f"{calls}\n")
         self._child.stdin.flush()
         answer = self._child.stdout.readline()
@@ -77,6 +78,7 @@ def _main(module: str, name: str, threads: str) -> None:
     for _ in range(3):
         call()
     for line in sys.stdin:
+        call()
         print(_per_call(call, int(line)), flush=True)
 
 

@@ -157,7 +157,7 @@ def _ours(case: Case) -> Callable[[], object]:
 def _stock(case: Case, *, compile: bool = False) -> Callable[[], object]:
     if case.what.endswith("mlp"):
         _, stock, x, dy = _modules(case)
-        return _module_call(case, stock, x, dy, call=compiled(stock) if compile else None)
+        return _module_call(case, stock, x, dy, call=compiled(stock.forward) if compile else None)
     x, (first, second), bias = _operands(case)
 
     @torch.no_grad()

@@ -21,10 +21,10 @@ from functools import partial
 
 import torch
 
-from ..linear import Product, functional, linear_act_choice
-from ..runtime import dispatch
+from ..linear import Product, functional
+from ..runtime import autograd, dispatch
 from ..runtime.dispatch import Choice
-from ..runtime.dtypes import KERNEL_FLOATS
+from ..runtime.dtypes import KERNEL_FLOATS, no_kernel
 from ..runtime.signals import (
     CHUNKS,
     ExchangeTimeout,
@@ -248,7 +248,8 @@ def _reference_sum(x: torch.Tensor, weight: torch.Tensor, peers: Peers, signals:
 
 def _choose(op: str, x: torch.Tensor, impl: str, width: int = 0) -> Choice:
     unsupported = f"rows of {width} columns have no kernel (up to {WIDEST} have)" if width > WIDEST else None
-    choice = linear_act_choice(x.dtype, x.device, impl, op=op, unsupported=unsupported)
+    unsupported = autograd.transformed() or no_kernel(x.dtype) or unsupported
+    choice = dispatch.choose(op, x.device, impl, unsupported=unsupported)
     dispatch.count(op, choice.impl)
     return choice
 

@@ -22,8 +22,8 @@ _LOSS = (
 )
 
 
-def _choice(triton: bool) -> Choice:
-    return Choice("triton" if triton else "reference", "chosen by the caller")
+def _choice(impl: str) -> Choice:
+    return Choice(impl, "chosen by the caller")
 
 
 def _or_empty(found: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
@@ -31,8 +31,8 @@ def _or_empty(found: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 
 def _statistics(rows: Any, weight: Any, bias: Any, targets: Any, *rest: Any) -> torch.Tensor:
-    *loss, chunk, triton = rest
-    return chunks.statistics(rows, weight, bias, targets, Loss(*loss), _choice(triton), chunk)
+    *loss, chunk, impl = rest
+    return chunks.statistics(rows, weight, bias, targets, Loss(*loss), _choice(impl), chunk)
 
 
 def _statistics_fake(rows: Any, weight: Any, bias: Any, targets: Any, *rest: Any) -> torch.Tensor:
@@ -40,8 +40,8 @@ def _statistics_fake(rows: Any, weight: Any, bias: Any, targets: Any, *rest: Any
 
 
 def _once(rows: Any, weight: Any, bias: Any, targets: Any, *rest: Any) -> Any:
-    *loss, chunk, want, triton = rest
-    losses, *grads = chunks.once(rows, weight, bias, targets, Loss(*loss), _choice(triton), want, chunk)
+    *loss, chunk, want, impl = rest
+    losses, *grads = chunks.once(rows, weight, bias, targets, Loss(*loss), _choice(impl), want, chunk)
     return (losses, *(_or_empty(grad, rows) for grad in grads))
 
 
@@ -53,8 +53,8 @@ def _once_fake(rows: Any, weight: Any, bias: Any, targets: Any, *rest: Any) -> A
 
 
 def _again(rows: Any, weight: Any, bias: Any, targets: Any, stats: Any, gain: Any, *rest: Any) -> Any:
-    *loss, chunk, want, triton = rest
-    grads = chunks.again(rows, weight, bias, targets, stats, gain, Loss(*loss), _choice(triton), want, chunk)
+    *loss, chunk, want, impl = rest
+    grads = chunks.again(rows, weight, bias, targets, stats, gain, Loss(*loss), _choice(impl), want, chunk)
     return tuple(_or_empty(grad, rows) for grad in grads)
 
 
@@ -64,19 +64,19 @@ def _again_fake(rows: Any, weight: Any, bias: Any, targets: Any, stats: Any, gai
 
 
 statistics = library.register(
-    f"linear_cross_entropy_statistics({_OPERANDS}, {_LOSS}, SymInt? chunk, bool triton) -> Tensor",
+    f"linear_cross_entropy_statistics({_OPERANDS}, {_LOSS}, SymInt? chunk, str impl) -> Tensor",
     _statistics,
     _statistics_fake,
 )
 once = library.register(
-    f"linear_cross_entropy_once({_OPERANDS}, {_LOSS}, SymInt? chunk, bool[] want, bool triton)"
+    f"linear_cross_entropy_once({_OPERANDS}, {_LOSS}, SymInt? chunk, bool[] want, str impl)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _once,
     _once_fake,
 )
 again = library.register(
     f"linear_cross_entropy_again({_OPERANDS}, Tensor stats, Tensor gain, {_LOSS}, SymInt? chunk, bool[] want, "
-    "bool triton) -> (Tensor, Tensor, Tensor)",
+    "str impl) -> (Tensor, Tensor, Tensor)",
     _again,
     _again_fake,
 )

@@ -64,33 +64,37 @@ def wins(x: torch.Tensor, weight: torch.Tensor, activation: str, pack: bool) -> 
 def offer(
     x: torch.Tensor | None, weights: Sequence[torch.Tensor], dtype: torch.dtype, activation: str, pack: bool
 ) -> OneDNN:
-    """What oneDNN has to offer a call in ``dtype``; without ``x`` of as many tokens as it takes."""
+    """What oneDNN has to offer a call in ``dtype``; without ``x`` of as many tokens as it takes, without ``weights`` of
+    any size."""
     lacks = autograd.transformed() or onednn.why_not(dtype)
-    if lacks or not weights:
+    if lacks:
         return OneDNN(lacks)
-    return _offer(
-        kind_of(activation, pack), weights[0].numel(), dtype, x is None or wins(x, weights[0], activation, pack)
-    )
+    kind, size = kind_of(activation, pack), weights[0].numel() if weights else None
+    return _offer(kind, size, dtype, x is None or wins(x, weights[0], activation, pack))
 
 
 @functools.lru_cache(maxsize=4096)
-def _offer(kind: str, features: int, dtype: torch.dtype, won: bool) -> OneDNN:
+def _offer(kind: str, size: int | None, dtype: torch.dtype, won: bool) -> OneDNN:
     if _disagreement:
         return OneDNN(why=_disagreement)
     if not _read():
-        return OneDNN(why=f"no table says whether oneDNN is faster on this processor ({processor.architecture()}); "
-                          "shardfuse bench calibrate --cpu measures one")  # fmt: skip
+        how = "shardfuse bench calibrate --cpu measures one"
+        return OneDNN(why=f"no table says where oneDNN is faster on this processor ({processor.architecture()}); {how}")
     if dtype != torch.float32:
-        return OneDNN(why="tables speak of fp32, and torch's own products are oneDNN's in 16 bits")
-    tokens = _read()[kind][features.bit_length()]
+        return OneDNN(why="torch's own product; the table of this processor is of fp32")
+    source = next(entry.source for entry in _entries() if entry.bucket.startswith(f"{kind}-"))
+    if size is None:
+        some = any(tokens != _NEVER for tokens in _read()[kind])
+        return OneDNN(None, some, f"faster for some sizes and numbers of tokens, the reference for others ({source})")
+    tokens = _read()[kind][size.bit_length()]
     if tokens == _NEVER:
-        return OneDNN(why=f"torch's own product is the faster one here ({_source(kind)})")
-    return OneDNN(None, won, f"faster from {tokens} tokens on, fewer run the reference ({_source(kind)})")
+        return OneDNN(why=f"torch's own product is faster ({source})")
+    return OneDNN(None, won, f"faster from {tokens} tokens on, the reference for fewer ({source})")
 
 
 def fingerprint() -> str:
     """What this process's choices on a CPU follow from."""
-    entries = sorted((entry.bucket, str(entry.config)) for entry in tuning.entries(processor.architecture(), OP))
+    entries = sorted((entry.bucket, str(entry.config)) for entry in _entries())
     digest = hashlib.sha256(repr(entries).encode()).hexdigest()[:8] if entries else "none"
     return f"{processor.architecture()}, {onednn.why_not(torch.float32) or 'oneDNN'}, table {digest}"
 
@@ -120,7 +124,7 @@ def _read() -> dict[str, list[int]]:
     global _thresholds
     if _thresholds is None:
         arch = processor.architecture()
-        found = {entry.bucket for entry in tuning.entries(arch, OP)}
+        found = {entry.bucket for entry in _entries()}
         usable = found and onednn.why_not(torch.float32) is None
         _thresholds = {kind: _by_bits(arch, kind, found) for kind in KINDS} if usable else {}
     return _thresholds
@@ -139,8 +143,8 @@ def _by_bits(arch: str, kind: str, found: set[str]) -> list[int]:
     return thresholds
 
 
-def _source(kind: str) -> str:
-    return next(entry.source for entry in tuning.entries(processor.architecture(), OP) if entry.bucket.startswith(kind))
+def _entries() -> list[tuning.Entry]:
+    return tuning.entries(processor.architecture(), OP)
 
 
 with contextlib.suppress(ValueError):  # a broken table says so at the first call

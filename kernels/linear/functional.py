@@ -16,7 +16,7 @@ from ..runtime import autograd, dispatch, library, tuning
 from ..runtime import device as target
 from ..runtime.dispatch import Choice, OneDNN
 from ..runtime.dtypes import no_kernel
-from ..runtime.onednn import drop, pack, why_not
+from ..runtime.onednn import drop, pack
 from . import cpu, onednn, onednn_schemas, reference, schemas, tuned
 from .gemm import Gemm
 from .reference import ACTIVATIONS
@@ -42,10 +42,18 @@ def linear_act_choice(
     known; ``unsupported``, what else keeps the kernel from this call.
     """
     transformed = autograd.transformed()
-    if offer is None:
-        offer = OneDNN(transformed or why_not(dtype))
+    if offer is None and device.type != "cuda":
+        offer = cpu.offer(None, (), dtype, "identity", False)
     unsupported = transformed or no_kernel(dtype) or unsupported
     return dispatch.choose(op, device, impl, unsupported=unsupported, stock_wins=stock_wins, onednn=offer)
+
+
+def layer_choice(
+    weight: torch.Tensor, device: torch.device, impl: str, activation: str, training: bool, op: str = "linear_act"
+) -> Choice:
+    """What a layer with ``weight`` [F, D] will run, of as many tokens as it takes."""
+    offer = None if device.type == "cuda" else cpu.offer(None, (weight,), weight.dtype, activation, not training)
+    return linear_act_choice(weight.dtype, device, impl, op=op, offer=offer)
 
 
 def measured(

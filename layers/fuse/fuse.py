@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import nn
 
 from ...kernels.runtime.checks import type_name
+from ...parallel.core.first_calls import agree_on_processors
 from ...parallel.core.mesh import SINGLE, MeshLike, tp_group
 from .check import compare
 from .matchers.attention import Attention, PackedAttention
@@ -115,6 +116,8 @@ def fuse(
             match.group = SINGLE if match.whole else group
     if sequence_parallel and group.size > 1:
         divide(model, group)
+    if not any(param.is_cuda for param in model.parameters()):
+        agree_on_processors(group)
     return model
 
 

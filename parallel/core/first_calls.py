@@ -8,13 +8,17 @@ compares every step, and TORCH_DISTRIBUTED_DEBUG=DETAIL every collective.
 from __future__ import annotations
 
 import dataclasses
+import warnings
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .agreement import checksum, compare
+from ...kernels.linear import cpu
+from . import collectives
+from .agreement import SITE, checksum, compare, global_rank
 from .mesh import Group
 from .sharding import local_tensors, placed_by, spec_of
 
@@ -45,6 +49,8 @@ def compare_call(layer: nn.Module, group: Group, *, values: bool = False, **inpu
     layer.__dict__["_compared_calls"] = calls + 1
     with _disable_current_modes():
         if calls == 0:
+            if any(x.is_cpu for x in given.values()):
+                agree_on_processors(group)
             leave_to_caller(layer, below=True)
             compare(group, _built(layer), what=type(layer).__name__)
         compare(
@@ -56,6 +62,30 @@ def compare_call(layer: nn.Module, group: Group, *, values: bool = False, **inpu
             remedy="ranks that share a layer call it alike, with "
             + ("the same tokens" if values else "inputs of one shape and dtype"),
         )
+
+
+def agree_on_processors(group: Group) -> None:
+    """See to it that ranks that compute on CPUs choose alike between torch's products and oneDNN's.
+
+    Collective, once in a group. Where ranks would choose by different tables, ``auto`` takes torch's own products on
+    all of them from now on, and says so: the others' would differ in their last bits.
+    """
+    if group.size == 1 or group.pg in _asked:
+        return
+    _asked.add(group.pg)
+    said = collectives.gather_objects(cpu.fingerprint(), group, site=SITE)
+    rank = next((rank for rank, each in enumerate(said) if each != said[0]), None)
+    if rank is None:
+        return
+    why = (
+        f"ranks {global_rank(group, 0)} and {global_rank(group, rank)} choose their products on a CPU differently, by "
+        f"{said[0]} and by {said[rank]}, so all take torch's own"
+    )
+    cpu.settle_for_stock(why)
+    warnings.warn(f"{why}; give all ranks one table with SHARDFUSE_TUNED", stacklevel=2)
+
+
+_asked: weakref.WeakSet[Any] = weakref.WeakSet()  # process groups
 
 
 def leave_to_caller(module: nn.Module, *, below: bool = False) -> None:

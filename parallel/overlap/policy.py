@@ -245,7 +245,8 @@ def _without_kernel(call: Call, device: torch.device, impl: str) -> str | None:
         if call.op != link_model.GATHER and call.N > WIDEST:
             return f"no kernel sums rows of {call.N} columns (at most {WIDEST})"
         what, choice = "product", linear_act_choice(call.dtype, device, impl)
-    return None if choice.triton else f"the {what} runs the reference ({choice.reason})"
+    runs = "the reference" if choice.impl == "reference" else "oneDNN"
+    return None if choice.triton else f"the {what} runs {runs} ({choice.reason})"
 
 
 def lacking(device: torch.device) -> str | None:

@@ -16,13 +16,14 @@ from rich.table import Table
 from torch import nn
 
 from .kernels.runtime.checks import type_name
+from .kernels.runtime.onednn import packed_bytes
 from .layers import block
 from .layers.fuse.report import readers, stayed
 from .layers.fuse.swap import Fused
 from .layers.fuse.traffic import Traffic, traffic
 from .layers.linear import RowParallelLinear
 from .layers.module import CollectiveInfo, FusedGroup, ShardedModule
-from .parallel.core.sharding import spec_of
+from .parallel.core.sharding import spec_of, unwrap
 from .parallel.overlap import partial_sum
 from .parallel.overlap.memory import reserve
 from .parallel.overlap.plan import OverlapPlan
@@ -65,6 +66,7 @@ class Explanation:
     parameters: int  # of the whole model
     parameters_per_rank: int
     rows: tuple[Row, ...]
+    packed: int = 0  # bytes of weights packed for inference on a CPU, beside the parameters
     memory: str = ""  # a table of its symmetric memory, for an input if ranks could use such memory
     batch: tuple[int, ...] = ()  # of which a training forward was counted
     moved: tuple[Moved, ...] = ()  # the last one is the whole model
@@ -87,6 +89,7 @@ class Explanation:
         head = (
             f"{self.device}, {self.ranks} tensor-parallel rank{'s' if self.ranks > 1 else ''}, "
             f"{self.parameters:,} parameters, {self.parameters_per_rank:,} per rank"
+            + (f", {self.packed / 1e6:,.1f} MB of weights packed for inference beside them" if self.packed else "")
         )
         across = [self._across()] if any(row.collectives for row in self.rows) else []
         memory = [escape(self.memory)] if self.memory else []
@@ -160,6 +163,7 @@ def explain(
         parameters=sum(spec.logical_shape.numel() for spec in specs),
         parameters_per_rank=sum(spec.local_shape.numel() for spec in specs),
         rows=tuple(rows.values()),
+        packed=sum(packed_bytes(unwrap([param])[0][0]) for param in model.parameters()),
         memory="\n".join(reserve.budgets(model, tokens, device)) if tokens else "",
         **({} if given is None else _counted(model, device, given)),
     )

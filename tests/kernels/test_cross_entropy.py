@@ -98,13 +98,13 @@ def test_a_target_outside_the_vocabulary_is_not_read(impl):
     """Its loss and gradient are NaN, those of the others what they were; padding words are outside as well."""
     rows, weight = torch.randn(6, D), torch.randn(V + 3, D)
     targets = torch.tensor([1, V, -1, 2**40, -(2**40), 7])
-    loss, triton = Loss(V, 0, V, -100, 0.1, 0.0, None), impl == "triton"
-    losses, drows, _, _ = schemas.once(rows, weight, None, targets, *loss, 4, [True, False, False], triton)
+    loss = Loss(V, 0, V, -100, 0.1, 0.0, None)
+    losses, drows, _, _ = schemas.once(rows, weight, None, targets, *loss, 4, [True, False, False], impl)
     expected = torch.tensor([False, True, True, True, True, False])
     assert torch.equal(losses.isnan(), expected)
     assert torch.equal(drows.isnan().all(1), expected)
     assert torch.equal(drows.isnan().any(1), expected)
-    stats = schemas.statistics(rows, weight, None, targets, *loss, None, triton)
+    stats = schemas.statistics(rows, weight, None, targets, *loss, None, impl)
     torch.testing.assert_close(reference.losses(stats, targets, loss), losses, equal_nan=True)
 
 
@@ -115,11 +115,11 @@ def test_opcheck():
     # The gradient lives in an autograd.Function around these ops, so registration of autograd does not apply.
     utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     loss = Loss(9, 0, 9, -100, 0.1, 0.01, 4.0)
-    torch.library.opcheck(schemas.statistics, (rows, weight, bias, targets, *loss, 4, True), test_utils=utils)
-    for want, triton in (([True, True, True], True), ([False, True, False], False)):
-        args = (rows, weight, bias, targets, *loss, None, want, triton)
+    torch.library.opcheck(schemas.statistics, (rows, weight, bias, targets, *loss, 4, "triton"), test_utils=utils)
+    for want, impl in (([True, True, True], "triton"), ([False, True, False], "reference"), ([True] * 3, "onednn")):
+        args = (rows, weight, bias, targets, *loss, None, want, impl)
         torch.library.opcheck(schemas.once, args, test_utils=utils)
-        args = (rows, weight, bias, targets, stats, gain, *loss, None, want, triton)
+        args = (rows, weight, bias, targets, stats, gain, *loss, None, want, impl)
         torch.library.opcheck(schemas.again, args, test_utils=utils)
 
 

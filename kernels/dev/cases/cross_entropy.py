@@ -90,11 +90,11 @@ def run(inputs: dict[str, Any], case: Case, impl: str) -> dict[str, torch.Tensor
         operands = *(None if t is None else t.detach() for t in (rows, weight, bias)), targets
         chunk, want = case.options["chunk"] or None, [True, True, bias is not None]
         if case.options["way"] == "once":
-            losses, *grads = schemas.once(*operands, *loss, chunk, want, True)
+            losses, *grads = schemas.once(*operands, *loss, chunk, want, "triton")
         else:
-            stats = schemas.statistics(*operands, *loss, chunk, True)
+            stats = schemas.statistics(*operands, *loss, chunk, "triton")
             losses = reference.losses(stats, targets, loss)
-            grads = schemas.again(*operands, stats, gain, *loss, chunk, want, True)
+            grads = schemas.again(*operands, stats, gain, *loss, chunk, want, "triton")
     found = {name: grad.to(rows.dtype) for name, grad in zip(leaves, grads)}
     return {"losses": losses.detach().to(rows.dtype)} | found
 
