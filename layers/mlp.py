@@ -86,12 +86,13 @@ class ParallelMLP(TensorParallel, Layer):
             compare_call(self, self.group, x=x)
         layers = self._layers()
         plain = all(map(is_plain_module, layers))
-        if plain and residual is None and self.group.size == 1 and self._small(x, layers[0]):
+        alone = plain and self.group.size == 1 and not torch.compiler.is_compiling()  # else its layers show
+        if alone and residual is None and self._small(x, layers[0]):
             return functional.plain_mlp(x, [held(layer) for layer in layers], self.activation)
         *first, last = layers
         if not plain or self._composed(x):
-            h = self._hidden(x, plain and self.group.size == 1)
-            if not plain or self.group.size > 1:
+            h = self._hidden(x, alone)
+            if not alone:
                 return last(h) if residual is None else last(h, residual=residual)
             return linear_act(h, *held(last), residual=residual, pack_weight=not last.training, impl=self.impl)
         if self.sequence_parallel:
@@ -163,8 +164,10 @@ class ParallelMLP(TensorParallel, Layer):
         return [FusedGroup(tuple(first))] if all(map(is_plain_module, first)) else []
 
     def _layers(self) -> list[Any]:
-        found = self._modules  # nn.Module's own search takes longer than a small product
-        return [found[name] for name in (_GATED if self.gated else _PLAIN)]
+        found, names = self._modules, _GATED if self.gated else _PLAIN
+        if names[0] not in found:  # a subclass has other names for them
+            return [getattr(self, name) for name in names]
+        return [found[name] for name in names]  # nn.Module's own search takes longer than a small product
 
 
 _GATED, _PLAIN = ("gate_proj", "up_proj", "down_proj"), ("c_fc", "c_proj")

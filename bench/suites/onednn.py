@@ -36,7 +36,7 @@ SAMPLE_US = 10000.0  # of one side in one round, at least
 class Case:
     """T tokens through D -> F, in an MLP back to D.
 
-    ``way``: "forward" (autograd off), "step" (forward and backward), or "inference" (in eval(), weights packed).
+    ``way``: "forward" (of the op, weights packed), "step" (forward and backward), or "inference" (in eval(), packed).
     """
 
     what: str  # "linear_act", "gated_linear", "mlp", "gated_mlp"
@@ -150,8 +150,8 @@ def _ours(case: Case) -> Callable[[], object]:
         return _module_call(case, ours, x, dy)
     x, (first, second), bias = _operands(case)
     if case.what == "linear_act":
-        return torch.no_grad()(partial(linear_act, x, first, bias, activation="gelu_tanh"))
-    return torch.no_grad()(partial(gated_linear, x, first, second, activation="silu"))
+        return torch.no_grad()(partial(linear_act, x, first, bias, activation="gelu_tanh", pack_weight=True))
+    return torch.no_grad()(partial(gated_linear, x, first, second, activation="silu", pack_weight=True))
 
 
 def _stock(case: Case, *, compile: bool = False) -> Callable[[], object]:

@@ -52,11 +52,14 @@ def bucket(kind: str, features: int) -> str:
 
 def wins(x: torch.Tensor, weight: torch.Tensor, activation: str, pack: bool) -> bool:
     """Whether ``auto`` gives act(x @ weight^T) to oneDNN, by the table alone. Python overhead is measurable here."""
-    thresholds = _read() if _thresholds is None else _thresholds
+    thresholds = _thresholds
+    if thresholds is None and not torch.compiler.is_compiling():
+        thresholds = _read()
     if not thresholds or x.dtype is not torch.float32 or not x.is_cpu:
         return False
     table = thresholds["train" if not pack else "packed" if activation == "identity" else "packed_act"]
-    if x.numel() < table[weight.numel().bit_length()] * weight.size(-1):
+    tokens = table[weight.numel().bit_length()]
+    if tokens == _NEVER or x.numel() < tokens * weight.size(-1):
         return False
     return not (dispatch.row_invariant() or torch.is_autocast_enabled("cpu") or autograd.transformed())
 
@@ -69,8 +72,10 @@ def offer(
     lacks = autograd.transformed() or onednn.why_not(dtype)
     if lacks:
         return OneDNN(lacks)
-    kind, size = kind_of(activation, pack), weights[0].numel() if weights else None
-    return _offer(kind, size, dtype, x is None or wins(x, weights[0], activation, pack))
+    won = x is None or wins(x, weights[0], activation, pack)
+    if torch.compiler.is_compiling():
+        return OneDNN(None, won, "the table of this processor")
+    return _offer(kind_of(activation, pack), weights[0].numel() if weights else None, dtype, won)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -147,5 +152,6 @@ def _entries() -> list[tuning.Entry]:
     return tuning.entries(processor.architecture(), OP)
 
 
+onednn.probe()  # now, as torch.compile cannot
 with contextlib.suppress(ValueError):  # a broken table says so at the first call
-    _read()  # now, as torch.compile cannot
+    _read()

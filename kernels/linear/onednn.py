@@ -1,8 +1,9 @@
 """The steps of a linear layer by oneDNN, on CPUs: of each launch in ``launch.py`` a twin of its name and signature.
 
-An activation that oneDNN has, a residual, or the product with the gate leaves with the matrix product's result. It
-cannot store the pre-activation as well: where backward will read that, the activation is a step of its own. Backward's
-products read transposed operands as they lie. Products without terms, which oneDNN refuses, are the reference's.
+A residual leaves with the matrix product's result, and in inference so does an activation that oneDNN has, or the
+product with the gate. It cannot store the pre-activation as well: in training the activation is a step of its own, also
+where a forward that will be recomputed wants no gradients, so that both have the same bits. Backward's products read
+transposed operands as they lie. Products without terms, which oneDNN refuses, are the reference's.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ def linear_act_fwd(
     """y_i = act(z_i) [+ residual], then with ``save_preact`` the z_i = x @ W_i^T + b_i. Packed weights are used."""
     if not x.shape[1]:
         return reference.linear_act_fwd(x, weights, biases, residual, activation, save_preact)
+    fused = activation in onednn.POST_OPS and not save_preact and onednn.serves(weights[0])
     weights = [onednn.packed(w) for w in weights]
     if residual is not None and activation == "identity" and not save_preact:
         return [onednn.product_with(x, residual.contiguous(), weights[0], biases[0], "add")]
-    fused = activation in onednn.POST_OPS and not save_preact
     zs = [onednn.product(x, w, b, activation if fused else "identity") for w, b in zip(weights, biases)]
     ys = zs if fused else [apply_activation(z, activation) for z in zs]
     if residual is not None:
@@ -49,10 +50,12 @@ def gated_linear_fwd(
     """h = act(g) * u, then with ``save_preact`` g and u. Packed weights are used."""
     if not x.shape[1]:
         return reference.gated_linear_fwd(x, weights, biases, activation, save_preact)
+    serves = onednn.serves(weights[0])
     gate, up = [onednn.packed(w) for w in weights]
-    if save_preact:
+    if save_preact or not serves:
         g, u = onednn.product(x, gate, biases[0]), onednn.product(x, up, biases[1])
-        return [apply_activation(g, activation).mul_(u) if activation != "identity" else g * u, g, u]
+        h = g * u if activation == "identity" else apply_activation(g, activation).mul_(u)
+        return [h, g, u] if save_preact else [h]
     fused = activation in onednn.POST_OPS
     a = onednn.product(x, gate, biases[0], activation if fused else "identity")
     a = a if fused else apply_activation(a, activation)

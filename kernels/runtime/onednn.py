@@ -49,19 +49,23 @@ def _ops() -> Any:
 
 def why_not(dtype: torch.dtype) -> str | None:
     """Why oneDNN cannot multiply matrices of ``dtype`` in this process, or None."""
+    if not _lacks:
+        probe()
+    return _lacks[dtype] if dtype in _lacks else f"oneDNN has no products in {str(dtype).removeprefix('torch.')}"
+
+
+def probe() -> None:
+    """Find out what oneDNN can do here, once: torch.compile, which cannot, then reads the answers."""
     broken = _why_broken()
-    if broken or dtype == torch.float32:
-        return broken
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"oneDNN has no products in {str(dtype).removeprefix('torch.')}"
-    short = "bf16" if dtype == torch.bfloat16 else "fp16"
-    asks = getattr(torch.ops.mkldnn, f"_is_mkldnn_{short}_supported", None)
-    if asks is None or not asks():
-        return f"oneDNN has no products in {short} on this processor"
-    return None
+    for dtype, short in ((torch.float32, ""), (torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+        asks = getattr(torch.ops.mkldnn, f"_is_mkldnn_{short}_supported", None) if short and not broken else None
+        lacks = None if not short or (asks is not None and asks()) else f"oneDNN has no products in {short} here"
+        _lacks[dtype] = broken or lacks
 
 
-@functools.cache
+_lacks: dict[torch.dtype, str | None] = {}
+
+
 def _why_broken() -> str | None:
     """Why there is no product in fp32: it is tried, on eight numbers, with every post-op that is relied upon.
 
@@ -120,7 +124,7 @@ def pack(weight: torch.Tensor, tokens: int) -> None:
     if held is not None and held.weight() is weight:
         if _unchanged(weight, held):
             return
-        drop(weight)
+        del _packed[id(weight)]
     number = id(weight)
     seen = _seen.get(number)
     if seen is None or seen() is not weight:
@@ -141,9 +145,16 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     return weight if held is None or held.weight() is not weight else held.packed
 
 
+def serves(weight: torch.Tensor) -> bool:
+    """Whether ``weight`` was last asked to be packed: whether this is inference."""
+    seen = _seen.get(id(weight)) if _seen else None
+    return seen is not None and seen() is weight
+
+
 def drop(weight: torch.Tensor) -> None:
     """Keep nothing of ``weight``."""
-    if _packed:
+    if _seen:
+        _seen.pop(id(weight), None)
         _packed.pop(id(weight), None)
 
 

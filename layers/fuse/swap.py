@@ -22,12 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 
-from ...kernels.linear import linear_act_choice
+from ...kernels.linear import functional, linear_act_choice
 from ...kernels.runtime import dispatch
 from ...kernels.runtime.dispatch import Choice
 from ...parallel.core import mappings
 from ...parallel.core.mesh import SINGLE, Group
-from ...parallel.core.sharding import part_of, placed_by, spec_of
+from ...parallel.core.sharding import local_tensors, part_of, placed_by, spec_of
 from ..module import ShardedModule
 
 
@@ -106,8 +106,20 @@ class Fused(nn.Module):
             return []
         dtype = next((param.dtype for param in self.parameters()), torch.float32)
         whole = f"; whole on every rank: {self._match.whole}" if self._match.whole else ""
-        choices = [(op, _choice(op.partition("(")[0], dtype, device)) for op in self._match.ops]
+        choices = [(op, self._choice(op, dtype, device)) for op in self._match.ops]
         return [(op, replace(choice, reason=choice.reason + whole)) for op, choice in choices]
+
+    def _choice(self, said: str, dtype: torch.dtype, device: torch.device) -> Choice:
+        """What runs an op told as "linear_act(fc1; relu)"; on a CPU the size of that child decides."""
+        op, _, of = said.partition("(")
+        if op not in ("linear_act", "gated_linear"):
+            return dispatch.choose(op, device)
+        children, _, activation = of.rstrip(")").partition(";")
+        weight = getattr(self._modules.get(children.partition(",")[0]), "weight", None)
+        if weight is None:
+            return linear_act_choice(dtype, device, op=op)
+        (weight,) = local_tensors(weight)
+        return functional.layer_choice(weight, device, "auto", activation.strip() or "identity", self.training, op)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load whole plain tensors, a stock module's, into parameters of this module that are split over ranks."""
@@ -208,12 +220,6 @@ def unlike(module: nn.Module, kinds: Mapping[str, type]) -> str | None:
         if "forward" in child.__dict__:
             return f"{name} has a forward of its own"
     return None
-
-
-def _choice(op: str, dtype: torch.dtype, device: torch.device) -> Choice:
-    if op in ("linear_act", "gated_linear"):
-        return linear_act_choice(dtype, device, op=op)
-    return dispatch.choose(op, device)
 
 
 @functools.cache

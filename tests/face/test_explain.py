@@ -54,14 +54,14 @@ def test_tells_every_layer_once_and_counts_parameters():
 
 def test_says_what_runs_and_why():
     x = torch.randn(2, 16)
-    for impl in ("auto", "reference"):
+    for impl, why in (("auto", "torch's own product is faster|no table says"), ("reference", "asked for")):
         mlp = shardfuse.ParallelMLP(16, 24, impl=impl)
         dispatch.counts.clear()
         mlp(x)
         (ran,) = {impl for op, impl in dispatch.counts if op == "linear_act"}
-        choice = dispatch.choose("linear_act", x.device, impl)
         for row in shardfuse.explain(mlp, x).rows:
-            assert (row.runs, row.why) == (ran, choice.reason)
+            assert row.runs == ran
+            assert re.match(why, row.why)
 
 
 def test_says_what_would_run_elsewhere(monkeypatch: pytest.MonkeyPatch):
@@ -146,8 +146,8 @@ def test_an_interpreter_that_breaks_is_refused(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(dispatch, "_INTERPRETING", True)
     monkeypatch.setattr(dispatch, "_TRITON_VERSION", triton)
     if remedy is None:
-        assert dispatch._decide("op", torch.device("cpu"), "triton", None, None).triton
+        assert dispatch._decide("op", torch.device("cpu"), "triton", None, None, None).triton
         return
     with pytest.raises(RuntimeError, match=re.escape(remedy)):
-        dispatch._decide("op", torch.device("cpu"), "triton", None, None)
+        dispatch._decide("op", torch.device("cpu"), "triton", None, None, None)
     assert dispatch._why_not_triton(torch.device("cuda")) != reason  # a GPU needs no interpreter

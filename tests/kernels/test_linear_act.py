@@ -220,7 +220,7 @@ def test_an_mlp_trains_on_the_kernels():
         ({"weight": [torch.zeros(6, 8)] * 2, "bias": [None]}, "1 biases for 2 weights"),
         ({"x": torch.tensor(1.0)}, "x is a scalar"),
         ({"weight": torch.zeros(6, 8, device="meta"), "bias": None}, "move them together"),
-        ({"impl": "cuda"}, "impl='cuda': expected one of auto, triton, reference"),
+        ({"impl": "cuda"}, "impl='cuda': expected one of auto, triton, onednn, reference"),
     ],
 )
 def test_bad_input(change, message):

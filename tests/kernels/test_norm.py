@@ -373,7 +373,7 @@ def test_bad_input(change, message, impl):
 
 def test_bad_impl_and_no_kernel():
     x = torch.ones(3, 8)
-    with pytest.raises(ValueError, match="impl='cuda': expected one of auto, triton, reference"):
+    with pytest.raises(ValueError, match="impl='cuda': expected one of auto, triton, onednn, reference"):
         rms_norm(x, impl="cuda")
     with pytest.raises(RuntimeError, match=r"torch\.float64 has no kernel"):
         rms_norm(x.double(), impl="triton")

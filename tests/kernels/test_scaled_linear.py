@@ -340,7 +340,7 @@ def test_compile_fullgraph_dynamic(recipe):
         ({"activation": "gelu"}, "activation='gelu': expected one of identity"),
         ({"out_dtype": torch.float64}, r"out_dtype=torch\.float64: expected bf16"),
         ({"x_scale": torch.ones(1, device="meta")}, "x_scale is on meta.*move them together"),
-        ({"impl": "cuda"}, "impl='cuda': expected one of auto, triton, reference"),
+        ({"impl": "cuda"}, "impl='cuda': expected one of auto, triton, onednn, reference"),
     ],
 )
 def test_bad_products(change, message):

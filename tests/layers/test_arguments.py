@@ -84,7 +84,7 @@ def test_a_size_may_be_any_whole_number(name: str):
 @pytest.mark.parametrize("name", [*LAYERS, "Fp8Linear"])
 def test_an_unknown_impl_is_refused_when_the_layer_is_built(name: str):
     build = LAYERS.get(name, lambda **options: sf.Fp8Linear(8, 8, **options))
-    with pytest.raises(ValueError, match=r"impl='cuda': expected one of auto, triton, reference"):
+    with pytest.raises(ValueError, match=r"impl='cuda': expected one of auto, triton, onednn, reference"):
         build(impl="cuda")
 
 

@@ -261,7 +261,7 @@ def test_an_engine_says_what_it_serves(model: Callable[[], Any], error: type[Exc
         ({"num_blocks": 8, "max_num_seqs": "2"}, "max_num_seqs='2': expected a whole number"),
         ({"num_blocks": 8, "max_num_batched_tokens": 8.5}, "max_num_batched_tokens=8.5: expected a whole number"),
         ({"num_blocks": 8, "max_model_len": "9"}, "max_model_len='9': expected a whole number"),
-        ({"num_blocks": 8, "impl": "cuda"}, "impl='cuda': expected one of auto, triton, reference"),
+        ({"num_blocks": 8, "impl": "cuda"}, "impl='cuda': expected one of auto, triton, onednn, reference"),
     ],
 )
 def test_an_engine_refuses_options_when_it_is_built(options: dict[str, Any], message: str) -> None:

@@ -1,0 +1,135 @@
+"""``shardfuse bench calibrate --cpu``: what it writes and refuses, and the benchmark of what is chosen by it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from shardfuse.bench import calibrate_cpu
+from shardfuse.bench.calibrate_cpu import threshold
+from shardfuse.bench.harness import fast_mkl
+from shardfuse.bench.harness.benchmark import Settings
+from shardfuse.bench.harness.runner import run_benchmark
+from shardfuse.bench.suites import onednn as suite
+from shardfuse.cli import app
+from shardfuse.kernels.linear import cpu, linear_act
+from shardfuse.kernels.runtime import dispatch, onednn, processor, tuning
+
+WHY_NOT = onednn.why_not(torch.float32)
+pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+RESULT = Path(suite.__file__).parents[1] / "results" / "cpu" / "onednn.json"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ({1: 2.0, 8: 1.5, 64: 1.1}, 1),
+        ({1: 2.0, 8: 0.9, 64: 1.1}, 64),
+        ({1: 2.0, 8: 1.5, 64: 1.01}, 0),
+        ({1: 0.5, 8: 1.06, 64: 3.0}, 8),
+    ],
+)
+def test_it_wins_from_where_on_it_always_wins(ratios: dict[int, float], expected: int):
+    assert threshold(ratios) == expected
+
+
+def measured(path: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> dict:
+    """A whole run with tiny sizes and a clock of its own: oneDNN is twice as fast from four tokens on."""
+    ratio = lambda kind, tokens, features, depth, seconds: 2.0 if tokens >= 4 and kind != "packed" else 0.5
+    monkeypatch.setattr(calibrate_cpu, "_ratio", ratio)
+    done = CliRunner().invoke(app, ["bench", "calibrate", "--cpu", "--out", str(path), "--json", *options])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_auto_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "mine.json"
+    said = measured(path, monkeypatch)
+    assert said["arch"] == processor.architecture()
+    assert said["table"] == str(path)
+    monkeypatch.setenv(tuning.VARIABLE, str(path))
+    tuning.forget()
+    try:
+        for tokens, pack, impl in ((3, False, "reference"), (4, False, "onednn"), (4, True, "reference")):
+            dispatch.counts.clear()
+            with torch.no_grad():
+                linear_act(torch.randn(tokens, 8), torch.randn(8, 8), pack_weight=pack)
+            assert list(dispatch.counts) == [("linear_act", impl)]
+        assert cpu.fingerprint() != f"{processor.architecture()}, oneDNN, table none"
+    finally:
+        monkeypatch.delenv(tuning.VARIABLE)
+        tuning.forget()
+
+
+def test_a_table_of_another_processor_says_so_and_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    said = measured(tmp_path / "other.json", monkeypatch, "--arch", "x86_64-other-avx2-mkl")
+    assert said["arch"] == "x86_64-other-avx2-mkl"
+    assert all(entry["source"].endswith("standing for x86_64-other-avx2-mkl") for entry in said["entries"])
+    monkeypatch.setenv(tuning.VARIABLE, str(tmp_path / "other.json"))
+    assert all(not path.endswith("other.json") for path in tuning.tables(processor.architecture()))
+
+
+def test_the_path_with_real_calls_and_a_table_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(calibrate_cpu, "TOKENS", (1, 3))
+    monkeypatch.setattr(calibrate_cpu, "SIDES", ((8, 8), (16, 8)))
+    path = tmp_path / "dry.json"
+    done = CliRunner().invoke(app, ["bench", "calibrate", "--cpu", "--dry", "--out", str(path)])
+    assert done.exit_code == 0, done.output
+    table = json.loads(path.read_text())
+    assert len(table["entries"]) == 2 * len(cpu.KINDS)
+    assert all(min(entry["measured"]["stock over oneDNN, by tokens"].values()) > 0 for entry in table["entries"])
+    monkeypatch.setenv(tuning.VARIABLE, str(path))
+    with pytest.raises(ValueError, match="written by a dry run"):
+        tuning.tables(processor.architecture())
+
+
+def test_another_files_content_is_kept(tmp_path: Path):
+    path = tmp_path / "notes.json"
+    for content, why in (("[1, 2]", "is no table of measurements"), (_gpu_table(), "holds a table of sm_90 for gemm")):
+        path.write_text(content)
+        done = CliRunner().invoke(app, ["bench", "calibrate", "--cpu", "--dry", "--out", str(path)])
+        assert done.exit_code == 2
+        assert why in " ".join(done.output.split())
+        assert path.read_text() == content
+
+
+def _gpu_table() -> str:
+    table = {"format": 2, "arch": "sm_90", "dry": False, "origin": {}, "sources": {"gemm": []}, "entries": []}
+    return json.dumps(table)
+
+
+def test_the_processors_name_is_for_the_cpu_alone():
+    done = CliRunner().invoke(app, ["bench", "calibrate", "--arch", "x"])
+    assert done.exit_code == 2
+    assert "--arch goes with --cpu" in done.output
+
+
+def test_the_benchmark_runs_dry(tmp_path: Path):
+    path = tmp_path / "result.json"
+    assert run_benchmark("onednn", dry=True, device="cpu", out=path) == 0
+    assert [row["peer_name"] for row in json.loads(path.read_text())["rows"]] == [suite.STOCK] * len(suite.DRY)
+
+
+@pytest.mark.skipif(not fast_mkl.available(), reason="stock torch is fast here, or there is no gcc")
+def test_the_other_process_runs_the_case_and_ends():
+    forced = fast_mkl.Forced(suite.__name__, suite.DRY[0].name)
+    child = forced._child
+    assert 0 < forced.sample(2) < 1e6
+    del forced
+    assert child.wait(10) != 0
+
+
+def test_the_committed_result_meets_its_targets():
+    """Each row with a target on the processor it was measured on, and MKL's fast path beside every one of them."""
+    content = json.loads(RESULT.read_text())
+    rows = content["rows"]
+    judged = [row for row in rows if row["target"] is not None]
+    cases = {row["case"] for row in judged}
+    assert cases == {case.name for case in (*suite.AMD, *suite.FEW_TOKENS)}
+    assert [row["case"] for row in judged if not row["met"]] == []
+    assert {row["case"] for row in rows if row["peer_name"] == fast_mkl.NAME} == cases
+    assert Settings(torch.device("cpu")).impl == "auto"
