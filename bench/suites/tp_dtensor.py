@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from ...kernels.dev.accuracy import Verdict
+from ...kernels.runtime import processor
 from ...layers import ParallelBlock, ParallelMLP, TransformerConfig
 from ...layers.attention.rope import Rotary
 from ...layers.attention.rope import rope_tables as our_tables
@@ -35,13 +36,13 @@ from ...training.launch import Stopped, launch, stop_signals
 from ..harness.benchmark import Benchmark, Measurement, Settings
 from ..harness.gate import check_outputs, join_layers, module_outputs
 from ..harness.stock import StockBlock, StockMLP, rope_tables, training_step
-from ..harness.timing import Timing, compare_fixed
+from ..harness.timing import Timing, compare_fixed, compare_rounds, keep_freed_memory
 
 RANKS = 2
 HEAD_DIM = 64
 ROPE_THETA = 10000.0
-MIN_ROUNDS, MAX_ROUNDS = 16, 300
-SECONDS_PER_SIZE = 6.0  # more than other benchmarks: other load affects two processes more
+MIN_ROUNDS, MAX_ROUNDS = 30, 300
+SECONDS_PER_SIZE = 10.0  # more than other benchmarks: other load affects two processes more
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Size:
         return f"{self.layer}-d{self.D}-t{self.T}"
 
 
-TARGETS = {"mlp-d256-t64": 1.5, "block-d256-t64": 1.9, "mlp-d1024-t512": 1.0, "block-d1024-t512": 1.0}
+_LARGE = 1.8 if "-amd-" in processor.architecture() else 1.0  # where stock torch multiplies slowly
+TARGETS = {"mlp-d256-t64": 1.5, "block-d256-t64": 1.9, "mlp-d1024-t512": _LARGE, "block-d1024-t512": _LARGE}
 SIZES = tuple(Size(layer, D, T) for D, T in ((256, 64), (1024, 512)) for layer in ("mlp", "block"))
 DRY_SIZES = tuple(Size(layer, HEAD_DIM * RANKS, 8) for layer in ("mlp", "block"))
 
@@ -107,6 +109,7 @@ def _results(settings: Settings) -> dict[str, Result]:
 
 
 def _worker(sizes: Sequence[Size], seconds: float) -> dict[str, Result]:
+    keep_freed_memory()
     mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
     try:
         rigs = {size.name: Rig.of(size, mesh) for size in sizes}
@@ -175,7 +178,7 @@ class Rig:
         wanted = seconds / ((ours_once.value + peer_once.value) * 1e-6)
         rounds = torch.tensor(max(MIN_ROUNDS, min(MAX_ROUNDS, int(wanted))))
         dist.broadcast(rounds, 0)
-        return compare_fixed(ours, peer, rounds=int(rounds), calls=1)
+        return compare_rounds(ours, peer, rounds=int(rounds))
 
     def _step(self, module: nn.Module) -> None:
         """One complete training step: DTensor's last all-reduces are pending until their results are read."""

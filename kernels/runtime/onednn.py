@@ -10,6 +10,7 @@ forward and backward, outside autograd.
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import weakref
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ POST_OPS = {
     "gelu_tanh": ("gelu", "tanh"),
     "silu": ("swish", ""),
 }
+PACKS = os.environ.get("SHARDFUSE_PACK_WEIGHTS", "1") != "0"
 _SAMPLES = 32  # elements of a packed weight that are compared with the weight at each call
 
 
@@ -117,8 +119,8 @@ def pack(weight: torch.Tensor, tokens: int) -> None:
     """Keep ``weight`` [F, D] in oneDNN's own layout for products of about ``tokens`` rows, until it changes.
 
     Not at once, but when the same object comes a second time: a view made for one call is not worth it. It takes as
-    many bytes again. Nothing is kept of weights that others take away and bring back (FSDP2, DeepSpeed) or
-    of whose changes torch keeps no count.
+    many bytes again; ``SHARDFUSE_PACK_WEIGHTS=0`` saves them. Nothing is kept of weights that others take away and bring
+    back (FSDP2, DeepSpeed), or of whose changes torch keeps no count.
     """
     held = _packed.get(id(weight))
     if held is not None and held.weight() is weight:
@@ -131,7 +133,7 @@ def pack(weight: torch.Tensor, tokens: int) -> None:
         _seen[number] = weakref.ref(weight, lambda _: _seen.pop(number, None))
         return
     dense = weight.is_contiguous() or weight.t().is_contiguous()
-    if weight.is_inference() or not weight.numel() or not dense or _taken_away(weight):
+    if not PACKS or weight.is_inference() or not weight.numel() or not dense or _taken_away(weight):
         return
     detached = weight.detach()
     packed = torch.ops.mkldnn._reorder_linear_weight(detached, tokens)

@@ -523,6 +523,13 @@ def test_views_of_one_call_are_not_packed():
     torch.testing.assert_close(y, x[:, :4] @ held.t())
 
 
+def test_packing_can_be_turned_off(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(onednn, "PACKS", False)
+    layer, x = sf.ColumnParallelLinear(8, 16, activation="gelu_tanh", impl="onednn").eval(), torch.randn(5, 8)
+    assert all(right(layer, x) for _ in range(3))
+    assert onednn.packed_bytes(layer.weight) == 0
+
+
 def test_shared_steps_are_the_references():
     assert steps.act_grad is not None
     assert {name for name in dir(onednn_schemas) if name.startswith(("linear_", "gated_", "act_"))} == {
