@@ -83,7 +83,8 @@ class LayerOptions:
             (``parallel/overlap/policy.py``).
         strict: raise RuntimeError where ``overlap`` is unavailable, in place of falling back to "none".
         params: "dtensor" for parameters that are DTensors (FSDP2, distributed checkpoints), "local" for plain tensors.
-        impl: "auto", "triton" or "reference" for every op of the layer (``kernels/runtime/dispatch.py``).
+        impl: "auto", "triton", "onednn" (on CPUs) or "reference" for every op of the layer
+            (``kernels/runtime/dispatch.py``).
         init_std: the standard deviation of fresh weights; linear layers then start with a zero bias. None: the stock
             module's own initial values.
         dtype: the parameters' dtype; None: torch's default.

@@ -119,8 +119,8 @@ def pack(weight: torch.Tensor, tokens: int) -> None:
     """Keep ``weight`` [F, D] in oneDNN's own layout for products of about ``tokens`` rows, until it changes.
 
     Not at once, but when the same object comes a second time: a view made for one call is not worth it. It takes as
-    many bytes again; ``SHARDFUSE_PACK_WEIGHTS=0`` saves them. Nothing is kept of weights that others take away and bring
-    back (FSDP2, DeepSpeed), or of whose changes torch keeps no count.
+    many bytes again; ``SHARDFUSE_PACK_WEIGHTS=0`` saves them. Nothing is kept of weights that others take away and
+    bring back (FSDP2, DeepSpeed), or of whose changes torch keeps no count.
     """
     held = _packed.get(id(weight))
     if held is not None and held.weight() is weight:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardfuse as sf
+from shardfuse.kernels.runtime import onednn
 
 DOCUMENTS = Path(__file__).parents[2] / "docs"
 PYTHON = {
@@ -39,6 +40,7 @@ TRAINING = {"parallelism-0": ("pp=2", 8), "training-0": ("dp=2", 4)}
 PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY = "parallelism-1", "checkpoints-0", "checkpoints-2", "overlap-0"
 PRETRAINED, STATE_DICTS = "checkpoints-1", "checkpoints-3"
 FUSING, FOREIGN = ("fuse-0", "fuse-2", "fuse-3"), "fuse-1"
+ON_A_CPU = "cpu-0"
 
 
 def test_every_snippet_is_run():
@@ -52,6 +54,7 @@ def test_every_snippet_is_run():
         STATE_DICTS,
         *FUSING,
         FOREIGN,
+        ON_A_CPU,
     }
 
 
@@ -59,6 +62,13 @@ def _run(source: str, **given: Any) -> dict[str, Any]:
     """The names that are there after a snippet: what was ``given`` to it, and its own."""
     exec(compile(source, "snippet", "exec"), given)
     return given
+
+
+@pytest.mark.skipif(onednn.why_not(torch.float32) is not None, reason="no oneDNN")
+def test_products_on_a_cpu(capsys: pytest.CaptureFixture[str]):
+    mlp = _run(PYTHON[ON_A_CPU])["mlp"]
+    assert mlp.c_fc.weight.grad is not None
+    assert "asked for" in capsys.readouterr().out
 
 
 # --- over processes ---------------------------------------------------------------------------------------------------
