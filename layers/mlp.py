@@ -118,11 +118,7 @@ class ParallelMLP(TensorParallel, Layer):
         """Whether nothing but torch's own calls can come of this one, in one process."""
         if self.recompute or self.fuse_wgrad_accumulation:
             return False
-        weight, pack, settled = held(first)[0], not self.training, functional.settled
-        if settled(self.impl, x, weight, self.activation, pack) != "reference":
-            return False
-        # The last weight has as many elements as the first, and h as many rows as x.
-        return not pack or settled(self.impl, x, weight, "identity", pack) == "reference"
+        return functional.stays_plain(self.impl, x, held(first)[0], not self.training)
 
     def _composed(self, x: torch.Tensor) -> bool:
         """Whether the layers run one after the other although they could run as one function."""

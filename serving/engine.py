@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..kernels.runtime import dispatch
+from ..kernels.runtime import dispatch, onednn
 from ..kernels.runtime.checks import check_impl, type_name, whole_number
 from ..kernels.runtime.dtypes import CACHE_NAMES, QUANTISED
 from ..layers.attention.paged import PagedBatch, PagedKVCache, Span, default_block_size
@@ -299,7 +299,7 @@ class Engine:
         batch = PagedBatch.of(self._cache, spans, impl=self._impl)
         ids = [token for c in chunks for token in c.sequence.tokens[c.start : c.start + c.length]]
         tokens = torch.tensor(ids, dtype=torch.int64).to(batch.positions.device, non_blocking=True)
-        with dispatch.row_invariance(self._invariant or dispatch.row_invariant()):
+        with dispatch.row_invariance(self._invariant or dispatch.row_invariant()), onednn.serving():
             return self.model.gather_logits(self.model(tokens, positions=batch.positions, cache=batch))
 
     def _advance(self, chunks: Sequence[Chunk], sampled: Sequence[int | Exception | None]) -> list[TokenEvent]:

@@ -28,7 +28,7 @@ from ..harness.gate import Outputs, check_outputs, module_outputs
 from ..harness.stock import StockGatedMLP, StockMLP, compiled, training_step
 from ..harness.timing import Timing, calls_for, compare_rounds, keep_freed_memory
 
-ROUNDS = 40
+ROUNDS, FEW_ROUNDS = 40, 120  # of many tokens, and of few: there a round is short
 SAMPLE_US = 10000.0  # of one side in one round, at least
 
 
@@ -105,12 +105,13 @@ def _row(case: Case, peer: str, target: float | None, settings: Settings) -> Mea
         ours = _ours(case)
         for _ in range(3):
             ours()
+        rounds = 1 if settings.dry else FEW_ROUNDS if case.T in FEW else ROUNDS
         calls = 1 if settings.dry else calls_for(ours, SAMPLE_US)
         kinds: dict[str, Any] = {STOCK: build, fast_mkl.NAME: partial(Forced, __name__), "torch.compile": _compiled}
         theirs = kinds[peer](case.name)
         for _ in range(0 if isinstance(theirs, Forced) else 3):
             theirs()
-        return compare_rounds(ours, theirs, rounds=1 if settings.dry else ROUNDS, calls=calls)
+        return compare_rounds(ours, theirs, rounds=rounds, calls=calls)
 
     return Measurement(case.name, case.metric, peer, target, run, slow=peer == "torch.compile", bf16=False)
 

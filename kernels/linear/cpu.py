@@ -22,13 +22,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ..runtime import autograd, dispatch, onednn, processor, tuning
+from ..runtime import autograd, dispatch, library, onednn, processor, tuning
 from ..runtime.dispatch import OneDNN
 
 OP = "linear_cpu"
 KINDS = ("train", "packed", "packed_act")
 SOURCES = ("linear/onednn.py", "runtime/onednn.py")
 _NEVER = 1 << 62
+_PACKED = {"identity": "packed", "any": "either"}
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ class CpuConfig:
 
 
 def kind_of(activation: str, pack: bool) -> str:
-    """Which rows of the table speak of a call."""
+    """Which rows of the table speak of a call; ``activation`` "any": of two, with one and without."""
     if not pack:
         return "train"
-    return "packed" if activation == "identity" else "packed_act"
+    return _PACKED.get(activation, "packed_act")
 
 
 def bucket(kind: str, features: int) -> str:
@@ -57,9 +58,11 @@ def wins(x: torch.Tensor, weight: torch.Tensor, activation: str, pack: bool) -> 
         thresholds = _read()
     if not thresholds or x.dtype is not torch.float32 or not x.is_cpu:
         return False
-    table = thresholds["train" if not pack else "packed" if activation == "identity" else "packed_act"]
+    table = thresholds[kind_of(activation, pack)]
     tokens = table[weight.numel().bit_length()]
     if tokens == _NEVER or x.numel() < tokens * weight.size(-1):
+        return False
+    if type(x) not in library.PLAIN or type(weight) not in library.PLAIN:  # a subclass knows what its product is
         return False
     return not (dispatch.row_invariant() or torch.is_autocast_enabled("cpu") or autograd.transformed())
 
@@ -132,6 +135,8 @@ def _read() -> dict[str, list[int]]:
         found = {entry.bucket for entry in _entries()}
         usable = found and onednn.why_not(torch.float32) is None
         _thresholds = {kind: _by_bits(arch, kind, found) for kind in KINDS} if usable else {}
+        if usable:
+            _thresholds["either"] = [*map(min, _thresholds["packed"], _thresholds["packed_act"])]
     return _thresholds
 
 

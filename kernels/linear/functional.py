@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from ..runtime import autograd, dispatch, library, tuning
 from ..runtime import device as target
+from ..runtime import onednn as packing
 from ..runtime.dispatch import Choice, OneDNN
 from ..runtime.dtypes import no_kernel
 from ..runtime.onednn import drop, pack
@@ -222,6 +223,11 @@ def _keep_packed(weights: Tensors, x: torch.Tensor, dtype: torch.dtype, pack_wei
             drop(weight)
 
 
+def packs(asked: bool) -> bool:
+    """Whether a call may keep packed weights, if it is ``asked`` to or not."""
+    return (asked or packing.is_serving) and not torch.is_grad_enabled()
+
+
 def settled(impl: str, x: torch.Tensor, weight: Any, activation: str, pack: bool) -> str | None:
     """Which implementation a call on a CPU takes, where neither operands nor environment can change that; else None."""
     if impl == "auto":
@@ -229,7 +235,7 @@ def settled(impl: str, x: torch.Tensor, weight: Any, activation: str, pack: bool
         if impl == "auto":
             if not dispatch.uses_reference(impl, x):
                 return None
-            return "onednn" if cpu.wins(x, weight, activation, pack and not torch.is_grad_enabled()) else "reference"
+            return "onednn" if cpu.wins(x, weight, activation, packs(pack)) else "reference"
     return impl if impl == "reference" else None
 
 
@@ -268,6 +274,17 @@ def plain_forward(
     except (RuntimeError, KeyError):
         check(x, weights, biases, activation, op=op)
         raise
+
+
+def stays_plain(impl: str, x: torch.Tensor, weight: torch.Tensor, asked: bool) -> bool:
+    """Whether all layers of a feed-forward layer run torch's own calls: ``weight`` is the first layer's, and the others
+    have as many elements and rows to multiply. ``asked``: to keep packed weights.
+    """
+    if impl == "auto":
+        impl = dispatch.default_impl()
+    if impl != "auto":
+        return impl == "reference"
+    return dispatch.uses_reference(impl, x) and not cpu.wins(x, weight, "any", packs(asked))
 
 
 def plain_mlp(x: torch.Tensor, layers: Sequence[tuple[Any, Any]], activation: str) -> torch.Tensor:

@@ -93,7 +93,7 @@ def linear_act(
         biases: Optional = (bias,) * len(weights)
     else:
         biases = tuple(bias)
-    pack_weight = pack_weight and not torch.is_grad_enabled()
+    pack_weight = functional.packs(pack_weight)
     dtype, choice = functional.prepare(x, weights, biases, activation, impl, residual, pack_weight=pack_weight)
     if choice.impl == "reference" and not fuse_wgrad_accumulation:
         outputs = reference.linear_act(x, weights, biases, activation, residual)
@@ -145,7 +145,7 @@ def gated_linear(
     weights, biases = (gate_weight, up_weight), (gate_bias, up_bias)
     if not fuse_wgrad_accumulation and functional.settled(impl, x, gate_weight, activation, pack_weight) == "reference":
         return functional.plain_forward(x, weights, biases, activation, op="gated_linear")
-    pack_weight = pack_weight and not torch.is_grad_enabled()
+    pack_weight = functional.packs(pack_weight)
     dtype, choice = functional.prepare(x, weights, biases, activation, impl, op="gated_linear", pack_weight=pack_weight)
     if choice.impl == "reference" and not fuse_wgrad_accumulation:
         return reference.gated_linear(x, weights, biases, activation)

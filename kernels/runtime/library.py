@@ -67,7 +67,7 @@ def launches(schemas: Any, *operands: torch.Tensor | None) -> Any:
     if watched() or _profiles():
         return schemas
     for tensor in operands:  # a subclass, or one that is not what lies in its memory
-        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_neg() or _wrapped(tensor)):
+        if tensor is not None and (type(tensor) not in PLAIN or tensor.is_neg() or _wrapped(tensor)):
             return schemas
     return imported(schemas.LAUNCH)
 
@@ -90,4 +90,4 @@ _traces = getattr(torch._C, "_is_tracing", _yes)
 _profiles = getattr(torch.autograd, "_profiler_enabled", _yes)
 _level = getattr(torch._C._functorch, "maybe_current_level", _yes)
 _wrapped = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", _yes)
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -9,10 +9,12 @@ forward and backward, outside autograd.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -113,6 +115,20 @@ class _Packed(NamedTuple):
 
 _packed: dict[int, _Packed] = {}
 _seen: dict[int, weakref.ref[torch.Tensor]] = {}  # what asked to be packed, and is alive
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[None]:
+    """Within the block every call without gradients is inference, also of layers in training mode. Not for threads."""
+    global is_serving
+    outer, is_serving = is_serving, True
+    try:
+        yield
+    finally:
+        is_serving = outer
+
+
+is_serving = False
 
 
 def pack(weight: torch.Tensor, tokens: int) -> None:

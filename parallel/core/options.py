@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...kernels.runtime import onednn
 from .mesh import Group
 
 
@@ -25,7 +26,7 @@ class TPOptions(NamedTuple):
     @property
     def packs(self) -> bool:
         """Whether this call may keep packed weights."""
-        return self.pack_weight and not self.grad
+        return (self.pack_weight or onednn.is_serving) and not self.grad
 
     def now(self) -> TPOptions:
         """The same with the current value of ``grad``."""

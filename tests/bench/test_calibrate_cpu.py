@@ -123,6 +123,33 @@ def test_the_other_process_runs_the_case_and_ends():
     assert child.wait(10) != 0
 
 
+def page() -> str:
+    """The table in docs/cpu.md: ratios of each case to its peers, and what ran."""
+    found: dict[str, dict[str, dict]] = {}
+    for row in json.loads(RESULT.read_text())["rows"]:
+        found.setdefault(row["case"], {})[row["peer_name"]] = row
+    lines = [
+        "| | T | D | F | runs | stock torch | first decile | fast path forced | torch.compile |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case in (*suite.AMD, *suite.FEW_TOKENS):
+        rows = found[case.name]
+        stock, others = rows[suite.STOCK], (rows.get(fast_mkl.NAME), rows.get("torch.compile"))
+        runs = ", ".join(sorted({said.partition("=")[2] for said in stock["ran"].split()}))
+        figures = [f"{stock['ratio']:.2f}", f"{stock['low']:.2f}"]
+        figures += ["" if other is None else f"{other['ratio']:.2f}" for other in others]
+        what = f"`{case.what}`, {WAYS[case.way]}"
+        lines.append(f"| {' | '.join((what, *map(str, (case.T, case.D, case.F)), runs, *figures))} |")
+    return "\n".join(lines)
+
+
+WAYS = {"forward": "forward", "step": "forward and backward", "inference": "inference"}
+
+
+def test_the_documents_table_is_the_committed_result():
+    assert page() in (Path(__file__).parents[2] / "docs" / "cpu.md").read_text()
+
+
 def test_the_committed_result_meets_its_targets():
     """Each row with a target on the processor it was measured on, and MKL's fast path beside every one of them."""
     content = json.loads(RESULT.read_text())

@@ -8,7 +8,7 @@ import gc
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -345,6 +345,27 @@ def test_other_dtypes_autocast_and_row_invariance_take_torchs_own(table: Table):
     assert choices() == {"reference"}
 
 
+class Noted(torch.Tensor):
+    """A subclass whose products are its own affair."""
+
+    seen: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_tensors_of_other_kinds_see_stock_calls(table: Table):
+    table(train=1)
+    x, weight = torch.randn(5, 8), torch.randn(6, 8)
+    for pair in ((x.as_subclass(Noted), weight), (x, weight.as_subclass(Noted))):
+        linear_act(*pair)
+        assert "linear" in Noted.seen
+        Noted.seen.clear()
+    assert choices() == {"reference"}
+
+
 def test_without_a_table_nothing_is_chosen(table: Table):
     tuning.forget()
     linear_act(torch.randn(5000, 8), torch.randn(6, 8))
@@ -521,6 +542,24 @@ def test_views_of_one_call_are_not_packed():
             y = linear_act(x[:, :4], held, pack_weight=True, impl="onednn")
         assert onednn.packed_bytes(held) == 0
     torch.testing.assert_close(y, x[:, :4] @ held.t())
+
+
+def test_the_engine_packs_whatever_mode_the_model_is_in(table: Table):
+    table(packed=1, packed_act=1)
+    config = {"style": "gated", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2}
+    model = sf.ParallelTransformer(sf.TransformerConfig(**config, num_heads=2, num_kv_heads=1, max_positions=32))
+    requests = [sf.Request([1, 2, 3], max_new_tokens=4), sf.Request([5], max_new_tokens=4)]
+    answers = sf.Engine(model, num_blocks=8).generate(requests)
+    assert model.training
+    assert choices() == {"onednn"}
+    layers = [module for module in model.modules() if isinstance(module, sf.RowParallelLinear)]
+    assert layers
+    assert all(onednn.packed_bytes(layer.weight) for layer in layers)
+    model(torch.arange(4)[None])
+    assert choices() == {"reference"}  # training's rows of the table
+    table()
+    assert sf.Engine(model, num_blocks=8).generate(requests) == answers
+    assert choices() == {"reference"}
 
 
 def test_packing_can_be_turned_off(monkeypatch: pytest.MonkeyPatch):
