@@ -12,6 +12,7 @@ import torch
 
 from ..runtime import autograd, library
 from ..runtime.onednn import product
+from .functional import as_rows, shaped
 from .reference import ACTIVATIONS, act_grad
 
 
@@ -27,31 +28,26 @@ class _LinearAct(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
     ) -> torch.Tensor:
-        z = product(x, weight, bias)
-        ctx.activation = activation
-        if activation == "identity":
-            ctx.save_for_backward(x, weight, None)
-            return z
-        ctx.save_for_backward(x, weight, z)
-        return ACTIVATIONS[activation](z)
+        rows = as_rows(x)
+        z = product(rows, weight, bias)
+        ctx.activation, ctx.shape = activation, x.shape
+        ctx.save_for_backward(rows, weight, None if activation == "identity" else z)
+        y = z if activation == "identity" else ACTIVATIONS[activation](z)
+        return y if x.dim() == 2 else shaped(y, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(autograd.NO_SECOND)
-        x, weight, z = ctx.saved_tensors
+        rows, weight, z = ctx.saved_tensors
         want_x, want_weight, want_bias, _ = autograd.needed_grads(ctx)
-        shape = x.shape
-        if len(shape) != 2:
-            dy = dy.reshape(-1, weight.shape[0])
-            z = z if z is None else z.view(dy.shape)
+        dy = as_rows(dy)
         dz = dy if z is None else act_grad(dy, z, ctx.activation)
-        dx = product(dz, weight.t()) if want_x else None
-        if dx is not None and len(shape) != 2:
-            dx = dx.view(shape)
-        dw = None
+        dx = dw = None
+        if want_x:
+            dx = product(dz, weight.t())
+            dx = dx if len(ctx.shape) == 2 else shaped(dx, ctx.shape[:-1])
         if want_weight:
-            rows = x if len(shape) == 2 else x.reshape(-1, shape[-1])
             dw = product(dz.t(), rows.t()) if len(rows) else torch.zeros_like(weight)
         return dx, dw, dz.sum(0) if want_bias else None, None
 

@@ -150,6 +150,20 @@ def test_any_leading_dimensions(shape: tuple[int, ...]):
         torch.testing.assert_close(ours, low)
 
 
+@pytest.mark.parametrize("activation", ["identity", "silu"])
+@pytest.mark.parametrize("shape", [(5, 8), (2, 3, 8)])
+def test_a_result_may_be_changed_in_place(shape: tuple[int, ...], activation: str):
+    """As Falcon's block does with its feed-forward layer's."""
+    x, weight = leaves(shape, (6, 8))
+    grads = []
+    for impl in ("onednn", "reference"):
+        y = linear_act(x, weight, activation=activation, impl=impl)
+        y += 1
+        grads.append(torch.autograd.grad(y.square().sum(), [x, weight]))
+    for ours, low in zip(*grads):
+        torch.testing.assert_close(ours, low)
+
+
 def test_a_second_derivative_is_refused():
     x, weight = leaves((5, 8), (6, 8))
     for y in (linear_act(x, weight, impl="onednn"), gated_linear(x, weight, weight * 2, impl="onednn")):
