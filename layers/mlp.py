@@ -14,7 +14,7 @@ from ..parallel.core.sharding import local_tensors
 from ..parallel.mlp import RECOMPUTE, fused_mlp
 from ..parallel.overlap.partial_sum import PartialSum
 from .linear import ColumnParallelLinear, RowParallelLinear, check_tokens, held, project
-from .module import FusedGroup, Layer, TensorParallel, check_divides, is_plain_module
+from .module import FusedGroup, Layer, TensorParallel, check_divides, hooked_everywhere, is_plain_module
 from .options import LayerKwargs, LayerOptions, Unpack
 
 SITE = "mlp"
@@ -86,7 +86,7 @@ class ParallelMLP(TensorParallel, Layer):
             compare_call(self, self.group, x=x)
         layers = self._layers()
         plain = all(map(is_plain_module, layers))
-        alone = plain and self.group.size == 1 and not torch.compiler.is_compiling()  # else its layers show
+        alone = plain and self.group.size == 1 and not (torch.compiler.is_compiling() or hooked_everywhere())
         if alone and residual is None and self._small(x, layers[0]):
             return functional.plain_mlp(x, [held(layer) for layer in layers], self.activation)
         *first, last = layers

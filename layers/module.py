@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules import module as hooks
 
 from ..kernels.runtime.checks import expect_tensor, whole_number
 from ..kernels.runtime.dispatch import Choice
@@ -75,14 +76,28 @@ class Init:
 
 
 def is_plain_module(module: nn.Module) -> bool:
-    """Whether ``module`` is of one of this package's classes and has no hooks.
+    """Whether ``module`` is of one of this package's classes, has no hooks, and the forward of its class.
 
     Only then may its parent read its parameters in place of calling it, or pass it arguments that its stock twin does
     not take. An adapter that replaced the module is not plain, and neither is a wrapped module: FSDP gives it a class
     of its own.
     """
     return type(module).__module__.startswith(_PACKAGE) and not (
-        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def hooked_everywhere() -> bool:
+    """Whether there are hooks for the calls of all modules."""
+    return bool(
+        hooks._global_forward_hooks
+        or hooks._global_forward_pre_hooks
+        or hooks._global_backward_hooks
+        or hooks._global_backward_pre_hooks
     )
 
 

@@ -133,8 +133,7 @@ def parallelize(
         assert mesh is not None
         dtype = None if precision is None else PRECISIONS[precision]
         pipeline = Pipeline(model, modules, mesh, schedule, count, dtype=dtype)  # type: ignore[arg-type]
-    if device_of(mesh, device).type == "cpu":
-        agree_on_processors(whole_group(group_of(model) if mesh is None else mesh))
+    agree_on_processors(whole_group(group_of(model) if mesh is None else mesh))
     for _, module in modules:
         leave_to_caller(module)
     return ParallelModel(model, [module for _, module in modules], mesh, pipeline, count, precision)

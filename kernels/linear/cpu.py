@@ -53,14 +53,15 @@ def bucket(kind: str, features: int) -> str:
 
 def wins(x: torch.Tensor, weight: torch.Tensor, activation: str, pack: bool) -> bool:
     """Whether ``auto`` gives act(x @ weight^T) to oneDNN, by the table alone. Python overhead is measurable here."""
-    thresholds = _thresholds
-    if thresholds is None and not torch.compiler.is_compiling():
-        thresholds = _read()
+    if torch.compiler.is_compiling():  # sizes may be symbolic, and a graph must not be tied to them
+        return False
+    thresholds = _read() if _thresholds is None else _thresholds
     if not thresholds or x.dtype is not torch.float32 or not x.is_cpu:
         return False
-    table = thresholds[kind_of(activation, pack)]
-    tokens = table[weight.numel().bit_length()]
-    if tokens == _NEVER or x.numel() < tokens * weight.size(-1):
+    size, elements = weight.numel(), x.numel()
+    if type(size) is not int or type(elements) is not int:  # torch.jit traces
+        return False
+    if elements < thresholds[kind_of(activation, pack)][size.bit_length()] * weight.size(-1):
         return False
     if type(x) not in library.PLAIN or type(weight) not in library.PLAIN:  # a subclass knows what its product is
         return False
@@ -77,7 +78,7 @@ def offer(
         return OneDNN(lacks)
     won = x is None or wins(x, weights[0], activation, pack)
     if torch.compiler.is_compiling():
-        return OneDNN(None, won, "the table of this processor")
+        return OneDNN(why="torch's own product while torch.compile traces")
     return _offer(kind_of(activation, pack), weights[0].numel() if weights else None, dtype, won)
 
 
@@ -103,6 +104,8 @@ def _offer(kind: str, size: int | None, dtype: torch.dtype, won: bool) -> OneDNN
 def fingerprint() -> str:
     """What this process's choices on a CPU follow from."""
     entries = sorted((entry.bucket, str(entry.config)) for entry in _entries())
+    if _disagreement:
+        return _disagreement
     digest = hashlib.sha256(repr(entries).encode()).hexdigest()[:8] if entries else "none"
     return f"{processor.architecture()}, {onednn.why_not(torch.float32) or 'oneDNN'}, table {digest}"
 

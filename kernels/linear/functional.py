@@ -225,7 +225,7 @@ def _keep_packed(weights: Tensors, x: torch.Tensor, dtype: torch.dtype, pack_wei
 
 def packs(asked: bool) -> bool:
     """Whether a call may keep packed weights, if it is ``asked`` to or not."""
-    return (asked or packing.is_serving) and not torch.is_grad_enabled()
+    return (asked or packing.is_serving) and packing.PACKS and not torch.is_grad_enabled()
 
 
 def settled(impl: str, x: torch.Tensor, weight: Any, activation: str, pack: bool) -> str | None:

@@ -31,7 +31,7 @@ def linear_act_fwd(
     save_preact: bool,
 ) -> list[torch.Tensor]:
     """y_i = act(z_i) [+ residual], then with ``save_preact`` the z_i = x @ W_i^T + b_i. Packed weights are used."""
-    if not x.shape[1]:
+    if not x.shape[1] or not all(map(len, weights)):
         return reference.linear_act_fwd(x, weights, biases, residual, activation, save_preact)
     fused = activation in onednn.POST_OPS and not save_preact and onednn.serves(weights[0])
     weights = [onednn.packed(w) for w in weights]
@@ -89,7 +89,7 @@ def linear_dgrad_gated(
 
 def linear_wgrad(dzs: Tensors, x: torch.Tensor, want_bias: Sequence[bool]) -> list[torch.Tensor]:
     """dW_i = dz_i^T @ x and then, where wanted, db_i = sum_T dz_i."""
-    if not len(x):
+    if not len(x) or not all(dz.shape[1] for dz in dzs):
         return reference.linear_wgrad(dzs, x, want_bias)
     dws = [onednn.product(dz.t(), x.t()) for dz in dzs]
     return dws + [dz.sum(0) for dz, want in zip(dzs, want_bias) if want]

@@ -12,13 +12,15 @@ import torch
 
 from ..runtime import autograd, library
 from ..runtime.onednn import product
+from . import onednn, reference
 from .functional import as_rows, shaped
 from .reference import ACTIVATIONS, act_grad
 
 
 def takes(dtype: torch.dtype, x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether :func:`linear_act` may run this call, which oneDNN runs, in ``dtype``, with one weight and no more."""
-    return x.dtype is dtype is weight.dtype and x.shape[-1] > 0 and not (library.watched() or autograd.splitting())
+    alike = x.dtype is dtype is weight.dtype
+    return alike and weight.numel() > 0 and not (library.watched() or autograd.splitting())
 
 
 class _LinearAct(torch.autograd.Function):
@@ -28,28 +30,40 @@ class _LinearAct(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
     ) -> torch.Tensor:
-        rows = as_rows(x)
-        z = product(rows, weight, bias)
+        z = product(as_rows(x), weight, bias)
         ctx.activation, ctx.shape = activation, x.shape
-        ctx.save_for_backward(rows, weight, None if activation == "identity" else z)
+        need_x, need_weight, _, _ = ctx.needs_input_grad
+        # Of a weight whose gradient is wanted second derivatives may be asked for.
+        kept_x, kept_weight = x if need_weight else None, weight if need_x or need_weight else None
+        ctx.save_for_backward(kept_x, kept_weight, bias, None if activation == "identity" else z)
         y = z if activation == "identity" else ACTIVATIONS[activation](z)
         return y if x.dim() == 2 else shaped(y, x.shape[:-1])
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, weight, bias, z = ctx.saved_tensors
+        want = autograd.needed_grads(ctx)
         if torch.is_grad_enabled():
-            raise RuntimeError(autograd.NO_SECOND)
-        rows, weight, z = ctx.saved_tensors
-        want_x, want_weight, want_bias, _ = autograd.needed_grads(ctx)
+            return _differentiable(ctx, x, weight, bias, dy, want)
         dy = as_rows(dy)
         dz = dy if z is None else act_grad(dy, z, ctx.activation)
         dx = dw = None
-        if want_x:
+        if want[0]:
             dx = product(dz, weight.t())
             dx = dx if len(ctx.shape) == 2 else shaped(dx, ctx.shape[:-1])
-        if want_weight:
-            dw = product(dz.t(), rows.t()) if len(rows) else torch.zeros_like(weight)
-        return dx, dw, dz.sum(0) if want_bias else None, None
+        if want[1]:
+            (dw,) = onednn.linear_wgrad([dz], as_rows(x), [False])
+        return dx, dw, dz.sum(0) if want[2] else None, None
+
+
+def _differentiable(ctx: Any, x: Any, weight: Any, bias: Any, dy: torch.Tensor, want: Any) -> Any:
+    """The gradients by torch's own functions, which have derivatives themselves."""
+    if x is None or weight is None:
+        raise RuntimeError(autograd.NO_SECOND)
+    (y,) = reference.linear_act(x, (weight,), (bias,), ctx.activation)
+    given = [tensor for tensor, wanted in zip((x, weight, bias), want) if wanted]
+    grads = iter(torch.autograd.grad(y, given, dy, create_graph=True))
+    return (*(next(grads) if wanted else None for wanted in want[:3]), None)
 
 
 linear_act = autograd.direct(_LinearAct)

@@ -230,7 +230,7 @@ def _decide(
         return Choice("triton", "asked for")
     if device.type == "cpu" and onednn is not None and onednn.wins and not onednn.lacks:
         return Choice("onednn", onednn.why)
-    if device.type == "cpu" and onednn is not None and onednn.why:
+    if device.type == "cpu" and onednn is not None and (onednn.lacks or onednn.why):
         return Choice("reference", onednn.lacks or onednn.why)
     if missing:
         return Choice("reference", missing)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import sys
 import weakref
@@ -36,14 +37,28 @@ def product(
 ) -> torch.Tensor:
     """act(x @ W^T + b), of POST_OPS: x [T, D], W [F, D] of any strides or packed, b [F] -> [T, F], contiguous."""
     name, algorithm = POST_OPS[activation]
-    return _ops().default(x, weight, bias, name, (), algorithm)
+    return _ops().default(x, _laid_out(weight), _dense(bias), name, (), algorithm)
 
 
 def product_with(
     x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, operation: str
 ) -> torch.Tensor:
     """(x @ W^T + b) + other, or times other, for the ``operation`` "add" or "mul": other [T, F]."""
-    return _ops().binary(x, other, weight, bias, operation)
+    return _ops().binary(x, other.contiguous(), _laid_out(weight), _dense(bias), operation)
+
+
+def _dense(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """``bias`` without gaps: the op would read it as if it had none."""
+    return bias if bias is None or bias.is_contiguous() else bias.contiguous()
+
+
+def _laid_out(weight: torch.Tensor) -> torch.Tensor:
+    """``weight`` in rows or in columns that do not overlap."""
+    if weight.layout is not torch.strided:  # packed
+        return weight
+    (rows, columns), (down, right) = weight.shape, weight.stride()
+    apart = min(down, right) > 0 and (down >= columns * right or right >= rows * down)
+    return weight if apart else weight.contiguous()
 
 
 @functools.cache
@@ -79,9 +94,10 @@ def _why_broken() -> str | None:
         return "this torch was built without oneDNN"
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return f"torch {torch.__version__} has no torch.ops.mkldnn._linear_pointwise"
-    x, weight = torch.tensor([[1.0, -2.0], [3.0, 0.5]]), torch.tensor([[0.5, 1.0], [-1.0, 2.0]])
-    z = torch.tensor([[-1.5 + 1.0, -5.0 - 1.0], [2.0 + 1.0, -2.0 - 1.0]])
-    bias = torch.tensor([1.0, -1.0])
+    fp32 = functools.partial(torch.tensor, dtype=torch.float32, device="cpu")  # whatever the defaults are
+    x, weight = fp32([[1.0, -2.0], [3.0, 0.5]]), fp32([[0.5, 1.0], [-1.0, 2.0]])
+    z = fp32([[-1.5 + 1.0, -5.0 - 1.0], [2.0 + 1.0, -2.0 - 1.0]])
+    bias = fp32([1.0, 0.0, -1.0])[::2]
     expected = {
         "identity": z,
         "relu": z.relu(),
@@ -140,27 +156,31 @@ def pack(weight: torch.Tensor, tokens: int) -> None:
     """
     held = _packed.get(id(weight))
     if held is not None and held.weight() is weight:
-        if _unchanged(weight, held):
-            return
-        del _packed[id(weight)]
+        return
     number = id(weight)
     seen = _seen.get(number)
     if seen is None or seen() is not weight:
         _seen[number] = weakref.ref(weight, lambda _: _seen.pop(number, None))
         return
     dense = weight.is_contiguous() or weight.t().is_contiguous()
-    if not PACKS or weight.is_inference() or not weight.numel() or not dense or _taken_away(weight):
+    if weight.is_inference() or not weight.numel() or not dense or _taken_away(weight):
         return
-    detached = weight.detach()
+    detached, state = weight.detach(), _state(weight)
+    sample = _sample(detached).clone()
     packed = torch.ops.mkldnn._reorder_linear_weight(detached, tokens)
     gone = weakref.ref(weight, lambda _: _packed.pop(number, None))
-    _packed[number] = _Packed(gone, _state(weight), _sample(detached).clone(), packed)
+    _packed[number] = _Packed(gone, state, sample, packed)
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:
-    """What is kept of ``weight``, or the weight."""
+    """What is kept of ``weight``, if the weight is still what it was; else the weight."""
     held = _packed.get(id(weight)) if _packed else None
-    return weight if held is None or held.weight() is not weight else held.packed
+    if held is None or held.weight() is not weight:
+        return weight
+    if not _unchanged(weight, held):
+        _packed.pop(id(weight), None)
+        return weight
+    return held.packed
 
 
 def serves(weight: torch.Tensor) -> bool:
@@ -204,8 +224,12 @@ def _taken_away(weight: torch.Tensor) -> bool:
     if hasattr(weight, "ds_id"):  # DeepSpeed's ZeRO 3
         return True
     states = getattr(sys.modules.get("torch.distributed._composable_state"), "_module_state_mapping", {})
-    for state in [reference() for reference in states.values()]:
-        for param in getattr(getattr(state, "_fsdp_param_group", None), "fsdp_params", ()):
-            if getattr(param, "_unsharded_param", None) is weight:
+    for state in [reference() for reference in list(states.values())]:
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch 2.11 has one
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        for param in itertools.chain.from_iterable(getattr(group, "fsdp_params", ()) for group in groups):
+            whole = getattr(param, "_unsharded_param", None)
+            if weight is whole or weight is getattr(whole, "_local_tensor", None):
                 return True
     return False

@@ -116,8 +116,7 @@ def fuse(
             match.group = SINGLE if match.whole else group
     if sequence_parallel and group.size > 1:
         divide(model, group)
-    if not any(param.is_cuda for param in model.parameters()):
-        agree_on_processors(group)
+    agree_on_processors(group)
     return model
 
 

@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -49,8 +50,7 @@ def compare_call(layer: nn.Module, group: Group, *, values: bool = False, **inpu
     layer.__dict__["_compared_calls"] = calls + 1
     with _disable_current_modes():
         if calls == 0:
-            if any(x.is_cpu for x in given.values()):
-                agree_on_processors(group)
+            agree_on_processors(group)
             leave_to_caller(layer, below=True)
             compare(group, _built(layer), what=type(layer).__name__)
         compare(
@@ -70,7 +70,7 @@ def agree_on_processors(group: Group) -> None:
     Collective, once in a group. Where ranks would choose by different tables, ``auto`` takes torch's own products on
     all of them from now on, and says so: the others' would differ in their last bits.
     """
-    if group.size == 1 or group.pg in _asked:
+    if group.size == 1 or group.pg in _asked or not _on_cpus(group):
         return
     _asked.add(group.pg)
     said = collectives.gather_objects(cpu.fingerprint(), group, site=SITE)
@@ -83,6 +83,12 @@ def agree_on_processors(group: Group) -> None:
     )
     cpu.settle_for_stock(why)
     warnings.warn(f"{why}; give all ranks one table with SHARDFUSE_TUNED", stacklevel=2)
+
+
+def _on_cpus(group: Group) -> bool:
+    """Whether the ranks of ``group`` may exchange tensors on CPUs: the same on all of them."""
+    backend = dist.get_backend(group.pg)
+    return "gloo" in backend or "mpi" in backend
 
 
 _asked: weakref.WeakSet[Any] = weakref.WeakSet()  # process groups

@@ -6,6 +6,8 @@ import contextlib
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -13,8 +15,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from oracle import assert_matches
+from torch._dynamo.testing import CompileCounter
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from tuning_case import shipped_tables
 
 import shardfuse as sf
@@ -164,11 +168,67 @@ def test_a_result_may_be_changed_in_place(shape: tuple[int, ...], activation: st
         torch.testing.assert_close(ours, low)
 
 
-def test_a_second_derivative_is_refused():
+@pytest.mark.parametrize("shape", [(5, 8), (2, 3, 8)])
+@pytest.mark.parametrize("activation", ["identity", "gelu_tanh"])
+def test_second_derivatives_are_torchs_own(shape: tuple[int, ...], activation: str):
+    x, weight, bias = leaves(shape, (6, 8), (6,))
+    found = {}
+    for impl in ("onednn", "reference"):
+        y = linear_act(x, weight, bias, activation=activation, impl=impl)
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        found[impl] = torch.autograd.grad(dx.norm(), [x, weight, bias])
+    for ours, low in zip(found["onednn"], found["reference"]):
+        torch.testing.assert_close(ours, low)
+
+
+def test_second_derivatives_are_refused_where_there_are_none():
     x, weight = leaves((5, 8), (6, 8))
-    for y in (linear_act(x, weight, impl="onednn"), gated_linear(x, weight, weight * 2, impl="onednn")):
+    frozen = weight.detach()
+    for y in (linear_act(x, frozen, impl="onednn"), gated_linear(x, weight, weight * 2, impl="onednn")):
         with pytest.raises(RuntimeError, match="create_graph=True asks for second derivatives"):
             torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_what_backward_does_not_read_may_change():
+    x, weight = leaves((5, 8), (6, 8))
+    inner = x * 1
+    y = linear_act(inner, weight.detach(), impl="onednn")
+    inner += 1  # a frozen weight has no gradient that would want x
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, weight.detach().sum(0).expand(5, 8))
+
+
+def test_operands_with_gaps_and_overlaps():
+    """A bias of a column, an expanded one; windows of a signal; one row for all."""
+    table, signal = torch.randn(8, 3), torch.randn(12)
+    x, weight = torch.randn(5, 8), torch.randn(8, 8)
+    for bias in (table[:, 1], torch.randn(1).expand(8)):
+        torch.testing.assert_close(linear_act(x, weight, bias, impl="onednn"), F.linear(x, weight, bias))
+        gated = gated_linear(x, weight, weight, bias, bias, impl="onednn")
+        torch.testing.assert_close(gated, F.silu(F.linear(x, weight, bias)) * F.linear(x, weight, bias))
+    for rows, matrix in (
+        (signal.unfold(0, 8, 1), weight),
+        (x, torch.randn(15).unfold(0, 8, 1)),
+        (x, torch.randn(1, 8).expand(8, 8)),
+        (x[:1].expand(5, 8), weight.t()),
+    ):
+        leaf = matrix.detach().requires_grad_()
+        y = linear_act(rows, leaf, impl="onednn")
+        torch.testing.assert_close(y, F.linear(rows, matrix))
+        (dw,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
+        torch.testing.assert_close(dw, torch.ones_like(y).t() @ rows)
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 6), (5, 0, 6), (5, 8, 0)])
+def test_empty_operands(sizes: tuple[int, int, int]):
+    T, D, N = sizes
+    x, weight, bias = leaves((T, D), (N, D), (N,))
+    for gated in (False, True):
+        args = (x, weight, weight, bias, bias) if gated else (x, weight, bias)
+        y = (gated_linear if gated else linear_act)(*args, impl="onednn")
+        assert y.shape == (T, N)
+        found = torch.autograd.grad(y.sum(), [x, weight, bias])
+        assert [each.shape for each in found] == [x.shape, weight.shape, bias.shape]
 
 
 def test_forward_mode_and_transforms_run_the_reference(table: Table):
@@ -227,8 +287,30 @@ def test_compiles_in_inductor_where_the_raw_op_fails():
     _compiles("inductor")
 
 
-def test_auto_compiles_to_what_the_table_says(table: Table):
+def test_symbolic_sizes_tie_no_graph_to_the_table(table: Table):
     table(train=4)
+    weight = torch.randn(6, 8)
+    counter = CompileCounter()
+    step = torch.compile(lambda x: linear_act(x, weight), backend=counter, fullgraph=True, dynamic=True)
+    for tokens in (3, 9, 2):
+        step(torch.randn(tokens, 8))
+    assert counter.frame_count == 1
+    chosen = torch.compile(lambda x: linear_act(x[x[:, 0] > 0], weight), backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        chosen(torch.randn(9, 8))
+    layer = sf.ColumnParallelLinear(8, 6)
+    tokens = torch.export.Dim("tokens", min=1, max=64)
+    torch.export.export(layer, (torch.randn(5, 8),), dynamic_shapes={"x": {0: tokens}})
+    x = torch.randn(5, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(layer, (x,), check_trace=False)
+    torch.testing.assert_close(traced(x), layer(x))
+
+
+def test_auto_compiles_to_torchs_own_and_a_request_to_our_op(table: Table):
+    table(train=1)
     weight = torch.randn(6, 8)
     seen: list[str] = []
 
@@ -236,9 +318,10 @@ def test_auto_compiles_to_what_the_table_says(table: Table):
         seen.append(str(graph.graph))
         return graph
 
-    for tokens, there in ((3, False), (5, True)):
+    for impl, there in (("auto", False), ("onednn", True)):
         torch._dynamo.reset()
-        torch.compile(lambda x: linear_act(x, weight, activation="relu"), backend=backend)(torch.randn(tokens, 8))
+        step = torch.compile(lambda x: linear_act(x, weight, activation="relu", impl=impl), backend=backend)  # noqa: B023
+        step(torch.randn(5, 8))
         assert ("onednn_linear_act_fwd" in seen.pop()) == there
 
 
@@ -516,6 +599,55 @@ def test_changed_weights_are_never_multiplied_as_they_were(change: Callable[[Any
     layer, x = packing_layer()
     change(layer)
     assert all(right(layer, x) for _ in range(3))
+
+
+def _loss(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return linear_cross_entropy(x, weight, torch.arange(5), impl="onednn")
+
+
+def _product(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return linear_act(x, weight, impl="onednn")
+
+
+def _compiled(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.compile(_product, backend="aot_eager")(weight, x)
+
+
+def _counted(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    with FlopCounterMode(display=False):
+        return _product(weight, x)
+
+
+def _on_a_device(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    with torch.device("cpu"):
+        return _product(weight, x)
+
+
+@pytest.mark.parametrize("use", [_loss, _product, _compiled, _counted, _on_a_device])
+@pytest.mark.parametrize("grad", [False, True])
+def test_no_path_multiplies_what_a_weight_was(use: Callable[..., torch.Tensor], grad: bool):
+    """Whoever reads a packed weight asks whether it is still the weight."""
+    weight, x = torch.nn.Parameter(torch.randn(16, 8)), torch.randn(5, 8)
+    with torch.no_grad():
+        for _ in range(2):
+            linear_act(x, weight, pack_weight=True, impl="onednn")
+        assert onednn.packed_bytes(weight)
+        weight.mul_(3)
+    with torch.set_grad_enabled(grad):
+        torch.testing.assert_close(use(weight, x), use(weight.detach().clone().requires_grad_(), x))
+
+
+def test_the_probe_does_not_depend_on_defaults():
+    source = """
+import torch
+torch.set_default_dtype(torch.float64)
+with torch.device("meta"):
+    from shardfuse.kernels.runtime import onednn
+    import shardfuse.kernels.linear
+print(onednn.why_not(torch.float32))
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "None", done.stderr
 
 
 def test_a_training_step_drops_what_was_packed():
