@@ -122,5 +122,24 @@ def _zero_body(rank: int, world: int) -> list[int]:
     return found
 
 
+def _two_dimensions_body(rank: int, world: int) -> int:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(sf.ParallelMLP(8, 16, mesh=mesh["tp"], impl="onednn") for _ in range(2)))
+    for block in (*model, model):
+        fully_shard(block, mesh=mesh["dp"])
+    model.eval()
+    before = len(onednn._packed)
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.ones(5, 8))
+    return len(onednn._packed) - before
+
+
+@pytest.mark.nightly
+def test_what_zero_takes_away_beside_tensor_parallelism_is_not_packed(ranks: Any):
+    assert ranks(4, _two_dimensions_body) == [0] * 4
+
+
 def test_what_zero_takes_away_is_not_packed(ranks: Any):
     assert ranks(2, _zero_body) == [[0, 4]] * 2
