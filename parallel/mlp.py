@@ -130,8 +130,9 @@ class ParallelMLPFunction(torch.autograd.Function):
         alone, site = options.group.size == 1, options.site
         plain = open_params(ctx, x_shard, params, options.fuse_wgrad_accumulation and options.grad)
         op = "gated_linear" if call.gated else "linear_act"
+        packs = options.packs
         dtype, first_choice = functional.prepare(
-            x_shard, plain[:n], plain[n : 2 * n], call.activation, options.impl, op=op, pack_weight=options.packs
+            x_shard, plain[:n], plain[n : 2 * n], call.activation, options.impl, op=op, pack_weight=packs
         )
         x_shard, *operands = functional.cast((x_shard, *plain[: 2 * n]), [dtype] * (1 + 2 * n))
         weights, biases, (out_weight, out_bias) = operands[:n], operands[n:], plain[2 * n :]
@@ -152,9 +153,7 @@ class ParallelMLPFunction(torch.autograd.Function):
         else:
             (h, *zs), x = product.compute(), rows
 
-        _, second_choice = functional.prepare(
-            h, [out_weight], [out_bias], "identity", options.impl, pack_weight=options.packs
-        )
+        _, second_choice = functional.prepare(h, [out_weight], [out_bias], "identity", options.impl, pack_weight=packs)
         out_weight, out_bias = functional.cast((out_weight, out_bias), [dtype, dtype])
         out_overlap = row_overlap(options, h, out_weight)
         if alone:  # the epilogue adds bias and residual

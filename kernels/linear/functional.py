@@ -25,6 +25,7 @@ from .reference import ACTIVATIONS
 Tensors = Sequence[torch.Tensor]
 
 MAX_WEIGHTS = 3
+_ASK_ONEDNN = ("auto", "onednn")  # the values of `impl` that may mean oneDNN
 
 
 def linear_act_choice(
@@ -42,10 +43,10 @@ def linear_act_choice(
     ``stock_wins`` is what :func:`measured` says of the sizes, ``offer`` what :func:`cpu.offer` says, where they are
     known; ``unsupported``, what else keeps the kernel from this call.
     """
-    transformed = autograd.transformed()
-    if offer is None and device.type != "cuda":
+    impl = dispatch.default_impl() if impl == "auto" else impl
+    if offer is None and impl in _ASK_ONEDNN and device.type != "cuda":
         offer = cpu.offer(None, (), dtype, "identity", False)
-    unsupported = transformed or no_kernel(dtype) or unsupported
+    unsupported = autograd.transformed() or no_kernel(dtype) or unsupported
     return dispatch.choose(op, device, impl, unsupported=unsupported, stock_wins=stock_wins, onednn=offer)
 
 
@@ -203,8 +204,11 @@ def prepare(
     """Check and count one call as ``linear_act`` does: the dtype to cast its operands to, and what runs."""
     check(x, weights, biases, activation, residual, op=op)
     dtype = autocast_dtype(x) or x.dtype
+    impl = dispatch.default_impl() if impl == "auto" else impl
     stock_wins = measured(x, weights, biases, activation, dtype, op) if impl == "auto" else None
-    offer = cpu.offer(x, weights, dtype, activation, pack_weight) if x.is_cpu or impl == "onednn" else None
+    offer = None
+    if impl in _ASK_ONEDNN and (x.is_cpu or impl == "onednn"):
+        offer = cpu.offer(x, weights, dtype, activation, pack_weight)
     choice = linear_act_choice(dtype, x.device, impl, op=op, stock_wins=stock_wins, offer=offer)
     if choice.impl == "onednn":
         _keep_packed(weights, x, dtype, pack_weight)

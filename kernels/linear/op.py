@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, overload
 import torch
 
 from ..runtime import autograd, dispatch
+from ..runtime import onednn as packing
 from ..runtime.dispatch import Choice
-from ..runtime.onednn import drop
 from . import functional, onednn_autograd, reference
 
 Optional = tuple["torch.Tensor | None", ...]
@@ -88,12 +88,13 @@ def linear_act(
                 functional.check(x, weights, (bias,), activation)
                 if onednn_autograd.takes(x.dtype, x, weights[0]):
                     dispatch.count("linear_act", "onednn")
-                    drop(weights[0])
+                    packing.drop(weights[0])
                     return onednn_autograd.linear_act(x, weights[0], bias, activation)
         biases: Optional = (bias,) * len(weights)
     else:
         biases = tuple(bias)
-    pack_weight = functional.packs(pack_weight)
+    if pack_weight or packing.is_serving:
+        pack_weight = functional.packs(pack_weight)
     dtype, choice = functional.prepare(x, weights, biases, activation, impl, residual, pack_weight=pack_weight)
     if choice.impl == "reference" and not fuse_wgrad_accumulation:
         outputs = reference.linear_act(x, weights, biases, activation, residual)
@@ -145,7 +146,8 @@ def gated_linear(
     weights, biases = (gate_weight, up_weight), (gate_bias, up_bias)
     if not fuse_wgrad_accumulation and functional.settled(impl, x, gate_weight, activation, pack_weight) == "reference":
         return functional.plain_forward(x, weights, biases, activation, op="gated_linear")
-    pack_weight = functional.packs(pack_weight)
+    if pack_weight or packing.is_serving:
+        pack_weight = functional.packs(pack_weight)
     dtype, choice = functional.prepare(x, weights, biases, activation, impl, op="gated_linear", pack_weight=pack_weight)
     if choice.impl == "reference" and not fuse_wgrad_accumulation:
         return reference.gated_linear(x, weights, biases, activation)

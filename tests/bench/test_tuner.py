@@ -190,6 +190,8 @@ def test_a_dry_run_goes_the_whole_way(shipped, tmp_path, monkeypatch, capfd):
     tuning.forget()
     with pytest.raises(ValueError, match="written by a dry run"):
         look_up()
+    monkeypatch.delenv(tuning.VARIABLE)
+    tuning.forget()
     # And a second call has nothing left to do.
     tried = len(_events(out, "tried"))
     assert tune.tune(_options(out)) == 0

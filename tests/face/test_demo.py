@@ -92,7 +92,7 @@ def test_demo_from_training_to_serving(leftovers: Any, tmp_path: Path):
     for number in range(1, 6):
         assert re.search(rf"^{number}/5  ", output, re.MULTILINE)
     for op in ("linear_act", "paged_attention"):
-        assert re.search(rf"^  {op} +(reference|triton)  ", output, re.MULTILINE)
+        assert re.search(rf"^  {op} +(onednn|reference|triton)  ", output, re.MULTILINE)
     for said in ("step 1", "s left", "tokens/s", "peak memory", "held no token", "shardfuse-demo/checkpoints"):
         assert said in output
     model = load_hf(out / "model")
