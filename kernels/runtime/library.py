@@ -64,8 +64,9 @@ def launches(schemas: Any, *operands: torch.Tensor | None) -> Any:
 
     The caller runs outside autograd. It passes every operand whose memory a kernel reads.
     """
-    if _profiles() or _modes() or _functions() or _traces() or _level() is not None or torch.compiler.is_compiling():
-        return schemas  # what `watched` asks, without a call
+    # What `watched` asks, without a call. torch.compile can trace the first question only.
+    if torch.compiler.is_compiling() or _modes() or _functions() or _traces() or _profiles() or _level() is not None:
+        return schemas
     for tensor in operands:  # a subclass, or one that is not what lies in its memory
         if tensor is not None and (type(tensor) not in PLAIN or tensor.is_neg() or _wrapped(tensor)):
             return schemas
