@@ -227,6 +227,8 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         value: Any = _version()
+    elif name == "integrations":
+        value = importlib.import_module(".integrations", __name__)
     elif name in _HOMES:
         value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     else:

@@ -1,0 +1,79 @@
+"""Which versions of a host were tested, and what is said of the others, when a plug-in registers and not later.
+
+A host changes what it asks of a plug-in every one or two minor versions. A version that was tested registers. Another
+one registers, with a warning, where its sources still have everything that the plug-in rests on (``contract.py``).
+Otherwise :class:`UnsupportedHost` names the difference and the versions that were tested.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from .contract import Expectation, differences, read
+
+
+class UnsupportedHost(RuntimeError):
+    """A host that is missing, or whose version does not have what the plug-in rests on."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A server or library that calls our kernel."""
+
+    name: str
+    package: str  # what is imported
+    distributions: tuple[str, ...]  # what pip installs, any of them
+    ran: tuple[str, ...]  # versions whose lane ran end to end
+    compared: tuple[str, ...] = ()  # versions whose sources have the contract, and which were not run
+
+    @property
+    def tested(self) -> str:
+        """The versions, for messages."""
+        parts = [f"{', '.join(self.ran)} (run)" if self.ran else ""]
+        parts += [f"{', '.join(self.compared)} (contract compared, not run)" if self.compared else ""]
+        return "; ".join(filter(None, parts))
+
+    def version(self) -> str:
+        """The installed version, without its local part. UnsupportedHost where there is none."""
+        for distribution in self.distributions:
+            try:
+                return metadata.version(distribution).partition("+")[0]
+            except metadata.PackageNotFoundError:
+                continue
+        raise UnsupportedHost(
+            f"{self.name} is not installed: pip install {self.distributions[0]}=={(*self.ran, *self.compared)[0]} "
+            f"(versions tested: {self.tested})"
+        )
+
+    def folder(self) -> Path:
+        """Where the installed package's sources lie, found without importing it."""
+        spec = importlib.util.find_spec(self.package)
+        if spec is None or spec.origin is None:
+            raise UnsupportedHost(f"{self.name} {self.version()} has no package {self.package!r} here; install it anew")
+        return Path(spec.origin).parent
+
+    def check(self, contract: Sequence[Expectation]) -> str:
+        """The installed version, where the plug-in can work with it; a warning where nobody tried.
+
+        UnsupportedHost otherwise.
+        """
+        version = self.version()
+        if version in (*self.ran, *self.compared):
+            return version
+        wrong = differences(read(self.folder().parent, contract), contract)
+        if wrong:
+            raise UnsupportedHost(
+                f"{self.name} {version} is not what this plug-in was written for: {'; '.join(wrong)}. Versions tested: "
+                f"{self.tested}; install one of them, or a newer shardfuse"
+            )
+        warnings.warn(
+            f"{self.name} {version} was not tested with shardfuse, but has what the plug-in rests on. Versions tested: "
+            f"{self.tested}",
+            stacklevel=2,
+        )
+        return version

@@ -1,0 +1,191 @@
+"""The kernel object that every plug-in calls: one attention layer of a host, over the host's own pages.
+
+A host keeps its cache, its block tables and its batch. What it gives is seen as :func:`~shardfuse.paged_attention`
+takes it, without a copy, and every call is counted: a layer that never reaches the kernel would otherwise go unnoticed.
+
+Letters: T tokens of a step, N query heads, K KV heads, H head size of q and k, Hv of v, S sequences.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..kernels.kv_cache import norm_rope_write_kv_, write_kv_
+from ..kernels.paged_attention import paged_attention, plan_attention
+from ..kernels.runtime import dispatch
+
+if TYPE_CHECKING:
+    from ..kernels.paged_attention.launch import Plan
+
+MAX_HEAD_SIZE = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+QUANTISED = (torch.float8_e4m3fn, torch.int8)
+
+Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+_counts: Counter[tuple[str, str]] = Counter()  # (host, what) -> how many
+
+
+def stats(host: str | None = None) -> dict[str, int]:
+    """What ran in this process, of all hosts or of one ("vllm", "transformers", "sglang"), since it started or
+    :func:`reset_stats`.
+
+    ``attention`` and ``writes`` are calls of the kernel by layers, ``queries`` the tokens that attended, and
+    ``attention.triton`` or ``attention.reference`` say which implementation it was; ``rotated_writes`` are those of
+    ``writes`` that rotated too, ``copied_pages`` the calls whose pages the host had gathered before. What a captured
+    CUDA graph replays is counted once, when it is captured.
+    """
+    found: Counter[str] = Counter()
+    for (name, what), times in _counts.items():
+        if host in (None, name):
+            found[what] += times
+    return dict(sorted(found.items()))
+
+
+def reset_stats() -> None:
+    """Count from 0 again."""
+    _counts.clear()
+
+
+def count(host: str, what: str, times: int = 1) -> None:
+    """Count something that a plug-in did."""
+    _counts[host, what] += times
+
+
+def why_not(head_size: int, dtype: torch.dtype, *, v_head_size: int | None = None) -> str | None:
+    """Why the kernel serves no layer of these sizes, or None. The same on every device, so that a CPU says it, too."""
+    largest = max(head_size, v_head_size or 0)
+    if largest > MAX_HEAD_SIZE:
+        return f"head size {largest}: the kernel holds head sizes up to {MAX_HEAD_SIZE}"
+    if dtype not in DTYPES:
+        return f"{dtype}: the kernel takes {', '.join(map(str, DTYPES))}"
+    return None
+
+
+@dataclass
+class Batch:
+    """One step of a host, for all layers that share its pages.
+
+    Attributes:
+        block_tables: [S, max_blocks] int32; entries past a sequence's length are not read.
+        seq_lens: [S] int32, cached tokens of each sequence, this step's included.
+        query_start_loc: [S + 1] int32, where each sequence's queries start among the T rows of q.
+        max_query_len, max_seq_len: bounds that the host knows; None: not known.
+        causal: whether a query sees the keys up to its own only.
+    """
+
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    query_start_loc: torch.Tensor
+    max_query_len: int | None = None
+    max_seq_len: int | None = None
+    causal: bool = True
+    check: bool | None = False  # the host's tables are taken at their word
+    plans: dict[Any, Plan | None] = field(default_factory=dict, repr=False)
+
+    def plan(self, q: torch.Tensor, cache: Cache, window: int | None) -> Plan | None:
+        """The plan of all layers of this shape, made at the first one: within the graph, where one is captured."""
+        if not q.is_cuda:
+            return None
+        key = (q.shape, q.dtype, window, _shapes(cache))
+        if key not in self.plans:
+            self.plans[key] = plan_attention(
+                q, cache, self.block_tables, self.seq_lens, self.query_start_loc, causal=self.causal, window=window,
+                max_query_len=self.max_query_len, max_seq_len=self.max_seq_len,
+            )  # fmt: skip
+        return self.plans[key]
+
+
+def _shapes(cache: Cache) -> tuple[Any, ...]:
+    parts = (cache,) if isinstance(cache, torch.Tensor) else cache
+    return tuple([(part.shape, part.dtype) for part in parts])
+
+
+class PagedLayer:
+    """One attention layer of ``host``: what stays the same from step to step.
+
+    Args:
+        host: the name under which calls are counted.
+        scale: of the scores.
+        window: a query sees itself and the ``window - 1`` keys before it.
+        softcap: bends scores to ``softcap * tanh(score / softcap)``.
+        sinks: [N], a score without a value for each head. Read at each call: a host may load it later.
+        alibi_slopes: [N].
+        impl: "auto", "triton" or "reference".
+    """
+
+    def __init__(
+        self,
+        host: str,
+        *,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        impl: str = "auto",
+    ) -> None:
+        self.host = host
+        self.scale = float(scale)
+        self.window = window
+        self.softcap = softcap or None  # hosts write 0 for none
+        self.sinks = sinks
+        self.alibi_slopes = alibi_slopes
+        self.impl = impl
+
+    def write_(
+        self,
+        cache: Cache,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        *,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+    ) -> None:
+        """Write keys [T, K, H] and values [T, K, Hv] to ``slots`` [T]; negative slots are padding."""
+        write_kv_(cache, k, v, slots, k_scale=k_scale, v_scale=v_scale, check=False, impl=self.impl)
+        _counts[self.host, "writes"] += 1
+
+    def rotate_and_write_(
+        self,
+        cache: Cache,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        slots: torch.Tensor,
+        **rotation: Any,
+    ) -> torch.Tensor:
+        """q [T, N, H], normalised and rotated; k and v go into the cache. ``rotation``: as ``norm_rope_write_kv_``."""
+        q = norm_rope_write_kv_(q, k, v, cache, slots, check=False, impl=self.impl, **rotation)
+        _counts[self.host, "writes"] += 1
+        _counts[self.host, "rotated_writes"] += 1
+        return q
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        cache: Cache,
+        batch: Batch,
+        *,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of q [T, N, H] over the sequences' pages -> [T, N, Hv]."""
+        before = dispatch.counts["paged_attention", "triton"]
+        out = paged_attention(
+            q, cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
+            scale=self.scale, causal=batch.causal, window=self.window, softcap=self.softcap, sinks=self.sinks,
+            alibi_slopes=self.alibi_slopes, k_scale=k_scale, v_scale=v_scale, max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len, plan=batch.plan(q, cache, self.window), check=batch.check, impl=self.impl,
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+        ran = "triton" if dispatch.counts["paged_attention", "triton"] > before else "reference"
+        _counts[self.host, "attention"] += 1
+        _counts[self.host, f"attention.{ran}"] += 1
+        _counts[self.host, "queries"] += q.shape[0]
+        return out
