@@ -87,15 +87,15 @@ class Batch:
     check: bool | None = False  # the host's tables are taken at their word
     plans: dict[Any, Plan | None] = field(default_factory=dict, repr=False)
 
-    def plan(self, q: torch.Tensor, cache: Cache, window: int | None) -> Plan | None:
+    def plan(self, q: torch.Tensor, cache: Cache, window: int | None, invariant: bool | None) -> Plan | None:
         """The plan of all layers of this shape, made at the first one: within the graph, where one is captured."""
         if not q.is_cuda:
             return None
-        key = (q.shape, q.dtype, window, _shapes(cache))
+        key = (q.shape, q.dtype, window, invariant, _shapes(cache))
         if key not in self.plans:
             self.plans[key] = plan_attention(
                 q, cache, self.block_tables, self.seq_lens, self.query_start_loc, causal=self.causal, window=window,
-                max_query_len=self.max_query_len, max_seq_len=self.max_seq_len,
+                max_query_len=self.max_query_len, max_seq_len=self.max_seq_len, invariant=invariant,
             )  # fmt: skip
         return self.plans[key]
 
@@ -115,6 +115,8 @@ class PagedLayer:
         softcap: bends scores to ``softcap * tanh(score / softcap)``.
         sinks: [N], a score without a value for each head. Read at each call: a host may load it later.
         alibi_slopes: [N].
+        invariant: whether a sequence's result must not depend, in any bit, on what shares its batch; None: what
+            ``row_invariance`` says.
         impl: "auto", "triton" or "reference".
     """
 
@@ -127,6 +129,7 @@ class PagedLayer:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
+        invariant: bool | None = None,
         impl: str = "auto",
     ) -> None:
         self.host = host
@@ -135,6 +138,7 @@ class PagedLayer:
         self.softcap = softcap or None  # hosts write 0 for none
         self.sinks = sinks
         self.alibi_slopes = alibi_slopes
+        self.invariant = invariant
         self.impl = impl
 
     def write_(
@@ -181,7 +185,8 @@ class PagedLayer:
             q, cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
             scale=self.scale, causal=batch.causal, window=self.window, softcap=self.softcap, sinks=self.sinks,
             alibi_slopes=self.alibi_slopes, k_scale=k_scale, v_scale=v_scale, max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len, plan=batch.plan(q, cache, self.window), check=batch.check, impl=self.impl,
+            max_seq_len=batch.max_seq_len, plan=batch.plan(q, cache, self.window, self.invariant),
+            invariant=self.invariant, check=batch.check, impl=self.impl,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         ran = "triton" if dispatch.counts["paged_attention", "triton"] > before else "reference"

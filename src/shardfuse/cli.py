@@ -1,4 +1,5 @@
-"""The command line: ``shardfuse demo | train | audit | schedule | env | inspect | bench``.
+"""The command line: ``shardfuse demo | train | audit | schedule | env | inspect | bench |
+conformance``.
 
 It only parses arguments and reports errors; each command's work is near its floor and is imported when the command
 runs, so that ``shardfuse --help`` is fast.
@@ -14,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from .commands import errors
+from .commands import conformance, errors
 
 app = typer.Typer(
     help="Fused, sharded transformer layers in Triton.",
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Benchmarks: correctness first, then timing against peers.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+app.add_typer(conformance.app, name="conformance")
 
 # Errors that carry an explanation; anything else is a defect and keeps its traceback.
 _EXPLAINED = (ValueError, RuntimeError, OSError, ImportError)

@@ -1,0 +1,96 @@
+"""An attention function over a matrix of paged batches, judged against fp64.
+
+The function is called as :func:`shardfuse.paged_attention` is. The cases are those of ``docs/paged_attention.md``:
+every two values of every option meet in one of them. What must not matter is poisoned: slots that no sequence owns hold
+NaN, and the entries of tables behind a sequence's end name no block.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from ...kernels.dev import registry
+from ...kernels.dev.accuracy import judge
+from ...kernels.dev.cases import paged_attention as paged
+from ...kernels.dev.cases.paged_features import pairwise
+
+# How a function says that it does not do what a case asks for.
+REFUSALS = (NotImplementedError, ValueError, TypeError)
+# Of an option's name: the value that a call has which does not ask for it, and is not told of it.
+_UNASKED = {"causal": True, "window": None, "softcap": None, "invariant": None, "max_query_len": None}
+
+
+class Result(NamedTuple):
+    """What came of a case: "ok", "refused" or "wrong", and why."""
+
+    case: str
+    verdict: str
+    why: str
+
+
+def load(name: str) -> Callable[..., Any]:
+    """The function ``package.module:function``. ValueError where there is none."""
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        raise ValueError(f"{name!r} names no function: expected package.module:function")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{name!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{name!r} is {type(found).__name__}: expected a function")
+    function: Callable[..., Any] = found
+    return function
+
+
+def names() -> list[str]:
+    """The cases in order."""
+    return [case.name for case in pairwise()]
+
+
+def check(attention: Callable[..., Any], device: torch.device, only: str = "") -> Iterator[Result]:
+    """Judge every case whose name holds ``only``, as it is done.
+
+    A result is wrong where it is farther from fp64 than twice what the same maths gives in its own precision.
+    """
+    for case in pairwise():
+        if only in case.name:
+            yield _judged(attention, case, device)
+
+
+def _judged(attention: Callable[..., Any], case: registry.Case, device: torch.device) -> Result:
+    inputs = paged.make_inputs(case, device, seed=0)
+    call = {
+        name: value
+        for name, value in paged.arguments(inputs, case).items()
+        if name not in _UNASKED or value != _UNASKED[name]
+    }
+    if paged.asked(case)["lse"]:
+        call["return_lse"] = True
+    try:
+        found = attention(**call)
+    except REFUSALS as error:
+        return Result(
+            case.name, "refused", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
+    except Exception as error:  # what was called is a stranger's, and the next case is to be seen, too
+        return Result(case.name, "wrong", f"{type(error).__name__}: {error}")
+    parts = dict(zip(("out", "lse"), (found,) if isinstance(found, torch.Tensor) else found))
+    if "lse" in parts:
+        parts["lse"] = parts["lse"].masked_fill(parts["lse"] == float("-inf"), -1.0)
+    low = paged.run(inputs, case, "reference")
+    oracle = paged.run(registry.to_double(inputs), case, "reference")
+    rows = sum(case.options["queries"])  # those behind them are padding
+    wrong = []
+    for name, expected in oracle.items():
+        got = parts.get(name)
+        if got is None or got.shape != expected.shape:
+            wrong.append(f"{name} is {None if got is None else list(got.shape)}, expected {list(expected.shape)}")
+            continue
+        verdict = judge(name, got[:rows], low[name][:rows], expected[:rows], terms=paged.SPEC.terms(case))
+        wrong += [] if verdict.ok else [str(verdict)]
+    return Result(case.name, "wrong" if wrong else "ok", "; ".join(wrong))

@@ -1,0 +1,204 @@
+"""The lane of vLLM: its real engine on a CPU with our backend, token by token against transformers' ``generate``.
+
+Run by the Python of an environment that has vLLM (``make test-vllm``). A process for each case: an engine keeps what it
+has allocated until its process ends. ``--out`` writes the rows that ``docs/integrations.md`` shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardfuse.integrations.conformance import models
+
+HOST = "vLLM"
+TIMEOUT_S = 300.0
+BUDGET = 32  # tokens of a step: most prompts take several
+SEQS = 4  # fewer than prompts: some wait, and start while others decode
+
+
+class Case(NamedTuple):
+    """One engine."""
+
+    architecture: str
+    block_size: int = 16
+    tp: int = 1
+    own_process: bool = False  # of the engine
+    layout: str = ""
+    compiled: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [self.architecture, f"block {self.block_size}"]
+        parts += [f"TP {self.tp}"] if self.tp > 1 else []
+        parts += ["engine process"] if self.own_process else []
+        parts += [self.layout] if self.layout else []
+        return ", ".join(parts + (["torch.compile"] if self.compiled else []))
+
+
+CASES = (
+    *(Case(kind) for kind in models.ARCHITECTURES),
+    Case("llama", 32),
+    Case("llama", 128),
+    Case("mistral-window", 32),
+    Case("gemma3", 32),
+    Case("llama", layout="LBHNC"),
+    Case("llama", own_process=True),
+    Case("qwen3", tp=2, own_process=True),
+    Case("bloom", tp=2, own_process=True),
+    Case("llama", compiled=True),
+)
+
+
+def run(case: Case, folder: Path) -> dict[str, Any]:
+    """One engine over the prompts of ``folder``, in this process: what came out, and what ran."""
+    os.environ["SHARDFUSE_VLLM_REPLACES"] = "CPU_ATTN"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if case.own_process else "0"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    if case.tp > 1:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, sorted(os.sched_getaffinity(0))[: case.tp]))
+    if case.layout:
+        os.environ["VLLM_KV_CACHE_LAYOUT"] = case.layout
+    import vllm
+
+    steps = Counter[str]() if case.own_process else _watch_steps()
+    expected = models.read(folder)
+    engine = vllm.LLM(
+        model=str(folder),
+        dtype="float32",
+        enforce_eager=not case.compiled,
+        max_model_len=192,
+        block_size=case.block_size,
+        max_num_batched_tokens=BUDGET,
+        max_num_seqs=SEQS,
+        tensor_parallel_size=case.tp,
+        disable_log_stats=False,
+        enable_prefix_caching=True,
+        worker_extension_cls="shardfuse.integrations.vllm.WorkerStats",
+        skip_tokenizer_init=True,
+    )
+    engine.collective_rpc("shardfuse_reset_stats")
+    steps.clear()
+    greedy = vllm.SamplingParams(temperature=0, max_tokens=models.NEW_TOKENS, ignore_eos=True, detokenize=False)
+    prompts = [{"prompt_token_ids": prompt} for prompt in expected.prompts]
+    found = [list(each.outputs[0].token_ids) for each in engine.generate(prompts, greedy, use_tqdm=False)]
+    # Once more, when their prefixes are in the cache.
+    again = [list(each.outputs[0].token_ids) for each in engine.generate(prompts, greedy, use_tqdm=False)]
+    metrics = {each.name: getattr(each, "value", 0) for each in engine.get_metrics()}
+    layers = [] if case.own_process else _layers(engine)
+    return {
+        "version": vllm.__version__.partition("+")[0],
+        "wrong": sum(a != b for a, b in zip(found + again, expected.tokens * 2)),
+        "prompts": len(prompts),
+        "ranks": engine.collective_rpc("shardfuse_stats"),
+        "prefix_hits": int(metrics["vllm:prefix_cache_hits"]),
+        "steps": dict(steps),
+        "backend": sorted({type(layer.impl).__name__ for layer in layers}),
+        "layout": sorted({_layout(layer.kv_cache) for layer in layers}),
+    }
+
+
+def _watch_steps() -> Counter[str]:
+    """Counts the kinds of steps that the backend is given from now on, in this process."""
+    from shardfuse.integrations.vllm.backend import ShardfuseBuilder
+
+    kinds: Counter[str] = Counter()
+    build = ShardfuseBuilder.build
+
+    def watched(self: Any, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
+        queries = (common.query_start_loc[1:] - common.query_start_loc[:-1]).tolist()
+        before = [length - query for length, query in zip(common.seq_lens.tolist(), queries)]
+        kinds["all"] += 1
+        kinds["mixed"] += 1 in queries and max(queries) > 1
+        kinds["chunked"] += any(query > 1 and start > 0 for query, start in zip(queries, before))
+        return build(self, common_prefix_len, common, fast_build)
+
+    ShardfuseBuilder.build = watched
+    return kinds
+
+
+def _layers(engine: Any) -> list[Any]:
+    config = engine.llm_engine.vllm_config.compilation_config
+    return [each for each in config.static_forward_context.values() if hasattr(each, "impl")]
+
+
+def _layout(cache: Any) -> str:
+    """vLLM's name for the strides of [blocks, KV heads, block size, 2 * head size], where heads are several."""
+    return "LBHNC" if cache.stride(1) > cache.stride(2) else "LBNHC"
+
+
+def faults(case: Case, result: dict[str, Any]) -> list[str]:
+    """What is wrong with a result, a line each."""
+    found = [f"{result['wrong']} of {2 * result['prompts']} answers differ"] if result["wrong"] else []
+    if len(result["ranks"]) != case.tp:
+        found.append(f"{len(result['ranks'])} ranks answered, expected {case.tp}")
+    for ran in result["ranks"]:
+        if not ran.get("attention") or ran["attention"] != ran.get("writes"):
+            found.append(f"the kernel ran {ran}")
+    if result["prefix_hits"] <= 0:
+        found.append("no prefix was found in the cache")
+    if not case.own_process:
+        lacks = [kind for kind in ("mixed", "chunked") if not result["steps"].get(kind)]
+        found += [f"no step was {kind}" for kind in lacks]
+        found += [] if result["backend"] == ["ShardfuseImpl"] else [f"the layers have {result['backend']}"]
+        if case.layout and result["layout"] != [case.layout]:
+            found.append(f"the cache lies as {result['layout']}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", type=Path, required=True, help="where the small models lie, or are to be written")
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    parser.add_argument("--only", help="cases whose name holds this")
+    parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case is not None:
+        case = CASES[options.case]
+        options.result.write_text(json.dumps(run(case, options.models / case.architecture)))
+        return 0
+    rows, failed = [], 0
+    chosen = [(number, case) for number, case in enumerate(CASES) if (options.only or "") in case.name]
+    for at, (number, case) in enumerate(chosen, 1):
+        begun = time.monotonic()
+        models.write(case.architecture, options.models / case.architecture)
+        result, wrong = _apart(number, options.models)
+        wrong = wrong or faults(case, result)
+        failed += bool(wrong)
+        print(
+            f"{at:3}/{len(chosen)}  {case.name:40} {time.monotonic() - begun:5.1f} s  {'; '.join(wrong) or 'ok'}",
+            flush=True,
+        )
+        rows.append({"host": HOST, "case": case.name, **case._asdict(), "ok": not wrong, **result})
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    return 1 if failed or not rows else 0
+
+
+def _apart(number: int, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """The result of a case in a process of its own, or why there is none."""
+    result = folder / f"vllm-{number}.json"
+    log = result.with_suffix(".log")
+    result.unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--models", str(folder), "--case", str(number), "--result", str(result)]
+    with log.open("w") as out:
+        try:
+            code = subprocess.run(command, stdout=out, stderr=out, timeout=TIMEOUT_S).returncode
+        except subprocess.TimeoutExpired:
+            return {}, [f"not done after {TIMEOUT_S:.0f} s; see {log}"]
+    if code or not result.is_file():
+        return {}, [f"exit code {code}; see {log}"]
+    return json.loads(result.read_text()), []
+
+
+if __name__ == "__main__":
+    sys.exit(main())
