@@ -14,7 +14,7 @@ DIRTY ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-FLOORS := kernels parallel layers training serving bench
+FLOORS := kernels parallel layers training serving integrations bench
 # A second Triton, beside the one that torch pins, for the codegen lane and a few interpreter tests.
 SIDE := .side/triton-3.6.0
 # The versions at the ends of pyproject.toml's ranges. Their CUDA builds take 5 GB, so all checkouts share them.

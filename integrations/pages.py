@@ -178,19 +178,20 @@ class PagedLayer:
         *,
         k_scale: torch.Tensor | None = None,
         v_scale: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of q [T, N, H] over the sequences' pages -> [T, N, Hv]."""
+        """Attention of q [T, N, H] over the sequences' pages -> [T, N, Hv], in ``out`` where it is given."""
         before = dispatch.counts["paged_attention", "triton"]
-        out = paged_attention(
+        found = paged_attention(
             q, cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,
             scale=self.scale, causal=batch.causal, window=self.window, softcap=self.softcap, sinks=self.sinks,
             alibi_slopes=self.alibi_slopes, k_scale=k_scale, v_scale=v_scale, max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len, plan=batch.plan(q, cache, self.window, self.invariant),
-            invariant=self.invariant, check=batch.check, impl=self.impl,
+            invariant=self.invariant, out=out, check=batch.check, impl=self.impl,
         )  # fmt: skip
-        assert isinstance(out, torch.Tensor)
+        assert isinstance(found, torch.Tensor)
         ran = "triton" if dispatch.counts["paged_attention", "triton"] > before else "reference"
         _counts[self.host, "attention"] += 1
         _counts[self.host, f"attention.{ran}"] += 1
         _counts[self.host, "queries"] += q.shape[0]
-        return out
+        return found

@@ -22,7 +22,7 @@ from .benchmark import Benchmark
 PACKAGE = __name__.rpartition(".bench.")[0]
 # Every benchmark's numbers depend on these.
 HARNESS = ("bench/harness/benchmark.py", "bench/harness/gate.py", "bench/harness/report.py", "bench/harness/timing.py")
-FLOORS = ("kernels", "parallel", "layers", "serving", "training", "bench")
+FLOORS = ("kernels", "parallel", "layers", "serving", "training", "integrations", "bench")
 JUDGES = ("kernels/dev/accuracy.py", "kernels/dev/registry.py", "kernels/runtime", "bench/harness/gate.py")
 TUNED = ("kernels/runtime/chips.py", "kernels/linear/tuned.py", "kernels/tuned")  # what picks the GEMM's configuration
 # The same for all ops that have one of these among their sources.

@@ -198,8 +198,9 @@ class ShardfuseImpl(AttentionImpl[ShardfuseMetadata]):
         if attn_metadata is None:  # memory is being measured
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
-        found = self.layer.attend(query[:tokens], self._cache(kv_cache), attn_metadata.batch, **self._scales(layer))
-        output[:tokens].copy_(found.view_as(output[:tokens]))
+        out = output[:tokens].view(tokens, self.num_heads, -1)
+        cache, scales = self._cache(kv_cache), self._scales(layer)
+        self.layer.attend(query[:tokens], cache, attn_metadata.batch, out=out, **scales)
         return output
 
     def do_kv_cache_update(

@@ -91,6 +91,16 @@ def check(
     _check_bounds(bounds, block_tables.shape[1], k_cache.shape[2])
 
 
+def check_out(q: torch.Tensor, v_cache: torch.Tensor, out: torch.Tensor) -> None:
+    """ValueError unless ``out`` can hold the result of q over v_cache, both checked, and nothing of it is read."""
+    expected = (*q.shape[:2], v_cache.shape[-1])
+    if out.shape != expected:
+        raise _wrong_shape("out", out, f"{list(expected)}, that of the result")
+    _check_kind("out", out, q.dtype, q.device)
+    if not out.is_contiguous():
+        raise ValueError(f"paged_attention: out has strides {out.stride()}: expected a contiguous tensor")
+
+
 def check_contents(
     q: torch.Tensor,
     k_cache: torch.Tensor,

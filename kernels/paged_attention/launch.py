@@ -179,14 +179,16 @@ def paged_attention_fwd(
     bounds: Bounds,
     plan: torch.Tensor | None,
     plan_key: int,
+    out: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """[out [T, N, Hv], lse [T, N]] of checked input; shapes as in ``op.paged_attention``.
+    """[out [T, N, Hv], lse [T, N]] of checked input; shapes as in ``op.paged_attention``. ``out`` is contiguous.
 
     Raises ValueError for a plan that was made for another call.
     """
     q, k_cache, v_cache, block_tables, seq_lens, query_start_loc = tensors
     problem = problem_of(tensors, options, invariant, bounds)
-    out = alloc.empty((problem.tokens, q.shape[1], problem.v_size), q.dtype, q.device)
+    if out is None:
+        out = alloc.empty((problem.tokens, q.shape[1], problem.v_size), q.dtype, q.device)
     lse = alloc.empty((problem.tokens, q.shape[1]), torch.float32, q.device)
     if not out.numel():
         return [out, lse]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -44,6 +44,7 @@ def paged_attention(
     max_seq_len: int | None = None,
     plan: Plan | None = None,
     invariant: bool | None = None,
+    out: torch.Tensor | None = None,
     check: bool | None = None,
     impl: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -80,6 +81,7 @@ def paged_attention(
         plan: from :func:`plan_attention`, made once for all layers of a step.
         invariant: whether a sequence's result must not depend, in any bit, on what shares its batch, how it was chunked
             and how it is spread over the chip; default: what ``kernels/runtime/dispatch.py`` says (``row_invariance``).
+        out: [T, N, Hv] in q's dtype, contiguous: where the result is written, and what is returned.
         check: whether the contents of tables and lengths are checked, which reads them on the host. Default: on a CPU,
             where that costs nothing. On a GPU ``True`` waits for the stream, which no graph can capture.
         impl: "auto", "triton" or "reference"; see ``kernels/runtime/dispatch.py``. On a CPU "auto" walks the pages in
@@ -101,8 +103,13 @@ def paged_attention(
     checks.check(*tensors, options, bounds)
     invariant = dispatch.row_invariant() if invariant is None else invariant
     planned = (None, 0) if plan is None else (plan.data, plan.key)
-    outs = _PAGED_ATTENTION(*tensors, *options, *bounds, *planned, invariant, check, impl)
-    return (outs[0], outs[1]) if return_lse else outs[0]
+    call = (*tensors, *options, *bounds, *planned, invariant, check, impl)
+    if out is None:
+        out, lse = _PAGED_ATTENTION(*call)
+    else:
+        checks.check_out(q, v_cache, out)
+        lse = _INTO(*call, out)
+    return (out, lse) if return_lse else out
 
 
 def plan_attention(
@@ -229,6 +236,7 @@ def _paged_attention(
     invariant: bool,
     check: bool | None,
     impl: str,
+    out: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     options = AttentionOptions(
         *(scale, causal, window, softcap, sinks, alibi_slopes, prefix_lens, tree_mask, k_scale, v_scale),
@@ -242,10 +250,14 @@ def _paged_attention(
     if choice.triton:
         from . import launch
 
-        return launch.paged_attention_fwd(tensors, options, invariant, bounds, plan, plan_key)
-    if q.is_cpu and impl != "reference":
-        return list(cpu.paged_attention(*tensors, options))
-    return list(reference.paged_attention(*tensors, options))
+        return launch.paged_attention_fwd(tensors, options, invariant, bounds, plan, plan_key, out)
+    plain = cpu if q.is_cpu and impl != "reference" else reference
+    found, lse = plain.paged_attention(*tensors, options)
+    return [found if out is None else out.copy_(found), lse]
+
+
+def _paged_attention_into_(*call: Any) -> torch.Tensor:
+    return _paged_attention(*call)[1]
 
 
 def _paged_attention_fake(
@@ -255,13 +267,23 @@ def _paged_attention_fake(
     return [q.new_empty((*q.shape[:2], v_cache.shape[-1])), q.new_empty(q.shape[:2], dtype=lse)]
 
 
-# The choice of implementation is made inside the op: the reference reads lengths on the host, which no graph can hold.
+def _paged_attention_into_fake_(q: torch.Tensor, *_: object) -> torch.Tensor:
+    lse = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty(q.shape[:2], dtype=lse)
+
+
+# The choice of implementation is made inside the ops: the reference reads lengths on the host, which no graph can hold.
+_ARGUMENTS = (
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, Tensor query_start_loc, "
+    "float scale, bool causal, SymInt? window, float? softcap, Tensor? sinks, Tensor? alibi_slopes, "
+    "Tensor? prefix_lens, Tensor? tree_mask, Tensor? k_scale, Tensor? v_scale, SymInt? min_query_len, "
+    "SymInt? max_query_len, SymInt? max_seq_len, Tensor? plan, SymInt plan_key, bool invariant, bool? check, str impl"
+)
 _PAGED_ATTENTION = library.register(
-    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, Tensor seq_lens, "
-    "Tensor query_start_loc, float scale, bool causal, SymInt? window, float? softcap, Tensor? sinks, "
-    "Tensor? alibi_slopes, Tensor? prefix_lens, Tensor? tree_mask, Tensor? k_scale, Tensor? v_scale, "
-    "SymInt? min_query_len, SymInt? max_query_len, SymInt? max_seq_len, Tensor? plan, SymInt plan_key, "
-    "bool invariant, bool? check, str impl) -> Tensor[]",
-    _paged_attention,
-    _paged_attention_fake,
+    f"paged_attention({_ARGUMENTS}) -> Tensor[]", _paged_attention, _paged_attention_fake
+)
+_INTO = library.register(
+    f"paged_attention_into_({_ARGUMENTS}, Tensor(a!) out) -> Tensor",
+    _paged_attention_into_,
+    _paged_attention_into_fake_,
 )

@@ -16,7 +16,7 @@ import pytest
 from shardfuse.kernels.runtime import dispatch
 
 ROOT = Path(__file__).parents[2]
-FLOORS = ("kernels", "parallel", "layers", "training", "serving", "bench")
+FLOORS = ("kernels", "parallel", "layers", "training", "serving", "integrations", "bench")
 
 _PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 

@@ -17,7 +17,7 @@ from shardfuse.cli import app
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-FLOORS = ("kernels", "parallel", "layers", "training", "serving", "bench", "shardfuse")
+FLOORS = ("kernels", "parallel", "layers", "training", "serving", "integrations", "bench", "shardfuse")
 
 
 @pytest.mark.parametrize("source", EXAMPLES, ids=range(len(EXAMPLES)))

@@ -1,7 +1,7 @@
 """The lane of vLLM: its real engine on a CPU with our backend, token by token against transformers' ``generate``.
 
 Run by the Python of an environment that has vLLM (``make test-vllm``). A process for each case: an engine keeps what it
-has allocated until its process ends. ``--out`` writes the rows that ``docs/integrations.md`` shows.
+has allocated until its process ends. ``--write`` keeps the rows that ``docs/integrations.md`` shows.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from shardfuse.integrations.conformance import models
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+import host_table
 
 HOST = "vLLM"
 TIMEOUT_S = 300.0
@@ -36,10 +39,11 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        parts = [self.architecture, f"block {self.block_size}"]
+        """What sets the case apart from an architecture's plain one."""
+        parts = [f"blocks of {self.block_size}"] if self.block_size != 16 else []
         parts += [f"TP {self.tp}"] if self.tp > 1 else []
-        parts += ["engine process"] if self.own_process else []
-        parts += [self.layout] if self.layout else []
+        parts += ["an engine process of its own"] if self.own_process else []
+        parts += [f"layout {self.layout}"] if self.layout else []
         return ", ".join(parts + (["torch.compile"] if self.compiled else []))
 
 
@@ -59,6 +63,7 @@ CASES = (
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
     """One engine over the prompts of ``folder``, in this process: what came out, and what ran."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}  # no network
     os.environ["SHARDFUSE_VLLM_REPLACES"] = "CPU_ATTN"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if case.own_process else "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
@@ -154,10 +159,10 @@ def faults(case: Case, result: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", type=Path, required=True, help="where the small models lie, or are to be written")
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    parser.add_argument("--only", help="cases whose name holds this")
+    parser.add_argument("--write", action="store_true", help="keep the rows for docs/integrations.md")
+    parser.add_argument("--only", default="", help="cases whose architecture or name holds this")
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -165,23 +170,36 @@ def main() -> int:
         case = CASES[options.case]
         options.result.write_text(json.dumps(run(case, options.models / case.architecture)))
         return 0
-    rows, failed = [], 0
-    chosen = [(number, case) for number, case in enumerate(CASES) if (options.only or "") in case.name]
+    rows: list[dict[str, Any]] = []
+    chosen = [
+        (number, case) for number, case in enumerate(CASES) if options.only in f"{case.architecture}, {case.name}"
+    ]
     for at, (number, case) in enumerate(chosen, 1):
         begun = time.monotonic()
         models.write(case.architecture, options.models / case.architecture)
         result, wrong = _apart(number, options.models)
         wrong = wrong or faults(case, result)
-        failed += bool(wrong)
+        label = f"{case.architecture}, {case.name}".rstrip(", ")
         print(
-            f"{at:3}/{len(chosen)}  {case.name:40} {time.monotonic() - begun:5.1f} s  {'; '.join(wrong) or 'ok'}",
+            f"{at:3}/{len(chosen)}  {label:48} {time.monotonic() - begun:5.1f} s  {'; '.join(wrong) or 'ok'}",
             flush=True,
         )
-        rows.append({"host": HOST, "case": case.name, **case._asdict(), "ok": not wrong, **result})
-    if options.out is not None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(rows, indent=1) + "\n")
-    return 1 if failed or not rows else 0
+        first = (result.get("ranks") or [{}])[0]
+        rows.append(
+            {
+                "host": HOST,
+                "architecture": case.architecture,
+                "case": case.name,
+                "ok": not wrong,
+                "why": "; ".join(wrong),
+                "version": result.get("version"),
+                "attention": first.get("attention"),
+                "writes": first.get("writes"),
+            }
+        )
+    if options.write:
+        host_table.write(HOST.lower(), rows)
+    return 0 if rows and all(row["ok"] for row in rows) else 1
 
 
 def _apart(number: int, folder: Path) -> tuple[dict[str, Any], list[str]]:

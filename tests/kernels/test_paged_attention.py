@@ -260,9 +260,11 @@ def test_opcheck(case: Case, impl: str) -> None:
     seen: list[tuple[Any, ...]] = []
     call = cases.arguments(_inputs(case), case)
     with _recorded(seen):
-        paged_attention(**call, impl=impl)
-    assert len(seen) == 1
+        expected = paged_attention(**call, impl=impl)
+        paged_attention(**call, out=torch.empty_like(expected), impl=impl)
+    assert len(seen) == 2
     torch.library.opcheck(torch.ops.shardfuse.paged_attention.default, seen[0])
+    torch.library.opcheck(torch.ops.shardfuse.paged_attention_into_.default, seen[1])
 
 
 class _recorded(torch.utils._python_dispatch.TorchDispatchMode):
@@ -273,7 +275,7 @@ class _recorded(torch.utils._python_dispatch.TorchDispatchMode):
         self.seen = seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.shardfuse.paged_attention.default:
+        if func in (torch.ops.shardfuse.paged_attention.default, torch.ops.shardfuse.paged_attention_into_.default):
             self.seen.append(args)
         return func(*args, **(kwargs or {}))
 
@@ -285,11 +287,41 @@ def test_compiles_without_graph_breaks(impl: str) -> None:
     def step(x: dict[str, torch.Tensor]) -> torch.Tensor:
         x["kv_cache"].index_fill_(0, x["block_tables"][0, :1].long(), 0.5)
         out, lse = paged_attention(**x, window=7, softcap=3.0, return_lse=True, impl=impl)
-        return 2 * out + lse[..., None].nan_to_num(neginf=0.0)
+        given = torch.zeros_like(out)
+        paged_attention(**x, window=9, out=given, impl=impl)
+        return 2 * out + given + lse[..., None].nan_to_num(neginf=0.0)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
     for case in (DECODE, MIXED):
         assert torch.equal(compiled(_inputs(case)), step(_inputs(case)))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("case", [DECODE, EVERYTHING], ids=lambda case: case.name)
+def test_a_result_may_be_written_where_the_caller_says(case: Case, impl: str) -> None:
+    call = cases.arguments(_inputs(case), case)
+    expected, expected_lse = paged_attention(**call, return_lse=True, impl=impl)
+    room = expected.new_full((expected.shape[0] + 2, *expected.shape[1:]), 7.0)
+    out, lse = paged_attention(**call, out=room[1:-1], return_lse=True, impl=impl)
+    assert out.data_ptr() == room[1:].data_ptr()
+    assert torch.equal(room[1:-1], expected)
+    assert torch.equal(lse, expected_lse)
+    assert (room[:: len(room) - 1] == 7.0).all()
+    assert paged_attention(**call, out=room[1:-1], impl=impl).data_ptr() == room[1:].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("out", "says"),
+    [
+        (lambda right: right[:-1], r"out has shape .*: expected .*, that of the result"),
+        (lambda right: right.half(), "out"),
+        (lambda right: right.transpose(0, 1).contiguous().transpose(0, 1), "out has strides .*expected a contiguous"),
+    ],
+)
+def test_where_a_result_does_not_fit(out: Callable[[torch.Tensor], torch.Tensor], says: str) -> None:
+    inputs = _inputs(DECODE)
+    with pytest.raises(ValueError, match=says):
+        paged_attention(**inputs, out=out(torch.empty_like(inputs["q"])))
 
 
 def test_fp64_runs_the_reference_and_the_kernel_refuses_it() -> None:

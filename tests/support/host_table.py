@@ -1,0 +1,83 @@
+"""What ran in which host: the rows that the lanes wrote, and the table of ``docs/integrations.md`` made of them.
+
+``python tests/support/host_table.py --write`` writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+ROWS = ROOT / "tests" / "integrations" / "rows"
+CONTRACTS = ROOT / "tests" / "integrations" / "contracts.json"
+PAGE = ROOT / "docs" / "integrations.md"
+BEGIN, END = "<!-- table -->", "<!-- end of the table -->"
+_HOSTS = ("vLLM", "transformers")
+_KEEP = ("host", "version", "architecture", "case", "ok", "attention", "writes", "copied_pages", "why")
+
+
+def write(name: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Replace the rows of a lane, with the machine and the commit that they come from."""
+    import torch
+
+    from shardfuse.bench.harness import provenance
+
+    origin = provenance.describe(torch.device("cpu"))
+    kept = [{field: row[field] for field in _KEEP if field in row} for row in rows]
+    ROWS.mkdir(exist_ok=True)
+    lines = ",\n  ".join(map(json.dumps, kept))
+    (ROWS / f"{name}.json").write_text(f'{{\n "origin": {json.dumps(origin)},\n "rows": [\n  {lines}\n ]\n}}\n')
+
+
+def read(name: str) -> dict[str, Any]:
+    """Origin and rows of a lane."""
+    found: dict[str, Any] = json.loads((ROWS / f"{name}.json").read_text())
+    return found
+
+
+def page() -> str:
+    """``docs/integrations.md`` with the table as it is to be."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+
+
+def table() -> str:
+    """Architectures by host and version, then what else was run, then the contracts, in Markdown."""
+    rows = [row for host in _HOSTS for row in read(host.lower())["rows"]]
+    plain = [row for row in rows if not row.get("case")]
+    hosts = sorted({(row["host"], row["version"]) for row in plain}, key=lambda host: (_HOSTS.index(host[0]), host[1]))
+    cells = {(row["architecture"], row["host"], row["version"]): _cell(row) for row in plain}
+    kinds = list(dict.fromkeys(row["architecture"] for row in plain))
+    lines = ["| model | " + " | ".join(f"{host} {version}" for host, version in hosts) + " |"]
+    lines += ["|" + " --- |" * (len(hosts) + 1)]
+    lines += [f"| {kind} | " + " | ".join(cells.get((kind, *host), "") for host in hosts) + " |" for kind in kinds]
+    lines += ["", "| what else ran | model | result |", "| --- | --- | --- |"]
+    lines += [
+        f"| {row['host']} {row['version']}: {row['case']} | {row['architecture']} | {_cell(row)} |"
+        for row in rows
+        if row.get("case")
+    ]
+    found = json.loads(CONTRACTS.read_text())
+    lines += ["", "| contract compared with the sources of | expectations |", "| --- | --- |"]
+    lines += [
+        f"| {host} {version} | {len(facts)} |" for host in sorted(found) for version, facts in found[host].items()
+    ]
+    return "\n".join(lines)
+
+
+def _cell(row: dict[str, Any]) -> str:
+    if not row["ok"]:
+        return row.get("why") or "differs"
+    gathered = ", pages gathered" if row.get("copied_pages") else ""
+    return f"equal, {row['attention']} calls{gathered}"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(page())
+    else:
+        sys.exit(__doc__)
