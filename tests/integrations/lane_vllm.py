@@ -9,14 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shardfuse.integrations.conformance import models
+from shardfuse.integrations.conformance import models, server
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import host_table
@@ -36,6 +39,7 @@ class Case(NamedTuple):
     own_process: bool = False  # of the engine
     layout: str = ""
     compiled: bool = False
+    served: bool = False  # by vLLM's HTTP server
 
     @property
     def name(self) -> str:
@@ -44,7 +48,8 @@ class Case(NamedTuple):
         parts += [f"TP {self.tp}"] if self.tp > 1 else []
         parts += ["an engine process of its own"] if self.own_process else []
         parts += [f"layout {self.layout}"] if self.layout else []
-        return ", ".join(parts + (["torch.compile"] if self.compiled else []))
+        parts += ["torch.compile"] if self.compiled else []
+        return ", ".join(parts + (["vLLM's server, asked by `shardfuse conformance`"] if self.served else []))
 
 
 CASES = (
@@ -58,7 +63,9 @@ CASES = (
     Case("qwen3", tp=2, own_process=True),
     Case("bloom", tp=2, own_process=True),
     Case("llama", compiled=True),
+    Case("llama", served=True),
 )
+EXTENSION = "shardfuse.integrations.vllm.WorkerStats"
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
@@ -71,6 +78,8 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, sorted(os.sched_getaffinity(0))[: case.tp]))
     if case.layout:
         os.environ["VLLM_KV_CACHE_LAYOUT"] = case.layout
+    if case.served:
+        return serve(folder)
     import vllm
 
     steps = Counter[str]() if case.own_process else _watch_steps()
@@ -86,7 +95,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         tensor_parallel_size=case.tp,
         disable_log_stats=False,
         enable_prefix_caching=True,
-        worker_extension_cls="shardfuse.integrations.vllm.WorkerStats",
+        worker_extension_cls=EXTENSION,
         skip_tokenizer_init=True,
     )
     engine.collective_rpc("shardfuse_reset_stats")
@@ -101,13 +110,64 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     return {
         "version": vllm.__version__.partition("+")[0],
         "wrong": sum(a != b for a, b in zip(found + again, expected.tokens * 2)),
-        "prompts": len(prompts),
+        "prompts": 2 * len(prompts),
         "ranks": engine.collective_rpc("shardfuse_stats"),
         "prefix_hits": int(metrics["vllm:prefix_cache_hits"]),
         "steps": dict(steps),
         "backend": sorted({type(layer.impl).__name__ for layer in layers}),
         "layout": sorted({_layout(layer.kv_cache) for layer in layers}),
     }
+
+
+def serve(folder: Path) -> dict[str, Any]:
+    """vLLM's server over the prompts of ``folder``, asked over HTTP; every request three times."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = {
+        "model": folder, "dtype": "float32", "max-model-len": 192, "block-size": 16, "max-num-seqs": SEQS,
+        "max-num-batched-tokens": BUDGET, "host": "127.0.0.1", "port": port, "worker-extension-cls": EXTENSION,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
+    command += [part for name, value in options.items() for part in (f"--{name}", str(value))]
+    root = f"http://127.0.0.1:{port}"
+    running = subprocess.Popen(command, env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"})
+    try:
+        _wait_for(f"{root}/health", running)
+        answers = list(server.check(f"{root}/v1", folder))
+        ranks = _post(f"{root}/collective_rpc", {"method": "shardfuse_stats"})["results"]
+        with urllib.request.urlopen(f"{root}/metrics", timeout=30) as page:  # noqa: S310 - our own server
+            hits = re.search(r"^vllm:prefix_cache_hits_total\S* (\S+)", page.read().decode(), re.MULTILINE)
+    finally:
+        running.terminate()
+        running.wait(60)
+    import vllm
+
+    return {
+        "version": vllm.__version__.partition("+")[0],
+        "wrong": sum(bool(answer.wrong) for answer in answers),
+        "prompts": len(answers),
+        "ranks": ranks,
+        "prefix_hits": float(hits[1]) if hits else 0,
+    }
+
+
+def _wait_for(url: str, running: subprocess.Popen[bytes]) -> None:
+    until = time.monotonic() + TIMEOUT_S / 2
+    while True:
+        try:
+            urllib.request.urlopen(url, timeout=5).close()  # noqa: S310
+            return
+        except OSError:
+            if running.poll() is not None or time.monotonic() > until:
+                raise RuntimeError(f"the server did not come up (exit code {running.poll()})") from None
+            time.sleep(0.5)
+
+
+def _post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})  # noqa: S310
+    with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310
+        return json.load(answer)
 
 
 def _watch_steps() -> Counter[str]:
@@ -141,7 +201,7 @@ def _layout(cache: Any) -> str:
 
 def faults(case: Case, result: dict[str, Any]) -> list[str]:
     """What is wrong with a result, a line each."""
-    found = [f"{result['wrong']} of {2 * result['prompts']} answers differ"] if result["wrong"] else []
+    found = [f"{result['wrong']} of {result['prompts']} answers differ"] if result["wrong"] else []
     if len(result["ranks"]) != case.tp:
         found.append(f"{len(result['ranks'])} ranks answered, expected {case.tp}")
     for ran in result["ranks"]:
@@ -149,7 +209,7 @@ def faults(case: Case, result: dict[str, Any]) -> list[str]:
             found.append(f"the kernel ran {ran}")
     if result["prefix_hits"] <= 0:
         found.append("no prefix was found in the cache")
-    if not case.own_process:
+    if not (case.own_process or case.served):
         lacks = [kind for kind in ("mixed", "chunked") if not result["steps"].get(kind)]
         found += [f"no step was {kind}" for kind in lacks]
         found += [] if result["backend"] == ["ShardfuseImpl"] else [f"the layers have {result['backend']}"]
