@@ -91,7 +91,8 @@ class Batch:
         """The plan of all layers of this shape, made at the first one: within the graph, where one is captured."""
         if not q.is_cuda:
             return None
-        key = (q.shape, q.dtype, window, invariant, _shapes(cache))
+        captured = torch.cuda.is_current_stream_capturing()  # a graph replays its own plan, not one made before it
+        key = (q.shape, q.dtype, window, invariant, _shapes(cache), captured)
         if key not in self.plans:
             self.plans[key] = plan_attention(
                 q, cache, self.block_tables, self.seq_lens, self.query_start_loc, causal=self.causal, window=window,

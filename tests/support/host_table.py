@@ -17,7 +17,7 @@ CONTRACTS = ROOT / "tests" / "integrations" / "contracts.json"
 PAGE = ROOT / "docs" / "integrations.md"
 BEGIN, END = "<!-- table -->", "<!-- end of the table -->"
 _HOSTS = ("vLLM", "transformers")
-_KEEP = ("host", "version", "architecture", "case", "ok", "attention", "writes", "copied_pages", "why")
+_KEEP = ("host", "version", "architecture", "case", "ok", "refused", "attention", "writes", "copied_pages", "why")
 
 
 def write(name: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -72,6 +72,8 @@ def table() -> str:
 def _cell(row: dict[str, Any]) -> str:
     if not row["ok"]:
         return row.get("why") or "differs"
+    if row.get("refused"):
+        return "refused"
     gathered = ", pages gathered" if row.get("copied_pages") else ""
     return f"equal, {row['attention']} calls{gathered}"
 
