@@ -70,13 +70,15 @@ def batching(page: int, **changes: Any) -> Any:
     return ContinuousBatchingConfig(**{name: value for name, value in values.items() if name in taken})
 
 
-def generate(model: Any, prompts: list[list[int]], page: int = 16, **options: Any) -> list[list[int]]:
-    """The tokens of ``generate_batch``, greedily. RuntimeError where a request failed or has no answer."""
+def generate(
+    model: Any, prompts: list[list[int]], page: int = 16, changes: dict[str, Any] | None = None, **options: Any
+) -> list[list[int]]:
+    """The tokens of ``generate_batch``, greedily; ``changes``: of the configuration of batching. RuntimeError where a request failed or has no answer."""
     from transformers import GenerationConfig
 
     greedy = GenerationConfig(max_new_tokens=models.NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
     out = model.generate_batch(
-        prompts, generation_config=greedy, continuous_batching_config=batching(page), **options
+        prompts, generation_config=greedy, continuous_batching_config=batching(page, **(changes or {})), **options
     ).values()
     if len(out) != len(prompts) or any(each.error for each in out):
         raise RuntimeError(f"{len(out)} answers to {len(prompts)} prompts; {[each.error for each in out]}")
