@@ -225,6 +225,20 @@ test-vllm: $(VLLM)/.installed  ## vLLM's engine on a CPU with our backend: some 
 	@$(VLLM)/bin/python tests/support/record_contracts.py vllm 0.32.0 $(VLLM)/lib/python*/site-packages --check
 	@$(VLLM)/bin/python tests/integrations/lane_vllm.py --models .side/models $(ARGS)
 
+# Over the packages of .venv: what a version of transformers, its server and its command line want beside them.
+.side/transformers-%/.installed: pyproject.toml | $(INSTALLED)
+	@rm -rf .side/transformers-$*; "$(PYTHON)" -m venv --without-pip .side/transformers-$*
+	@echo "$(CURDIR)"/$(VENV)/lib/python*/site-packages > "$$(echo .side/transformers-$*/lib/python*/site-packages)"/base.pth
+	@.side/transformers-$*/bin/python -m pip install --quiet --no-warn-conflicts transformers==$* fastapi uvicorn openai \
+	  accelerate requests
+	@touch $@
+
+.PHONY: test-transformers
+test-transformers: $(TRANSFORMERS:%=.side/transformers-%/.installed)  ## its generate_batch and server, in each version
+	@for version in $(TRANSFORMERS); do python=.side/transformers-$$version/bin/python; \
+	  $$python -m pytest -q tests/integrations/test_transformers.py; \
+	  $$python tests/integrations/lane_transformers.py --models .side/models $(ARGS); done
+
 .PHONY: test-contracts
 test-contracts: install  ## the sources of versions that cannot run here, against what the plug-ins rest on
 	@mkdir -p .side/wheels; for each in $(COMPARED); do host=$${each%%==*}; version=$${each##*==}; \

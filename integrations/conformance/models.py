@@ -2,8 +2,8 @@
 
 A folder holds the configuration, weights in safetensors, a tokenizer whose token i is the word ``t<i>``, so that text
 names tokens exactly, and ``conformance.json``: prompts and expected tokens, from transformers' ``generate`` in fp32
-with its own attention. Prompts differ in length and some share a prefix. Models whose best two logits come closer than
-:data:`MARGIN` anywhere are drawn again: rounding must not decide between tokens.
+with attention spelled out. Prompts differ in length and some share a prefix. Models whose best two logits come closer
+than :data:`MARGIN` anywhere are drawn again: rounding must not decide between tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
     "mistral-window": ("mistral", {"sliding_window": 24}),
-    "gemma2": ("gemma2", {"sliding_window": 24, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}),
+    "gemma2": (
+        "gemma2",
+        {"sliding_window": 24, "query_pre_attn_scalar": 32, "tie_word_embeddings": True, "attn_logit_softcapping": 2.0},
+    ),
     "gemma3": ("gemma3_text", {"sliding_window": 24, "query_pre_attn_scalar": 32}),
     "phi3": ("phi3", {"sliding_window": None}),
     "gpt_neox": ("gpt_neox", {}),
@@ -125,7 +128,8 @@ def _model(kind: str, seed: int) -> Any:
     family, own = ARCHITECTURES[kind]
     default = CONFIG_MAPPING[family]()
     sizes = {name: size for name, size in _SIZES.items() if hasattr(default, name)} | own
-    options = {"experts_implementation": "eager"} if family == "gpt_oss" else {}
+    options = {"attn_implementation": "eager"}  # spelled out: SDPA knows no soft-cap, and leaves Gemma 2's out
+    options |= {"experts_implementation": "eager"} if family == "gpt_oss" else {}
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes), dtype=torch.float32, **options)
     drawn = torch.Generator().manual_seed(seed)

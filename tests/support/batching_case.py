@@ -18,7 +18,7 @@ from shardfuse.integrations import transformers as plugin
 from shardfuse.integrations.conformance import models
 
 HOST = "transformers"
-BUDGET = 32  # tokens of a step: most prompts take several
+BUDGET = 32  # tokens of a step: most prompts take several; with 5, chunks of 2 stand beside decodes
 REQUESTS = 4  # fewer than prompts: some wait, and start while others decode
 REFUSED = ("bloom", "stablelm")  # of the conformance models: see the messages of enable
 
@@ -28,6 +28,7 @@ class Case(NamedTuple):
 
     architecture: str
     page: int = 16  # tokens
+    budget: int = BUDGET
     twice: bool = False  # with one manager, which finds the prefixes of the first time
     fused: bool = False  # by shardfuse.fuse
 
@@ -35,6 +36,7 @@ class Case(NamedTuple):
     def name(self) -> str:
         """What sets the case apart from an architecture's plain one."""
         parts = [f"pages of {self.page}"] if self.page != 16 else []
+        parts += [f"{self.budget} tokens a step"] if self.budget != BUDGET else []
         parts += ["shared prefixes"] if self.twice else []
         return ", ".join(parts + (["a model that fuse changed"] if self.fused else []))
 
@@ -73,7 +75,10 @@ def batching(page: int, **changes: Any) -> Any:
 def generate(
     model: Any, prompts: list[list[int]], page: int = 16, changes: dict[str, Any] | None = None, **options: Any
 ) -> list[list[int]]:
-    """The tokens of ``generate_batch``, greedily; ``changes``: of the configuration of batching. RuntimeError where a request failed or has no answer."""
+    """The tokens of ``generate_batch``, greedily. ``changes``: of the configuration of batching.
+
+    RuntimeError where a request failed or has no answer.
+    """
     from transformers import GenerationConfig
 
     greedy = GenerationConfig(max_new_tokens=models.NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -97,7 +102,8 @@ def run(case: Case, folder: Path) -> Result:
     times = 2 if case.twice else 1
     found: list[list[int]] = []
     for _ in range(times):
-        found += generate(model, expected.prompts, case.page, persistent_manager=case.twice)
+        budget = {"max_batch_tokens": case.budget}
+        found += generate(model, expected.prompts, case.page, budget, persistent_manager=case.twice)
     if case.twice:
         model.destroy_cached_continuous_batching_manager()
     watch.remove()

@@ -72,7 +72,7 @@ def table() -> str:
 def _cell(row: dict[str, Any]) -> str:
     if not row["ok"]:
         return row.get("why") or "differs"
-    if row.get("refused"):
+    if row.get("refused") or "refused" in row.get("why", ""):
         return "refused"
     gathered = ", pages gathered" if row.get("copied_pages") else ""
     return f"equal, {row['attention']} calls{gathered}"
