@@ -228,7 +228,8 @@ test-vllm: $(VLLM)/.installed  ## vLLM's engine on a CPU with our backend: some 
 # Over the packages of .venv: what a version of transformers, its server and its command line want beside them.
 .side/transformers-%/.installed: pyproject.toml | $(INSTALLED)
 	@rm -rf .side/transformers-$*; "$(PYTHON)" -m venv --without-pip .side/transformers-$*
-	@echo "$(CURDIR)"/$(VENV)/lib/python*/site-packages > "$$(echo .side/transformers-$*/lib/python*/site-packages)"/base.pth
+	@printf '%s\n' "$(CURDIR)/src" "$(CURDIR)"/$(VENV)/lib/python*/site-packages \
+	  > "$$(echo .side/transformers-$*/lib/python*/site-packages)"/base.pth
 	@.side/transformers-$*/bin/python -m pip install --quiet --no-warn-conflicts transformers==$* fastapi uvicorn openai \
 	  accelerate requests
 	@touch $@

@@ -40,7 +40,7 @@ TRAINING = {"parallelism-0": ("pp=2", 8), "training-0": ("dp=2", 4)}
 PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY = "parallelism-1", "checkpoints-0", "checkpoints-2", "overlap-0"
 PRETRAINED, STATE_DICTS = "checkpoints-1", "checkpoints-3"
 FUSING, FOREIGN = ("fuse-0", "fuse-2", "fuse-3"), "fuse-1"
-ON_A_CPU = "cpu-0"
+ON_A_CPU, BATCHING = "cpu-0", "integrations-0"
 
 
 def test_every_snippet_is_run():
@@ -55,6 +55,7 @@ def test_every_snippet_is_run():
         *FUSING,
         FOREIGN,
         ON_A_CPU,
+        BATCHING,
     }
 
 
@@ -229,3 +230,10 @@ def test_a_foreign_model_trains():
     left = _run(PYTHON[FOREIGN])
     model, text = left["model"], left["text"]
     assert model.evaluate(text[:, :-1], text[:, 1:]) < left["loss"]
+
+
+def test_batching_on_our_kernel():
+    pytest.importorskip("transformers")
+    before = sf.integrations.stats("transformers").get("attention", 0)
+    exec(PYTHON[BATCHING], {})
+    assert sf.integrations.stats("transformers")["attention"] > before
