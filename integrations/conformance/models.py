@@ -102,6 +102,14 @@ def read(folder: Path) -> Expected:
     return Expected(**json.loads(path.read_text()))
 
 
+def be_quiet() -> None:
+    """Have transformers show no bars and no warnings in this process, for programs that report by themselves."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
 def text_of(tokens: Sequence[int]) -> str:
     """The text that stands for tokens."""
     return " ".join(f"t{token}" for token in tokens)

@@ -146,6 +146,7 @@ def main() -> int:
     else:
         print("transformers serve was not run: it needs fastapi, uvicorn and openai")
     jobs = [job for job in jobs if options.only in f"{job[0].architecture}, {job[1]}"]
+    models.be_quiet()
     rows: list[Row] = []
     for at, (case, name, run) in enumerate(jobs, 1):
         begun = time.monotonic()

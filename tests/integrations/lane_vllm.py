@@ -247,6 +247,7 @@ def main() -> int:
         case = CASES[options.case]
         options.result.write_text(json.dumps(run(case, options.models / case.architecture)))
         return 0
+    models.be_quiet()
     rows: list[dict[str, Any]] = []
     chosen = [
         (number, case) for number, case in enumerate(CASES) if options.only in f"{case.architecture}, {case.name}"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,10 @@ def write(name: str, rows: Sequence[dict[str, Any]]) -> None:
 
     from shardfuse.bench.harness import provenance
 
+    # The rows of other lanes, and of this one in other versions, were not looked at.
+    changed = ["git", "-C", str(ROOT), "status", "--porcelain", "--", ".", f":!{ROWS.relative_to(ROOT)}"]
     origin = provenance.describe(torch.device("cpu"))
+    origin["dirty"] = bool(subprocess.run(changed, capture_output=True, text=True, check=True).stdout)
     kept = [{field: row[field] for field in _KEEP if field in row} for row in rows]
     ROWS.mkdir(exist_ok=True)
     lines = ",\n  ".join(map(json.dumps, kept))
@@ -36,6 +40,12 @@ def write(name: str, rows: Sequence[dict[str, Any]]) -> None:
 def read(name: str) -> dict[str, Any]:
     """Origin and rows of a lane."""
     found: dict[str, Any] = json.loads((ROWS / f"{name}.json").read_text())
+    return found
+
+
+def contracts() -> dict[str, dict[str, Any]]:
+    """What the contracts found, by host and version."""
+    found: dict[str, dict[str, Any]] = json.loads(CONTRACTS.read_text())
     return found
 
 
@@ -61,7 +71,7 @@ def table() -> str:
         for row in rows
         if row.get("case")
     ]
-    found = json.loads(CONTRACTS.read_text())
+    found = contracts()
     lines += ["", "| contract compared with the sources of | expectations |", "| --- | --- |"]
     lines += [
         f"| {host} {version} | {len(facts)} |" for host in sorted(found) for version, facts in found[host].items()

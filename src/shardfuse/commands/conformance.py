@@ -24,6 +24,7 @@ def models(
     """Write small seeded models with prompts and the tokens that transformers' generate gives (a few MB each)."""
     from ..integrations.conformance import models as kit
 
+    kit.be_quiet()
     for kind in architecture or kit.ARCHITECTURES:
         expected = kit.write(kind, folder / kind)
         print(f"{kind:16} {len(expected.prompts)} prompts, best two logits at least {expected.margin:.2g} apart")
