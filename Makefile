@@ -236,6 +236,9 @@ test-vllm: $(VLLM)/.installed  ## vLLM's engine on a CPU with our backend: some 
 
 .PHONY: test-transformers
 test-transformers: $(TRANSFORMERS:%=.side/transformers-%/.installed)  ## its generate_batch and server, in each version
+	@for version in $(filter-out 5.17.0,$(TRANSFORMERS)); do $(BIN)/python tests/support/record_contracts.py transformers \
+	  $$version "$$(.side/transformers-$$version/bin/python -c \
+	    'import pathlib, transformers; print(pathlib.Path(transformers.__file__).parents[1])')" --check; done
 	@for version in $(TRANSFORMERS); do python=.side/transformers-$$version/bin/python; \
 	  $$python -m pytest -q tests/integrations/test_transformers.py; \
 	  $$python tests/integrations/lane_transformers.py --models .side/models $(ARGS); done

@@ -279,7 +279,7 @@ def main() -> int:
             }
         )
     if options.write:
-        host_table.write(HOST.lower(), rows)
+        host_table.write(HOST.lower(), rows if not options.only else host_table.merged(HOST.lower(), rows))
     return 0 if all(row["ok"] for row in rows) else 1
 
 

@@ -43,6 +43,15 @@ def read(name: str) -> dict[str, Any]:
     return found
 
 
+def merged(name: str, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of a lane as they were written, with these in the place of those of the same cases."""
+
+    def key(row: dict[str, Any]) -> tuple[str, ...]:
+        return tuple(str(row[field]) for field in ("version", "architecture", "case"))
+
+    return [row for row in read(name)["rows"] if key(row) not in set(map(key, rows))] + list(rows)
+
+
 def contracts() -> dict[str, dict[str, Any]]:
     """What the contracts found, by host and version."""
     found: dict[str, dict[str, Any]] = json.loads(CONTRACTS.read_text())
@@ -65,11 +74,14 @@ def table() -> str:
     lines = ["| model | " + " | ".join(f"{host} {version}" for host, version in hosts) + " |"]
     lines += ["|" + " --- |" * (len(hosts) + 1)]
     lines += [f"| {kind} | " + " | ".join(cells.get((kind, *host), "") for host in hosts) + " |" for kind in kinds]
+    others: dict[tuple[str, str, str, str], list[str]] = {}
+    for row in rows:
+        if row.get("case"):
+            others.setdefault((row["host"], row["case"], row["architecture"], _verdict(row)), []).append(row["version"])
     lines += ["", "| what else ran | model | result |", "| --- | --- | --- |"]
     lines += [
-        f"| {row['host']} {row['version']}: {row['case']} | {row['architecture']} | {_cell(row)} |"
-        for row in rows
-        if row.get("case")
+        f"| {host} {', '.join(versions)}: {case} | {kind} | {verdict} |"
+        for (host, case, kind, verdict), versions in others.items()
     ]
     found = contracts()
     lines += ["", "| contract compared with the sources of | expectations |", "| --- | --- |"]
@@ -80,12 +92,15 @@ def table() -> str:
 
 
 def _cell(row: dict[str, Any]) -> str:
-    if not row["ok"]:
-        return row.get("why") or "differs"
+    return f"{_verdict(row)}, {row['attention']} calls" if row["ok"] and row.get("attention") else _verdict(row)
+
+
+def _verdict(row: dict[str, Any]) -> str:
     if row.get("refused") or "refused" in row.get("why", ""):
         return "refused"
-    gathered = ", pages gathered" if row.get("copied_pages") else ""
-    return f"equal, {row['attention']} calls{gathered}"
+    if not row["ok"]:
+        return row.get("why") or "differs"
+    return "equal, windows gathered" if row.get("copied_pages") else "equal"
 
 
 if __name__ == "__main__":
