@@ -51,7 +51,7 @@ class Case(NamedTuple):
         parts += [f"layout {self.layout}"] if self.layout else []
         parts += ["torch.compile"] if self.compiled else []
         parts += [f"{self.refused} is refused at the start"] if self.refused else []
-        return ", ".join(parts + (["vLLM's server, asked by `shardfuse conformance`"] if self.served else []))
+        return ", ".join(parts + (["vLLM's server, asked by the conformance kit"] if self.served else []))
 
 
 CASES = (
