@@ -20,7 +20,7 @@ from ..kernels.runtime.dtypes import CACHE_NAMES, QUANTISED
 from ..layers.attention.paged import PagedBatch, PagedKVCache, Span, default_block_size
 from .allocator import BlockAllocator
 from .request import Request, SequenceState, TokenEvent
-from .sampling import sample
+from .sampling import Sampled, sample
 from .scheduler import Chunk, Scheduler
 from .stats import EngineStats
 
@@ -165,10 +165,9 @@ class Engine:
         token outside the vocabulary, more blocks than exist, a field of the wrong type or out of range.
         """
         self._check(request)
-        generator = torch.Generator().manual_seed(request.seed)
         number = self._next_id
         self._next_id += 1
-        self._live[number] = SequenceState(number, request, list(request.prompt), generator)
+        self._live[number] = SequenceState(number, request, list(request.prompt))
         heapq.heappush(self._arrivals, (max(request.arrival, self._clock), number))
         return number
 
@@ -261,7 +260,7 @@ class Engine:
                 "make the engine with more num_blocks"
             )
 
-    def _compute(self, chunks: Sequence[Chunk]) -> list[int | Exception | None]:
+    def _compute(self, chunks: Sequence[Chunk]) -> list[Sampled | Exception | None]:
         """For each chunk its new token, None if it does not sample, or the error of its sequence."""
         if not self._one_by_one:
             try:
@@ -269,28 +268,21 @@ class Engine:
             except Exception:
                 self._one_by_one = True
                 # Ranks must not look for the sequence while others still wait in the failed step's collectives.
-                if self.model.group.size > 1 or not any(self._fails(chunk) for chunk in chunks):
+                if self.model.group.size > 1 or not any(isinstance(self._alone(chunk), Exception) for chunk in chunks):
                     raise
             else:
-                sampled = iter(sample(logits, [c.sequence for c in chunks if c.samples]))
+                sampled = iter(_sampled(logits, [c.sequence for c in chunks if c.samples]))
                 return [next(sampled) if c.samples else None for c in chunks]
         self._one_by_one = False
-        return [self._compute_alone(chunk) for chunk in chunks]
+        return [self._alone(chunk) for chunk in chunks]
 
-    def _compute_alone(self, chunk: Chunk) -> int | Exception | None:
+    def _alone(self, chunk: Chunk) -> Sampled | Exception | None:
+        """What comes of a chunk by itself. To ask twice changes nothing: no draw depends on one before it."""
         try:
             logits = self._logits([chunk])
         except Exception as error:
             return error
-        return sample(logits, [chunk.sequence])[0] if chunk.samples else None
-
-    def _fails(self, chunk: Chunk) -> bool:
-        """Whether ``chunk`` fails by itself. Nothing is sampled: a number that was drawn cannot be drawn again."""
-        try:
-            self._logits([chunk])
-        except Exception:
-            return True
-        return False
+        return _sampled(logits, [chunk.sequence])[0] if chunk.samples else None
 
     @torch.no_grad()
     def _logits(self, chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -302,20 +294,21 @@ class Engine:
         with dispatch.row_invariance(self._invariant or dispatch.row_invariant()), onednn.serving():
             return self.model.gather_logits(self.model(tokens, positions=batch.positions, cache=batch))
 
-    def _advance(self, chunks: Sequence[Chunk], sampled: Sequence[int | Exception | None]) -> list[TokenEvent]:
+    def _advance(self, chunks: Sequence[Chunk], sampled: Sequence[Sampled | Exception | None]) -> list[TokenEvent]:
         """Append the step's tokens to their sequences; retire complete and failed ones."""
         events = []
-        for chunk, token in zip(chunks, sampled):
+        for chunk, new in zip(chunks, sampled):
             sequence = chunk.sequence
             sequence.computed = chunk.start + chunk.length
             sequence.most_computed = max(sequence.most_computed, sequence.computed)
-            if token is None:
+            if new is None:
                 continue
-            if isinstance(token, Exception):
-                event = TokenEvent(sequence.id, None, "error", token)
+            if isinstance(new, Exception):
+                event = TokenEvent(sequence.id, None, "error", new)
             else:
-                sequence.tokens.append(token)
-                event = TokenEvent(sequence.id, token, sequence.finish())
+                sequence.tokens.append(new.token)
+                scores = new.logprob, new.top_logprobs
+                event = TokenEvent(sequence.id, new.token, sequence.finish(), None, *scores)
             if event.finish is not None:
                 self._scheduler.remove(sequence)
                 del self._live[sequence.id]
@@ -341,3 +334,13 @@ class Engine:
         stats.peak_blocks = allocator.peak_blocks
         stats.slot_steps += allocator.allocated_slots
         stats.unused_slot_steps += allocator.allocated_slots - allocator.used_slots
+
+
+def _sampled(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sampled | Exception]:
+    """The next token of each sequence, or the error of its choice, which is that sequence's alone."""
+    try:
+        return list(sample(logits, sequences))
+    except Exception as error:
+        if len(sequences) == 1:
+            return [error]
+    return [_sampled(logits[row : row + 1], [each])[0] for row, each in enumerate(sequences)]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
+from .sampling_params import SamplingParams
 
 Finish = Literal["length", "stop", "cancelled", "error"]
 
@@ -21,16 +20,14 @@ class Request:
         prompt: token ids, at least one.
         max_new_tokens: the most tokens to generate.
         stop: token ids that end the answer; the stopping token is its last one.
-        temperature: 0 always takes the likeliest token; above 0 samples from softmax(logits / temperature).
-        seed: of the sampling. The same seed draws the same numbers, independent of other requests.
+        sampling: how tokens are chosen; by default the likeliest one.
         arrival: the engine's step at which the request arrives (0: at once).
     """
 
     prompt: Sequence[int]
     max_new_tokens: int = 64
     stop: Collection[int] = ()
-    temperature: float = 0.0
-    seed: int = 0
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     arrival: int = 0
 
     def __post_init__(self) -> None:
@@ -49,18 +46,15 @@ class Request:
                     f"prompt[{position}] is {token}: expected 0 to {vocab_size - 1}; does the tokenizer belong to this "
                     "model?"
                 )
-        for name in ("max_new_tokens", "seed", "arrival"):
+        for name in ("max_new_tokens", "arrival"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{name}={value!r}: expected a whole number")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: expected at least 1")
-        if not -(2**63) <= self.seed < 2**64:
-            raise ValueError(f"seed={self.seed}: expected a 64-bit integer")
-        if not isinstance(self.temperature, (int, float)) or isinstance(self.temperature, bool):
-            raise ValueError(f"temperature={self.temperature!r}: expected a number")
-        if not 0 <= self.temperature <= sys.float_info.max:
-            raise ValueError(f"temperature={self.temperature}: expected 0 (greedy) or a positive number")
+        if not isinstance(self.sampling, SamplingParams):
+            raise ValueError(f"sampling={self.sampling!r}: expected SamplingParams, such as SamplingParams(top_p=0.9)")
+        self.sampling.check(vocab_size)
 
 
 def _copied(tokens: Any, kind: Callable[[Iterable[Any]], Any]) -> Any:
@@ -97,13 +91,17 @@ def _check_tokens(name: str, tokens: Any) -> None:
 class TokenEvent:
     """One generated token of one request. ``finish`` is the reason if it is the last.
 
-    A cancelled request ends in an event without a token, and so does a failed one: its ``error`` says why.
+    A cancelled request ends in an event without a token, and so does a failed one: its ``error`` says why. ``logprob``
+    is the token's log-probability and ``top_logprobs`` those of the likeliest, (token, log-probability), where the
+    request asks for ``logprobs``.
     """
 
     request: int
     token: int | None
     finish: Finish | None = None
     error: Exception | None = None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(eq=False)
@@ -116,7 +114,6 @@ class SequenceState:
     id: int
     request: Request
     tokens: list[int]
-    generator: torch.Generator
     computed: int = 0
     most_computed: int = 0  # the value of computed before a preemption freed the cache
 

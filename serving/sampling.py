@@ -1,36 +1,143 @@
-"""Samples tokens from logits."""
+"""Chooses tokens from logits: all sequences of a step at once, on the device where the logits are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from .request import SequenceState
 
+_GREATEST = 2.0**-53
+# SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), its constants as signed numbers.
+_GAMMA, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293110705685
 
-def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[int | Exception]:
-    """The next token of each sequence from ``logits`` [S, V], or the error of a draw, which is that sequence's alone.
 
-    Greedy at temperature 0. Above, it inverts the cumulative distribution in fp64 at one number per token from the
-    sequence's own generator: equal logits and seed give equal tokens on every rank and in every batch.
+class Sampled(NamedTuple):
+    """The next token of a sequence; log-probabilities where its request asks for them."""
+
+    token: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # (token, log-probability), the likeliest first
+
+
+def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sampled]:
+    """The next token of each sequence from ``logits`` [S, V], by its request's :class:`SamplingParams`.
+
+    A row's result depends on that row alone. Draws invert the cumulative distribution in fp64, token by token in the
+    order of the vocabulary, at a number that follows from seed and position: equal logits give equal tokens on every
+    rank and in every batch. A row that has NaN gives the first of these.
     """
-    tokens: list[int | Exception] = logits.argmax(dim=-1).tolist()
-    for row, sequence in enumerate(sequences):
-        if sequence.request.temperature > 0:
-            try:
-                tokens[row] = _draw(logits[row], sequence.request.temperature, sequence.generator)
-            except Exception as error:
-                tokens[row] = error
-    return tokens
+    params = [sequence.request.sampling for sequence in sequences]
+    reported = _logprobs(logits, sequences)
+    changed = [row for row, each in enumerate(params) if each.penalises or each.logit_bias or each.allowed_tokens]
+    if changed:
+        logits = logits.clone()
+        for row in changed:
+            _change_(logits[row], sequences[row])
+    tokens = logits.argmax(dim=-1)
+    drawn = [row for row, each in enumerate(params) if each.temperature > 0]
+    if drawn:
+        at = torch.tensor(drawn, device=logits.device)
+        tokens[at] = _draw(logits[at], tokens[at], [sequences[row] for row in drawn])
+    chosen = tokens.tolist()
+    return [
+        Sampled(token) if scores is None else _with_logprobs(token, scores, each.request.sampling.logprobs)
+        for token, scores, each in zip(chosen, reported, sequences)
+    ]
 
 
-def _draw(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    exact = logits.to("cpu", torch.float64)
+def _draw(logits: torch.Tensor, likeliest: torch.Tensor, sequences: Sequence[SequenceState]) -> torch.Tensor:
+    """Tokens [S] drawn from logits [S, V] at their sequences' temperatures; ``likeliest`` [S] of those with NaN."""
+    params = [sequence.request.sampling for sequence in sequences]
+    wide, on = logits.to(torch.float64), logits.device
+    temperatures = torch.tensor([each.temperature for each in params], dtype=torch.float64, device=on).unsqueeze(1)
     # Shifted first: at any temperature, the likeliest token's exponent stays 0.
-    cumulative = torch.softmax((exact - exact.max()) / temperature, dim=-1).cumsum(dim=-1)
-    if not cumulative[-1] > 0:  # the logits contain NaN: there is no distribution to draw from
-        return int(exact.argmax())
-    # rand is below 1, so the target stays below the total and falls on a token of probability above 0.
-    target = torch.rand((), generator=generator, dtype=torch.float64) * cumulative[-1]
-    return int(torch.searchsorted(cumulative, target, right=True))
+    weights = ((wide - wide.amax(-1, keepdim=True)) / temperatures).exp()
+    filtered = [row for row, each in enumerate(params) if each.filters]
+    if filtered:
+        at = torch.tensor(filtered, device=on)
+        weights[at] = _filtered(weights[at], [params[row] for row in filtered])
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:]
+    # Below 1, so the target stays below the total and falls on a token of probability above 0.
+    numbers = uniform([each.seed for each in params], [sequence.generated for sequence in sequences])
+    target = numbers.to(on).unsqueeze(1) * total
+    drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+    return torch.where(total.squeeze(1) > 0, drawn, likeliest)
+
+
+def _filtered(weights: torch.Tensor, params: Sequence[Any]) -> torch.Tensor:
+    """``weights`` [S, V], not negative, with 0 for what ``top_k``, ``top_p`` and ``min_p`` leave out."""
+    on, size = weights.device, weights.shape[1]
+    ordered, order = weights.sort(dim=-1, descending=True, stable=True)
+
+    def column(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=on).unsqueeze(1)
+
+    last = column([min(each.top_k or size, size) - 1 for each in params], torch.int64)
+    kept = ordered.masked_fill(ordered < ordered.gather(1, last), 0.0)
+    share = kept / kept.sum(-1, keepdim=True)
+    before = share.cumsum(-1) - share
+    kept = kept.masked_fill(before >= column([each.top_p for each in params], torch.float64), 0.0)
+    kept = kept.masked_fill(kept < kept[:, :1] * column([each.min_p for each in params], torch.float64), 0.0)
+    kept[:, 0] = ordered[:, 0]  # whatever rounding did
+    return torch.zeros_like(weights).scatter_(1, order, kept)
+
+
+def _change_(logits: torch.Tensor, sequence: SequenceState) -> None:
+    """Apply a request's allowed tokens, biases and penalties to its logits [V], in place."""
+    params, on = sequence.request.sampling, logits.device
+    if params.allowed_tokens is not None:
+        allowed = torch.tensor(sorted(params.allowed_tokens), device=on)
+        kept = logits[allowed]
+        logits.fill_(float("-inf"))[allowed] = kept
+    if params.logit_bias:
+        at = torch.tensor(list(params.logit_bias), device=on)
+        logits[at] += torch.tensor(list(params.logit_bias.values()), dtype=logits.dtype, device=on)
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(sequence.tokens)), device=on)
+        scores = logits[seen]
+        logits[seen] = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
+    answer = sequence.tokens[len(sequence.request.prompt) :]
+    if answer and (params.presence_penalty or params.frequency_penalty):
+        made, times = torch.tensor(answer, device=on).unique(return_counts=True)
+        logits[made] -= (params.presence_penalty + params.frequency_penalty * times.double()).to(logits.dtype)
+
+
+def uniform(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    """A number in [0, 1) [S] fp64 for each pair of a seed and the position of a token in its answer, from 0 on."""
+    state = _mixed(torch.tensor([_signed(seed) for seed in seeds]) + _GAMMA)
+    state = _mixed(state + (torch.tensor(positions) + 1) * _GAMMA)  # sums wrap around, as they are meant to
+    return _shifted(state, 11).double() * _GREATEST
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shifted(x, 30)) * _MIX_1
+    x = (x ^ _shifted(x, 27)) * _MIX_2
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """x >> bits of 64-bit numbers without a sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(seed: int) -> int:
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _logprobs(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[torch.Tensor | None]:
+    """Of each sequence that asks for them, the log-probabilities [V] of its tokens, fp64."""
+    found: list[torch.Tensor | None] = [None] * len(sequences)
+    for row, sequence in enumerate(sequences):
+        if sequence.request.sampling.logprobs is not None:
+            found[row] = logits[row].double().log_softmax(-1)
+    return found
+
+
+def _with_logprobs(token: int, scores: torch.Tensor, most: int | None) -> Sampled:
+    assert most is not None
+    best = scores.topk(min(most, len(scores)))
+    return Sampled(token, float(scores[token]), tuple(zip(best.indices.tolist(), best.values.tolist())))

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from .parallel.zero.main_grad import attach_main_grads, main_grads_to_grads, zero_main_grads
     from .serving.engine import Engine
     from .serving.request import Request, TokenEvent
+    from .serving.sampling_params import SamplingParams
 
 __all__ = [
     "Audit",
@@ -89,6 +90,7 @@ __all__ = [
     "Request",
     "RowParallel",
     "RowParallelLinear",
+    "SamplingParams",
     "SequenceParallelNorm",
     "Span",
     "TokenEvent",
@@ -171,6 +173,7 @@ _HOMES = {
     "Request": "serving.request",
     "RowParallel": "layers.style",
     "RowParallelLinear": "layers.linear",
+    "SamplingParams": "serving.sampling_params",
     "SequenceParallelNorm": "layers.style",
     "Span": "layers.attention.paged",
     "TokenEvent": "serving.request",

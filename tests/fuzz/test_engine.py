@@ -19,8 +19,9 @@ from fuzz import Fuzz
 from serving_case import STYLES, exact
 
 from shardfuse.layers.attention.paged import PagedBatch
-from shardfuse.serving import Engine, Request, TokenEvent, sampling
+from shardfuse.serving import Engine, Request, SamplingParams, TokenEvent, sampling
 from shardfuse.serving import engine as engine_module
+from shardfuse.serving.request import SequenceState
 
 pytestmark = [pytest.mark.nightly, pytest.mark.fuzz]
 
@@ -45,8 +46,16 @@ INVALID: dict[str, tuple[Any, ...]] = {
     ),
     "max_new_tokens": (0, -1, 1.5, "4", None, True, 10**30, float("nan")),
     "stop": ("x", 3, None, ["x"], [1.5], [[1]], [False]),
-    "temperature": (-1.0, float("nan"), float("inf"), "1", None, True, 10**400, 1j),
-    "seed": (1.5, "1", None, 2**64, -(2**63) - 1, True),
+    "sampling": (
+        *(
+            SamplingParams(temperature=each)
+            for each in (-1.0, float("nan"), float("inf"), "1", None, True, 10**400, 1j)
+        ),
+        *(SamplingParams(seed=each) for each in (1.5, "1", None, 2**64, -(2**63) - 1, True)),
+        *(SamplingParams(top_p=each) for each in (0.0, 1.5, -1, float("nan"), "1", None)),
+        *(SamplingParams(top_k=each) for each in (-1, 1.5, None)),
+        *(None, {}, "greedy"),
+    ),
     "arrival": (1.5, "1", None, True),
 }
 
@@ -109,11 +118,11 @@ class Case:
                 fault.strike()
         return PagedBatch.of(cache, spans, **options)
 
-    def draw(self, logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
+    def draw(self, logits: torch.Tensor, likeliest: torch.Tensor, sequences: Sequence[SequenceState]) -> torch.Tensor:
         for number, fault in self._struck("sampling"):
-            if number in self.engine._live and self.engine._live[number].generator is generator:
+            if any(self.engine._live.get(number) is sequence for sequence in sequences):
                 fault.strike()
-        return DRAW(logits, temperature, generator)
+        return DRAW(logits, likeliest, sequences)
 
     def _struck(self, kind: str) -> list[tuple[int, Fault]]:
         return [(number, fault) for number, fault in self.faults.items() if fault.kind == kind]
@@ -129,8 +138,15 @@ class Case:
             [random.randrange(VOCABULARY) for _ in range(random.randint(1, 14))],
             max_new_tokens=random.randint(1, 10),
             stop=[random.randrange(VOCABULARY) for _ in range(random.choice((0, 0, 3)))],
-            temperature=random.choice((0.0, 0.0, 0.7, 1.5)),
-            seed=random.randrange(2**63),
+            sampling=SamplingParams(
+                temperature=random.choice((0.0, 0.0, 0.7, 1.5)),
+                top_k=random.choice((0, 0, 5)),
+                top_p=random.choice((1.0, 0.9)),
+                min_p=random.choice((0.0, 0.1)),
+                repetition_penalty=random.choice((1.0, 1.3)),
+                frequency_penalty=random.choice((0.0, 0.5)),
+                seed=random.randrange(2**63),
+            ),
             arrival=random.choice((0, 0, random.randrange(30))),
         )
 

@@ -16,7 +16,7 @@ from shardfuse.serving.scheduler import Chunk
 
 def _sequence(number: int, prompt: int, new: int) -> SequenceState:
     request = Request([0] * prompt, max_new_tokens=new)
-    return SequenceState(number, request, list(request.prompt), torch.Generator())
+    return SequenceState(number, request, list(request.prompt))
 
 
 def _compute(scheduler: Scheduler, chunks: list[Chunk]) -> list[SequenceState]:

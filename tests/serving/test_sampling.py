@@ -1,45 +1,240 @@
-"""Sampling of the next token: its distribution, its seed, and its range, which is the vocabulary."""
+"""Sampling of the next token: its distribution, what is left out of it, its numbers, and what it does not depend on."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from shardfuse.serving import Request
+from shardfuse.serving import Request, SamplingParams
 from shardfuse.serving.request import SequenceState
-from shardfuse.serving.sampling import sample
+from shardfuse.serving.sampling import Sampled, sample, uniform
+
+VOCABULARY = 50
 
 
-def test_sampling_follows_the_distribution() -> None:
+def _state(answer: tuple[int, ...] = (), prompt: tuple[int, ...] = (0,), **params: Any) -> SequenceState:
+    return SequenceState(0, Request(prompt, sampling=SamplingParams(**params)), [*prompt, *answer])
+
+
+def _tokens(logits: torch.Tensor, *states: SequenceState) -> list[int]:
+    return [each.token for each in sample(logits, states)]
+
+
+def _can_be_drawn(logits: torch.Tensor, draws: int = 3000, **params: Any) -> set[int]:
+    rows = logits.expand(draws, -1)
+    return set(_tokens(rows, *(_state(temperature=1.0, seed=seed, **params) for seed in range(draws))))
+
+
+# ---------------------------------------------------------------------------------------------------------- the numbers
+def test_numbers_follow_from_seed_and_position_alone():
+    together = uniform([3, 3, 2**64 - 1, -1, 4], [0, 1, 5, 5, 0])
+    assert together.dtype == torch.float64
+    assert together[2] == together[3]  # the same 64 bits
+    assert len(set(together.tolist())) == 4
+    assert uniform([3], [1]) == together[1]
+
+
+def test_numbers_are_uniform_and_independent():
+    """Of one seed's positions, and of one position's seeds: mean, variance and the correlation of neighbours."""
+    many = 40_000
+    for numbers in (uniform([7] * many, range(many)), uniform(range(many), [3] * many)):
+        assert 0 <= numbers.min() < 1e-3
+        assert 1 - 1e-3 < numbers.max() < 1
+        centred = numbers - 0.5
+        assert abs(centred.mean()) < 5 / math.sqrt(12 * many)
+        assert abs((centred**2).mean() - 1 / 12) < 5 / math.sqrt(180 * many)
+        assert abs((centred[1:] * centred[:-1]).mean() * 12) < 5 / math.sqrt(many)
+        seen = torch.bincount((numbers * 64).long(), minlength=64) - many / 64
+        assert (seen**2 / (many / 64)).sum() < 63 + 5 * math.sqrt(2 * 63)  # chi square
+
+
+def test_numbers_are_those_of_splitmix64():
+    """In Python's own integers."""
+    mask = 2**64 - 1
+
+    def mixed(x: int) -> int:
+        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+        return x ^ x >> 31
+
+    def number(seed: int, position: int) -> float:
+        gamma = 0x9E3779B97F4A7C15
+        state = mixed(seed + gamma & mask) + (position + 1) * gamma & mask
+        return (mixed(state) >> 11) * 2.0**-53
+
+    pairs = [(0, 0), (1, 0), (2**63, 9), (-1, 10**6), (12345, 77)]
+    expected = torch.tensor([number(*pair) for pair in pairs], dtype=torch.float64)
+    assert torch.equal(uniform(*zip(*pairs)), expected)
+
+
+# ----------------------------------------------------------------------------------------------------- the distribution
+def test_sampling_follows_the_distribution():
     """4000 draws at temperature 2: each token's share within 5 standard deviations of its probability."""
     logits = torch.tensor([0.0, 1.0, 2.0, float("-inf"), -1.0])
-    request = Request([0], temperature=2.0)
-    state = SequenceState(0, request, [0], torch.Generator().manual_seed(0))
     draws = 4000
-    drawn = torch.tensor([sample(logits[None], [state])[0] for _ in range(draws)])
+    drawn = torch.tensor(_tokens(logits.expand(draws, -1), *(_state(temperature=2.0, seed=i) for i in range(draws))))
     expected = torch.softmax(logits / 2, 0)
     seen = torch.bincount(drawn, minlength=5) / draws
     assert seen[3] == 0
     assert ((seen - expected).abs() <= 5 * (expected * (1 - expected) / draws).sqrt()).all()
 
 
-def test_sampling_depends_on_nothing_but_logits_and_seed() -> None:
-    """Greedy and sampled rows in one batch: neither neighbours nor the batch's precision change a draw."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(3, 50, generator=generator)
-
-    def state(temperature: float, seed: int) -> SequenceState:
-        return SequenceState(0, Request([0], temperature=temperature), [0], torch.Generator().manual_seed(seed))
-
-    together = sample(logits, [state(1.0, 1), state(0.0, 0), state(1.0, 2)])
-    assert together[1] == int(logits[1].argmax())
-    assert [sample(logits[:1], [state(1.0, 1)]), sample(logits[2:], [state(1.0, 2)])] == [together[:1], together[2:]]
-    seeds = {sample(logits[:1], [state(1.0, seed)])[0] for seed in range(20)}
-    assert len(seeds) > 5
-
-
 @pytest.mark.parametrize(("logits", "temperature"), [([0.0, 2.0, 1.0], 1e-310), ([0.0, float("nan"), 1.0], 1.0)])
-def test_a_drawn_token_is_always_in_the_vocabulary(logits: list[float], temperature: float) -> None:
-    request = Request([0], temperature=temperature)
-    sequence = SequenceState(0, request, [0], torch.Generator().manual_seed(0))
-    assert sample(torch.tensor([logits]), [sequence]) == [1]
+def test_a_drawn_token_is_always_in_the_vocabulary(logits: list[float], temperature: float):
+    assert _tokens(torch.tensor([logits]), _state(temperature=temperature)) == [1]
+
+
+EVERY = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+        "top_k": st.sampled_from([0, 1, 3, 49, 50, 99]),
+        "top_p": st.sampled_from([1.0, 0.9, 0.5, 1e-9]),
+        "min_p": st.sampled_from([0.0, 0.05, 1.0]),
+        "repetition_penalty": st.sampled_from([1.0, 1.5, 0.5]),
+        "presence_penalty": st.sampled_from([0.0, 1.0, -1.0]),
+        "frequency_penalty": st.sampled_from([0.0, 0.7]),
+        "logit_bias": st.sampled_from([None, {3: 5.0, 4: -100.0}]),
+        "allowed_tokens": st.sampled_from([None, (1, 2, 3), frozenset({49})]),
+        "logprobs": st.sampled_from([None, 0, 5]),
+        "seed": st.integers(-(2**63), 2**64 - 1),
+    }
+)
+
+
+def _spelled_out(logits: torch.Tensor, sequence: SequenceState) -> Sampled:
+    """One token by the definitions, in Python's own arithmetic."""
+    params, scores = sequence.request.sampling, [float(each) for each in logits]
+    raw = torch.tensor(scores, dtype=torch.float64).log_softmax(0).tolist()
+    answer = sequence.tokens[len(sequence.request.prompt) :]
+    for token in range(len(scores)):
+        if params.allowed_tokens is not None and token not in params.allowed_tokens:
+            scores[token] = -math.inf
+        scores[token] += (params.logit_bias or {}).get(token, 0.0)
+        if token in sequence.tokens:
+            scores[token] *= 1 / params.repetition_penalty if scores[token] > 0 else params.repetition_penalty
+        scores[token] -= params.presence_penalty * (token in answer) + params.frequency_penalty * answer.count(token)
+    token = max(range(len(scores)), key=scores.__getitem__)
+    if params.temperature > 0:
+        weights = {t: math.exp((s - scores[token]) / params.temperature) for t, s in enumerate(scores)}
+        order = sorted(weights, key=lambda t: (-weights[t], t))
+        last = weights[order[min(params.top_k or len(order), len(order)) - 1]]
+        kept = [t for t in order if weights[t] >= last]
+        total, before, most = math.fsum(weights[t] for t in kept), 0.0, []
+        for t in kept:
+            if not most or before < params.top_p * total:
+                most.append(t)
+            before += weights[t]
+        left = {t for t in most if weights[t] >= params.min_p * weights[order[0]]}
+        target = uniform([params.seed], [len(answer)]).item() * math.fsum(weights[t] for t in left)
+        for t in range(len(scores)):
+            target -= weights[t] if t in left else 0.0
+            if target < 0:
+                token = t
+                break
+    if params.logprobs is None:
+        return Sampled(token)
+    best = sorted(range(len(raw)), key=lambda t: -raw[t])[: params.logprobs]
+    return Sampled(token, raw[token], tuple((t, raw[t]) for t in best))
+
+
+@given(st.lists(EVERY, min_size=1, max_size=6), st.integers(0, 2**31))
+def test_every_row_is_what_the_definitions_say(params: list[dict[str, Any]], seed: int):
+    drawn = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(params), VOCABULARY, generator=drawn, dtype=torch.float64) * 3
+    before = logits.clone()
+    states = []
+    for each in params:
+        prompt = torch.randint(VOCABULARY, (4,), generator=drawn).tolist()
+        answer = torch.randint(VOCABULARY, (5,), generator=drawn).tolist()
+        states.append(_state(tuple(answer), tuple(prompt), **each))
+    found = sample(logits, states)
+    assert torch.equal(logits, before)
+    for row, (got, state) in enumerate(zip(found, states)):
+        expected = _spelled_out(logits[row], state)
+        assert got.token == expected.token
+        assert (got.logprob is None) == (expected.logprob is None)
+        if expected.logprob is not None:
+            assert got.logprob == pytest.approx(expected.logprob)
+            assert [token for token, _ in got.top_logprobs] == [token for token, _ in expected.top_logprobs]
+        assert sample(logits[row : row + 1], [state]) == [got]  # whoever is beside it
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_row_does_not_depend_on_its_company(dtype: torch.dtype):
+    logits = torch.randn(64, VOCABULARY, generator=torch.Generator().manual_seed(0)).to(dtype)
+    states = [_state(temperature=(i % 3) / 2, top_k=i % 5, top_p=1 - (i % 4) / 10, seed=i) for i in range(64)]
+    together = sample(logits, states)
+    assert together == [sample(logits[i : i + 1], states[i : i + 1])[0] for i in range(64)]
+    assert len({each.token for each in together}) > 10
+
+
+# -------------------------------------------------------------------------------------------------- what is left out
+def test_what_transformers_leaves_out_is_left_out():
+    transformers = pytest.importorskip("transformers")
+    logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(3)) * 2
+    ours_and_theirs = [
+        ({"top_k": 4}, transformers.TopKLogitsWarper(4)),
+        ({"top_p": 0.8}, transformers.TopPLogitsWarper(0.8)),
+        ({"min_p": 0.2}, transformers.MinPLogitsWarper(0.2)),
+    ]
+    for params, warper in ours_and_theirs:
+        kept = warper(torch.zeros(1, 1, dtype=torch.long), logits[None])[0] > float("-inf")
+        assert 1 < kept.sum() < 30
+        assert _can_be_drawn(logits, **params) == set(kept.nonzero().flatten().tolist())
+    answer = (3, 7, 7)
+    theirs = transformers.RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[5, *answer]]), logits[None].clone())
+    assert _tokens(logits[None], _state(answer, (5,), repetition_penalty=1.7)) == theirs.argmax(-1).tolist()
+
+
+def test_equally_likely_tokens_are_kept_together():
+    assert _can_be_drawn(torch.tensor([1.0, 2.0, 2.0, 2.0, 0.0]), top_k=2) == {1, 2, 3}
+    assert _can_be_drawn(torch.tensor([0.0, 0.0, 0.0, 0.0]), top_p=0.5) == {0, 1}
+
+
+def test_logprobs_are_the_models_own():
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    expected = torch.log_softmax(logits[0].double(), 0).tolist()
+    (found,) = sample(logits, [_state(logprobs=2, logit_bias={0: 50.0}, temperature=3.0)])
+    assert (found.token, found.logprob) == (0, pytest.approx(expected[0]))
+    assert [token for token, _ in found.top_logprobs] == [2, 1]
+    assert [score for _, score in found.top_logprobs] == pytest.approx([expected[2], expected[1]])
+    assert sample(logits, [_state(logprobs=0)])[0].top_logprobs == ()
+
+
+# --------------------------------------------------------------------------------------------------- what is refused
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"temperature": -1.0}, r"temperature=-1.0: expected 0 \(greedy\) or a positive number"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": float("inf")}, "temperature=inf"),
+        ({"temperature": 10**400}, "expected 0 .greedy. or a positive number"),
+        ({"temperature": True}, "temperature=True: expected a number"),
+        ({"temperature": None}, "temperature=None: expected a number"),
+        ({"top_k": -1}, r"top_k=-1: expected 0 \(all tokens\) or more"),
+        ({"top_k": 1.5}, "top_k=1.5: expected a whole number"),
+        ({"top_p": 0.0}, "top_p=0.0: expected a number above 0, at most 1"),
+        ({"top_p": 1.01}, "top_p=1.01"),
+        ({"min_p": 1.5}, "min_p=1.5: expected 0 to 1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: expected a positive number"),
+        ({"presence_penalty": float("inf")}, "presence_penalty=inf: expected a finite number"),
+        ({"frequency_penalty": "1"}, "frequency_penalty='1': expected a number"),
+        ({"logit_bias": [1]}, r"logit_bias=\[1\]: expected a dictionary"),
+        ({"logit_bias": {50: 1.0}}, "logit_bias: a token=50: expected 0 to 49"),
+        ({"logit_bias": {1: float("-inf")}}, r"logit_bias\[1\]=-inf: expected a finite number"),
+        ({"allowed_tokens": ()}, "allowed_tokens is empty"),
+        ({"allowed_tokens": "abc"}, "allowed_tokens='abc': expected a collection"),
+        ({"allowed_tokens": (3, -1)}, "allowed_tokens: a token=-1: expected 0 to 49"),
+        ({"logprobs": 65}, "logprobs=65: expected None or 0 to 64"),
+        ({"seed": 2**64}, "seed=18446744073709551616: expected a 64-bit integer"),
+        ({"seed": "1"}, "seed='1': expected a whole number"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(params: dict[str, Any], says: str):
+    with pytest.raises(ValueError, match=says):
+        SamplingParams(**params).check(VOCABULARY)

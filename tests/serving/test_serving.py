@@ -20,7 +20,8 @@ from serving_case import STYLES, build, config_of, exact
 from shardfuse.kernels.runtime import dispatch
 from shardfuse.layers.transformer import ParallelTransformer
 from shardfuse.parallel.core.rendezvous import init_mesh
-from shardfuse.serving import Engine, EngineStats, Request, TokenEvent
+from shardfuse.serving import Engine, EngineStats, Request, SamplingParams, TokenEvent
+from shardfuse.serving.sampling import uniform
 
 MARGIN = 1e-8  # between the best two logits, which are of order 1
 
@@ -30,11 +31,11 @@ def _solo(model: ParallelTransformer, request: Request, margin: float = MARGIN) 
     """The answer to ``request`` alone, without a cache: each token recomputes the whole sequence."""
     tokens = list(request.prompt)
     answer: list[int] = []
-    generator = torch.Generator().manual_seed(request.seed)
+    sampling = request.sampling
     while len(answer) < request.max_new_tokens and not (answer and answer[-1] in request.stop):
         logits = model.gather_logits(model(torch.tensor([tokens])))[0, -1]
-        if request.temperature > 0:
-            answer.append(_inverse_cdf(logits, request.temperature, generator))
+        if sampling.temperature > 0:
+            answer.append(_inverse_cdf(logits, sampling, len(answer)))
         else:
             best = logits.topk(2).values
             assert best[0] - best[1] > margin
@@ -43,10 +44,10 @@ def _solo(model: ParallelTransformer, request: Request, margin: float = MARGIN) 
     return answer
 
 
-def _inverse_cdf(logits: torch.Tensor, temperature: float, generator: torch.Generator) -> int:
-    """The token whose interval of [0, 1) contains the next random number."""
-    u = torch.rand((), generator=generator, dtype=torch.float64).item()
-    edges = torch.softmax(logits / temperature, 0).cumsum(0)
+def _inverse_cdf(logits: torch.Tensor, sampling: SamplingParams, position: int) -> int:
+    """The token whose interval of [0, 1) contains the number of a position."""
+    u = uniform([sampling.seed], [position]).item()
+    edges = torch.softmax(logits / sampling.temperature, 0).cumsum(0)
     assert (edges - u).abs().min() > MARGIN
     return int((edges <= u).sum())
 
@@ -60,8 +61,7 @@ def _requests() -> list[Request]:
             torch.randint(32, (prompt,), generator=generator).tolist(),
             max_new_tokens=new,
             stop=(5, 17) if i == 2 else (),
-            temperature=0.8 if i % 3 == 1 else 0.0,
-            seed=100 + i,
+            sampling=SamplingParams(temperature=0.8 if i % 3 == 1 else 0.0, seed=100 + i),
             arrival=arrival,
         )
         for i, (prompt, new, arrival) in enumerate(shapes)
@@ -230,7 +230,7 @@ COMPANIES = ((1, 64, None), (4, 64, 16), (3, 4, 3))
 def test_windows_softcaps_and_sinks_are_served(name: str, dtype: torch.dtype) -> None:
     """The greedy tokens equal the training forward's, for any batch and any split of the prompt."""
     model = _variant(name, dtype)
-    requests = [dataclasses.replace(request, temperature=0.0) for request in _requests()]
+    requests = [dataclasses.replace(request, sampling=SamplingParams()) for request in _requests()]
     expected = [_solo(model, request, margin=1e-8 if dtype == torch.float64 else 1e-4) for request in requests]
     assert expected != [_solo(exact("gated"), request) for request in requests]
     for slots, step_tokens, block_size in COMPANIES:
@@ -241,6 +241,7 @@ def test_windows_softcaps_and_sinks_are_served(name: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("kv_dtype", ["fp8", "int8"])
 def test_a_quantised_cache_answers_alike_in_any_company(kv_dtype: str) -> None:
     model, requests = exact("gelu"), _requests()
+    requests += [Request([i], 20, sampling=SamplingParams(temperature=2.0, seed=i)) for i in range(8)]
     alone = [Engine(model, num_blocks=64, kv_dtype=kv_dtype).generate([request])[0] for request in requests]
     engine = Engine(model, num_blocks=64, block_size=4, max_num_seqs=3, max_num_batched_tokens=8, kv_dtype=kv_dtype)
     assert engine._cache.data.element_size() == 1
@@ -327,13 +328,11 @@ def test_an_idle_step_passes_the_time() -> None:
         (Request([1] * 20, max_new_tokens=13), "make 33: expected at most max_model_len=32"),
         (Request([1] * 9, max_new_tokens=9), "need 5 blocks of 4 tokens: the cache has 4"),
         (Request([1], max_new_tokens=0), "max_new_tokens=0"),
-        (Request([1], max_new_tokens=4, temperature=-1.0), "temperature=-1"),
-        (Request([1], max_new_tokens=4, temperature=float("nan")), "temperature=nan"),
-        (Request([1], max_new_tokens=4, seed=2**64), "seed="),
-        (Request([1], max_new_tokens=4, seed=1.5), "seed=1.5: expected a whole number"),  # type: ignore[arg-type]
+        (Request([1], sampling=SamplingParams(temperature=-1.0)), "temperature=-1"),
+        (Request([1], sampling=SamplingParams(temperature=float("nan"))), "temperature=nan"),
         (Request([1], max_new_tokens=2.5), "max_new_tokens=2.5: expected a whole"),  # type: ignore[arg-type]
         (Request([1], stop=3), "stop=3: expected a collection"),  # type: ignore[arg-type]
-        (Request([1], temperature="a"), "temperature='a': expected a number"),  # type: ignore[arg-type]
+        (Request([1], sampling={"top_p": 1}), "expected SamplingParams"),  # type: ignore[arg-type]
     ],
 )
 def test_a_bad_request_is_refused_and_the_engine_goes_on(request_: Request, message: str) -> None:

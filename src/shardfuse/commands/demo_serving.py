@@ -18,6 +18,8 @@ from ..kernels.dev.accuracy import FACTOR
 from ..layers.transformer import ParallelTransformer
 from ..serving.engine import Engine
 from ..serving.request import Request, TokenEvent
+from ..serving.sampling import uniform
+from ..serving.sampling_params import SamplingParams
 from ..serving.stats import EngineStats
 from ..training.data import Corpus
 
@@ -78,8 +80,7 @@ def make_requests(corpus: Corpus, seed: int) -> list[Request]:
             Request(
                 prompt=list(text[start : start + length]),
                 max_new_tokens=NEW_TOKENS - 4 * i,
-                temperature=TEMPERATURE if i % 4 else 0.0,
-                seed=seed + i,
+                sampling=SamplingParams(temperature=TEMPERATURE if i % 4 else 0.0, seed=seed + i),
                 arrival=ARRIVAL_STEPS * (i // 2),
             )
         )
@@ -99,16 +100,19 @@ def agrees(model: ParallelTransformer, exact: ParallelTransformer, request: Requ
     tokens = torch.tensor([prompt + answer[:-1]], device=next(model.parameters()).device)
     low, logits = (each.gather_logits(each(tokens))[0, len(prompt) - 1 :].double().cpu() for each in (model, exact))
     error = FACTOR * (low - logits).abs().max().item()
-    generator = torch.Generator().manual_seed(request.seed)
-    return all(could_pick(row, token, error, request.temperature, generator) for row, token in zip(logits, answer))
+    sampling = request.sampling
+    drawn = uniform([sampling.seed] * len(answer), range(len(answer))).tolist()
+    rows = zip(logits, answer, drawn)
+    return all(could_pick(row, token, error, sampling.temperature, number) for row, token, number in rows)
 
 
-def could_pick(logits: torch.Tensor, token: int, error: float, temperature: float, generator: torch.Generator) -> bool:
-    """Whether ``sample`` picks ``token`` from some logits [V] that differ from these, in fp64, by at most ``error``."""
+def could_pick(logits: torch.Tensor, token: int, error: float, temperature: float, drawn: float) -> bool:
+    """Whether ``sample`` picks ``token`` at the number ``drawn``, from some logits [V] that differ from these, in fp64,
+    by at most ``error``.
+    """
     if temperature == 0:
         return bool(logits[token] >= logits.max() - 2 * error)
     cumulative = torch.softmax(logits / temperature, dim=-1).cumsum(dim=-1)
-    drawn = torch.rand((), generator=generator, dtype=torch.float64).item()
     # Every probability, and the sum on either side of it, may change by a factor of exp(2 error / temperature).
     slack = math.expm1(2 * error / temperature) / 2
     below = cumulative[token - 1].item() if token else 0.0

@@ -1,0 +1,101 @@
+"""How the next token is chosen from logits, for one request."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_LOGPROBS = 64
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What a request asks of the choice of its tokens. By default the likeliest token is taken.
+
+    The order is: ``allowed_tokens`` and ``logit_bias``, penalties, ``temperature``, ``top_k``, ``top_p``, ``min_p``;
+    each of the last three looks at what the one before it left, as a distribution. Tokens as likely as the last one
+    that ``top_k`` keeps are kept, too.
+
+    Args:
+        temperature: 0 takes the likeliest token; above 0 samples from softmax(logits / temperature).
+        top_k: keep the k likeliest tokens; 0: all.
+        top_p: keep the fewest likeliest tokens whose probabilities add up to ``top_p`` (Holtzman et al.,
+            arXiv:1904.09751); 1: all.
+        min_p: keep tokens at least ``min_p`` times as likely as the likeliest (Nguyen et al., arXiv:2407.01082).
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the prompt or the answer
+            (Keskar et al., arXiv:1909.05858); 1: none.
+        presence_penalty: subtracted from the logits of tokens in the answer.
+        frequency_penalty: subtracted once for each time that a token is in the answer.
+        logit_bias: token -> what is added to its logit.
+        allowed_tokens: the only tokens that may be chosen; None: all.
+        logprobs: how many of the likeliest tokens an event names with their log-probabilities, beside the chosen one's;
+            None: none at all. They are of the model's own logits, before anything above.
+        seed: of the draws. A token's draw depends on the seed and on how many tokens the answer has, and on nothing
+            else: not on other requests, ranks, preemptions or devices.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_tokens: Collection[int] | None = None
+    logprobs: int | None = None
+    seed: int = 0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens that were there before count."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens are not to be drawn, by their probability."""
+        return (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
+
+    def check(self, vocab_size: int) -> None:
+        """ValueError for a field of the wrong type or out of range."""
+        largest = sys.float_info.max
+        _number("temperature", self.temperature, 0, largest, "0 (greedy) or a positive number")
+        _number("top_p", self.top_p, sys.float_info.min, 1, "a number above 0, at most 1")
+        _number("min_p", self.min_p, 0, 1, "0 to 1")
+        _number("repetition_penalty", self.repetition_penalty, sys.float_info.min, largest, "a positive number")
+        _number("presence_penalty", self.presence_penalty, -largest, largest, "a finite number")
+        _number("frequency_penalty", self.frequency_penalty, -largest, largest, "a finite number")
+        _whole("top_k", self.top_k, 0, None, "0 (all tokens) or more")
+        _whole("seed", self.seed, -(2**63), 2**64 - 1, "a 64-bit integer")
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, f"None or 0 to {MAX_LOGPROBS}")
+        if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise ValueError(f"logit_bias={self.logit_bias!r}: expected a dictionary from tokens to numbers")
+            for token, bias in self.logit_bias.items():
+                _whole("logit_bias: a token", token, 0, vocab_size - 1, f"0 to {vocab_size - 1}")
+                _number(f"logit_bias[{token}]", bias, -largest, largest, "a finite number")
+        if self.allowed_tokens is not None:
+            if isinstance(self.allowed_tokens, (str, bytes)) or not isinstance(self.allowed_tokens, Collection):
+                raise ValueError(f"allowed_tokens={self.allowed_tokens!r}: expected a collection of token ids")
+            if not self.allowed_tokens:
+                raise ValueError("allowed_tokens is empty: expected at least one token, or None for all")
+            for token in self.allowed_tokens:
+                _whole("allowed_tokens: a token", token, 0, vocab_size - 1, f"0 to {vocab_size - 1}")
+
+
+def _number(name: str, value: Any, least: float, most: float, expected: str) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: expected a number")
+    if not least <= value <= most or math.isnan(value):
+        raise ValueError(f"{name}={value}: expected {expected}")
+
+
+def _whole(name: str, value: Any, least: int, most: int | None, expected: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name}={value!r}: expected a whole number")
+    if value < least or (most is not None and value > most):
+        raise ValueError(f"{name}={value}: expected {expected}")
