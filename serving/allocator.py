@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..kernels.runtime.checks import whole_number
+from .prefix_cache import PrefixCache
 
 
 class BlockAllocator:
-    """A free list of blocks, and the block table of each sequence.
+    """A free list of blocks, the block table of each sequence, and the blocks that sequences share.
 
     A sequence's blocks grow one at a time with its tokens, so only the last one can be partly empty: a sequence wastes
-    less than one block (Kwon et al., "PagedAttention", arXiv:2309.06180, section 4).
+    less than one block (Kwon et al., "PagedAttention", arXiv:2309.06180, section 4). Only full blocks are shared, and
+    nobody writes to a full block, so none is ever copied.
 
-    ``peak_blocks`` is the largest number of blocks in use at once.
+    ``peak_blocks`` is the largest number of blocks that sequences owned at once.
 
     Raises ValueError unless both sizes are at least 1.
     """
@@ -21,8 +25,10 @@ class BlockAllocator:
         self.block_size = whole_number("BlockAllocator: block_size", block_size)
         self.peak_blocks = 0
         self._free = list(range(self.num_blocks - 1, -1, -1))  # a stack: the last block freed is the first one reused
+        self._owners = [0] * self.num_blocks  # sequences that have the block in their tables
         self._tables: dict[int, list[int]] = {}
         self._tokens: dict[int, int] = {}
+        self._prefixes = PrefixCache()
 
     def blocks_for(self, tokens: int) -> int:
         """The number of blocks that ``tokens`` tokens need."""
@@ -30,40 +36,74 @@ class BlockAllocator:
 
     @property
     def free_blocks(self) -> int:
-        return len(self._free)
+        """Blocks that no sequence owns."""
+        return len(self._free) + self._prefixes.idle_blocks
 
     @property
     def used_blocks(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.free_blocks
 
     @property
-    def used_slots(self) -> int:
-        """Tokens that all sequences together have room for."""
-        return sum(self._tokens.values())
+    def unused_slots(self) -> int:
+        """Token slots that sequences own and that hold no token."""
+        return sum(len(self._tables[number]) * self.block_size - tokens for number, tokens in self._tokens.items())
 
     @property
     def allocated_slots(self) -> int:
         """Token slots of all blocks in use."""
         return self.used_blocks * self.block_size
 
+    def known(self, hashes: Sequence[bytes]) -> list[int]:
+        """The blocks that a new sequence with these ``hashes`` could share."""
+        return self._prefixes.find(hashes)
+
+    def needed(self, tokens: int, shared: Sequence[int]) -> int:
+        """How many of the free blocks a new sequence of ``tokens`` tokens takes, ``shared`` ones among them."""
+        owned = sum(not self._prefixes.is_idle(block) for block in shared)
+        return self.blocks_for(tokens) - owned
+
+    def share(self, sequence: int, blocks: Sequence[int]) -> None:
+        """Begin a sequence with full ``blocks``, of :meth:`known`."""
+        assert sequence not in self._tables, "a sequence that has blocks already"
+        for block in blocks:
+            self._prefixes.take(block)
+            self._owners[block] += 1
+        self._tables[sequence] = list(blocks)
+        self._tokens[sequence] = len(blocks) * self.block_size
+        self.peak_blocks = max(self.peak_blocks, self.used_blocks)
+
     def grow(self, sequence: int, tokens: int) -> bool:
         """Extend ``sequence`` to room for ``tokens`` tokens in all; False, changing nothing, if blocks run out."""
         table = self._tables.get(sequence, [])
         missing = self.blocks_for(tokens) - len(table)
-        if missing > len(self._free):
+        if missing > self.free_blocks:
             return False
         for _ in range(missing):
-            table.append(self._free.pop())
+            block = self._free.pop() if self._free else self._prefixes.evict()
+            assert block is not None
+            self._owners[block] = 1
+            table.append(block)
         self._tables[sequence] = table
         self._tokens[sequence] = max(tokens, self._tokens.get(sequence, 0))
         self.peak_blocks = max(self.peak_blocks, self.used_blocks)
         return True
+
+    def publish(self, sequence: int, index: int, digest: bytes) -> None:
+        """The ``index``-th block of ``sequence`` is full and computed: others may share it, by its hash."""
+        self._prefixes.add(digest, self._tables[sequence][index])
 
     def table(self, sequence: int) -> list[int]:
         """The blocks of ``sequence`` in order of its tokens; ``grow`` appends to this very list."""
         return self._tables[sequence]
 
     def release(self, sequence: int) -> None:
-        """Free every block of ``sequence``; it may have none."""
-        self._free += reversed(self._tables.pop(sequence, []))
+        """Give up every block of ``sequence``; it may have none."""
+        for block in reversed(self._tables.pop(sequence, [])):
+            self._owners[block] -= 1
+            if not self._owners[block] and not self._prefixes.leave(block):
+                self._free.append(block)
         self._tokens.pop(sequence, None)
+
+    def forget(self) -> None:
+        """Let no later sequence share what is computed now."""
+        self._free += self._prefixes.clear()

@@ -91,6 +91,8 @@ class Engine:
         max_model_len: the longest prompt and answer together; default the model's ``max_positions``.
         max_num_batched_tokens: tokens per step, over all requests; longer prompts are computed in several steps.
         kv_dtype: of the cache, ``"fp8"`` (e4m3) or ``"int8"`` with a scale for each token and head; None: the model's.
+        prefix_caching: whether requests that begin alike share the keys and values of their first full blocks, also
+            after the first of them has ended.
         invariant: whether a request's answer must not depend on the other requests in its steps, nor on how its prompt
             is cut. On a GPU every matrix product and attention then computes a token the same way in any batch, at a
             cost; on a CPU there is no such guarantee (see ``kernels.runtime.dispatch.row_invariance``).
@@ -110,6 +112,7 @@ class Engine:
         max_model_len: int | None = None,
         max_num_batched_tokens: int = 512,
         kv_dtype: str | None = None,
+        prefix_caching: bool = True,
         invariant: bool = False,
         impl: str = "auto",
     ) -> None:
@@ -132,7 +135,10 @@ class Engine:
         block_size = default_block_size(weight.device) if block_size is None else block_size
         self._allocator = BlockAllocator(num_blocks, block_size)
         self._scheduler = Scheduler(
-            self._allocator, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+            self._allocator,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            prefix_caching=prefix_caching,
         )
         self._cache = PagedKVCache(
             config.num_layers,
@@ -299,8 +305,8 @@ class Engine:
         events = []
         for chunk, new in zip(chunks, sampled):
             sequence = chunk.sequence
-            sequence.computed = chunk.start + chunk.length
-            sequence.most_computed = max(sequence.most_computed, sequence.computed)
+            if not isinstance(new, Exception):
+                self._scheduler.advance(chunk)
             if new is None:
                 continue
             if isinstance(new, Exception):
@@ -330,10 +336,11 @@ class Engine:
             stats.decode_seconds += seconds
             stats.decode_tokens += generated
         stats.preemptions = self._scheduler.preemptions
+        stats.shared_tokens = self._scheduler.shared_tokens
         stats.peak_seqs = max(stats.peak_seqs, len(chunks))
         stats.peak_blocks = allocator.peak_blocks
         stats.slot_steps += allocator.allocated_slots
-        stats.unused_slot_steps += allocator.allocated_slots - allocator.used_slots
+        stats.unused_slot_steps += allocator.unused_slots
 
 
 def _sampled(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sampled | Exception]:

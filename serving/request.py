@@ -22,6 +22,8 @@ class Request:
         stop: token ids that end the answer; the stopping token is its last one.
         sampling: how tokens are chosen; by default the likeliest one.
         arrival: the engine's step at which the request arrives (0: at once).
+        cache_salt: requests share the keys and values of equal beginnings where their salts are equal: one for each
+            tenant keeps tenants from finding out, by the time that an answer takes, what others asked.
     """
 
     prompt: Sequence[int]
@@ -29,6 +31,7 @@ class Request:
     stop: Collection[int] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     arrival: int = 0
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _copied(self.prompt, tuple))
@@ -52,6 +55,8 @@ class Request:
                 raise ValueError(f"{name}={value!r}: expected a whole number")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: expected at least 1")
+        if not isinstance(self.cache_salt, str):
+            raise ValueError(f"cache_salt={self.cache_salt!r}: expected text")
         if not isinstance(self.sampling, SamplingParams):
             raise ValueError(f"sampling={self.sampling!r}: expected SamplingParams, such as SamplingParams(top_p=0.9)")
         self.sampling.check(vocab_size)
@@ -108,7 +113,8 @@ class TokenEvent:
 class SequenceState:
     """A request in the engine.
 
-    ``tokens`` are the prompt and the generated tokens; the first ``computed`` of them are in the cache.
+    ``tokens`` are the prompt and the generated tokens; the first ``computed`` of them are in the cache. ``hashes`` are
+    those of its full blocks, as far as they were asked for; ``published`` of them were told to the allocator.
     """
 
     id: int
@@ -116,6 +122,8 @@ class SequenceState:
     tokens: list[int]
     computed: int = 0
     most_computed: int = 0  # the value of computed before a preemption freed the cache
+    hashes: list[bytes] = field(default_factory=list)
+    published: int = 0
 
     @property
     def generated(self) -> int:

@@ -9,7 +9,8 @@ token, so one rule covers both.
 - Blocks are allocated as tokens come, not reserved. When they run out, the youngest running sequence frees all of its
   blocks and returns to the head of the queue; it keeps its tokens and computes their keys and values again.
 - A sequence is admitted when its tokens fit and every running one could still take a block, so that it is not
-  preempted in the next step.
+  preempted in the next step. It begins with the blocks that are known to hold its first tokens (``prefix_cache.py``);
+  its last token is always computed, since the next one follows from it.
 
 There is no deadlock: the oldest running sequence can take the blocks of all others, and the engine refuses a sequence
 that needs more blocks than exist. There is no starvation: the order of arrival is kept.
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 
 from ..kernels.runtime.checks import whole_number
 from .allocator import BlockAllocator
+from .prefix_cache import block_hash, root_hash
 from .request import SequenceState
 
 
@@ -54,7 +56,14 @@ class Scheduler:
     out.
     """
 
-    def __init__(self, allocator: BlockAllocator, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        prefix_caching: bool = True,
+    ) -> None:
         whole_number("max_num_seqs", max_num_seqs)
         whole_number("max_num_batched_tokens", max_num_batched_tokens)
         if max_num_batched_tokens < max_num_seqs:
@@ -68,6 +77,9 @@ class Scheduler:
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []  # in order of admission
         self.preemptions = 0
+        self.shared_tokens = 0  # of admitted sequences, that were in the cache already
+        self.weights = 0  # their version
+        self._prefix_caching = prefix_caching
 
     def add(self, sequence: SequenceState) -> None:
         """Queue ``sequence`` behind all others."""
@@ -90,9 +102,8 @@ class Scheduler:
                 chunks.append(chunk)
                 budget -= chunk.length
                 index += 1
-        while budget and self._admits():
-            sequence = self.waiting.popleft()
-            self.running.append(sequence)
+        while budget and self._admit():
+            sequence = self.running[-1]
             chunk = _next_chunk(sequence, budget)
             fits = self._make_room(chunk)
             assert fits
@@ -101,19 +112,58 @@ class Scheduler:
         assert chunks or not self.waiting, "requests wait and nothing runs: blocks are missing"
         return chunks
 
-    def _admits(self) -> bool:
-        """Whether the head of the queue may run."""
+    def advance(self, chunk: Chunk) -> None:
+        """A chunk was computed: its full blocks may be shared from now on."""
+        sequence = chunk.sequence
+        sequence.computed = chunk.start + chunk.length
+        sequence.most_computed = max(sequence.most_computed, sequence.computed)
+        if self._prefix_caching:
+            full = sequence.computed // self.allocator.block_size
+            self._hash(sequence, full)
+            for index in range(sequence.published, full):
+                self.allocator.publish(sequence.id, index, sequence.hashes[index])
+            sequence.published = full
+
+    def new_weights(self) -> None:
+        """From now on nothing is shared that earlier weights computed. Nothing may be running."""
+        assert not self.running
+        self.weights += 1
+        for sequence in self.waiting:
+            sequence.hashes.clear()
+        self.allocator.forget()
+
+    def _admit(self) -> bool:
+        """Let the head of the queue run, if it may."""
         if not self.waiting or len(self.running) == self.max_num_seqs:
             return False
-        needed = self.allocator.blocks_for(len(self.waiting[0].tokens))
-        return needed + len(self.running) <= self.allocator.free_blocks
+        sequence = self.waiting[0]
+        shared: list[int] = []
+        if self._prefix_caching:
+            whole = (len(sequence.tokens) - 1) // self.allocator.block_size
+            self._hash(sequence, whole)
+            shared = self.allocator.known(sequence.hashes[:whole])
+        if self.allocator.needed(len(sequence.tokens), shared) + len(self.running) > self.allocator.free_blocks:
+            return False
+        self.running.append(self.waiting.popleft())
+        self.allocator.share(sequence.id, shared)
+        sequence.published = len(shared)
+        sequence.computed = len(shared) * self.allocator.block_size
+        self.shared_tokens += sequence.computed
+        return True
+
+    def _hash(self, sequence: SequenceState, blocks: int) -> None:
+        """Have the hashes of a sequence's first ``blocks`` blocks."""
+        size, hashes = self.allocator.block_size, sequence.hashes
+        for index in range(len(hashes), blocks):
+            before = hashes[-1] if hashes else root_hash(sequence.request.cache_salt, self.weights)
+            hashes.append(block_hash(before, sequence.tokens[index * size : (index + 1) * size]))
 
     def _make_room(self, chunk: Chunk) -> bool:
         """Allocate blocks up to the end of ``chunk``, if need be the youngest's; False if that is its own sequence."""
         while not self.allocator.grow(chunk.sequence.id, chunk.start + chunk.length):
             youngest = self.running.pop()
             self.allocator.release(youngest.id)
-            youngest.computed = 0
+            youngest.computed = youngest.published = 0
             self.waiting.appendleft(youngest)
             self.preemptions += 1
             if youngest is chunk.sequence:

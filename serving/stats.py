@@ -16,6 +16,7 @@ class EngineStats:
     steps: int = 0  # steps that computed something
     prefill_tokens: int = 0
     recomputed_tokens: int = 0  # of these, the ones that a preemption had lost
+    shared_tokens: int = 0  # of prompts, and of what a preemption had lost, that were found in the cache
     generated_tokens: int = 0
     preemptions: int = 0
     prefill_seconds: float = 0.0

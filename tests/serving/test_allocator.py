@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardfuse.serving import BlockAllocator, Request, Scheduler
+from shardfuse.serving.prefix_cache import block_hash, root_hash
 from shardfuse.serving.request import SequenceState
 from shardfuse.serving.scheduler import Chunk
 
 
-def _sequence(number: int, prompt: int, new: int) -> SequenceState:
-    request = Request([0] * prompt, max_new_tokens=new)
+def _sequence(number: int, prompt: int, new: int, first: int | None = None, salt: str = "") -> SequenceState:
+    """A request for ``prompt`` tokens 0 after one that is its own number, or ``first``."""
+    tokens = [100 + number if first is None else first] + [0] * (prompt - 1)
+    request = Request(tokens, max_new_tokens=new, cache_salt=salt)
     return SequenceState(number, request, list(request.prompt))
 
 
@@ -23,8 +26,7 @@ def _compute(scheduler: Scheduler, chunks: list[Chunk]) -> list[SequenceState]:
     """Act as an engine after a model call that returns only token 0; returns the complete sequences."""
     done = []
     for chunk in chunks:
-        chunk.sequence.computed = chunk.start + chunk.length
-        chunk.sequence.most_computed = max(chunk.sequence.most_computed, chunk.sequence.computed)
+        scheduler.advance(chunk)
         if chunk.samples:
             chunk.sequence.tokens.append(0)
             if chunk.sequence.finish():
@@ -44,17 +46,17 @@ def test_blocks_are_taken_as_tokens_come_and_given_back() -> None:
     assert allocator.grow(7, 5)
     assert allocator.grow(8, 8)
     assert sorted(allocator.table(7) + allocator.table(8)) == [0, 1, 2, 3]
-    assert (allocator.allocated_slots, allocator.used_slots, allocator.free_blocks) == (16, 13, 0)
+    assert (allocator.allocated_slots, allocator.unused_slots, allocator.free_blocks) == (16, 3, 0)
 
     before = list(allocator.table(8))
     assert not allocator.grow(8, 9)
     assert allocator.table(8) == before
-    assert allocator.used_slots == 13
+    assert allocator.unused_slots == 3
     allocator.release(7)
     assert allocator.grow(8, 9)
     allocator.release(8)
     allocator.release(8)
-    assert (allocator.free_blocks, allocator.used_slots, allocator.peak_blocks) == (4, 0, 4)
+    assert (allocator.free_blocks, allocator.unused_slots, allocator.peak_blocks) == (4, 0, 4)
 
 
 @pytest.mark.parametrize(("num_blocks", "block_size"), [(0, 4), (4, 0)])
@@ -89,7 +91,7 @@ def test_allocator_never_loses_or_shares_a_block(
         assert len(set(owned)) == len(owned) == allocator.used_blocks
         assert set(owned) <= set(range(num_blocks))
         assert [len(allocator.table(s)) for s in want] == [-(-n // block_size) for n in want.values()]
-        assert allocator.used_slots == sum(want.values())
+        assert allocator.allocated_slots - allocator.unused_slots == sum(want.values())
     for sequence in list(want):
         allocator.release(sequence)
     assert allocator.free_blocks == num_blocks
@@ -165,7 +167,9 @@ def test_scheduler_refuses_sizes_that_stall() -> None:
 
 @dataclass(frozen=True)
 class Load:
-    """A scheduler's sizes and its requests: (prompt, new tokens, step of arrival or cancellation) each."""
+    """A scheduler's sizes and its requests: (prompt, new tokens, step of arrival or cancellation) each, their first
+    tokens and salts, and when the weights change.
+    """
 
     num_blocks: int
     block_size: int
@@ -173,6 +177,7 @@ class Load:
     max_num_batched_tokens: int
     requests: list[tuple[int, int, int]]
     cancelled: dict[int, int]
+    beginnings: list[tuple[int, str]]
 
 
 @st.composite
@@ -188,15 +193,22 @@ def _loads(draw: st.DrawFn) -> Load:
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 40)),
         requests=requests,
         cancelled=draw(st.dictionaries(st.integers(0, len(requests) - 1), st.integers(0, 40), max_size=2)),
+        beginnings=[(draw(st.integers(0, 1)), draw(st.sampled_from(["", "", "b"]))) for _ in requests],
     )
 
 
 @given(_loads())
 def test_every_load_is_served(load: Load) -> None:
-    """Limits hold in each step, every request progresses, order is kept, and at the end no block is missing."""
+    """Limits hold in each step, every request progresses, order is kept, what is shared is what each sequence would
+    have computed, and at the end no block is missing.
+    """
     allocator = BlockAllocator(load.num_blocks, load.block_size)
     scheduler = Scheduler(allocator, max_num_seqs=load.max_num_seqs, max_num_batched_tokens=load.max_num_batched_tokens)
-    sequences = [_sequence(i, prompt, new) for i, (prompt, new, _) in enumerate(load.requests)]
+    sequences = [
+        _sequence(i, prompt, new, first, salt)
+        for i, ((prompt, new, _), (first, salt)) in enumerate(zip(load.requests, load.beginnings))
+    ]
+    cache: dict[tuple[int, int], Any] = {}  # (block, offset) -> everything that its keys and values follow from
     arrival_order: list[int] = []
     gone: set[int] = set()
     step = 0
@@ -212,6 +224,7 @@ def test_every_load_is_served(load: Load) -> None:
         if not chunks:
             assert set(arrival_order) <= gone, "somebody waits and nobody runs"
         _check_step(load, scheduler, chunks)
+        _read_and_write(cache, scheduler, chunks)
         in_order = [arrival_order.index(s.id) for s in (*scheduler.running, *scheduler.waiting)]
         assert in_order == sorted(in_order)
         gone |= {sequence.id for sequence in _compute(scheduler, chunks)}
@@ -232,7 +245,125 @@ def _check_step(load: Load, scheduler: Scheduler, chunks: list[Chunk]) -> None:
         assert chunk.start == chunk.sequence.computed
         assert chunk.samples == (chunk.start + chunk.length == len(chunk.sequence.tokens))
         assert len(allocator.table(chunk.sequence.id)) == allocator.blocks_for(chunk.start + chunk.length)
-    owned = [block for chunk in chunks for block in allocator.table(chunk.sequence.id)]
-    assert len(set(owned)) == len(owned) == allocator.used_blocks
-    wasted = allocator.allocated_slots - allocator.used_slots
-    assert 0 <= wasted <= len(chunks) * (load.block_size - 1)
+    owned = {block for chunk in chunks for block in allocator.table(chunk.sequence.id)}
+    assert len(owned) == allocator.used_blocks
+    assert 0 <= allocator.unused_slots <= len(chunks) * (load.block_size - 1)
+
+
+def _read_and_write(cache: dict[tuple[int, int], Any], scheduler: Scheduler, chunks: list[Chunk]) -> None:
+    """What a model does to the cache in a step."""
+    size = scheduler.allocator.block_size
+
+    def slot(chunk: Chunk, position: int) -> tuple[int, int]:
+        return scheduler.allocator.table(chunk.sequence.id)[position // size], position % size
+
+    def content(chunk: Chunk, position: int) -> Any:
+        sequence = chunk.sequence
+        return sequence.request.cache_salt, tuple(sequence.tokens[: position + 1])
+
+    written = [slot(chunk, p) for chunk in chunks for p in range(chunk.start, chunk.start + chunk.length)]
+    assert len(set(written)) == len(written)
+    for chunk in chunks:
+        for position in range(chunk.start, chunk.start + chunk.length):
+            cache[slot(chunk, position)] = content(chunk, position)
+    for chunk in chunks:  # after all writes: nobody may have written into what others read
+        for position in range(chunk.start + chunk.length):
+            assert cache[slot(chunk, position)] == content(chunk, position)
+
+
+# --------------------------------------------------------------------------------------------------------- prefix cache
+
+
+def _serve(scheduler: Scheduler, *sequences: SequenceState) -> list[int]:
+    """Serve sequences together; returns how many of their tokens were found in the cache."""
+    for sequence in sequences:
+        scheduler.add(sequence)
+    before = scheduler.shared_tokens
+    found = []
+    while scheduler.running or scheduler.waiting:
+        _step(scheduler)
+        found.append(scheduler.shared_tokens - before)
+    return found
+
+
+def _scheduler(num_blocks: int = 16, **options: Any) -> Scheduler:
+    return Scheduler(BlockAllocator(num_blocks, 4), max_num_seqs=4, max_num_batched_tokens=64, **options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "salt", "found"),
+    [
+        (13, "", 12),
+        (12, "", 8),  # the last token is always computed
+        (30, "", 12),  # no more is known: the answer's block is not full
+        (3, "", 0),
+        (13, "tenant", 0),
+    ],
+)
+def test_a_beginning_is_found_after_its_request_has_ended(prompt: int, salt: str, found: int) -> None:
+    scheduler = _scheduler()
+    assert _serve(scheduler, _sequence(0, 13, 1, first=7))[-1] == 0
+    assert _serve(scheduler, _sequence(1, prompt, 1, first=7, salt=salt))[-1] == found
+    assert _serve(scheduler, _sequence(2, 13, 1, first=8))[-1] == 0
+    assert scheduler.allocator.used_blocks == 0
+
+
+def test_a_beginning_is_shared_while_its_request_runs() -> None:
+    scheduler = _scheduler(num_blocks=6)
+    first, second = _sequence(0, 13, 8, first=7), _sequence(1, 13, 4, first=7)
+    scheduler.add(first)
+    _step(scheduler)
+    scheduler.add(second)
+    _step(scheduler)
+    tables = [scheduler.allocator.table(number) for number in (0, 1)]
+    assert tables[0][:3] == tables[1][:3]
+    assert set(tables[0][3:]).isdisjoint(tables[1][3:])
+    assert scheduler.allocator.used_blocks == 5  # of a pool that could not hold both apart
+    while scheduler.running:
+        _step(scheduler)
+    assert (first.generated, second.generated, scheduler.preemptions) == (8, 4, 0)
+
+
+def test_answers_are_found_too() -> None:
+    scheduler = _scheduler()
+    sequence = _sequence(0, 6, 8, first=7)
+    _serve(scheduler, sequence)
+    longer = SequenceState(1, Request([*sequence.tokens, 5, 5]), [*sequence.tokens, 5, 5])
+    longer.request = Request(longer.tokens, max_new_tokens=1)
+    assert _serve(scheduler, longer)[-1] == 12  # of 13 that were computed
+
+
+def test_the_longest_unused_goes_first_and_ends_before_beginnings() -> None:
+    scheduler = _scheduler(num_blocks=6)
+    _serve(scheduler, _sequence(0, 9, 1, first=1))  # two full blocks, and one in part
+    _serve(scheduler, _sequence(1, 9, 1, first=2))
+    _serve(scheduler, _sequence(0, 9, 1, first=1))  # used again
+    _serve(scheduler, _sequence(2, 13, 1, first=3))  # wants 4: 2 are free, 2 of the second's are forgotten
+    assert _serve(scheduler, _sequence(3, 9, 1, first=1))[-1] == 8
+    assert _serve(scheduler, _sequence(4, 9, 1, first=2))[-1] == 0
+    scheduler = _scheduler(num_blocks=4)
+    _serve(scheduler, _sequence(0, 13, 1, first=1))  # three full blocks
+    _serve(scheduler, _sequence(1, 5, 1, first=2))  # wants 2: the free one, and the last of the three
+    assert _serve(scheduler, _sequence(2, 13, 1, first=1))[-1] == 8
+
+
+def test_new_weights_know_nothing_of_old_ones() -> None:
+    scheduler = _scheduler()
+    _serve(scheduler, _sequence(0, 13, 1, first=7))
+    scheduler.new_weights()
+    assert scheduler.allocator.free_blocks == 16
+    assert _serve(scheduler, _sequence(1, 13, 1, first=7))[-1] == 0
+    assert _serve(scheduler, _sequence(2, 13, 1, first=7))[-1] == 12
+
+
+def test_without_prefix_caching_nothing_is_found() -> None:
+    scheduler = _scheduler(prefix_caching=False)
+    assert _serve(scheduler, _sequence(0, 13, 1, first=7))[-1] == 0
+    assert _serve(scheduler, _sequence(1, 13, 1, first=7))[-1] == 0
+
+
+def test_hashes_tell_blocks_and_their_beginnings_apart() -> None:
+    roots = [root_hash(salt, weights) for salt in ("", "a", "0") for weights in (0, 1)]
+    hashes = [block_hash(before, tokens) for before in roots for tokens in ([1, 2], [2, 1], [1, 2, 0], [-1, 2])]
+    assert len({*roots, *hashes}) == len(roots) + len(hashes)
+    assert block_hash(roots[0], [1, 2]) == block_hash(roots[0], (1, 2))

@@ -249,6 +249,32 @@ def test_a_quantised_cache_answers_alike_in_any_company(kv_dtype: str) -> None:
     assert alone != [_solo(model, request) for request in requests]  # else the cache is not quantised
 
 
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+def test_a_shared_beginning_changes_no_token(kv_dtype: str | None) -> None:
+    """Of requests that share 13 tokens in blocks of 4: together, later, and after others took the blocks."""
+    model, sampling = exact("gated"), SamplingParams(temperature=1.0, seed=1)
+    begin = torch.randint(32, (13,), generator=torch.Generator().manual_seed(2)).tolist()
+    alike = [Request([*begin, *range(i)], max_new_tokens=6, sampling=sampling) for i in range(5)]
+    apart = [dataclasses.replace(request, cache_salt=str(i)) for i, request in enumerate(alike)]
+    sizes = {"num_blocks": 24, "block_size": 4, "max_num_seqs": 3, "max_num_batched_tokens": 24, "kv_dtype": kv_dtype}
+    plain = Engine(model, **sizes, prefix_caching=False)
+    expected = plain.generate(alike)
+    assert plain.stats.shared_tokens == 0
+    engine = Engine(model, **sizes)
+    assert engine.generate(alike) == expected
+    shared = engine.stats.shared_tokens
+    assert shared >= 2 * 12
+    assert engine.generate(alike) == expected
+    assert engine.stats.shared_tokens >= shared + 5 * 12
+    assert engine.stats.prefill_tokens + engine.stats.shared_tokens == 2 * plain.stats.prefill_tokens
+    shared = engine.stats.shared_tokens
+    assert engine.generate(apart) == expected
+    assert engine.stats.shared_tokens == shared
+    assert engine.generate(_requests()) == plain.generate(_requests())
+    assert engine.generate(alike) == expected
+    assert _drained(engine)
+
+
 def test_invariance_is_asked_for_while_the_model_computes() -> None:
     seen = []
 
