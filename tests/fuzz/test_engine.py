@@ -87,6 +87,7 @@ class Case:
         self.gather_logits, self.parameters = self.model.gather_logits, self.model.parameters
         self.batch_fails = random.choice((0.0, 0.0, 0.1, 0.5))
         self.faults: dict[int, Fault] = {}
+        self.laid_out: set[int] = set()  # the requests of the step
         self.sizes = self._sizes()
         self.engine = Engine(self, **self.sizes)
         self.alone = Engine(self.model, num_blocks=POSITIONS, block_size=4)
@@ -104,15 +105,16 @@ class Case:
 
     def __call__(self, tokens: torch.Tensor, *, positions: torch.Tensor, cache: PagedBatch) -> torch.Tensor:
         logits = self.model(tokens, positions=positions, cache=cache)
-        firsts = cache.block_tables[:, 0].tolist()
         for number, fault in self._struck("model"):
-            if self._blocks(number)[:1] and self._blocks(number)[0] in firsts:
+            if number in self.laid_out:
                 fault.strike()
-        if len(firsts) > 1 and self.random.random() < self.batch_fails:
+        if len(self.laid_out) > 1 and self.random.random() < self.batch_fails:
             raise self.random.choice(ERRORS)("a fault of the batch")
         return logits
 
     def lay_out(self, cache: Any, spans: Sequence[Any], **options: Any) -> PagedBatch:
+        tables = self.engine._allocator._tables
+        self.laid_out = {number for number, table in tables.items() if any(span.blocks is table for span in spans)}
         for number, fault in self._struck("layout"):
             if any(span.blocks is self._blocks(number) for span in spans):
                 fault.strike()
