@@ -2,9 +2,18 @@
 
 from .allocator import BlockAllocator
 from .engine import Engine
-from .request import Request, TokenEvent
+from .request import QueueFull, Request, TokenEvent
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .stats import EngineStats
 
-__all__ = ["BlockAllocator", "Engine", "EngineStats", "Request", "SamplingParams", "Scheduler", "TokenEvent"]
+__all__ = [
+    "BlockAllocator",
+    "Engine",
+    "EngineStats",
+    "QueueFull",
+    "Request",
+    "SamplingParams",
+    "Scheduler",
+    "TokenEvent",
+]

@@ -19,7 +19,7 @@ from ..kernels.runtime.checks import check_impl, type_name, whole_number
 from ..kernels.runtime.dtypes import CACHE_NAMES, QUANTISED
 from ..layers.attention.paged import PagedBatch, PagedKVCache, Span, default_block_size
 from .allocator import BlockAllocator
-from .request import Request, SequenceState, TokenEvent
+from .request import Finish, QueueFull, Request, SequenceState, TokenEvent
 from .sampling import Sampled, sample
 from .scheduler import Chunk, Scheduler
 from .stats import EngineStats
@@ -93,6 +93,9 @@ class Engine:
         kv_dtype: of the cache, ``"fp8"`` (e4m3) or ``"int8"`` with a scale for each token and head; None: the model's.
         prefix_caching: whether requests that begin alike share the keys and values of their first full blocks, also
             after the first of them has ended.
+        max_queued_requests, max_queued_tokens: the most requests that wait, and the most tokens of their prompts and
+            answers together. :meth:`add` refuses more with :class:`QueueFull`; a request that finds an empty queue is
+            never refused. None: no limit.
         invariant: whether a request's answer must not depend on the other requests in its steps, nor on how its prompt
             is cut. On a GPU every matrix product and attention then computes a token the same way in any batch, at a
             cost; on a CPU there is no such guarantee (see ``kernels.runtime.dispatch.row_invariance``).
@@ -113,6 +116,8 @@ class Engine:
         max_num_batched_tokens: int = 512,
         kv_dtype: str | None = None,
         prefix_caching: bool = True,
+        max_queued_requests: int | None = None,
+        max_queued_tokens: int | None = None,
         invariant: bool = False,
         impl: str = "auto",
     ) -> None:
@@ -150,12 +155,17 @@ class Engine:
             mesh=model.group,
             device=weight.device,
         )
+        self._max_queued = (
+            None if max_queued_requests is None else whole_number("Engine: max_queued_requests", max_queued_requests),
+            None if max_queued_tokens is None else whole_number("Engine: max_queued_tokens", max_queued_tokens),
+        )
         self._invariant = invariant
         self._impl = impl
         self._clock = 0  # steps taken, including idle ones
         self._next_id = 0
         self._live: dict[int, SequenceState] = {}
         self._arrivals: list[tuple[int, int]] = []  # heap of (step, id): requests still to come
+        self._deadlines: list[tuple[float, int]] = []  # heap of (when, id), by time.monotonic()
         self._cancelled: list[TokenEvent] = []  # for the next step to report
         self._one_by_one = False  # whether the next step computes each sequence by itself, to find the one that fails
 
@@ -168,13 +178,17 @@ class Engine:
         """Queue ``request``; returns its number, which its events carry.
 
         Raises ValueError, and changes nothing, for a request that cannot be served: an empty or over-long prompt, a
-        token outside the vocabulary, more blocks than exist, a field of the wrong type or out of range.
+        token outside the vocabulary, more blocks than exist, a field of the wrong type or out of range; QueueFull where
+        it could be served later.
         """
         self._check(request)
+        self._check_queue(request)
         number = self._next_id
         self._next_id += 1
         self._live[number] = SequenceState(number, request, list(request.prompt))
         heapq.heappush(self._arrivals, (max(request.arrival, self._clock), number))
+        if request.timeout_s is not None:
+            heapq.heappush(self._deadlines, (time.monotonic() + request.timeout_s, number))
         return number
 
     def cancel(self, number: int) -> bool:
@@ -184,6 +198,10 @@ class Engine:
         """
         if not isinstance(number, int) or not 0 <= number < self._next_id:
             raise ValueError(f"cancel: there is no request {number!r}; {self._next_id} were added")
+        return self._end(number, "cancelled")
+
+    def _end(self, number: int, why: Finish) -> bool:
+        """Free what a request has, and have the next step report its end; False if it has ended already."""
         sequence = self._live.pop(number, None)
         if sequence is None:
             return False
@@ -192,7 +210,7 @@ class Engine:
             heapq.heapify(self._arrivals)
         else:
             self._scheduler.remove(sequence)
-        self._cancelled.append(TokenEvent(number, None, "cancelled"))
+        self._cancelled.append(TokenEvent(number, None, why))
         return True
 
     def step(self) -> list[TokenEvent]:
@@ -205,6 +223,8 @@ class Engine:
         """
         while self._arrivals and self._arrivals[0][0] <= self._clock:
             self._scheduler.add(self._live[heapq.heappop(self._arrivals)[1]])
+        while self._deadlines and self._deadlines[0][0] <= time.monotonic():
+            self._end(heapq.heappop(self._deadlines)[1], "timeout")
         began = time.perf_counter()
         chunks = self._scheduler.schedule()
         generated = []
@@ -213,6 +233,8 @@ class Engine:
             self._count(chunks, time.perf_counter() - began)
             generated = self._advance(chunks, sampled)
         self._clock += 1
+        if not self._live:
+            self._deadlines.clear()
         cancelled, self._cancelled = self._cancelled, []
         return cancelled + generated
 
@@ -250,6 +272,10 @@ class Engine:
         if not isinstance(request, Request):
             raise ValueError(f"request is a {type_name(request)}: expected a Request, such as Request([1, 2, 3])")
         request.check(self.model.config.vocab_size)
+        if request.timeout_s is not None and self.model.group.size > 1:
+            raise ValueError(
+                "timeout_s over several ranks, whose clocks differ: leave it out, and cancel() on all ranks"
+            )
         prompt = len(request.prompt)
         total = prompt + request.max_new_tokens
         if total > self.max_model_len:
@@ -264,6 +290,22 @@ class Engine:
                 f"a prompt of {prompt} tokens and max_new_tokens={request.max_new_tokens} need {blocks} blocks of "
                 f"{self._allocator.block_size} tokens: the cache has {self._allocator.num_blocks}; shorten either, or "
                 "make the engine with more num_blocks"
+            )
+
+    def _check_queue(self, request: Request) -> None:
+        """QueueFull where the request would have to wait and the queue has no room for it."""
+        requests, tokens = self._max_queued
+        if requests is None and tokens is None:
+            return
+        queued = [*self._scheduler.waiting, *(self._live[number] for _, number in self._arrivals)]
+        held = sum(len(each.request.prompt) + each.request.max_new_tokens for each in queued)
+        asked = len(request.prompt) + request.max_new_tokens
+        if queued and requests is not None and len(queued) >= requests:
+            raise QueueFull(f"{len(queued)} requests wait, and max_queued_requests={requests}: send this one later")
+        if queued and tokens is not None and held + asked > tokens:
+            raise QueueFull(
+                f"{len(queued)} requests of {held} tokens wait, this one has {asked} (prompt and max_new_tokens), and "
+                f"max_queued_tokens={tokens}: send it later"
             )
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[Sampled | Exception | None]:

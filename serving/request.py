@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from .sampling_params import SamplingParams
 
-Finish = Literal["length", "stop", "cancelled", "error"]
+Finish = Literal["length", "stop", "cancelled", "timeout", "error"]
+
+
+class QueueFull(RuntimeError):
+    """The engine's queue has no room for a request: it is to be sent again when others have ended."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,8 @@ class Request:
         stop: token ids that end the answer; the stopping token is its last one.
         sampling: how tokens are chosen; by default the likeliest one.
         arrival: the engine's step at which the request arrives (0: at once).
+        timeout_s: seconds after :meth:`Engine.add` in which the answer has to be complete; after them the request ends
+            with the tokens that it has. None: no limit.
         cache_salt: requests share the keys and values of equal beginnings where their salts are equal: one for each
             tenant keeps tenants from finding out, by the time that an answer takes, what others asked.
     """
@@ -31,6 +38,7 @@ class Request:
     stop: Collection[int] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     arrival: int = 0
+    timeout_s: float | None = None
     cache_salt: str = ""
 
     def __post_init__(self) -> None:
@@ -55,6 +63,11 @@ class Request:
                 raise ValueError(f"{name}={value!r}: expected a whole number")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: expected at least 1")
+        if self.timeout_s is not None:
+            if not isinstance(self.timeout_s, (int, float)) or isinstance(self.timeout_s, bool):
+                raise ValueError(f"timeout_s={self.timeout_s!r}: expected a number of seconds, or None")
+            if not 0 < self.timeout_s <= sys.float_info.max:
+                raise ValueError(f"timeout_s={self.timeout_s}: expected a positive number of seconds, or None")
         if not isinstance(self.cache_salt, str):
             raise ValueError(f"cache_salt={self.cache_salt!r}: expected text")
         if not isinstance(self.sampling, SamplingParams):
@@ -96,7 +109,8 @@ def _check_tokens(name: str, tokens: Any) -> None:
 class TokenEvent:
     """One generated token of one request. ``finish`` is the reason if it is the last.
 
-    A cancelled request ends in an event without a token, and so does a failed one: its ``error`` says why. ``logprob``
+    A request that was cancelled or ran out of time ends in an event without a token, and so does a failed one: its
+    ``error`` says why. ``logprob``
     is the token's log-probability and ``top_logprobs`` those of the likeliest, (token, log-probability), where the
     request asks for ``logprobs``.
     """

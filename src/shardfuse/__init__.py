@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from .parallel.parallelize import parallelize
     from .parallel.zero.main_grad import attach_main_grads, main_grads_to_grads, zero_main_grads
     from .serving.engine import Engine
-    from .serving.request import Request, TokenEvent
+    from .serving.request import QueueFull, Request, TokenEvent
     from .serving.sampling_params import SamplingParams
 
 __all__ = [
@@ -86,6 +86,7 @@ __all__ = [
     "ParallelMLP",
     "ParallelModel",
     "ParallelTransformer",
+    "QueueFull",
     "RMSNorm",
     "Request",
     "RowParallel",
@@ -169,6 +170,7 @@ _HOMES = {
     "ParallelMLP": "layers.mlp",
     "ParallelModel": "parallel.parallel_model",
     "ParallelTransformer": "layers.transformer",
+    "QueueFull": "serving.request",
     "RMSNorm": "layers.norm",
     "Request": "serving.request",
     "RowParallel": "layers.style",

@@ -231,6 +231,8 @@ def _serve_body(rank: int, world: int) -> list[tuple[list[list[int]], float]]:
     for options in ({"overlap": "none"}, KERNEL):
         engine = Engine(_model(**options), num_blocks=8, block_size=8, max_num_seqs=2)
         requests = [Request([1, 2, 3], max_new_tokens=3), Request([9, 8], max_new_tokens=2, arrival=1)]
+        with pytest.raises(ValueError, match="timeout_s over several ranks, whose clocks differ"):
+            engine.add(Request([1], timeout_s=9.0))
         with _counted() as launches:
             answers = engine.generate(requests)
         found.append((answers, launches[NORM] / engine.stats.steps))

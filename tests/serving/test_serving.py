@@ -20,7 +20,8 @@ from serving_case import STYLES, build, config_of, exact
 from shardfuse.kernels.runtime import dispatch
 from shardfuse.layers.transformer import ParallelTransformer
 from shardfuse.parallel.core.rendezvous import init_mesh
-from shardfuse.serving import Engine, EngineStats, Request, SamplingParams, TokenEvent
+from shardfuse.serving import Engine, EngineStats, QueueFull, Request, SamplingParams, TokenEvent
+from shardfuse.serving import engine as engine_module
 from shardfuse.serving.sampling import uniform
 
 MARGIN = 1e-8  # between the best two logits, which are of order 1
@@ -292,6 +293,61 @@ def test_invariance_is_asked_for_while_the_model_computes() -> None:
 # --- arrival and completion -------------------------------------------------------------------------------------------
 
 
+def test_requests_that_run_out_of_time_end_with_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One while it runs, one while it waits, one before it arrives; the others do not notice."""
+    now = [1000.0]
+    monkeypatch.setattr(engine_module.time, "monotonic", lambda: now[0])
+    model = exact("gelu")
+    engine = Engine(model, num_blocks=16, block_size=4, max_num_seqs=2)
+    asked = [
+        Request([1, 2], max_new_tokens=9, timeout_s=3.5),
+        Request([3, 4], max_new_tokens=6, timeout_s=60),
+        Request([5], max_new_tokens=9, timeout_s=2.5),
+        Request([6], max_new_tokens=3),
+        Request([7], max_new_tokens=3, arrival=50, timeout_s=5),
+    ]
+    numbers = [engine.add(request) for request in asked]
+    events = []
+    while engine.busy:
+        events += engine.step()
+        now[0] += 1
+    answers = _answers(events, len(asked))
+    expected = [_solo(model, request) for request in asked]
+    assert answers == [expected[0][:4], expected[1], [], expected[3], []]
+    ends = {event.request: event.finish for event in events if event.finish is not None}
+    assert ends == dict(zip(numbers, ("timeout", "length", "timeout", "length", "timeout")))
+    assert not engine._deadlines
+    assert _drained(engine)
+
+
+def test_a_full_queue_refuses_and_loses_nothing() -> None:
+    engine = Engine(exact("gelu"), num_blocks=16, block_size=4, max_num_seqs=1, max_queued_requests=2)
+    request = Request([1, 2], max_new_tokens=3)
+    engine.add(request)
+    engine.step()  # it runs, and waits no longer
+    for _ in range(2):
+        engine.add(request)
+    with pytest.raises(QueueFull, match=r"2 requests wait, and max_queued_requests=2: send this one later"):
+        engine.add(request)
+    with pytest.raises(ValueError, match="prompt is empty"):  # what cannot be served is said first
+        engine.add(Request([]))
+    engine.cancel(2)
+    assert engine.add(request) == 3
+    assert [event.request for event in engine.run() if event.finish == "length"] == [0, 1, 3]
+
+    engine = Engine(exact("gelu"), num_blocks=16, block_size=4, max_num_seqs=1, max_queued_tokens=8)
+    assert engine.add(Request([1], max_new_tokens=20)) == 0  # more than the queue holds, and nobody waits
+    engine.step()
+    engine.add(request)
+    with pytest.raises(QueueFull, match=r"1 requests of 5 tokens wait, this one has 5 .*max_queued_tokens=8"):
+        engine.add(request)
+    engine.add(Request([1], max_new_tokens=2))
+    assert sum(event.finish is not None for event in engine.run()) == 3
+    for name in ("max_queued_requests", "max_queued_tokens"):
+        with pytest.raises(ValueError, match=f"{name}=0"):
+            Engine(exact("gelu"), num_blocks=16, **{name: 0})
+
+
 def test_cancelled_requests_leave_and_the_others_do_not_notice() -> None:
     model = exact("gelu")
     engine = Engine(model, num_blocks=16, block_size=4, max_num_seqs=2)
@@ -356,6 +412,10 @@ def test_an_idle_step_passes_the_time() -> None:
         (Request([1], max_new_tokens=0), "max_new_tokens=0"),
         (Request([1], sampling=SamplingParams(temperature=-1.0)), "temperature=-1"),
         (Request([1], sampling=SamplingParams(temperature=float("nan"))), "temperature=nan"),
+        (Request([1], timeout_s=0), "timeout_s=0: expected a positive number of seconds, or None"),
+        (Request([1], timeout_s="1"), "timeout_s='1': expected a number of seconds"),  # type: ignore[arg-type]
+        (Request([1], timeout_s=float("nan")), "timeout_s=nan"),
+        (Request([1], cache_salt=1), "cache_salt=1: expected text"),  # type: ignore[arg-type]
         (Request([1], max_new_tokens=2.5), "max_new_tokens=2.5: expected a whole"),  # type: ignore[arg-type]
         (Request([1], stop=3), "stop=3: expected a collection"),  # type: ignore[arg-type]
         (Request([1], sampling={"top_p": 1}), "expected SamplingParams"),  # type: ignore[arg-type]
