@@ -96,6 +96,8 @@ class Engine:
         max_queued_requests, max_queued_tokens: the most requests that wait, and the most tokens of their prompts and
             answers together. :meth:`add` refuses more with :class:`QueueFull`; a request that finds an empty queue is
             never refused. None: no limit.
+        max_overtakes: how often later requests of a better priority go before one, beside those that it found waiting;
+            ``scheduler.py`` says it exactly.
         invariant: whether a request's answer must not depend on the other requests in its steps, nor on how its prompt
             is cut. On a GPU every matrix product and attention then computes a token the same way in any batch, at a
             cost; on a CPU there is no such guarantee (see ``kernels.runtime.dispatch.row_invariance``).
@@ -118,6 +120,7 @@ class Engine:
         prefix_caching: bool = True,
         max_queued_requests: int | None = None,
         max_queued_tokens: int | None = None,
+        max_overtakes: int = 64,
         invariant: bool = False,
         impl: str = "auto",
     ) -> None:
@@ -144,6 +147,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             prefix_caching=prefix_caching,
+            max_overtakes=max_overtakes,
         )
         self._cache = PagedKVCache(
             config.num_layers,

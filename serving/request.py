@@ -26,6 +26,7 @@ class Request:
         max_new_tokens: the most tokens to generate.
         stop: token ids that end the answer; the stopping token is its last one.
         sampling: how tokens are chosen; by default the likeliest one.
+        priority: lower ones are served first; equal ones in the order of their arrival.
         arrival: the engine's step at which the request arrives (0: at once).
         timeout_s: seconds after :meth:`Engine.add` in which the answer has to be complete; after them the request ends
             with the tokens that it has. None: no limit.
@@ -37,6 +38,7 @@ class Request:
     max_new_tokens: int = 64
     stop: Collection[int] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
     arrival: int = 0
     timeout_s: float | None = None
     cache_salt: str = ""
@@ -57,7 +59,7 @@ class Request:
                     f"prompt[{position}] is {token}: expected 0 to {vocab_size - 1}; does the tokenizer belong to this "
                     "model?"
                 )
-        for name in ("max_new_tokens", "arrival"):
+        for name in ("max_new_tokens", "priority", "arrival"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{name}={value!r}: expected a whole number")
@@ -138,6 +140,9 @@ class SequenceState:
     most_computed: int = 0  # the value of computed before a preemption freed the cache
     hashes: list[bytes] = field(default_factory=list)
     published: int = 0
+    order: int = 0  # of its arrival in the queue
+    rank: float = 0  # its priority, until it was overtaken often enough
+    due: int = 0  # how many are admitted by then
 
     @property
     def generated(self) -> int:

@@ -4,21 +4,27 @@ Continuous batching (Yu et al., "Orca", OSDI 2022) with chunked prefill (Agrawal
 step is a list of chunks, each the next tokens of one sequence that are not in the cache. A decode is a chunk of one
 token, so one rule covers both.
 
-- Running sequences come first, oldest first, then waiting ones in the order of arrival, as long as the limits on
-  sequences, blocks and the step's tokens allow. At most one sequence, the youngest, gets only part of its tokens.
-- Blocks are allocated as tokens come, not reserved. When they run out, the youngest running sequence frees all of its
-  blocks and returns to the head of the queue; it keeps its tokens and computes their keys and values again.
+- Running sequences come first, then waiting ones, each by priority and then in the order of arrival, as long as the
+  limits on sequences, blocks and the step's tokens allow. Every running sequence gets a token at least.
+- Blocks are allocated as tokens come, not reserved. When they run out, the last of the running sequences in that order
+  frees all of its blocks and waits again; it keeps its tokens and computes their keys and values again.
 - A sequence is admitted when its tokens fit and every running one could still take a block, so that it is not
   preempted in the next step. It begins with the blocks that are known to hold its first tokens (``prefix_cache.py``);
   its last token is always computed, since the next one follows from it.
+- Priorities overtake, but not for ever: of a request before which W others waited when it came, once W +
+  ``max_overtakes`` others were admitted, only those that came before it go first, and nobody takes its blocks for a
+  later one.
 
-There is no deadlock: the oldest running sequence can take the blocks of all others, and the engine refuses a sequence
-that needs more blocks than exist. There is no starvation: the order of arrival is kept.
+There is no deadlock: the first running sequence can take the blocks of all others, and the engine refuses a sequence
+that needs more blocks than exist. There is no starvation: by the last rule for any priorities, and where all are equal
+the order of arrival is kept.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
+import math
+from bisect import insort
 from dataclasses import dataclass
 
 from ..kernels.runtime.checks import whole_number
@@ -51,6 +57,8 @@ class Chunk:
 class Scheduler:
     """Queues and the limits on sequences and tokens, over one :class:`BlockAllocator`.
 
+    ``waiting`` and ``running`` are in the order in which they are served.
+
     ``max_num_seqs`` bounds the running sequences, ``max_num_batched_tokens`` the tokens of a step; it is at least
     ``max_num_seqs``, so that each running sequence advances in every step. ``preemptions`` counts how often blocks ran
     out.
@@ -63,6 +71,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         prefix_caching: bool = True,
+        max_overtakes: int = 64,
     ) -> None:
         whole_number("max_num_seqs", max_num_seqs)
         whole_number("max_num_batched_tokens", max_num_batched_tokens)
@@ -74,20 +83,46 @@ class Scheduler:
         self.allocator = allocator
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[SequenceState] = deque()
-        self.running: list[SequenceState] = []  # in order of admission
+        self.waiting: list[SequenceState] = []
+        self.running: list[SequenceState] = []
         self.preemptions = 0
         self.shared_tokens = 0  # of admitted sequences, that were in the cache already
         self.weights = 0  # their version
         self._prefix_caching = prefix_caching
+        self._max_overtakes = whole_number("max_overtakes", max_overtakes, least=0)
+        self._came = 0  # sequences so far
+        self._admitted = 0
+        self._queued: dict[int, SequenceState] = {}  # what waits, by its order
+        self._oldest: list[int] = []  # heap of orders, of which some wait no longer
 
     def add(self, sequence: SequenceState) -> None:
-        """Queue ``sequence`` behind all others."""
-        self.waiting.append(sequence)
+        """Queue ``sequence`` behind those of its priority."""
+        sequence.order = self._came
+        sequence.rank = sequence.request.priority
+        sequence.due = self._admitted + len(self.waiting) + self._max_overtakes
+        self._came += 1
+        self._wait(sequence)
+
+    def _wait(self, sequence: SequenceState) -> None:
+        insort(self.waiting, sequence, key=_place)
+        self._queued[sequence.order] = sequence
+        heapq.heappush(self._oldest, sequence.order)
+
+    def _promote(self) -> None:
+        """Put the oldest that waits first, if it was overtaken often enough; what runs and came before it stays so."""
+        while self._oldest[0] not in self._queued:
+            heapq.heappop(self._oldest)
+        oldest = self._queued[self._oldest[0]]
+        if oldest.due <= self._admitted and oldest.rank > _FIRST:
+            for sequence in (oldest, *(each for each in self.running if each.order < oldest.order)):
+                sequence.rank = _FIRST
+            self.waiting.sort(key=_place)
+            self.running.sort(key=_place)
 
     def remove(self, sequence: SequenceState) -> None:
         """Drop ``sequence``, waiting or running, and free its blocks: it is complete or was cancelled."""
-        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        waits = self._queued.pop(sequence.order, None) is sequence
+        (self.waiting if waits else self.running).remove(sequence)
         self.allocator.release(sequence.id)
 
     def schedule(self) -> list[Chunk]:
@@ -97,14 +132,13 @@ class Scheduler:
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
-            chunk = _next_chunk(sequence, budget)
+            chunk = _next_chunk(sequence, budget - (len(self.running) - index - 1))  # a token for each behind it
             if self._make_room(chunk):
                 chunks.append(chunk)
                 budget -= chunk.length
                 index += 1
-        while budget and self._admit():
-            sequence = self.running[-1]
-            chunk = _next_chunk(sequence, budget)
+        while budget and (admitted := self._admit()):
+            chunk = _next_chunk(admitted, budget)
             fits = self._make_room(chunk)
             assert fits
             chunks.append(chunk)
@@ -132,10 +166,11 @@ class Scheduler:
             sequence.hashes.clear()
         self.allocator.forget()
 
-    def _admit(self) -> bool:
+    def _admit(self) -> SequenceState | None:
         """Let the head of the queue run, if it may."""
         if not self.waiting or len(self.running) == self.max_num_seqs:
-            return False
+            return None
+        self._promote()
         sequence = self.waiting[0]
         shared: list[int] = []
         if self._prefix_caching:
@@ -143,13 +178,15 @@ class Scheduler:
             self._hash(sequence, whole)
             shared = self.allocator.known(sequence.hashes[:whole])
         if self.allocator.needed(len(sequence.tokens), shared) + len(self.running) > self.allocator.free_blocks:
-            return False
-        self.running.append(self.waiting.popleft())
+            return None
+        insort(self.running, self.waiting.pop(0), key=_place)
+        del self._queued[sequence.order]
+        self._admitted += 1
         self.allocator.share(sequence.id, shared)
         sequence.published = len(shared)
         sequence.computed = len(shared) * self.allocator.block_size
         self.shared_tokens += sequence.computed
-        return True
+        return sequence
 
     def _hash(self, sequence: SequenceState, blocks: int) -> None:
         """Have the hashes of a sequence's first ``blocks`` blocks."""
@@ -159,14 +196,14 @@ class Scheduler:
             hashes.append(block_hash(before, sequence.tokens[index * size : (index + 1) * size]))
 
     def _make_room(self, chunk: Chunk) -> bool:
-        """Allocate blocks up to the end of ``chunk``, if need be the youngest's; False if that is its own sequence."""
+        """Allocate blocks up to the end of ``chunk``, if need be the last one's; False if that is its own sequence."""
         while not self.allocator.grow(chunk.sequence.id, chunk.start + chunk.length):
-            youngest = self.running.pop()
-            self.allocator.release(youngest.id)
-            youngest.computed = youngest.published = 0
-            self.waiting.appendleft(youngest)
+            last = self.running.pop()
+            self.allocator.release(last.id)
+            last.computed = last.published = 0
+            self._wait(last)
             self.preemptions += 1
-            if youngest is chunk.sequence:
+            if last is chunk.sequence:
                 return False
         return True
 
@@ -176,3 +213,10 @@ def _next_chunk(sequence: SequenceState, budget: int) -> Chunk:
     length = min(missing, budget)
     assert length > 0
     return Chunk(sequence, sequence.computed, length, samples=length == missing)
+
+
+_FIRST = -math.inf  # the rank of what was overtaken often enough
+
+
+def _place(sequence: SequenceState) -> tuple[float, int]:
+    return sequence.rank, sequence.order

@@ -56,6 +56,9 @@ INVALID: dict[str, tuple[Any, ...]] = {
         *(SamplingParams(top_k=each) for each in (-1, 1.5, None)),
         *(None, {}, "greedy"),
     ),
+    "priority": (1.5, "1", None, True),
+    "cache_salt": (1, None, b"x"),
+    "timeout_s": (0, -1.0, float("nan"), float("inf"), "1", True),
     "arrival": (1.5, "1", None, True),
 }
 
@@ -99,6 +102,7 @@ class Case:
             "num_blocks": -(-24 // block_size) + self.random.choice((0, 2, 20)),
             "max_num_seqs": seqs,
             "max_num_batched_tokens": seqs + self.random.choice((0, 1, 5, 40)),
+            "max_overtakes": self.random.choice((0, 2, 64)),
         }
 
     # --- where faults strike
@@ -149,6 +153,8 @@ class Case:
                 frequency_penalty=random.choice((0.0, 0.5)),
                 seed=random.randrange(2**63),
             ),
+            priority=random.choice((0, 0, -1, 3)),
+            cache_salt=random.choice(("", "", "b")),
             arrival=random.choice((0, 0, random.randrange(30))),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +16,12 @@ from shardfuse.serving.request import SequenceState
 from shardfuse.serving.scheduler import Chunk
 
 
-def _sequence(number: int, prompt: int, new: int, first: int | None = None, salt: str = "") -> SequenceState:
+def _sequence(
+    number: int, prompt: int, new: int, first: int | None = None, salt: str = "", priority: int = 0
+) -> SequenceState:
     """A request for ``prompt`` tokens 0 after one that is its own number, or ``first``."""
     tokens = [100 + number if first is None else first] + [0] * (prompt - 1)
-    request = Request(tokens, max_new_tokens=new, cache_salt=salt)
+    request = Request(tokens, max_new_tokens=new, cache_salt=salt, priority=priority)
     return SequenceState(number, request, list(request.prompt))
 
 
@@ -178,6 +181,8 @@ class Load:
     requests: list[tuple[int, int, int]]
     cancelled: dict[int, int]
     beginnings: list[tuple[int, str]]
+    priorities: list[int]
+    max_overtakes: int
 
 
 @st.composite
@@ -193,6 +198,8 @@ def _loads(draw: st.DrawFn) -> Load:
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 40)),
         requests=requests,
         cancelled=draw(st.dictionaries(st.integers(0, len(requests) - 1), st.integers(0, 40), max_size=2)),
+        priorities=draw(st.one_of(st.just([0] * 8), st.lists(st.integers(-1, 1), min_size=8, max_size=8))),
+        max_overtakes=draw(st.integers(0, 3)),
         beginnings=[(draw(st.integers(0, 1)), draw(st.sampled_from(["", "", "b"]))) for _ in requests],
     )
 
@@ -203,11 +210,19 @@ def test_every_load_is_served(load: Load) -> None:
     have computed, and at the end no block is missing.
     """
     allocator = BlockAllocator(load.num_blocks, load.block_size)
-    scheduler = Scheduler(allocator, max_num_seqs=load.max_num_seqs, max_num_batched_tokens=load.max_num_batched_tokens)
+    scheduler = Scheduler(
+        allocator,
+        max_num_seqs=load.max_num_seqs,
+        max_num_batched_tokens=load.max_num_batched_tokens,
+        max_overtakes=load.max_overtakes,
+    )
     sequences = [
-        _sequence(i, prompt, new, first, salt)
+        _sequence(i, prompt, new, first, salt, load.priorities[i])
         for i, ((prompt, new, _), (first, salt)) in enumerate(zip(load.requests, load.beginnings))
     ]
+    ahead: dict[int, int] = {}  # sequences that waited when one came
+    overtaken: Counter[int] = Counter()  # later ones that were admitted for the first time while one waited
+    admitted: set[int] = set()
     cache: dict[tuple[int, int], Any] = {}  # (block, offset) -> everything that its keys and values follow from
     arrival_order: list[int] = []
     gone: set[int] = set()
@@ -215,6 +230,7 @@ def test_every_load_is_served(load: Load) -> None:
     while len(gone) < len(sequences):
         for sequence, (_, _, arrival) in zip(sequences, load.requests):
             if arrival == step:
+                ahead[sequence.id] = len(scheduler.waiting)
                 scheduler.add(sequence)
                 arrival_order.append(sequence.id)
             if load.cancelled.get(sequence.id) == step and sequence.id in set(arrival_order) - gone:
@@ -225,8 +241,13 @@ def test_every_load_is_served(load: Load) -> None:
             assert set(arrival_order) <= gone, "somebody waits and nobody runs"
         _check_step(load, scheduler, chunks)
         _read_and_write(cache, scheduler, chunks)
-        in_order = [arrival_order.index(s.id) for s in (*scheduler.running, *scheduler.waiting)]
-        assert in_order == sorted(in_order)
+        for new in [s.id for s in scheduler.running if s.id not in admitted]:
+            admitted.add(new)
+            overtaken.update(s.id for s in scheduler.waiting if arrival_order.index(s.id) < arrival_order.index(new))
+        assert all(overtaken[s.id] <= ahead[s.id] + load.max_overtakes for s in scheduler.waiting)
+        if len(set(load.priorities)) == 1:
+            in_order = [arrival_order.index(s.id) for s in (*scheduler.running, *scheduler.waiting)]
+            assert in_order == sorted(in_order)
         gone |= {sequence.id for sequence in _compute(scheduler, chunks)}
         step += 1
     assert allocator.free_blocks == load.num_blocks
@@ -238,7 +259,7 @@ def test_every_load_is_served(load: Load) -> None:
 
 def _check_step(load: Load, scheduler: Scheduler, chunks: list[Chunk]) -> None:
     allocator = scheduler.allocator
-    assert [chunk.sequence for chunk in chunks] == scheduler.running  # every running sequence is scheduled
+    assert sorted(chunk.sequence.id for chunk in chunks) == sorted(each.id for each in scheduler.running)
     assert len(chunks) <= load.max_num_seqs
     assert sum(chunk.length for chunk in chunks) <= load.max_num_batched_tokens
     for chunk in chunks:
@@ -269,6 +290,67 @@ def _read_and_write(cache: dict[tuple[int, int], Any], scheduler: Scheduler, chu
     for chunk in chunks:  # after all writes: nobody may have written into what others read
         for position in range(chunk.start + chunk.length):
             assert cache[slot(chunk, position)] == content(chunk, position)
+
+
+# ----------------------------------------------------------------------------------------------------------- priorities
+
+
+def _admissions(scheduler: Scheduler) -> list[int]:
+    """Who was admitted, in order."""
+    order: list[int] = []
+    while scheduler.waiting or scheduler.running:
+        order += [chunk.sequence.id for chunk in _step(scheduler) if chunk.sequence.id not in order]
+    return order
+
+
+def test_lower_priorities_go_first_and_equal_ones_as_they_came() -> None:
+    scheduler = _scheduler(num_blocks=64, max_overtakes=100)
+    scheduler.max_num_seqs = 1
+    for number, priority in enumerate([1, 0, 2, 0, -5]):
+        scheduler.add(_sequence(number, 3, 2, priority=priority))
+    assert _admissions(scheduler) == [4, 1, 3, 0, 2]
+
+
+def test_what_was_overtaken_often_enough_goes_first() -> None:
+    scheduler = _scheduler(num_blocks=64, max_overtakes=2)
+    scheduler.max_num_seqs = 1
+    scheduler.add(_sequence(0, 3, 2, priority=9))
+    order: list[int] = []
+    for number in range(1, 6):
+        scheduler.add(_sequence(number, 3, 2))
+        order += [chunk.sequence.id for chunk in _step(scheduler) if chunk.sequence.id not in order]
+        _step(scheduler)
+    assert order + _admissions(scheduler) == [1, 2, 0, 3, 4, 5]
+
+
+def test_the_last_in_order_gives_its_blocks() -> None:
+    """The first to come, of a worse priority, gives way to the second; a promoted one does not."""
+    for rank in (1.0, float("-inf")):
+        scheduler = Scheduler(BlockAllocator(6, 2), max_num_seqs=2, max_num_batched_tokens=16)
+        worse, better = _sequence(0, 4, 8, priority=1), _sequence(1, 4, 8)
+        scheduler.add(worse)
+        worse.rank = rank
+        _step(scheduler)
+        scheduler.add(better)
+        while not scheduler.preemptions:
+            _step(scheduler)
+        assert scheduler.waiting == [worse if rank == 1.0 else better]
+        _admissions(scheduler)
+        assert (worse.generated, better.generated) == (8, 8)
+
+
+def test_a_long_prompt_leaves_a_token_to_each_that_runs() -> None:
+    scheduler = Scheduler(BlockAllocator(100, 4), max_num_seqs=4, max_num_batched_tokens=8)
+    running = [_sequence(number, 1, 50, priority=1) for number in range(3)]
+    for sequence in running:
+        scheduler.add(sequence)
+    _step(scheduler)
+    scheduler.add(_sequence(3, 40, 2))
+    for _ in range(8):
+        lengths = {chunk.sequence.id: chunk.length for chunk in _step(scheduler)}
+        assert [lengths[number] for number in range(3)] == [1, 1, 1]
+        assert lengths[3] == 5
+    assert {chunk.sequence.id: chunk.length for chunk in _step(scheduler)} == {0: 1, 1: 1, 2: 1, 3: 1}
 
 
 # --------------------------------------------------------------------------------------------------------- prefix cache
