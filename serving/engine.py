@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +42,8 @@ class ServableModel(Protocol):
         ...
 
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any: ...
 
 
 _NEEDED = ("config", "group", "gather_logits", "parameters")
@@ -149,16 +151,16 @@ class Engine:
             prefix_caching=prefix_caching,
             max_overtakes=max_overtakes,
         )
-        self._cache = PagedKVCache(
-            config.num_layers,
-            num_blocks,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_size=block_size,
-            dtype=weight.dtype if kv_dtype is None else KV_DTYPES[kv_dtype],
-            mesh=model.group,
-            device=weight.device,
-        )
+        self._cache_options: dict[str, Any] = {
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "block_size": block_size,
+            "dtype": weight.dtype if kv_dtype is None else KV_DTYPES[kv_dtype],
+            "mesh": model.group,
+            "device": weight.device,
+        }
+        self._cache: PagedKVCache | None = None
+        self._paused = False
         self._max_queued = (
             None if max_queued_requests is None else whole_number("Engine: max_queued_requests", max_queued_requests),
             None if max_queued_tokens is None else whole_number("Engine: max_queued_tokens", max_queued_tokens),
@@ -172,6 +174,52 @@ class Engine:
         self._deadlines: list[tuple[float, int]] = []  # heap of (when, id), by time.monotonic()
         self._cancelled: list[TokenEvent] = []  # for the next step to report
         self._one_by_one = False  # whether the next step computes each sequence by itself, to find the one that fails
+        self.open()
+
+    def __enter__(self) -> Engine:
+        self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(self) -> None:
+        """Take the memory of the cache, unless it is there. A new engine is open."""
+        if self._cache is None:
+            self._cache = PagedKVCache(self.model.config.num_layers, self._allocator.num_blocks, **self._cache_options)
+
+    def close(self) -> None:
+        """End every request, without events, and give back the memory of the cache; :meth:`open` takes it again.
+
+        A ``with`` block does both. The model stays as it is.
+        """
+        for number in list(self._live):
+            self._end(number, "cancelled")
+        self._cancelled.clear()
+        self._deadlines.clear()
+        self._allocator.forget()
+        self._cache = None
+
+    def pause(self) -> None:
+        """Compute nothing until :meth:`resume`: steps only report requests that were cancelled or ran out of time."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+        self._paused = False
+
+    def update_weights(self, state: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Go on with other weights: those of ``state``, loaded into the model, or those that the model has by now.
+
+        The engine has no copy of the model's parameters: a trainer may write to these very ones between steps, and then
+        call this. Answers keep their tokens; keys and values of running requests are computed again, and nothing that
+        earlier weights computed is shared. On several ranks all call it.
+
+        Raises RuntimeError where ``state`` does not fit the model, whose weights may have changed in part by then.
+        """
+        if state is not None:
+            self.model.load_state_dict(state)
+        self._scheduler.new_weights()
 
     @property
     def busy(self) -> bool:
@@ -185,6 +233,8 @@ class Engine:
         token outside the vocabulary, more blocks than exist, a field of the wrong type or out of range; QueueFull where
         it could be served later.
         """
+        if self._cache is None:
+            raise RuntimeError("add: the engine is closed: open() it, or use it within its with block")
         self._check(request)
         self._check_queue(request)
         number = self._next_id
@@ -230,7 +280,7 @@ class Engine:
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             self._end(heapq.heappop(self._deadlines)[1], "timeout")
         began = time.perf_counter()
-        chunks = self._scheduler.schedule()
+        chunks = [] if self._paused else self._scheduler.schedule()
         generated = []
         if chunks:
             sampled = self._compute(chunks)
@@ -243,8 +293,13 @@ class Engine:
         return cancelled + generated
 
     def run(self) -> Iterator[TokenEvent]:
-        """Step until no request is left, yielding each event as it comes; requests may be added meanwhile."""
+        """Step until no request is left, yielding each event as it comes; requests may be added meanwhile.
+
+        Raises RuntimeError while the engine is paused, since it would not end.
+        """
         while self.busy:
+            if self._paused:
+                raise RuntimeError("run: the engine is paused, and requests wait: call resume() first")
             yield from self.step()
 
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
@@ -339,6 +394,7 @@ class Engine:
     @torch.no_grad()
     def _logits(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Run the model over ``chunks``: the logits [S, V] of those that sample, in order."""
+        assert self._cache is not None, "nothing lives while the engine is closed"
         spans = [Span(self._allocator.table(c.sequence.id), c.start, c.length, logits=c.samples) for c in chunks]
         batch = PagedBatch.of(self._cache, spans, impl=self._impl)
         ids = [token for c in chunks for token in c.sequence.tokens[c.start : c.start + c.length]]

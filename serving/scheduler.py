@@ -159,12 +159,21 @@ class Scheduler:
             sequence.published = full
 
     def new_weights(self) -> None:
-        """From now on nothing is shared that earlier weights computed. Nothing may be running."""
-        assert not self.running
+        """What was computed so far counts no more: running sequences wait again, and nothing of it is shared."""
+        while self.running:
+            self._stop_last()
         self.weights += 1
         for sequence in self.waiting:
             sequence.hashes.clear()
         self.allocator.forget()
+
+    def _stop_last(self) -> SequenceState:
+        """Have the last running sequence wait, without its blocks."""
+        last = self.running.pop()
+        self.allocator.release(last.id)
+        last.computed = last.published = 0
+        self._wait(last)
+        return last
 
     def _admit(self) -> SequenceState | None:
         """Let the head of the queue run, if it may."""
@@ -198,10 +207,7 @@ class Scheduler:
     def _make_room(self, chunk: Chunk) -> bool:
         """Allocate blocks up to the end of ``chunk``, if need be the last one's; False if that is its own sequence."""
         while not self.allocator.grow(chunk.sequence.id, chunk.start + chunk.length):
-            last = self.running.pop()
-            self.allocator.release(last.id)
-            last.computed = last.published = 0
-            self._wait(last)
+            last = self._stop_last()
             self.preemptions += 1
             if last is chunk.sequence:
                 return False

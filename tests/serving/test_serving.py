@@ -6,9 +6,13 @@ margin of at least a million times that: tokens must be equal, ties are excluded
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import os
+import weakref
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -288,6 +292,89 @@ def test_invariance_is_asked_for_while_the_model_computes() -> None:
         Engine(Watched(exact("gelu"), 0), num_blocks=4, invariant=invariant).generate([Request([1], max_new_tokens=1)])
     assert seen == [False, True]
     assert not dispatch.row_invariant()
+
+
+# --- its life ---------------------------------------------------------------------------------------------------------
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_the_memory_comes_back_and_the_engine_can_be_used_again() -> None:
+    model, requests = exact("gelu"), _requests()
+    expected = [_solo(model, request) for request in requests]
+    with Engine(model, num_blocks=40_000, block_size=16) as engine:
+        assert engine._cache is not None
+        size = engine._cache.data.nbytes
+        assert size > 200 << 20
+        engine._cache.data.zero_()  # every page of it
+        before, held = _resident(), weakref.ref(engine._cache.data)
+        engine.add(requests[0])
+        engine.step()
+    assert held() is None
+    assert before - _resident() > 0.9 * size
+    assert not engine.busy
+    assert _drained(engine)
+    with pytest.raises(RuntimeError, match=r"add: the engine is closed: open\(\) it"):
+        engine.add(requests[0])
+    for _ in range(2):
+        with engine:
+            assert engine.generate(requests) == expected
+
+
+def test_an_engine_that_is_paused_computes_nothing() -> None:
+    engine = Engine(exact("gelu"), num_blocks=16, block_size=4)
+    engine.add(Request([1, 2], max_new_tokens=4))
+    other = engine.add(Request([3], max_new_tokens=4))
+    events = engine.step()
+    engine.pause()
+    steps = engine.stats.steps
+    assert engine.step() == []
+    engine.cancel(other)
+    assert [event.finish for event in engine.step()] == ["cancelled"]
+    with pytest.raises(RuntimeError, match=r"paused, and requests wait: call resume\(\) first"):
+        next(engine.run())
+    assert engine.stats.steps == steps
+    engine.resume()
+    events += engine.run()
+    assert _answers(events, 2)[0] == _solo(engine.model, Request([1, 2], max_new_tokens=4))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_answers_go_on_with_new_weights(in_place: bool) -> None:
+    """Tokens that are there stay, the next follow from the new weights alone, and no prefix is stale."""
+    model = copy.deepcopy(exact("gated"))
+    later = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in later.parameters():
+            param.add_(torch.randn(param.shape, generator=torch.Generator().manual_seed(5), dtype=param.dtype) * 0.3)
+    requests = [Request([1, 2, 3, 4, 5, 6, 7, 8, i], max_new_tokens=8) for i in range(3)]
+    engine = Engine(model, num_blocks=32, block_size=4, max_num_seqs=2)
+    for request in requests:
+        engine.add(request)
+    events = [event for _ in range(4) for event in engine.step()]
+    if in_place:  # as a trainer does
+        with torch.no_grad():
+            for param, new in zip(model.parameters(), later.parameters()):
+                param.copy_(new)
+        engine.update_weights()
+    else:
+        engine.update_weights(later.state_dict())
+    before = _answers(events, 3)
+    assert [len(answer) for answer in before] == [4, 4, 0]
+    after = _answers(engine.run(), 3)
+    for request, old, new in zip(requests, before, after):
+        rest = dataclasses.replace(request, prompt=[*request.prompt, *old], max_new_tokens=8 - len(old))
+        assert new == _solo(later, rest)
+    assert [*before[0], *after[0]] != _solo(exact("gated"), requests[0])
+    assert engine.generate(requests) == [_solo(later, request) for request in requests]
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    engine = Engine(copy.deepcopy(exact("gelu")), num_blocks=16)
+    with pytest.raises((RuntimeError, ValueError)):
+        engine.update_weights({"nothing": torch.zeros(1)})
 
 
 # --- arrival and completion -------------------------------------------------------------------------------------------
