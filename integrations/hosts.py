@@ -65,7 +65,10 @@ class Host:
         version = self.version()
         if version in (*self.ran, *self.compared):
             return version
-        wrong = differences(read(self.folder().parent, contract), contract)
+        try:
+            wrong = differences(read(self.folder().parent, contract), contract)
+        except (OSError, SyntaxError, ValueError) as error:
+            wrong = [f"its sources cannot be read ({error})"]
         if wrong:
             raise UnsupportedHost(
                 f"{self.name} {version} is not what this plug-in was written for: {'; '.join(wrong)}. Versions tested: "

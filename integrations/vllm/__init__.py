@@ -30,19 +30,20 @@ def register() -> None:
     A vLLM that does not have what the backend rests on still starts, with a warning: whoever asks for SHARDFUSE there
     is told why it cannot be had.
     """
+    path, reason = _BACKEND, ""
     try:
         HOST.check(CONTRACT)
-        path = _BACKEND
     except UnsupportedHost as error:
-        warnings.warn(f"the attention backend {NAME} is not available: {error}", stacklevel=2)
-        path = _REFUSAL
+        path, reason = _REFUSAL, str(error)
     try:
         registry: Any = importlib.import_module("vllm.v1.attention.backends.registry")
         members, put = registry.AttentionBackendEnum.__members__, registry.register_backend
     except (ImportError, AttributeError) as error:
-        if path == _REFUSAL:
-            return  # it was said above
-        raise UnsupportedHost(f"vLLM {HOST.version()} has no registry of backends ({error})") from error
+        put, reason = None, reason or f"vLLM {HOST.version()} has no registry of backends ({error})"
+    if reason:
+        warnings.warn(f"the attention backend {NAME} is not available: {reason}", stacklevel=2)
+    if put is None:
+        return
     put(members.get(NAME, NAME), path)  # a member, where an earlier call made it
     replaced = os.environ.get(REPLACES)
     if replaced and replaced not in members:

@@ -118,6 +118,12 @@ def test_another_version_without_it_is_refused(installed: hosts.Host):
         installed.check([Has(FILE, "", ("Gone",))])
 
 
+def test_sources_that_cannot_be_parsed_are_refused(installed: hosts.Host, root: Path):
+    (root / "host" / "other.py").write_text("def broken(:\n")
+    with pytest.raises(UnsupportedHost, match=r"The Host 1\.2 is not .*its sources cannot be read .*Versions tested"):
+        installed.check([Has("host/other.py", "", ("Base",))])
+
+
 def test_a_missing_host_is_named_with_what_to_install():
     gone = hosts.Host("The Host", "no_such_host", ("no-such-host",), ran=("1.1",))
     with pytest.raises(UnsupportedHost, match=r"The Host is not installed: pip install no-such-host==1\.1"):

@@ -119,6 +119,13 @@ def test_a_version_without_the_contract_starts_and_says_why_when_asked(
         importlib.import_module("shardfuse.integrations.vllm.refusal")
 
 
+def test_without_a_registry_vllm_starts_all_the_same(host: _Registry, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backends.registry", types.ModuleType("registry"))
+    with pytest.warns(UserWarning, match=r"SHARDFUSE is not available: vLLM 0.32.0 has no registry of backends"):
+        plugin.register()
+    assert host.paths == {}
+
+
 def test_without_vllm_the_message_names_what_to_install():
     with pytest.raises(UnsupportedHost, match=r"vLLM is not installed: pip install vllm==0\.32\.0 \(versions tested"):
         plugin.HOST.version()
