@@ -2,6 +2,7 @@
 
 from .allocator import BlockAllocator
 from .engine import Engine
+from .ranks import RanksLost
 from .request import QueueFull, Request, TokenEvent
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
@@ -12,6 +13,7 @@ __all__ = [
     "Engine",
     "EngineStats",
     "QueueFull",
+    "RanksLost",
     "Request",
     "SamplingParams",
     "Scheduler",

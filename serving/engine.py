@@ -1,8 +1,7 @@
 """The engine: continuous batching, in which requests arrive and finish while others are being served.
 
-Under tensor parallelism every rank creates an engine, adds the same requests in the same order and takes the same
-steps. All decisions follow from these, and tokens follow from logits that are gathered on every rank, so the ranks
-agree without communicating.
+Under tensor parallelism every rank creates an engine. Rank 0 takes the requests, decides and draws; the others call
+:meth:`Engine.follow` and compute the steps that rank 0 sends (``runner.py``).
 """
 
 from __future__ import annotations
@@ -10,16 +9,19 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 
-from ..kernels.runtime import dispatch, onednn
 from ..kernels.runtime.checks import check_impl, type_name, whole_number
 from ..kernels.runtime.dtypes import CACHE_NAMES, QUANTISED
-from ..layers.attention.paged import PagedBatch, PagedKVCache, Span, default_block_size
+from ..layers.attention.paged import PagedBatch, default_block_size
+from ..parallel.core.collectives import CollectiveError
 from .allocator import BlockAllocator
+from .ranks import RanksLost
 from .request import Finish, QueueFull, Request, SequenceState, TokenEvent
+from .runner import Runner
 from .sampling import Sampled, sample
 from .scheduler import Chunk, Scheduler
 from .stats import EngineStats
@@ -151,7 +153,7 @@ class Engine:
             prefix_caching=prefix_caching,
             max_overtakes=max_overtakes,
         )
-        self._cache_options: dict[str, Any] = {
+        cache_options: dict[str, Any] = {
             "num_kv_heads": config.num_kv_heads,
             "head_dim": config.head_dim,
             "block_size": block_size,
@@ -159,14 +161,24 @@ class Engine:
             "mesh": model.group,
             "device": weight.device,
         }
-        self._cache: PagedKVCache | None = None
+        self._runner = Runner(
+            model,
+            self._allocator,
+            cache_options,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=limit,
+            invariant=invariant,
+            impl=impl,
+        )
+        self._leads = model.group.rank == 0
+        self._lost: RanksLost | None = None
+        self._worked = False  # whether the other ranks expect a step
         self._paused = False
         self._max_queued = (
             None if max_queued_requests is None else whole_number("Engine: max_queued_requests", max_queued_requests),
             None if max_queued_tokens is None else whole_number("Engine: max_queued_tokens", max_queued_tokens),
         )
-        self._invariant = invariant
-        self._impl = impl
         self._clock = 0  # steps taken, including idle ones
         self._next_id = 0
         self._live: dict[int, SequenceState] = {}
@@ -185,20 +197,48 @@ class Engine:
 
     def open(self) -> None:
         """Take the memory of the cache, unless it is there. A new engine is open."""
-        if self._cache is None:
-            self._cache = PagedKVCache(self.model.config.num_layers, self._allocator.num_blocks, **self._cache_options)
+        self._runner.open()
+        self._open = True
 
     def close(self) -> None:
         """End every request, without events, and give back the memory of the cache; :meth:`open` takes it again.
 
-        A ``with`` block does both. The model stays as it is.
+        A ``with`` block does both. The model stays as it is. On rank 0 it ends the other ranks' :meth:`follow`, too.
         """
+        if self._open and self._leads and self._lost is None:
+            self._runner.dismiss()
         for number in list(self._live):
             self._end(number, "cancelled")
         self._cancelled.clear()
         self._deadlines.clear()
         self._allocator.forget()
-        self._cache = None
+        self._runner.close()
+        self._open = False
+
+    def follow(self) -> None:
+        """On every rank but 0: compute what rank 0's engine asks for, until it is closed or calls :meth:`dismiss`.
+
+        Raises RanksLost where rank 0 has ended, or sends nothing in time while requests live; ValueError on rank 0.
+        """
+        if self._leads:
+            raise ValueError("follow: this is rank 0, which takes the requests: the other ranks follow it")
+        self._check_open("follow")
+        self._runner.follow()
+
+    def dismiss(self) -> None:
+        """On rank 0: the other ranks' :meth:`follow` returns, so that all can train, say. Nothing may live."""
+        if self.busy:
+            raise RuntimeError("dismiss: requests are being served; take steps until none is left, or cancel() them")
+        self._check_leads("dismiss")
+        self._runner.dismiss()
+
+    def _check_leads(self, what: str) -> None:
+        if not self._leads:
+            raise RuntimeError(f"{what}: this is rank {self.model.group.rank}: rank 0 takes the requests; follow() it")
+
+    def _check_open(self, what: str) -> None:
+        if not self._open:
+            raise RuntimeError(f"{what}: the engine is closed: open() it, or use it within its with block")
 
     def pause(self) -> None:
         """Compute nothing until :meth:`resume`: steps only report requests that were cancelled or ran out of time."""
@@ -231,10 +271,13 @@ class Engine:
 
         Raises ValueError, and changes nothing, for a request that cannot be served: an empty or over-long prompt, a
         token outside the vocabulary, more blocks than exist, a field of the wrong type or out of range; QueueFull where
-        it could be served later.
+        it could be served later; RanksLost after a rank was lost; RuntimeError on other ranks than 0, and where the
+        engine is closed.
         """
-        if self._cache is None:
-            raise RuntimeError("add: the engine is closed: open() it, or use it within its with block")
+        self._check_open("add")
+        self._check_leads("add")
+        if self._lost is not None:
+            raise self._lost
         self._check(request)
         self._check_queue(request)
         number = self._next_id
@@ -271,10 +314,13 @@ class Engine:
         """Admit requests, compute one batch, retire finished ones; returns the new tokens, in order of admission.
 
         A sequence that fails, in the model or in sampling, ends with an event of its error, and no other is affected.
-        A step fails as a whole, and raises, where none of its sequences fails by itself, or where several ranks would
-        have to find out together. Nothing is lost then: the next step computes the same tokens again, one sequence at a
-        time, and ends those that fail again. Ranks must fail alike.
+        A step fails as a whole, and raises, where none of its sequences fails by itself. Nothing is lost then: the next
+        step computes the same tokens again, one sequence at a time, and ends those that fail again.
+
+        Where a rank has ended, or does not answer within the mesh's timeout, every request ends with an event whose
+        error is a RanksLost, and the engine takes no more of them.
         """
+        self._check_leads("step")
         while self._arrivals and self._arrivals[0][0] <= self._clock:
             self._scheduler.add(self._live[heapq.heappop(self._arrivals)[1]])
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
@@ -283,12 +329,16 @@ class Engine:
         chunks = [] if self._paused else self._scheduler.schedule()
         generated = []
         if chunks:
-            sampled = self._compute(chunks)
+            try:
+                sampled = self._compute(chunks)
+            except (RanksLost, CollectiveError) as error:
+                return self._lose(error)
             self._count(chunks, time.perf_counter() - began)
             generated = self._advance(chunks, sampled)
         self._clock += 1
         if not self._live:
             self._deadlines.clear()
+        self._rest()
         cancelled, self._cancelled = self._cancelled, []
         return cancelled + generated
 
@@ -331,10 +381,6 @@ class Engine:
         if not isinstance(request, Request):
             raise ValueError(f"request is a {type_name(request)}: expected a Request, such as Request([1, 2, 3])")
         request.check(self.model.config.vocab_size)
-        if request.timeout_s is not None and self.model.group.size > 1:
-            raise ValueError(
-                "timeout_s over several ranks, whose clocks differ: leave it out, and cancel() on all ranks"
-            )
         prompt = len(request.prompt)
         total = prompt + request.max_new_tokens
         if total > self.max_model_len:
@@ -371,11 +417,13 @@ class Engine:
         """For each chunk its new token, None if it does not sample, or the error of its sequence."""
         if not self._one_by_one:
             try:
-                logits = self._logits(chunks)
+                logits = self._runner.logits(chunks)
+            except (RanksLost, CollectiveError):
+                raise
             except Exception:
                 self._one_by_one = True
-                # Ranks must not look for the sequence while others still wait in the failed step's collectives.
-                if self.model.group.size > 1 or not any(isinstance(self._alone(chunk), Exception) for chunk in chunks):
+                self._runner.recover()
+                if not any(isinstance(self._alone(chunk), Exception) for chunk in chunks):
                     raise
             else:
                 sampled = iter(_sampled(logits, [c.sequence for c in chunks if c.samples]))
@@ -386,21 +434,29 @@ class Engine:
     def _alone(self, chunk: Chunk) -> Sampled | Exception | None:
         """What comes of a chunk by itself. To ask twice changes nothing: no draw depends on one before it."""
         try:
-            logits = self._logits([chunk])
+            logits = self._runner.logits([chunk])
+        except (RanksLost, CollectiveError):
+            raise
         except Exception as error:
+            self._runner.recover()
             return error
         return _sampled(logits, [chunk.sequence])[0] if chunk.samples else None
 
-    @torch.no_grad()
-    def _logits(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Run the model over ``chunks``: the logits [S, V] of those that sample, in order."""
-        assert self._cache is not None, "nothing lives while the engine is closed"
-        spans = [Span(self._allocator.table(c.sequence.id), c.start, c.length, logits=c.samples) for c in chunks]
-        batch = PagedBatch.of(self._cache, spans, impl=self._impl)
-        ids = [token for c in chunks for token in c.sequence.tokens[c.start : c.start + c.length]]
-        tokens = torch.tensor(ids, dtype=torch.int64).to(batch.positions.device, non_blocking=True)
-        with dispatch.row_invariance(self._invariant or dispatch.row_invariant()), onednn.serving():
-            return self.model.gather_logits(self.model(tokens, positions=batch.positions, cache=batch))
+    def _lose(self, error: Exception) -> list[TokenEvent]:
+        """End every request: a rank is gone."""
+        self._lost = error if isinstance(error, RanksLost) else RanksLost(f"a rank of the model was lost: {error}")
+        self._lost.__cause__ = error
+        for number in list(self._live):
+            self._end(number, "error")
+        events, self._cancelled = self._cancelled, []
+        return [replace(event, error=self._lost) if event.finish == "error" else event for event in events]
+
+    def _rest(self) -> None:
+        """Tell the other ranks, once, that nothing is left to compute."""
+        works = bool(self._live) and not self._paused
+        if self._worked and not works and self._lost is None:
+            self._runner.rest()
+        self._worked = works
 
     def _advance(self, chunks: Sequence[Chunk], sampled: Sequence[Sampled | Exception | None]) -> list[TokenEvent]:
         """Append the step's tokens to their sequences; retire complete and failed ones."""

@@ -88,6 +88,7 @@ class Scheduler:
         self.preemptions = 0
         self.shared_tokens = 0  # of admitted sequences, that were in the cache already
         self.weights = 0  # their version
+        self._rows = list(range(max_num_seqs - 1, -1, -1))  # of the device's block table, those without a sequence
         self._prefix_caching = prefix_caching
         self._max_overtakes = whole_number("max_overtakes", max_overtakes, least=0)
         self._came = 0  # sequences so far
@@ -121,9 +122,11 @@ class Scheduler:
 
     def remove(self, sequence: SequenceState) -> None:
         """Drop ``sequence``, waiting or running, and free its blocks: it is complete or was cancelled."""
-        waits = self._queued.pop(sequence.order, None) is sequence
-        (self.waiting if waits else self.running).remove(sequence)
-        self.allocator.release(sequence.id)
+        if self._queued.pop(sequence.order, None) is sequence:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+            self._leave(sequence)
 
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, with room in the cache for all of them; empty when nothing waits or runs."""
@@ -170,10 +173,15 @@ class Scheduler:
     def _stop_last(self) -> SequenceState:
         """Have the last running sequence wait, without its blocks."""
         last = self.running.pop()
-        self.allocator.release(last.id)
+        self._leave(last)
         last.computed = last.published = 0
         self._wait(last)
         return last
+
+    def _leave(self, sequence: SequenceState) -> None:
+        """What ran gives up its blocks and its row."""
+        self.allocator.release(sequence.id)
+        self._rows.append(sequence.row)
 
     def _admit(self) -> SequenceState | None:
         """Let the head of the queue run, if it may."""
@@ -191,6 +199,7 @@ class Scheduler:
         insort(self.running, self.waiting.pop(0), key=_place)
         del self._queued[sequence.order]
         self._admitted += 1
+        sequence.row, sequence.sent = self._rows.pop(), 0
         self.allocator.share(sequence.id, shared)
         sequence.published = len(shared)
         sequence.computed = len(shared) * self.allocator.block_size

@@ -10,7 +10,7 @@ backward with zeros.
 Low precision: gloo's all-reduce adds bf16 and fp16 in that type, pair by pair, so a sum over R ranks is rounded R - 1
 times. :func:`reduce_scatter` on CPUs rounds once; the reduce-scatter of :mod:`pieces` rounds once on every device.
 
-A failure (a dead peer, a wait past the process group's timeout) raises a RuntimeError that names the site.
+A failure (a dead peer, a wait past the process group's timeout) raises a CollectiveError that names the site.
 :mod:`pieces` has the collectives that travel in pieces of rows.
 """
 
@@ -51,6 +51,10 @@ def posting() -> tuple[str, str] | None:
     return getattr(_posting, "named", None)
 
 
+class CollectiveError(RuntimeError):
+    """A collective that failed: a rank has ended, or did not come in time."""
+
+
 class Flight:
     """A collective, or a piece of one, in flight: the constructor posts it, :meth:`wait` returns when it arrived."""
 
@@ -78,7 +82,7 @@ class Flight:
         try:
             return step()
         except RuntimeError as error:
-            raise RuntimeError(
+            raise CollectiveError(
                 f"{self.site}: {self.kind} failed: has another rank of the group ended, or not reached this call in "
                 f"time? ({error})"
             ) from error

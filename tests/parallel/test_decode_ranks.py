@@ -231,19 +231,21 @@ def _serve_body(rank: int, world: int) -> list[tuple[list[list[int]], float]]:
     for options in ({"overlap": "none"}, KERNEL):
         engine = Engine(_model(**options), num_blocks=8, block_size=8, max_num_seqs=2)
         requests = [Request([1, 2, 3], max_new_tokens=3), Request([9, 8], max_new_tokens=2, arrival=1)]
-        with pytest.raises(ValueError, match="timeout_s over several ranks, whose clocks differ"):
-            engine.add(Request([1], timeout_s=9.0))
+        if rank:
+            engine.follow()
+            continue
         with _counted() as launches:
             answers = engine.generate(requests)
+        engine.dismiss()
         found.append((answers, launches[NORM] / engine.stats.steps))
     return found
 
 
 def test_the_engine_answers_alike(ranks: Any):
-    for (plain, none), (late, all_of_them) in ranks(2, _serve_body):
-        assert plain == late
-        assert len({token for answer in plain for token in answer}) > 2  # not a model that repeats itself
-        assert (none, all_of_them) == (0, BRANCHES)
+    ((plain, none), (late, all_of_them)), _ = ranks(2, _serve_body)
+    assert plain == late
+    assert len({token for answer in plain for token in answer}) > 2  # not a model that repeats itself
+    assert (none, all_of_them) == (0, BRANCHES)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -192,9 +192,11 @@ def test_generate_leaves_an_idle_engine_when_it_fails() -> None:
     assert engine.generate(GOOD) == [_alone(request) for request in GOOD]
 
 
-def _fails_on_all_ranks(rank: int, world: int) -> tuple[int, list[list[int]], list[str | None]]:
+def _fails_on_all_ranks(rank: int, world: int) -> tuple[int, list[list[int]], list[str | None]] | None:
     model = build("gated", init_mesh(tp=world, device_type="cpu"))
     engine = _engine(Model(lambda tokens: POISON in tokens, model))
+    if rank:
+        return engine.follow()
     numbers = [engine.add(request) for request in GOOD]
     bad = engine.add(Request([POISON], max_new_tokens=3))
     events: list[TokenEvent] = []
@@ -205,17 +207,17 @@ def _fails_on_all_ranks(rank: int, world: int) -> tuple[int, list[list[int]], li
         except RuntimeError:
             failures += 1
     assert _idle(engine)
+    engine.dismiss()
     ends = [event.finish for event in events if event.request == bad]
     return failures, [_collect(events, number) for number in numbers], ends
 
 
 @pytest.mark.ranks
 def test_ranks_that_fail_alike_end_the_same_sequence(ranks: Any) -> None:
-    """The step raises on every rank; the next one finds the sequence."""
-    for failures, answers, ends in ranks(2, _fails_on_all_ranks):
-        assert failures == 1
-        assert answers == [_alone(request) for request in GOOD]
-        assert ends == ["error"]
+    (failures, answers, ends), _ = ranks(2, _fails_on_all_ranks)
+    assert failures == 0
+    assert answers == [_alone(request) for request in GOOD]
+    assert ends == ["error"]
 
 
 # --- other models -----------------------------------------------------------------------------------------------------

@@ -192,19 +192,23 @@ def test_the_kernels_serve_a_model() -> None:
     assert _drained(engine)
 
 
-def _serve_on_rank(rank: int, world: int, style: str, num_blocks: int) -> tuple[list[list[int]], int]:
+def _serve_on_rank(rank: int, world: int, style: str, num_blocks: int) -> tuple[list[list[int]], int] | None:
     mesh = init_mesh(tp=world, device_type="cpu")
     engine = Engine(build(style, mesh), num_blocks=num_blocks, block_size=4, max_num_seqs=3, max_num_batched_tokens=8)
-    return engine.generate(_requests()), engine.stats.preemptions
+    if rank:
+        return engine.follow()
+    answers = engine.generate(_requests())
+    engine.dismiss()
+    return answers, engine.stats.preemptions
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("style", STYLES)
 def test_ranks_agree_with_the_unsharded_model(style: str, ranks: Any) -> None:
     expected = [_solo(exact(style), request) for request in _requests()]
-    for answers, preemptions in ranks(2, _serve_on_rank, style, num_blocks=8):
-        assert answers == expected
-        assert preemptions > 0
+    (answers, preemptions), _ = ranks(2, _serve_on_rank, style, num_blocks=8)
+    assert answers == expected
+    assert preemptions > 0
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -249,7 +253,7 @@ def test_a_quantised_cache_answers_alike_in_any_company(kv_dtype: str) -> None:
     requests += [Request([i], 20, sampling=SamplingParams(temperature=2.0, seed=i)) for i in range(8)]
     alone = [Engine(model, num_blocks=64, kv_dtype=kv_dtype).generate([request])[0] for request in requests]
     engine = Engine(model, num_blocks=64, block_size=4, max_num_seqs=3, max_num_batched_tokens=8, kv_dtype=kv_dtype)
-    assert engine._cache.data.element_size() == 1
+    assert engine._runner.cache.data.element_size() == 1
     assert engine.generate(requests) == alone
     assert alone != [_solo(model, request) for request in requests]  # else the cache is not quantised
 
@@ -311,8 +315,8 @@ sizes = dict(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4, nu
 model = ParallelTransformer(TransformerConfig(**sizes)).eval()
 with Engine(model, num_blocks=80_000, block_size=16) as engine:
     engine.generate([Request([1, 2, 3])])
-    engine._cache.data.fill_(1.0)  # every page of it
-    size, held = engine._cache.data.nbytes, resident()
+    engine._runner.cache.data.fill_(1.0)  # every page of it
+    size, held = engine._runner.cache.data.nbytes, resident()
 print(size, held, held - resident())
 """
 
@@ -329,8 +333,8 @@ def test_a_closed_engine_can_be_opened_again() -> None:
     model, requests = exact("gelu"), _requests()
     expected = [_solo(model, request) for request in requests]
     with Engine(model, num_blocks=64, block_size=4) as engine:
-        assert engine._cache is not None
-        held = weakref.ref(engine._cache.data)
+        assert engine._runner.cache is not None
+        held = weakref.ref(engine._runner.cache.data)
         engine.add(requests[0])
         engine.step()
     assert held() is None

@@ -1,0 +1,180 @@
+"""The runner: it computes one step after another on this rank, and has the other ranks compute them too.
+
+Rank 0's engine calls :meth:`Runner.logits` with the scheduler's chunks. The runner writes them into its buffer
+(``inputs.py``), sends that to the other ranks (``ranks.py``), and every rank runs the model over it. On a GPU a step in
+which every sequence has one token replays a captured graph (``graphs.py``); on a CPU, and for prefill, the same Python
+runs every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..kernels.runtime import dispatch, onednn
+from ..layers.attention.paged import PagedKVCache
+from ..parallel.core.collectives import CollectiveError
+from .allocator import BlockAllocator
+from .inputs import Change, Kind, Part, Shape, StepInputs
+from .ranks import RanksLost, StepChannel
+from .request import SequenceState
+from .scheduler import Chunk
+
+
+class Runner:
+    """The model, the cache's memory on this rank, and the step's input tensors.
+
+    Args:
+        model: a ServableModel.
+        allocator: whose block tables the steps read. Only rank 0's is ever filled.
+        cache_options: of :class:`PagedKVCache`, beside the numbers of layers and blocks.
+        max_num_seqs, max_num_batched_tokens, max_model_len: the largest step.
+        invariant, impl: as in Engine.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        allocator: BlockAllocator,
+        cache_options: dict[str, Any],
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        invariant: bool,
+        impl: str,
+    ) -> None:
+        self.model = model
+        self.channel = StepChannel(model.group)
+        self._allocator = allocator
+        self._options = cache_options
+        self._sizes = (max_num_batched_tokens, max_num_seqs, allocator.blocks_for(max_model_len))
+        self._invariant, self._impl = invariant, impl
+        self._steps = 0
+        self._followed = False  # whether the other ranks are to be dismissed
+        self.cache: PagedKVCache | None = None
+        self._inputs: StepInputs | None = None
+
+    def open(self) -> None:
+        """Take the memory of the cache."""
+        if self.cache is None:
+            self.cache = PagedKVCache(self.model.config.num_layers, self._allocator.num_blocks, **self._options)
+            self._inputs = StepInputs(*self._sizes, self._options["device"])
+            self._followed = True
+
+    def close(self) -> None:
+        """Give it back."""
+        self.cache = self._inputs = None
+
+    # --- rank 0
+
+    def logits(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Run the model over ``chunks``: the logits [S, V] of those that sample, in their order."""
+        inputs = self._open()
+        changes = [change for chunk in chunks for change in self._gained(chunk.sequence)]
+        if len(changes) > 2 * len(chunks):  # beginnings of prompts that were in the cache
+            for some in inputs.batches(changes):
+                self._everywhere(inputs.pack_list(Kind.CHANGE, some))
+            changes = []
+        parts = [
+            Part(c.sequence.row, c.start, c.sequence.tokens[c.start : c.start + c.length], int(c.samples))
+            for c in chunks
+        ]
+        self._steps += 1
+        shape = inputs.pack(parts, changes, block_size=self._allocator.block_size, step=self._steps)
+        logits = self._everywhere(shape)
+        for chunk in chunks:
+            chunk.sequence.sent = len(self._allocator.table(chunk.sequence.id))
+        assert logits is not None
+        return logits
+
+    def rest(self) -> None:
+        """No request lives: the other ranks wait without a limit for the next one."""
+        if self._inputs is not None:
+            self._inputs.pack_kind(Kind.IDLE)
+            self.channel.send(self._inputs.buffer, idle=True)
+
+    def dismiss(self) -> None:
+        """The other ranks' :meth:`follow` returns. Twice without a step between is once."""
+        if self._followed:
+            inputs = self._open()
+            inputs.pack_kind(Kind.END)
+            self.channel.send(inputs.buffer, idle=True)
+            self._followed = False
+
+    def recover(self) -> None:
+        """After a step that failed here: see that every rank is ready for the next one.
+
+        Raises RanksLost where one is not: it may be waiting in a collective of the failed step.
+        """
+        if not self.channel.alone:
+            inputs = self._open()
+            inputs.pack_kind(Kind.RECOVER)
+            self.channel.send(inputs.buffer)
+            self.channel.gather(1)
+
+    def _gained(self, sequence: SequenceState) -> list[Change]:
+        """What the device's block table does not know of ``sequence`` yet."""
+        table = self._allocator.table(sequence.id)
+        return [Change(sequence.row, column, table[column]) for column in range(sequence.sent, len(table))]
+
+    def _everywhere(self, shape: Shape) -> torch.Tensor | None:
+        """Do what the buffer says on every rank."""
+        self._followed = True
+        self.channel.send(self._open().buffer)
+        return self._run(shape)
+
+    # --- the other ranks
+
+    def follow(self) -> None:
+        """Compute what rank 0 sends, until :meth:`dismiss`.
+
+        Raises RanksLost where rank 0 has ended or sends nothing in time, and an error of this rank's model that rank 0
+        did not have as well.
+        """
+        inputs, failed = self._open(), None
+        while True:
+            self.channel.receive(inputs.buffer)
+            shape = inputs.shape()
+            self.channel.rest(shape.kind in (Kind.IDLE, Kind.END))
+            if shape.kind == Kind.RECOVER:
+                self.channel.gather(0 if failed is None else 1)
+                failed = None
+            elif failed is not None:
+                raise failed
+            elif shape.kind == Kind.END:
+                return
+            try:
+                self._run(shape)
+            except CollectiveError as error:
+                raise RanksLost(f"a rank of the model was lost: {error}") from error
+            except Exception as error:
+                failed = error
+
+    # --- every rank
+
+    @torch.no_grad()
+    def _run(self, shape: Shape) -> torch.Tensor | None:
+        inputs, cache = self._open(), self.cache
+        assert cache is not None
+        if shape.kind == Kind.COMPUTE:
+            inputs.upload()
+            return self._forward(inputs, shape, cache)
+        if shape.kind == Kind.CHANGE:
+            inputs.upload()
+            inputs.change(shape)
+        return None
+
+    def _forward(self, inputs: StepInputs, shape: Shape, cache: PagedKVCache) -> torch.Tensor:
+        inputs.change(shape)
+        tokens, batch = inputs.batch(shape, cache, impl=self._impl)
+        with dispatch.row_invariance(self._invariant or dispatch.row_invariant()), onednn.serving():
+            logits: torch.Tensor = self.model(tokens, positions=batch.positions, cache=batch)
+            logits = self.model.gather_logits(logits)
+        return logits
+
+    def _open(self) -> StepInputs:
+        assert self._inputs is not None, "nothing is computed while the engine is closed"
+        return self._inputs
