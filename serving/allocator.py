@@ -12,10 +12,12 @@ class BlockAllocator:
     """A free list of blocks, the block table of each sequence, and the blocks that sequences share.
 
     A sequence's blocks grow one at a time with its tokens, so only the last one can be partly empty: a sequence wastes
-    less than one block (Kwon et al., "PagedAttention", arXiv:2309.06180, section 4). Only full blocks are shared, and
-    nobody writes to a full block, so none is ever copied.
+    less than one block (Kwon et al., "PagedAttention", arXiv:2309.06180, section 4). Sequences share full blocks, to
+    which nobody writes, and those of one request also the last block of its prompt, which the next one to write to it
+    copies first (:meth:`grow`).
 
-    ``peak_blocks`` is the largest number of blocks that sequences owned at once.
+    ``peak_blocks`` is the largest number of blocks that sequences owned at once. ``copies`` are the pairs (block, its
+    copy) that the scheduler has to have copied.
 
     Raises ValueError unless both sizes are at least 1.
     """
@@ -24,6 +26,7 @@ class BlockAllocator:
         self.num_blocks = whole_number("BlockAllocator: num_blocks", num_blocks)
         self.block_size = whole_number("BlockAllocator: block_size", block_size)
         self.peak_blocks = 0
+        self.copies: list[tuple[int, int]] = []
         self._free = list(range(self.num_blocks - 1, -1, -1))  # a stack: the last block freed is the first one reused
         self._owners = [0] * self.num_blocks  # sequences that have the block in their tables
         self._tables: dict[int, list[int]] = {}
@@ -46,7 +49,8 @@ class BlockAllocator:
     @property
     def unused_slots(self) -> int:
         """Token slots that sequences own and that hold no token."""
-        return sum(len(self._tables[number]) * self.block_size - tokens for number, tokens in self._tokens.items())
+        last = {table[-1]: number for number, table in self._tables.items() if table}  # which several may share
+        return sum(len(self._tables[number]) * self.block_size - self._tokens[number] for number in last.values())
 
     @property
     def allocated_slots(self) -> int:
@@ -72,21 +76,39 @@ class BlockAllocator:
         self._tokens[sequence] = len(blocks) * self.block_size
         self.peak_blocks = max(self.peak_blocks, self.used_blocks)
 
-    def grow(self, sequence: int, tokens: int) -> bool:
-        """Extend ``sequence`` to room for ``tokens`` tokens in all; False, changing nothing, if blocks run out."""
+    def fork(self, parent: int, child: int) -> None:
+        """Begin the sequence ``child`` with all blocks of ``parent``, the last one included."""
+        for block in self._tables[parent]:
+            self._owners[block] += 1
+        self._tables[child], self._tokens[child] = list(self._tables[parent]), self._tokens[parent]
+
+    def grow(self, sequence: int, tokens: int, first: int | None = None) -> bool:
+        """Give ``sequence`` room for ``tokens`` tokens in all; False, changing nothing, if blocks run out.
+
+        It is about to write those from ``first`` on. Where another sequence has that block too, this one gets a new one
+        in its place, and ``copies`` says what to copy into it before anything is written.
+        """
         table = self._tables.get(sequence, [])
         missing = self.blocks_for(tokens) - len(table)
-        if missing > self.free_blocks:
+        index = len(table) if first is None else first // self.block_size
+        shared = index < len(table) and self._owners[table[index]] > 1
+        if missing + shared > self.free_blocks:
             return False
-        for _ in range(missing):
-            block = self._free.pop() if self._free else self._prefixes.evict()
-            assert block is not None
-            self._owners[block] = 1
-            table.append(block)
+        if shared:
+            self._owners[table[index]] -= 1
+            self.copies.append((table[index], self._new_block()))
+            table[index] = self.copies[-1][1]
+        table += [self._new_block() for _ in range(missing)]
         self._tables[sequence] = table
         self._tokens[sequence] = max(tokens, self._tokens.get(sequence, 0))
         self.peak_blocks = max(self.peak_blocks, self.used_blocks)
         return True
+
+    def _new_block(self) -> int:
+        block = self._free.pop() if self._free else self._prefixes.evict()
+        assert block is not None
+        self._owners[block] = 1
+        return block
 
     def publish(self, sequence: int, index: int, digest: bytes) -> None:
         """The ``index``-th block of ``sequence`` is full and computed: others may share it, by its hash."""

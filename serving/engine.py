@@ -10,7 +10,7 @@ import heapq
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -181,7 +181,8 @@ class Engine:
         )
         self._clock = 0  # steps taken, including idle ones
         self._next_id = 0
-        self._live: dict[int, SequenceState] = {}
+        self._next_sequence = 0
+        self._live: dict[int, list[SequenceState]] = {}  # the answers of each request that have not ended
         self._arrivals: list[tuple[int, int]] = []  # heap of (step, id): requests still to come
         self._deadlines: list[tuple[float, int]] = []  # heap of (when, id), by time.monotonic()
         self._cancelled: list[TokenEvent] = []  # for the next step to report
@@ -282,11 +283,15 @@ class Engine:
         self._check_queue(request)
         number = self._next_id
         self._next_id += 1
-        self._live[number] = SequenceState(number, request, list(request.prompt))
+        self._live[number] = [SequenceState(self._sequence_id(), request, list(request.prompt), number)]
         heapq.heappush(self._arrivals, (max(request.arrival, self._clock), number))
         if request.timeout_s is not None:
             heapq.heappush(self._deadlines, (time.monotonic() + request.timeout_s, number))
         return number
+
+    def _sequence_id(self) -> int:
+        self._next_sequence += 1
+        return self._next_sequence
 
     def cancel(self, number: int) -> bool:
         """Cancel request ``number`` and free its blocks; the next step reports its end.
@@ -299,16 +304,16 @@ class Engine:
 
     def _end(self, number: int, why: Finish) -> bool:
         """Free what a request has, and have the next step report its end; False if it has ended already."""
-        sequence = self._live.pop(number, None)
-        if sequence is None:
-            return False
-        if any(number == waiting for _, waiting in self._arrivals):
+        sequences = self._live.pop(number, [])
+        arrives = any(number == waiting for _, waiting in self._arrivals)
+        if arrives:
             self._arrivals = [entry for entry in self._arrivals if entry[1] != number]
             heapq.heapify(self._arrivals)
-        else:
-            self._scheduler.remove(sequence)
-        self._cancelled.append(TokenEvent(number, None, why))
-        return True
+        for sequence in sequences:
+            if not arrives:
+                self._scheduler.remove(sequence)
+            self._cancelled.append(TokenEvent(number, None, why, index=sequence.index))
+        return bool(sequences)
 
     def step(self) -> list[TokenEvent]:
         """Admit requests, compute one batch, retire finished ones; returns the new tokens, in order of admission.
@@ -322,7 +327,8 @@ class Engine:
         """
         self._check_leads("step")
         while self._arrivals and self._arrivals[0][0] <= self._clock:
-            self._scheduler.add(self._live[heapq.heappop(self._arrivals)[1]])
+            (sequence,) = self._live[heapq.heappop(self._arrivals)[1]]
+            self._scheduler.add(sequence)
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             self._end(heapq.heappop(self._deadlines)[1], "timeout")
         began = time.perf_counter()
@@ -333,7 +339,7 @@ class Engine:
                 sampled = self._compute(chunks)
             except (RanksLost, CollectiveError) as error:
                 return self._lose(error)
-            self._count(chunks, time.perf_counter() - began)
+            self._count(chunks, sum(map(len, sampled)), time.perf_counter() - began)
             generated = self._advance(chunks, sampled)
         self._clock += 1
         if not self._live:
@@ -353,7 +359,7 @@ class Engine:
             yield from self.step()
 
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Serve ``requests`` to the end: the generated tokens of each.
+        """Serve ``requests`` to the end: the generated tokens of each, of one with ``n`` answer after answer.
 
         Raises RuntimeError while other requests are being served (their events would be lost), and where one of these
         fails; ValueError, serving none, if one of these cannot be served. The engine is idle afterwards.
@@ -362,14 +368,17 @@ class Engine:
             raise RuntimeError("generate: other requests are being served; add() these and read run() instead")
         for request in requests:
             self._check(request)
-        answers: dict[int, list[int]] = {self.add(request): [] for request in requests}
+        numbers = [self.add(request) for request in requests]
+        answers: dict[tuple[int, int], list[int]] = {
+            (number, i): [] for number, each in zip(numbers, requests) for i in range(each.n)
+        }
         try:
             for event in self.run():
                 if event.error is not None:
-                    position = list(answers).index(event.request)
+                    position = numbers.index(event.request)
                     raise RuntimeError(f"generate: requests[{position}] failed: {event.error}") from event.error
                 if event.token is not None:
-                    answers[event.request].append(event.token)
+                    answers[event.request, event.index].append(event.token)
         finally:
             for number in list(self._live):
                 self.cancel(number)
@@ -402,9 +411,9 @@ class Engine:
         requests, tokens = self._max_queued
         if requests is None and tokens is None:
             return
-        queued = [*self._scheduler.waiting, *(self._live[number] for _, number in self._arrivals)]
-        held = sum(len(each.request.prompt) + each.request.max_new_tokens for each in queued)
-        asked = len(request.prompt) + request.max_new_tokens
+        queued = [each.request for each in self._scheduler.waiting]
+        queued += [self._live[number][0].request for _, number in self._arrivals]
+        held, asked = sum(map(_tokens_of, queued)), _tokens_of(request)
         if queued and requests is not None and len(queued) >= requests:
             raise QueueFull(f"{len(queued)} requests wait, and max_queued_requests={requests}: send this one later")
         if queued and tokens is not None and held + asked > tokens:
@@ -413,8 +422,9 @@ class Engine:
                 f"max_queued_tokens={tokens}: send it later"
             )
 
-    def _compute(self, chunks: Sequence[Chunk]) -> list[Sampled | Exception | None]:
-        """For each chunk its new token, None if it does not sample, or the error of its sequence."""
+    def _compute(self, chunks: Sequence[Chunk]) -> list[list[New]]:
+        """What each chunk gives: nothing where it does not sample, a token for each answer, or a sequence's error."""
+        self._runner.copy_blocks(self._scheduler.take_copies())
         if not self._one_by_one:
             try:
                 logits = self._runner.logits(chunks)
@@ -423,15 +433,14 @@ class Engine:
             except Exception:
                 self._one_by_one = True
                 self._runner.recover()
-                if not any(isinstance(self._alone(chunk), Exception) for chunk in chunks):
+                if not any(isinstance(new.what, Exception) for chunk in chunks for new in self._alone(chunk)):
                     raise
             else:
-                sampled = iter(_sampled(logits, [c.sequence for c in chunks if c.samples]))
-                return [next(sampled) if c.samples else None for c in chunks]
+                return self._choose(logits, chunks)
         self._one_by_one = False
         return [self._alone(chunk) for chunk in chunks]
 
-    def _alone(self, chunk: Chunk) -> Sampled | Exception | None:
+    def _alone(self, chunk: Chunk) -> list[New]:
         """What comes of a chunk by itself. To ask twice changes nothing: no draw depends on one before it."""
         try:
             logits = self._runner.logits([chunk])
@@ -439,8 +448,25 @@ class Engine:
             raise
         except Exception as error:
             self._runner.recover()
-            return error
-        return _sampled(logits, [chunk.sequence])[0] if chunk.samples else None
+            return [New(chunk.sequence, error)]
+        return self._choose(logits, [chunk])[0]
+
+    def _choose(self, logits: torch.Tensor, chunks: Sequence[Chunk]) -> list[list[New]]:
+        """Draw from logits [S, V] of the chunks that sample; several answers begin with draws from the same row."""
+        answers = [self._answers(chunk.sequence) if chunk.samples else [] for chunk in chunks]
+        every = [sequence for each in answers for sequence in each]
+        if len(every) > len(logits):
+            rows = [row for row, each in enumerate(filter(None, answers)) for _ in each]
+            logits = logits[torch.tensor(rows, device=logits.device)]
+        found = iter(_sampled(logits, every) if every else [])
+        return [[New(sequence, next(found)) for sequence in each] for each in answers]
+
+    def _answers(self, sequence: SequenceState) -> list[SequenceState]:
+        """``sequence``, and before the first token of a request with ``n`` the others, which are not queued yet."""
+        if sequence.generated or sequence.request.n == 1:
+            return [sequence]
+        others = [sequence.fork(self._sequence_id(), index) for index in range(1, sequence.request.n)]
+        return [sequence, *others]
 
     def _lose(self, error: Exception) -> list[TokenEvent]:
         """End every request: a rank is gone."""
@@ -458,31 +484,41 @@ class Engine:
             self._runner.rest()
         self._worked = works
 
-    def _advance(self, chunks: Sequence[Chunk], sampled: Sequence[Sampled | Exception | None]) -> list[TokenEvent]:
+    def _advance(self, chunks: Sequence[Chunk], sampled: Sequence[list[New]]) -> list[TokenEvent]:
         """Append the step's tokens to their sequences; retire complete and failed ones."""
         events = []
-        for chunk, new in zip(chunks, sampled):
-            sequence = chunk.sequence
-            if not isinstance(new, Exception):
+        for chunk, news in zip(chunks, sampled):
+            lead = chunk.sequence
+            if not (news and news[0].sequence is lead and isinstance(news[0].what, Exception)):
                 self._scheduler.advance(chunk)
-            if new is None:
-                continue
-            if isinstance(new, Exception):
-                event = TokenEvent(sequence.id, None, "error", new)
-            else:
-                sequence.tokens.append(new.token)
-                scores = new.logprob, new.top_logprobs
-                event = TokenEvent(sequence.id, new.token, sequence.finish(), None, *scores)
-            if event.finish is not None:
-                self._scheduler.remove(sequence)
-                del self._live[sequence.id]
-            events.append(event)
+            for sequence, _ in news:
+                if sequence is not lead:
+                    self._live[lead.number].append(sequence)
+                    self._scheduler.fork(lead, sequence)
+            for sequence, new in news:
+                if isinstance(new, Exception):
+                    event = TokenEvent(sequence.number, None, "error", new, index=sequence.index)
+                else:
+                    sequence.tokens.append(new.token)
+                    event = TokenEvent(
+                        *(sequence.number, new.token, sequence.finish(), None, new.logprob, new.top_logprobs),
+                        index=sequence.index,
+                    )
+                if event.finish is not None:
+                    self._retire(sequence)
+                events.append(event)
         return events
 
-    def _count(self, chunks: Sequence[Chunk], seconds: float) -> None:
-        """Add one step to the statistics, before its tokens are appended."""
+    def _retire(self, sequence: SequenceState) -> None:
+        self._scheduler.remove(sequence)
+        others = self._live[sequence.number]
+        others.remove(sequence)
+        if not others:
+            del self._live[sequence.number]
+
+    def _count(self, chunks: Sequence[Chunk], generated: int, seconds: float) -> None:
+        """Add one step, in which as many tokens were ``generated``, to the statistics, before they are appended."""
         stats, allocator = self.stats, self._allocator
-        generated = sum(chunk.samples for chunk in chunks)
         prefill = sum(chunk.length for chunk in chunks if not chunk.decodes)
         stats.steps += 1
         stats.generated_tokens += generated
@@ -499,6 +535,18 @@ class Engine:
         stats.peak_blocks = allocator.peak_blocks
         stats.slot_steps += allocator.allocated_slots
         stats.unused_slot_steps += allocator.unused_slots
+
+
+def _tokens_of(request: Request) -> int:
+    """The most that its prompt and answers come to."""
+    return len(request.prompt) + request.n * request.max_new_tokens
+
+
+class New(NamedTuple):
+    """What a step found for a sequence: its next token, or an error that is its alone."""
+
+    sequence: SequenceState
+    what: Sampled | Exception
 
 
 def _sampled(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sampled | Exception]:

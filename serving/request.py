@@ -13,6 +13,9 @@ from .sampling_params import SamplingParams
 Finish = Literal["length", "stop", "cancelled", "timeout", "error"]
 
 
+MAX_ANSWERS = 128  # of one request
+
+
 class QueueFull(RuntimeError):
     """The engine's queue has no room for a request: it is to be sent again when others have ended."""
 
@@ -23,7 +26,7 @@ class Request:
 
     Args:
         prompt: token ids, at least one.
-        max_new_tokens: the most tokens to generate.
+        max_new_tokens: the most tokens of an answer.
         stop: token ids that end the answer; the stopping token is its last one.
         sampling: how tokens are chosen; by default the likeliest one.
         priority: lower ones are served first; equal ones in the order of their arrival.
@@ -32,6 +35,7 @@ class Request:
             with the tokens that it has. None: no limit.
         cache_salt: requests share the keys and values of equal beginnings where their salts are equal: one for each
             tenant keeps tenants from finding out, by the time that an answer takes, what others asked.
+        n: how many answers to give. They share the prompt's keys and values; answer i draws with ``sampling.seed + i``.
     """
 
     prompt: Sequence[int]
@@ -42,6 +46,7 @@ class Request:
     arrival: int = 0
     timeout_s: float | None = None
     cache_salt: str = ""
+    n: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _copied(self.prompt, tuple))
@@ -59,12 +64,14 @@ class Request:
                     f"prompt[{position}] is {token}: expected 0 to {vocab_size - 1}; does the tokenizer belong to this "
                     "model?"
                 )
-        for name in ("max_new_tokens", "priority", "arrival"):
+        for name in ("max_new_tokens", "priority", "arrival", "n"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
                 raise ValueError(f"{name}={value!r}: expected a whole number")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: expected at least 1")
+        if not 1 <= self.n <= MAX_ANSWERS:
+            raise ValueError(f"n={self.n}: expected 1 to {MAX_ANSWERS} answers")
         if self.timeout_s is not None:
             if not isinstance(self.timeout_s, (int, float)) or isinstance(self.timeout_s, bool):
                 raise ValueError(f"timeout_s={self.timeout_s!r}: expected a number of seconds, or None")
@@ -109,12 +116,12 @@ def _check_tokens(name: str, tokens: Any) -> None:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One generated token of one request. ``finish`` is the reason if it is the last.
+    """One generated token of one answer. ``finish`` is the reason if it is the last.
 
-    A request that was cancelled or ran out of time ends in an event without a token, and so does a failed one: its
-    ``error`` says why. ``logprob``
-    is the token's log-probability and ``top_logprobs`` those of the likeliest, (token, log-probability), where the
-    request asks for ``logprobs``.
+    An answer that was cancelled or ran out of time ends in an event without a token, and so does a failed one: its
+    ``error`` says why. ``logprob`` is the token's log-probability and ``top_logprobs`` those of the likeliest, (token,
+    log-probability), where the request asks for ``logprobs``. ``index`` says which answer it is, of a request with
+    ``n``; a request that ends before its first token does so in one event, with index 0.
     """
 
     request: int
@@ -123,11 +130,12 @@ class TokenEvent:
     error: Exception | None = None
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    index: int = 0
 
 
 @dataclass(eq=False)
 class SequenceState:
-    """A request in the engine.
+    """An answer in the engine: the ``index``-th of request ``number``.
 
     ``tokens`` are the prompt and the generated tokens; the first ``computed`` of them are in the cache. ``hashes`` are
     those of its full blocks, as far as they were asked for; ``published`` of them were told to the allocator. While it
@@ -137,15 +145,26 @@ class SequenceState:
     id: int
     request: Request
     tokens: list[int]
+    number: int = 0
+    index: int = 0
     computed: int = 0
     most_computed: int = 0  # the value of computed before a preemption freed the cache
     hashes: list[bytes] = field(default_factory=list)
     published: int = 0
     row: int = -1
     sent: int = 0
-    order: int = 0  # of its arrival in the queue
+    order: float = 0  # of its arrival in the queue
     rank: float = 0  # its priority, until it was overtaken often enough
     due: int = 0  # how many are admitted by then
+
+    @property
+    def seed(self) -> int:
+        """Of its draws: 64 bits."""
+        return (self.request.sampling.seed + self.index) % 2**64
+
+    def fork(self, number: int, index: int) -> SequenceState:
+        """The ``index``-th answer to the same request, as sequence ``number``, with the tokens that this one has."""
+        return SequenceState(number, self.request, list(self.tokens), self.number, index)
 
     @property
     def generated(self) -> int:

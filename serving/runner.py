@@ -90,6 +90,12 @@ class Runner:
         assert logits is not None
         return logits
 
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (source, target) of the cache."""
+        inputs = self._open()
+        for some in inputs.batches([(0, *pair) for pair in pairs]):
+            self._everywhere(inputs.pack_list(Kind.COPY, some))
+
     def rest(self) -> None:
         """No request lives: the other ranks wait without a limit for the next one."""
         if self._inputs is not None:
@@ -165,6 +171,8 @@ class Runner:
         if shape.kind == Kind.CHANGE:
             inputs.upload()
             inputs.change(shape)
+        if shape.kind == Kind.COPY:
+            cache.copy_blocks([(source, target) for _, source, target in inputs.copies(shape)])
         return None
 
     def _forward(self, inputs: StepInputs, shape: Shape, cache: PagedKVCache) -> torch.Tensor:

@@ -62,7 +62,7 @@ def _draw(logits: torch.Tensor, likeliest: torch.Tensor, sequences: Sequence[Seq
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     # Below 1, so the target stays below the total and falls on a token of probability above 0.
-    numbers = uniform([each.seed for each in params], [sequence.generated for sequence in sequences])
+    numbers = uniform([each.seed for each in sequences], [each.generated for each in sequences])
     target = numbers.to(on).unsqueeze(1) * total
     drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
     return torch.where(total.squeeze(1) > 0, drawn, likeliest)

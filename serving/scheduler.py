@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from ..kernels.runtime.checks import whole_number
 from .allocator import BlockAllocator
 from .prefix_cache import block_hash, root_hash
-from .request import SequenceState
+from .request import MAX_ANSWERS, SequenceState
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ class Scheduler:
         self._max_overtakes = whole_number("max_overtakes", max_overtakes, least=0)
         self._came = 0  # sequences so far
         self._admitted = 0
-        self._queued: dict[int, SequenceState] = {}  # what waits, by its order
-        self._oldest: list[int] = []  # heap of orders, of which some wait no longer
+        self._queued: dict[float, SequenceState] = {}  # what waits, by its order
+        self._oldest: list[float] = []  # heap of orders, of which some wait no longer
 
     def add(self, sequence: SequenceState) -> None:
         """Queue ``sequence`` behind those of its priority."""
@@ -119,6 +119,25 @@ class Scheduler:
                 sequence.rank = _FIRST
             self.waiting.sort(key=_place)
             self.running.sort(key=_place)
+
+    def fork(self, parent: SequenceState, child: SequenceState) -> None:
+        """``parent``, which runs, has just computed the prompt of both: the other answer begins where it is.
+
+        The child runs at once, with the parent's blocks, if a row and a block for each that runs are free; else it
+        waits, and finds the prompt's full blocks in the cache.
+        """
+        child.order, child.rank = parent.order + child.index / (2 * MAX_ANSWERS), parent.rank
+        child.due = self._admitted + len(self.waiting) + self._max_overtakes
+        child.hashes = list(parent.hashes)
+        if len(self.running) == self.max_num_seqs or len(self.running) >= self.allocator.free_blocks:
+            self._wait(child)
+            return
+        self.allocator.fork(parent.id, child.id)
+        child.computed = child.most_computed = parent.computed
+        child.published = parent.published
+        child.row = self._rows.pop()
+        insort(self.running, child, key=_place)
+        self._admitted += 1
 
     def remove(self, sequence: SequenceState) -> None:
         """Drop ``sequence``, waiting or running, and free its blocks: it is complete or was cancelled."""
@@ -148,6 +167,11 @@ class Scheduler:
             budget -= chunk.length
         assert chunks or not self.waiting, "requests wait and nothing runs: blocks are missing"
         return chunks
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """The blocks (source, target) that are to be copied before the scheduled chunks are computed."""
+        copies, self.allocator.copies = self.allocator.copies, []
+        return copies
 
     def advance(self, chunk: Chunk) -> None:
         """A chunk was computed: its full blocks may be shared from now on."""
@@ -215,11 +239,14 @@ class Scheduler:
 
     def _make_room(self, chunk: Chunk) -> bool:
         """Allocate blocks up to the end of ``chunk``, if need be the last one's; False if that is its own sequence."""
-        while not self.allocator.grow(chunk.sequence.id, chunk.start + chunk.length):
+        copied = len(self.allocator.copies)
+        while not self.allocator.grow(chunk.sequence.id, chunk.start + chunk.length, chunk.start):
             last = self._stop_last()
             self.preemptions += 1
             if last is chunk.sequence:
                 return False
+        if len(self.allocator.copies) > copied:  # the device's table still has the block that was shared
+            chunk.sequence.sent = min(chunk.sequence.sent, chunk.start // self.allocator.block_size)
         return True
 
 
@@ -233,5 +260,5 @@ def _next_chunk(sequence: SequenceState, budget: int) -> Chunk:
 _FIRST = -math.inf  # the rank of what was overtaken often enough
 
 
-def _place(sequence: SequenceState) -> tuple[float, int]:
+def _place(sequence: SequenceState) -> tuple[float, float]:
     return sequence.rank, sequence.order
