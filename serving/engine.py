@@ -19,6 +19,7 @@ from ..kernels.runtime.dtypes import CACHE_NAMES, QUANTISED
 from ..layers.attention.paged import PagedBatch, default_block_size
 from ..parallel.core.collectives import CollectiveError
 from .allocator import BlockAllocator
+from .host_space import HostSpace
 from .ranks import RanksLost
 from .request import Finish, QueueFull, Request, SequenceState, TokenEvent
 from .runner import Runner
@@ -102,6 +103,8 @@ class Engine:
             never refused. None: no limit.
         max_overtakes: how often later requests of a better priority go before one, beside those that it found waiting;
             ``scheduler.py`` says it exactly.
+        num_host_blocks: in host memory, on every rank, for the keys and values of preempted requests: these are brought
+            back where that is quicker than computing them again (``host_space.py``).
         invariant: whether a request's answer must not depend on the other requests in its steps, nor on how its prompt
             is cut. On a GPU every matrix product and attention then computes a token the same way in any batch, at a
             cost; on a CPU there is no such guarantee (see ``kernels.runtime.dispatch.row_invariance``).
@@ -125,6 +128,7 @@ class Engine:
         max_queued_requests: int | None = None,
         max_queued_tokens: int | None = None,
         max_overtakes: int = 64,
+        num_host_blocks: int = 0,
         invariant: bool = False,
         impl: str = "auto",
     ) -> None:
@@ -146,8 +150,10 @@ class Engine:
             raise ValueError("Engine: the model is on the meta device: load its weights first, say with load_hf")
         block_size = default_block_size(weight.device) if block_size is None else block_size
         self._allocator = BlockAllocator(num_blocks, block_size)
+        self._host = HostSpace(num_host_blocks, lambda: self.stats.prefill_token_seconds)
         self._scheduler = Scheduler(
             self._allocator,
+            host=self._host,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             prefix_caching=prefix_caching,
@@ -168,6 +174,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=limit,
+            num_host_blocks=num_host_blocks,
             invariant=invariant,
             impl=impl,
         )
@@ -199,6 +206,7 @@ class Engine:
     def open(self) -> None:
         """Take the memory of the cache, unless it is there. A new engine is open."""
         self._runner.open()
+        self._host.block_seconds = self._runner.block_seconds()
         self._open = True
 
     def close(self) -> None:
@@ -530,6 +538,7 @@ class Engine:
             stats.decode_seconds += seconds
             stats.decode_tokens += generated
         stats.preemptions = self._scheduler.preemptions
+        stats.kept_tokens = self._scheduler.kept_tokens
         stats.shared_tokens = self._scheduler.shared_tokens
         stats.peak_seqs = max(stats.peak_seqs, len(chunks))
         stats.peak_blocks = allocator.peak_blocks

@@ -139,7 +139,8 @@ class SequenceState:
 
     ``tokens`` are the prompt and the generated tokens; the first ``computed`` of them are in the cache. ``hashes`` are
     those of its full blocks, as far as they were asked for; ``published`` of them were told to the allocator. While it
-    runs, ``row`` of the device's block table is its own, and the first ``sent`` of its blocks are in there.
+    waits, the keys and values of its first ``kept`` tokens are in host memory. While it runs, ``row`` of the device's
+    block table is its own, and the first ``sent`` of its blocks are in there.
     """
 
     id: int
@@ -151,6 +152,7 @@ class SequenceState:
     most_computed: int = 0  # the value of computed before a preemption freed the cache
     hashes: list[bytes] = field(default_factory=list)
     published: int = 0
+    kept: int = 0
     row: int = -1
     sent: int = 0
     order: float = 0  # of its arrival in the queue

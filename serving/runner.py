@@ -8,6 +8,7 @@ runs every time.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from .allocator import BlockAllocator
 from .inputs import Change, Kind, Part, Shape, StepInputs
 from .ranks import RanksLost, StepChannel
 from .request import SequenceState
-from .scheduler import Chunk
+from .scheduler import Chunk, Copy, Way
 
 
 class Runner:
@@ -31,6 +32,7 @@ class Runner:
         allocator: whose block tables the steps read. Only rank 0's is ever filled.
         cache_options: of :class:`PagedKVCache`, beside the numbers of layers and blocks.
         max_num_seqs, max_num_batched_tokens, max_model_len: the largest step.
+        num_host_blocks: in host memory, for what is preempted.
         invariant, impl: as in Engine.
     """
 
@@ -43,6 +45,7 @@ class Runner:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
+        num_host_blocks: int,
         invariant: bool,
         impl: str,
     ) -> None:
@@ -54,7 +57,9 @@ class Runner:
         self._invariant, self._impl = invariant, impl
         self._steps = 0
         self._followed = False  # whether the other ranks are to be dismissed
+        self._num_host_blocks = num_host_blocks
         self.cache: PagedKVCache | None = None
+        self._host: PagedKVCache | None = None
         self._inputs: StepInputs | None = None
 
     def open(self) -> None:
@@ -63,10 +68,32 @@ class Runner:
             self.cache = PagedKVCache(self.model.config.num_layers, self._allocator.num_blocks, **self._options)
             self._inputs = StepInputs(*self._sizes, self._options["device"])
             self._followed = True
+            if self._num_host_blocks:
+                self._host = self._host_cache()
+
+    def _host_cache(self) -> PagedKVCache:
+        options = self._options | {"device": "cpu"}
+        host = PagedKVCache(self.model.config.num_layers, self._num_host_blocks, **options)
+        if self._options["device"].type != "cpu":
+            host.data = host.data.pin_memory()
+        return host
 
     def close(self) -> None:
         """Give it back."""
-        self.cache = self._inputs = None
+        self.cache = self._inputs = self._host = None
+
+    def block_seconds(self) -> float:
+        """How long a block takes to host memory and back: the second time, when all code is there."""
+        cache, host = self.cache, self._host
+        if cache is None or host is None:
+            return 0.0
+        for _ in range(2):
+            began = time.perf_counter()
+            cache.swap_blocks(host, [(0, 0)])
+            host.swap_blocks(cache, [(0, 0)])
+            if cache.data.is_cuda:
+                torch.cuda.synchronize(cache.data.device)
+        return time.perf_counter() - began
 
     # --- rank 0
 
@@ -90,10 +117,10 @@ class Runner:
         assert logits is not None
         return logits
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (source, target) of the cache."""
+    def copy_blocks(self, copies: Sequence[Copy]) -> None:
+        """Copy blocks, one after another as far as they depend on each other."""
         inputs = self._open()
-        for some in inputs.batches([(0, *pair) for pair in pairs]):
+        for some in inputs.batches(copies):
             self._everywhere(inputs.pack_list(Kind.COPY, some))
 
     def rest(self) -> None:
@@ -172,8 +199,17 @@ class Runner:
             inputs.upload()
             inputs.change(shape)
         if shape.kind == Kind.COPY:
-            cache.copy_blocks([(source, target) for _, source, target in inputs.copies(shape)])
+            self._copy(inputs.copies(shape), cache)
         return None
+
+    def _copy(self, copies: Sequence[tuple[int, int, int]], cache: PagedKVCache) -> None:
+        pairs = {way: [(source, target) for each, source, target in copies if each == way] for way in Way}
+        if pairs[Way.OUT] and self._host is not None:
+            cache.swap_blocks(self._host, pairs[Way.OUT])
+        if pairs[Way.WITHIN]:
+            cache.copy_blocks(pairs[Way.WITHIN])
+        if pairs[Way.IN] and self._host is not None:
+            self._host.swap_blocks(cache, pairs[Way.IN])
 
     def _forward(self, inputs: StepInputs, shape: Shape, cache: PagedKVCache) -> torch.Tensor:
         inputs.change(shape)

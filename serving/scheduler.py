@@ -7,7 +7,8 @@ token, so one rule covers both.
 - Running sequences come first, then waiting ones, each by priority and then in the order of arrival, as long as the
   limits on sequences, blocks and the step's tokens allow. Every running sequence gets a token at least.
 - Blocks are allocated as tokens come, not reserved. When they run out, the last of the running sequences in that order
-  frees all of its blocks and waits again; it keeps its tokens and computes their keys and values again.
+  frees all of its blocks and waits again; it keeps its tokens, and either computes their keys and values again or finds
+  them in host memory (``host_space.py``).
 - A sequence is admitted when its tokens fit and every running one could still take a block, so that it is not
   preempted in the next step. It begins with the blocks that are known to hold its first tokens (``prefix_cache.py``);
   its last token is always computed, since the next one follows from it.
@@ -26,9 +27,12 @@ import heapq
 import math
 from bisect import insort
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
 
 from ..kernels.runtime.checks import whole_number
 from .allocator import BlockAllocator
+from .host_space import HostSpace
 from .prefix_cache import block_hash, root_hash
 from .request import MAX_ANSWERS, SequenceState
 
@@ -54,6 +58,22 @@ class Chunk:
         return max(0, min(self.start + self.length, self.sequence.most_computed) - self.start)
 
 
+class Way(IntEnum):
+    """Where a block is copied: to host memory, within the cache, from host memory."""
+
+    OUT = 0
+    WITHIN = 1
+    IN = 2
+
+
+class Copy(NamedTuple):
+    """A copy of a block's contents in every layer."""
+
+    way: Way
+    source: int
+    target: int
+
+
 class Scheduler:
     """Queues and the limits on sequences and tokens, over one :class:`BlockAllocator`.
 
@@ -72,6 +92,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         prefix_caching: bool = True,
         max_overtakes: int = 64,
+        host: HostSpace | None = None,
     ) -> None:
         whole_number("max_num_seqs", max_num_seqs)
         whole_number("max_num_batched_tokens", max_num_batched_tokens)
@@ -86,9 +107,12 @@ class Scheduler:
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self.preemptions = 0
+        self.kept_tokens = 0  # of preempted sequences, that were brought back from host memory
         self.shared_tokens = 0  # of admitted sequences, that were in the cache already
         self.weights = 0  # their version
         self._rows = list(range(max_num_seqs - 1, -1, -1))  # of the device's block table, those without a sequence
+        self._host = HostSpace(0, lambda: 0.0) if host is None else host
+        self._copies: list[Copy] = []
         self._prefix_caching = prefix_caching
         self._max_overtakes = whole_number("max_overtakes", max_overtakes, least=0)
         self._came = 0  # sequences so far
@@ -143,12 +167,17 @@ class Scheduler:
         """Drop ``sequence``, waiting or running, and free its blocks: it is complete or was cancelled."""
         if self._queued.pop(sequence.order, None) is sequence:
             self.waiting.remove(sequence)
+            self._host.release(sequence.id)
         else:
             self.running.remove(sequence)
             self._leave(sequence)
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step, with room in the cache for all of them; empty when nothing waits or runs."""
+        """The chunks of the next step, with room in the cache for all of them; empty when nothing waits or runs.
+
+        What :meth:`take_copies` returns afterwards has to be copied before they are computed.
+        """
+        self._host.settle()
         chunks: list[Chunk] = []
         budget = self.max_num_batched_tokens
         index = 0
@@ -168,10 +197,13 @@ class Scheduler:
         assert chunks or not self.waiting, "requests wait and nothing runs: blocks are missing"
         return chunks
 
-    def take_copies(self) -> list[tuple[int, int]]:
-        """The blocks (source, target) that are to be copied before the scheduled chunks are computed."""
-        copies, self.allocator.copies = self.allocator.copies, []
-        return copies
+    def take_copies(self) -> list[Copy]:
+        """The copies of blocks that the scheduled chunks rest on, in an order in which none overwrites another's
+        source: blocks go to host memory before others take them, and come from there last.
+        """
+        copies = self._copies + [Copy(Way.WITHIN, *pair) for pair in self.allocator.copies]
+        self._copies, self.allocator.copies = [], []
+        return sorted(copies, key=lambda copy: copy.way)
 
     def advance(self, chunk: Chunk) -> None:
         """A chunk was computed: its full blocks may be shared from now on."""
@@ -188,15 +220,22 @@ class Scheduler:
     def new_weights(self) -> None:
         """What was computed so far counts no more: running sequences wait again, and nothing of it is shared."""
         while self.running:
-            self._stop_last()
+            self._stop_last(keep=False)
         self.weights += 1
         for sequence in self.waiting:
             sequence.hashes.clear()
+            sequence.kept = 0
+            self._host.release(sequence.id)
         self.allocator.forget()
 
-    def _stop_last(self) -> SequenceState:
-        """Have the last running sequence wait, without its blocks."""
+    def _stop_last(self, keep: bool = True) -> SequenceState:
+        """Have the last running sequence wait, without its blocks; with ``keep``, their contents may go to the host."""
         last = self.running.pop()
+        if keep and last.computed:
+            blocks = self.allocator.table(last.id)[: self.allocator.blocks_for(last.computed)]
+            out = self._host.keep(last.id, last.computed, blocks)
+            last.kept = last.computed if out else 0
+            self._copies += [Copy(Way.OUT, *pair) for pair in out]
         self._leave(last)
         last.computed = last.published = 0
         self._wait(last)
@@ -228,7 +267,18 @@ class Scheduler:
         sequence.published = len(shared)
         sequence.computed = len(shared) * self.allocator.block_size
         self.shared_tokens += sequence.computed
+        if sequence.kept:
+            self._bring(sequence, len(shared))
         return sequence
+
+    def _bring(self, sequence: SequenceState, shared: int) -> None:
+        """Bring back what a preempted sequence kept, but for its first ``shared`` blocks, which the cache still has."""
+        fits = self.allocator.grow(sequence.id, sequence.kept)
+        assert fits
+        blocks = self.allocator.table(sequence.id)[shared : self.allocator.blocks_for(sequence.kept)]
+        self._copies += [Copy(Way.IN, *pair) for pair in self._host.bring(sequence.id, shared, blocks)]
+        self.kept_tokens += max(0, sequence.kept - sequence.computed)
+        sequence.computed, sequence.kept = max(sequence.kept, sequence.computed), 0
 
     def _hash(self, sequence: SequenceState, blocks: int) -> None:
         """Have the hashes of a sequence's first ``blocks`` blocks."""

@@ -16,6 +16,7 @@ class EngineStats:
     steps: int = 0  # steps that computed something
     prefill_tokens: int = 0
     recomputed_tokens: int = 0  # of these, the ones that a preemption had lost
+    kept_tokens: int = 0  # that a preemption had taken to host memory, and that came back
     shared_tokens: int = 0  # of prompts, and of what a preemption had lost, that were found in the cache
     generated_tokens: int = 0
     preemptions: int = 0
@@ -26,6 +27,11 @@ class EngineStats:
     peak_blocks: int = 0
     slot_steps: int = 0  # allocated token slots, summed over steps
     unused_slot_steps: int = 0  # of these, the ones that held no token
+
+    @property
+    def prefill_token_seconds(self) -> float:
+        """0 before the first one."""
+        return _ratio(self.prefill_seconds, self.prefill_tokens)
 
     @property
     def prefill_tokens_per_s(self) -> float:

@@ -10,6 +10,7 @@ from serving_case import build, exact
 
 from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.serving import Engine, Request, SamplingParams
+from shardfuse.serving.scheduler import Copy
 
 PROMPTS = ([3, 1, 4, 1, 5, 9, 2], [6, 5], [8, 9, 7, 9, 3, 2, 3, 8])
 HOT = SamplingParams(temperature=1.2, seed=2**64 - 2)
@@ -55,7 +56,7 @@ def test_the_prompt_is_computed_and_kept_once() -> None:
     """What is copied is the last block, by all but one of those that write to it."""
     request = Request(PROMPTS[0], max_new_tokens=4, sampling=HOT, n=5)
     engine = Engine(exact("gated"), num_blocks=64, block_size=4, max_num_seqs=8)
-    copied: list[tuple[int, int]] = []
+    copied: list[Copy] = []
     copy = engine._runner.copy_blocks
     engine._runner.copy_blocks = lambda pairs: (copied.extend(pairs), copy(pairs))  # type: ignore[method-assign,assignment,func-returns-value]
     engine.add(request)
@@ -65,7 +66,7 @@ def test_the_prompt_is_computed_and_kept_once() -> None:
     assert (engine._allocator.used_blocks, engine._allocator.unused_slots) == (2, 1)
     engine.step()
     assert len(copied) == 4
-    assert len({source for source, _ in copied}) == 1
+    assert len({each.source for each in copied}) == 1
     assert engine._allocator.used_blocks == 6
     assert engine.stats.prefill_tokens == 7
 
