@@ -6,14 +6,16 @@ Under tensor parallelism every rank creates an engine. Rank 0 takes the requests
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..kernels.runtime import sealing
 from ..kernels.runtime.checks import check_impl, type_name, whole_number
 from ..kernels.runtime.dtypes import CACHE_NAMES, QUANTISED
 from ..layers.attention.paged import PagedBatch, default_block_size
@@ -105,6 +107,7 @@ class Engine:
             ``scheduler.py`` says it exactly.
         num_host_blocks: in host memory, on every rank, for the keys and values of preempted requests: these are brought
             back where that is quicker than computing them again (``host_space.py``).
+        cuda_graphs: whether steps without prefill replay captured graphs on a GPU (``graphs.py``).
         invariant: whether a request's answer must not depend on the other requests in its steps, nor on how its prompt
             is cut. On a GPU every matrix product and attention then computes a token the same way in any batch, at a
             cost; on a CPU there is no such guarantee (see ``kernels.runtime.dispatch.row_invariance``).
@@ -129,6 +132,7 @@ class Engine:
         max_queued_tokens: int | None = None,
         max_overtakes: int = 64,
         num_host_blocks: int = 0,
+        cuda_graphs: bool = True,
         invariant: bool = False,
         impl: str = "auto",
     ) -> None:
@@ -175,6 +179,7 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=limit,
             num_host_blocks=num_host_blocks,
+            cuda_graphs=cuda_graphs,
             invariant=invariant,
             impl=impl,
         )
@@ -223,6 +228,28 @@ class Engine:
         self._allocator.forget()
         self._runner.close()
         self._open = False
+
+    def warmup(self, progress: Callable[[str], object] | None = None) -> None:
+        """Run a step of every size once: what compiles, captures or is allocated once is then there.
+
+        ``progress`` is told each size before it runs. Raises RuntimeError while requests are being served.
+        """
+        self._check_open("warmup")
+        self._check_leads("warmup")
+        if self._live:
+            raise RuntimeError("warmup: requests are being served; warm up before the first one")
+        for what in self._runner.warm_up():
+            if progress is not None:
+                progress(what)
+        self._runner.rest()
+
+    @contextlib.contextmanager
+    def sealed(self) -> Iterator[None]:
+        """Within the block, a step that would compile a kernel, capture a graph, pack a weight or take more of a GPU's
+        memory fails its requests with a SealBroken that says what it was, by name and sizes. See :meth:`warmup`.
+        """
+        with sealing.sealed(), self._runner.memory_sealed():
+            yield
 
     def follow(self) -> None:
         """On every rank but 0: compute what rank 0's engine asks for, until it is closed or calls :meth:`dismiss`.

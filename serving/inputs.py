@@ -31,6 +31,7 @@ class Kind(IntEnum):
     RECOVER = 3  # say whether the last step failed here
     IDLE = 4  # wait without a limit: no request lives
     END = 5  # serve no longer
+    WARM = 6  # as COMPUTE, but nothing is written to the cache
 
 
 class Part(NamedTuple):
@@ -119,7 +120,7 @@ class StepInputs:
             Kind.COMPUTE, tokens, count, sum(part.wanted for part in parts), len(changes), 0,
             min(lengths), max(lengths), max(lens), -(-max(lens) // block_size), step,
         )  # fmt: skip
-        here["header"][:] = shape
+        self.repack(shape)
         here["rows"][:count] = [part.row for part in parts]
         here["starts"][1 : count + 1] = ends  # the first is always 0
         here["lens"][:count] = lens
@@ -134,16 +135,22 @@ class StepInputs:
     def pack_list(self, kind: Kind, entries: Sequence[tuple[int, int, int]]) -> Shape:
         """Write ``entries``, at most ``max_listed``, into the buffer: changes of the table, or copies of blocks."""
         name = "changes" if kind is Kind.CHANGE else "copies"
-        shape = Shape(kind, **{name: len(entries)})
-        self._here["header"][:] = shape
         self._list(name, entries)
+        return self.repack(Shape(kind, **{name: len(entries)}))
+
+    def pack_warm(self, tokens: int, sequences: int, *, block_size: int) -> Shape:
+        """Write a step whose tokens belong to no sequence: ``tokens`` of one, or one of each of ``sequences``."""
+        each = Part(self.scratch_row, 0, [0] * (tokens // sequences), 1)
+        return self.repack(self.pack([each] * sequences, block_size=block_size, step=0)._replace(kind=Kind.WARM))
+
+    def repack(self, shape: Shape) -> Shape:
+        """Write another header for what is in the buffer."""
+        self._here["header"][:] = shape
         return shape
 
     def pack_kind(self, kind: Kind) -> Shape:
         """Write what needs no numbers."""
-        shape = Shape(kind)
-        self._here["header"][:] = shape
-        return shape
+        return self.repack(Shape(kind))
 
     def _list(self, name: str, entries: Sequence[tuple[int, int, int]]) -> None:
         if entries:
@@ -167,7 +174,7 @@ class StepInputs:
         if self._there is not self.buffer:
             self._there.copy_(self.buffer, non_blocking=True)
 
-    def pad(self, shape: Shape, *, sequences: int, max_seq_len: int, block_size: int) -> Shape:
+    def pad(self, shape: Shape, sequences: int, max_seq_len: int, *, block_size: int) -> Shape:
         """A decode step of :meth:`pack` as one of ``sequences`` sequences, of which the last have no token."""
         here, count = self._here, shape.sequences
         here["rows"][count:sequences] = self.scratch_row
@@ -182,7 +189,7 @@ class StepInputs:
         )  # fmt: skip
 
     def change(self, shape: Shape) -> None:
-        """Apply the table's changes, on the device."""
+        """Apply the table's changes, on the device. A repeated scratch entry is padding."""
         if shape.changes:
             row, column, block = self._part("changes").view(3, -1)[:, : shape.changes]
             self.table.index_put_((row.long(), column.long()), block)
@@ -206,6 +213,8 @@ class StepInputs:
             positions = index + (lens - starts[1:])[owner]
             slots = tables[owner, positions // size].long() * size + positions % size
             wanted = self._part("wanted")[: shape.wanted].long()
+        if shape.kind == Kind.WARM:
+            slots = torch.full_like(slots, -1)
         return self._part("tokens")[:tokens].long(), PagedBatch(
             cache,
             block_tables=tables,

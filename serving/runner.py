@@ -8,16 +8,19 @@ runs every time.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ..kernels.runtime import dispatch, onednn
+from ..kernels.runtime import dispatch, onednn, sealing
 from ..layers.attention.paged import PagedKVCache
 from ..parallel.core.collectives import CollectiveError
 from .allocator import BlockAllocator
+from .graphs import Graphs, cuda_capture
 from .inputs import Change, Kind, Part, Shape, StepInputs
 from .ranks import RanksLost, StepChannel
 from .request import SequenceState
@@ -46,6 +49,7 @@ class Runner:
         max_num_batched_tokens: int,
         max_model_len: int,
         num_host_blocks: int,
+        cuda_graphs: bool,
         invariant: bool,
         impl: str,
     ) -> None:
@@ -57,7 +61,11 @@ class Runner:
         self._invariant, self._impl = invariant, impl
         self._steps = 0
         self._followed = False  # whether the other ranks are to be dismissed
+        self._max_model_len = max_model_len
         self._num_host_blocks = num_host_blocks
+        self._use_graphs = cuda_graphs
+        self.graphs: Graphs | None = None
+        self._reserved: int | None = None  # bytes of the GPU's memory when it was sealed
         self.cache: PagedKVCache | None = None
         self._host: PagedKVCache | None = None
         self._inputs: StepInputs | None = None
@@ -70,6 +78,16 @@ class Runner:
             self._followed = True
             if self._num_host_blocks:
                 self._host = self._host_cache()
+            self.graphs = self._graphs()
+
+    def _graphs(self) -> Graphs | None:
+        """What captures decode steps; None where nothing can."""
+        on_gpu = self._options["device"].type == "cuda"
+        captured = self.model.group.size == 1 or dist.get_backend(self.model.group.pg) == "nccl"
+        if not (self._use_graphs and on_gpu and captured):
+            return None
+        _, max_num_seqs, _ = self._sizes
+        return Graphs(cuda_capture(), max_num_seqs, self._max_model_len)
 
     def _host_cache(self) -> PagedKVCache:
         options = self._options | {"device": "cpu"}
@@ -80,7 +98,7 @@ class Runner:
 
     def close(self) -> None:
         """Give it back."""
-        self.cache = self._inputs = self._host = None
+        self.cache = self._inputs = self._host = self.graphs = None
 
     def block_seconds(self) -> float:
         """How long a block takes to host memory and back: the second time, when all code is there."""
@@ -122,6 +140,19 @@ class Runner:
         inputs = self._open()
         for some in inputs.batches(copies):
             self._everywhere(inputs.pack_list(Kind.COPY, some))
+
+    def warm_up(self) -> Iterator[str]:
+        """Run a step of every size once, on every rank; yields what each of them is, before it runs."""
+        inputs = self._open()
+        tokens, max_num_seqs, _ = self._sizes
+        longest, size = min(tokens, self._max_model_len), self._allocator.block_size
+        yield f"prefill of {longest} tokens"
+        self._everywhere(inputs.pack_warm(longest, 1, block_size=size))
+        sizes = [(each, 1) for each in {1, max_num_seqs}] if self.graphs is None else list(self.graphs.sizes())
+        for sequences, length in sizes:
+            yield f"decode of {sequences} sequences" + (f" up to {length} tokens" if self.graphs else "")
+            shape = inputs.pack_warm(sequences, sequences, block_size=size)._replace(max_seq_len=length)
+            self._everywhere(inputs.repack(shape))
 
     def rest(self) -> None:
         """No request lives: the other ranks wait without a limit for the next one."""
@@ -192,9 +223,13 @@ class Runner:
     def _run(self, shape: Shape) -> torch.Tensor | None:
         inputs, cache = self._open(), self.cache
         assert cache is not None
-        if shape.kind == Kind.COMPUTE:
-            inputs.upload()
-            return self._forward(inputs, shape, cache)
+        if shape.kind in (Kind.COMPUTE, Kind.WARM):
+            logits = self._compute(inputs, shape, cache)
+            if self._reserved is not None and (now := self._gpu_memory() or 0) > self._reserved:
+                grown, self._reserved = now - self._reserved, now
+                what = f"{shape.tokens} tokens of {shape.sequences} sequences up to {shape.max_seq_len}"
+                sealing.refuse(f"a step of {what} took {grown} bytes of the GPU's memory")
+            return logits
         if shape.kind == Kind.CHANGE:
             inputs.upload()
             inputs.change(shape)
@@ -210,6 +245,30 @@ class Runner:
             cache.copy_blocks(pairs[Way.WITHIN])
         if pairs[Way.IN] and self._host is not None:
             self._host.swap_blocks(cache, pairs[Way.IN])
+
+    @contextlib.contextmanager
+    def memory_sealed(self) -> Iterator[None]:
+        """Within the block, a step after which torch has reserved more of the GPU's memory raises SealBroken."""
+        self._reserved = self._gpu_memory()
+        try:
+            yield
+        finally:
+            self._reserved = None
+
+    def _gpu_memory(self) -> int | None:
+        device = self._options["device"]
+        return torch.cuda.memory_reserved(device) if device.type == "cuda" else None
+
+    def _compute(self, inputs: StepInputs, shape: Shape, cache: PagedKVCache) -> torch.Tensor:
+        if self.graphs is None or not shape.decodes:
+            inputs.upload()
+            return self._forward(inputs, shape, cache)
+        size = self.graphs.size(shape)
+        if shape.kind == Kind.WARM:  # nothing but padding: what is captured serves other steps
+            shape = Shape(Kind.COMPUTE, max_query_len=1)
+        padded = inputs.pad(shape, *size, block_size=cache.block_size)
+        inputs.upload()
+        return self.graphs.run(size, lambda: self._forward(inputs, padded, cache))[: shape.wanted]
 
     def _forward(self, inputs: StepInputs, shape: Shape, cache: PagedKVCache) -> torch.Tensor:
         inputs.change(shape)
