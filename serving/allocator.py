@@ -92,6 +92,9 @@ class BlockAllocator:
         missing = self.blocks_for(tokens) - len(table)
         index = len(table) if first is None else first // self.block_size
         shared = index < len(table) and self._owners[table[index]] > 1
+        if table and missing <= 0 and not shared:  # most tokens of most answers
+            self._tokens[sequence] = max(tokens, self._tokens[sequence])
+            return True
         if missing + shared > self.free_blocks:
             return False
         if shared:

@@ -182,6 +182,8 @@ class Runner:
     def _gained(self, sequence: SequenceState) -> list[Change]:
         """What the device's block table does not know of ``sequence`` yet."""
         table = self._allocator.table(sequence.id)
+        if sequence.sent == len(table):
+            return []
         return [Change(sequence.row, column, table[column]) for column in range(sequence.sent, len(table))]
 
     def _everywhere(self, shape: Shape) -> torch.Tensor | None:

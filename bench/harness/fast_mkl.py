@@ -39,7 +39,7 @@ class Forced:
 
     def __init__(self, module: str, name: str) -> None:
         command = [sys.executable, "-m", __name__, module, name, str(torch.get_num_threads())]
-        environment = os.environ | {"LD_PRELOAD": str(_library())}
+        environment = os.environ | {"LD_PRELOAD": str(library())}
         self._child = subprocess.Popen(  # noqa: S603 - this program's own module
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -60,7 +60,7 @@ class Forced:
 
 
 @cache
-def _library() -> Path:
+def library() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="shardfuse-")
     _kept.append(folder)
     library = Path(folder.name) / "fast_mkl.so"
