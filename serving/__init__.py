@@ -2,20 +2,25 @@
 
 from .allocator import BlockAllocator
 from .engine import Engine
+from .guide import Guide
 from .ranks import RanksLost
-from .request import QueueFull, Request, TokenEvent
+from .request import QueueFull, Request, ScoredToken, TokenEvent
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .stats import EngineStats
+from .text import Tokenizer
 
 __all__ = [
     "BlockAllocator",
     "Engine",
     "EngineStats",
+    "Guide",
     "QueueFull",
     "RanksLost",
     "Request",
     "SamplingParams",
     "Scheduler",
+    "ScoredToken",
     "TokenEvent",
+    "Tokenizer",
 ]

@@ -21,6 +21,7 @@ from ..kernels.runtime.dtypes import CACHE_NAMES, QUANTISED
 from ..layers.attention.paged import PagedBatch, default_block_size
 from ..parallel.core.collectives import CollectiveError
 from .allocator import BlockAllocator
+from .guiding import Guides, wait_for
 from .host_space import HostSpace
 from .ranks import RanksLost
 from .request import Finish, QueueFull, Request, SequenceState, TokenEvent
@@ -28,6 +29,7 @@ from .runner import Runner
 from .sampling import Sampled, sample
 from .scheduler import Chunk, Scheduler
 from .stats import EngineStats
+from .text import AnswerText, Tokenizer, decoder
 
 KV_DTYPES = {CACHE_NAMES[dtype]: dtype for dtype in QUANTISED}
 
@@ -112,9 +114,11 @@ class Engine:
             is cut. On a GPU every matrix product and attention then computes a token the same way in any batch, at a
             cost; on a CPU there is no such guarantee (see ``kernels.runtime.dispatch.row_invariance``).
         impl: of the paged attention and the cache write; see ``kernels/runtime/dispatch.py``.
+        tokenizer: the model's, of ``tokenizers`` or transformers, or anything with ``decode(ids) -> str``: events then
+            carry text, and requests may have stop strings and guides.
 
     ``stats`` is an :class:`EngineStats`. Raises ValueError for sizes that cannot work, TypeError for another kind of
-    model.
+    model or tokenizer.
     """
 
     def __init__(
@@ -135,6 +139,7 @@ class Engine:
         cuda_graphs: bool = True,
         invariant: bool = False,
         impl: str = "auto",
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         _check_servable(model)
         check_impl(impl)
@@ -191,6 +196,8 @@ class Engine:
             None if max_queued_requests is None else whole_number("Engine: max_queued_requests", max_queued_requests),
             None if max_queued_tokens is None else whole_number("Engine: max_queued_tokens", max_queued_tokens),
         )
+        self._decode = None if tokenizer is None else decoder(tokenizer)
+        self._guides = Guides(tokenizer, config.vocab_size)
         self._clock = 0  # steps taken, including idle ones
         self._next_id = 0
         self._next_sequence = 0
@@ -226,6 +233,7 @@ class Engine:
         self._cancelled.clear()
         self._deadlines.clear()
         self._allocator.forget()
+        self._guides.close()
         self._runner.close()
         self._open = False
 
@@ -318,11 +326,23 @@ class Engine:
         self._check_queue(request)
         number = self._next_id
         self._next_id += 1
-        self._live[number] = [SequenceState(self._sequence_id(), request, list(request.prompt), number)]
+        self._live[number] = [self._sequence(number, request)]
         heapq.heappush(self._arrivals, (max(request.arrival, self._clock), number))
         if request.timeout_s is not None:
             heapq.heappush(self._deadlines, (time.monotonic() + request.timeout_s, number))
         return number
+
+    def _sequence(self, number: int, request: Request) -> SequenceState:
+        sequence = SequenceState(self._sequence_id(), request, list(request.prompt), number, text=self._text(request))
+        if request.sampling.guide is not None:
+            sequence.guide = self._guides.start(request.sampling.guide, request.stop)
+        return sequence
+
+    def _text(self, request: Request) -> AnswerText | None:
+        """What makes text of an answer's tokens; None without a tokenizer."""
+        if self._decode is None:
+            return None
+        return AnswerText(self._decode, request.stop_strings, request.include_stop_str_in_output)
 
     def _sequence_id(self) -> int:
         self._next_sequence += 1
@@ -337,7 +357,7 @@ class Engine:
             raise ValueError(f"cancel: there is no request {number!r}; {self._next_id} were added")
         return self._end(number, "cancelled")
 
-    def _end(self, number: int, why: Finish) -> bool:
+    def _end(self, number: int, why: Finish, error: Exception | None = None) -> bool:
         """Free what a request has, and have the next step report its end; False if it has ended already."""
         sequences = self._live.pop(number, [])
         arrives = any(number == waiting for _, waiting in self._arrivals)
@@ -347,7 +367,7 @@ class Engine:
         for sequence in sequences:
             if not arrives:
                 self._scheduler.remove(sequence)
-            self._cancelled.append(TokenEvent(number, None, why, index=sequence.index))
+            self._cancelled.append(TokenEvent(number, None, why, error, text=sequence.rest(), index=sequence.index))
         return bool(sequences)
 
     def step(self) -> list[TokenEvent]:
@@ -361,9 +381,7 @@ class Engine:
         error is a RanksLost, and the engine takes no more of them.
         """
         self._check_leads("step")
-        while self._arrivals and self._arrivals[0][0] <= self._clock:
-            (sequence,) = self._live[heapq.heappop(self._arrivals)[1]]
-            self._scheduler.add(sequence)
+        self._arrive()
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             self._end(heapq.heappop(self._deadlines)[1], "timeout")
         began = time.perf_counter()
@@ -382,6 +400,23 @@ class Engine:
         self._rest()
         cancelled, self._cancelled = self._cancelled, []
         return cancelled + generated
+
+    def _arrive(self) -> None:
+        """Hand over to the scheduler what has come by now, but not what waits for its guide to be compiled."""
+        waiting = []
+        while self._arrivals and self._arrivals[0][0] <= self._clock:
+            number = heapq.heappop(self._arrivals)[1]
+            (sequence,) = self._live[number]
+            if sequence.guide is not None and not sequence.guide.ready:
+                waiting.append(sequence)
+                continue
+            self._scheduler.add(sequence)
+            if sequence.guide is not None and (error := sequence.guide.begin()) is not None:
+                self._end(number, "error", error)
+        for sequence in waiting:
+            heapq.heappush(self._arrivals, (self._clock + 1, sequence.number))
+        if waiting and not (self._scheduler.running or self._scheduler.waiting or self._cancelled):
+            wait_for([sequence.guide for sequence in waiting if sequence.guide is not None])
 
     def run(self) -> Iterator[TokenEvent]:
         """Step until no request is left, yielding each event as it comes; requests may be added meanwhile.
@@ -425,6 +460,12 @@ class Engine:
         if not isinstance(request, Request):
             raise ValueError(f"request is a {type_name(request)}: expected a Request, such as Request([1, 2, 3])")
         request.check(self.model.config.vocab_size)
+        if request.stop_strings and self._decode is None:
+            raise ValueError("stop_strings, and the engine has no tokenizer: make it with Engine(..., tokenizer=...)")
+        if request.sampling.guide is not None:
+            if self._decode is None:
+                raise ValueError("guide, and the engine has no tokenizer: make it with Engine(..., tokenizer=...)")
+            self._guides.check()
         prompt = len(request.prompt)
         total = prompt + request.max_new_tokens
         if total > self.max_model_len:
@@ -501,6 +542,8 @@ class Engine:
         if sequence.generated or sequence.request.n == 1:
             return [sequence]
         others = [sequence.fork(self._sequence_id(), index) for index in range(1, sequence.request.n)]
+        for other in others:
+            other.text = self._text(other.request)
         return [sequence, *others]
 
     def _lose(self, error: Exception) -> list[TokenEvent]:
@@ -531,14 +574,7 @@ class Engine:
                     self._live[lead.number].append(sequence)
                     self._scheduler.fork(lead, sequence)
             for sequence, new in news:
-                if isinstance(new, Exception):
-                    event = TokenEvent(sequence.number, None, "error", new, index=sequence.index)
-                else:
-                    sequence.tokens.append(new.token)
-                    event = TokenEvent(
-                        *(sequence.number, new.token, sequence.finish(), None, new.logprob, new.top_logprobs),
-                        index=sequence.index,
-                    )
+                event = _event(sequence, new)
                 if event.finish is not None:
                     self._retire(sequence)
                 events.append(event)
@@ -583,6 +619,20 @@ class New(NamedTuple):
 
     sequence: SequenceState
     what: Sampled | Exception
+
+
+def _event(sequence: SequenceState, new: Sampled | Exception) -> TokenEvent:
+    """Take a step's result into its sequence."""
+    if not isinstance(new, Exception):
+        try:
+            finish, text = sequence.accept(new.token)
+            asked = sequence.generated == 1 and sequence.request.sampling.prompt_logprobs is not None
+            scores = tuple(sequence.prompt_scores) if asked else None
+            drawn = new.token, finish, None, new.logprob, new.top_logprobs
+            return TokenEvent(sequence.number, *drawn, text, scores, sequence.index)
+        except Exception as error:  # of the tokenizer or the guide
+            new = error
+    return TokenEvent(sequence.number, None, "error", new, text=sequence.rest(), index=sequence.index)
 
 
 def _sampled(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sampled | Exception]:

@@ -6,9 +6,11 @@ import operator
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from .guiding import GuideState
 from .sampling_params import SamplingParams
+from .text import AnswerText
 
 Finish = Literal["length", "stop", "cancelled", "timeout", "error"]
 
@@ -22,7 +24,7 @@ class QueueFull(RuntimeError):
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue. Immutable: it holds copies of ``prompt`` and ``stop``, as a tuple and a frozenset.
+    """A prompt to continue. Immutable: it holds copies of ``prompt``, ``stop`` and ``stop_strings``.
 
     Args:
         prompt: token ids, at least one.
@@ -35,6 +37,9 @@ class Request:
             with the tokens that it has. None: no limit.
         cache_salt: requests share the keys and values of equal beginnings where their salts are equal: one for each
             tenant keeps tenants from finding out, by the time that an answer takes, what others asked.
+        stop_strings: texts that end the answer, whatever tokens they are cut into; the engine needs a tokenizer. The
+            answer ends with the token that completes one; of several, the one counts that is complete first.
+        include_stop_str_in_output: whether the stop string itself is text of the answer, too.
         n: how many answers to give. They share the prompt's keys and values; answer i draws with ``sampling.seed + i``.
     """
 
@@ -46,11 +51,15 @@ class Request:
     arrival: int = 0
     timeout_s: float | None = None
     cache_salt: str = ""
+    stop_strings: Collection[str] = ()
+    include_stop_str_in_output: bool = False
     n: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", _copied(self.prompt, tuple))
         object.__setattr__(self, "stop", _copied(self.stop, frozenset))
+        if isinstance(self.stop_strings, Collection) and not isinstance(self.stop_strings, (str, bytes)):
+            object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
 
     def check(self, vocab_size: int) -> None:
         """ValueError for a field of the wrong type or out of range, whatever engine serves the request."""
@@ -79,6 +88,13 @@ class Request:
                 raise ValueError(f"timeout_s={self.timeout_s}: expected a positive number of seconds, or None")
         if not isinstance(self.cache_salt, str):
             raise ValueError(f"cache_salt={self.cache_salt!r}: expected text")
+        if not isinstance(self.stop_strings, tuple):
+            raise ValueError(f"stop_strings={self.stop_strings!r}: expected a collection of texts, such as ('\\n\\n',)")
+        for text in self.stop_strings:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop_strings: one is {text!r}: expected text of at least one character")
+        if not isinstance(self.include_stop_str_in_output, bool):
+            raise ValueError(f"include_stop_str_in_output={self.include_stop_str_in_output!r}: expected True or False")
         if not isinstance(self.sampling, SamplingParams):
             raise ValueError(f"sampling={self.sampling!r}: expected SamplingParams, such as SamplingParams(top_p=0.9)")
         self.sampling.check(vocab_size)
@@ -114,6 +130,14 @@ def _check_tokens(name: str, tokens: Any) -> None:
         raise ValueError(f"{name}: expected whole numbers, token ids ({error})") from None
 
 
+class ScoredToken(NamedTuple):
+    """A token of a prompt, its log-probability there, and the likeliest tokens' (token, log-probability)."""
+
+    token: int
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...]
+
+
 @dataclass(frozen=True)
 class TokenEvent:
     """One generated token of one answer. ``finish`` is the reason if it is the last.
@@ -122,6 +146,13 @@ class TokenEvent:
     ``error`` says why. ``logprob`` is the token's log-probability and ``top_logprobs`` those of the likeliest, (token,
     log-probability), where the request asks for ``logprobs``. ``index`` says which answer it is, of a request with
     ``n``; a request that ends before its first token does so in one event, with index 0.
+
+    ``text`` is what became certain to be the answer's with this token, where the engine has a tokenizer: parts of
+    characters and what may be the beginning of a stop string wait for the next tokens, or for the end. All events' text
+    together is that of the answer up to its stop string, without special tokens.
+
+    ``prompt_logprobs`` has an entry for each token of the prompt but the first, in the first event of a request that
+    asks for them.
     """
 
     request: int
@@ -130,6 +161,8 @@ class TokenEvent:
     error: Exception | None = None
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    text: str = ""
+    prompt_logprobs: tuple[ScoredToken, ...] | None = None
     index: int = 0
 
 
@@ -158,6 +191,9 @@ class SequenceState:
     order: float = 0  # of its arrival in the queue
     rank: float = 0  # its priority, until it was overtaken often enough
     due: int = 0  # how many are admitted by then
+    text: AnswerText | None = None  # where the engine has a tokenizer
+    guide: GuideState | None = None  # where its request has one
+    prompt_scores: list[ScoredToken] = field(default_factory=list)  # of its second token on, so far
 
     @property
     def seed(self) -> int:
@@ -165,15 +201,44 @@ class SequenceState:
         return (self.request.sampling.seed + self.index) % 2**64
 
     def fork(self, number: int, index: int) -> SequenceState:
-        """The ``index``-th answer to the same request, as sequence ``number``, with the tokens that this one has."""
-        return SequenceState(number, self.request, list(self.tokens), self.number, index)
+        """The ``index``-th answer to the same request, as sequence ``number``, before either has a token."""
+        guide = None if self.guide is None else self.guide.fork()
+        return SequenceState(number, self.request, list(self.tokens), self.number, index, guide=guide)
 
     @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
 
+    @property
+    def skippable(self) -> int:
+        """How many of its first tokens need no computing if their keys and values are known.
+
+        The last one gives the next token; so does each of a prompt whose log-probabilities are wanted.
+        """
+        if self.request.sampling.prompt_logprobs is not None and len(self.prompt_scores) < len(self.request.prompt) - 1:
+            return len(self.prompt_scores)
+        return len(self.tokens) - 1
+
+    def accept(self, token: int) -> tuple[Finish | None, str]:
+        """Append a generated token; returns why the answer is complete with it, if it is, and its new text."""
+        self.tokens.append(token)
+        if self.guide is not None:
+            self.guide.advance(token)
+        if self.text is None:
+            return self.finish(), ""
+        text = self.text.push(token)
+        if self.finish() is not None:
+            text += self.text.flush()
+        return self.finish(), text
+
+    def rest(self) -> str:
+        """The text that was held back, where the request ends without another token."""
+        return "" if self.text is None else self.text.flush()
+
     def finish(self) -> Finish | None:
         """Why this sequence is complete, or None if it is not."""
         if self.generated and self.tokens[-1] in self.request.stop:
+            return "stop"
+        if (self.text is not None and self.text.stopped) or (self.guide is not None and self.guide.done):
             return "stop"
         return "length" if self.generated >= self.request.max_new_tokens else None

@@ -22,6 +22,7 @@ from ..parallel.core.collectives import CollectiveError
 from .allocator import BlockAllocator
 from .graphs import Graphs, cuda_capture
 from .inputs import Change, Kind, Part, Shape, StepInputs
+from .prompt_logprobs import logit_rows, take_prompt_scores
 from .ranks import RanksLost, StepChannel
 from .request import SequenceState
 from .scheduler import Chunk, Copy, Way
@@ -124,7 +125,7 @@ class Runner:
                 self._everywhere(inputs.pack_list(Kind.CHANGE, some))
             changes = []
         parts = [
-            Part(c.sequence.row, c.start, c.sequence.tokens[c.start : c.start + c.length], int(c.samples))
+            Part(c.sequence.row, c.start, c.sequence.tokens[c.start : c.start + c.length], logit_rows(c))
             for c in chunks
         ]
         self._steps += 1
@@ -133,7 +134,7 @@ class Runner:
         for chunk in chunks:
             chunk.sequence.sent = len(self._allocator.table(chunk.sequence.id))
         assert logits is not None
-        return logits
+        return take_prompt_scores(logits, chunks)
 
     def copy_blocks(self, copies: Sequence[Copy]) -> None:
         """Copy blocks, one after another as far as they depend on each other."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .guiding import masked
 from .request import SequenceState
 
 _GREATEST = 2.0**-53
@@ -28,6 +29,8 @@ def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sam
     A row's result depends on that row alone. Draws invert the cumulative distribution in fp64, token by token in the
     order of the vocabulary, at a number that follows from seed and position: equal logits give equal tokens on every
     rank and in every batch. A row that has NaN gives the first of these.
+
+    Raises ValueError where a row's guide allows no token that its request allows.
     """
     params = [sequence.request.sampling for sequence in sequences]
     reported = _logprobs(logits, sequences)
@@ -36,16 +39,34 @@ def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sam
         logits = logits.clone()
         for row in changed:
             _change_(logits[row], sequences[row])
+    guides = [sequence.guide for sequence in sequences]
+    guided = any(guides)
+    if guided:
+        logits = masked(logits, guides)
     tokens = logits.argmax(dim=-1)
     drawn = [row for row, each in enumerate(params) if each.temperature > 0]
     if drawn:
         at = torch.tensor(drawn, device=logits.device)
         tokens[at] = _draw(logits[at], tokens[at], [sequences[row] for row in drawn])
     chosen = tokens.tolist()
+    if guided:
+        _check_allowed(logits.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist(), sequences)
     return [
         Sampled(token) if scores is None else _with_logprobs(token, scores, each.request.sampling.logprobs)
         for token, scores, each in zip(chosen, reported, sequences)
     ]
+
+
+def _check_allowed(scores: Sequence[float], sequences: Sequence[SequenceState]) -> None:
+    """ValueError for a guided sequence whose chosen token's logit, of ``scores``, is -inf: then all of them are."""
+    for score, sequence in zip(scores, sequences):
+        if sequence.guide is not None and score == float("-inf"):
+            params = sequence.request.sampling
+            raise ValueError(
+                f"guide: after {sequence.generated} tokens of the answer, none of the tokens that it allows "
+                + ("is in allowed_tokens" if params.allowed_tokens is not None else "has a finite logit")
+                + ": allow more tokens, or name a stop token"
+            )
 
 
 def _draw(logits: torch.Tensor, likeliest: torch.Tensor, sequences: Sequence[SequenceState]) -> torch.Tensor:

@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from .guide import Guide
+
 MAX_LOGPROBS = 64
 
 
@@ -15,9 +17,9 @@ MAX_LOGPROBS = 64
 class SamplingParams:
     """What a request asks of the choice of its tokens. By default the likeliest token is taken.
 
-    The order is: ``allowed_tokens`` and ``logit_bias``, penalties, ``temperature``, ``top_k``, ``top_p``, ``min_p``;
-    each of the last three looks at what the one before it left, as a distribution. Tokens as likely as the last one
-    that ``top_k`` keeps are kept, too.
+    The order is: ``allowed_tokens`` and ``logit_bias``, penalties, ``guide``, ``temperature``, ``top_k``, ``top_p``,
+    ``min_p``; each of the last three looks at what the one before it left, as a distribution. Tokens as likely as the
+    last one that ``top_k`` keeps are kept, too.
 
     Args:
         temperature: 0 takes the likeliest token; above 0 samples from softmax(logits / temperature).
@@ -33,6 +35,9 @@ class SamplingParams:
         allowed_tokens: the only tokens that may be chosen; None: all.
         logprobs: how many of the likeliest tokens an event names with their log-probabilities, beside the chosen one's;
             None: none at all. They are of the model's own logits, before anything above.
+        prompt_logprobs: the same for the prompt's own tokens from the second one on, in the request's first event. Such
+            a request computes all of its prompt: it finds nothing of it in the prefix cache.
+        guide: what the answer has to be, see :class:`Guide`; the engine needs a tokenizer.
         seed: of the draws. A token's draw depends on the seed and on how many tokens the answer has, and on nothing
             else: not on other requests, ranks, preemptions or devices.
     """
@@ -48,6 +53,8 @@ class SamplingParams:
     allowed_tokens: Collection[int] | None = None
     logprobs: int | None = None
     seed: int = 0
+    prompt_logprobs: int | None = None
+    guide: Guide | None = None
 
     @property
     def penalises(self) -> bool:
@@ -70,8 +77,11 @@ class SamplingParams:
         _number("frequency_penalty", self.frequency_penalty, -largest, largest, "a finite number")
         _whole("top_k", self.top_k, 0, None, "0 (all tokens) or more")
         _whole("seed", self.seed, -(2**63), 2**64 - 1, "a 64-bit integer")
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, MAX_LOGPROBS, f"None or 0 to {MAX_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, MAX_LOGPROBS, f"None or 0 to {MAX_LOGPROBS}")
+        if self.guide is not None and not isinstance(self.guide, Guide):
+            raise ValueError(f"guide={self.guide!r}: expected a Guide, such as Guide.regex('[0-9]+')")
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise ValueError(f"logit_bias={self.logit_bias!r}: expected a dictionary from tokens to numbers")

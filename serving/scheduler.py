@@ -11,7 +11,8 @@ token, so one rule covers both.
   them in host memory (``host_space.py``).
 - A sequence is admitted when its tokens fit and every running one could still take a block, so that it is not
   preempted in the next step. It begins with the blocks that are known to hold its first tokens (``prefix_cache.py``);
-  its last token is always computed, since the next one follows from it.
+  its last token is always computed, since the next one follows from it, and so is a prompt whose log-probabilities are
+  wanted.
 - Priorities overtake, but not for ever: of a request before which W others waited when it came, once W +
   ``max_overtakes`` others were admitted, only those that came before it go first, and nobody takes its blocks for a
   later one.
@@ -254,7 +255,7 @@ class Scheduler:
         sequence = self.waiting[0]
         shared: list[int] = []
         if self._prefix_caching:
-            whole = (len(sequence.tokens) - 1) // self.allocator.block_size
+            whole = sequence.skippable // self.allocator.block_size
             self._hash(sequence, whole)
             shared = self.allocator.known(sequence.hashes[:whole])
         if self.allocator.needed(len(sequence.tokens), shared) + len(self.running) > self.allocator.free_blocks:

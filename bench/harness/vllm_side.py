@@ -36,7 +36,12 @@ class Vllm:
         self._log = folder / "vllm.log"
         with self._log.open("w") as log:
             self._child = subprocess.Popen(  # noqa: S603 - the interpreter that the user named, and this very file
-                [python, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+                [python, __file__],
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
             )
         weakref.finalize(self, self._child.kill)
         self._ask({"folder": str(folder), "prompts": prompts, "new": new})

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from ...kernels.dev.accuracy import Verdict
-from ...kernels.runtime import processor
 from ...layers.hf.folders import load_hf
 from ...serving import Engine, Request
 from ..harness import fast_mkl

@@ -163,13 +163,14 @@ class Span:
     """The tokens of one sequence that a step computes: positions ``start`` to ``start + length``.
 
     ``blocks`` is the sequence's block table and reaches at least to the end of the span. Positions before ``start``
-    are in the cache already. ``logits`` says whether the logits of the span's last token are wanted.
+    are in the cache already. ``logits`` is the number of the span's last tokens whose logits are wanted; True is one,
+    False none.
     """
 
     blocks: Sequence[int]
     start: int
     length: int
-    logits: bool = True
+    logits: int = 1
 
 
 @dataclass(frozen=True)
@@ -204,8 +205,8 @@ class PagedBatch:
     def of(cls, cache: PagedKVCache, spans: Sequence[Span], **options: Any) -> PagedBatch:
         """Lay ``spans`` out over ``cache``, in this order; ``options`` are the last fields, from ``prefix_lens`` on.
 
-        Raises ValueError for an empty span, one that its blocks do not cover, blocks that the cache does not have, or
-        tokens that would be written to the same slot.
+        Raises ValueError for an empty span, one that its blocks do not cover, blocks that the cache does not have, more
+        logits than tokens, or tokens that would be written to the same slot.
         """
         size, on = cache.block_size, cache.data.device
         for span in spans:
@@ -228,7 +229,9 @@ class PagedBatch:
             query_start_loc=tensor([0, *ends], torch.int32),
             slot_mapping=tensor(slots, torch.int64),
             positions=tensor([p for where in positions for p in where], torch.int64),
-            logit_indices=tensor([end - 1 for span, end in zip(spans, ends) if span.logits], torch.int64),
+            logit_indices=tensor(
+                [i for span, end in zip(spans, ends) for i in range(end - span.logits, end)], torch.int64
+            ),
             min_query_len=min((span.length for span in spans), default=0),
             max_query_len=max((span.length for span in spans), default=0),
             max_seq_len=max(lens, default=0),
@@ -317,6 +320,8 @@ def _check_span(span: Span, cache: PagedKVCache) -> None:
     size = cache.block_size
     if span.length < 1 or span.start < 0:
         raise ValueError(f"a span of {span.length} tokens from position {span.start}: expected at least one")
+    if not 0 <= span.logits <= span.length:
+        raise ValueError(f"logits={span.logits} of a span of {span.length} tokens: expected 0 to {span.length}")
     if span.start + span.length > len(span.blocks) * size:
         raise ValueError(
             f"a span to position {span.start + span.length} has {len(span.blocks)} blocks of {size}: "

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from .parallel.parallelize import parallelize
     from .parallel.zero.main_grad import attach_main_grads, main_grads_to_grads, zero_main_grads
     from .serving.engine import Engine
+    from .serving.guide import Guide
     from .serving.request import QueueFull, Request, TokenEvent
     from .serving.sampling_params import SamplingParams
 
@@ -75,6 +76,7 @@ __all__ = [
     "Engine",
     "Fp8Linear",
     "FusedMLP",
+    "Guide",
     "LayerKwargs",
     "LayerNorm",
     "LayerOptions",
@@ -159,6 +161,7 @@ _HOMES = {
     "Engine": "serving.engine",
     "Fp8Linear": "layers.fp8",
     "FusedMLP": "layers.style",
+    "Guide": "serving.guide",
     "LayerKwargs": "layers.options",
     "LayerNorm": "layers.norm",
     "LayerOptions": "layers.options",

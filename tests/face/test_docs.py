@@ -41,6 +41,7 @@ PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY = "parallelism-1", "checkpoints-0", "ch
 PRETRAINED, STATE_DICTS = "checkpoints-1", "checkpoints-3"
 FUSING, FOREIGN = ("fuse-0", "fuse-2", "fuse-3"), "fuse-1"
 ON_A_CPU, BATCHING = "cpu-0", "integrations-0"
+CHOICE = ("serving-0", "serving-1", "serving-2", "serving-3")
 
 
 def test_every_snippet_is_run():
@@ -56,6 +57,7 @@ def test_every_snippet_is_run():
         FOREIGN,
         ON_A_CPU,
         BATCHING,
+        *CHOICE,
     }
 
 
@@ -237,3 +239,13 @@ def test_batching_on_our_kernel():
     before = sf.integrations.stats("transformers").get("attention", 0)
     exec(PYTHON[BATCHING], {})
     assert sf.integrations.stats("transformers")["attention"] > before
+
+
+@pytest.mark.parametrize("name", CHOICE)
+def test_the_choice_of_tokens(name: str, capsys: pytest.CaptureFixture[str]):
+    for package in ("tokenizers", "llguidance"):
+        pytest.importorskip(package)
+    from tokenizer_case import byte_level, model
+
+    _run(PYTHON[name], sf=sf, model=model(), tokenizer=byte_level())
+    assert capsys.readouterr().out

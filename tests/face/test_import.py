@@ -46,7 +46,10 @@ def _python(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("blocked", [("triton",), ("transformers", "matplotlib", "hypothesis", "pytest_benchmark")])
+@pytest.mark.parametrize(
+    "blocked",
+    [("triton",), ("transformers", "tokenizers", "llguidance", "matplotlib", "hypothesis", "pytest_benchmark")],
+)
 def test_works_without(blocked: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("SHARDFUSE_IMPL", raising=False)

@@ -56,6 +56,7 @@ INVALID: dict[str, tuple[Any, ...]] = {
         *(SamplingParams(top_k=each) for each in (-1, 1.5, None)),
         *(None, {}, "greedy"),
     ),
+    "stop_strings": ("x", 3, None, [""], [1], ["without a tokenizer"]),
     "priority": (1.5, "1", None, True),
     "cache_salt": (1, None, b"x"),
     "timeout_s": (0, -1.0, float("nan"), float("inf"), "1", True),
@@ -151,6 +152,7 @@ class Case:
                 min_p=random.choice((0.0, 0.1)),
                 repetition_penalty=random.choice((1.0, 1.3)),
                 frequency_penalty=random.choice((0.0, 0.5)),
+                prompt_logprobs=random.choice((None, None, 0, 3)),
                 seed=random.randrange(2**63),
             ),
             priority=random.choice((0, 0, -1, 3)),
@@ -233,6 +235,9 @@ def _run(case: Case, patch: pytest.MonkeyPatch) -> Counter[str]:
         assert (mine[-1].error is not None) == (finish == "error")
         if finish in ("length", "stop"):
             assert tokens == expected[index]
+            asked, found = coming[index].sampling.prompt_logprobs is not None, mine[0].prompt_logprobs
+            assert (found is not None) == asked
+            assert [each.token for each in found or ()] == list(coming[index].prompt[1:] if asked else ())
         else:
             assert tokens == expected[index][: len(tokens)]
     patch.undo()

@@ -19,6 +19,8 @@ def test_batch_layout() -> None:
     assert batch.slot_mapping.tolist() == [23, 8, 9, 0, 1, 12]
     assert batch.positions.tolist() == [3, 4, 5, 0, 1, 8]
     assert batch.logit_indices.tolist() == [4, 5]
+    more = PagedBatch.of(cache, [Span([5, 2], 3, 3, logits=2), Span([0], 0, 2, False), Span([4], 0, 3, logits=3)])
+    assert more.logit_indices.tolist() == [1, 2, 5, 6, 7]
     assert (batch.min_query_len, batch.max_query_len, batch.max_seq_len) == (1, 3, 9)
     assert cache.layer(0).shape == (6, 2, 4, 16)
     assert cache.nbytes == 6 * 2 * 4 * 16 * 4
@@ -30,6 +32,9 @@ def test_batch_and_cache_refuse() -> None:
         PagedBatch.of(cache, [Span([0], 3, 2)])
     with pytest.raises(ValueError, match="expected at least one"):
         PagedBatch.of(cache, [Span([0], 3, 0)])
+    for count in (-1, 3):
+        with pytest.raises(ValueError, match=f"logits={count} of a span of 2 tokens: expected 0 to 2"):
+            PagedBatch.of(cache, [Span([0], 0, 2, logits=count)])
     with pytest.raises(ValueError, match=r"blocks \[6\]: expected 0 to 5"):
         PagedBatch.of(cache, [Span([6], 3, 1)])
     shared = [Span([2, 1], 4, 2), Span([2, 1], 5, 2)]

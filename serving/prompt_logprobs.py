@@ -1,0 +1,62 @@
+"""Log-probabilities of a prompt's own tokens, from the logits of the steps that compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .request import ScoredToken
+from .scheduler import Chunk
+
+_ELEMENTS = 1 << 21  # of logits that are in fp64 at once: 16 MiB
+
+
+def logit_rows(chunk: Chunk) -> int:
+    """How many of a chunk's last tokens need logits: each from the first on whose next one is yet to be scored."""
+    first, last = _unscored(chunk)
+    return chunk.start + chunk.length - first if first < last else int(chunk.samples)
+
+
+def take_prompt_scores(logits: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
+    """Score what these chunks can of prompts whose requests ask for it; returns the logits [S, V] of those that sample.
+
+    ``logits`` [sum of :func:`logit_rows`, V] are those of the chunks, in their order. Scores follow from a prompt and
+    the weights alone, so those of a step that fails afterwards stay.
+    """
+    if all(chunk.sequence.request.sampling.prompt_logprobs is None for chunk in chunks):
+        return logits
+    row, sampled = 0, []
+    for chunk in chunks:
+        rows, (first, last) = logit_rows(chunk), _unscored(chunk)
+        if first < last:
+            _score(chunk, first, logits[row : row + last - first])
+        row += rows
+        if chunk.samples:
+            sampled.append(row - 1)
+    return logits[torch.tensor(sampled, dtype=torch.int64).to(logits.device)]
+
+
+def _unscored(chunk: Chunk) -> tuple[int, int]:
+    """The positions of a chunk whose next token is of the prompt and yet to be scored: the first, and their end."""
+    sequence = chunk.sequence
+    if sequence.request.sampling.prompt_logprobs is None:
+        return 0, 0
+    first = max(chunk.start, len(sequence.prompt_scores))
+    return first, min(chunk.start + chunk.length, len(sequence.request.prompt) - 1)
+
+
+def _score(chunk: Chunk, first: int, logits: torch.Tensor) -> None:
+    """Append the scores of the tokens that follow positions ``first``, ... from their logits [rows, V]."""
+    sequence = chunk.sequence
+    most = min(sequence.request.sampling.prompt_logprobs or 0, logits.shape[1])
+    assert first == len(sequence.prompt_scores), "a prompt's tokens are scored in their order"
+    following = sequence.request.prompt[first + 1 :]
+    block = max(1, _ELEMENTS // logits.shape[1])
+    for start in range(0, len(logits), block):
+        scores = logits[start : start + block].double().log_softmax(-1)
+        tokens = following[start : start + len(scores)]
+        own = scores.gather(1, torch.tensor(tokens).to(scores.device).unsqueeze(1)).squeeze(1).tolist()
+        best = scores.topk(most)
+        tops = [tuple(zip(*each)) for each in zip(best.indices.tolist(), best.values.tolist())]
+        sequence.prompt_scores += map(ScoredToken, tokens, own, tops)
