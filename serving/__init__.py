@@ -3,6 +3,7 @@
 from .allocator import BlockAllocator
 from .engine import Engine
 from .guide import Guide
+from .models import ServableModel, as_servable
 from .ranks import RanksLost
 from .request import QueueFull, Request, ScoredToken, TokenEvent
 from .sampling_params import SamplingParams
@@ -21,6 +22,8 @@ __all__ = [
     "SamplingParams",
     "Scheduler",
     "ScoredToken",
+    "ServableModel",
     "TokenEvent",
     "Tokenizer",
+    "as_servable",
 ]

@@ -11,18 +11,19 @@ import heapq
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from ..kernels.runtime import sealing
 from ..kernels.runtime.checks import check_impl, type_name, whole_number
 from ..kernels.runtime.dtypes import CACHE_NAMES, QUANTISED
-from ..layers.attention.paged import PagedBatch, default_block_size
+from ..layers.attention.paged import default_block_size
 from ..parallel.core.collectives import CollectiveError
 from .allocator import BlockAllocator
 from .guiding import Guides, wait_for
 from .host_space import HostSpace
+from .models import ServableModel, as_servable
 from .ranks import RanksLost
 from .request import Finish, QueueFull, Request, SequenceState, TokenEvent
 from .runner import Runner
@@ -34,56 +35,6 @@ from .text import AnswerText, Tokenizer, decoder
 KV_DTYPES = {CACHE_NAMES[dtype]: dtype for dtype in QUANTISED}
 
 
-class ServableModel(Protocol):
-    """The interface of a model for the engine; ``ParallelTransformer`` implements it."""
-
-    config: Any  # num_layers, num_kv_heads, head_dim, vocab_size, max_positions
-    group: Any  # the tensor-parallel ranks that the KV heads are split over
-
-    def __call__(self, tokens: torch.Tensor, *, positions: torch.Tensor, cache: PagedBatch) -> torch.Tensor:
-        """tokens [T], positions [T] -> logits [T_selected, V/R] of the tokens ``cache.logit_indices``."""
-        ...
-
-    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """[T_selected, V/R] -> [T_selected, V] on every rank."""
-        ...
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> Any: ...
-
-
-_NEEDED = ("config", "group", "gather_logits", "parameters")
-_NEEDED_CONFIG = ("num_layers", "num_kv_heads", "head_dim", "vocab_size", "max_positions")
-
-
-def _check_servable(model: ServableModel) -> None:
-    """TypeError for an object of another kind, ValueError for a model that cannot be served as it is."""
-    config = getattr(model, "config", None)
-    missing = [name for name in _NEEDED if not hasattr(model, name)]
-    missing += [f"config.{name}" for name in _NEEDED_CONFIG if not hasattr(config, name)]
-    if missing:
-        raise TypeError(
-            f"Engine: model is a {type_name(model)}, which has no {missing[0]}: expected a ParallelTransformer; "
-            f"{_remedy(model)}"
-        )
-    rates = ("embedding_dropout", "residual_dropout", "attention_dropout")
-    if getattr(model, "training", False) and any(getattr(config, name, 0) for name in rates):
-        raise ValueError(
-            "the model is in training mode and would drop activations: call model.eval() before serving it"
-        )
-    if getattr(model, "sequence_parallel", False):
-        raise ValueError("Engine: a model with sequence_parallel=True: build or load it with sequence_parallel=False")
-
-
-def _remedy(model: Any) -> str:
-    if isinstance(getattr(model, "module", None), torch.nn.Module):  # of parallelize, DistributedDataParallel
-        return "export_hf(model.module, folder) writes what load_hf(folder, mesh=mesh) loads to serve"
-    if hasattr(model, "save_pretrained"):
-        return "model.save_pretrained(folder) writes what load_hf(folder) loads"
-    return "build one, or load a folder with load_hf(folder)"
-
-
 class Engine:
     """Serves ``model`` to any number of requests through one paged KV cache.
 
@@ -93,7 +44,8 @@ class Engine:
             print(event.request, event.token)
 
     Args:
-        model: see :class:`ServableModel`; call ``model.eval()`` first if it has dropout.
+        model: a ``ParallelTransformer``, a causal language model of transformers, fused or stock, or a module like
+            :class:`~shardfuse.serving.models.ServableModel`; call ``model.eval()`` first if it has dropout.
         num_blocks: of the cache.
         block_size: token slots of each; default 256 on a CPU and 16 on a GPU.
         max_num_seqs: the most requests that run at once.
@@ -123,7 +75,7 @@ class Engine:
 
     def __init__(
         self,
-        model: ServableModel,
+        model: ServableModel | torch.nn.Module,
         *,
         num_blocks: int,
         block_size: int | None = None,
@@ -141,15 +93,14 @@ class Engine:
         impl: str = "auto",
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        _check_servable(model)
         check_impl(impl)
+        self.model = model = as_servable(model)
         config = model.config
         limit = config.max_positions if max_model_len is None else whole_number("Engine: max_model_len", max_model_len)
         if not 1 < limit <= config.max_positions:
             raise ValueError(
                 f"Engine: max_model_len={limit}: expected 2 to {config.max_positions}, the positions that the model has"
             )
-        self.model = model
         self.max_model_len = limit
         self.stats = EngineStats()
         if kv_dtype is not None and kv_dtype not in KV_DTYPES:
@@ -171,6 +122,7 @@ class Engine:
         cache_options: dict[str, Any] = {
             "num_kv_heads": config.num_kv_heads,
             "head_dim": config.head_dim,
+            "v_head_dim": getattr(config, "v_head_dim", None),
             "block_size": block_size,
             "dtype": weight.dtype if kv_dtype is None else KV_DTYPES[kv_dtype],
             "mesh": model.group,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...layers.hf import attention
 from ..pages import why_not
 
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what modeling files call transformers' registry
@@ -102,10 +102,12 @@ def stock_attention(model: Any) -> str:
 
 def eager_attention(kind: type) -> Any:
     """The eager attention function of the modeling file that a class of layers comes from."""
-    for base in kind.__mro__:
-        if found := getattr(sys.modules.get(base.__module__), "eager_attention_forward", None):
-            return found
-    raise ValueError(f"enable: {kind.__name__} has no eager attention; load the model with attn_implementation='sdpa'")
+    found = attention.eager_attention(kind)
+    if found is None:
+        raise ValueError(
+            f"enable: {kind.__name__} has no eager attention; load the model with attn_implementation='sdpa'"
+        )
+    return found
 
 
 def _looks_up(kind: type) -> bool:

@@ -40,8 +40,8 @@ TRAINING = {"parallelism-0": ("pp=2", 8), "training-0": ("dp=2", 4)}
 PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY = "parallelism-1", "checkpoints-0", "checkpoints-2", "overlap-0"
 PRETRAINED, STATE_DICTS = "checkpoints-1", "checkpoints-3"
 FUSING, FOREIGN = ("fuse-0", "fuse-2", "fuse-3"), "fuse-1"
-ON_A_CPU, BATCHING = "cpu-0", "integrations-0"
-CHOICE = ("serving-0", "serving-1", "serving-2", "serving-3")
+ON_A_CPU, BATCHING, SERVING = "cpu-0", "integrations-0", "serving-0"
+CHOICE = ("serving-1", "serving-2", "serving-3", "serving-4")
 
 
 def test_every_snippet_is_run():
@@ -57,6 +57,7 @@ def test_every_snippet_is_run():
         FOREIGN,
         ON_A_CPU,
         BATCHING,
+        SERVING,
         *CHOICE,
     }
 
@@ -249,3 +250,8 @@ def test_the_choice_of_tokens(name: str, capsys: pytest.CaptureFixture[str]):
 
     _run(PYTHON[name], sf=sf, model=model(), tokenizer=byte_level())
     assert capsys.readouterr().out
+
+
+def test_serving_a_foreign_model():
+    pytest.importorskip("transformers")
+    assert len(_run(PYTHON[SERVING])["answers"][0]) == 8  # which it compares with generate's

@@ -232,7 +232,7 @@ def _stock() -> Any:
 @pytest.mark.parametrize(
     ("model", "error", "message"),
     [
-        (_stock, TypeError, r"is a transformers\..*LlamaForCausalLM, which has no group.*save_pretrained"),
+        (_stock, ValueError, r"this LlamaForCausalLM cannot be served: it is in training mode.*call model.eval\(\)"),
         (
             lambda: parallelize(ParallelTransformer(config_of("gated"))),
             TypeError,

@@ -11,7 +11,7 @@ import json
 import multiprocessing
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from torch import nn
 
 RECORD = Path(__file__).parents[1] / "layers" / "model_scan.json"
 LIMIT_S = 60.0
+Look = Callable[[nn.Module, torch.Tensor, dict[str, torch.Tensor]], tuple[str, str]]  # -> outcome, remark
 # fused: everything that could be; partly: something; stock: nothing, or only norms ... of those that run here at all.
 OUTCOMES = ("fused", "partly", "stock", "wrong", "refused", "timed out")
 
@@ -34,19 +35,19 @@ def kinds() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def scan(names: list[str], workers: int = 2) -> Iterator[tuple[str, str, str]]:
-    """(name, outcome, remark) of each, in order."""
+def scan(names: list[str], workers: int = 2, look: Look | None = None) -> Iterator[tuple[str, str, str]]:
+    """(name, outcome, remark) of each, in order; ``look`` is what is done with a model that runs, by default fused."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     with ThreadPoolExecutor(workers) as pool:
-        yield from pool.map(_limited, names)
+        yield from pool.map(partial(_limited, look=look or _fused), names)
 
 
-def _limited(kind: str) -> tuple[str, str, str]:
+def _limited(kind: str, look: Look) -> tuple[str, str, str]:
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_report, args=(kind, theirs), daemon=True)
+    process = context.Process(target=_report, args=(kind, look, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -61,7 +62,7 @@ def _limited(kind: str) -> tuple[str, str, str]:
         process.join()
 
 
-def _report(kind: str, pipe: Any) -> None:
+def _report(kind: str, look: Look, pipe: Any) -> None:
     sys.stderr = sys.stdout = open("/dev/null", "w")  # noqa: SIM115  # models warn and print
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -78,7 +79,7 @@ def _report(kind: str, pipe: Any) -> None:
             remark = remark or f"the stock model: {_told(error)}"
             continue
         try:
-            pipe.send(_fused(model, batch, expected))
+            pipe.send(look(model, batch, expected))
         except Exception as error:
             pipe.send(("wrong", _told(error)))
         return
