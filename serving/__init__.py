@@ -1,5 +1,6 @@
 """Floor 4: serving. The allocator of the paged KV cache, the scheduler, and the engine that runs a model with them."""
 
+from .aio import AsyncEngine
 from .allocator import BlockAllocator
 from .engine import Engine
 from .guide import Guide
@@ -12,6 +13,7 @@ from .stats import EngineStats
 from .text import Tokenizer
 
 __all__ = [
+    "AsyncEngine",
     "BlockAllocator",
     "Engine",
     "EngineStats",

@@ -244,6 +244,11 @@ class Engine:
         """Go on after :meth:`pause`."""
         self._paused = False
 
+    @property
+    def paused(self) -> bool:
+        """Whether :meth:`pause` was called since the last :meth:`resume`."""
+        return self._paused
+
     def update_weights(self, state: Mapping[str, torch.Tensor] | None = None) -> None:
         """Go on with other weights: those of ``state``, loaded into the model, or those that the model has by now.
 

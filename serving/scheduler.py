@@ -119,7 +119,7 @@ class Scheduler:
         self._came = 0  # sequences so far
         self._admitted = 0
         self._queued: dict[float, SequenceState] = {}  # what waits, by its order
-        self._oldest: list[float] = []  # heap of orders, of which some wait no longer
+        self._oldest: list[tuple[int, float]] = []  # heap of (due, order), of which some wait no longer
 
     def add(self, sequence: SequenceState) -> None:
         """Queue ``sequence`` behind those of its priority."""
@@ -132,13 +132,15 @@ class Scheduler:
     def _wait(self, sequence: SequenceState) -> None:
         insort(self.waiting, sequence, key=_place)
         self._queued[sequence.order] = sequence
-        heapq.heappush(self._oldest, sequence.order)
+        heapq.heappush(self._oldest, (sequence.due, sequence.order))
 
     def _promote(self) -> None:
-        """Put the oldest that waits first, if it was overtaken often enough; what runs and came before it stays so."""
-        while self._oldest[0] not in self._queued:
+        """Put the one that is due first before all others, if it was overtaken often enough; what runs and came before
+        it stays so.
+        """
+        while self._oldest[0][1] not in self._queued:
             heapq.heappop(self._oldest)
-        oldest = self._queued[self._oldest[0]]
+        oldest = self._queued[self._oldest[0][1]]
         if oldest.due <= self._admitted and oldest.rank > _FIRST:
             for sequence in (oldest, *(each for each in self.running if each.order < oldest.order)):
                 sequence.rank = _FIRST

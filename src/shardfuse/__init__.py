@@ -63,12 +63,14 @@ if TYPE_CHECKING:
     from .parallel.parallel_model import ParallelModel
     from .parallel.parallelize import parallelize
     from .parallel.zero.main_grad import attach_main_grads, main_grads_to_grads, zero_main_grads
+    from .serving.aio import AsyncEngine
     from .serving.engine import Engine
     from .serving.guide import Guide
     from .serving.request import QueueFull, Request, TokenEvent
     from .serving.sampling_params import SamplingParams
 
 __all__ = [
+    "AsyncEngine",
     "Audit",
     "Checkpointer",
     "ColumnParallel",
@@ -154,6 +156,7 @@ atexit.register(gloo_threads.settle)
 
 # The module of each public name. tests/face/test_import.py compares this, __all__ and the imports above.
 _HOMES = {
+    "AsyncEngine": "serving.aio",
     "Audit": "parallel.audit.audit",
     "Checkpointer": "parallel.checkpoint.manager",
     "ColumnParallel": "layers.style",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ PRETRAINED, STATE_DICTS = "checkpoints-1", "checkpoints-3"
 FUSING, FOREIGN = ("fuse-0", "fuse-2", "fuse-3"), "fuse-1"
 ON_A_CPU, BATCHING, SERVING = "cpu-0", "integrations-0", "serving-0"
 CHOICE = ("serving-1", "serving-2", "serving-3", "serving-4")
+ASYNCIO, TESTING = "serving-5", "serving-6"
 
 
 def test_every_snippet_is_run():
@@ -59,6 +62,8 @@ def test_every_snippet_is_run():
         BATCHING,
         SERVING,
         *CHOICE,
+        ASYNCIO,
+        TESTING,
     }
 
 
@@ -255,3 +260,18 @@ def test_the_choice_of_tokens(name: str, capsys: pytest.CaptureFixture[str]):
 def test_serving_a_foreign_model():
     pytest.importorskip("transformers")
     assert len(_run(PYTHON[SERVING])["answers"][0]) == 8  # which it compares with generate's
+
+
+def test_serving_on_asyncio(capsys: pytest.CaptureFixture[str]):
+    _run(PYTHON[ASYNCIO])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["one", "two", "three"]
+    assert all(line.endswith("length") for line in lines)
+
+
+def test_testing_a_server(tmp_path: Path):
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["shardfuse.testing.fixtures"]\n')
+    (tmp_path / "test_server.py").write_text(PYTHON[TESTING])
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert "2 passed" in done.stdout, done.stdout + done.stderr

@@ -73,6 +73,6 @@ def test_lint_sees_every_module():
     done = subprocess.run([ruff, "check", "--show-files"], cwd=root, capture_output=True, text=True, check=True)
     seen = {str(Path(line).relative_to(root)) for line in done.stdout.splitlines() if line.endswith(".py")}
     face = root / "src" / "shardfuse"
-    modules = [path for folder in (face, face / "commands") for path in folder.glob("*.py")]
+    modules = [path for folder in (face, face / "commands", face / "testing") for path in folder.glob("*.py")]
     modules += [path for floor in ("kernels", "parallel", "layers", "tests") for path in (root / floor).rglob("*.py")]
     assert {str(path.relative_to(root)) for path in modules} <= seen

@@ -210,7 +210,9 @@ def test_a_checkout_without_links_says_so(tmp_path):
 def _module_files() -> list[str]:
     """Every module of the tree, by its path in the wheel."""
     face = ROOT / "src" / "shardfuse"
-    files = [file.relative_to(face) for folder in (face, face / "commands") for file in folder.glob("*.py")]
+    files = [
+        file.relative_to(face) for folder in (face, face / "commands", face / "testing") for file in folder.glob("*.py")
+    ]
     files += [file.relative_to(ROOT) for floor in FLOORS for file in (ROOT / floor).rglob("*.py")]
     return sorted(f"shardfuse/{file}" for file in files)
 

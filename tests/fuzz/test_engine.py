@@ -20,8 +20,10 @@ from serving_case import STYLES, exact
 
 from shardfuse.layers.attention.paged import PagedBatch
 from shardfuse.serving import Engine, Request, SamplingParams, TokenEvent, sampling
-from shardfuse.serving import engine as engine_module
 from shardfuse.serving.request import SequenceState
+from shardfuse.serving.runner import Runner
+from shardfuse.serving.scheduler import Chunk
+from shardfuse.testing import solo_tokens
 
 pytestmark = [pytest.mark.nightly, pytest.mark.fuzz]
 
@@ -94,7 +96,6 @@ class Case:
         self.laid_out: set[int] = set()  # the requests of the step
         self.sizes = self._sizes()
         self.engine = Engine(self, **self.sizes)
-        self.alone = Engine(self.model, num_blocks=POSITIONS, block_size=4)
 
     def _sizes(self) -> dict[str, int]:
         seqs, block_size = self.random.randint(1, 5), self.random.choice((1, 2, 3, 4, 16))
@@ -117,25 +118,21 @@ class Case:
             raise self.random.choice(ERRORS)("a fault of the batch")
         return logits
 
-    def lay_out(self, cache: Any, spans: Sequence[Any], **options: Any) -> PagedBatch:
-        tables = self.engine._allocator._tables
-        self.laid_out = {number for number, table in tables.items() if any(span.blocks is table for span in spans)}
+    def lay_out(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        self.laid_out = {chunk.sequence.number for chunk in chunks}
         for number, fault in self._struck("layout"):
-            if any(span.blocks is self._blocks(number) for span in spans):
+            if number in self.laid_out:
                 fault.strike()
-        return PagedBatch.of(cache, spans, **options)
+        return Runner.logits(self.engine._runner, chunks)
 
     def draw(self, logits: torch.Tensor, likeliest: torch.Tensor, sequences: Sequence[SequenceState]) -> torch.Tensor:
         for number, fault in self._struck("sampling"):
-            if any(self.engine._live.get(number) is sequence for sequence in sequences):
+            if any(sequence in self.engine._live.get(number, ()) for sequence in sequences):
                 fault.strike()
         return DRAW(logits, likeliest, sequences)
 
     def _struck(self, kind: str) -> list[tuple[int, Fault]]:
         return [(number, fault) for number, fault in self.faults.items() if fault.kind == kind]
-
-    def _blocks(self, number: int) -> list[int]:
-        return self.engine._allocator._tables.get(number, [])
 
     # --- requests
 
@@ -174,7 +171,7 @@ class Case:
         return engine._next_id, list(engine._live), list(engine._arrivals), engine._allocator.free_blocks
 
     def expected(self, request: Request) -> list[int]:
-        return self.alone.generate([dataclasses.replace(request, arrival=0)])[0]
+        return solo_tokens(self.model, request)
 
     def idle(self) -> bool:
         engine, scheduler = self.engine, self.engine._scheduler
@@ -195,10 +192,7 @@ def _run(case: Case, patch: pytest.MonkeyPatch) -> Counter[str]:
     events: list[TokenEvent] = []
     failures = 0
 
-    class Layout(PagedBatch):
-        of = staticmethod(case.lay_out)  # type: ignore[assignment]
-
-    patch.setattr(engine_module, "PagedBatch", Layout)
+    patch.setattr(engine._runner, "logits", case.lay_out)
     patch.setattr(sampling, "_draw", case.draw)
     for _ in range(5000):
         while len(added) < len(coming) and (not engine.busy or random.random() < 0.5):

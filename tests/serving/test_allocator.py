@@ -1,9 +1,7 @@
-"""The block allocator and the scheduler, without a model."""
+"""The block allocator and the scheduler, without a model; test_bookkeeping.py has them under random loads."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -168,130 +166,6 @@ def test_scheduler_refuses_sizes_that_stall() -> None:
         Scheduler(BlockAllocator(4, 4), max_num_seqs=8, max_num_batched_tokens=7)
 
 
-@dataclass(frozen=True)
-class Load:
-    """A scheduler's sizes and its requests: (prompt, new tokens, step of arrival or cancellation) each, their first
-    tokens and salts, and when the weights change.
-    """
-
-    num_blocks: int
-    block_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    requests: list[tuple[int, int, int]]
-    cancelled: dict[int, int]
-    beginnings: list[tuple[int, str]]
-    priorities: list[int]
-    max_overtakes: int
-
-
-@st.composite
-def _loads(draw: st.DrawFn) -> Load:
-    block_size, max_num_seqs = draw(st.sampled_from([1, 4, 16])), draw(st.integers(1, 5))
-    length = st.integers(1, 30)
-    requests = draw(st.lists(st.tuples(length, length, st.integers(0, 20)), min_size=1, max_size=8))
-    longest = max(-(-(prompt + new - 1) // block_size) for prompt, new, _ in requests)
-    return Load(
-        num_blocks=longest + draw(st.integers(0, 6)),
-        block_size=block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 40)),
-        requests=requests,
-        cancelled=draw(st.dictionaries(st.integers(0, len(requests) - 1), st.integers(0, 40), max_size=2)),
-        priorities=draw(st.one_of(st.just([0] * 8), st.lists(st.integers(-1, 1), min_size=8, max_size=8))),
-        max_overtakes=draw(st.integers(0, 3)),
-        beginnings=[(draw(st.integers(0, 1)), draw(st.sampled_from(["", "", "b"]))) for _ in requests],
-    )
-
-
-@given(_loads())
-def test_every_load_is_served(load: Load) -> None:
-    """Limits hold in each step, every request progresses, order is kept, what is shared is what each sequence would
-    have computed, and at the end no block is missing.
-    """
-    allocator = BlockAllocator(load.num_blocks, load.block_size)
-    scheduler = Scheduler(
-        allocator,
-        max_num_seqs=load.max_num_seqs,
-        max_num_batched_tokens=load.max_num_batched_tokens,
-        max_overtakes=load.max_overtakes,
-    )
-    sequences = [
-        _sequence(i, prompt, new, first, salt, load.priorities[i])
-        for i, ((prompt, new, _), (first, salt)) in enumerate(zip(load.requests, load.beginnings))
-    ]
-    ahead: dict[int, int] = {}  # sequences that waited when one came
-    overtaken: Counter[int] = Counter()  # later ones that were admitted for the first time while one waited
-    admitted: set[int] = set()
-    cache: dict[tuple[int, int], Any] = {}  # (block, offset) -> everything that its keys and values follow from
-    arrival_order: list[int] = []
-    gone: set[int] = set()
-    step = 0
-    while len(gone) < len(sequences):
-        for sequence, (_, _, arrival) in zip(sequences, load.requests):
-            if arrival == step:
-                ahead[sequence.id] = len(scheduler.waiting)
-                scheduler.add(sequence)
-                arrival_order.append(sequence.id)
-            if load.cancelled.get(sequence.id) == step and sequence.id in set(arrival_order) - gone:
-                scheduler.remove(sequence)
-                gone.add(sequence.id)
-        chunks = scheduler.schedule()
-        if not chunks:
-            assert set(arrival_order) <= gone, "somebody waits and nobody runs"
-        _check_step(load, scheduler, chunks)
-        _read_and_write(cache, scheduler, chunks)
-        for new in [s.id for s in scheduler.running if s.id not in admitted]:
-            admitted.add(new)
-            overtaken.update(s.id for s in scheduler.waiting if arrival_order.index(s.id) < arrival_order.index(new))
-        assert all(overtaken[s.id] <= ahead[s.id] + load.max_overtakes for s in scheduler.waiting)
-        if len(set(load.priorities)) == 1:
-            in_order = [arrival_order.index(s.id) for s in (*scheduler.running, *scheduler.waiting)]
-            assert in_order == sorted(in_order)
-        gone |= {sequence.id for sequence in _compute(scheduler, chunks)}
-        step += 1
-    assert allocator.free_blocks == load.num_blocks
-    assert not scheduler.running
-    assert not scheduler.waiting
-    for sequence, (_, new, _) in zip(sequences, load.requests):
-        assert sequence.generated == new or sequence.id in load.cancelled
-
-
-def _check_step(load: Load, scheduler: Scheduler, chunks: list[Chunk]) -> None:
-    allocator = scheduler.allocator
-    assert sorted(chunk.sequence.id for chunk in chunks) == sorted(each.id for each in scheduler.running)
-    assert len(chunks) <= load.max_num_seqs
-    assert sum(chunk.length for chunk in chunks) <= load.max_num_batched_tokens
-    for chunk in chunks:
-        assert chunk.start == chunk.sequence.computed
-        assert chunk.samples == (chunk.start + chunk.length == len(chunk.sequence.tokens))
-        assert len(allocator.table(chunk.sequence.id)) == allocator.blocks_for(chunk.start + chunk.length)
-    owned = {block for chunk in chunks for block in allocator.table(chunk.sequence.id)}
-    assert len(owned) == allocator.used_blocks
-    assert 0 <= allocator.unused_slots <= len(chunks) * (load.block_size - 1)
-
-
-def _read_and_write(cache: dict[tuple[int, int], Any], scheduler: Scheduler, chunks: list[Chunk]) -> None:
-    """What a model does to the cache in a step."""
-    size = scheduler.allocator.block_size
-
-    def slot(chunk: Chunk, position: int) -> tuple[int, int]:
-        return scheduler.allocator.table(chunk.sequence.id)[position // size], position % size
-
-    def content(chunk: Chunk, position: int) -> Any:
-        sequence = chunk.sequence
-        return sequence.request.cache_salt, tuple(sequence.tokens[: position + 1])
-
-    written = [slot(chunk, p) for chunk in chunks for p in range(chunk.start, chunk.start + chunk.length)]
-    assert len(set(written)) == len(written)
-    for chunk in chunks:
-        for position in range(chunk.start, chunk.start + chunk.length):
-            cache[slot(chunk, position)] = content(chunk, position)
-    for chunk in chunks:  # after all writes: nobody may have written into what others read
-        for position in range(chunk.start + chunk.length):
-            assert cache[slot(chunk, position)] == content(chunk, position)
-
-
 # ----------------------------------------------------------------------------------------------------------- priorities
 
 
@@ -321,6 +195,28 @@ def test_what_was_overtaken_often_enough_goes_first() -> None:
         order += [chunk.sequence.id for chunk in _step(scheduler) if chunk.sequence.id not in order]
         _step(scheduler)
     assert order + _admissions(scheduler) == [1, 2, 0, 3, 4, 5]
+
+
+def test_one_that_found_few_waiting_is_due_before_an_older_one_that_found_many() -> None:
+    """Those that the older one found were cancelled: the younger one must not wait for its turn."""
+    scheduler = _scheduler(num_blocks=64, max_overtakes=2)
+    scheduler.max_num_seqs = 1
+    scheduler.add(_sequence(0, 1, 3))
+    _step(scheduler)
+    found = [_sequence(number, 1, 1) for number in range(1, 11)]
+    older, younger = _sequence(11, 1, 1, priority=5), _sequence(12, 1, 1, priority=4)
+    for sequence in (*found, older):
+        scheduler.add(sequence)
+    for sequence in found:
+        scheduler.remove(sequence)
+    scheduler.add(younger)
+    later = [_sequence(number, 1, 1, priority=-1) for number in range(13, 40)]
+    for sequence in later:
+        scheduler.add(sequence)
+        _step(scheduler)
+        if younger not in scheduler.waiting:
+            break
+    assert sum(sequence not in scheduler.waiting for sequence in later[: sequence.id - 12]) <= 1 + 2
 
 
 def test_the_last_in_order_gives_its_blocks() -> None:

@@ -16,6 +16,7 @@ from shardfuse.layers.transformer import ParallelTransformer
 from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.serving import Engine, Request, SamplingParams, TokenEvent, sampling
 from shardfuse.serving.request import SequenceState
+from shardfuse.testing import solo_tokens
 
 POISON = 13  # a token
 
@@ -41,7 +42,7 @@ def _engine(model: Any, **sizes: Any) -> Engine:
 
 
 def _alone(request: Request) -> list[int]:
-    return _engine(exact("gated")).generate([request])[0]
+    return solo_tokens(exact("gated"), request)
 
 
 def _idle(engine: Engine) -> bool:

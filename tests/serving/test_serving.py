@@ -19,7 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from serving_case import STYLES, build, config_of, exact
+from serving_case import STYLES, build, exact
 
 from shardfuse.kernels.runtime import dispatch
 from shardfuse.layers.transformer import ParallelTransformer
@@ -220,13 +220,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def _variant(name: str, dtype: torch.dtype) -> ParallelTransformer:
-    torch.manual_seed(0)
-    config = dataclasses.replace(config_of("gated"), **VARIANTS[name])
-    model = ParallelTransformer(config, dtype=dtype).eval()
+    model = build("gated", dtype=dtype, **VARIANTS[name])
     with torch.no_grad():
         for block in model.model.layers:
             if block.self_attn.sinks is not None:
-                block.self_attn.sinks.copy_(torch.linspace(-1.0, 3.0, config.num_heads))
+                block.self_attn.sinks.copy_(torch.linspace(-1.0, 3.0, model.config.num_heads))
     return model
 
 

@@ -10,10 +10,9 @@ import json
 import os
 from datetime import timedelta
 
-from serving_case import build
-
 from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.serving import Engine, RanksLost, Request
+from shardfuse.testing import tiny_model
 
 
 def lead(engine: Engine) -> dict[str, object]:
@@ -42,7 +41,7 @@ def lead(engine: Engine) -> dict[str, object]:
 
 if __name__ == "__main__":
     mesh = init_mesh(tp=2, device_type="cpu", timeout=timedelta(seconds=float(os.environ["MESH_TIMEOUT"])))
-    with Engine(build("gated", mesh), num_blocks=64, block_size=4, max_num_seqs=4) as serving:
+    with Engine(tiny_model("gated", mesh=mesh, max_positions=64), num_blocks=64, block_size=4, max_num_seqs=4) as serving:
         if os.environ["RANK"] == "0":
             print(json.dumps(lead(serving)), flush=True)
         else:

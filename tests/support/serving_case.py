@@ -9,27 +9,17 @@ import torch
 
 from shardfuse.layers.config import TransformerConfig
 from shardfuse.layers.transformer import ParallelTransformer
+from shardfuse.testing import tiny_model
 
 STYLES = ("gelu", "gated")
 
 
+def build(style: str, mesh: Any = None, dtype: torch.dtype = torch.float64, **config: Any) -> ParallelTransformer:
+    return tiny_model(style, mesh=mesh, dtype=dtype, **{"vocab_size": 32, "max_positions": 64, **config})
+
+
 def config_of(style: str) -> TransformerConfig:
-    return TransformerConfig(
-        style=style,
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        max_positions=64,
-        init_std=0.3,
-    )
-
-
-def build(style: str, mesh: Any = None, dtype: torch.dtype = torch.float64) -> ParallelTransformer:
-    torch.manual_seed(0)
-    return ParallelTransformer(config_of(style), mesh=mesh, dtype=dtype).eval()
+    return exact(style).config
 
 
 @functools.cache

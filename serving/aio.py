@@ -1,0 +1,330 @@
+"""An engine on an asyncio loop: any number of tasks send requests, and one thread beside the loop takes the steps.
+
+Only that thread, the worker, touches the engine. What a task asks for is a command: between two steps the worker
+carries out the commands that have come, in order, and answers each through ``loop.call_soon_threadsafe``, which also
+delivers the events of a step. So the loop never waits for a step, nor a step for the loop.
+
+While nothing lives the worker waits on a condition; while the engine is paused it waits until the next deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import threading
+import time
+import weakref
+from collections.abc import AsyncGenerator, Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from .engine import Engine
+from .request import Finish, Request, TokenEvent
+from .stats import EngineStats
+
+_RETRIES = 1  # the engine's contract: the step after a failed one computes the same tokens again, one by one
+_LONGEST_WAIT_S = 3600.0  # conditions refuse to wait for as long as a request may have
+# What row_invariance and onednn.serving switch belongs to the process, so the steps of several engines take turns.
+_ONE_STEP = threading.Lock()
+_served: weakref.WeakSet[Engine] = weakref.WeakSet()
+_served_lock = threading.Lock()
+
+
+class _Stream:
+    """One request, between the worker and the task that reads its events."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.events: asyncio.Queue[TokenEvent] = asyncio.Queue()  # at most max_new_tokens + 1
+        self.number: int | None = None  # the engine's, once it was added; the worker's alone
+        self.deadline: float | None = None
+
+
+class AsyncEngine:
+    """Serves ``engine`` to the tasks of one event loop.
+
+        async with AsyncEngine(engine) as serve:
+            async for event in serve.stream(Request(prompt)):
+                print(event.token)
+
+    The engine is this object's until the block ends: nothing else may call it. The block's end ends every request that
+    lives, with the event "cancelled"; the engine stays as it is, open and idle, and later calls raise RuntimeError.
+
+    A step that fails as a whole is taken again. If it fails again, all requests that live end with its error, and those
+    that come later are served; if a step fails with none to end, the worker stops, and every call raises that error.
+
+    Raises ValueError for the engine of another rank than 0, whose place is to ``follow()``, RuntimeError at the block's
+    begin for one that is busy or that another AsyncEngine serves.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        if engine.model.group.rank:
+            raise ValueError(
+                f"AsyncEngine: this is rank {engine.model.group.rank}: rank 0 takes the requests; call engine.follow()"
+            )
+        self._engine = engine
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Condition()  # guards the next three
+        self._commands: list[tuple[str, Callable[[], Any], asyncio.Future[Any] | None]] = []
+        self._closing = False
+        self._over: str | None = None  # why no command is taken any longer
+        # The worker's alone:
+        self._live: dict[int, _Stream] = {}
+        self._drains: list[asyncio.Future[None]] = []
+        self._failures = 0  # steps that failed in a row
+        self._cancelled = False  # whether the engine has ends to report
+
+    # --- the loop's side
+
+    async def __aenter__(self) -> AsyncEngine:
+        if self._loop is not None:
+            raise RuntimeError("AsyncEngine: it was used before: expected one async with block for each; make another")
+        with _served_lock:
+            if self._engine in _served:
+                raise RuntimeError("AsyncEngine: another one serves this engine: let the tasks share that one")
+            if self._engine.busy:
+                raise RuntimeError("AsyncEngine: the engine is busy: read run() to its end, or cancel its requests")
+            _served.add(self._engine)
+        self._loop = asyncio.get_running_loop()
+        self._ended: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._work, name="shardfuse-engine", daemon=True)
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End what lives, after the step that runs, and the worker. The ``async with`` block's end does it."""
+        if self._thread is None:
+            return
+        self._check_loop("aclose")
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        interrupted: asyncio.CancelledError | None = None
+        while not self._ended.done():  # a task that is cancelled meanwhile leaves no thread either
+            try:
+                await asyncio.shield(self._ended)
+            except asyncio.CancelledError as error:
+                interrupted = error
+        self._thread.join()
+        if interrupted is not None:
+            raise interrupted
+
+    async def stream(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
+        """The events of ``request``, the last of which has a ``finish``.
+
+        A task that is cancelled, or that leaves the ``async for``, cancels the request before the next step.
+        Raises, at the first event, what :meth:`Engine.add` raises: ValueError, QueueFull.
+        """
+        self._check_loop("stream")
+        stream = _Stream(request)
+        lives = True
+        try:
+            await self._ask("stream", partial(self._add, stream))
+            while lives:
+                event = await stream.events.get()
+                lives = event.finish is None
+                yield event
+        finally:
+            if lives:
+                with contextlib.suppress(RuntimeError):  # a worker that has ended has cancelled the request
+                    self._send("stream", partial(self._leave, stream), None)
+
+    async def complete(self, request: Request) -> list[TokenEvent]:
+        """All events of ``request``. Raises as :meth:`stream` does, and RuntimeError where the request fails."""
+        events = [event async for event in self.stream(request)]
+        error = events[-1].error
+        if error is not None:
+            raise RuntimeError(f"complete: the request failed: {error}") from error
+        return events
+
+    async def drain(self) -> None:
+        """Wait until no request lives: while the engine is paused, until somebody resumes it."""
+        self._check_loop("drain")
+        assert self._loop is not None
+        drained: asyncio.Future[None] = self._loop.create_future()
+        await self._ask("drain", partial(self._drains.append, drained))
+        await drained
+
+    async def pause(self) -> None:
+        """:meth:`Engine.pause` between two steps. Requests may still be added, be cancelled, and run out of time."""
+        await self._ask("pause", self._engine.pause)
+
+    async def resume(self) -> None:
+        """:meth:`Engine.resume`."""
+        await self._ask("resume", self._engine.resume)
+
+    async def update_weights(self, state: Mapping[str, torch.Tensor] | None = None) -> None:
+        """:meth:`Engine.update_weights` between two steps, in the worker; raises what it raises."""
+        await self._ask("update_weights", partial(self._engine.update_weights, state))
+
+    async def stats(self) -> EngineStats:
+        """A copy of the engine's statistics between two steps."""
+        return await self._ask("stats", lambda: copy.copy(self._engine.stats))
+
+    async def _ask(self, name: str, call: Callable[[], Any]) -> Any:
+        """What ``call`` returns or raises in the worker, between two steps."""
+        self._check_loop(name)
+        assert self._loop is not None
+        result: asyncio.Future[Any] = self._loop.create_future()
+        self._send(name, call, result)
+        return await result
+
+    def _send(self, name: str, call: Callable[[], Any], result: asyncio.Future[Any] | None) -> None:
+        with self._wake:
+            if self._over is not None or self._closing:
+                raise RuntimeError(f"{name}: {self._over or _CLOSED}")
+            self._commands.append((name, call, result))
+            self._wake.notify()
+
+    def _check_loop(self, name: str) -> None:
+        if self._loop is None:
+            raise RuntimeError(f"{name}: the AsyncEngine is not open: use it within its async with block")
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(
+                f"{name}: the AsyncEngine belongs to another event loop: expected a call from a task of that loop; "
+                "asyncio.run_coroutine_threadsafe sends it one"
+            )
+
+    # --- the worker's side
+
+    def _work(self) -> None:
+        error: Exception | None = None
+        try:
+            while self._turn():
+                pass
+        except Exception as failure:
+            error = failure
+        except BaseException as failure:  # SystemExit, which would end the thread without a word
+            error = RuntimeError(f"the worker was ended by {failure!r}")
+        self._end(error)
+
+    def _turn(self) -> bool:
+        """Wait until there is something to do, carry out the commands, take a step; False once it is to end."""
+        with self._wake:
+            while not self._commands and not self._closing and (idle := self._idle_s()) != 0:
+                self._wake.wait(idle)
+            commands, self._commands = self._commands, []
+            closing = self._closing
+        for _, call, result in commands:
+            self._carry_out(call, result)
+        if closing:
+            return False
+        if self._idle_s() == 0:
+            self._step()
+        if self._drains and not self._live:
+            self._settle_drains(None)
+        return True
+
+    def _idle_s(self) -> float | None:
+        """For how many seconds no step is due; None: until a command comes."""
+        if not self._engine.busy:
+            return None
+        if not self._engine.paused or self._cancelled:
+            return 0.0
+        deadlines = [stream.deadline for stream in self._live.values() if stream.deadline is not None]
+        return min(max(0.0, min(deadlines) - time.monotonic()), _LONGEST_WAIT_S) if deadlines else None
+
+    def _carry_out(self, call: Callable[[], Any], result: asyncio.Future[Any] | None) -> None:
+        if result is None:
+            call()
+        elif not result.cancelled():
+            try:
+                value = call()
+            except Exception as error:
+                self._post(_settle, result, None, error)
+            else:
+                self._post(_settle, result, value, None)
+
+    def _add(self, stream: _Stream) -> None:
+        stream.number = self._engine.add(stream.request)
+        self._live[stream.number] = stream
+        if stream.request.timeout_s is not None:  # a little after the engine's own
+            stream.deadline = time.monotonic() + stream.request.timeout_s
+
+    def _leave(self, stream: _Stream) -> None:
+        if stream.number is not None and self._live.pop(stream.number, None) is not None:
+            self._cancelled |= self._engine.cancel(stream.number)
+
+    def _step(self) -> None:
+        try:
+            with _ONE_STEP:
+                events = self._engine.step()
+        except Exception as error:
+            self._failures += 1
+            if self._failures > _RETRIES:
+                if not self._live:
+                    raise
+                self._end_all("error", error)
+        else:
+            self._failures, self._cancelled = 0, False
+            self._deliver(events)
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        """Have the loop put each event into its stream; what left has none."""
+        found = [(self._live[event.request], event) for event in events if event.request in self._live]
+        for _, event in found:
+            if event.finish is not None:
+                del self._live[event.request]
+        if found:
+            self._post(_put, found)
+
+    def _end_all(self, finish: Finish, error: Exception | None) -> None:
+        """End every request that lives; its task hears of it even where the engine fails to cancel."""
+        numbers = list(self._live)
+        try:
+            for number in numbers:
+                self._cancelled |= self._engine.cancel(number)
+        finally:
+            self._deliver([TokenEvent(number, None, finish, error) for number in numbers])
+
+    def _end(self, error: Exception | None) -> None:
+        """Leave nothing behind: no request, no future that waits, no engine that counts as served."""
+        with self._wake:
+            self._over = _CLOSED if error is None else f"the AsyncEngine has stopped: {type(error).__name__}: {error}"
+            commands, self._commands = self._commands, []
+        with contextlib.suppress(Exception):  # the engine, or a loop that was closed before the block's end
+            self._end_all("cancelled" if error is None else "error", error)
+            if self._engine.busy:
+                self._engine.step()  # it reports the ends, and has nothing to compute
+        with contextlib.suppress(RuntimeError):
+            for name, _, result in commands:
+                if result is not None:
+                    self._post(_settle, result, None, RuntimeError(f"{name}: {self._over}"))
+            self._settle_drains(None if error is None else RuntimeError(f"drain: {self._over}"))
+        with _served_lock:
+            _served.discard(self._engine)
+        with contextlib.suppress(RuntimeError):
+            self._post(_settle, self._ended, None, None)
+
+    def _settle_drains(self, error: Exception | None) -> None:
+        for drained in self._drains:
+            self._post(_settle, drained, None, error)
+        self._drains.clear()
+
+    def _post(self, call: Callable[..., None], *args: Any) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(call, *args)
+
+
+_CLOSED = "the AsyncEngine is closed: its async with block has ended"
+
+
+def _settle(future: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
+    if future.done():  # its task was cancelled
+        return
+    if error is None:
+        future.set_result(value)
+    else:
+        future.set_exception(error)
+
+
+def _put(found: list[tuple[_Stream, TokenEvent]]) -> None:
+    for stream, event in found:
+        stream.events.put_nowait(event)
