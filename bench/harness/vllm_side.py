@@ -75,7 +75,7 @@ def _main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever else prints goes to the log
     asked = json.loads(sys.stdin.readline())
-    from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
+    from vllm import LLM, SamplingParams
 
     llm = LLM(
         model=asked["folder"], dtype="float32", skip_tokenizer_init=True, max_model_len=256, max_num_seqs=32,

@@ -2,9 +2,9 @@
 
 A random Llama of 21 million parameters, fp32, and 32 requests of 16 to 128 tokens that each get 64 more, greedily: all
 sides find the same tokens before anything is timed. transformers' ``generate`` runs them all at once, padded on the
-left; its ``generate_batch`` and vLLM are rolling batches like ours. vLLM runs in an environment of its own, whose Python
-``shardfuse bench serve --vllm`` names. With MKL's fast path forced the peers run in a process for which it is forced;
-what is ours does not change by it.
+left; its ``generate_batch`` and vLLM are rolling batches like ours. vLLM runs in an environment of its own, whose
+Python ``shardfuse bench serve --vllm`` names. With MKL's fast path forced the peers run in a process for which it is
+forced; what is ours does not change by it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...layers.hf.folders import load_hf
 from ...serving import Engine, Request
 from ..harness import fast_mkl
 from ..harness.benchmark import Benchmark, Measurement, Settings
-from ..harness.timing import Elsewhere, Timing, compare_rounds, keep_freed_memory
+from ..harness.timing import Timing, compare_rounds, keep_freed_memory
 from ..harness.vllm_side import Vllm
 from . import serve_cost
 
@@ -107,7 +107,7 @@ def _vllm(dry: bool, forced: bool) -> Vllm:
     return Vllm(os.environ[VLLM], rig.folder, rig.prompts, rig.new, preload=preload)
 
 
-def _peers(settings: Settings) -> dict[str, tuple[int, float | None, Callable[[], Callable[[], object] | Elsewhere]]]:
+def _peers(settings: Settings) -> dict[str, tuple[int, float, Callable[[], Any]]]:
     """By name: rounds, target, and what makes the peer."""
     rig = partial(_rig, settings.dry)
     made: dict[str, Callable[[], Any]] = {STATIC: lambda: rig().static, BATCH: lambda: rig().batch}

