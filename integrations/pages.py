@@ -19,6 +19,7 @@ from ..kernels.paged_attention import paged_attention, plan_attention
 from ..kernels.runtime import dispatch
 
 if TYPE_CHECKING:
+    from ..kernels.paged_attention import cpu
     from ..kernels.paged_attention.launch import Plan
 
 MAX_HEAD_SIZE = 256
@@ -85,9 +86,9 @@ class Batch:
     max_seq_len: int | None = None
     causal: bool = True
     check: bool | None = False  # the host's tables are taken at their word
-    plans: dict[Any, Plan | None] = field(default_factory=dict, repr=False)
+    plans: dict[Any, Plan | cpu.Plan | None] = field(default_factory=dict, repr=False)
 
-    def plan(self, q: torch.Tensor, cache: Cache, window: int | None, invariant: bool | None) -> Plan | None:
+    def plan(self, q: torch.Tensor, cache: Cache, window: int | None, invariant: bool | None) -> Plan | cpu.Plan | None:
         """The plan of all layers of this shape, made at the first one: within the graph, where one is captured."""
         if not q.is_cuda:
             return None

@@ -77,7 +77,7 @@ def _share(settings: Settings) -> tuple[Timing, Timing]:
         finally:
             inner.append(time.perf_counter() - began)
 
-    engine._runner._forward = timed  # type: ignore[method-assign]
+    engine._runner._forward = timed  # type: ignore[method-assign,assignment]
     whole = [_seconds(engine.step) for _ in range(steps)]
     shares = sorted(model / step for model, step in zip(inner, whole))
     step = statistics.median(whole) * 1e6
@@ -138,8 +138,10 @@ def _first(settings: Settings) -> tuple[Timing, Timing]:
     full = Request(torch.randint(1, 60, (BUDGET,)).tolist(), max_new_tokens=1)
     budget = []
     for salt in range(3 if settings.dry else 15):
-        budget.append(_seconds(lambda: engine.generate([Request(full.prompt, 1, cache_salt=str(salt))])))
-    due, added, waited = time.perf_counter(), {}, []
+        one = [Request(full.prompt, 1, cache_salt=f"budget {salt}")]
+        budget.append(_seconds(partial(engine.generate, one)))
+    due, waited = time.perf_counter(), []
+    added: dict[int, float] = {}
     coming = list(zip(gaps, prompts))[::-1]
     while coming or engine.busy:
         now = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..runtime import dispatch, library
-from . import checks, reference
+from . import checks, cpu, reference
 from .checks import Cache
 from .reference import Scale
 
@@ -68,6 +68,7 @@ def norm_rope_write_kv_(
     norm_offset: float = 0.0,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
+    plan: cpu.Plan | None = None,
     check: bool | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
@@ -83,12 +84,19 @@ def norm_rope_write_kv_(
             norm.
         eps: added to the mean of squares.
         norm_offset: added to both weights (Gemma: 1).
+        plan: from :func:`plan_write`, made once for all layers of a step.
 
-    Returns q [T, N, H], contiguous, in its dtype; rows of padding tokens are computed like the others. fp32 arithmetic,
-    rounded once: to q's dtype, or to the cache's.
+    Returns q [T, N, H] in its dtype, contiguous unless a plan was used; rows of padding tokens are computed like the
+    others. fp32 arithmetic, rounded once: to q's dtype, or to the cache's.
 
     Raises ValueError for input that does not fit together, RuntimeError when a gradient would be needed.
     """
+    if plan is not None and isinstance(kv_cache, torch.Tensor) and check is False and impl != "reference":
+        plain = q_norm is k_norm is k_scale is v_scale is None and not torch.is_grad_enabled()
+        call = q, k, v, kv_cache, slot_mapping, cos, sin
+        if plain and library.direct(*call) and plan.fits(*call, interleaved):
+            dispatch.count(_FUSED, "reference")
+            return plan.run(q, k, v, kv_cache)
     k_cache, v_cache = checks.parts_of(_FUSED, kv_cache)
     checks.check_write(_FUSED, k_cache, v_cache, k, v, slot_mapping)
     checks.check_norm_rope(_FUSED, q, k, cos, sin, q_norm, k_norm)
@@ -97,6 +105,33 @@ def norm_rope_write_kv_(
         q, k, v, k_cache, v_cache, slot_mapping, cos, sin, interleaved, q_norm, k_norm, eps, norm_offset, *scales,
         k.is_cpu if check is None else check, impl,
     )  # fmt: skip
+
+
+def plan_write(
+    q: torch.Tensor,
+    kv_cache: Cache,
+    slot_mapping: torch.Tensor,
+    *,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
+    impl: str = "auto",
+) -> cpu.Plan | None:
+    """What all layers of a step share that rotate by the same tables and write to the same slots, on a CPU.
+
+    q [T, N, H] and kv_cache count by their shapes and dtypes. The plan is for these slots and tables with the contents
+    that they have now: :func:`norm_rope_write_kv_` with ``check=False`` and without norms uses it if they are the same
+    tensors and torch counts no change of theirs, and else does without. It also reads k and v as columns of q's matrix
+    where they are, and may return q as columns of another.
+
+    Returns None where there is nothing to plan: for a GPU, in other dtypes than fp32, for pairs and quantised caches,
+    and where slots are padding.
+    """
+    if not isinstance(kv_cache, torch.Tensor) or not q.is_cpu or impl in ("triton", "reference"):
+        return None
+    if dispatch.default_impl() in ("triton", "reference") or not library.direct(q, kv_cache, slot_mapping, cos, sin):
+        return None
+    return cpu.make_plan(q, kv_cache, slot_mapping, cos, sin, interleaved)
 
 
 def _flat(k_scale: Scale, v_scale: Scale) -> tuple[Optional, Optional, Optional, Optional]:

@@ -211,20 +211,24 @@ def prepare(
         offer = cpu.offer(x, weights, dtype, activation, pack_weight)
     choice = linear_act_choice(dtype, x.device, impl, op=op, stock_wins=stock_wins, offer=offer)
     if choice.impl == "onednn":
-        _keep_packed(weights, x, dtype, pack_weight)
+        together = [weights] if op == "linear_act" else [(weight,) for weight in weights]
+        _keep_packed(together, x, dtype, pack_weight)
     dispatch.count(op, choice.impl)
     return dtype, choice
 
 
-def _keep_packed(weights: Tensors, x: torch.Tensor, dtype: torch.dtype, pack_weight: bool) -> None:
-    """Pack the weights for inference, or see to it that a call of training finds none packed."""
+def _keep_packed(together: Sequence[Tensors], x: torch.Tensor, dtype: torch.dtype, pack_weight: bool) -> None:
+    """Pack the weights for inference, those that share a product side by side, or see to it that a call of training
+    finds none packed.
+    """
     if library.watched():
         return
-    for weight in weights:
-        if pack_weight and weight.dtype is dtype is torch.float32:
-            pack(weight, x.shape[:-1].numel())
+    for weights in together:
+        if pack_weight and dtype is torch.float32 and all(weight.dtype is dtype for weight in weights):
+            pack(weights, x.shape[:-1].numel())
         else:
-            drop(weight)
+            for weight in weights:
+                drop(weight)
 
 
 def packs(asked: bool) -> bool:
@@ -322,6 +326,27 @@ def implementation(choice: Choice, *operands: torch.Tensor | None) -> Any:
     if choice.impl == "reference":
         return reference
     return onednn_schemas if library.watched() else onednn
+
+
+def linear_act_fwd(
+    choice: Choice,
+    x: torch.Tensor,
+    weights: Tensors,
+    biases: Sequence[torch.Tensor | None],
+    residual: torch.Tensor | None,
+    activation: str,
+    save_preact: bool = False,
+) -> list[torch.Tensor]:
+    """y_i = act(z_i) [+ residual], then with ``save_preact`` the z_i. Of weights that oneDNN packed together the y_i
+    are columns of one matrix.
+    """
+    where = implementation(choice, x, *weights, *biases, residual)
+    if where is onednn and len(weights) > 1 and not save_preact:
+        columns = onednn.columns(x, weights, biases, activation)
+        if columns is not None:
+            return columns
+    ys: list[torch.Tensor] = where.linear_act_fwd(x, weights, biases, residual, activation, save_preact)
+    return ys
 
 
 def act_grad(dy: torch.Tensor, z: torch.Tensor, activation: str, choice: Choice) -> torch.Tensor:

@@ -44,6 +44,23 @@ def linear_act_fwd(
     return ys + zs if save_preact else ys
 
 
+def columns(x: torch.Tensor, weights: Tensors, biases: Biases, activation: str) -> list[torch.Tensor] | None:
+    """y_i = act(x @ W_i^T + b_i) by one product, as columns of its result; None unless the W_i are packed together."""
+    packed = onednn.packed_together(weights)
+    if packed is None:
+        return None
+    sizes = [weight.shape[0] for weight in weights]
+    fused = activation in onednn.POST_OPS
+    y = onednn.product(x, packed, _side_by_side(biases, sizes, x), activation if fused else "identity")
+    return list((y if fused else apply_activation(y, activation)).split(sizes, 1))
+
+
+def _side_by_side(biases: Biases, sizes: Sequence[int], x: torch.Tensor) -> torch.Tensor | None:
+    if all(bias is None for bias in biases):
+        return None
+    return torch.cat([x.new_zeros(size) if bias is None else bias for bias, size in zip(biases, sizes)])
+
+
 def gated_linear_fwd(
     x: torch.Tensor, weights: Tensors, biases: Biases, activation: str, save_preact: bool
 ) -> list[torch.Tensor]:

@@ -116,8 +116,7 @@ def linear_act(
         ys = apply(_Call("linear_act", activation, choice, dtype, n, buffers), x, residual, *params)
     else:
         rows, residual, operands = _operands(dtype, x, residual, params)
-        where = functional.implementation(choice, rows, *operands, residual)
-        ys = _shaped(where.linear_act_fwd(rows, operands[:n], operands[n:], residual, activation, False), x)
+        ys = _shaped(functional.linear_act_fwd(choice, rows, operands[:n], operands[n:], residual, activation), x)
     if late is not None:
         return ys[0] + late
     return tuple(ys) if many else ys[0]

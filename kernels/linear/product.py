@@ -149,6 +149,8 @@ class Product(NamedTuple):
         options: tuple[Any, ...] = ()
         if arriving is not None:
             where, options = library.imported(schemas.LAUNCH), (arriving,)
+        elif kind == "act" and self.layout == "nt":
+            return functional.linear_act_fwd(self.choice, x, weights, biases, residual, activation, save_preact)
         else:
             where = functional.implementation(self.choice, *self.rows, *weights, *biases, *preacts, residual)
         if kind == "gated":

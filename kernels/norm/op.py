@@ -14,7 +14,7 @@ from ..linear.functional import as_rows, shaped
 from ..runtime import autograd, dispatch, library
 from ..runtime.dispatch import Choice
 from ..runtime.dtypes import no_kernel
-from . import reference, schemas
+from . import cpu, reference, schemas
 
 Optional = torch.Tensor | None
 _LARGEST = 2**31 - 2**14  # of a size: the last block's end still fits 32 bits
@@ -101,7 +101,10 @@ def rms_norm(
     if not dropout_p and dispatch.uses_reference(impl, x) and _plain(x, weight, None, residual, weight_offset, carry):
         s = x if residual is None else x + residual
         try:
-            y = torch.rms_norm(s, s.shape[-1:], weight, eps)  # what F.rms_norm calls
+            if cpu.takes(impl, s, weight):
+                y = cpu.rms_norm(s, weight, eps)
+            else:
+                y = torch.rms_norm(s, s.shape[-1:], weight, eps)  # what F.rms_norm calls
         except RuntimeError:
             _check("rms_norm", x, weight, None, residual)
             raise

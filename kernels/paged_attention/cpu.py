@@ -15,40 +15,36 @@ Long queries (prefill) share a copy of the keys, made segment by segment, so tha
 sequence. A causal mask alone wants one causal call over the step's own keys and one without a mask for each segment
 before them; other masks are formed for a block of queries at a time, where not all of them see a key.
 
-What is done with pages that lie together is in ``cpu_pages.py``.
+``cpu_plan.py`` says which pages are visited, ``cpu_pages.py`` does what is done with pages that lie together.
 """
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
+import math
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 
 from . import reference
 from .cpu_pages import CPU, Pages, Partial, at, attend, bias_of, bits_of, converted, flash, flashes
+from .cpu_plan import Bags, Call, Mask, Plan, Span, Tables, Visits, batches, mask_of, runs_of
 from .options import AttentionOptions
 
-_SHORT = 16  # queries of a sequence, at most, for which pages are visited where they lie
-_BRIDGED_BYTES = 64 << 10  # of pages that nobody asked for, read along to keep what lies around them one view
+__all__ = ["Plan", "make_plan", "paged_attention"]
+
 _SEGMENT = 2048  # keys that long queries copy at a time
 _BLOCK = 128  # queries that attend to a segment at a time
 
 
-class _Span(NamedTuple):
-    """One sequence of the step: its queries are rows ``start`` to ``start + queries`` of q."""
-
-    start: int
-    queries: int
-    length: int
-    prefix: int
-    first: int  # page of the sequence that any query sees
-    table: tuple[int, ...]  # that one and those behind it
+def make_plan(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, tables: Tables, options: AttentionOptions
+) -> Plan | None:
+    """For all calls over ``tables`` with heads, pages and mask like these; None if torch counts no changes of them."""
+    prefixes = () if options.prefix_lens is None else (options.prefix_lens,)
+    if any(x.is_inference() for x in (*tables, *prefixes)):
+        return None
+    return Plan(Call.of(q, k_cache, v_cache, options), tables, options)
 
 
 def paged_attention(
@@ -59,19 +55,35 @@ def paged_attention(
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
     options: AttentionOptions,
+    plan: Plan | None = None,
+    *,
+    want_lse: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As ``reference.paged_attention``, arguments and results."""
+    """As ``reference.paged_attention``, arguments and results; lse in any shape unless it is wanted.
+
+    A plan that is not for this call is not used.
+    """
     tokens, heads, _ = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_zeros(tokens, heads, v_cache.shape[-1])
-    lse = torch.full((tokens, heads), float("-inf"), dtype=wide, device=CPU)
     pool = Pages(k_cache, v_cache, options.k_scale, options.v_scale)
-    q = q if flashes(pool, options) and k_cache.dtype == v_cache.dtype == q.dtype else q.to(wide)
-    for batch in _batches(block_tables, seq_lens, query_start_loc, k_cache.shape[2], options):
-        rows = _rows(batch)
-        part = _short if batch[0].queries <= _SHORT else _long
-        mine = part(q[rows], pool, batch, options._replace(tree_mask=at(options.tree_mask, rows)))
-        out[rows], lse[rows] = mine[0].to(out.dtype), mine[1]
+    call, tables = Call.of(q, k_cache, v_cache, options), (block_tables, seq_lens, query_start_loc)
+    planned = plan.batches if plan is not None and plan.fits(call, tables, options) else batches(call, tables, options)
+    x = q if flashes(pool, options) and k_cache.dtype == v_cache.dtype == q.dtype else q.to(wide)
+    if len(planned) == 1 and planned[0].visits is not None and planned[0].rows == slice(0, tokens):
+        out, lse = _short(x, pool, planned[0].spans, planned[0].visits, call, options)
+        out = out.to(q.dtype)
+        lse = _ungrouped(lse, planned[0].spans[0].queries) if want_lse or options.sinks is not None else lse
+    else:
+        out = q.new_zeros(tokens, heads, v_cache.shape[-1])
+        lse = torch.full((tokens, heads), float("-inf"), dtype=wide, device=CPU)
+        for spans, rows, visits in planned:
+            mine = options._replace(tree_mask=at(options.tree_mask, rows))
+            if visits is None:
+                found = _long(x[rows], pool, spans, mine)
+            else:
+                found = _short(x[rows], pool, spans, visits, call, mine)
+                found = found[0], _ungrouped(found[1], spans[0].queries)
+            out[rows], lse[rows] = found[0].to(out.dtype), found[1]
     if options.sinks is None:
         return out, lse
     whole = torch.logaddexp(lse, options.sinks.to(wide))
@@ -79,182 +91,48 @@ def paged_attention(
     return out.mul_(share.unsqueeze(-1).to(out.dtype)), whole
 
 
-def _batches(
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    page_size: int,
-    options: AttentionOptions,
-) -> list[tuple[_Span, ...]]:
-    """The sequences with queries: those with equally few together, those with many alone."""
-    tables, lens, starts = block_tables.tolist(), seq_lens.tolist(), query_start_loc.tolist()
-    prefixes = [0] * len(lens) if options.prefix_lens is None else options.prefix_lens.tolist()
-    found: dict[int, list[_Span]] = {}
-    for s, (start, end) in enumerate(pairwise(starts)):
-        if start == end:
-            continue
-        queries, length = end - start, lens[s]
-        first = 0 if options.window is None else max(0, length - queries - options.window + 1) // page_size
-        table = tuple(tables[s][first : -(-length // page_size)])
-        together = queries if queries <= _SHORT else -s
-        found.setdefault(together, []).append(_Span(start, queries, length, prefixes[s], first, table))
-    return [tuple(batch) for batch in found.values()]
-
-
-def _rows(batch: Sequence[_Span]) -> slice | torch.Tensor:
-    """The batch's rows of q: a slice where they follow each other, else an index."""
-    first, queries = batch[0].start, batch[0].queries
-    if all(span.start == first + i * queries for i, span in enumerate(batch)):
-        return slice(first, first + len(batch) * queries)
-    return torch.tensor([row for span in batch for row in range(span.start, span.start + queries)], device=CPU)
-
-
 def _grouped(q: torch.Tensor, count: int, kv_heads: int) -> torch.Tensor:
     """[S * Q, N, H] -> [S, K, G * Q, H]: the grouped heads of all queries are rows of their KV head."""
-    return rearrange(q, "(s q) (k g) h -> s k (g q) h", s=count, k=kv_heads)
+    q = q.view(count, -1, kv_heads, q.shape[1] // kv_heads, q.shape[2])  # [S, Q, K, G, H]
+    return q[:, 0] if q.shape[1] == 1 else q.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
 def _ungrouped(x: torch.Tensor, queries: int) -> torch.Tensor:
     """[S, K, G * Q, ...] -> [S * Q, N, ...]"""
-    return rearrange(x, "s k (g q) ... -> (s q) (k g) ...", q=queries)
+    if queries == 1:
+        return x.flatten(1, 2)
+    x = x.unflatten(2, (-1, queries)).movedim(3, 1)  # [S, Q, K, G, ...]
+    return x.flatten(2, 3).flatten(0, 1)
 
 
 # ----------------------------------------------------------------------------------------------------- short queries
 
 
-class _Mask(NamedTuple):
-    """What the queries of each visit see of their page, and what masks and ALiBi add to the scores.
-
-    Slots that none of them sees at either end are left out: B is here the number of the others.
-    """
-
-    slots: slice
-    seen: torch.Tensor  # [E, Q, B] bool
-    bias: torch.Tensor | None  # [E, 1 or K, 1 or R, B]
-
-
-class _Visits(NamedTuple):
-    """The visits to pages, E of them in the order of the pool, and how their results are put together.
-
-    A bag is one row of one sequence, of S * R' with R' = K * R; ``embedding_bag`` adds up what its visits found.
-    """
-
-    pages: list[int]
-    runs: list[slice]  # visits to neighbouring pages
-    owners: torch.Tensor  # [E], which sequence of the batch
-    firsts: torch.Tensor  # [E], position of the page's first token
-    asked: list[int]  # visits that are not there to fill a gap
-    mask: _Mask  # but for trees and ALiBi
-    parts: torch.Tensor  # [S, P]: each sequence's visits
-    padding: torch.Tensor  # [S, P, 1]: where it has fewer than P
-    which: torch.Tensor  # rows of [E * R', Hv], bag by bag
-    bags: torch.Tensor  # [S * R'], where each begins
-
-
-def _short(q: torch.Tensor, pool: Pages, batch: tuple[_Span, ...], options: AttentionOptions) -> Partial:
-    """q [S * Q, N, H], Q queries of each sequence -> out [S * Q, N, Hv], lse [S * Q, N]."""
-    queries, heads = batch[0].queries, (q.shape[1], pool.k.shape[1])
-    page_bytes = (pool.k[0].numel() + pool.v[0].numel()) * pool.k.element_size()
-    wide = torch.promote_types(q.dtype, torch.float32)
-    kind = (options.causal, options.window, options.prefix_lens is not None)
-    visits = _visits(batch, pool.k.shape[2], _BRIDGED_BYTES // page_bytes, heads, kind, wide)
-    mask = visits.mask
+def _short(
+    q: torch.Tensor, pool: Pages, spans: tuple[Span, ...], visits: Visits, call: Call, options: AttentionOptions
+) -> Partial:
+    """q [S * Q, N, H], Q queries of each sequence -> out [S * Q, N, Hv], lse [S, K, G * Q]."""
+    mask, runs = visits.mask, visits.runs
     if not (options.tree_mask is options.alibi_slopes is None):
-        mask = _mask(visits.owners, visits.firsts, batch, pool.k.shape[2], heads, wide, options)
-    rows = _grouped(q, len(batch), heads[1])[visits.owners]
+        mask = mask_of(visits.owners, visits.firsts, spans, call, options)
+        runs = runs_of(visits.pages, visits.together, mask, call)
+    rows = _grouped(q, len(spans), call.heads[1])
+    if visits.bags is not None:
+        rows = rows[visits.owners]
     found = []
-    for run in visits.runs:
-        first = visits.pages[run.start]
-        pages = pool.at(slice(first, first + run.stop - run.start), slice(None), mask.slots)
-        found.append(attend(rows[run], pages, at(mask.bias, run), options))
+    for run in runs:
+        pages = pool.at(run.pages, slice(None), run.slots)
+        found.append(attend(rows[run.visits], pages, run.bias, options))
     outs, lses = found[0] if len(found) == 1 else (torch.cat(x) for x in zip(*found))
-    out, lse = _merge_visits(outs, lses, visits)
-    if out.sum().isnan():
+    out, lse = _merge_visits(outs, lses, visits.bags)
+    if math.isnan(out.sum().item()):
         _visit_again(rows, pool, visits, mask, (outs, lses), options)
-        out, lse = _merge_visits(outs, lses, visits)
-    return _ungrouped(out, queries), _ungrouped(lse, queries)
-
-
-@functools.lru_cache(4)
-def _visits(
-    batch: tuple[_Span, ...],
-    page_size: int,
-    bridged: int,
-    heads: tuple[int, int],
-    kind: tuple[bool, int | None, bool],
-    dtype: torch.dtype,
-) -> _Visits:
-    """Every page that a sequence needs, sorted, gaps of up to ``bridged`` pages filled. All layers of a step share it.
-
-    In a run no page comes twice: what several sequences share is visited in as many runs. ``heads`` are N and K,
-    ``kind`` says whether the mask is causal, its window, and whether there are prefixes.
-    """
-    times: Counter[int] = Counter()
-    wanted = []
-    for owner, span in enumerate(batch):
-        for i, page in enumerate(span.table, start=span.first):
-            wanted.append((times[page], page, owner, i * page_size))
-            times[page] += 1
-    pages: list[int] = []
-    owners: list[int] = []
-    firsts: list[int] = []
-    starts = [0]
-    of_owner: list[list[int]] = [[] for _ in batch]
-    for _, page, owner, first in sorted(wanted):
-        gap = page - pages[-1] - 1 if pages else 0
-        if not 0 <= gap <= bridged:
-            starts.append(len(pages))
-            gap = 0
-        pages += range(page - gap, page + 1)
-        owners += [owner] * (gap + 1)
-        firsts += [first] * (gap + 1)
-        of_owner[owner].append(len(pages) - 1)
-    runs = [slice(*run) for run in pairwise((*starts, len(pages)))]
-    asked = [visit for mine in of_owner for visit in mine]
-    whose, where = (torch.tensor(x, device=CPU) for x in (owners, firsts))
-    options = AttentionOptions(1.0, *kind[:2], prefix_lens=torch.empty(0, device=CPU) if kind[2] else None)
-    mask = _mask(whose, where, batch, page_size, heads, dtype, options)
-    return _Visits(pages, runs, whose, where, asked, mask, *_bags(of_owner, heads[0] * batch[0].queries))
-
-
-def _bags(of_owner: list[list[int]], rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``parts``, ``padding``, ``which`` and ``bags`` of _Visits; ``rows`` is R'."""
-    longest = max(map(len, of_owner))
-    index = torch.tensor([mine + [mine[0]] * (longest - len(mine)) for mine in of_owner], device=CPU)
-    counts = torch.tensor([len(mine) for mine in of_owner], device=CPU)
-    padding = torch.arange(longest, device=CPU) >= counts[:, None]
-    which = (index[:, None] * rows + torch.arange(rows, device=CPU)[:, None])[~padding[:, None].expand(-1, rows, -1)]
-    ends = counts.repeat_interleave(rows).cumsum(0)
-    return index, padding[:, :, None], which, F.pad(ends[:-1], (1, 0))
-
-
-def _mask(
-    owners: torch.Tensor,
-    firsts: torch.Tensor,
-    batch: Sequence[_Span],
-    page_size: int,
-    heads: tuple[int, int],
-    dtype: torch.dtype,
-    options: AttentionOptions,
-) -> _Mask:
-    """The mask of visits by ``owners`` to pages that begin at the positions ``firsts``."""
-    queries = batch[0].queries
-    both = torch.tensor([(span.length, span.prefix) for span in batch], device=CPU)[owners]
-    lengths, prefixes = both[:, :1, None], both[:, 1:, None]
-    context = lengths - queries
-    positions = context + torch.arange(queries, device=CPU)[:, None]
-    keys = firsts[:, None, None] + torch.arange(page_size, device=CPU)
-    tree = None if options.tree_mask is None else options.tree_mask.unflatten(0, (len(batch), queries))[owners]
-    prefix_len = None if options.prefix_lens is None else prefixes
-    seen = reference.visible(positions, keys, lengths, context, options, prefix_len=prefix_len, tree=tree)
-    some = seen.flatten(0, 1).any(0).nonzero().flatten().tolist() or [0]
-    slots = slice(some[0], some[-1] + 1)
-    seen, distance = seen[..., slots], (positions - keys)[..., slots]
-    return _Mask(slots, seen, bias_of(seen, distance, heads, dtype, options))
+        out, lse = _merge_visits(outs, lses, visits.bags)
+    return _ungrouped(out, spans[0].queries), lse
 
 
 def _visit_again(
-    rows: torch.Tensor, pool: Pages, visits: _Visits, mask: _Mask, results: Partial, options: AttentionOptions
+    rows: torch.Tensor, pool: Pages, visits: Visits, mask: Mask, results: Partial, options: AttentionOptions
 ) -> None:
     """Put right the results of pages that are owned in part: one at a time, over the slots that are seen alone."""
     outs, lses = results
@@ -270,27 +148,29 @@ def _visit_again(
             outs[one], lses[one] = attend(rows[one], page, bias, options)
 
 
-def _merge_visits(outs: torch.Tensor, lses: torch.Tensor, visits: _Visits) -> Partial:
+def _merge_visits(outs: torch.Tensor, lses: torch.Tensor, bags: Bags | None) -> Partial:
     """Every sequence's visits as one result: outs [E, K, R, Hv], lses [E, K, R] -> [S, K, R, Hv], [S, K, R]."""
-    if visits.parts.shape[1] == 1:
-        only = visits.parts[:, 0]
+    if bags is None:
+        return outs, lses
+    if bags.parts.shape[1] == 1:
+        only = bags.parts[:, 0]
         return outs[only], lses[only]
     outs, lses = outs.transpose(1, 2), lses.transpose(1, 2)  # as FlashAttention lays them out
-    parts = lses.flatten(1)[visits.parts].masked_fill_(visits.padding, float("-inf"))  # [S, P, R']
+    parts = lses.flatten(1)[bags.parts].masked_fill_(bags.padding, float("-inf"))  # [S, P, R']
     lse = torch.logsumexp(parts, 1)
     weights = (parts - lse.masked_fill(lse == float("-inf"), 0.0)[:, None]).exp_().transpose(1, 2)
-    if len(visits.which) < weights.numel():
-        weights = weights[~visits.padding.mT.expand_as(weights)]
+    if len(bags.which) < weights.numel():
+        weights = weights[~bags.padding.mT.expand_as(weights)]
     values = outs.reshape(-1, outs.shape[-1]).to(lse.dtype)
-    out = F.embedding_bag(visits.which, values, visits.bags, mode="sum", per_sample_weights=weights.flatten())
-    shape = (len(visits.parts), *outs.shape[1:3])
+    out = F.embedding_bag(bags.which, values, bags.starts, mode="sum", per_sample_weights=weights.flatten())
+    shape = (len(bags.parts), *outs.shape[1:3])
     return out.view(*shape, -1).transpose(1, 2), lse.view(shape).transpose(1, 2)
 
 
 # ------------------------------------------------------------------------------------------------------ long queries
 
 
-def _long(q: torch.Tensor, pool: Pages, batch: Sequence[_Span], options: AttentionOptions) -> Partial:
+def _long(q: torch.Tensor, pool: Pages, batch: Sequence[Span], options: AttentionOptions) -> Partial:
     """q [Q, N, H] of one sequence -> out [Q, N, Hv], lse [Q, N]."""
     (span,) = batch
     context = span.length - span.queries
@@ -324,7 +204,7 @@ def _cut(start: int, stop: int, step: int) -> list[range]:
     return [range(i, min(i + step, stop)) for i in range(start, stop, step)]
 
 
-def _joined(pool: Pages, span: _Span, keys: range) -> Pages:
+def _joined(pool: Pages, span: Span, keys: range) -> Pages:
     """``keys`` of one sequence, end to end, as one page: a copy [1, K, keys, ...]."""
     page_size = pool.k.shape[2]
     first, end = keys.start // page_size, -(-keys.stop // page_size)
@@ -340,14 +220,14 @@ def _joined(pool: Pages, span: _Span, keys: range) -> Pages:
 
 def _causal(q: torch.Tensor, segment: Pages, options: AttentionOptions) -> Partial:
     """The step's queries q [Q, N, H] over its own keys [1, K, Q, ...]."""
-    heads = rearrange(q, "q (k g) h -> k g q h", k=segment.k.shape[1])
+    heads = q.unflatten(1, (segment.k.shape[1], -1)).permute(1, 2, 0, 3)  # [K, G, Q, H]
     k, v = (x[0].unsqueeze(1).expand(-1, heads.shape[1], -1, -1) for x in (segment.k, segment.v))
     out, lse = flash(heads, k, v, is_causal=True, scale=options.scale)
     return out.flatten(1, 2)[None], lse.flatten(1, 2)[None]
 
 
 def _over_segment(
-    q: torch.Tensor, segment: Pages, keys: range, block: slice, span: _Span, options: AttentionOptions
+    q: torch.Tensor, segment: Pages, keys: range, block: slice, span: Span, options: AttentionOptions
 ) -> list[Partial]:
     """The queries ``block`` of the sequence, q [Q, N, H], over a segment of its keys; nothing where they see none."""
     rows = _grouped(q, 1, segment.k.shape[1])
@@ -371,7 +251,7 @@ def _over_segment(
     return parts
 
 
-def _pieces(first: int, last: int, span: _Span, options: AttentionOptions) -> list[tuple[range, bool]]:
+def _pieces(first: int, last: int, span: Span, options: AttentionOptions) -> list[tuple[range, bool]]:
     """Keys that queries at positions ``first`` to ``last`` may see, in ranges; which of these want a mask.
 
     What all of them see wants none, and is most of a long sequence.

@@ -19,6 +19,8 @@ _OP = "paged_attention"
 _MAX_HEAD_SIZE = 256  # of the kernel; the reference takes any
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+# q, keys, values, block_tables, seq_lens, query_start_loc
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def paged_attention(
@@ -42,7 +44,7 @@ def paged_attention(
     min_query_len: int | None = None,
     max_query_len: int | None = None,
     max_seq_len: int | None = None,
-    plan: Plan | None = None,
+    plan: Plan | cpu.Plan | None = None,
     invariant: bool | None = None,
     out: torch.Tensor | None = None,
     check: bool | None = None,
@@ -100,6 +102,10 @@ def paged_attention(
     )
     tensors = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
     bounds = Bounds(min_query_len, max_query_len, max_seq_len)
+    if isinstance(plan, cpu.Plan):
+        if check is False and out is None and impl != "reference" and library.direct(*tensors):
+            return _planned(tensors, options, bounds, plan, return_lse)
+        plan = None
     checks.check(*tensors, options, bounds)
     invariant = dispatch.row_invariant() if invariant is None else invariant
     planned = (None, 0) if plan is None else (plan.data, plan.key)
@@ -128,22 +134,28 @@ def plan_attention(
     max_seq_len: int | None = None,
     invariant: bool | None = None,
     impl: str = "auto",
-) -> Plan | None:
+) -> Plan | cpu.Plan | None:
     """How the work of :func:`paged_attention` is cut into programs, for all calls that share these arguments.
 
     Made on the device by one small launch, without a look at its contents on the host. q and kv_cache count by their
     shapes, dtypes and device: one plan serves every layer of a step that has the same ones, and the same mask.
 
-    Returns None where no kernel would run; ``plan=None`` is what such calls take.
+    On a CPU the plan says which pages are visited together. It is for these tables with the contents that they have
+    now: a call with ``check=False`` uses it if they are the same tensors and torch counts no change of theirs, and else
+    does without.
+
+    Returns None where neither a kernel nor the walk over the pages would run; ``plan=None`` is what such calls take.
     """
     k_cache, v_cache = _split_checked(kv_cache, q)
     options = AttentionOptions(1.0, causal, window, prefix_lens=prefix_lens, tree_mask=tree_mask)
+    tensors = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
     if not _choose(q, k_cache, v_cache, impl).triton:
-        return None
+        if not q.is_cpu or impl == "reference" or not library.direct(*tensors):
+            return None
+        return cpu.make_plan(q, k_cache, v_cache, tensors[3:], options)
     from . import launch
 
     invariant = dispatch.row_invariant() if invariant is None else invariant
-    tensors = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
     return launch.make_plan(tensors, options, invariant, Bounds(min_query_len, max_query_len, max_seq_len))
 
 
@@ -175,6 +187,19 @@ def merge_attention(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) 
         (part.to(wide) * weight.unsqueeze(-1) for part, weight in zip(outs, weights)), torch.zeros((), dtype=wide)
     )
     return out.to(outs[0].dtype), lse
+
+
+def _planned(tensors: Tensors, options: AttentionOptions, bounds: Bounds, plan: cpu.Plan, return_lse: bool) -> Any:
+    """A call on a CPU with a plan, past the dispatcher. What a layer before it had checked is not checked again."""
+    q, k_cache, v_cache, *_ = tensors
+    plain = options.sinks is options.alibi_slopes is options.tree_mask is options.k_scale is None
+    call = (q.shape, q.dtype, k_cache.shape, k_cache.dtype, v_cache.shape, v_cache.dtype, *options[:4], bounds)
+    if not plain or plan.checked != call or torch.is_grad_enabled():
+        checks.check(*tensors, options, bounds)
+        plan.checked = call if plain else None
+    dispatch.count(_OP, "reference")
+    out, lse = cpu.paged_attention(*tensors, options, plan, want_lse=return_lse)
+    return (out, lse) if return_lse else out
 
 
 def split_cache(kv_cache: Cache, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ def apply_rope(
     (a, b) -> (a cos - b sin, b cos + a sin). In the wider of the two precisions, rounded once to q's. Differentiable
     by torch's own autograd.
     """
-    tables = _spread(cos, sin, interleaved)
+    tables = spread(cos, sin, interleaved)
     return _rotated(q, tables, interleaved), None if k is None else _rotated(k, tables, interleaved)
 
 
@@ -25,13 +25,13 @@ def apply_rope_(
     q: torch.Tensor, k: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
 ) -> None:
     """The same, written over what was rotated."""
-    tables = _spread(cos, sin, interleaved)
+    tables = spread(cos, sin, interleaved)
     for x in (q,) if k is None else (q, k):
         head = x[..., : tables[0].shape[-1]]
         head.copy_(_rotated(head, tables, interleaved))
 
 
-def _spread(cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> Tables:
+def spread(cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> Tables:
     """What every element is multiplied with, and its partner: cos and -sin or sin, [..., 1, P].
 
     A model rotates in every layer by the same tables, and where tokens are few these copies would be a good part of
@@ -67,9 +67,12 @@ def _rotated(x: torch.Tensor, tables: Tables, interleaved: bool) -> torch.Tensor
     cos, sin = tables
     rotary = cos.shape[-1]
     head = x if rotary == x.shape[-1] else x[..., :rotary]
-    if interleaved:
-        partners = head.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    else:
-        partners = head.roll(rotary // 2, dims=-1)
-    rotated = (head * cos).addcmul_(partners, sin).to(x.dtype)
+    rotated = (head * cos).addcmul_(partners(head, interleaved), sin).to(x.dtype)
     return rotated if head is x else torch.cat((rotated, x[..., rotary:]), dim=-1)
+
+
+def partners(x: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """For each element of x [..., P] the one that it makes a pair with."""
+    if interleaved:
+        return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return x.roll(x.shape[-1] // 2, dims=-1)

@@ -15,10 +15,12 @@ import itertools
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+
+from . import sealing
 
 # Activations that oneDNN applies to a result: the op's name and algorithm.
 POST_OPS = {
@@ -123,21 +125,60 @@ def _why_broken() -> str | None:
 
 
 class _Packed(NamedTuple):
-    weight: weakref.ref[torch.Tensor]
-    state: tuple[int, int, tuple[int, ...], tuple[int, ...]]
-    sample: torch.Tensor
+    """Weights on the same x as one matrix in oneDNN's own layout, one below the other."""
+
+    weights: tuple[weakref.ref[torch.Tensor], ...]
+    numbers: tuple[int, ...]  # their ids
+    states: tuple[tuple[int, int, tuple[int, ...], tuple[int, ...]], ...]
+    views: tuple[torch.Tensor, ...]  # of their samples, in their own memory
+    samples: torch.Tensor  # what these held
     packed: torch.Tensor
 
+    def of(self, weights: Sequence[torch.Tensor]) -> bool:
+        if len(weights) != len(self.weights):
+            return False
+        for reference, weight in zip(self.weights, weights):  # noqa: SIM110 - a generator takes three times as long
+            if reference() is not weight:
+                return False
+        return True
 
-_packed: dict[int, _Packed] = {}
+    def unmoved(self) -> bool:
+        """Whether torch counts no change of any weight. Only then may the views be read."""
+        for reference, state in zip(self.weights, self.states):
+            weight = reference()
+            if weight is None or _state(weight) != state:
+                return False
+        return True
+
+
+class _Everything(NamedTuple):
+    """All packed copies, their views, and their samples in one tensor."""
+
+    copies: list[_Packed]
+    views: list[torch.Tensor]
+    samples: torch.Tensor
+
+    @classmethod
+    def of(cls, copies: list[_Packed]) -> _Everything:
+        samples = [torch.empty(0, device="cpu"), *(held.samples for held in copies)]
+        return cls(copies, [view for held in copies for view in held.views], torch.cat(samples))
+
+
+_packed: dict[int, _Packed] = {}  # by the id of each weight: no weight is packed twice
 _seen: dict[int, weakref.ref[torch.Tensor]] = {}  # what asked to be packed, and is alive
+_everything: _Everything | None = None  # that is packed; None: to be collected
 
 
 @contextlib.contextmanager
 def serving() -> Iterator[None]:
-    """Within the block every call without gradients is inference, also of layers in training mode. Not for threads."""
+    """Within the block every call without gradients is inference, also of layers in training mode. Not for threads.
+
+    The samples of all packed weights are compared here, at once, and not again at each call within the block.
+    """
     global is_serving
     outer, is_serving = is_serving, True
+    if not outer:
+        _compare_samples()
     try:
         yield
     finally:
@@ -147,40 +188,87 @@ def serving() -> Iterator[None]:
 is_serving = False
 
 
-def pack(weight: torch.Tensor, tokens: int) -> None:
-    """Keep ``weight`` [F, D] in oneDNN's own layout for products of about ``tokens`` rows, until it changes.
+def pack(weights: Sequence[torch.Tensor], tokens: int) -> None:
+    """Keep ``weights`` [F_i, D], one or several on the same x, in oneDNN's own layout for products of about ``tokens``
+    rows, until one of them changes.
 
-    Not at once, but when the same object comes a second time: a view made for one call is not worth it. It takes as
+    Not at once, but when the same objects come a second time: a view made for one call is not worth it. It takes as
     many bytes again; ``SHARDFUSE_PACK_WEIGHTS=0`` saves them. Nothing is kept of weights that others take away and
-    bring back (FSDP2, DeepSpeed), or of whose changes torch keeps no count.
+    bring back (FSDP2, DeepSpeed), or of whose changes torch keeps no count, nor a second copy for other companions.
     """
-    held = _packed.get(id(weight))
-    if held is not None and held.weight() is weight:
+    held = _packed.get(id(weights[0]))
+    if held is not None and held.of(weights):
         return
+    again = [_comes_again(weight) for weight in weights]  # each is asked
+    if not all(again) or any(id(weight) in _packed for weight in weights):
+        return
+    for weight in weights:
+        dense = weight.is_contiguous() or weight.t().is_contiguous()
+        if weight.is_inference() or not weight.numel() or not dense or _taken_away(weight):
+            return
+    sealing.refuse(f"oneDNN would pack a weight of {' + '.join(str(list(weight.shape)) for weight in weights)}")
+    detached, numbers = [weight.detach() for weight in weights], tuple(map(id, weights))
+    views, states = tuple(map(_sample, detached)), tuple(map(_state, weights))
+    matrix = detached[0] if len(detached) == 1 else torch.cat(detached)
+    packed = torch.ops.mkldnn._reorder_linear_weight(matrix, tokens)
+    gone = tuple(weakref.ref(weight, lambda _: _forget(numbers)) for weight in weights)
+    _remember(_Packed(gone, numbers, states, views, torch.cat(views), packed))
+
+
+def _comes_again(weight: torch.Tensor) -> bool:
     number = id(weight)
     seen = _seen.get(number)
-    if seen is None or seen() is not weight:
-        _seen[number] = weakref.ref(weight, lambda _: _seen.pop(number, None))
-        return
-    dense = weight.is_contiguous() or weight.t().is_contiguous()
-    if weight.is_inference() or not weight.numel() or not dense or _taken_away(weight):
-        return
-    detached, state = weight.detach(), _state(weight)
-    sample = _sample(detached).clone()
-    packed = torch.ops.mkldnn._reorder_linear_weight(detached, tokens)
-    gone = weakref.ref(weight, lambda _: _packed.pop(number, None))
-    _packed[number] = _Packed(gone, state, sample, packed)
+    if seen is not None and seen() is weight:
+        return True
+    _seen[number] = weakref.ref(weight, lambda _: _seen.pop(number, None))
+    return False
+
+
+def _remember(held: _Packed) -> None:
+    global _everything
+    _packed.update(dict.fromkeys(held.numbers, held))
+    _everything = None
+
+
+def _forget(numbers: Sequence[int]) -> None:
+    global _everything
+    for number in numbers:
+        _packed.pop(number, None)
+    _everything = None
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:
     """What is kept of ``weight``, if the weight is still what it was; else the weight."""
-    held = _packed.get(id(weight)) if _packed else None
-    if held is None or held.weight() is not weight:
-        return weight
-    if not _unchanged(weight, held):
-        _packed.pop(id(weight), None)
-        return weight
-    return held.packed
+    found = packed_together((weight,))
+    return weight if found is None else found
+
+
+def packed_together(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """What is kept of ``weights`` as one matrix, if each is still what it was."""
+    held = _packed.get(id(weights[0])) if _packed else None
+    if held is None or not held.of(weights):
+        return None
+    if held.unmoved() and (is_serving or torch.equal(torch.cat(held.views), held.samples)):
+        return held.packed
+    _forget(held.numbers)
+    return None
+
+
+def _compare_samples() -> None:
+    """Keep nothing of weights that are not what was packed: torch does not count writes through ``weight.data``."""
+    global _everything
+    if _everything is None:
+        _everything = _Everything.of(list({held.numbers: held for held in _packed.values()}.values()))
+    copies, views, samples = _everything
+    for held in copies:
+        if not held.unmoved():  # its views may not be read
+            _forget(held.numbers)
+    if _everything is None:
+        _compare_samples()
+    elif copies and not torch.equal(torch.cat(views), samples):
+        for held in copies:
+            if not torch.equal(torch.cat(held.views), held.samples):
+                _forget(held.numbers)
 
 
 def serves(weight: torch.Tensor) -> bool:
@@ -190,26 +278,23 @@ def serves(weight: torch.Tensor) -> bool:
 
 
 def drop(weight: torch.Tensor) -> None:
-    """Keep nothing of ``weight``."""
+    """Keep nothing of ``weight``, nor of what was packed with it."""
     if _seen:
         _seen.pop(id(weight), None)
-        _packed.pop(id(weight), None)
+        held = _packed.get(id(weight))
+        if held is not None:
+            _forget(held.numbers)
 
 
 def packed_bytes(weight: torch.Tensor) -> int:
     """How many bytes are kept of ``weight``, beside its own."""
     held = _packed.get(id(weight))
-    return weight.numel() * weight.element_size() if held is not None and held.weight() is weight else 0
-
-
-def _unchanged(weight: torch.Tensor, held: _Packed) -> bool:
-    """Whether ``weight`` is what was packed: by torch's count of changes, and, as writes through ``weight.data`` are
-    not counted, by a sample of its elements."""
-    return _state(weight) == held.state and torch.equal(_sample(weight.detach()), held.sample)
+    alive = held is not None and any(reference() is weight for reference in held.weights)
+    return weight.numel() * weight.element_size() if alive else 0
 
 
 def _state(weight: torch.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    return weight._version, weight.data_ptr(), tuple(weight.shape), weight.stride()
+    return weight._version, weight.data_ptr(), weight.shape, weight.stride()
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.kv_cache import copy_blocks_, norm_rope_write_kv_, swap_blocks_, write_kv_
+from ...kernels.kv_cache import copy_blocks_, norm_rope_write_kv_, plan_write, swap_blocks_, write_kv_
 from ...kernels.paged_attention import paged_attention, plan_attention
 from ...kernels.runtime import alloc
 from ...kernels.runtime.checks import whole_number
@@ -58,7 +58,8 @@ class PagedKVCache:
     """Keys and values of all layers on this rank, in blocks of ``block_size`` token slots.
 
     ``data`` is [layers, num_blocks, K/R, block_size, H + Hv], K and V side by side: per layer vLLM's layout. Which
-    sequence owns which block is the allocator's business; a block that was never written to has undefined contents.
+    sequence owns which block is the allocator's business; a block that was never written to holds zeros on a CPU, and
+    anything on a GPU.
 
     Args:
         num_layers, num_blocks: of the storage.
@@ -120,6 +121,9 @@ class PagedKVCache:
             self.k_scale, self.v_scale = (alloc.empty(slots, torch.float32, self.data.device) for _ in range(2))
         elif kv_scales == "tensor":
             self.k_scale, self.v_scale = (torch.ones(num_layers, device=device) for _ in range(2))
+        if self.data.is_cpu:  # NaN in a slot that no sequence owns costs attention a second visit to the page
+            for x in self._by_block():
+                x.view(torch.uint8).zero_()
 
     def layer(self, index: int) -> torch.Tensor:
         """[num_blocks, K/R, block_size, H + Hv] of one layer, a view."""
@@ -273,7 +277,8 @@ class PagedBatch:
             cos, sin = (None, None) if rope is None else rope
             norms: dict[str, Any] = {"q_norm": q_norm, "k_norm": k_norm, "eps": eps, "norm_offset": norm_offset}
             rotary: dict[str, Any] = {"cos": cos, "sin": sin, "interleaved": interleaved}
-            q = norm_rope_write_kv_(q, k, v, pages, self.slot_mapping, **rotary, **norms, **common)
+            plan = self._write_plan(q, pages, rope, interleaved)
+            q = norm_rope_write_kv_(q, k, v, pages, self.slot_mapping, plan=plan, **rotary, **norms, **common)
         masks: dict[str, Any] = {
             "causal": causal,
             "window": window,
@@ -314,6 +319,18 @@ class PagedBatch:
                 **masks,
             )
         return self._plans[key]
+
+    def _write_plan(self, q: torch.Tensor, pages: torch.Tensor, rope: Rope | None, interleaved: bool) -> Any:
+        """The plan that all layers share which rotate such heads by ``rope``; the first of them makes it."""
+        if rope is None or not q.is_cpu:
+            return None
+        made_for, plan = self._plans.get((q.shape, interleaved), (None, None))
+        if made_for is not rope:
+            plan = plan_write(
+                q, pages, self.slot_mapping, cos=rope.cos, sin=rope.sin, interleaved=interleaved, impl=self.impl
+            )
+            self._plans[q.shape, interleaved] = rope, plan
+        return plan
 
 
 def _check_span(span: Span, cache: PagedKVCache) -> None:

@@ -27,7 +27,7 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from .explanation import explain
     from .kernels.dropout import dropout, new_rng_key
-    from .kernels.kv_cache import copy_blocks_, gather_kv, norm_rope_write_kv_, swap_blocks_, write_kv_
+    from .kernels.kv_cache import copy_blocks_, gather_kv, norm_rope_write_kv_, plan_write, swap_blocks_, write_kv_
     from .kernels.linear import gated_linear, linear_act
     from .kernels.norm import layer_norm, rms_norm
     from .kernels.paged_attention import merge_attention, paged_attention, plan_attention
@@ -132,6 +132,7 @@ __all__ = [
     "paged_attention",
     "parallelize",
     "plan_attention",
+    "plan_write",
     "quantize",
     "read_extra",
     "reserve_symmetric_memory",
@@ -214,6 +215,7 @@ _HOMES = {
     "merge_attention": "kernels.paged_attention",
     "new_rng_key": "kernels.dropout",
     "norm_rope_write_kv_": "kernels.kv_cache",
+    "plan_write": "kernels.kv_cache",
     "paged_attention": "kernels.paged_attention",
     "parallelize": "parallel.parallelize",
     "plan_attention": "kernels.paged_attention",

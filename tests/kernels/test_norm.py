@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from shardfuse.kernels.dev import accuracy, registry
 from shardfuse.kernels.dropout import dropout
 from shardfuse.kernels.norm import config, layer_norm, op, rms_norm, schemas
-from shardfuse.kernels.runtime import dispatch, library
+from shardfuse.kernels.runtime import dispatch, library, onednn
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -346,6 +346,44 @@ def test_on_a_cpu_the_plain_call_is_torchs_own(name):
     y = NORMS[name](x, *params, eps=1e-5)
     assert torch.equal(y, getattr(F, name)(x, (24,), *params, eps=1e-5))
     assert dispatch.counts[name, "reference"] == before + 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("eps", [0.0, 1e-6, 1e-2])
+@pytest.mark.parametrize("shape", [(1, 512), (33, 64), (2, 3, 24), (512, 48), (5, 4096), (0, 8)], ids=str)
+def test_rms_norm_of_a_serving_block(shape, eps):
+    """On a CPU: within the budget of the definition, with a residual and without a weight."""
+    x, r = torch.randn(shape, device="cpu"), torch.randn(shape, device="cpu")
+    weight = torch.rand(shape[-1], device="cpu") + 0.5
+    for w, residual in ((weight, None), (None, None), (weight, r)):
+        s = x if residual is None else x + residual
+        with onednn.serving():
+            options = {"carry": True} if residual is None else {"residual": residual}
+            y, kept = rms_norm(x, w, eps=eps, **options)
+        low = F.rms_norm(s, s.shape[-1:], w, eps)
+        exact = F.rms_norm(s.double(), s.shape[-1:], None if w is None else w.double(), eps)
+        verdict = accuracy.judge("y", y, low, exact, terms=shape[-1])
+        assert verdict.ok, verdict
+        assert torch.equal(kept, s)
+
+
+@torch.no_grad()
+def test_a_serving_block_keeps_what_rms_norm_promises():
+    x, weight = torch.randn(9, 4096, device="cpu"), torch.rand(4096, device="cpu")
+    with onednn.serving():
+        y = rms_norm(x, weight)
+        assert torch.equal(rms_norm(x[5:6], weight), y[5:6])  # whatever its company
+        assert torch.equal(rms_norm(x, weight, impl="reference"), F.rms_norm(x, (4096,), weight, 1e-6))
+        with torch.enable_grad():
+            assert torch.equal(rms_norm(x, weight), F.rms_norm(x, (4096,), weight, 1e-6))
+        x[1, 5], x[2, 5], x[3] = float("nan"), float("inf"), 0.0
+        y = rms_norm(x, weight)
+        with pytest.raises(ValueError, match="weight has shape"):
+            rms_norm(x, weight[:1])
+    assert y[[0, *range(4, 9)]].isfinite().all()
+    assert y[1].isnan().all()
+    assert y[2, 5].isnan()
+    assert torch.equal(y[3], torch.zeros(4096))
 
 
 @pytest.mark.parametrize("impl", ["auto", "triton"])

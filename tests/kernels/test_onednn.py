@@ -586,6 +586,14 @@ def _replaced(layer: Any) -> None:
     layer.weight.data = torch.randn(16, 8)
 
 
+def _replaced_like(layer: Any) -> None:
+    layer.weight.data = torch.randn_like(layer.weight)
+
+
+def _new_like(layer: Any) -> None:
+    layer.weight = torch.nn.Parameter(torch.randn_like(layer.weight))
+
+
 def _loaded(layer: Any) -> None:
     layer.load_state_dict({name: value * 2 for name, value in layer.state_dict().items()})
 
@@ -599,6 +607,73 @@ def test_changed_weights_are_never_multiplied_as_they_were(change: Callable[[Any
     layer, x = packing_layer()
     change(layer)
     assert all(right(layer, x) for _ in range(3))
+
+
+def attention_layers() -> tuple[Any, torch.Tensor]:
+    """q, k and v of attention, packed as one matrix."""
+    layers = sf.layers.attention.attention.ParallelAttention(16, 4, 2, impl="onednn").eval()
+    x = torch.randn(5, 16)
+    with torch.no_grad():
+        for _ in range(2):
+            columns(layers, x)
+    return layers, x
+
+
+def columns(layers: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    parts = (layers.q_proj, layers.k_proj, layers.v_proj)
+    return linear_act(
+        x, [part.weight for part in parts], [part.bias for part in parts], pack_weight=True, impl="onednn"
+    )
+
+
+def agree(layers: Any, x: torch.Tensor) -> bool:
+    exact = [F.linear(x, part.weight, part.bias) for part in (layers.q_proj, layers.k_proj, layers.v_proj)]
+    return all(torch.allclose(y, right, 1e-4, 1e-4) for y, right in zip(columns(layers, x), exact, strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gone", [[], ["q"], ["k", "v"], ["q", "k", "v"]], ids=lambda names: "".join(names) or "none")
+def test_weights_that_share_a_product_are_packed_as_one(gone: list[str]):
+    layers, x = attention_layers()
+    for name in gone:
+        layers.get_submodule(f"{name}_proj").bias = None
+    y = columns(layers, x)
+    assert all(part._base is y[0]._base is not None for part in y)  # columns of one result
+    assert agree(layers, x)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        weight = layers.get_parameter(f"{name}.weight")
+        assert onednn.packed_bytes(weight) == 4 * weight.numel()
+        assert onednn.packed(weight) is weight  # alone it is not packed
+    assert agree(layers, torch.randn(1, 16))
+    assert agree(layers, torch.randn(2, 3, 16))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj"])
+@pytest.mark.parametrize("serving", [False, True], ids=["", "serving"])
+@pytest.mark.parametrize("change", [_in_place, _through_data, _replaced_like, _new_like])
+def test_one_that_changes_unpacks_all(change: Callable[[Any], None], name: str, serving: bool):
+    layers, x = attention_layers()
+    change(layers.get_submodule(name))
+    with onednn.serving() if serving else contextlib.nullcontext():
+        assert all(agree(layers, x) for _ in range(3))
+    assert onednn.packed_bytes(layers.v_proj.weight)  # and are packed anew
+
+
+@torch.no_grad()
+def test_a_serving_block_sees_what_torch_counts():
+    """Samples are compared when the block begins, torch's count of changes at each call."""
+    layers, x = attention_layers()
+    with onednn.serving():
+        assert agree(layers, x)
+        layers.k_proj.weight.mul_(2)
+        assert agree(layers, x)
+
+
+def test_training_one_of_them_drops_all():
+    layers, x = attention_layers()
+    layers.train().k_proj(x).sum().backward()
+    assert not any(onednn.packed_bytes(param) for param in layers.parameters())
 
 
 def _loss(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -654,7 +729,7 @@ def test_a_training_step_drops_what_was_packed():
     layer, x = packing_layer()
     layer.train()(x).sum().backward()
     assert onednn.packed_bytes(layer.weight) == 0
-    assert not onednn._packed or id(layer.weight) not in onednn._packed
+    assert id(layer.weight) not in onednn._packed
 
 
 def test_packed_copies_go_with_their_weights():

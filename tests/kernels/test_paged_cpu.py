@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from shardfuse.kernels.dev.accuracy import judge
 from shardfuse.kernels.dev.cases import paged_attention as cases
 from shardfuse.kernels.dev.cases import paged_features as features
-from shardfuse.kernels.paged_attention import cpu, cpu_pages, paged_attention, reference
+from shardfuse.kernels.paged_attention import cpu, cpu_pages, cpu_plan, paged_attention, plan_attention, reference
 from shardfuse.kernels.paged_attention.op import split_cache
 from shardfuse.kernels.paged_attention.options import AttentionOptions
 from shardfuse.kernels.runtime import dispatch
@@ -59,7 +59,7 @@ def _wrong(call: Call) -> list[str]:
 def test_every_way_with_every_two_features(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("_SHORT", "_SEGMENT", "_BLOCK", "_CONVERTED_BYTES")
     for name, value in zip(names, WAYS[way]):
-        monkeypatch.setattr(cpu if hasattr(cpu, name) else cpu_pages, name, value)
+        monkeypatch.setattr(next(each for each in (cpu, cpu_plan, cpu_pages) if hasattr(each, name)), name, value)
     wrong = {case.name: verdicts for case in CASES if (verdicts := _wrong(_call(case)))}
     assert wrong == {}
 
@@ -98,7 +98,7 @@ def test_neighbouring_pages_are_one_view_whoever_owns_them(monkeypatch: pytest.M
 
 def test_small_gaps_are_bridged_and_large_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     page_bytes = 4 * 2 * 32 * 4
-    monkeypatch.setattr(cpu, "_BRIDGED_BYTES", 2 * page_bytes)
+    monkeypatch.setattr(cpu_plan, "_BRIDGED_BYTES", 2 * page_bytes)
     call = _decode([[0, 3], [7, 9]], [8, 7], blocks=16)  # gaps of two pages, three and one
     call[0][1][8] = call[0][2][[1, 2]] = float("nan")  # what is read along may hold anything
     views = _attended(monkeypatch)
@@ -145,7 +145,7 @@ def test_tables_and_lengths_that_change_in_place_are_read_again() -> None:
 def test_what_was_worked_out_for_old_steps_is_not_kept() -> None:
     for length in range(1, 9):
         assert _wrong(_decode([[0, 1]], [length], blocks=2)) == []
-    assert cpu._visits.cache_info().currsize <= 4
+    assert cpu_plan._visits.cache_info().currsize <= 4
 
 
 @pytest.mark.parametrize("queries", [1, 3, 20])
@@ -241,3 +241,63 @@ def test_auto_walks_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert views == [4]
     assert dispatch.counts["paged_attention", "reference"] == before + 1
     assert torch.equal(found, cpu.paged_attention(*call, options)[0])
+
+
+def _ops(call: Call, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    (q, k, v, *tables), asked = call
+    return paged_attention(q, (k, v), *tables, scale=asked.scale, return_lse=True, check=False, **options)  # type: ignore[return-value]
+
+
+@torch.no_grad()
+def test_a_plan_saves_reading_the_tables_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [_decode([[5, 2, 4], [1, 3, 0]], [11, 12], blocks=8, queries=queries) for queries in (1, 3)]
+    calls.append(_decode([[5, 2, 4, 1, 0, 7]], [24], blocks=8, queries=20))
+    for call in calls:
+        (q, k, v, *tables), _ = call
+        plan = plan_attention(q, (k, v), *tables)
+        expected = _ops(call)
+        assert all(torch.equal(*pair) for pair in zip(_ops(call, plan=plan), expected))
+        monkeypatch.setattr(cpu_plan, "_together", None)  # reads the tables
+        for layer in (call, ((q, k.clone(), v.clone(), *tables), call[1])):
+            assert all(torch.equal(*pair) for pair in zip(_ops(layer, plan=plan), expected))
+        monkeypatch.undo()
+
+
+@torch.no_grad()
+def test_a_plan_of_other_tables_is_not_used() -> None:
+    call = _decode([[0, 1], [2, 3]], [8, 6], blocks=8)
+    (q, k, v, block_tables, seq_lens, starts), _ = call
+    plan = plan_attention(q, (k, v), block_tables, seq_lens, starts)
+    _ops(call, plan=plan)
+    seq_lens.copy_(torch.tensor([5, 8]))
+    assert torch.equal(_ops(call, plan=plan)[0], _ops(call)[0])  # changed in place
+    other = _decode([[7, 5], [4, 6]], [8, 6], blocks=8)
+    assert torch.equal(_ops(other, plan=plan)[0], _ops(other)[0])  # other tables
+    window = {"window": 3}
+    assert torch.equal(_ops(call, plan=plan, **window)[0], _ops(call, **window)[0])  # another mask
+
+
+@torch.no_grad()
+def test_no_plan_is_made_for_the_reference() -> None:
+    (q, k, v, *tables), _ = _decode([[0, 1], [2, 3]], [8, 6], blocks=4)
+    assert plan_attention(q, (k, v), *tables, impl="reference") is None
+
+
+@pytest.mark.parametrize(
+    ("lens", "slots", "expected"),
+    [
+        ([8, 8, 1, 1], 6, [2, 2]),
+        ([8, 8, 1, 1], 14, [4]),  # 14 slots are read in vain
+        ([1, 8, 2, 8], 5, [1, 3]),
+        ([8], 0, [1]),
+    ],
+)
+def test_neighbours_of_unlike_length_are_cut_apart(
+    lens: list[int], slots: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where that saves more slots than a call costs."""
+    monkeypatch.setattr(cpu_plan, "_CALL_BYTES", slots * 2 * 32 * 4)
+    call = _decode([[i] for i in range(len(lens))], lens, blocks=4, page=8)
+    views = _attended(monkeypatch)
+    assert _wrong(call) == []
+    assert views == expected

@@ -41,7 +41,9 @@ def lead(engine: Engine) -> dict[str, object]:
 
 if __name__ == "__main__":
     mesh = init_mesh(tp=2, device_type="cpu", timeout=timedelta(seconds=float(os.environ["MESH_TIMEOUT"])))
-    with Engine(tiny_model("gated", mesh=mesh, max_positions=64), num_blocks=64, block_size=4, max_num_seqs=4) as serving:
+    with Engine(
+        tiny_model("gated", mesh=mesh, max_positions=64), num_blocks=64, block_size=4, max_num_seqs=4
+    ) as serving:
         if os.environ["RANK"] == "0":
             print(json.dumps(lead(serving)), flush=True)
         else:
