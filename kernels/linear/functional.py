@@ -233,7 +233,7 @@ def _keep_packed(together: Sequence[Tensors], x: torch.Tensor, dtype: torch.dtyp
 
 def packs(asked: bool) -> bool:
     """Whether a call may keep packed weights, if it is ``asked`` to or not."""
-    return (asked or packing.is_serving) and packing.PACKS and not torch.is_grad_enabled()
+    return (asked or packing.here.serving) and packing.PACKS and not torch.is_grad_enabled()
 
 
 def settled(impl: str, x: torch.Tensor, weight: Any, activation: str, pack: bool) -> str | None:

@@ -93,7 +93,7 @@ def linear_act(
         biases: Optional = (bias,) * len(weights)
     else:
         biases = tuple(bias)
-    if pack_weight or packing.is_serving:
+    if pack_weight or packing.here.serving:
         pack_weight = functional.packs(pack_weight)
     dtype, choice = functional.prepare(x, weights, biases, activation, impl, residual, pack_weight=pack_weight)
     if choice.impl == "reference" and not fuse_wgrad_accumulation:
@@ -145,7 +145,7 @@ def gated_linear(
     weights, biases = (gate_weight, up_weight), (gate_bias, up_bias)
     if not fuse_wgrad_accumulation and functional.settled(impl, x, gate_weight, activation, pack_weight) == "reference":
         return functional.plain_forward(x, weights, biases, activation, op="gated_linear")
-    if pack_weight or packing.is_serving:
+    if pack_weight or packing.here.serving:
         pack_weight = functional.packs(pack_weight)
     dtype, choice = functional.prepare(x, weights, biases, activation, impl, op="gated_linear", pack_weight=pack_weight)
     if choice.impl == "reference" and not fuse_wgrad_accumulation:

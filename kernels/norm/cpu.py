@@ -19,7 +19,7 @@ from ..runtime import autograd, dispatch, library, onednn
 
 def takes(impl: str, s: torch.Tensor, weight: torch.Tensor | None) -> bool:
     """Whether :func:`rms_norm` may run, of tensors that torch's own function takes as they are, if they fit."""
-    if torch.compiler.is_compiling() or not onednn.is_serving or torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not onednn.here.serving or torch.is_grad_enabled():
         return False
     if "reference" in (impl, dispatch.default_impl()) or not (s.is_cpu and s.dtype is torch.float32 and s.dim()):
         return False

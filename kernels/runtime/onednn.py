@@ -14,6 +14,7 @@ import functools
 import itertools
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -171,21 +172,24 @@ _everything: _Everything | None = None  # that is packed; None: to be collected
 
 @contextlib.contextmanager
 def serving() -> Iterator[None]:
-    """Within the block every call without gradients is inference, also of layers in training mode. Not for threads.
+    """Within the block this thread's calls without gradients are inference, also of layers in training mode.
 
     The samples of all packed weights are compared here, at once, and not again at each call within the block.
     """
-    global is_serving
-    outer, is_serving = is_serving, True
+    outer, here.serving = here.serving, True
     if not outer:
         _compare_samples()
     try:
         yield
     finally:
-        is_serving = outer
+        here.serving = outer
 
 
-is_serving = False
+class _Here(threading.local):
+    serving = False  # whether this thread is in the block
+
+
+here = _Here()
 
 
 def pack(weights: Sequence[torch.Tensor], tokens: int) -> None:
@@ -248,7 +252,7 @@ def packed_together(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
     held = _packed.get(id(weights[0])) if _packed else None
     if held is None or not held.of(weights):
         return None
-    if held.unmoved() and (is_serving or torch.equal(torch.cat(held.views), held.samples)):
+    if held.unmoved() and (here.serving or torch.equal(torch.cat(held.views), held.samples)):
         return held.packed
     _forget(held.numbers)
     return None

@@ -26,7 +26,7 @@ class TPOptions(NamedTuple):
     @property
     def packs(self) -> bool:
         """Whether this call may keep packed weights."""
-        return (self.pack_weight or onednn.is_serving) and onednn.PACKS and not self.grad
+        return (self.pack_weight or onednn.here.serving) and onednn.PACKS and not self.grad
 
     def now(self) -> TPOptions:
         """The same with the current value of ``grad``."""
