@@ -61,7 +61,9 @@ class Engine:
             ``scheduler.py`` says it exactly.
         num_host_blocks: in host memory, on every rank, for the keys and values of preempted requests: these are brought
             back where that is quicker than computing them again (``host_space.py``).
-        cuda_graphs: whether steps without prefill replay captured graphs on a GPU (``graphs.py``).
+        enforce_eager: whether the model's own Python runs in every step. Else steps without prefill replay captured
+            graphs on a GPU (``graphs.py``), and recorded ops on a CPU where the model is in one process
+            (``recording.py``).
         invariant: whether a request's answer must not depend on the other requests in its steps, nor on how its prompt
             is cut. On a GPU every matrix product and attention then computes a token the same way in any batch, at a
             cost; on a CPU there is no such guarantee (see ``kernels.runtime.dispatch.row_invariance``).
@@ -88,7 +90,7 @@ class Engine:
         max_queued_tokens: int | None = None,
         max_overtakes: int = 64,
         num_host_blocks: int = 0,
-        cuda_graphs: bool = True,
+        enforce_eager: bool = False,
         invariant: bool = False,
         impl: str = "auto",
         tokenizer: Tokenizer | None = None,
@@ -136,7 +138,7 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=limit,
             num_host_blocks=num_host_blocks,
-            cuda_graphs=cuda_graphs,
+            enforce_eager=enforce_eager,
             invariant=invariant,
             impl=impl,
         )

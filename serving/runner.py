@@ -17,13 +17,14 @@ import torch
 import torch.distributed as dist
 
 from ..kernels.runtime import dispatch, onednn, sealing
-from ..layers.attention.paged import PagedKVCache
+from ..layers.attention.paged import PagedBatch, PagedKVCache
 from ..parallel.core.collectives import CollectiveError
 from .allocator import BlockAllocator
 from .graphs import Graphs, cuda_capture
 from .inputs import Change, Kind, Part, Shape, StepInputs
 from .prompt_logprobs import logit_rows, take_prompt_scores
 from .ranks import RanksLost, StepChannel
+from .recording import Recordings
 from .request import SequenceState
 from .scheduler import Chunk, Copy, Way
 
@@ -50,7 +51,7 @@ class Runner:
         max_num_batched_tokens: int,
         max_model_len: int,
         num_host_blocks: int,
-        cuda_graphs: bool,
+        enforce_eager: bool,
         invariant: bool,
         impl: str,
     ) -> None:
@@ -64,8 +65,9 @@ class Runner:
         self._followed = False  # whether the other ranks are to be dismissed
         self._max_model_len = max_model_len
         self._num_host_blocks = num_host_blocks
-        self._use_graphs = cuda_graphs
+        self._eager = enforce_eager
         self.graphs: Graphs | None = None
+        self.recordings: Recordings | None = None
         self._reserved: int | None = None  # bytes of the GPU's memory when it was sealed
         self.cache: PagedKVCache | None = None
         self._host: PagedKVCache | None = None
@@ -79,16 +81,23 @@ class Runner:
             self._followed = True
             if self._num_host_blocks:
                 self._host = self._host_cache()
-            self.graphs = self._graphs()
+            self.graphs, self.recordings = self._graphs(), self._recordings()
 
     def _graphs(self) -> Graphs | None:
         """What captures decode steps; None where nothing can."""
         on_gpu = self._options["device"].type == "cuda"
         captured = self.model.group.size == 1 or dist.get_backend(self.model.group.pg) == "nccl"
-        if not (self._use_graphs and on_gpu and captured):
+        if self._eager or not (on_gpu and captured):
             return None
         _, max_num_seqs, _ = self._sizes
         return Graphs(cuda_capture(), max_num_seqs, self._max_model_len)
+
+    def _recordings(self) -> Recordings | None:
+        """What records decode steps on a CPU; None where the model is not all in one process, or told not to."""
+        on_cpu = self._options["device"].type == "cpu"
+        if self._eager or self._invariant or not on_cpu or self.model.group.size > 1:
+            return None
+        return Recordings(self._model, self.model.parameters())
 
     def _host_cache(self) -> PagedKVCache:
         options = self._options | {"device": "cpu"}
@@ -99,7 +108,7 @@ class Runner:
 
     def close(self) -> None:
         """Give it back."""
-        self.cache = self._inputs = self._host = self.graphs = None
+        self.cache = self._inputs = self._host = self.graphs = self.recordings = None
 
     def block_seconds(self) -> float:
         """How long a block takes to host memory and back: the second time, when all code is there."""
@@ -277,9 +286,13 @@ class Runner:
         inputs.change(shape)
         tokens, batch = inputs.batch(shape, cache, impl=self._impl)
         with dispatch.row_invariance(self._invariant or dispatch.row_invariant()), onednn.serving():
-            logits: torch.Tensor = self.model(tokens, positions=batch.positions, cache=batch)
-            logits = self.model.gather_logits(logits)
-        return logits
+            if self.recordings is not None and shape.decodes:
+                return self.recordings.run(tokens, batch)
+            return self._model(tokens, batch)
+
+    def _model(self, tokens: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        logits: torch.Tensor = self.model(tokens, positions=batch.positions, cache=batch)
+        return self.model.gather_logits(logits)
 
     def _open(self) -> StepInputs:
         assert self._inputs is not None, "nothing is computed while the engine is closed"

@@ -167,6 +167,7 @@ class _Everything(NamedTuple):
 
 _packed: dict[int, _Packed] = {}  # by the id of each weight: no weight is packed twice
 _seen: dict[int, weakref.ref[torch.Tensor]] = {}  # what asked to be packed, and is alive
+_changes = 0
 _everything: _Everything | None = None  # that is packed; None: to be collected
 
 
@@ -228,17 +229,22 @@ def _comes_again(weight: torch.Tensor) -> bool:
     return False
 
 
+def changes() -> int:
+    """How often something was packed or dropped in this process."""
+    return _changes
+
+
 def _remember(held: _Packed) -> None:
-    global _everything
+    global _everything, _changes
     _packed.update(dict.fromkeys(held.numbers, held))
-    _everything = None
+    _everything, _changes = None, _changes + 1
 
 
 def _forget(numbers: Sequence[int]) -> None:
-    global _everything
+    global _everything, _changes
     for number in numbers:
         _packed.pop(number, None)
-    _everything = None
+    _everything, _changes = None, _changes + 1
 
 
 def packed(weight: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,295 @@
+"""A decode step on a CPU as a list of ops, recorded once and run again: no layer's Python, only its kernels.
+
+As a CUDA graph does on a GPU, a recording holds the ops of one number of tokens, with the parameters that they found.
+Unlike a graph it calls each op anew, so memory is the allocator's; and attention, whose work depends on lengths, is
+called as it is, on the new step's batch.
+
+A number of tokens is recorded when it has come a few times, and computed both ways when it comes next: where the
+results differ in any bit the model does more than such a list can say, and nothing of it is recorded any more.
+Parameters that change end a recording. Hooks run when it is made, not when it is replayed. Models of transformers look
+at values on the host (for packed sequences), so their steps run as they are.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ..kernels.runtime import library, onednn
+from ..layers.attention.paged import PagedBatch
+from ..layers.attention.rope import Rope
+
+_SEEN = 4  # times that a number of tokens comes before its step is recorded
+_KEPT = 64  # recordings
+# In an op's name: what it does depends on values, or on other ranks.
+_VARIES = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "bernoulli", "rand", "c10d")
+
+Forward = Callable[[torch.Tensor, PagedBatch], torch.Tensor]
+
+
+class _Slot(int):
+    """The number of a tensor that the step makes or is given."""
+
+
+class _Call:
+    """One op: what to call with which arguments, where its results go, and which tensors nobody wants after it."""
+
+    __slots__ = ("args", "attends", "done", "flat", "kwargs", "mutates", "out", "run")
+
+    def __init__(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self.run, self.args, self.kwargs, self.out = run, args, kwargs, out
+        self.attends = run is PagedBatch.attend
+        self.mutates = not self.attends and run._schema.is_mutable  # type: ignore[attr-defined]
+        nested = [each for each in args if isinstance(each, (list, tuple))]
+        self.flat = not self.attends and type(out) is _Slot and not any(_slots((nested, kwargs)))
+        self.done: list[int] = []
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs ops, and notes them."""
+
+    def __init__(self, given: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+        self.why_not = ""
+        self.alive: list[Any] = []  # every tensor, so that no id comes twice
+        self._named: dict[int, Any] = {}
+        for each in given:
+            self._name(each)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if any(each in func.name() for each in _VARIES):
+            self.why_not = f"{func.name()} is one of its ops"
+        self.note(func, args, kwargs or {}, out)
+        return out
+
+    def note(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self.calls.append(_Call(run, self.named(args), self.named(kwargs), self._name(out)))
+
+    def named(self, value: Any) -> Any:
+        """``value`` with slots in the place of the step's tensors. What was the same tuple stays the same."""
+        if isinstance(value, torch.Tensor):
+            return self._named.get(id(value), value)
+        if isinstance(value, dict):
+            return {key: self.named(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self.named(each) for each in value]
+        if isinstance(value, (tuple, Rope)):
+            if id(value) not in self._named:
+                self._named[id(value)] = _like(value, [self.named(each) for each in value])
+                self.alive.append(value)
+            return self._named[id(value)]
+        if type(value).__module__ not in ("builtins", "torch"):
+            self.why_not = f"an argument is a {type(value).__name__}, which may hold tensors"
+        return value
+
+    def _name(self, out: Any) -> Any:
+        """Slots for results; one of an op in place has one already."""
+        if isinstance(out, torch.Tensor):
+            if id(out) not in self._named:
+                self._named[id(out)] = _Slot(len(self.alive))
+                self.alive.append(out)
+            return self._named[id(out)]
+        return [self._name(each) for each in out] if isinstance(out, (list, tuple)) else None
+
+
+class _NotedBatch(PagedBatch):
+    """A batch whose attention is one noted call."""
+
+    recorder: _Recorder
+
+    def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with _disable_current_modes():
+            out = super().attend(*args, **kwargs)
+        self.recorder.note(PagedBatch.attend, args, kwargs, out)
+        return out
+
+
+class Recording:
+    """The ops of ``forward`` over a step; :meth:`replay` runs them for another one of as many tokens.
+
+    ``out`` is this step's result. Raises ValueError where the ops depend on values.
+    """
+
+    def __init__(self, forward: Forward, tokens: torch.Tensor, batch: PagedBatch) -> None:
+        noted = _NotedBatch(**{each.name: getattr(batch, each.name) for each in fields(batch) if each.init})
+        recorder = _Recorder(_given(tokens, noted))
+        object.__setattr__(noted, "recorder", recorder)  # a frozen dataclass
+        with recorder, library.recorded():
+            self.out = forward(tokens, noted)
+        if recorder.why_not:
+            raise ValueError(recorder.why_not)
+        self._result, self._size = recorder.named(self.out), len(recorder.alive)
+        self._calls = _fold(recorder.calls, self._result)
+        wanted = {self._result}
+        for call in reversed(self._calls):
+            slots = {*_slots((call.args, call.kwargs, call.out))}
+            call.done = list(slots - wanted)
+            wanted |= slots
+
+    def replay(self, tokens: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """The result for other tokens and their batch."""
+        values: list[Any] = [None] * self._size
+        values[: len(_GIVEN)] = _given(tokens, batch)
+        same: dict[int, Any] = {}
+        for call in self._calls:
+            if call.flat:
+                args = [values[each] if type(each) is _Slot else each for each in call.args]
+                values[call.out] = call.run(*args, **call.kwargs)
+            else:
+                if call.attends:
+                    out: Any = batch.attend(*_filled(call.args, values, same), **_filled(call.kwargs, values, same))
+                else:
+                    out = call.run(*_filled(call.args, values, same), **_filled(call.kwargs, values, same))
+                _keep(call.out, out, values)
+            for slot in call.done:
+                values[slot] = None
+        return values[self._result]
+
+
+class Recordings:
+    """Computes decode steps, of each number of tokens as soon as it may by replaying it.
+
+    Args:
+        forward: computes a step.
+        parameters: of the model.
+    """
+
+    def __init__(self, forward: Forward, parameters: Iterable[torch.Tensor]) -> None:
+        self.replayed = 0  # steps
+        self._forward = forward
+        self._parameters = list(parameters)
+        self._state: Any = None
+        self._seen: Counter[int] = Counter()
+        self._kept: OrderedDict[int, Recording] = OrderedDict()
+        self._checked: set[int] = set()
+        self._off = False
+
+    def run(self, tokens: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """The step's result, [S, V]."""
+        if self._off:
+            return self._forward(tokens, batch)
+        state = [onednn.changes(), *[(each._version, each.data_ptr()) for each in self._parameters]]
+        if state != self._state:
+            self._state = state
+            self._seen.clear()
+            self._kept.clear()
+            self._checked.clear()
+        count = len(tokens)
+        recording = self._kept.get(count)
+        if recording is None:
+            self._seen[count] += 1
+            return self._record(tokens, batch) if self._seen[count] > _SEEN else self._forward(tokens, batch)
+        self._kept.move_to_end(count)
+        if count not in self._checked:
+            return self._compare(recording, tokens, batch)
+        self.replayed += 1
+        return recording.replay(tokens, batch)
+
+    def _record(self, tokens: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        try:
+            recording = Recording(self._forward, tokens, batch)
+        except ValueError:
+            self._off = True
+            return self._forward(tokens, batch)
+        self._kept[count := len(tokens)] = recording
+        self._checked.discard(count)
+        if len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+        return recording.out
+
+    def _compare(self, recording: Recording, tokens: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """Compute the step both ways; from then on it is replayed, or nothing is."""
+        expected, found = self._forward(tokens, batch), recording.replay(tokens, batch)
+        self._checked.add(len(tokens))
+        if not torch.equal(expected.view(torch.uint8), found.contiguous().view(torch.uint8)):
+            self._off = True
+            self._kept.clear()
+            warnings.warn(
+                "a recorded step of this model came to other logits than its forward, so the engine goes on without "
+                "recordings: some op of it depends on what the host read",
+                stacklevel=2,
+            )
+        return expected
+
+
+_GIVEN = ("block_tables", "seq_lens", "query_start_loc", "slot_mapping", "positions", "logit_indices", "tokens")
+
+
+def _given(tokens: torch.Tensor, batch: PagedBatch) -> list[torch.Tensor]:
+    return [*(getattr(batch, name) for name in _GIVEN[:-1]), tokens]
+
+
+def _slots(value: Any) -> Iterator[_Slot]:
+    """The slots in ``value``."""
+    if type(value) is _Slot:
+        yield value
+    elif isinstance(value, (list, tuple, dict, Rope)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _slots(each)
+
+
+def _filled(value: Any, values: Any, same: dict[int, Any]) -> Any:
+    """``value`` with tensors in the place of slots; ``same`` keeps what has become of each tuple."""
+    if type(value) is _Slot:
+        return values[value]
+    if isinstance(value, dict):
+        return {key: _filled(each, values, same) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_filled(each, values, same) for each in value]
+    if isinstance(value, (tuple, Rope)):
+        if id(value) not in same:
+            same[id(value)] = _like(value, [_filled(each, values, same) for each in value])
+        return same[id(value)]
+    return value
+
+
+def _like(value: Any, parts: list[Any]) -> Any:
+    """``parts`` as what ``value`` is: a tuple, one with names, or a Rope."""
+    return type(value)(*parts) if hasattr(value, "_fields") or isinstance(value, Rope) else tuple(parts)
+
+
+def _fold(calls: list[_Call], result: Any) -> list[_Call]:
+    """Without the calls whose results are the same in every step: theirs are put where they are used."""
+    changed: set[Any] = {result}  # slots of what some op writes to, or is made of what one writes to
+    for call in reversed(calls):
+        if call.mutates or changed & {*_slots(call.out)}:
+            changed |= {*_slots((call.args, call.kwargs, call.out))}
+    known: dict[Any, Any] = {}
+    left = []
+    for call in calls:
+        call = _Call(call.run, _with(call.args, known), _with(call.kwargs, known), call.out)
+        if call.attends or any(_slots((call.args, call.kwargs))) or changed & {*_slots(call.out)}:
+            left.append(call)
+        else:
+            found: list[Any] = [None] * (1 + max(_slots(call.out), default=0))
+            _keep(call.out, call.run(*call.args, **call.kwargs), found)
+            known |= {slot: found[slot] for slot in _slots(call.out)}
+    return left
+
+
+def _with(value: Any, known: dict[Any, Any]) -> Any:
+    return value if not known else _filled(value, _Known(known), {})
+
+
+class _Known(dict[Any, Any]):
+    """Slots that are not known stand for themselves."""
+
+    def __missing__(self, slot: Any) -> Any:
+        return slot
+
+
+def _keep(slots: Any, out: Any, values: list[Any]) -> None:
+    """Put results where they are looked for."""
+    if type(slots) is _Slot:
+        values[slots] = out
+    elif slots is not None:
+        for slot, each in zip(slots, out):
+            _keep(slot, each, values)

@@ -1,0 +1,141 @@
+"""Recorded decode steps on a CPU: the logits of the model's own forward, bit for bit, or no recording."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from serving_case import STYLES
+
+from shardfuse import fuse
+from shardfuse.layers.transformer import ParallelTransformer
+from shardfuse.serving import Engine, Request, SamplingParams, TokenEvent
+from shardfuse.serving.recording import Recordings
+from shardfuse.testing import solo_tokens, tiny_model
+
+LENGTHS = (5, 1, 9, 3)
+
+
+def _requests(new: int = 24) -> list[Request]:
+    generator = torch.Generator().manual_seed(2)
+    return [
+        Request(
+            torch.randint(0, 32, (length,), generator=generator).tolist(),
+            max_new_tokens=new - 5 * (length == 3),
+            sampling=SamplingParams(temperature=0.7 * (length % 2), seed=length, logprobs=2),
+        )
+        for length in LENGTHS
+    ]
+
+
+def _events(engine: Engine, requests: list[Request]) -> list[TokenEvent]:
+    for each in requests:
+        engine.add(each)
+    return list(engine.run())
+
+
+def _recordings(engine: Engine) -> Recordings:
+    found = engine._runner.recordings
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("style", STYLES)
+def test_a_replayed_step_is_the_models_own(style: str, dtype: torch.dtype) -> None:
+    """Log-probabilities included; lengths grow over blocks, and sequences come and go."""
+    model = tiny_model(style, dtype=dtype, vocab_size=32, hidden_size=64)
+    sizes: dict[str, Any] = {"num_blocks": 32, "block_size": 4}
+    engine = Engine(model, **sizes)
+    expected = _events(Engine(model, enforce_eager=True, **sizes), _requests())
+    assert _events(engine, _requests()) == expected
+    assert _recordings(engine).replayed >= 10
+    replayed = _recordings(engine).replayed
+    assert [event.token for event in _events(engine, _requests())] == [event.token for event in expected]
+    assert _recordings(engine).replayed > replayed + 10
+
+
+def test_models_of_transformers_are_not_replayed() -> None:
+    """Their masks ask the positions for packed sequences: a value, by which another step may go another way."""
+    pytest.importorskip("transformers")
+    from served_case import build
+
+    model = fuse(build("llama", seed=1))
+    sizes: dict[str, Any] = {"num_blocks": 32, "block_size": 4, "max_model_len": 64}
+    engine = Engine(model, **sizes)
+    assert _events(engine, _requests()) == _events(Engine(model, enforce_eager=True, **sizes), _requests())
+    assert _recordings(engine).replayed == 0
+
+
+@pytest.mark.parametrize("how", ["in place", "through .data", "update_weights"])
+def test_changed_weights_end_a_recording(how: str) -> None:
+    model, other = (tiny_model(seed=seed, dtype=torch.float64, vocab_size=32) for seed in (0, 1))
+    engine = Engine(model, num_blocks=32, prefix_caching=False)
+    _events(engine, _requests())
+    assert _recordings(engine).replayed >= 10
+    if how == "update_weights":
+        engine.update_weights(other.state_dict())
+    for mine, its in zip(model.parameters(), other.parameters()):
+        if how == "in place":
+            with torch.no_grad():
+                mine.copy_(its)
+        elif how == "through .data":
+            mine.data = its.data.clone()
+    answers = engine.generate(_requests())
+    assert answers == [solo_tokens(other, request) for request in _requests()]
+
+
+class Odd(ParallelTransformer):
+    """Multiplies its logits by a number that the host reads off the tokens."""
+
+    reads: Any
+
+    def __call__(self, tokens: torch.Tensor, **kwargs: Any) -> Any:
+        logits = super().__call__(tokens, **kwargs)
+        return logits * (1 + self.reads(tokens) % 7)
+
+
+def _odd(reads: Any) -> Odd:
+    model = copy.deepcopy(tiny_model(dtype=torch.float64, vocab_size=32))
+    model.__class__, model.reads = Odd, staticmethod(reads)
+    return model  # type: ignore[return-value]
+
+
+def test_a_step_that_depends_on_what_the_host_reads_is_not_replayed() -> None:
+    """Through an op, which is seen; and past all ops, which the comparison finds."""
+    for reads, warns in ((lambda tokens: int(tokens[0]), False), (lambda tokens: tokens.tolist()[0], True)):
+        model = _odd(reads)
+        expected = _events(Engine(model, num_blocks=32, enforce_eager=True), _requests())
+        engine = Engine(model, num_blocks=32)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert _events(engine, _requests()) == expected
+        assert _recordings(engine).replayed == 0
+        assert any("came to other logits than its forward" in str(each.message) for each in said) == warns
+
+
+def test_an_engine_that_is_told_so_runs_the_model_in_every_step() -> None:
+    calls = []
+    model = _odd(lambda tokens: calls.append(len(tokens)) or 0)  # type: ignore[func-returns-value]
+    engine = Engine(model, num_blocks=32, enforce_eager=True)
+    _events(engine, _requests())
+    assert engine._runner.recordings is None
+    assert len(calls) == engine.stats.steps
+    calls.clear()
+    engine = Engine(model, num_blocks=32)
+    _events(engine, _requests())
+    assert len(calls) + _recordings(engine).replayed == engine.stats.steps
+
+
+def test_few_recordings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardfuse.serving.recording._KEPT", 2)
+    engine = Engine(tiny_model(vocab_size=32), num_blocks=64, max_num_seqs=8)
+    for count in (1, 2, 3, 1):
+        answers = engine.generate([Request([count, each], max_new_tokens=12) for each in range(count)])
+        assert answers == [
+            solo_tokens(engine.model, Request([count, each], max_new_tokens=12)) for each in range(count)
+        ]
+        assert len(_recordings(engine)._kept) <= 2
