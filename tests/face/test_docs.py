@@ -6,6 +6,7 @@ place of its own; over as many processes as it says in ``make test-all``.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import subprocess
@@ -43,8 +44,8 @@ PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY = "parallelism-1", "checkpoints-0", "ch
 PRETRAINED, STATE_DICTS = "checkpoints-1", "checkpoints-3"
 FUSING, FOREIGN = ("fuse-0", "fuse-2", "fuse-3"), "fuse-1"
 ON_A_CPU, BATCHING, SERVING = "cpu-0", "integrations-0", "serving-0"
-CHOICE = ("serving-1", "serving-2", "serving-3", "serving-4")
-ASYNCIO, TESTING = "serving-5", "serving-6"
+CHOICE = ("serving-1", "serving-2", "serving-3", "serving-4", "serving-5", "serving-6")
+ENGINE_OVER_RANKS, ASYNCIO, TESTING = "serving-7", "serving-8", "serving-9"
 
 
 def test_every_snippet_is_run():
@@ -62,6 +63,7 @@ def test_every_snippet_is_run():
         BATCHING,
         SERVING,
         *CHOICE,
+        ENGINE_OVER_RANKS,
         ASYNCIO,
         TESTING,
     }
@@ -260,6 +262,11 @@ def test_the_choice_of_tokens(name: str, capsys: pytest.CaptureFixture[str]):
 def test_serving_a_foreign_model():
     pytest.importorskip("transformers")
     assert len(_run(PYTHON[SERVING])["answers"][0]) == 8  # which it compares with generate's
+
+
+def test_serving_over_ranks(capsys: pytest.CaptureFixture[str]):
+    _run(PYTHON[ENGINE_OVER_RANKS])
+    assert len(json.loads(capsys.readouterr().out)[0]) == 8
 
 
 def test_serving_on_asyncio(capsys: pytest.CaptureFixture[str]):
