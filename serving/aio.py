@@ -38,7 +38,8 @@ class _Stream:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.events: asyncio.Queue[TokenEvent] = asyncio.Queue()  # at most max_new_tokens + 1
+        # Each event, and whether it is the last one; at most max_new_tokens + 1 for each answer.
+        self.events: asyncio.Queue[tuple[TokenEvent, bool]] = asyncio.Queue()
         self.number: int | None = None  # the engine's, once it was added; the worker's alone
         self.deadline: float | None = None
 
@@ -117,7 +118,7 @@ class AsyncEngine:
             raise interrupted
 
     async def stream(self, request: Request) -> AsyncGenerator[TokenEvent, None]:
-        """The events of ``request``, the last of which has a ``finish``.
+        """The events of ``request``; the last one of each answer has a ``finish``.
 
         A task that is cancelled, or that leaves the ``async for``, cancels the request before the next step.
         Raises, at the first event, what :meth:`Engine.add` raises: ValueError, QueueFull.
@@ -128,8 +129,8 @@ class AsyncEngine:
         try:
             await self._ask("stream", partial(self._add, stream))
             while lives:
-                event = await stream.events.get()
-                lives = event.finish is None
+                event, last = await stream.events.get()
+                lives = not last
                 yield event
         finally:
             if lives:
@@ -139,7 +140,7 @@ class AsyncEngine:
     async def complete(self, request: Request) -> list[TokenEvent]:
         """All events of ``request``. Raises as :meth:`stream` does, and RuntimeError where the request fails."""
         events = [event async for event in self.stream(request)]
-        error = events[-1].error
+        error = next((event.error for event in events if event.error is not None), None)
         if error is not None:
             raise RuntimeError(f"complete: the request failed: {error}") from error
         return events
@@ -268,10 +269,14 @@ class AsyncEngine:
 
     def _deliver(self, events: list[TokenEvent]) -> None:
         """Have the loop put each event into its stream; what left has none."""
-        found = [(self._live[event.request], event) for event in events if event.request in self._live]
-        for _, event in found:
-            if event.finish is not None:
-                del self._live[event.request]
+        last = {event.request: event for event in events if not self._engine.lives(event.request)}
+        found = [
+            (self._live[event.request], event, last.get(event.request) is event)
+            for event in events
+            if event.request in self._live
+        ]
+        for number in last:
+            self._live.pop(number, None)
         if found:
             self._post(_put, found)
 
@@ -282,7 +287,8 @@ class AsyncEngine:
             for number in numbers:
                 self._cancelled |= self._engine.cancel(number)
         finally:
-            self._deliver([TokenEvent(number, None, finish, error) for number in numbers])
+            ends = [(self._live.pop(number), TokenEvent(number, None, finish, error), True) for number in numbers]
+            self._post(_put, ends)
 
     def _end(self, error: Exception | None) -> None:
         """Leave nothing behind: no request, no future that waits, no engine that counts as served."""
@@ -325,6 +331,6 @@ def _settle(future: asyncio.Future[Any], value: Any, error: Exception | None) ->
         future.set_exception(error)
 
 
-def _put(found: list[tuple[_Stream, TokenEvent]]) -> None:
-    for stream, event in found:
-        stream.events.put_nowait(event)
+def _put(found: list[tuple[_Stream, TokenEvent, bool]]) -> None:
+    for stream, event, last in found:
+        stream.events.put_nowait((event, last))

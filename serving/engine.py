@@ -11,23 +11,25 @@ import heapq
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..kernels.runtime import sealing
-from ..kernels.runtime.checks import check_impl, type_name, whole_number
+from ..kernels.runtime.checks import check_impl, whole_number
 from ..kernels.runtime.dtypes import CACHE_NAMES, QUANTISED
+from ..kernels.runtime.sealing import SealBroken
 from ..layers.attention.paged import default_block_size
 from ..parallel.core.collectives import CollectiveError
+from .admission import Admission
 from .allocator import BlockAllocator
 from .guiding import Guides, wait_for
 from .host_space import HostSpace
 from .models import ServableModel, as_servable
+from .outcome import New, draw, event_of
 from .ranks import RanksLost
-from .request import Finish, QueueFull, Request, SequenceState, TokenEvent
+from .request import Finish, Request, SequenceState, TokenEvent
 from .runner import Runner
-from .sampling import Sampled, sample
 from .scheduler import Chunk, Scheduler
 from .stats import EngineStats
 from .text import AnswerText, Tokenizer, decoder
@@ -146,12 +148,16 @@ class Engine:
         self._lost: RanksLost | None = None
         self._worked = False  # whether the other ranks expect a step
         self._paused = False
-        self._max_queued = (
-            None if max_queued_requests is None else whole_number("Engine: max_queued_requests", max_queued_requests),
-            None if max_queued_tokens is None else whole_number("Engine: max_queued_tokens", max_queued_tokens),
-        )
         self._decode = None if tokenizer is None else decoder(tokenizer)
         self._guides = Guides(tokenizer, config.vocab_size)
+        self._admission = Admission(
+            self._allocator,
+            vocab_size=config.vocab_size,
+            max_model_len=limit,
+            max_queued_requests=max_queued_requests,
+            max_queued_tokens=max_queued_tokens,
+            guides=None if tokenizer is None else self._guides,
+        )
         self._clock = 0  # steps taken, including idle ones
         self._next_id = 0
         self._next_sequence = 0
@@ -180,8 +186,13 @@ class Engine:
 
         A ``with`` block does both. The model stays as it is. On rank 0 it ends the other ranks' :meth:`follow`, too.
         """
-        if self._open and self._leads and self._lost is None:
-            self._runner.dismiss()
+        try:
+            if self._open and self._leads and self._lost is None:
+                self._runner.dismiss()
+        finally:
+            self._free()
+
+    def _free(self) -> None:
         for number in list(self._live):
             self._end(number, "cancelled")
         self._cancelled.clear()
@@ -241,6 +252,7 @@ class Engine:
     def pause(self) -> None:
         """Compute nothing until :meth:`resume`: steps only report requests that were cancelled or ran out of time."""
         self._paused = True
+        self._rest()
 
     def resume(self) -> None:
         """Go on after :meth:`pause`."""
@@ -256,13 +268,22 @@ class Engine:
 
         The engine has no copy of the model's parameters: a trainer may write to these very ones between steps, and then
         call this. Answers keep their tokens; keys and values of running requests are computed again, and nothing that
-        earlier weights computed is shared. On several ranks all call it.
+        earlier weights computed is shared. On several ranks all call it, after :meth:`dismiss`.
 
-        Raises RuntimeError where ``state`` does not fit the model, whose weights may have changed in part by then.
+        Raises RuntimeError where ``state`` does not fit the model, whose weights may have changed in part by then, and
+        where the other ranks still follow this one.
         """
-        if state is not None:
-            self.model.load_state_dict(state)
-        self._scheduler.new_weights()
+        if self._leads and self.model.group.size > 1 and self._runner.followed and self._open:
+            raise RuntimeError(
+                "update_weights: the other ranks follow this one, with their own weights: dismiss() them first, and "
+                "call it on every rank"
+            )
+        try:
+            if state is not None:
+                self.model.load_state_dict(state)
+        finally:
+            self._runner.new_weights()
+            self._scheduler.new_weights()
 
     @property
     def busy(self) -> bool:
@@ -281,8 +302,8 @@ class Engine:
         self._check_leads("add")
         if self._lost is not None:
             raise self._lost
-        self._check(request)
-        self._check_queue(request)
+        self._admission.check(request)
+        self._admission.check_queue(request, self._queued())
         number = self._next_id
         self._next_id += 1
         self._live[number] = [self._sequence(number, request)]
@@ -290,6 +311,12 @@ class Engine:
         if request.timeout_s is not None:
             heapq.heappush(self._deadlines, (time.monotonic() + request.timeout_s, number))
         return number
+
+    def _queued(self) -> Iterator[SequenceState]:
+        """What waits, or is still to come."""
+        yield from self._scheduler.waiting
+        for _, number in self._arrivals:
+            yield from self._live[number]
 
     def _sequence(self, number: int, request: Request) -> SequenceState:
         sequence = SequenceState(self._sequence_id(), request, list(request.prompt), number, text=self._text(request))
@@ -306,6 +333,10 @@ class Engine:
     def _sequence_id(self) -> int:
         self._next_sequence += 1
         return self._next_sequence
+
+    def lives(self, number: int) -> bool:
+        """Whether request ``number`` has an answer that has not ended."""
+        return number in self._live
 
     def cancel(self, number: int) -> bool:
         """Cancel request ``number`` and free its blocks; the next step reports its end.
@@ -344,6 +375,10 @@ class Engine:
         while self._deadlines and self._deadlines[0][0] <= time.monotonic():
             self._end(heapq.heappop(self._deadlines)[1], "timeout")
         began = time.perf_counter()
+        try:
+            self._copy()  # what a step that failed has left
+        except (RanksLost, CollectiveError) as error:
+            return self._lose(error)
         chunks = [] if self._paused else self._scheduler.schedule()
         generated = []
         if chunks:
@@ -356,7 +391,10 @@ class Engine:
         self._clock += 1
         if not self._live:
             self._deadlines.clear()
-        self._rest()
+        try:
+            self._rest()
+        except RanksLost as error:
+            return generated + self._lose(error)
         cancelled, self._cancelled = self._cancelled, []
         return cancelled + generated
 
@@ -396,7 +434,7 @@ class Engine:
         if self.busy:
             raise RuntimeError("generate: other requests are being served; add() these and read run() instead")
         for request in requests:
-            self._check(request)
+            self._admission.check(request)
         numbers = [self.add(request) for request in requests]
         answers: dict[tuple[int, int], list[int]] = {
             (number, i): [] for number, each in zip(numbers, requests) for i in range(each.n)
@@ -412,59 +450,20 @@ class Engine:
             for number in list(self._live):
                 self.cancel(number)
             self._cancelled.clear()
+            self._rest()
         return list(answers.values())
-
-    def _check(self, request: Request) -> None:
-        """ValueError where the request cannot be served."""
-        if not isinstance(request, Request):
-            raise ValueError(f"request is a {type_name(request)}: expected a Request, such as Request([1, 2, 3])")
-        request.check(self.model.config.vocab_size)
-        if request.stop_strings and self._decode is None:
-            raise ValueError("stop_strings, and the engine has no tokenizer: make it with Engine(..., tokenizer=...)")
-        if request.sampling.guide is not None:
-            if self._decode is None:
-                raise ValueError("guide, and the engine has no tokenizer: make it with Engine(..., tokenizer=...)")
-            self._guides.check()
-        prompt = len(request.prompt)
-        total = prompt + request.max_new_tokens
-        if total > self.max_model_len:
-            raise ValueError(
-                f"a prompt of {prompt} tokens and max_new_tokens={request.max_new_tokens} make {total}: expected "
-                f"at most max_model_len={self.max_model_len}; shorten either"
-            )
-        # The last generated token never enters the cache.
-        blocks = self._allocator.blocks_for(total - 1)
-        if blocks > self._allocator.num_blocks:
-            raise ValueError(
-                f"a prompt of {prompt} tokens and max_new_tokens={request.max_new_tokens} need {blocks} blocks of "
-                f"{self._allocator.block_size} tokens: the cache has {self._allocator.num_blocks}; shorten either, or "
-                "make the engine with more num_blocks"
-            )
-
-    def _check_queue(self, request: Request) -> None:
-        """QueueFull where the request would have to wait and the queue has no room for it."""
-        requests, tokens = self._max_queued
-        if requests is None and tokens is None:
-            return
-        queued = [each.request for each in self._scheduler.waiting]
-        queued += [self._live[number][0].request for _, number in self._arrivals]
-        held, asked = sum(map(_tokens_of, queued)), _tokens_of(request)
-        if queued and requests is not None and len(queued) >= requests:
-            raise QueueFull(f"{len(queued)} requests wait, and max_queued_requests={requests}: send this one later")
-        if queued and tokens is not None and held + asked > tokens:
-            raise QueueFull(
-                f"{len(queued)} requests of {held} tokens wait, this one has {asked} (prompt and max_new_tokens), and "
-                f"max_queued_tokens={tokens}: send it later"
-            )
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[list[New]]:
         """What each chunk gives: nothing where it does not sample, a token for each answer, or a sequence's error."""
-        self._runner.copy_blocks(self._scheduler.take_copies())
+        self._copy()
         if not self._one_by_one:
             try:
                 logits = self._runner.logits(chunks)
             except (RanksLost, CollectiveError):
                 raise
+            except SealBroken as error:
+                self._runner.recover()
+                return [[New(chunk.sequence, error)] for chunk in chunks]
             except Exception:
                 self._one_by_one = True
                 self._runner.recover()
@@ -474,6 +473,17 @@ class Engine:
                 return self._choose(logits, chunks)
         self._one_by_one = False
         return [self._alone(chunk) for chunk in chunks]
+
+    def _copy(self) -> None:
+        """Make the copies of blocks that the scheduler asks for. Where that fails, the next step does it again."""
+        try:
+            self._runner.copy_blocks(self._scheduler.copies())
+        except (RanksLost, CollectiveError):
+            raise
+        except Exception:
+            self._runner.recover()
+            raise
+        self._scheduler.copied()
 
     def _alone(self, chunk: Chunk) -> list[New]:
         """What comes of a chunk by itself. To ask twice changes nothing: no draw depends on one before it."""
@@ -493,7 +503,7 @@ class Engine:
         if len(every) > len(logits):
             rows = [row for row, each in enumerate(filter(None, answers)) for _ in each]
             logits = logits[torch.tensor(rows, device=logits.device)]
-        found = iter(_sampled(logits, every) if every else [])
+        found = iter(draw(logits, every) if every else [])
         return [[New(sequence, next(found)) for sequence in each] for each in answers]
 
     def _answers(self, sequence: SequenceState) -> list[SequenceState]:
@@ -533,7 +543,7 @@ class Engine:
                     self._live[lead.number].append(sequence)
                     self._scheduler.fork(lead, sequence)
             for sequence, new in news:
-                event = _event(sequence, new)
+                event = event_of(sequence, new)
                 if event.finish is not None:
                     self._retire(sequence)
                 events.append(event)
@@ -566,39 +576,3 @@ class Engine:
         stats.peak_blocks = allocator.peak_blocks
         stats.slot_steps += allocator.allocated_slots
         stats.unused_slot_steps += allocator.unused_slots
-
-
-def _tokens_of(request: Request) -> int:
-    """The most that its prompt and answers come to."""
-    return len(request.prompt) + request.n * request.max_new_tokens
-
-
-class New(NamedTuple):
-    """What a step found for a sequence: its next token, or an error that is its alone."""
-
-    sequence: SequenceState
-    what: Sampled | Exception
-
-
-def _event(sequence: SequenceState, new: Sampled | Exception) -> TokenEvent:
-    """Take a step's result into its sequence."""
-    if not isinstance(new, Exception):
-        try:
-            finish, text = sequence.accept(new.token)
-            asked = sequence.generated == 1 and sequence.request.sampling.prompt_logprobs is not None
-            scores = tuple(sequence.prompt_scores) if asked else None
-            drawn = new.token, finish, None, new.logprob, new.top_logprobs
-            return TokenEvent(sequence.number, *drawn, text, scores, sequence.index)
-        except Exception as error:  # of the tokenizer or the guide
-            new = error
-    return TokenEvent(sequence.number, None, "error", new, text=sequence.rest(), index=sequence.index)
-
-
-def _sampled(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sampled | Exception]:
-    """The next token of each sequence, or the error of its choice, which is that sequence's alone."""
-    try:
-        return list(sample(logits, sequences))
-    except Exception as error:
-        if len(sequences) == 1:
-            return [error]
-    return [_sampled(logits[row : row + 1], [each])[0] for row, each in enumerate(sequences)]

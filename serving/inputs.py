@@ -68,6 +68,7 @@ class Shape(NamedTuple):
     max_seq_len: int = 0
     blocks: int = 0
     step: int = 0
+    sealed: int = 0
 
     @property
     def decodes(self) -> bool:
@@ -105,6 +106,7 @@ class StepInputs:
         on_gpu = device.type != "cpu"
         self.buffer = torch.zeros(ends[-1], dtype=torch.int32, pin_memory=on_gpu)
         self._there = torch.zeros_like(self.buffer, device=device) if on_gpu else self.buffer
+        self._copied = torch.cuda.Event() if on_gpu else None
         self._here: dict[str, Any] = {name: self.buffer.numpy()[at] for name, at in self._at.items()}
         self.scratch_row = max_sequences  # that padding may change
         self.table = torch.zeros(max_sequences + 1, max_blocks, dtype=torch.int32, device=device)
@@ -112,6 +114,7 @@ class StepInputs:
 
     def pack(self, parts: Sequence[Part], changes: Sequence[Change] = (), *, block_size: int, step: int) -> Shape:
         """Write a step into the buffer; at most ``max_listed`` changes."""
+        self.settle()
         lengths = [len(part.tokens) for part in parts]
         ends = list(accumulate(lengths))
         lens = [part.start + length for part, length in zip(parts, lengths)]
@@ -134,6 +137,7 @@ class StepInputs:
 
     def pack_list(self, kind: Kind, entries: Sequence[tuple[int, int, int]]) -> Shape:
         """Write ``entries``, at most ``max_listed``, into the buffer: changes of the table, or copies of blocks."""
+        self.settle()
         name = "changes" if kind is Kind.CHANGE else "copies"
         self._list(name, entries)
         return self.repack(Shape(kind, **{name: len(entries)}))
@@ -150,6 +154,7 @@ class StepInputs:
 
     def pack_kind(self, kind: Kind) -> Shape:
         """Write what needs no numbers."""
+        self.settle()
         return self.repack(Shape(kind))
 
     def _list(self, name: str, entries: Sequence[tuple[int, int, int]]) -> None:
@@ -170,9 +175,15 @@ class StepInputs:
             yield entries[first : first + self.max_listed]
 
     def upload(self) -> None:
-        """Copy the buffer to the device, without waiting. The caller reads the step's tokens before it packs again."""
-        if self._there is not self.buffer:
+        """Copy the buffer to the device, without waiting."""
+        if self._copied is not None:
             self._there.copy_(self.buffer, non_blocking=True)
+            self._copied.record()
+
+    def settle(self) -> None:
+        """Wait until the last :meth:`upload` has read the buffer; before anything is written to it."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def pad(self, shape: Shape, sequences: int, max_seq_len: int, *, block_size: int) -> Shape:
         """A decode step of :meth:`pack` as one of ``sequences`` sequences, of which the last have no token."""

@@ -62,7 +62,7 @@ class Runner:
         self._sizes = (max_num_batched_tokens, max_num_seqs, allocator.blocks_for(max_model_len))
         self._invariant, self._impl = invariant, impl
         self._steps = 0
-        self._followed = False  # whether the other ranks are to be dismissed
+        self.followed = False  # whether the other ranks are to be dismissed
         self._max_model_len = max_model_len
         self._num_host_blocks = num_host_blocks
         self._eager = enforce_eager
@@ -78,7 +78,7 @@ class Runner:
         if self.cache is None:
             self.cache = PagedKVCache(self.model.config.num_layers, self._allocator.num_blocks, **self._options)
             self._inputs = StepInputs(*self._sizes, self._options["device"])
-            self._followed = True
+            self.followed = True
             if self._num_host_blocks:
                 self._host = self._host_cache()
             self.graphs, self.recordings = self._graphs(), self._recordings()
@@ -90,12 +90,14 @@ class Runner:
         if self._eager or not (on_gpu and captured):
             return None
         _, max_num_seqs, _ = self._sizes
-        return Graphs(cuda_capture(), max_num_seqs, self._max_model_len)
+        with self._device():
+            return Graphs(cuda_capture(), max_num_seqs, self._max_model_len)
 
     def _recordings(self) -> Recordings | None:
         """What records decode steps on a CPU; None where the model is not all in one process, or told not to."""
         on_cpu = self._options["device"].type == "cpu"
-        if self._eager or self._invariant or not on_cpu or self.model.group.size > 1:
+        eager = self._eager or getattr(self.model, "enforce_eager", False)
+        if eager or self._invariant or not on_cpu or self.model.group.size > 1:
             return None
         return Recordings(self._model, self.model.parameters())
 
@@ -105,6 +107,13 @@ class Runner:
         if self._options["device"].type != "cpu":
             host.data = host.data.pin_memory()
         return host
+
+    def new_weights(self) -> None:
+        """The model's parameters are others: keep nothing that was made of them."""
+        for parameter in self.model.parameters():
+            onednn.drop(parameter)
+        if self.graphs is not None:
+            self.graphs = self._graphs()  # parameters may lie elsewhere
 
     def close(self) -> None:
         """Give it back."""
@@ -117,10 +126,11 @@ class Runner:
             return 0.0
         for _ in range(2):
             began = time.perf_counter()
-            cache.swap_blocks(host, [(0, 0)])
-            host.swap_blocks(cache, [(0, 0)])
-            if cache.data.is_cuda:
-                torch.cuda.synchronize(cache.data.device)
+            with self._device():
+                cache.swap_blocks(host, [(0, 0)])
+                host.swap_blocks(cache, [(0, 0)])
+                if cache.data.is_cuda:
+                    torch.cuda.synchronize()
         return time.perf_counter() - began
 
     # --- rank 0
@@ -172,11 +182,11 @@ class Runner:
 
     def dismiss(self) -> None:
         """The other ranks' :meth:`follow` returns. Twice without a step between is once."""
-        if self._followed:
+        if self.followed:
             inputs = self._open()
             inputs.pack_kind(Kind.END)
             self.channel.send(inputs.buffer, idle=True)
-            self._followed = False
+            self.followed = False
 
     def recover(self) -> None:
         """After a step that failed here: see that every rank is ready for the next one.
@@ -198,7 +208,9 @@ class Runner:
 
     def _everywhere(self, shape: Shape) -> torch.Tensor | None:
         """Do what the buffer says on every rank."""
-        self._followed = True
+        self.followed = True
+        if sealing.active():
+            shape = self._open().repack(shape._replace(sealed=1))
         self.channel.send(self._open().buffer)
         return self._run(shape)
 
@@ -212,6 +224,7 @@ class Runner:
         """
         inputs, failed = self._open(), None
         while True:
+            inputs.settle()
             self.channel.receive(inputs.buffer)
             shape = inputs.shape()
             self.channel.rest(shape.kind in (Kind.IDLE, Kind.END))
@@ -223,7 +236,8 @@ class Runner:
             elif shape.kind == Kind.END:
                 return
             try:
-                self._run(shape)
+                with sealing.sealed() if shape.sealed else contextlib.nullcontext():
+                    self._run(shape)
             except CollectiveError as error:
                 raise RanksLost(f"a rank of the model was lost: {error}") from error
             except Exception as error:
@@ -233,6 +247,15 @@ class Runner:
 
     @torch.no_grad()
     def _run(self, shape: Shape) -> torch.Tensor | None:
+        with self._device():
+            return self._do(shape)
+
+    def _device(self) -> contextlib.AbstractContextManager[Any]:
+        """Makes the model's GPU the current one of this thread."""
+        device = self._options["device"]
+        return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+    def _do(self, shape: Shape) -> torch.Tensor | None:
         inputs, cache = self._open(), self.cache
         assert cache is not None
         if shape.kind in (Kind.COMPUTE, Kind.WARM):

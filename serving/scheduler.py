@@ -178,9 +178,8 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step, with room in the cache for all of them; empty when nothing waits or runs.
 
-        What :meth:`take_copies` returns afterwards has to be copied before they are computed.
+        What :meth:`copies` returns afterwards has to be copied before they are computed, and before the next call.
         """
-        self._host.settle()
         chunks: list[Chunk] = []
         budget = self.max_num_batched_tokens
         index = 0
@@ -200,13 +199,17 @@ class Scheduler:
         assert chunks or not self.waiting, "requests wait and nothing runs: blocks are missing"
         return chunks
 
-    def take_copies(self) -> list[Copy]:
+    def copies(self) -> list[Copy]:
         """The copies of blocks that the scheduled chunks rest on, in an order in which none overwrites another's
         source: blocks go to host memory before others take them, and come from there last.
         """
-        copies = self._copies + [Copy(Way.WITHIN, *pair) for pair in self.allocator.copies]
+        within = [Copy(Way.WITHIN, *pair) for pair in self.allocator.copies]
+        return sorted(self._copies + within, key=lambda copy: copy.way)
+
+    def copied(self) -> None:
+        """These copies were made."""
         self._copies, self.allocator.copies = [], []
-        return sorted(copies, key=lambda copy: copy.way)
+        self._host.settle()
 
     def advance(self, chunk: Chunk) -> None:
         """A chunk was computed: its full blocks may be shared from now on."""
@@ -227,6 +230,8 @@ class Scheduler:
         self.weights += 1
         for sequence in self.waiting:
             sequence.hashes.clear()
+            if not sequence.generated:
+                sequence.prompt_scores.clear()
             sequence.kept = 0
             self._host.release(sequence.id)
         self.allocator.forget()

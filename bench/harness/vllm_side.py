@@ -77,10 +77,7 @@ def _main() -> None:
     asked = json.loads(sys.stdin.readline())
     from vllm import LLM, SamplingParams
 
-    llm = LLM(
-        model=asked["folder"], dtype="float32", skip_tokenizer_init=True, max_model_len=256, max_num_seqs=32,
-        enforce_eager=os.environ.get("VLLM_EAGER", "1") == "1",
-    )  # fmt: skip
+    llm = LLM(model=asked["folder"], dtype="float32", skip_tokenizer_init=True, max_model_len=256, max_num_seqs=32)
     sampling = SamplingParams(temperature=0.0, max_tokens=asked["new"], ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
 

@@ -77,7 +77,6 @@ class Rig:
         )
         return out[:, longest:].tolist()
 
-    @torch.inference_mode()
     def batch(self) -> list[list[int]]:
         """The tokens that its ``generate_batch`` adds."""
         from transformers import GenerationConfig
@@ -111,7 +110,7 @@ def _peers(settings: Settings) -> dict[str, tuple[int, float, Callable[[], Any]]
     """By name: rounds, target, and what makes the peer."""
     rig = partial(_rig, settings.dry)
     made: dict[str, Callable[[], Any]] = {STATIC: lambda: rig().static, BATCH: lambda: rig().batch}
-    if os.environ.get(VLLM):
+    if os.environ.get(VLLM) and not settings.dry:  # which takes no heads this small
         made[REAL] = partial(_vllm, settings.dry, False)
     found = {name: (ROUNDS[name], TARGETS[name], make) for name, make in made.items()}
     if fast_mkl.available() and not settings.dry:
@@ -151,7 +150,7 @@ def check(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, Verdi
     rig = _rig(settings.dry)
     ours = rig.engine()
     theirs = {STATIC: rig.static(), BATCH: rig.batch()}
-    if os.environ.get(VLLM):
+    if os.environ.get(VLLM) and not settings.dry:
         theirs[REAL] = _vllm(settings.dry, False).tokens()
     for peer, answers in theirs.items():
         pairs = [pair for both in zip(ours, answers, strict=True) for pair in zip(*both, strict=True)]

@@ -16,6 +16,11 @@ class SealBroken(RuntimeError):
     """Something was compiled or allocated that the warm-up had not seen."""
 
 
+def active() -> bool:
+    """Whether something is sealed."""
+    return _depth > 0
+
+
 def refuse(what: str) -> None:
     """Raise SealBroken inside :func:`sealed`: ``what`` names the op and its shapes."""
     if _depth:

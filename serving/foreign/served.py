@@ -44,6 +44,8 @@ class Served:
     Raises ValueError for a model that cannot be served, and for one whose served logits are not its own.
     """
 
+    enforce_eager = True  # its masks ask the positions for packed sequences: by a value, on the host
+
     def __init__(self, model: Any) -> None:
         limits.check(model)
         attention.register()

@@ -1,0 +1,42 @@
+"""What a step gives a sequence: its next token, or an error that is its alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .request import SequenceState, TokenEvent
+from .sampling import Sampled, sample
+
+
+class New(NamedTuple):
+    """What a step found for a sequence."""
+
+    sequence: SequenceState
+    what: Sampled | Exception
+
+
+def draw(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sampled | Exception]:
+    """The next token of each sequence from logits [S, V], or the error of its choice."""
+    try:
+        return list(sample(logits, sequences))
+    except Exception as error:
+        if len(sequences) == 1:
+            return [error]
+    return [draw(logits[row : row + 1], [each])[0] for row, each in enumerate(sequences)]
+
+
+def event_of(sequence: SequenceState, new: Sampled | Exception) -> TokenEvent:
+    """Take a step's result into its sequence; the event that tells of it."""
+    if not isinstance(new, Exception):
+        try:
+            finish, text = sequence.accept(new.token)
+            scored = sequence.generated == 1 and sequence.request.sampling.prompt_logprobs is not None
+            scores = tuple(sequence.prompt_scores) if scored and not sequence.index else None
+            drawn = new.token, finish, None, new.logprob, new.top_logprobs
+            return TokenEvent(sequence.number, *drawn, text, scores, sequence.index)
+        except Exception as error:  # of the tokenizer or the guide
+            new = error
+    return TokenEvent(sequence.number, None, "error", new, text=sequence.rest(), index=sequence.index)
