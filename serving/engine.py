@@ -66,9 +66,11 @@ class Engine:
         enforce_eager: whether the model's own Python runs in every step. Else steps without prefill replay captured
             graphs on a GPU (``graphs.py``), and recorded ops on a CPU where the model is in one process
             (``recording.py``).
-        invariant: whether a request's answer must not depend on the other requests in its steps, nor on how its prompt
-            is cut. On a GPU every matrix product and attention then computes a token the same way in any batch, at a
-            cost; on a CPU there is no such guarantee (see ``kernels.runtime.dispatch.row_invariance``).
+        invariant: whether a request's answer must not depend, in any bit, on the other requests in its steps, on how
+            its prompt is cut, on preemption or on the prefix cache, at a cost. On a GPU every matrix product and
+            attention then computes a token the same way in any batch (``kernels.runtime.dispatch.row_invariance``); on
+            a CPU the model runs over windows of one shape, in one thread (``windows.py``). Numbers of ranks differ in
+            their roundings, as do processors, libraries and dtypes.
         impl: of the paged attention and the cache write; see ``kernels/runtime/dispatch.py``.
         tokenizer: the model's, of ``tokenizers`` or transformers, or anything with ``decode(ids) -> str``: events then
             carry text, and requests may have stop strings and guides.
@@ -383,7 +385,8 @@ class Engine:
         generated = []
         if chunks:
             try:
-                sampled = self._compute(chunks)
+                with self._runner.invariance():
+                    sampled = self._compute(chunks)
             except (RanksLost, CollectiveError) as error:
                 return self._lose(error)
             self._count(chunks, sum(map(len, sampled)), time.perf_counter() - began)

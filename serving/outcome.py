@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..kernels.runtime import dispatch
 from .request import SequenceState, TokenEvent
 from .sampling import Sampled, sample
 
@@ -20,12 +21,13 @@ class New(NamedTuple):
 
 def draw(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sampled | Exception]:
     """The next token of each sequence from logits [S, V], or the error of its choice."""
-    try:
-        return list(sample(logits, sequences))
-    except Exception as error:
-        if len(sequences) == 1:
-            return [error]
-    return [draw(logits[row : row + 1], [each])[0] for row, each in enumerate(sequences)]
+    if len(sequences) == 1 or not dispatch.row_by_row(logits):
+        try:
+            return list(sample(logits, sequences))
+        except Exception as error:
+            if len(sequences) == 1:
+                return [error]
+    return [draw(logits[row : row + 1].clone(), [each])[0] for row, each in enumerate(sequences)]
 
 
 def event_of(sequence: SequenceState, new: Sampled | Exception) -> TokenEvent:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..kernels.runtime import dispatch
 from .request import ScoredToken
 from .scheduler import Chunk
 
@@ -52,7 +53,7 @@ def _score(chunk: Chunk, first: int, logits: torch.Tensor) -> None:
     most = min(sequence.request.sampling.prompt_logprobs or 0, logits.shape[1])
     assert first == len(sequence.prompt_scores), "a prompt's tokens are scored in their order"
     following = sequence.request.prompt[first + 1 :]
-    block = max(1, _ELEMENTS // logits.shape[1])
+    block = 1 if dispatch.row_by_row(logits) else max(1, _ELEMENTS // logits.shape[1])
     for start in range(0, len(logits), block):
         scores = logits[start : start + block].double().log_softmax(-1)
         tokens = following[start : start + len(scores)]

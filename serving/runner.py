@@ -16,9 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..kernels.runtime import dispatch, onednn, sealing
+from ..kernels.runtime import dispatch, onednn, processor, sealing
 from ..layers.attention.paged import PagedBatch, PagedKVCache
 from ..parallel.core.collectives import CollectiveError
+from . import windows
 from .allocator import BlockAllocator
 from .graphs import Graphs, cuda_capture
 from .inputs import Change, Kind, Part, Shape, StepInputs
@@ -132,6 +133,14 @@ class Runner:
                 if cache.data.is_cuda:
                     torch.cuda.synchronize()
         return time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def invariance(self) -> Iterator[None]:
+        """Within the block this thread computes and chooses in the mode that the engine was made with."""
+        on_cpu, invariant = self._options["device"].type == "cpu", self._invariant or dispatch.row_invariant()
+        alone = processor.one_thread() if invariant and on_cpu else contextlib.nullcontext()
+        with dispatch.row_invariance(invariant), alone:
+            yield
 
     # --- rank 0
 
@@ -308,7 +317,9 @@ class Runner:
     def _forward(self, inputs: StepInputs, shape: Shape, cache: PagedKVCache) -> torch.Tensor:
         inputs.change(shape)
         tokens, batch = inputs.batch(shape, cache, impl=self._impl)
-        with dispatch.row_invariance(self._invariant or dispatch.row_invariant()), onednn.serving():
+        with self.invariance(), onednn.serving():
+            if dispatch.row_by_row(tokens):
+                return windows.logits_of(self.model, tokens, batch)
             if self.recordings is not None and shape.decodes:
                 return self.recordings.run(tokens, batch)
             return self._model(tokens, batch)

@@ -31,10 +31,12 @@ SHARE, GROWTH, REPLAY, FIRST, WASTE = (
     "unused cache",
 )
 TARGETS = {SHARE: 0.95, GROWTH: 0.5, REPLAY: 1.0, FIRST: 1.0, WASTE: 1.0}
+_FAST = "the same without the promise"
 BUDGET = 512  # tokens of a step
 REPLAY_US, WASTE_PERCENT = 300.0, 4.0
 LOADS = (10, 100, 1000)
-CASES = {name: name.replace(" ", "-").replace("'", "") for name in TARGETS}
+INVARIANT = "invariant"  # without a target
+CASES = {name: name.replace(" ", "-").replace("'", "") for name in (*TARGETS, INVARIANT)}
 
 
 def _model(settings: Settings) -> ParallelTransformer:
@@ -53,9 +55,9 @@ def _prompts(count: int, vocab_size: int, most: int = 128) -> list[list[int]]:
     return [torch.randint(1, vocab_size, (length,), generator=drawn).tolist() for length in lengths]
 
 
-def _decoding(engine: Engine, count: int, new: int) -> None:
-    """Have ``count`` requests run, all of them behind their prefill."""
-    for prompt in _prompts(count, engine.model.config.vocab_size, most=16):
+def _decoding(engine: Engine, count: int, new: int, most: int = 16) -> None:
+    """Have ``count`` requests run, all of them behind their prefill, of ``most`` tokens at most."""
+    for prompt in _prompts(count, engine.model.config.vocab_size, most):
         engine.add(Request(prompt, max_new_tokens=new))
     while engine.stats.decode_tokens < count:
         engine.step()
@@ -165,6 +167,27 @@ def _waste(settings: Settings) -> tuple[Timing, Timing]:
     return Timing(100 * engine.stats.kv_waste), Timing(WASTE_PERCENT)
 
 
+def _invariant_step(settings: Settings, running: int) -> tuple[Timing, Timing]:
+    """Microseconds of a step of ``running`` requests at different positions, in invariant mode and without."""
+    steps, found = 3 if settings.dry else 50, []
+    for invariant in (True, False):
+        engine = Engine(_model(settings), num_blocks=65, max_num_seqs=32, invariant=invariant)
+        _decoding(engine, running, 4 * steps, most=128)
+        found.append(Timing(statistics.median(_seconds(engine.step) for _ in range(steps)) * 1e6))
+    return found[0], found[1]
+
+
+def _invariant_prompt(settings: Settings) -> tuple[Timing, Timing]:
+    """Microseconds of a prompt of the token budget, in invariant mode and without."""
+    prompt = torch.randint(1, 60, (BUDGET,), generator=torch.Generator().manual_seed(0)).tolist()
+    found = []
+    for invariant in (True, False):
+        engine = Engine(_model(settings), num_blocks=65, invariant=invariant, prefix_caching=False)
+        call = partial(engine.generate, [Request(prompt, max_new_tokens=1)])
+        found.append(Timing(statistics.median(_seconds(call) for _ in range(2 if settings.dry else 9)) * 1e6))
+    return found[0], found[1]
+
+
 def _seconds(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
@@ -182,7 +205,7 @@ class _without_gc:
 
 def plan(settings: Settings) -> list[Measurement]:
     def row(what: str, metric: str, peer: str, run: Callable[[], tuple[Timing, Timing]]) -> Measurement:
-        return Measurement(CASES[what], metric, peer, None if settings.dry else TARGETS[what], run)
+        return Measurement(CASES[what], metric, peer, None if settings.dry else TARGETS.get(what), run)
 
     rows = [
         row(SHARE, "a step of 32 running, us", "the model in that step", partial(_share, settings)),
@@ -194,6 +217,11 @@ def plan(settings: Settings) -> list[Measurement]:
         row(GROWTH, f"{running} running, us of the host for each", "10 running", partial(_growth, settings, running))
         for running in LOADS[1:]
     ]
+    rows += [
+        row(INVARIANT, f"a step of {running} running, us", _FAST, partial(_invariant_step, settings, running))
+        for running in (1, 32)
+    ]
+    rows.append(row(INVARIANT, f"a prompt of {BUDGET} tokens, us", _FAST, partial(_invariant_prompt, settings)))
     return rows
 
 

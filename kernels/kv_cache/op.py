@@ -125,9 +125,11 @@ def plan_write(
     where they are, and may return q as columns of another.
 
     Returns None where there is nothing to plan: for a GPU, in other dtypes than fp32, for pairs and quantised caches,
-    and where slots are padding.
+    where slots are padding, and in ``row_invariance``, where calls with and without padding take one way.
     """
     if not isinstance(kv_cache, torch.Tensor) or not q.is_cpu or impl in ("triton", "reference"):
+        return None
+    if dispatch.row_invariant():
         return None
     if dispatch.default_impl() in ("triton", "reference") or not library.direct(q, kv_cache, slot_mapping, cos, sin):
         return None

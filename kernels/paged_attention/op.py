@@ -9,7 +9,7 @@ import torch
 
 from ..runtime import dispatch, library
 from ..runtime.dispatch import Choice
-from . import checks, cpu, reference
+from . import checks, cpu, cpu_invariant, reference
 from .options import AttentionOptions, Bounds
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def paged_attention(
         check: whether the contents of tables and lengths are checked, which reads them on the host. Default: on a CPU,
             where that costs nothing. On a GPU ``True`` waits for the stream, which no graph can capture.
         impl: "auto", "triton" or "reference"; see ``kernels/runtime/dispatch.py``. On a CPU "auto" walks the pages in
-            plain torch (``cpu.py``).
+            plain torch (``cpu.py``), and in invariant mode all but "triton" run ``cpu_invariant.py``.
 
     Returns out [T, N, Hv], and with ``return_lse`` the natural logarithms [T, N] fp32. Rows past
     ``query_start_loc[S]`` are padding, for which no table is read. Rows that see nothing are 0, their logarithm that of
@@ -102,12 +102,12 @@ def paged_attention(
     )
     tensors = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
     bounds = Bounds(min_query_len, max_query_len, max_seq_len)
+    invariant = dispatch.row_invariant() if invariant is None else invariant
     if isinstance(plan, cpu.Plan):
-        if check is False and out is None and impl != "reference" and library.direct(*tensors):
+        if check is False and not invariant and out is None and impl != "reference" and library.direct(*tensors):
             return _planned(tensors, options, bounds, plan, return_lse)
         plan = None
     checks.check(*tensors, options, bounds)
-    invariant = dispatch.row_invariant() if invariant is None else invariant
     planned = (None, 0) if plan is None else (plan.data, plan.key)
     call = (*tensors, *options, *bounds, *planned, invariant, check, impl)
     if out is None:
@@ -144,18 +144,19 @@ def plan_attention(
     now: a call with ``check=False`` uses it if they are the same tensors and torch counts no change of theirs, and else
     does without.
 
-    Returns None where neither a kernel nor the walk over the pages would run; ``plan=None`` is what such calls take.
+    Returns None where neither a kernel nor the walk over the pages would run, as in invariant mode on a CPU;
+    ``plan=None`` is what such calls take.
     """
     k_cache, v_cache = _split_checked(kv_cache, q)
     options = AttentionOptions(1.0, causal, window, prefix_lens=prefix_lens, tree_mask=tree_mask)
     tensors = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
+    invariant = dispatch.row_invariant() if invariant is None else invariant
     if not _choose(q, k_cache, v_cache, impl).triton:
-        if not q.is_cpu or impl == "reference" or not library.direct(*tensors):
+        if not q.is_cpu or impl == "reference" or invariant or not library.direct(*tensors):
             return None
         return cpu.make_plan(q, k_cache, v_cache, tensors[3:], options)
     from . import launch
 
-    invariant = dispatch.row_invariant() if invariant is None else invariant
     return launch.make_plan(tensors, options, invariant, Bounds(min_query_len, max_query_len, max_seq_len))
 
 
@@ -276,7 +277,9 @@ def _paged_attention(
         from . import launch
 
         return launch.paged_attention_fwd(tensors, options, invariant, bounds, plan, plan_key, out)
-    plain = cpu if q.is_cpu and impl != "reference" else reference
+    plain: Any = cpu if q.is_cpu and impl != "reference" else reference
+    if invariant and q.is_cpu:
+        plain = cpu_invariant
     found, lse = plain.paged_attention(*tensors, options)
     return [found if out is None else out.copy_(found), lse]
 

@@ -102,13 +102,20 @@ def row_invariant() -> bool:
     return _row_invariant
 
 
+def row_by_row(x: torch.Tensor) -> bool:
+    """Whether this is :func:`row_invariance` on a CPU, where only calls of one shape give a row the same bits."""
+    return _row_invariant and x.is_cpu
+
+
 @contextlib.contextmanager
 def row_invariance(enabled: bool = True) -> Iterator[None]:
     """Within the block a token's result does not depend, in any bit, on how many tokens are computed with it.
 
     Matrix products then run one kernel configuration for every number of tokens, and ``auto`` takes the kernel
-    wherever a GPU and Triton are present: the stock library picks its algorithm by the number of rows. On a CPU the
-    reference has no such promise to give. ``SHARDFUSE_ROW_INVARIANT=1`` sets it for a whole process. Not for threads.
+    wherever a GPU and Triton are present: the stock library picks its algorithm by the number of rows. On a CPU
+    attention over pages keeps the promise by itself. The other ops run the stock library there: the engine calls them
+    with one shape only, in one thread (``serving/windows.py``). ``SHARDFUSE_ROW_INVARIANT=1`` sets it for a whole
+    process. Not for threads.
     """
     global _row_invariant
     outer, _row_invariant = _row_invariant, enabled

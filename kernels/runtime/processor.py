@@ -1,10 +1,12 @@
-"""The processor that CPU kernels run on, as far as tables of measurements tell processors apart."""
+"""The processor that CPU kernels run on, as far as tables of measurements tell processors apart, and its threads."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -25,6 +27,19 @@ def architecture() -> str:
     return "-".join(
         (platform.machine() or "unknown", vendor, vectors, "mkl" if torch.backends.mkl.is_available() else "other")
     )
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Within the block torch computes what this thread asks for in this thread alone: no sum is cut among several."""
+    threads = torch.get_num_threads()
+    if threads > 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if threads > 1:
+            torch.set_num_threads(threads)
 
 
 def model() -> str:

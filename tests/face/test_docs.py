@@ -44,8 +44,8 @@ PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY = "parallelism-1", "checkpoints-0", "ch
 PRETRAINED, STATE_DICTS = "checkpoints-1", "checkpoints-3"
 FUSING, FOREIGN = ("fuse-0", "fuse-2", "fuse-3"), "fuse-1"
 ON_A_CPU, BATCHING, SERVING = "cpu-0", "integrations-0", "serving-0"
-CHOICE = ("serving-1", "serving-2", "serving-3", "serving-4", "serving-5", "serving-6")
-ENGINE_OVER_RANKS, ASYNCIO, TESTING = "serving-7", "serving-8", "serving-9"
+CHOICE = ("serving-1", "serving-2", "serving-3", "serving-4", "serving-5", "serving-6", "serving-7")
+ENGINE_OVER_RANKS, ASYNCIO, TESTING = "serving-8", "serving-9", "serving-10"
 
 
 def test_every_snippet_is_run():

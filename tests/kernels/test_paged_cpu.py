@@ -12,7 +12,15 @@ from torch.profiler import ProfilerActivity, profile
 from shardfuse.kernels.dev.accuracy import judge
 from shardfuse.kernels.dev.cases import paged_attention as cases
 from shardfuse.kernels.dev.cases import paged_features as features
-from shardfuse.kernels.paged_attention import cpu, cpu_pages, cpu_plan, paged_attention, plan_attention, reference
+from shardfuse.kernels.paged_attention import (
+    cpu,
+    cpu_invariant,
+    cpu_pages,
+    cpu_plan,
+    paged_attention,
+    plan_attention,
+    reference,
+)
 from shardfuse.kernels.paged_attention.op import split_cache
 from shardfuse.kernels.paged_attention.options import AttentionOptions
 from shardfuse.kernels.runtime import dispatch
@@ -42,10 +50,10 @@ def _call(case: Any) -> Call:
     ), options
 
 
-def _wrong(call: Call) -> list[str]:
+def _wrong(call: Call, walk: Any = cpu.paged_attention) -> list[str]:
     """Verdicts that are not good. lse in q's dtype: torch's FlashAttention sums 16-bit weights with a short exp."""
     (q, *rest), options = call
-    found, low = cpu.paged_attention(q, *rest, options), reference.paged_attention(q, *rest, options)
+    found, low = walk(q, *rest, options), reference.paged_attention(q, *rest, options)
     oracle = reference.paged_attention(q.double(), *rest, options)
     assert [x.dtype for x in found] == [x.dtype for x in low]
     terms = max(q.shape[-1], int(rest[3].max()))  # a head, or its keys
@@ -61,6 +69,11 @@ def test_every_way_with_every_two_features(way: str, monkeypatch: pytest.MonkeyP
     for name, value in zip(names, WAYS[way]):
         monkeypatch.setattr(next(each for each in (cpu, cpu_plan, cpu_pages) if hasattr(each, name)), name, value)
     wrong = {case.name: verdicts for case in CASES if (verdicts := _wrong(_call(case)))}
+    assert wrong == {}
+
+
+def test_invariant_mode_with_every_two_features() -> None:
+    wrong = {case.name: verdicts for case in CASES if (verdicts := _wrong(_call(case), cpu_invariant.paged_attention))}
     assert wrong == {}
 
 

@@ -1,11 +1,12 @@
 """Invariant mode: a sequence's output is the same, bit for bit, whatever shares its batch and however it was chunked.
 
 On a GPU at a model's sizes, and interpreted at small ones: there, too, the rows of products of one shape do not touch.
-The plain-torch path on a CPU has no such promise; what it keeps is greedy tokens (tests/serving/test_serving.py).
+On a CPU also in plain torch, which has a path of its own for it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,8 @@ from shardfuse.kernels.runtime import dispatch
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-pytestmark = [pytest.mark.gpu if ON_GPU else pytest.mark.interpret]
+KERNEL = pytest.param("triton", marks=pytest.mark.gpu if ON_GPU else pytest.mark.interpret)
+IMPLS = [KERNEL] if ON_GPU else [KERNEL, "auto"]
 
 FEATURES: dict[str, dict[str, Any]] = {
     "causal": {},
@@ -58,27 +60,36 @@ LARGE = Sizes(
     chunkings=((1, 1000, 1025, 3333, 4999, 5000), (2048, 4998, 4999, 5000)),
     others=((), ((900, 1), (70_000, 1), (0, 777), (12, 5)), ((1023, 1),) * 200),
 )
-SIZES = LARGE if ON_GPU else SMALL
+# Blocks of 8 queries, segments of 256 keys.
+PLAIN = dataclasses.replace(SMALL, length=600, chunkings=((1, 255, 256, 600), (263, 266, 599, 600)))
+SIZES = {"triton": LARGE if ON_GPU else SMALL, "auto": PLAIN}
 
 
-def _sequence(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _sequence(dtype: torch.dtype, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
     """(q [L, N, H], kv [L, K, 2H])"""
-    n, k, h = SIZES.heads
+    n, k, h = sizes.heads
     generator = torch.Generator().manual_seed(3)
-    q, kv = (torch.randn(SIZES.length, *shape, generator=generator) for shape in ((n, h), (k, 2 * h)))
+    q, kv = (torch.randn(sizes.length, *shape, generator=generator) for shape in ((n, h), (k, 2 * h)))
     return q.to(DEVICE, dtype), kv.to(DEVICE, dtype)
 
 
 def _attend(
-    q: torch.Tensor, kv: torch.Tensor, start: int, end: int, others: Sequence[Step], seed: int, **options: Any
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    start: int,
+    end: int,
+    others: Sequence[Step],
+    seed: int,
+    impl: str = "triton",
+    **options: Any,
 ) -> torch.Tensor:
     """out and lse of the queries from ``start`` to ``end``, computed beside ``others``: [end - start, N, H + 1] fp32.
 
     The sequence stands in the middle of the batch, in blocks that the seed deals. ``cache`` is a quantised dtype, with
     a scale for each token and head.
     """
-    n, k, h = SIZES.heads
-    size, middle = SIZES.block_size, len(others) // 2
+    n, k, h = SIZES[impl].heads
+    size, middle = SIZES[impl].block_size, len(others) // 2
     steps = [*others[:middle], (start, end - start), *others[middle:]]
     lengths, queries = [c + q_len for c, q_len in steps], [q_len for _, q_len in steps]
     pages = [-(-length // size) for length in lengths]
@@ -101,7 +112,7 @@ def _attend(
     out, lse = paged_attention(
         *(all_q, cache, tables.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE), starts),
         return_lse=True,
-        impl="triton",
+        impl=impl,
         **options,
     )
     return torch.cat((out.float(), lse.unsqueeze(-1)), -1)[first : first + end - start]
@@ -118,7 +129,7 @@ def _quantised(cache: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
 def _features() -> dict[str, dict[str, Any]]:
     if not ON_GPU:
         return FEATURES
-    heads = SIZES.heads[0]
+    heads = LARGE.heads[0]
     return {
         **FEATURES,
         "window": {"window": 1500},
@@ -127,6 +138,7 @@ def _features() -> dict[str, dict[str, Any]]:
     }
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
     ("feature", "dtype"),
     [
@@ -140,29 +152,34 @@ def _features() -> dict[str, dict[str, Any]]:
         ("int8", torch.float16),
     ],
 )
-def test_the_same_bits_however_a_sequence_is_computed(feature: str, dtype: torch.dtype) -> None:
-    q, kv = _sequence(dtype)
-    options = {**_features()[feature], "invariant": True}
-    whole = _attend(q, kv, 0, SIZES.length, (), 0, **options)
-    batches = zip(SIZES.chunkings, SIZES.others[1:] + SIZES.others[:1])  # each chunking once, each company once
+def test_the_same_bits_however_a_sequence_is_computed(feature: str, dtype: torch.dtype, impl: str) -> None:
+    sizes = SIZES[impl]
+    q, kv = _sequence(dtype, sizes)
+    options = {**_features()[feature], "invariant": True, "impl": impl}
+    whole = _attend(q, kv, 0, sizes.length, (), 0, **options)
+    batches = zip(sizes.chunkings, sizes.others[1:] + sizes.others[:1])  # each chunking once, each company once
     for seed, (ends, others) in enumerate(batches):
         starts = (0, *ends[:-1])
         parts = [_attend(q, kv, *chunk, others, seed + 1, **options) for chunk in zip(starts, ends)]
         assert torch.equal(torch.cat(parts), whole)
 
 
-def test_the_process_wide_switch_is_heard() -> None:
-    q, kv = _sequence(torch.bfloat16)
-    last = SIZES.length - 1
-    asked = _attend(q, kv, last, last + 1, (), 1, invariant=True)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_the_process_wide_switch_is_heard(impl: str) -> None:
+    sizes = SIZES[impl]
+    q, kv = _sequence(torch.bfloat16, sizes)
+    last = sizes.length - 1
+    asked = _attend(q, kv, last, last + 1, (), 1, impl, invariant=True)
     with dispatch.row_invariance():
-        assert torch.equal(_attend(q, kv, last, last + 1, SIZES.others[1], 2), asked)
+        assert torch.equal(_attend(q, kv, last, last + 1, sizes.others[1], 2, impl), asked)
 
 
-def test_fast_mode_makes_no_such_promise() -> None:
+@pytest.mark.parametrize("impl", [KERNEL])
+def test_fast_mode_makes_no_such_promise(impl: str) -> None:
     """So that the equality above means something: the same sequence, cut or not by how much else there is to do."""
-    q, kv = _sequence(torch.float32)
-    last = SIZES.length - 1
-    company = SIZES.others[1] if ON_GPU else ((1500, 1),)
+    sizes = SIZES[impl]
+    q, kv = _sequence(torch.float32, sizes)
+    last = sizes.length - 1
+    company = sizes.others[1] if ON_GPU else ((1500, 1),)
     alone = _attend(q, kv, last, last + 1, (), 1)
     assert not torch.equal(_attend(q, kv, last, last + 1, company, 2), alone)
