@@ -148,7 +148,6 @@ class Engine:
         )
         self._leads = model.group.rank == 0
         self._lost: RanksLost | None = None
-        self._worked = False  # whether the other ranks expect a step
         self._paused = False
         self._decode = None if tokenizer is None else decoder(tokenizer)
         self._guides = Guides(tokenizer, config.vocab_size)
@@ -528,11 +527,9 @@ class Engine:
         return [replace(event, error=self._lost) if event.finish == "error" else event for event in events]
 
     def _rest(self) -> None:
-        """Tell the other ranks, once, that nothing is left to compute."""
-        works = bool(self._live) and not self._paused
-        if self._worked and not works and self._lost is None:
+        """Tell the other ranks that nothing is left to compute, if it is so."""
+        if (self._paused or not self._live) and self._lost is None:
             self._runner.rest()
-        self._worked = works
 
     def _advance(self, chunks: Sequence[Chunk], sampled: Sequence[list[New]]) -> list[TokenEvent]:
         """Append the step's tokens to their sequences; retire complete and failed ones."""

@@ -31,7 +31,7 @@ class StepChannel:
     def __init__(self, group: Group) -> None:
         self.leads = group.rank == 0
         self.alone = group.size == 1
-        self._idle = True
+        self.idle = True  # whether no buffer is due: how the next one is waited for
         if self.alone:
             return
         ranks = dist.get_process_group_ranks(group.pg)
@@ -45,7 +45,7 @@ class StepChannel:
         """From rank 0. After a buffer that is sent with ``idle`` the others wait without a limit."""
         if not self.alone:
             self._broadcast(buffer)
-            self._idle = idle
+            self.idle = idle
 
     def receive(self, buffer: torch.Tensor) -> None:
         """On the other ranks: the next buffer. Afterwards they say with :meth:`rest` whether it was sent with idle."""
@@ -53,7 +53,7 @@ class StepChannel:
 
     def rest(self, idle: bool) -> None:
         """How to wait for the next buffer."""
-        self._idle = idle
+        self.idle = idle
 
     def gather(self, value: int) -> list[int]:
         """The ``value`` of every rank, on every rank."""
@@ -68,7 +68,7 @@ class StepChannel:
 
     def _broadcast(self, buffer: torch.Tensor) -> None:
         try:
-            dist.broadcast(buffer, self._root, group=self._patient if self._idle else self._prompt)
+            dist.broadcast(buffer, self._root, group=self._patient if self.idle else self._prompt)
         except RuntimeError as error:
             raise _lost("a step's plan", error) from error
 

@@ -185,7 +185,7 @@ class Runner:
 
     def rest(self) -> None:
         """No request lives: the other ranks wait without a limit for the next one."""
-        if self._inputs is not None:
+        if self._inputs is not None and not self.channel.idle:
             self._inputs.pack_kind(Kind.IDLE)
             self.channel.send(self._inputs.buffer, idle=True)
 
