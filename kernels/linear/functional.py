@@ -233,9 +233,9 @@ def _keep_packed(together: Sequence[Tensors], x: torch.Tensor, dtype: torch.dtyp
 
 def packs(asked: bool) -> bool:
     """Whether a call may keep packed weights, if it is ``asked`` to or not."""
-    if dispatch.row_invariant():  # the first call, which packs, and later ones would multiply in different layouts
-        return False
-    return (asked or packing.here.serving) and packing.PACKS and not torch.is_grad_enabled()
+    serves = (asked or packing.here.serving) and packing.PACKS and not torch.is_grad_enabled()
+    # The first call, which packs, and later ones would multiply in different layouts.
+    return serves and not dispatch.row_invariant()
 
 
 def settled(impl: str, x: torch.Tensor, weight: Any, activation: str, pack: bool) -> str | None:

@@ -116,7 +116,12 @@ def linear_act(
         ys = apply(_Call("linear_act", activation, choice, dtype, n, buffers), x, residual, *params)
     else:
         rows, residual, operands = _operands(dtype, x, residual, params)
-        ys = _shaped(functional.linear_act_fwd(choice, rows, operands[:n], operands[n:], residual, activation), x)
+        if choice.impl == "onednn":  # which may multiply by several weights at once
+            ys = functional.linear_act_fwd(choice, rows, operands[:n], operands[n:], residual, activation)
+        else:
+            where = functional.implementation(choice, rows, *operands, residual)
+            ys = where.linear_act_fwd(rows, operands[:n], operands[n:], residual, activation, False)
+        ys = _shaped(ys, x)
     if late is not None:
         return ys[0] + late
     return tuple(ys) if many else ys[0]

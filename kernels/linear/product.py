@@ -149,7 +149,7 @@ class Product(NamedTuple):
         options: tuple[Any, ...] = ()
         if arriving is not None:
             where, options = library.imported(schemas.LAUNCH), (arriving,)
-        elif kind == "act" and self.layout == "nt":
+        elif kind == "act" and self.layout == "nt" and self.choice.impl == "onednn":
             return functional.linear_act_fwd(self.choice, x, weights, biases, residual, activation, save_preact)
         else:
             where = functional.implementation(self.choice, *self.rows, *weights, *biases, *preacts, residual)
