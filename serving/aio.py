@@ -146,7 +146,7 @@ class AsyncEngine:
         return events
 
     async def drain(self) -> None:
-        """Wait until no request lives: while the engine is paused, until somebody resumes it."""
+        """Wait until no request lives. While the engine is paused, that takes a :meth:`resume`."""
         self._check_loop("drain")
         assert self._loop is not None
         drained: asyncio.Future[None] = self._loop.create_future()

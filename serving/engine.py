@@ -146,6 +146,7 @@ class Engine:
             invariant=invariant,
             impl=impl,
         )
+        self._open = False
         self._leads = model.group.rank == 0
         self._lost: RanksLost | None = None
         self._paused = False
@@ -178,9 +179,10 @@ class Engine:
 
     def open(self) -> None:
         """Take the memory of the cache, unless it is there. A new engine is open."""
-        self._runner.open()
-        self._host.block_seconds = self._runner.block_seconds()
-        self._open = True
+        if not self._open:
+            self._runner.open()
+            self._host.block_seconds = self._runner.block_seconds()
+            self._open = True
 
     def close(self) -> None:
         """End every request, without events, and give back the memory of the cache; :meth:`open` takes it again.

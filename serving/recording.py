@@ -38,7 +38,7 @@ class _Slot(int):
 
 
 class _Call:
-    """One op: what to call with which arguments, where its results go, and which tensors nobody wants after it."""
+    """One op: what to call with which arguments, where its results go, and which tensors no later call reads."""
 
     __slots__ = ("args", "attends", "done", "flat", "kwargs", "mutates", "out", "run")
 

@@ -2,8 +2,8 @@
 
 Rank 0's engine calls :meth:`Runner.logits` with the scheduler's chunks. The runner writes them into its buffer
 (``inputs.py``), sends that to the other ranks (``ranks.py``), and every rank runs the model over it. On a GPU a step in
-which every sequence has one token replays a captured graph (``graphs.py``); on a CPU, and for prefill, the same Python
-runs every time.
+which every sequence has one token replays a captured graph (``graphs.py``), on a CPU recorded ops (``recording.py``);
+prefill runs the model's own Python.
 """
 
 from __future__ import annotations

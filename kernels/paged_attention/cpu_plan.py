@@ -20,8 +20,8 @@ from .cpu_pages import CPU, bias_of
 from .options import AttentionOptions
 
 _SHORT = 16  # queries of a sequence, at most, for which pages are visited where they lie
-_BRIDGED_BYTES = 64 << 10  # of pages that nobody asked for, read along to keep what lies around them one view
-_CALL_BYTES = 256 << 10  # of slots that nobody sees: reading them takes as long as one more call
+_BRIDGED_BYTES = 64 << 10  # of pages without an owner: a call reads them along, so that their neighbours are one view
+_CALL_BYTES = 256 << 10  # of slots that no row sees: a call reads as many in the time of one more call
 
 
 class Span(NamedTuple):
@@ -256,7 +256,7 @@ def mask_of(
 def runs_of(
     pages: Sequence[int], together: Sequence[slice], mask: Mask, call: Call, call_bytes: int = _CALL_BYTES
 ) -> tuple[Run, ...]:
-    """The calls for visits that lie ``together``: cut where the slots that nobody sees would take longer to read than
+    """The calls for visits that lie ``together``: cut where the slots that no row sees would take longer to read than
     one more call takes, which is as long as reading ``call_bytes`` takes.
     """
     owned = mask.seen.any(1)  # [E, B]

@@ -90,6 +90,24 @@ def test_what_is_kept_goes_with_its_request_and_its_weights(how: str) -> None:
     assert not engine._allocator.used_blocks
 
 
+def test_to_open_an_open_engine_touches_no_block() -> None:
+    """A ``with`` block that begins while requests live: what is measured is not measured over their keys and values."""
+    engine = _engine(num_host_blocks=100)
+    engine._host.block_seconds = 0.0
+    numbers = [engine.add(each) for each in _requests()]
+    found: dict[tuple[int, int], list[int | None]] = {}
+    events = []
+    while engine._host.free_blocks == 100:
+        events += engine.step()
+    with engine:
+        assert engine._host.block_seconds == 0.0
+        events += engine.run()
+    for event in events:
+        found.setdefault((event.request, event.index), []).append(event.token)
+    answers = [found[number, i] for number, each in zip(numbers, _requests()) for i in range(each.n)]
+    assert answers == _engine().generate(_requests())
+
+
 def test_a_negative_number_is_refused() -> None:
     with pytest.raises(ValueError, match="num_host_blocks"):
         _engine(num_host_blocks=-1)

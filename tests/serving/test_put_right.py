@@ -66,7 +66,7 @@ def test_copies_that_fail_are_made_by_the_next_step(num_host_blocks: int) -> Non
 
 
 class Late:
-    """A copy to a device that happens when somebody waits for it, as a stream may have it."""
+    """A copy to a device that is made when the host waits for it, as a stream may make it."""
 
     def __init__(self, inputs: StepInputs) -> None:
         self.inputs, self.due = inputs, False
