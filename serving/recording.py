@@ -40,12 +40,13 @@ class _Slot(int):
 class _Call:
     """One op: what to call with which arguments, where its results go, and which tensors no later call reads."""
 
-    __slots__ = ("args", "attends", "done", "flat", "kwargs", "mutates", "out", "run")
+    __slots__ = ("args", "attends", "done", "flat", "kwargs", "out", "run", "shares")
 
     def __init__(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self.run, self.args, self.kwargs, self.out = run, args, kwargs, out
         self.attends = run is PagedBatch.attend
-        self.mutates = not self.attends and run._schema.is_mutable  # type: ignore[attr-defined]
+        # Whether it writes to an argument, or its result lies in one's memory.
+        self.shares = self.attends or any(each.alias_info is not None for each in _operands(run))
         nested = [each for each in args if isinstance(each, (list, tuple))]
         self.flat = not self.attends and type(out) is _Slot and not any(_slots((nested, kwargs)))
         self.done: list[int] = []
@@ -258,14 +259,15 @@ def _like(value: Any, parts: list[Any]) -> Any:
 
 def _fold(calls: list[_Call], result: Any) -> list[_Call]:
     """Without the calls whose results are the same in every step: theirs are put where they are used."""
-    changed: set[Any] = {result}  # slots of what some op writes to, or is made of what one writes to
+    changed: set[Any] = {result}  # slots of what something writes to, or may, through whichever view of its memory
     for call in reversed(calls):
-        if call.mutates or changed & {*_slots(call.out)}:
+        if call.shares and (_writes(call) or changed & {*_slots(call.out)}):
             changed |= {*_slots((call.args, call.kwargs, call.out))}
-    known: dict[Any, Any] = {}
+    known: dict[Any, Any] = _Known()
+    same: dict[int, Any] = {}
     left = []
     for call in calls:
-        call = _Call(call.run, _with(call.args, known), _with(call.kwargs, known), call.out)
+        call = _Call(call.run, _filled(call.args, known, same), _filled(call.kwargs, known, same), call.out)
         if call.attends or any(_slots((call.args, call.kwargs))) or changed & {*_slots(call.out)}:
             left.append(call)
         else:
@@ -275,8 +277,13 @@ def _fold(calls: list[_Call], result: Any) -> list[_Call]:
     return left
 
 
-def _with(value: Any, known: dict[Any, Any]) -> Any:
-    return value if not known else _filled(value, _Known(known), {})
+def _operands(run: Any) -> list[Any]:
+    """What an op's schema says of its arguments and results."""
+    return [*run._schema.arguments, *run._schema.returns]
+
+
+def _writes(call: _Call) -> bool:
+    return call.attends or any(each.alias_info is not None and each.alias_info.is_write for each in _operands(call.run))
 
 
 class _Known(dict[Any, Any]):

@@ -32,6 +32,8 @@ class Vllm:
         environment = {name: os.environ[name] for name in kept if name in os.environ}
         environment |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
         environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_PLUGINS": "", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        # Freed memory stays the process's, as in this one (timing.keep_freed_memory).
+        environment |= {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
         environment |= {"LD_PRELOAD": str(preload)} if preload is not None else {}
         self._log = folder / "vllm.log"
         with self._log.open("w") as log:

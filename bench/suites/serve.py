@@ -3,8 +3,9 @@
 A random Llama of 21 million parameters, fp32, and 32 requests of 16 to 128 tokens that each get 64 more, greedily: all
 sides find the same tokens before anything is timed. transformers' ``generate`` runs them all at once, padded on the
 left; its ``generate_batch`` and vLLM are rolling batches like ours. vLLM runs in an environment of its own, whose
-Python ``shardfuse bench serve --vllm`` names. With MKL's fast path forced the peers run in a process for which it is
-forced; what is ours does not change by it.
+Python ``shardfuse bench serve --vllm`` names. Engines, ours and vLLM's, are made once and compute at most as many tokens
+in a step as vLLM does by default; neither finds a prompt of an earlier call in its cache. With MKL's fast path forced
+it is forced for both sides, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from . import serve_cost
 
 VLLM = "SHARDFUSE_BENCH_VLLM"
 STATIC, BATCH, REAL = "transformers generate, left-padded", "transformers generate_batch", "vLLM, offline LLM"
-FORCED = "MKL's fast path forced"
+OURS, FORCED = "ours", "MKL's fast path forced"
 TARGETS = {STATIC: 2.0, BATCH: 8.0, REAL: 0.8}
 CASE = "llama-21m-32-requests"
 ROUNDS = {STATIC: 30, BATCH: 10, REAL: 30}
@@ -42,6 +43,7 @@ SIZES: dict[str, Any] = {
 DRY_SIZES = SIZES | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
 LENGTHS = (16, 128)
 REQUESTS, NEW, PAD = 32, 64, 0
+BUDGET = 4096  # tokens of a step: vLLM's default for an offline LLM on a CPU
 
 
 class Rig:
@@ -61,11 +63,14 @@ class Rig:
         self.new, count = (4, 3) if dry else (NEW, REQUESTS)
         lengths = torch.linspace(*LENGTHS, count).int().tolist()
         self.prompts = [torch.randint(1, sizes["vocab_size"], (length,)).tolist() for length in lengths]
+        self._engine = Engine(self.ours, num_blocks=2 * count + 1, max_num_seqs=count, max_num_batched_tokens=BUDGET)
+        self._calls = 0
 
     def engine(self) -> list[list[int]]:
-        """The tokens that the engine adds to each prompt."""
-        engine = Engine(self.ours, num_blocks=2 * len(self.prompts) + 1, max_num_seqs=len(self.prompts))
-        return engine.generate([Request(prompt, max_new_tokens=self.new) for prompt in self.prompts])
+        """The tokens that the engine adds to each prompt. A salt of its own keeps a call from the last one's blocks."""
+        self._calls += 1
+        options: dict[str, Any] = {"max_new_tokens": self.new, "cache_salt": str(self._calls)}
+        return self._engine.generate([Request(prompt, **options) for prompt in self.prompts])
 
     @torch.inference_mode()
     def static(self) -> list[list[int]]:
@@ -94,9 +99,14 @@ def _rig(dry: bool) -> Rig:
 
 
 def build(name: str) -> Callable[[], object]:
-    """A peer, for a process in which MKL's fast path is forced."""
+    """A side, for a process in which MKL's fast path is forced."""
     rig = Rig(dry=False)
-    return rig.static if name == STATIC else rig.batch
+    return {OURS: rig.engine, STATIC: rig.static, BATCH: rig.batch}[name]
+
+
+@cache
+def _forced_ours() -> fast_mkl.Forced:
+    return fast_mkl.Forced(__name__, OURS)
 
 
 @cache
@@ -106,20 +116,22 @@ def _vllm(dry: bool, forced: bool) -> Vllm:
     return Vllm(os.environ[VLLM], rig.folder, rig.prompts, rig.new, preload=preload)
 
 
-def _peers(settings: Settings) -> dict[str, tuple[int, float, Callable[[], Any]]]:
-    """By name: rounds, target, and what makes the peer."""
+Side = Callable[[], Any]  # makes what is called, or sampled
+
+
+def _peers(settings: Settings) -> dict[str, tuple[str, Side, Side]]:
+    """By the row's name: the peer's name, ours, and the peer."""
     rig = partial(_rig, settings.dry)
-    made: dict[str, Callable[[], Any]] = {STATIC: lambda: rig().static, BATCH: lambda: rig().batch}
+    made: dict[str, Side] = {STATIC: lambda: rig().static, BATCH: lambda: rig().batch}
     if os.environ.get(VLLM) and not settings.dry:  # which takes no heads this small
         made[REAL] = partial(_vllm, settings.dry, False)
-    found = {name: (ROUNDS[name], TARGETS[name], make) for name, make in made.items()}
+    found: dict[str, tuple[str, Side, Side]] = {
+        name: (name, lambda: rig().engine, make) for name, make in made.items()
+    }
     if fast_mkl.available() and not settings.dry:
-        again: dict[str, Callable[[], Any]] = {
-            name: partial(fast_mkl.Forced, __name__, name) for name in (STATIC, BATCH)
-        }
-        if REAL in made:
-            again[REAL] = partial(_vllm, False, True)
-        found |= {f"{name}, {FORCED}": (ROUNDS[name], TARGETS[name], make) for name, make in again.items()}
+        for name in made:
+            make = partial(_vllm, False, True) if name == REAL else partial(fast_mkl.Forced, __name__, name)
+            found[f"{name}, {FORCED}"] = name, _forced_ours, make
     return found
 
 
@@ -128,18 +140,21 @@ def plan(settings: Settings) -> list[Measurement]:
     if importlib.util.find_spec("transformers") is None:
         return rows
 
-    def run(rounds: int, make: Callable[[], Any]) -> tuple[Timing, Timing]:
+    def run(rounds: int, ours: Side, peer: Side) -> tuple[Timing, Timing]:
         keep_freed_memory()
-        rig, peer = _rig(settings.dry), make()
-        sides: list[Any] = [rig.engine, peer]
+        sides: list[Any] = [ours(), peer()]
         for side in sides:
-            side() if callable(side) else side.sample(1)
+            for _ in range(2):  # decode steps are recorded in the first one
+                side() if callable(side) else side.sample(1)
         return compare_rounds(*sides, rounds=1 if settings.dry else rounds)
 
     return [
-        Measurement(CASE, "all requests, us", name, None if settings.dry else target, partial(run, rounds, make))
-        for name, (rounds, target, make) in _peers(settings).items()
-    ] + rows
+        Measurement(
+            CASE, "all requests, us", name, None if settings.dry else TARGETS[peer],
+            partial(run, ROUNDS[peer], make_ours, make_peer),
+        )
+        for name, (peer, make_ours, make_peer) in _peers(settings).items()
+    ] + rows  # fmt: skip
 
 
 def check(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, Verdict]]:

@@ -36,9 +36,9 @@ class Plan:
         self._heads, self._cache, self._interleaved = heads, cache, interleaved
         self._given = slot_mapping, cos, sin
         self._versions = [x._version for x in self._given]
-        blocks, slots = slot_mapping // block_size, slot_mapping % block_size
-        kv = torch.arange(kv_heads, device=slot_mapping.device)
-        self._rows = (blocks[:, None] * kv_heads + kv) * block_size + slots[:, None]  # of [blocks * K * B, 2, H]
+        # Rows of [blocks * K * B, 2, H]: (block * K + head) * B + slot, and the mapping is block * B + slot.
+        rows = torch.add(slot_mapping, slot_mapping // block_size, alpha=(kv_heads - 1) * block_size)
+        self._rows = rows[:, None] + torch.arange(0, kv_heads * block_size, block_size, device=rows.device)
         cos, self._sin = rope.spread(cos, sin, interleaved)
         self._cos = cos.new_ones(len(cos), count + 2 * kv_heads, width // 2)
         self._cos[:, : count + kv_heads, : cos.shape[-1]] = cos
@@ -70,8 +70,11 @@ class Plan:
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
         """Write k and v of a call that fits; returns q rotated, [T, N, H], a view of rows with what was written."""
-        (count, kv_heads), size = self._heads, q.shape[2]
-        x = side_by_side(q, k, v)
+        return self.run_columns(side_by_side(q, k, v), kv_cache)
+
+    def run_columns(self, x: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
+        """:meth:`run` of x = q | k | v [T, N + 2K, H]."""
+        (count, kv_heads), size = self._heads, x.shape[2]
         rotary = self._sin.shape[-1]
         y = x * self._cos
         turned = slice(0, count + kv_heads)

@@ -136,16 +136,16 @@ def _visit_again(
 ) -> None:
     """Put right the results of pages that are owned in part: one at a time, over the slots that are seen alone."""
     outs, lses = results
-    owned = mask.seen.any(1)  # [E, B]
-    whole = owned.all(-1).tolist()
-    for i in (visit for visit in visits.asked if not whole[visit]):
+    for i in visits.asked:
+        begin, end = mask.begins[i], mask.ends[i]
+        if (begin, end) == (mask.slots.start, mask.slots.stop):
+            continue
         outs[i], lses[i] = 0.0, float("-inf")
-        some = owned[i].nonzero().flatten().tolist()
-        if some:
-            one, slots = slice(i, i + 1), slice(mask.slots.start + some[0], mask.slots.start + some[-1] + 1)
-            page = pool.at(slice(visits.pages[i], visits.pages[i] + 1), slice(None), slots)
-            bias = None if mask.bias is None else mask.bias[one, ..., some[0] : some[-1] + 1]
-            outs[one], lses[one] = attend(rows[one], page, bias, options)
+        if begin < end:
+            one, page = slice(i, i + 1), slice(visits.pages[i], visits.pages[i] + 1)
+            first = mask.slots.start
+            bias = None if mask.bias is None else mask.bias[one, ..., begin - first : end - first]
+            outs[one], lses[one] = attend(rows[one], pool.at(page, slice(None), slice(begin, end)), bias, options)
 
 
 def _merge_visits(outs: torch.Tensor, lses: torch.Tensor, bags: Bags | None) -> Partial:
@@ -187,6 +187,9 @@ def _long(q: torch.Tensor, pool: Pages, batch: Sequence[Span], options: Attentio
                 found.append(_causal(q[block], segment, options))
             else:
                 found += _over_segment(q[block], segment, keys, block, span, options)
+    if len(blocks) == 1 and parts[0]:
+        out, lse = _merge(parts[0])
+        return _ungrouped(out, span.queries), _ungrouped(lse, span.queries)
     out = q.new_zeros(*q.shape[:2], pool.v.shape[-1])
     lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32), device=CPU)
     for block, found in zip(blocks, parts):
@@ -205,11 +208,13 @@ def _cut(start: int, stop: int, step: int) -> list[range]:
 
 
 def _joined(pool: Pages, span: Span, keys: range) -> Pages:
-    """``keys`` of one sequence, end to end, as one page: a copy [1, K, keys, ...]."""
+    """``keys`` of one sequence, end to end, as one page [1, K, keys, ...]: a copy, or a view of the page they lie in."""
     page_size = pool.k.shape[2]
     first, end = keys.start // page_size, -(-keys.stop // page_size)
     pages = span.table[first - span.first : end - span.first]
     slots = slice(keys.start - first * page_size, keys.stop - first * page_size)
+    if len(pages) == 1:
+        return pool.at(slice(pages[0], pages[0] + 1), slice(None), slots)
 
     def join(x: torch.Tensor) -> torch.Tensor:
         bits = bits_of(x)

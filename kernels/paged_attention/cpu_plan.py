@@ -71,8 +71,10 @@ class Mask(NamedTuple):
     """
 
     slots: slice
-    seen: torch.Tensor  # [E, Q, B] bool
+    begins: list[int]  # of each visit, the first slot that any of its queries sees
+    ends: list[int]  # and the one behind the last
     bias: torch.Tensor | None  # [E, 1 or K, 1 or R, B]
+    solid: bool  # whether nothing is added between the begin and the end
 
 
 class Run(NamedTuple):
@@ -91,7 +93,7 @@ class Bags(NamedTuple):
 
     parts: torch.Tensor  # [S, P]: each sequence's visits
     padding: torch.Tensor  # [S, P, 1]: where it has fewer than P
-    which: torch.Tensor  # rows of [E * R', Hv], bag by bag
+    which: torch.Tensor  # rows of [E * R', Hv], bag by bag; with P = 1 none
     starts: torch.Tensor  # [S * R'], where each begins
 
 
@@ -212,7 +214,13 @@ def _visits(spans: tuple[Span, ...], call: Call, bridged: int, call_bytes: int) 
     together = [slice(*run) for run in pairwise((*starts, len(pages)))]
     asked = [visit for mine in of_owner for visit in mine]
     whose, where = (torch.tensor(x, device=CPU) for x in (owners, firsts))
-    mask = mask_of(whose, where, spans, call, call.options)
+    if spans[0].queries == 1 and not call.prefixes:
+        left = [spans[owner].length - first for owner, first in zip(owners, firsts)]
+        begins = [0 if call.window is None else max(0, slots - call.window) for slots in left]
+        ends = [min(slots, page_size) for slots in left]
+        mask = _mask_between(begins, ends, call)
+    else:
+        mask = mask_of(whose, where, spans, call, call.options)
     runs = runs_of(pages, together, mask, call, call_bytes)
     in_order = asked == list(range(len(spans))) == owners
     bags = None if in_order else _bags(of_owner, call.heads[0] * spans[0].queries)
@@ -225,6 +233,8 @@ def _bags(of_owner: list[list[int]], rows: int) -> Bags:
     index = torch.tensor([mine + [mine[0]] * (longest - len(mine)) for mine in of_owner], device=CPU)
     counts = torch.tensor([len(mine) for mine in of_owner], device=CPU)
     padding = torch.arange(longest, device=CPU) >= counts[:, None]
+    if longest == 1:
+        return Bags(index, padding[:, :, None], counts[:0], counts[:0])
     which = (index[:, None] * rows + torch.arange(rows, device=CPU)[:, None])[~padding[:, None].expand(-1, rows, -1)]
     ends = counts.repeat_interleave(rows).cumsum(0)
     return Bags(index, padding[:, :, None], which, F.pad(ends[:-1], (1, 0)))
@@ -249,8 +259,24 @@ def mask_of(
     seen = reference.visible(positions, keys, lengths, context, options, prefix_len=prefix_len, tree=tree)
     some = seen.flatten(0, 1).any(0).nonzero().flatten().tolist() or [0]
     slots = slice(some[0], some[-1] + 1)
+    owned = seen.any(1)  # [E, page]
+    count = torch.arange(1, owned.shape[1] + 1, device=CPU)
+    begins, ends = owned.shape[1] - (owned * count.flip(0)).amax(1), (owned * count).amax(1)
     seen, distance = seen[..., slots], (positions - keys)[..., slots]
-    return Mask(slots, seen, bias_of(seen, distance, call.heads, call.dtype, options))
+    bias = bias_of(seen, distance, call.heads, call.dtype, options)
+    return Mask(slots, begins.tolist(), ends.tolist(), bias, False)
+
+
+def _mask_between(begins: list[int], ends: list[int], call: Call) -> Mask:
+    """As :func:`mask_of`, of visits by one query each, which sees the slots from a begin to an end."""
+    slots = slice(min(begins), max(ends))
+    where = torch.arange(slots.start, slots.stop, device=CPU)
+    lows, highs = torch.tensor((begins, ends), device=CPU).unsqueeze(-1)
+    unseen = where >= highs
+    if max(begins) > slots.start:
+        unseen.logical_or_(where < lows)
+    bias = torch.zeros(unseen.shape, dtype=call.dtype, device=CPU).masked_fill_(unseen, float("-inf"))
+    return Mask(slots, begins, ends, bias[:, None, None], True)
 
 
 def runs_of(
@@ -259,22 +285,20 @@ def runs_of(
     """The calls for visits that lie ``together``: cut where the slots that no row sees would take longer to read than
     one more call takes, which is as long as reading ``call_bytes`` takes.
     """
-    owned = mask.seen.any(1)  # [E, B]
-    count = torch.arange(1, owned.shape[1] + 1, device=CPU)
-    ends = (owned * count).amax(1).tolist()
-    begins = (owned.shape[1] - (owned * count.flip(0)).amax(1)).tolist()
+    begins, ends, edge = mask.begins, mask.ends, mask.slots.start
     found = []
     for visits in together:
         for some in _cut(visits, [min(x, y) for x, y in zip(begins, ends)], ends, call_bytes // call.page[1]):
             low, high = min(begins[some]), max(ends[some])
-            low = min(low, high - 1) if high else 0
-            high = max(high, 1)
-            bias = None if mask.bias is None else mask.bias[some, ..., low:high]
-            if bias is not None and not bias.any():
+            slots = slice(low, high) if low < high else slice(edge, edge + 1)  # none is seen
+            bias = mask.bias
+            if mask.solid and max(begins[some]) == low and min(ends[some]) == high:
                 bias = None
-            first, start = pages[some.start], mask.slots.start
-            there = slice(first, first + some.stop - some.start)
-            found.append(Run(some, there, slice(start + low, start + high), bias))
+            elif bias is not None:
+                bias = bias[some, ..., slots.start - edge : slots.stop - edge]
+                bias = bias if mask.solid or bias.any() else None
+            first = pages[some.start]
+            found.append(Run(some, slice(first, first + some.stop - some.start), slots, bias))
     return tuple(found)
 
 

@@ -172,13 +172,14 @@ _everything: _Everything | None = None  # that is packed; None: to be collected
 
 
 @contextlib.contextmanager
-def serving() -> Iterator[None]:
+def serving(*, compare: bool = True) -> Iterator[None]:
     """Within the block this thread's calls without gradients are inference, also of layers in training mode.
 
-    The samples of all packed weights are compared here, at once, and not again at each call within the block.
+    The samples of all packed weights are compared here, at once, and not again at each call within the block; with
+    ``compare=False`` they are taken for unchanged.
     """
     outer, here.serving = here.serving, True
-    if not outer:
+    if compare and not outer:
         _compare_samples()
     try:
         yield
@@ -215,7 +216,8 @@ def pack(weights: Sequence[torch.Tensor], tokens: int) -> None:
     detached, numbers = [weight.detach() for weight in weights], tuple(map(id, weights))
     views, states = tuple(map(_sample, detached)), tuple(map(_state, weights))
     matrix = detached[0] if len(detached) == 1 else torch.cat(detached)
-    packed = torch.ops.mkldnn._reorder_linear_weight(matrix, tokens)
+    # For one row oneDNN chooses a layout that every other number of rows would have it change again.
+    packed = torch.ops.mkldnn._reorder_linear_weight(matrix, max(tokens, 2))
     gone = tuple(weakref.ref(weight, lambda _: _forget(numbers)) for weight in weights)
     _remember(_Packed(gone, numbers, states, views, torch.cat(views), packed))
 
