@@ -3,9 +3,9 @@
 A random Llama of 21 million parameters, fp32, and 32 requests of 16 to 128 tokens that each get 64 more, greedily: all
 sides find the same tokens before anything is timed. transformers' ``generate`` runs them all at once, padded on the
 left; its ``generate_batch`` and vLLM are rolling batches like ours. vLLM runs in an environment of its own, whose
-Python ``shardfuse bench serve --vllm`` names. Engines, ours and vLLM's, are made once and compute at most as many tokens
-in a step as vLLM does by default; neither finds a prompt of an earlier call in its cache. With MKL's fast path forced
-it is forced for both sides, each in a process of its own.
+Python ``shardfuse bench serve --vllm`` names. Engines, ours and vLLM's, are made once and compute at most as many
+tokens in a step as vLLM does by default; neither finds a prompt of an earlier call in its cache. With MKL's fast path
+forced it is forced for both sides, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from logging import CRITICAL, getLogger
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,10 @@ class Rig:
     """All sides, with the same weights and prompts."""
 
     def __init__(self, dry: bool) -> None:
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaConfig, LlamaForCausalLM, logging
 
+        logging.disable_progress_bar()
+        getLogger("ContinuousBatchingLogger").setLevel(CRITICAL)  # it misses psutil in every call
         torch.manual_seed(0)
         sizes = DRY_SIZES if dry else SIZES
         self.stock = LlamaForCausalLM(LlamaConfig(**sizes, pad_token_id=PAD, eos_token_id=None)).eval()
@@ -125,9 +128,7 @@ def _peers(settings: Settings) -> dict[str, tuple[str, Side, Side]]:
     made: dict[str, Side] = {STATIC: lambda: rig().static, BATCH: lambda: rig().batch}
     if os.environ.get(VLLM) and not settings.dry:  # which takes no heads this small
         made[REAL] = partial(_vllm, settings.dry, False)
-    found: dict[str, tuple[str, Side, Side]] = {
-        name: (name, lambda: rig().engine, make) for name, make in made.items()
-    }
+    found: dict[str, tuple[str, Side, Side]] = {name: (name, lambda: rig().engine, make) for name, make in made.items()}
     if fast_mkl.available() and not settings.dry:
         for name in made:
             make = partial(_vllm, False, True) if name == REAL else partial(fast_mkl.Forced, __name__, name)

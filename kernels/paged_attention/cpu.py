@@ -208,7 +208,7 @@ def _cut(start: int, stop: int, step: int) -> list[range]:
 
 
 def _joined(pool: Pages, span: Span, keys: range) -> Pages:
-    """``keys`` of one sequence, end to end, as one page [1, K, keys, ...]: a copy, or a view of the page they lie in."""
+    """``keys`` of one sequence, end to end, as one page [1, K, keys, ...]: a copy, or a view of the only page."""
     page_size = pool.k.shape[2]
     first, end = keys.start // page_size, -(-keys.stop // page_size)
     pages = span.table[first - span.first : end - span.first]
