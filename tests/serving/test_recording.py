@@ -11,6 +11,7 @@ import torch
 from serving_case import STYLES
 
 from shardfuse import fuse
+from shardfuse.layers.attention import paged
 from shardfuse.layers.transformer import ParallelTransformer
 from shardfuse.serving import Engine, Request, SamplingParams, TokenEvent
 from shardfuse.serving.recording import Recordings
@@ -115,6 +116,20 @@ def test_a_step_that_depends_on_what_the_host_reads_is_not_replayed() -> None:
             assert _events(engine, _requests()) == expected
         assert _recordings(engine).replayed == 0
         assert any("came to other logits than its forward" in str(each.message) for each in said) == warns
+
+
+def test_the_layers_of_a_replayed_step_share_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the rotation and the cache write: one for each step, and one more for a step that is computed to compare."""
+    made = []
+    plan_write = paged.plan_write
+    monkeypatch.setattr(paged, "plan_write", lambda *args, **options: made.append(1) or plan_write(*args, **options))
+    engine = Engine(tiny_model(dtype=torch.float32, vocab_size=32, num_layers=3), num_blocks=32)
+    _events(engine, _requests())
+    before, steps, replayed = len(made), engine.stats.steps, _recordings(engine).replayed
+    _events(engine, _requests())
+    assert _recordings(engine).replayed > replayed + 10
+    steps = engine.stats.steps - steps
+    assert steps <= len(made) - before <= steps + 1
 
 
 def test_an_engine_that_is_told_so_runs_the_model_in_every_step() -> None:
