@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ...kernels.dev import registry
+from ...kernels.runtime import processor
 from .benchmark import Benchmark
 
 PACKAGE = __name__.rpartition(".bench.")[0]
@@ -31,7 +32,8 @@ _TUNED_BY = {
     "paged_attention/launch.py": ("kernels/runtime/chips.py", "kernels/paged_attention/tuned.py", "kernels/tuned"),
 }
 PREFIX = "SHARDFUSE_"
-_OTHERWISE_TOLD = ("SHARDFUSE_COMMIT", "SHARDFUSE_DEBUG", "SHARDFUSE_DIRTY")
+# Told by other fields or rows, or of no effect.
+_OTHERWISE_TOLD = ("SHARDFUSE_BENCH_VLLM", "SHARDFUSE_COMMIT", "SHARDFUSE_DEBUG", "SHARDFUSE_DIRTY")
 MACHINE = ("device", "torch", "triton")  # fields of an origin that all rows of one result must share
 GPU_QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
 
@@ -64,7 +66,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "shardfuse": _version("shardfuse"),
         "device": device_name(device),
         "gpu": gpu_state() if device.type == "cuda" else None,
-        "cpu": platform.processor() or platform.machine(),
+        "cpu": processor.description(),
         "cpus": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 1),  # when the run began: processes that want a core

@@ -29,6 +29,14 @@ def architecture() -> str:
     )
 
 
+def description() -> str:
+    """For a reader: "x86_64, AMD EPYC, family 25, model 17"."""
+    facts = _facts()
+    told = [facts["model name"]] if "model name" in facts else []
+    told += [f"{name} {facts[each]}" for name, each in (("family", "cpu family"), ("model", "model")) if each in facts]
+    return ", ".join([platform.machine() or "unknown", *told])
+
+
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Within the block torch computes what this thread asks for in this thread alone: no sum is cut among several."""

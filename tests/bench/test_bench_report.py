@@ -15,6 +15,7 @@ from shardfuse.bench.harness import publish, runner
 from shardfuse.bench.harness.benchmark import Benchmark, Measurement, Settings, Work
 from shardfuse.bench.harness.report import DRY_NOTE, Row
 from shardfuse.bench.harness.timing import Ceilings, Timing
+from shardfuse.bench.suites import serve
 from shardfuse.kernels.dev.accuracy import Verdict
 
 CPU = torch.device("cpu")
@@ -357,3 +358,19 @@ def test_without_files_the_committed_results_are_reported(tmp_path, capsys):
     (results / "some-gpu").mkdir(parents=True)
     (results / "some-gpu" / "gated.json").write_text(json.dumps(_record()))
     assert publish.publish([], tmp_path / "out", results=results)[0] == tmp_path / "out" / "report.md"
+
+
+def test_the_page_says_what_the_engines_committed_result_says():
+    """The table in docs/cpu.md of the engine against others, and the ratio that misses its target."""
+    results = Path(serve.__file__).parents[1] / "results" / "cpu" / "serve.json"
+    rows = json.loads(results.read_text())["rows"]
+    ratios = {row["peer_name"]: row["ratio"] for row in rows}
+    page = (Path(__file__).parents[2] / "docs" / "cpu.md").read_text()
+    for name, shown in (
+        (serve.STATIC, "transformers' `generate`, padded"),
+        (serve.BATCH, "transformers' `generate_batch`"),
+        (serve.REAL, "vLLM 0.32 for CPUs, offline `LLM`"),
+    ):
+        assert f"| {shown} | {ratios[name]:.2f} | {ratios[f'{name}, {fast_mkl.NAME}']:.2f} |" in page
+    (slow,) = [row["ratio"] for row in rows if row["metric"].startswith("99th percentile at 80%")]
+    assert f"(ratio {slow:.2f})" in page
