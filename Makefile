@@ -59,7 +59,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  echo "error: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; \
 	  exit 1; }
 	@echo "installing into $(VENV): a few minutes the first time, most of it torch"
-	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,hf,bench]'
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,hf,bench,serve]'
 	@touch $@
 
 $(SIDE)/.installed: | $(INSTALLED)
@@ -181,7 +181,7 @@ test-portable: install $(SIDE)/.installed  ## numeric tests as other processors 
 	"$$base"/bin/python -m pip --version >/dev/null 2>&1 || { \
 	  echo "installing into $$base: some 5 GB, for all checkouts"; \
 	  mkdir -p "$(CACHE)" && "$(PYTHON)" -m venv --clear "$$base"; }; \
-	"$$base"/bin/python -m pip install --quiet $(PINS_$*) '.[dev,hf,bench]'; \
+	"$$base"/bin/python -m pip install --quiet $(PINS_$*) '.[dev,hf,bench,serve]'; \
 	"$$base"/bin/python -m pip uninstall --quiet --yes shardfuse; \
 	rm -rf .side/$*; "$(PYTHON)" -m venv --without-pip .side/$*; \
 	echo "$$base"/lib/python*/site-packages > "$$(echo .side/$*/lib/python*/site-packages)"/base.pth; \

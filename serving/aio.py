@@ -15,7 +15,7 @@ import copy
 import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 
 from .engine import Engine
 from .request import Finish, Request, TokenEvent
-from .stats import EngineStats
+from .stats import EngineLoad, EngineStats
 
 _RETRIES = 1  # the engine's contract: the step after a failed one computes the same tokens again, one by one
 _LONGEST_WAIT_S = 3600.0  # conditions refuse to wait for as long as a request may have
@@ -36,12 +36,43 @@ _served_lock = threading.Lock()
 class _Stream:
     """One request, between the worker and the task that reads its events."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, position: int, queue: asyncio.Queue[tuple[_Stream, TokenEvent, bool]]) -> None:
         self.request = request
-        # Each event, and whether it is the last one; at most max_new_tokens + 1 for each answer.
-        self.events: asyncio.Queue[tuple[TokenEvent, bool]] = asyncio.Queue()
+        self.position = position  # among those that were submitted together
+        # Each event, and whether it is the request's last; at most max_new_tokens + 1 for each answer.
+        self.queue = queue
         self.number: int | None = None  # the engine's, once it was added; the worker's alone
         self.deadline: float | None = None
+
+
+class Submitted:
+    """Requests that :meth:`AsyncEngine.submit` has queued: iterate over their events, then :meth:`cancel`.
+
+    Each event comes with its request's position among them: ``async for position, event in submitted``.
+    """
+
+    def __init__(self, owner: AsyncEngine, requests: Sequence[Request]) -> None:
+        self._owner = owner
+        self._queue: asyncio.Queue[tuple[_Stream, TokenEvent, bool]] = asyncio.Queue()
+        self.streams = [_Stream(request, position, self._queue) for position, request in enumerate(requests)]
+        self._left = len(self.streams)
+
+    def __aiter__(self) -> Submitted:
+        return self
+
+    async def __anext__(self) -> tuple[int, TokenEvent]:
+        if not self._left:
+            raise StopAsyncIteration
+        stream, event, last = await self._queue.get()
+        self._left -= last
+        return stream.position, event
+
+    def cancel(self) -> None:
+        """End before the next step what has not ended; no event follows. To call it again does nothing."""
+        if self._left:
+            self._left = 0
+            with contextlib.suppress(RuntimeError):  # a worker that has ended has cancelled the requests
+                self._owner._send("cancel", partial(self._owner._leave, self.streams), None)
 
 
 class AsyncEngine:
@@ -78,6 +109,9 @@ class AsyncEngine:
         self._drains: list[asyncio.Future[None]] = []
         self._failures = 0  # steps that failed in a row
         self._cancelled = False  # whether the engine has ends to report
+        # Written by the worker, read by anyone:
+        self._turned: float | None = None  # when the last step ended, or came to be due; None while none is
+        self._load, self._stats = engine.load, copy.copy(engine.stats)
 
     # --- the loop's side
 
@@ -123,19 +157,29 @@ class AsyncEngine:
         A task that is cancelled, or that leaves the ``async for``, cancels the request before the next step.
         Raises, at the first event, what :meth:`Engine.add` raises: ValueError, QueueFull.
         """
-        self._check_loop("stream")
-        stream = _Stream(request)
-        lives = True
+        submitted = await self._submit("stream", [request])
         try:
-            await self._ask("stream", partial(self._add, stream))
-            while lives:
-                event, last = await stream.events.get()
-                lives = not last
+            async for _, event in submitted:
                 yield event
         finally:
-            if lives:
-                with contextlib.suppress(RuntimeError):  # a worker that has ended has cancelled the request
-                    self._send("stream", partial(self._leave, stream), None)
+            submitted.cancel()
+
+    async def submit(self, *requests: Request) -> Submitted:
+        """Queue ``requests``, all or none. Who reads their events calls ``cancel()`` in the end, whatever happens.
+
+        Raises what :meth:`Engine.add` raises, for any of them.
+        """
+        return await self._submit("submit", requests)
+
+    async def _submit(self, name: str, requests: Sequence[Request]) -> Submitted:
+        self._check_loop(name)
+        submitted = Submitted(self, requests)
+        try:
+            await self._ask(name, partial(self._add, submitted.streams))
+        except BaseException:  # a task that is cancelled meanwhile, among others
+            submitted.cancel()
+            raise
+        return submitted
 
     async def complete(self, request: Request) -> list[TokenEvent]:
         """All events of ``request``. Raises as :meth:`stream` does, and RuntimeError where the request fails."""
@@ -168,6 +212,27 @@ class AsyncEngine:
     async def stats(self) -> EngineStats:
         """A copy of the engine's statistics between two steps."""
         return await self._ask("stats", lambda: copy.copy(self._engine.stats))
+
+    @property
+    def load(self) -> EngineLoad:
+        """The engine's load after its newest step. It waits for none, and neither does the next."""
+        return self._load
+
+    @property
+    def newest_stats(self) -> EngineStats:
+        """A copy of the engine's statistics after its newest step."""
+        return self._stats
+
+    @property
+    def since_step_s(self) -> float:
+        """Seconds since the last step ended, or came to be due; 0 while none is: the engine is idle, or paused."""
+        turned = self._turned
+        return 0.0 if turned is None else time.monotonic() - turned
+
+    @property
+    def stopped(self) -> str | None:
+        """Why no request is taken any longer; None while they are."""
+        return self._over
 
     async def _ask(self, name: str, call: Callable[[], Any]) -> Any:
         """What ``call`` returns or raises in the worker, between two steps."""
@@ -210,7 +275,10 @@ class AsyncEngine:
         """Wait until there is something to do, carry out the commands, take a step; False once it is to end."""
         with self._wake:
             while not self._commands and not self._closing and (idle := self._idle_s()) != 0:
+                self._turned = None
                 self._wake.wait(idle)
+            if self._turned is None:
+                self._turned = time.monotonic()
             commands, self._commands = self._commands, []
             closing = self._closing
         for _, call, result in commands:
@@ -219,6 +287,8 @@ class AsyncEngine:
             return False
         if self._idle_s() == 0:
             self._step()
+            self._turned = time.monotonic()
+        self._load, self._stats = self._engine.load, copy.copy(self._engine.stats)
         if self._drains and not self._live:
             self._settle_drains(None)
         return True
@@ -243,15 +313,21 @@ class AsyncEngine:
             else:
                 self._post(_settle, result, value, None)
 
-    def _add(self, stream: _Stream) -> None:
-        stream.number = self._engine.add(stream.request)
-        self._live[stream.number] = stream
-        if stream.request.timeout_s is not None:  # a little after the engine's own
-            stream.deadline = time.monotonic() + stream.request.timeout_s
+    def _add(self, streams: Sequence[_Stream]) -> None:
+        try:
+            for stream in streams:
+                stream.number = self._engine.add(stream.request)
+                self._live[stream.number] = stream
+                if stream.request.timeout_s is not None:  # a little after the engine's own
+                    stream.deadline = time.monotonic() + stream.request.timeout_s
+        except Exception:
+            self._leave(streams)
+            raise
 
-    def _leave(self, stream: _Stream) -> None:
-        if stream.number is not None and self._live.pop(stream.number, None) is not None:
-            self._cancelled |= self._engine.cancel(stream.number)
+    def _leave(self, streams: Sequence[_Stream]) -> None:
+        for stream in streams:
+            if stream.number is not None and self._live.pop(stream.number, None) is not None:
+                self._cancelled |= self._engine.cancel(stream.number)
 
     def _step(self) -> None:
         try:
@@ -333,4 +409,4 @@ def _settle(future: asyncio.Future[Any], value: Any, error: Exception | None) ->
 
 def _put(found: list[tuple[_Stream, TokenEvent, bool]]) -> None:
     for stream, event, last in found:
-        stream.events.put_nowait((event, last))
+        stream.queue.put_nowait((stream, event, last))

@@ -31,7 +31,7 @@ from .ranks import RanksLost
 from .request import Finish, Request, SequenceState, TokenEvent
 from .runner import Runner
 from .scheduler import Chunk, Scheduler
-from .stats import EngineStats
+from .stats import EngineLoad, EngineStats
 from .text import AnswerText, Tokenizer, decoder
 
 KV_DTYPES = {CACHE_NAMES[dtype]: dtype for dtype in QUANTISED}
@@ -292,6 +292,14 @@ class Engine:
     def busy(self) -> bool:
         """Whether any request is waiting, running or still to arrive, or an event is still to be reported."""
         return bool(self._live or self._cancelled)
+
+    @property
+    def load(self) -> EngineLoad:
+        """Answers that run and that wait or are still to come, and the blocks that they own."""
+        waiting = len(self._scheduler.waiting) + len(self._arrivals)
+        return EngineLoad(
+            len(self._scheduler.running), waiting, self._allocator.used_blocks, self._allocator.num_blocks
+        )
 
     def add(self, request: Request) -> int:
         """Queue ``request``; returns its number, which its events carry.

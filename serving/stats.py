@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class EngineLoad(NamedTuple):
+    """What an engine has to do at one moment: requests that run and that wait, and blocks of its cache."""
+
+    running: int
+    waiting: int
+    used_blocks: int
+    num_blocks: int
 
 
 @dataclass

@@ -1,0 +1,224 @@
+"""The server's application: OpenAI's endpoints over one engine, and what operators ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import threading
+from collections.abc import AsyncIterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from . import chat, completions, errors, history, protocol
+from .door import Door
+from .errors import ErrorBody
+from .responses import streamed, unless_gone
+from .served import Served
+
+_SAMPLE_S = 1.0  # between two points of the page's plots
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": what}
+    for status, what in {
+        400: "The request is wrong.",
+        401: "The key is missing or wrong.",
+        404: "There is no such model.",
+        408: "It took too long.",
+        413: "The body is too large.",
+        429: "The queue is full; Retry-After says when to try again.",
+        500: "The model or the server failed.",
+        503: "The server is draining, or a rank is lost.",
+    }.items()
+}
+_PAGE = Path(__file__).with_name("page.html")
+
+
+def create_app(served: Served) -> FastAPI:
+    """The application that serves ``served``; its lifespan opens and closes the AsyncEngine."""
+    recent = history.History(served)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with served.opened():
+            sampler = asyncio.create_task(recent.sample(_SAMPLE_S))
+            try:
+                yield
+            finally:
+                sampler.cancel()
+                await asyncio.gather(sampler, return_exceptions=True)
+
+    app = FastAPI(
+        title="shardfuse",
+        version=version("shardfuse"),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses=_ERRORS,
+    )
+    errors.install(app)
+    app.add_middleware(Door, options=served.options)
+    options = served.options
+
+    @app.post("/v1/completions", tags=["OpenAI"])
+    async def create_completion(body: protocol.CompletionRequest, request: Request) -> Response:
+        """What follows prompts, given as text or tokens."""
+        return await _answer(completions, body, request)
+
+    @app.post("/v1/chat/completions", tags=["OpenAI"])
+    async def create_chat_completion(body: protocol.ChatRequest, request: Request) -> Response:
+        """The next message of a chat."""
+        return await _answer(chat, body, request)
+
+    async def _answer(kind: Any, body: Any, request: Request) -> Response:
+        served.check_model(body.model)
+        if body.stream_options is not None and not body.stream:
+            raise errors.invalid("stream_options without stream: set stream to true", "stream_options")
+        name, tenant = request.state.request_id, request.state.tenant
+        if not body.stream:
+            with served.counted():
+                return JSONResponse(await unless_gone(request, kind.complete(served, body, name, tenant)))
+        counted = served.counted()
+        counted.__enter__()
+        try:
+            chunks = _then(kind.stream(served, body, name, tenant), counted)
+        except BaseException:
+            counted.__exit__(None, None, None)
+            raise
+        return await streamed(request, chunks, options.send_timeout_s)
+
+    @app.get("/v1/models", tags=["OpenAI"])
+    async def list_models() -> dict[str, Any]:
+        """The model that is served."""
+        return {"object": "list", "data": [_model(served)]}
+
+    @app.get("/v1/models/{model:path}", tags=["OpenAI"])
+    async def get_model(model: str) -> dict[str, Any]:
+        """The model that is served, by its name."""
+        served.check_model(model)
+        return _model(served)
+
+    @app.post("/tokenize", tags=["vLLM"])
+    async def tokenize(body: protocol.TokenizeRequest) -> dict[str, Any]:
+        """The tokens of a text, or of a chat's messages."""
+        served.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise errors.invalid("expected either prompt or messages", "prompt")
+        if body.messages is not None:
+            tokens = await chat.prompt_of(served, body.messages, body.tools, body.add_generation_prompt)
+        else:
+            tokens = await served.encode(body.prompt or "", body.add_special_tokens)
+        strings = [served.decode([token]) for token in tokens] if body.return_token_strs else None
+        length = served.max_model_len
+        return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": strings}
+
+    @app.post("/detokenize", tags=["vLLM"])
+    async def detokenize(body: protocol.DetokenizeRequest) -> dict[str, Any]:
+        """The text of tokens."""
+        served.check_model(body.model)
+        served.check_tokens(body.tokens, "tokens")
+        return {"prompt": served.decode(body.tokens)}
+
+    @app.get("/health", tags=["operation"])
+    async def health() -> Response:
+        """200 while tokens come out in time; 503 with the reason while they do not."""
+        wrong = await served.health()
+        if wrong:
+            raise errors.unavailable(wrong, "unhealthy", 5)
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/version", tags=["operation"])
+    async def get_version() -> dict[str, str]:
+        """The server's version."""
+        return {"version": version("shardfuse")}
+
+    @app.get("/metrics", tags=["operation"])
+    async def metrics() -> Response:
+        """Prometheus metrics, with vLLM's names."""
+        served.metrics.look(served.serve.load, served.serve.newest_stats)
+        return PlainTextResponse(generate_latest(served.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/stats", tags=["operation"])
+    async def stats() -> dict[str, Any]:
+        """What the live page shows: the load now, and of the last minutes."""
+        return recent.json()
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> HTMLResponse:
+        return HTMLResponse(_PAGE.read_text())
+
+    if options.debug:
+
+        @app.get("/debug/leaks", tags=["operation"])
+        async def leaks() -> dict[str, Any]:
+            """What lives in the process; while nothing is served it must not grow."""
+            gc.collect()
+            load = served.serve.load
+            return {
+                "running": load.running,
+                "waiting": load.waiting,
+                "used_blocks": load.used_blocks,
+                "open_requests": served.open_requests,
+                "tasks": len(asyncio.all_tasks()),
+                "threads": threading.active_count(),
+                "files": _files(),
+                "resident_bytes": _resident(),
+            }
+
+    _describe(app)
+    return app
+
+
+async def _then(chunks: Any, counted: Any) -> Any:
+    try:
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
+    finally:
+        counted.__exit__(None, None, None)
+
+
+def _model(served: Served) -> dict[str, Any]:
+    return {
+        "id": served.options.name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "shardfuse",
+        "max_model_len": served.max_model_len,
+    }
+
+
+def _files() -> int | None:
+    """Open files and sockets; None where the system does not tell."""
+    try:
+        return len(os.listdir("/proc/self/fd"))
+    except OSError:
+        return None
+
+
+def _resident() -> int | None:
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None
+
+
+def _describe(app: FastAPI) -> None:
+    """FastAPI's own description of wrong requests, 422, is not what this server answers."""
+    described = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = described()
+        for path in schema["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            schema.get("components", {}).get("schemas", {}).pop(name, None)
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,228 @@
+"""``/v1/chat/completions``: messages through the model's chat template, tools, and formats of the answer."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..guide import Guide
+from ..request import Request, TokenEvent
+from . import protocol, translate
+from .completions import Answer, Answers
+from .errors import invalid
+from .served import Served
+from .tools import Call, ToolParser, grammar
+
+_MOST_CALLS = 8  # of a model that has to call tools
+
+
+async def prompt_of(
+    served: Served,
+    messages: Sequence[protocol.Message],
+    tools: Sequence[protocol.Tool] | None,
+    begin_answer: bool = True,
+    more: dict[str, Any] | None = None,
+) -> list[int]:
+    """The tokens of ``messages`` by the model's chat template. Raises ApiError where it has none, or refuses them."""
+    if not served.tokenizer.chat_template:
+        raise invalid(
+            "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
+            "messages",
+        )
+    if tools and "tools" not in served.tokenizer.get_chat_template(tools=[{}]):
+        raise invalid("the model's chat template does not mention tools, so it would never see them", "tools")
+    if clash := {"messages", "conversation", "tools", "tokenize", "add_generation_prompt"} & set(more or {}):
+        raise invalid(f"chat_template_kwargs: {min(clash)} is the server's own", "chat_template_kwargs")
+    try:
+        text = served.tokenizer.apply_chat_template(
+            [_plain(each) for each in messages],
+            tools=[each.model_dump(exclude_none=True) for each in tools] if tools else None,
+            tokenize=False,
+            add_generation_prompt=begin_answer,
+            **(more or {}),
+        )
+    except Exception as error:  # templates raise what they like
+        raise invalid(f"the model's chat template refuses these messages: {error}", "messages") from None
+    return await served.encode(text, False)
+
+
+def _plain(message: protocol.Message) -> dict[str, Any]:
+    """As templates expect it: with its text in one, and arguments of calls as an object."""
+    plain = message.model_dump(exclude_none=True)
+    content = message.content
+    plain["content"] = "".join(part.text for part in content) if isinstance(content, list) else content or ""
+    for call in plain.get("tool_calls", []):
+        call["function"]["arguments"] = _object(call["function"]["arguments"])
+    return plain
+
+
+def _object(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def _choice_of(body: protocol.ChatRequest) -> tuple[list[protocol.Tool], Guide | None]:
+    """The tools that the model may call, and the guide that makes it call one, where it has to."""
+    tools, choice = body.tools or [], body.tool_choice
+    if choice == "none":
+        return [], None
+    names = [each.function.name for each in tools]
+    if len(set(names)) < len(names):
+        raise invalid("tools: two have the same name", "tools")
+    if isinstance(choice, protocol.NamedTool):
+        tools = [each for each in tools if each.function.name == choice.function.name]
+        if not tools:
+            known = ", ".join(names) or "none"
+            raise invalid(f"tool_choice: there is no tool {choice.function.name!r}: tools has {known}", "tool_choice")
+    elif choice is not None and not tools:
+        raise invalid(f"tool_choice={choice!r} without tools: expected tools to choose from", "tool_choice")
+    if choice is None or choice == "auto":
+        return tools, None
+    most = 1 if body.parallel_tool_calls is False or isinstance(choice, protocol.NamedTool) else _MOST_CALLS
+    return tools, Guide.grammar(grammar([(each.function.name, each.function.parameters) for each in tools], most))
+
+
+async def request_of(served: Served, body: protocol.ChatRequest, tenant: str) -> tuple[Request, bool]:
+    """What the engine is asked for, and whether tools may be called. Raises ApiError."""
+    tools, forced = _choice_of(body)
+    guide = translate.guide(body)
+    if forced is not None and guide is not None:
+        raise invalid("a tool has to be called, and response_format asks for another answer", "response_format")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs without logprobs: set logprobs to true", "top_logprobs")
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise invalid("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
+    # A tool that has to be called is shown to the model where its template can; its guide works either way.
+    shown = body.tools if body.tool_choice != "none" else None
+    prompt = await prompt_of(served, body.messages, shown, more=body.chat_template_kwargs)
+    asked = body.max_completion_tokens or body.max_tokens
+    length = asked or max(1, served.max_model_len - len(prompt))
+    params = translate.sampling(body, (body.top_logprobs or 0) if body.logprobs else None, forced or guide)
+    return translate.request(served, body, prompt, length, params, tenant), bool(tools)
+
+
+@dataclass
+class _Message:
+    """What has come of one choice."""
+
+    parser: ToolParser | None
+    content: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    scores: list[dict[str, Any]] = field(default_factory=list)
+
+    def take(self, event: TokenEvent) -> list[str | Call]:
+        """The new pieces of content and of calls."""
+        if self.parser is None:
+            return [event.text] if event.text else []
+        pieces = self.parser.push(event.text)
+        return pieces if event.finish is None else pieces + self.parser.flush()
+
+    def finish(self, why: str | None) -> str | None:
+        """OpenAI's reason."""
+        return "tool_calls" if why == "stop" and self.parser is not None and self.parser.calls else why
+
+
+async def complete(served: Served, body: protocol.ChatRequest, name: str, tenant: str) -> dict[str, Any]:
+    """The whole answer."""
+    request, calls = await request_of(served, body, tenant)
+    async with Answers(served, [request]) as answers:
+        found = [_Message(ToolParser() if calls else None) for _ in answers.all]
+        async for answer, event in answers:
+            message = found[answer.index]
+            for piece in message.take(event):
+                if isinstance(piece, str):
+                    message.content.append(piece)
+                elif piece.name is not None:
+                    message.calls.append(_call(piece))
+                else:
+                    message.calls[piece.index]["function"]["arguments"] += piece.arguments
+            if body.logprobs:
+                message.scores += _scores(served, event)
+    choices = [_choice(body, answer, message) for answer, message in zip(answers.all, found)]
+    return {**_head(served, name, "chat.completion"), "choices": choices, "usage": answers.usage.json()}
+
+
+def _choice(body: protocol.ChatRequest, answer: Answer, message: _Message) -> dict[str, Any]:
+    content = "".join(message.content)
+    said: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if message.calls:
+        said |= {"content": content or None, "tool_calls": message.calls}
+    return {
+        "index": answer.index,
+        "message": said,
+        "logprobs": {"content": message.scores, "refusal": None} if body.logprobs else None,
+        "finish_reason": message.finish(answer.finish),
+    }
+
+
+async def stream(
+    served: Served, body: protocol.ChatRequest, name: str, tenant: str
+) -> AsyncIterator[dict[str, Any] | None]:
+    """Chunks; first a None, once nothing more of the request itself can be wrong."""
+    request, calls = await request_of(served, body, tenant)
+    head = _head(served, name, "chat.completion.chunk")
+    with_usage = body.stream_options is not None and body.stream_options.include_usage
+    rest: dict[str, Any] = {"usage": None} if with_usage else {}
+
+    def chunk(index: int, delta: dict[str, Any], finish: str | None = None, scores: Any = None) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": scores, "finish_reason": finish}
+        return {**head, "choices": [choice], **rest}
+
+    async with Answers(served, [request]) as answers:
+        yield None
+        found = [_Message(ToolParser() if calls else None) for _ in answers.all]
+        for answer in answers.all:
+            yield chunk(answer.index, {"role": "assistant", "content": ""})
+        async for answer, event in answers:
+            message = found[answer.index]
+            scores = None
+            if body.logprobs and event.token is not None:
+                scores = {"content": _scores(served, event), "refusal": None}
+            for piece in message.take(event):
+                yield chunk(answer.index, _delta(piece), None, scores)
+                scores = None
+            if scores is not None:
+                yield chunk(answer.index, {}, None, scores)
+            if event.finish is not None:
+                yield chunk(answer.index, {}, message.finish(event.finish))
+    if with_usage:
+        yield {**head, "choices": [], "usage": answers.usage.json()}
+
+
+def _delta(piece: str | Call) -> dict[str, Any]:
+    if isinstance(piece, str):
+        return {"content": piece}
+    if piece.name is not None:
+        return {"tool_calls": [{"index": piece.index, **_call(piece)}]}
+    return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.arguments}}]}
+
+
+def _call(piece: Call) -> dict[str, Any]:
+    return {
+        "id": f"call_{uuid.uuid4().hex}",
+        "type": "function",
+        "function": {"name": piece.name, "arguments": piece.arguments},
+    }
+
+
+def _scores(served: Served, event: TokenEvent) -> list[dict[str, Any]]:
+    """OpenAI's object of a token's log-probability."""
+    if event.token is None:
+        return []
+    top = [_score(served, token, score) for token, score in event.top_logprobs]
+    return [{**_score(served, event.token, event.logprob), "top_logprobs": top}]
+
+
+def _score(served: Served, token: int, logprob: float | None) -> dict[str, Any]:
+    text = served.decode([token])
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def _head(served: Served, name: str, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{name}", "object": kind, "created": int(time.time()), "model": served.options.name}

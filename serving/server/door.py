@@ -1,0 +1,126 @@
+"""What every request passes first: its id, its key, the size of its body, and a line in the log at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from typing import Any
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import ApiError
+from .served import ServerOptions
+
+log = logging.getLogger("shardfuse.access")
+_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_OPEN = ("/", "/health", "/ping", "/version", "/metrics", "/stats", "/openapi.json")  # without a key
+
+
+class Door:
+    """Middleware around ``app``. It puts ``request_id`` and ``tenant`` into the request's state."""
+
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
+        self._app = app
+        self._options = options
+        self._keys = [(key.encode(), hashlib.sha256(key.encode()).hexdigest()[:16]) for key in options.api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.lower(): value for name, value in scope["headers"]}
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = name
+        began, status, sent = time.monotonic(), 0, False
+
+        async def out(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status, sent = message["status"], True
+                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+            await send(message)
+
+        try:
+            tenant = self._tenant(scope["path"], headers.get(b"authorization", b""))
+            scope["state"]["tenant"] = tenant
+            self._check_length(headers.get(b"content-length", b""))
+            await self._app(scope, self._limited(receive), out)
+        except ApiError as error:
+            if sent:
+                raise
+            close = {"Connection": "close"} if error.status_code in (408, 413) else {}
+            answer = JSONResponse(error.body, error.status_code, headers={**(error.headers or {}), **close})
+            await answer(scope, receive, out)
+        finally:
+            seconds = time.monotonic() - began
+            told: dict[str, Any] = {
+                "request_id": name,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+                "seconds": round(seconds, 4),
+            }
+            quiet = scope["path"] in _OPEN and status == 200
+            log.log(
+                logging.DEBUG if quiet else logging.INFO, "%s %s %s", *list(told.values())[1:4], extra={"told": told}
+            )
+
+    def _tenant(self, path: str, authorization: bytes) -> str:
+        """What tells apart the clients' prefixes in the cache: their key's hash."""
+        if not self._keys or path in _OPEN:
+            return ""
+        scheme, _, key = authorization.partition(b" ")
+        tenant = None
+        for known, name in self._keys:  # all of them, whichever it is
+            if hmac.compare_digest(key.strip(), known) and scheme.lower() == b"bearer":
+                tenant = name
+        if tenant is None:
+            raise ApiError(
+                401,
+                "this server asks for a key: send the header 'Authorization: Bearer KEY'"
+                + (", and the one that was sent is not right" if authorization else ""),
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return tenant
+
+    def _check_length(self, length: bytes) -> None:
+        if length.isdigit() and int(length) > self._options.max_body_bytes:
+            raise self._too_large(int(length))
+
+    def _too_large(self, length: int) -> ApiError:
+        return ApiError(
+            413,
+            f"the body has {length} bytes or more: this server takes {self._options.max_body_bytes} (--max-body-bytes)",
+            code="request_too_large",
+        )
+
+    def _limited(self, receive: Receive) -> Receive:
+        """``receive``, which refuses a body that is too long, or that takes too long to come."""
+        deadline = time.monotonic() + self._options.send_timeout_s
+        taken, complete = 0, False
+
+        async def limited() -> Message:
+            nonlocal taken, complete
+            if complete:  # what follows is the client's end, at any time
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
+            except asyncio.TimeoutError:
+                limit = self._options.send_timeout_s
+                raise ApiError(408, f"the body took longer than {limit:g} s to come", code="timeout") from None
+            if message["type"] == "http.request":
+                taken += len(message.get("body", b""))
+                complete = not message.get("more_body", False)
+                if taken > self._options.max_body_bytes:
+                    raise self._too_large(taken)
+            return message
+
+        return limited

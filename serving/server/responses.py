@@ -1,0 +1,104 @@
+"""How answers leave: as one JSON, or as events of a stream; a client that goes ends its request either way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .errors import ApiError, error_body, explained, log
+
+T = TypeVar("T")
+GONE = 499  # nginx's status for a client that closed its connection; nobody receives it
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` returns or raises; it is cancelled when the client goes. Raises ApiError GONE then."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(GONE, "the client closed the connection", code="cancelled")
+        return task.result()
+    finally:
+        await _ended(task, gone)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _ended(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """``chunks`` as server-sent events, the first of which, a None, has been taken; "[DONE]" is the last one.
+
+    An error after the beginning is an event, too: the status was sent by then. A client that goes, or takes nothing for
+    ``send_timeout_s``, ends its request.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncGenerator[dict[str, Any] | None, None], send_timeout_s: float) -> None:
+        self._chunks = chunks
+        self._send_timeout_s = send_timeout_s
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sends = asyncio.ensure_future(self._send(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait([sends, gone], return_when=asyncio.FIRST_COMPLETED)
+            if sends.done():
+                sends.result()
+        finally:
+            await _ended(sends, gone)
+
+    async def _send(self, send: Send) -> None:
+        async def out(body: bytes, more: bool = True) -> None:
+            message = {"type": "http.response.body", "body": body, "more_body": more}
+            await asyncio.wait_for(send(message), self._send_timeout_s)
+
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with contextlib.aclosing(self._chunks):
+            try:
+                async for chunk in self._chunks:
+                    if chunk is not None:
+                        await out(b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n")
+            except ApiError as error:
+                await out(b"data: " + json.dumps(error.body).encode() + b"\n\n")
+            except asyncio.TimeoutError:
+                log.warning("a client took nothing for %g s: its request is cancelled", self._send_timeout_s)
+                return
+            except Exception as error:
+                log.error("a stream failed", exc_info=error)
+                body = error_body(500, f"a defect of the server: {type(explained(error)).__name__}")
+                await out(b"data: " + json.dumps(body).encode() + b"\n\n")
+            await out(b"data: [DONE]\n\n", more=False)
+
+
+async def streamed(
+    request: Request, chunks: AsyncGenerator[dict[str, Any] | None, None], send_timeout_s: float
+) -> EventStream:
+    """A stream whose request was queued: raises ApiError where it is refused."""
+    try:
+        await unless_gone(request, chunks.__anext__())
+    except BaseException:
+        await chunks.aclose()
+        raise
+    return EventStream(chunks, send_timeout_s)

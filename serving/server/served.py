@@ -1,0 +1,246 @@
+"""What the endpoints share: the engine behind its AsyncEngine, the tokenizer, and whether all is well."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..aio import AsyncEngine, Submitted
+from ..engine import Engine
+from ..ranks import RanksLost
+from ..request import Request, TokenEvent
+from .errors import ApiError, explained, invalid, unavailable
+from .metrics import Metrics
+
+_PROBE_S = 5.0  # how long the answer of a probe counts
+_LONG_TEXT = 20_000  # characters, from which on a text is encoded beside the event loop
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How a server behaves.
+
+    Args:
+        name: of the model, as clients ask for it.
+        api_keys: of which a request has to bring one; none: anyone may ask. Requests with different keys never share a
+            prefix in the cache.
+        max_body_bytes: of a request; longer ones are refused with 413.
+        health_timeout_s: how long a step may take before ``/health`` says 503.
+        request_timeout_s: how long an answer may take; None: any time.
+        send_timeout_s: how long a client may take to read what was sent, or to send its body.
+        debug: whether there is ``/debug/leaks``.
+    """
+
+    name: str = "model"
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = 8 * 1024 * 1024
+    health_timeout_s: float = 60.0
+    request_timeout_s: float | None = None
+    send_timeout_s: float = 60.0
+    debug: bool = False
+
+
+class Served:
+    """One model, open while the application runs.
+
+    ``tokenizer`` is one of transformers, ``stop_ids`` the tokens that end an answer.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Any, stop_ids: Sequence[int], options: ServerOptions) -> None:
+        self.options = options
+        self.tokenizer = tokenizer
+        self.stop_ids = frozenset(stop_ids)
+        self.max_model_len = engine.max_model_len
+        self.vocab_size = engine.model.config.vocab_size
+        self.created = int(time.time())
+        self.draining = False
+        self.open_requests = 0  # HTTP requests that ask for tokens and have not been answered to the end
+        self.metrics = Metrics(options.name)
+        self._engine = engine
+        self._serve: AsyncEngine | None = None
+        self._probed = (-_PROBE_S, "")  # when, and what was wrong
+        self._probe = asyncio.Lock()
+        self._lost: RanksLost | None = None
+        self._idle = asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def opened(self) -> AsyncIterator[None]:
+        """Within it, requests are served."""
+        async with AsyncEngine(self._engine) as self._serve:
+            yield
+
+    @property
+    def serve(self) -> AsyncEngine:
+        if self._serve is None:
+            raise unavailable("the server is starting, or has ended")
+        return self._serve
+
+    async def submit(self, requests: Sequence[Request]) -> Submitted:
+        """Queue ``requests``, all or none. Raises ApiError."""
+        try:
+            return await self.serve.submit(*requests)
+        except RanksLost as error:
+            self._lost = error
+            raise explained(error) from error
+        except RuntimeError as error:
+            if (stopped := self.serve.stopped) is not None:
+                raise unavailable(stopped, "engine_stopped", 30) from error
+            raise explained(error) from error
+        except ValueError as error:
+            raise explained(error) from error
+
+    def check(self, event: TokenEvent) -> None:
+        """ApiError where ``event`` ends its answer without success."""
+        if event.error is not None:
+            if isinstance(event.error, RanksLost):
+                self._lost = event.error
+            raise explained(event.error)
+        if event.finish == "cancelled":
+            raise unavailable("the server ended before the answer did", "cancelled")
+        if event.finish == "timeout":
+            limit = self.options.request_timeout_s
+            raise ApiError(408, f"the answer took longer than the server's limit of {limit:g} s", code="timeout")
+
+    async def health(self) -> str:
+        """What is wrong; "" where a token came out within the deadline.
+
+        While requests run, a step has to have ended within ``health_timeout_s``. While none do, a request for one token
+        is computed, at most one every few seconds, so a rank that has died is found.
+        """
+        if self.draining:
+            return "draining: no more requests are taken"
+        if self._lost is not None:
+            return str(self._lost)
+        if self._serve is None:
+            return "starting"
+        if self.serve.stopped is not None:
+            return self.serve.stopped
+        limit = self.options.health_timeout_s
+        if (since := self.serve.since_step_s) > limit:
+            return f"the engine has ended no step for {since:.0f} s, and {limit:g} s are allowed (--health-timeout)"
+        load = self.serve.load
+        if load.running or load.waiting:
+            return ""
+        async with self._probe:
+            when, wrong = self._probed
+            if time.monotonic() - when >= _PROBE_S:
+                wrong = await self._one_token(limit)
+                self._probed = (time.monotonic(), wrong)
+        return wrong
+
+    async def _one_token(self, limit: float) -> str:
+        try:
+            submitted = await asyncio.wait_for(
+                self.serve.submit(Request([0], max_new_tokens=1, cache_salt="health")), limit
+            )
+        except asyncio.TimeoutError:
+            return f"the engine took no request within {limit:g} s (--health-timeout)"
+        except (RuntimeError, ValueError) as error:  # a full queue is none: there is work, and it is looked at above
+            self._lost = error if isinstance(error, RanksLost) else None
+            return str(error)
+        try:
+            async with _within(limit):
+                async for _, event in submitted:
+                    if event.error is not None:
+                        self._lost = event.error if isinstance(event.error, RanksLost) else None
+                        return str(event.error)
+                    if event.token is not None:
+                        return ""
+        except asyncio.TimeoutError:
+            return f"the engine gave no token within {limit:g} s (--health-timeout)"
+        finally:
+            submitted.cancel()
+        return "the engine gave no token"
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """One HTTP request that asks for tokens. Raises ApiError where no more are taken."""
+        if self.draining:
+            raise unavailable("the server is shutting down: send the request to another one", "draining", 5)
+        self.open_requests += 1
+        try:
+            yield
+        finally:
+            self.open_requests -= 1
+            if not self.open_requests:
+                self._idle.set()
+
+    async def drain(self) -> None:
+        """Take no more requests, and wait until those that are open have been answered."""
+        self.draining = True
+        while self.open_requests:
+            self._idle.clear()
+            await self._idle.wait()
+
+    # --- text
+
+    async def encode(self, text: str, special: bool) -> list[int]:
+        """The tokens of ``text``, with those that begin every text where ``special``."""
+        if len(text) > _LONG_TEXT:
+            return await asyncio.to_thread(self._encode, text, special)
+        return self._encode(text, special)
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=special))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of ``tokens``, special ones included."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """ApiError for one that the model has not."""
+        for token in tokens:
+            if token >= self.vocab_size:
+                raise invalid(f"{param}: token {token}: this model has 0 to {self.vocab_size - 1}", param)
+
+    def check_model(self, name: str | None) -> None:
+        """ApiError for another model's ``name``."""
+        if name is not None and name != self.options.name:
+            raise ApiError(
+                404,
+                f"there is no model {name!r} here, only {self.options.name!r}",
+                code="model_not_found",
+                param="model",
+            )
+
+
+@contextlib.asynccontextmanager
+async def _within(seconds: float) -> AsyncIterator[None]:
+    """asyncio.timeout, which Python 3.10 has not."""
+    task = asyncio.current_task()
+    assert task is not None
+    late = False
+
+    def end() -> None:
+        nonlocal late
+        late = True
+        task.cancel()
+
+    timer = asyncio.get_running_loop().call_later(seconds, end)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if late:
+            raise asyncio.TimeoutError from None
+        raise
+    finally:
+        timer.cancel()
+
+
+@dataclass
+class Usage:
+    """Tokens of one HTTP request."""
+
+    prompt: int = 0
+    completion: int = 0
+
+    def json(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+        }

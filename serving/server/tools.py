@@ -1,0 +1,163 @@
+"""Calls of tools in the text of an answer, in the format of Hermes and Qwen:
+
+    <tool_call>
+    {"name": "weather", "arguments": {"city": "Bern"}}
+    </tool_call>
+
+:class:`ToolParser` reads them while the text comes, in pieces cut anywhere: a call's name comes out when it is
+complete, its arguments as they come, as the JSON text that the model wrote. What it makes of a text does not depend on
+where the text was cut. :func:`grammar` is what has a model write nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+BEGIN, END = "<tool_call>", "</tool_call>"
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([A-Za-z0-9_-]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)')
+_LONGEST_HEAD = 1024  # characters; what has no head within them is no call
+
+
+@dataclass(frozen=True)
+class Call:
+    """A piece of the ``index``-th call: its ``name`` in the first piece, then only more of ``arguments``."""
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+class ToolParser:
+    """Splits the text of one answer into content and calls; ``calls`` counts those that have begun."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._held = ""  # what cannot be told yet
+        self._space = ""  # before a call that has begun
+        self._state = "content"  # then "head", "arguments", "tail"
+        self._value = _Value()
+
+    def push(self, text: str) -> list[str | Call]:
+        """What became certain with ``text``: pieces of content, and of calls."""
+        self._held += text
+        found: list[str | Call] = []
+        while (piece := self._next()) is not None:
+            if piece:
+                found.append(piece)
+        return found
+
+    def flush(self) -> list[str | Call]:
+        """The rest at the end of the answer: text that did not become a call is content."""
+        held, self._held = self._held, ""
+        if self._state == "head":
+            return [self._space + BEGIN + held]
+        if self._state != "content" or (self.calls and not held.strip()):
+            return []
+        return [held] if held else []
+
+    def _next(self) -> str | Call | None:
+        """The next piece, "" for a step without one, or None where more text is needed."""
+        return getattr(self, f"_{self._state}")()
+
+    def _content(self) -> str | None:
+        at = self._held.find(BEGIN)
+        if at >= 0:
+            piece = self._held[:at].rstrip()
+            self._space = self._held[len(piece) : at]
+            self._held = self._held[at + len(BEGIN) :]
+            self._state = "head"
+            return piece
+        certain = len(self._held) - _overlap(self._held, BEGIN)
+        piece = self._held[:certain].rstrip()  # space before a call belongs to it
+        self._held = self._held[len(piece) :]
+        return piece or None
+
+    def _head(self) -> str | Call | None:
+        match = _HEAD.match(self._held, 0, _LONGEST_HEAD)
+        if match is None:
+            end = self._held.find(END, 0, _LONGEST_HEAD)
+            if end < 0 and len(self._held) < _LONGEST_HEAD:
+                return None
+            cut = _LONGEST_HEAD if end < 0 else end + len(END)
+            piece, self._held = self._space + BEGIN + self._held[:cut], self._held[cut:]
+            self._state = "content"
+            return piece
+        self._held = self._held[match.end() :]
+        self._state, self._value = "arguments", _Value()
+        self.calls += 1
+        return Call(self.calls - 1, match[1], "")
+
+    def _arguments(self) -> str | Call | None:
+        if not self._held:
+            return None
+        length = self._value.take(self._held)
+        piece, self._held = self._held[:length], self._held[length:]
+        if self._value.done:
+            self._state = "tail"
+        return Call(self.calls - 1, None, piece) if piece else ""
+
+    def _tail(self) -> str | None:
+        at = self._held.find(END)
+        if at < 0:
+            return None
+        self._held = self._held[at + len(END) :]
+        self._state = "content"
+        return ""
+
+
+class _Value:
+    """Finds the end of a JSON value that comes in pieces."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self._depth = 0
+        self._in_text = self._escaped = self._begun = False
+
+    def take(self, text: str) -> int:
+        """How many characters of ``text`` belong to the value."""
+        for at, letter in enumerate(text):
+            if self._in_text:
+                if self._escaped:
+                    self._escaped = False
+                elif letter == "\\":
+                    self._escaped = True
+                elif letter == '"':
+                    self._in_text = False
+                    if not self._depth:
+                        self.done = True
+                        return at + 1
+            elif letter == '"':
+                self._in_text = self._begun = True
+            elif letter in "{[":
+                self._depth, self._begun = self._depth + 1, True
+            elif letter in "}]" and self._depth:
+                self._depth -= 1
+                if not self._depth:
+                    self.done = True
+                    return at + 1
+            elif not self._depth and (letter in "}]," or letter.isspace()):  # after a number, true, false or null
+                self.done = True
+                return at
+        return len(text)
+
+
+def _overlap(text: str, mark: str) -> int:
+    """The length of the longest end of ``text`` that is a beginning of ``mark``."""
+    return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-size:])), 0)
+
+
+def grammar(tools: Sequence[tuple[str, dict[str, Any] | None]], most: int) -> str:
+    """llguidance's grammar of 1 to ``most`` calls of ``tools``, each a name and the schema of its arguments."""
+    rules, names = [], []
+    for number, (name, schema) in enumerate(tools):
+        head = json.dumps(f'{BEGIN}\n{{"name": "{name}", "arguments": ')
+        tail = json.dumps(f"}}\n{END}")
+        value = json.dumps({**(schema or {"type": "object"}), "x-guidance": {"whitespace_flexible": False}})
+        rules.append(f"call_{number}: {head} arguments_{number} {tail}\narguments_{number}: %json {value}")
+        names.append(f"call_{number}")
+    start = "start: call" if most == 1 else f'start: call ("\\n" call){{0,{most - 1}}}'
+    return "\n".join([start, "call: " + " | ".join(names), *rules])

@@ -1,0 +1,109 @@
+"""From the body of a request to what the engine is asked for."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from ..guide import Guide
+from ..request import Request
+from ..sampling_params import SamplingParams
+from . import protocol
+from .errors import invalid
+from .served import Served
+
+
+def sampling(body: protocol.Sampled, logprobs: int | None, guide: Guide | None, **more: Any) -> SamplingParams:
+    """Temperature is 1 unless it is given, and the seed a random one, as in OpenAI's API."""
+    bias: dict[int, float] | None = None
+    if body.logit_bias:
+        bias = {_token("logit_bias", token): value for token, value in body.logit_bias.items()}
+    given = {
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "top_p": body.top_p,
+        "top_k": None if body.top_k is None else max(0, body.top_k),  # vLLM's -1 means all
+        "min_p": body.min_p,
+        "repetition_penalty": body.repetition_penalty,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+        "allowed_tokens": body.allowed_token_ids,
+        "seed": secrets.randbits(63) if body.seed is None else body.seed,
+    }
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(**chosen, logit_bias=bias, logprobs=logprobs, guide=guide, **more)  # type: ignore[arg-type]
+
+
+def _token(param: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or len(text) > 12:
+        raise invalid(f"{param}: {text!r} is no token: expected a whole number", param)
+    return int(text)
+
+
+def request(
+    served: Served, body: protocol.Sampled, prompt: list[int], max_tokens: int, params: SamplingParams, tenant: str
+) -> Request:
+    """Raises ApiError where prompt and answer are too long for the model, or for the cache."""
+    if not prompt:
+        raise invalid("the prompt has no token: expected one at least", "prompt")
+    total = len(prompt) + max_tokens
+    if total > served.max_model_len:
+        raise invalid(
+            f"this model's context is {served.max_model_len} tokens, and {total} were asked for: {len(prompt)} of the "
+            f"prompt and {max_tokens} of the answer; shorten either",
+            code="context_length_exceeded",
+        )
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if "" in stop:
+        raise invalid("stop: a text of no character: expected at least one", "stop")
+    ends = frozenset() if body.ignore_eos else served.stop_ids
+    made = Request(
+        prompt,
+        max_new_tokens=max_tokens,
+        stop=ends.union(body.stop_token_ids or ()),
+        sampling=params,
+        priority=body.priority,
+        timeout_s=served.options.request_timeout_s,
+        cache_salt=f"{tenant}/{body.cache_salt or ''}",
+        stop_strings=stop,
+        include_stop_str_in_output=body.include_stop_str_in_output,
+        n=body.n,
+    )
+    try:
+        made.check(served.vocab_size)
+    except ValueError as error:
+        raise invalid(str(error)) from None
+    return made
+
+
+def guide(body: protocol.Sampled) -> Guide | None:
+    """What the answer has to be, by ``response_format`` or ``structured_outputs``. Raises ApiError for both at once."""
+    wanted, given = body.response_format, body.structured_outputs
+    found: list[Guide] = []
+    try:
+        if isinstance(wanted, protocol.JsonObjectFormat):
+            found.append(json_guide({"type": "object"}))
+        if isinstance(wanted, protocol.JsonSchemaFormat):
+            found.append(json_guide(wanted.json_schema.schema_ or {}))
+        if given is not None:
+            if given.json_ is not None:
+                found.append(json_guide(given.json_))
+            if given.regex is not None:
+                found.append(Guide.regex(given.regex))
+            if given.choice is not None:
+                found.append(Guide.choice(given.choice))
+            if given.grammar is not None:
+                found.append(Guide.grammar(given.grammar))
+    except ValueError as error:
+        raise invalid(str(error), "response_format" if given is None else "structured_outputs") from None
+    if len(found) > 1 or (given is not None and not found):
+        raise invalid(
+            f"structured_outputs and response_format ask for {len(found)} formats: expected one of json, regex, choice "
+            "and grammar, and no response_format beside it",
+            "structured_outputs",
+        )
+    return found[0] if found else None
+
+
+def json_guide(schema: dict[str, Any] | str) -> Guide:
+    """Without whitespace between the parts, which a weak model could go on with for ever."""
+    return Guide.json_schema(schema, any_whitespace=False)
