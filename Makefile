@@ -74,6 +74,10 @@ $(SIDE)/.installed: | $(INSTALLED)
 demo: install  ## train on real text over two processes, check it, serve it (ARGS="--data PATH" ...)
 	@$(BIN)/shardfuse demo $(ARGS)
 
+.PHONY: serve
+serve: install  ## serve a small random model with OpenAI's API and a live page (ARGS="--port P", or a folder: ARGS=DIR)
+	@$(BIN)/shardfuse serve $(if $(filter-out -%,$(firstword $(ARGS))),,--tiny) $(ARGS)
+
 .PHONY: bench
 bench: install  ## every benchmark that runs on this machine, correctness first (ARGS="mlp --short" ...)
 	@$(BIN)/python -m shardfuse.bench.harness.runner $(ARGS)

@@ -11,7 +11,7 @@ from ..request import Request, TokenEvent
 from . import protocol, translate
 from .errors import invalid
 from .metrics import AnswerTimes
-from .served import Served, Usage
+from .served import TOLD, Served, Usage
 
 MAX_PROMPTS = 1024  # of one HTTP request
 
@@ -74,6 +74,8 @@ class Answers:
         for answer in self.all:
             if answer.finish is None:
                 answer.end("abort")
+        if (told := TOLD.get(None)) is not None:
+            told |= {**self.usage.json(), "finish": ",".join(sorted({str(answer.finish) for answer in self.all}))}
 
     async def __aiter__(self) -> AsyncIterator[tuple[Answer, TokenEvent]]:
         async for position, event in self._submitted:

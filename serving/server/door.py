@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError
-from .served import ServerOptions
+from .served import TOLD, ServerOptions
 
 log = logging.getLogger("shardfuse.access")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -38,6 +38,8 @@ class Door:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         name = given if _ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = name
+        more: dict[str, Any] = {}
+        TOLD.set(more)
         began, status, sent = time.monotonic(), 0, False
 
         async def out(message: Message) -> None:
@@ -66,6 +68,7 @@ class Door:
                 "path": scope["path"],
                 "status": status,
                 "seconds": round(seconds, 4),
+                **more,
             }
             quiet = scope["path"] in _OPEN and status == 200
             log.log(

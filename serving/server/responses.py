@@ -56,7 +56,6 @@ class EventStream(Response):
         self._send_timeout_s = send_timeout_s
         self.status_code = 200
         self.background = None
-        self.body = b""
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

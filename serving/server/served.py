@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..request import Request, TokenEvent
 from .errors import ApiError, explained, invalid, unavailable
 from .metrics import Metrics
 
+TOLD: ContextVar[dict[str, Any]] = ContextVar("told")  # what the log's line of this HTTP request says beside the rest
 _PROBE_S = 5.0  # how long the answer of a probe counts
 _LONG_TEXT = 20_000  # characters, from which on a text is encoded beside the event loop
 
@@ -47,11 +49,20 @@ class ServerOptions:
 class Served:
     """One model, open while the application runs.
 
-    ``tokenizer`` is one of transformers, ``stop_ids`` the tokens that end an answer.
+    ``tokenizer`` is one of transformers, ``stop_ids`` the tokens that end an answer. ``wrong`` says what the server's
+    surroundings know to be wrong, such as a rank that has ended; "" if nothing.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, stop_ids: Sequence[int], options: ServerOptions) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        stop_ids: Sequence[int],
+        options: ServerOptions,
+        wrong: Callable[[], str] = str,
+    ) -> None:
         self.options = options
+        self._wrong = wrong
         self.tokenizer = tokenizer
         self.stop_ids = frozenset(stop_ids)
         self.max_model_len = engine.max_model_len
@@ -113,6 +124,8 @@ class Served:
         """
         if self.draining:
             return "draining: no more requests are taken"
+        if wrong := self._wrong():
+            return wrong
         if self._lost is not None:
             return str(self._lost)
         if self._serve is None:

@@ -1,4 +1,4 @@
-"""The command line: ``shardfuse demo | train | audit | schedule | env | inspect | bench |
+"""The command line: ``shardfuse demo | train | serve | generate | audit | schedule | env | inspect | bench |
 conformance``.
 
 It only parses arguments and reports errors; each command's work is near its floor and is imported when the command
@@ -271,6 +271,81 @@ def schedule(
         assignments=tuple(assignments or ()),
     )
     raise typer.Exit(show_schedule(name, stages, microbatches, priced, draw=draw, json=json))
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        Path | None, typer.Argument(help="Folder of a model: config.json, weights in safetensors, a tokenizer.")
+    ] = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Instead: a small random model, made at once.")] = False,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="Of the model, for clients. Default: its folder's.")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="SHARDFUSE_API_KEY", help="A key that clients need; may be repeated.")
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks to start; torchrun starts its own.")] = 1,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32, bf16 or fp16. Default: the folder's.")] = None,
+    cache_gib: Annotated[float | None, typer.Option(help="Memory for keys and values, on each rank.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="fp8 or int8 keys and values. Default: the model's.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of prompt and answer at most.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Answers computed at once.")] = 32,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 512,
+    max_queued_requests: Annotated[int, typer.Option(help="Requests that may wait; more get 429.")] = 1024,
+    chat_template: Annotated[Path | None, typer.Option(help="A file, in place of the tokenizer's.")] = None,
+    invariant: Annotated[
+        bool, typer.Option("--invariant", help="An answer depends on no other request, in any bit; slower.")
+    ] = False,
+    max_body_bytes: Annotated[int, typer.Option(help="Of a request; longer ones get 413.")] = 8 * 1024 * 1024,
+    request_timeout: Annotated[float | None, typer.Option(help="Seconds that an answer may take.")] = None,
+    health_timeout: Annotated[float, typer.Option(help="Seconds that a step may take before /health says 503.")] = 60,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds from SIGTERM on for open requests.")] = 60,
+    warmup: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run a step of every size first.")] = True,
+    log: Annotated[str, typer.Option(help="Form of the log: text or json.")] = "text",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    debug_endpoints: Annotated[bool, typer.Option("--debug-endpoints", help="Answer /debug/leaks.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Serve a model with OpenAI's API, on this machine only unless --host says otherwise."""
+    from .commands import serve as command
+
+    command.check_installed()
+    if (model is None) != tiny:
+        raise typer.BadParameter("expected the folder of a model, or --tiny", param_hint="MODEL")
+    if log not in ("text", "json"):
+        raise typer.BadParameter(f"{log!r}: expected text or json", param_hint="--log")
+    if log_level not in ("debug", "info", "warning", "error"):
+        raise typer.BadParameter(f"{log_level!r}: expected debug, info, warning or error", param_hint="--log-level")
+    from .serving.folder import FolderOptions
+    from .serving.server.served import ServerOptions
+
+    folder = FolderOptions(
+        model or Path(),
+        dtype=dtype,
+        device=device,
+        cache_gib=cache_gib,
+        chat_template=chat_template,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_queued_requests=max_queued_requests,
+        kv_dtype=kv_dtype,
+        invariant=invariant,
+    )
+    server = ServerOptions(
+        name=name or ("tiny" if model is None else model.resolve().name),
+        api_keys=tuple(api_key or ()),
+        max_body_bytes=max_body_bytes,
+        health_timeout_s=health_timeout,
+        request_timeout_s=request_timeout,
+        debug=debug_endpoints,
+    )
+    options = command.ServeOptions(
+        folder, server, tiny, host, port, tp, drain_timeout, warm_up=warmup, log=log, log_level=log_level
+    )
+    raise typer.Exit(command.run_serve(options))
 
 
 @app.command()

@@ -1,0 +1,188 @@
+"""An engine from a folder of transformers: the model, its tokenizer, the tokens that end an answer, and its cache."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..layers.attention.paged import default_block_size
+from ..layers.hf.folders import load_hf, read_hf_config
+from ..layers.hf.pretrained import load_pretrained
+from ..parallel.core.agreement import together
+from ..parallel.core.mesh import MeshLike, tp_group
+from .engine import KV_DTYPES, Engine
+from .models import ServableModel, as_servable
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_CPU_CACHE_GIB = 1.0
+_GPU_SHARE = 0.85  # of the memory that is free once the model is loaded: steps need some, too
+
+
+@dataclass(frozen=True)
+class FolderOptions:
+    """How a folder is served; what is None follows from the model and the machine.
+
+    Args:
+        folder: ``config.json``, weights in safetensors, and a tokenizer.
+        dtype: of the weights and of what is computed, one of DTYPES; None: the folder's.
+        device: "cpu" or "cuda".
+        cache_gib: of keys and values, on each rank. None: on a GPU 85 % of what is free then, on a CPU 1 GiB; never
+            more than ``max_num_seqs`` answers of full length need.
+        chat_template: a file with one, in place of the tokenizer's.
+        max_num_seqs, max_model_len, max_num_batched_tokens, max_queued_requests, block_size, kv_dtype, num_host_blocks,
+            enforce_eager, invariant: :class:`Engine`'s.
+    """
+
+    folder: Path
+    dtype: str | None = None
+    device: str | None = None
+    cache_gib: float | None = None
+    chat_template: Path | None = None
+    max_num_seqs: int = 32
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 512
+    max_queued_requests: int | None = 1024
+    block_size: int | None = None
+    kv_dtype: str | None = None
+    num_host_blocks: int = 0
+    enforce_eager: bool = False
+    invariant: bool = False
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What is served: an open engine, the tokenizer of transformers, and the tokens that end an answer.
+
+    ``how`` says in words which model it is and which room it has.
+    """
+
+    engine: Engine
+    tokenizer: Any
+    stop_ids: frozenset[int]
+    how: str
+
+
+def open_folder(options: FolderOptions, mesh: MeshLike = None) -> Opened:
+    """Load the folder, over the tensor-parallel ranks of ``mesh``; all of them call this.
+
+    A model that :class:`ParallelTransformer` can be is one; any other that transformers knows is its own, fused.
+
+    Raises ImportError without transformers; FileNotFoundError for a missing folder or file; ValueError for a folder
+    that cannot be read, a model that cannot be served, or sizes that cannot work.
+    """
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise ImportError("transformers is not installed: pip install 'shardfuse[serve]'") from None
+    if options.dtype is not None and options.dtype not in DTYPES:
+        raise ValueError(f"dtype {options.dtype!r}: expected one of {', '.join(DTYPES)}")
+    if options.cache_gib is not None and not 0 < options.cache_gib < math.inf:
+        raise ValueError(f"a cache of {options.cache_gib} GiB: expected a positive number")
+    tokenizer = _tokenizer(options)
+    model, kind = _model(options, mesh)
+    config = model.config
+    device = next(model.parameters()).device
+    length = config.max_positions if options.max_model_len is None else options.max_model_len
+    block_size = default_block_size(device) if options.block_size is None else options.block_size
+    blocks = _blocks(options, model, block_size, length, mesh)
+    engine = Engine(
+        model,
+        num_blocks=blocks,
+        block_size=block_size,
+        max_num_seqs=options.max_num_seqs,
+        max_model_len=length,
+        max_num_batched_tokens=max(options.max_num_batched_tokens, options.max_num_seqs),
+        max_queued_requests=options.max_queued_requests,
+        kv_dtype=options.kv_dtype,
+        num_host_blocks=options.num_host_blocks,
+        enforce_eager=options.enforce_eager,
+        invariant=options.invariant,
+        # A copy: the engine's thread decodes while another one encodes.
+        tokenizer=copy.deepcopy(tokenizer),
+    )
+    size = sum(each.numel() for each in model.parameters())
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    how = (
+        f"{kind}, {_short(size)} parameters{' on each rank' if tp_group(mesh).size > 1 else ''} in {dtype} "
+        f"on {device.type}; a cache of {blocks * block_size:,} tokens, answers up to {length:,} tokens long, "
+        f"{options.max_num_seqs} at once"
+    )
+    return Opened(engine, tokenizer, _stop_ids(options.folder, tokenizer), how)
+
+
+def _short(count: float) -> str:
+    for unit in ("", " thousand", " million"):
+        if count < 1000:
+            return f"{count:.3g}{unit}"
+        count /= 1000
+    return f"{count:.4g} billion"
+
+
+def _tokenizer(options: FolderOptions) -> Any:
+    from transformers import AutoTokenizer
+
+    folder = options.folder
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder}: there is no such folder: expected config.json, weights and a tokenizer")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds
+        raise ValueError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
+    if options.chat_template is not None:
+        tokenizer.chat_template = options.chat_template.read_text()
+    return tokenizer
+
+
+def _model(options: FolderOptions, mesh: MeshLike) -> tuple[ServableModel, str]:
+    dtype = None if options.dtype is None else DTYPES[options.dtype]
+    try:
+        read_hf_config(options.folder)
+    except ValueError:  # a feature that our own layers have not
+        model = load_pretrained(options.folder, mesh, dtype=dtype, device=options.device)
+        kind = f"transformers' {type(model).__name__}, fused"
+    else:
+        model = load_hf(options.folder, mesh=mesh, dtype=dtype, device=options.device)
+        kind = type(model).__name__
+    return as_servable(model.eval()), kind
+
+
+def _blocks(options: FolderOptions, model: ServableModel, block_size: int, length: int, mesh: MeshLike) -> int:
+    """As many blocks as have room on every rank."""
+    config, weight = model.config, next(model.parameters())
+    dtype = weight.dtype if options.kv_dtype is None else KV_DTYPES.get(options.kv_dtype, weight.dtype)
+    heads = -(-config.num_kv_heads // tp_group(mesh).size)
+    size = config.head_dim + (getattr(config, "v_head_dim", None) or config.head_dim)
+    block_bytes = config.num_layers * heads * size * block_size * dtype.itemsize
+    if options.cache_gib is not None:
+        room = options.cache_gib * 2**30
+    elif weight.is_cuda:
+        room = _GPU_SHARE * torch.cuda.mem_get_info(weight.device)[0]
+    else:
+        room = _CPU_CACHE_GIB * 2**30
+    found = min(together(tp_group(mesh), lambda: int(room // block_bytes)))
+    most = options.max_num_seqs * -(-length // block_size)
+    if not found:
+        raise ValueError(
+            f"a cache of {room / 2**30:.3g} GiB has no room for one block of {block_size} tokens, "
+            f"{block_bytes / 2**30:.3g} GiB: give it more, or make block_size smaller"
+        )
+    return min(found, most)
+
+
+def _stop_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
+    """The tokens that the folder's files and its tokenizer say end an answer."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if path.is_file():
+            ids = json.loads(path.read_text()).get("eos_token_id")
+            found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    if tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
+    return frozenset(found)

@@ -1,0 +1,151 @@
+"""The process of a server: a socket, signals, and uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from .app import create_app
+from .served import Served
+
+log = logging.getLogger("shardfuse.server")
+_LAST_S = 5.0  # from the signal that ends open requests to the end of the process
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to ``port`` of ``host``, 0 for a free one. Raises ValueError where that cannot be."""
+    if not 0 <= port < 65536:
+        raise ValueError(f"port {port}: expected a number from 0 to 65535")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        raise ValueError(
+            f"port {port} on {host} cannot be used ({error.strerror}): choose another, or 0 for any free one"
+        ) from None
+    return found
+
+
+def run(served: Served, listener: socket.socket, *, drain_s: float, started: Callable[[str], object]) -> int:
+    """Serve until SIGTERM or SIGINT, then answer what is open, for ``drain_s`` at most; the exit code.
+
+    While it drains, new requests get 503. A second signal ends at once, with exit code 1, as does the end of
+    ``drain_s``. ``started`` is told the address once requests are taken.
+    """
+    config = uvicorn.Config(
+        create_app(served), log_config=None, access_log=False, lifespan="on", server_header=False, timeout_keep_alive=30
+    )
+    server = _Server(config, served, drain_s, started)
+    asyncio.run(server.serve(sockets=[listener]))
+    if not server.began:
+        return 1
+    return 1 if server.hurried else 0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, which closes its socket at the first signal; this one goes on to say 503 until all is answered."""
+
+    def __init__(
+        self, config: uvicorn.Config, served: Served, drain_s: float, started: Callable[[str], object]
+    ) -> None:
+        super().__init__(config)
+        self.began = self.hurried = False
+        self._served, self._drain_s, self._started = served, drain_s, started
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drains: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        if self.started and sockets:
+            self.began = True
+            host, port = sockets[0].getsockname()[:2]
+            self._started(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """uvicorn's hook for SIGINT and SIGTERM."""
+        if self._loop is None:  # before the start is over
+            self.should_exit = True
+        elif self._served.draining:
+            self._hurry(f"a second signal, {signal.Signals(sig).name}")
+        else:
+            self._served.draining = True
+            self._loop.call_soon_threadsafe(self._begin_to_drain, signal.Signals(sig).name)
+
+    def _begin_to_drain(self, name: str) -> None:
+        count = self._served.open_requests
+        log.info("%s: draining, %d requests are open; a second signal ends them", name, count)
+        self._drains = asyncio.ensure_future(self._drain())
+
+    async def _drain(self) -> None:
+        try:
+            await asyncio.wait_for(self._served.drain(), self._drain_s)
+        except asyncio.TimeoutError:
+            self._hurry(f"{self._drain_s:g} s are over (--drain-timeout)")
+        self.should_exit = True
+
+    def _hurry(self, why: str) -> None:
+        log.warning("%s: %d open requests are ended", why, self._served.open_requests)
+        if not self.hurried:  # a step that hangs would keep the process for ever
+            timer = threading.Timer(_LAST_S, os._exit, (1,))
+            timer.daemon = True
+            timer.start()
+        self.hurried = self.should_exit = True
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(asyncio.ensure_future, self._end_streams())
+
+    async def _end_streams(self) -> None:
+        await self._served.serve.aclose()  # every open answer ends with an error, so that connections close
+
+
+class JsonLines(logging.Formatter):
+    """A line of JSON for each record: time, level, logger, message, and what the record was told beside."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "told", {}),
+        }
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+class PlainLines(logging.Formatter):
+    """The same for a reader: the message, then name=value."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        told: dict[str, Any] = getattr(record, "told", {})
+        shown = ("request_id", "seconds", "prompt_tokens", "completion_tokens", "finish")
+        more = [f"{name}={told[name]}" for name in shown if name in told]
+        return " ".join([super().formatMessage(record), *more])
+
+
+def log_to_stderr(form: str, level: str) -> None:
+    """Have the server's loggers write to standard error, as "text" or "json"."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else PlainLines())
+    for name in ("shardfuse.server", "shardfuse.access", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level.upper() if name != "uvicorn.error" else "WARNING")
