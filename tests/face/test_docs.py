@@ -46,6 +46,7 @@ FUSING, FOREIGN = ("fuse-0", "fuse-2", "fuse-3"), "fuse-1"
 ON_A_CPU, BATCHING, SERVING = "cpu-0", "integrations-0", "serving-0"
 CHOICE = ("serving-1", "serving-2", "serving-3", "serving-4", "serving-5", "serving-6", "serving-7")
 ENGINE_OVER_RANKS, ASYNCIO, TESTING = "serving-8", "serving-9", "serving-10"
+SERVER = "server-0"
 
 
 def test_every_snippet_is_run():
@@ -59,6 +60,7 @@ def test_every_snippet_is_run():
         STATE_DICTS,
         *FUSING,
         FOREIGN,
+        SERVER,
         ON_A_CPU,
         BATCHING,
         SERVING,
@@ -282,3 +284,11 @@ def test_testing_a_server(tmp_path: Path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "."]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert "2 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_servers_application(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("fastapi")
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    assert _run(PYTHON[SERVER])["answer"]["usage"]["completion_tokens"] == 8
+    assert "total_tokens" in capsys.readouterr().out
