@@ -111,6 +111,18 @@ def test_env_reports_versions_and_choices(command):
     assert all(section in out for section in report)
 
 
+def test_env_says_a_shared_reason_once_and_fits_the_terminal(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    report = json.loads(command("env", "--json")[1])
+    (choices,) = [content for section, content in report.items() if section.startswith("ops on ")]
+    _, out, _ = command("env")
+    for choice in set(choices.values()):
+        assert out.count(choice) == 1
+    lines = out[out.index("ops on ") :].splitlines()
+    assert max(len(line) for line in lines if line.startswith("    ")) <= 60
+    assert all(any(op in line for line in lines) for op in choices)
+
+
 def test_env_shows_what_changes_a_run_and_hides_the_rest(command, monkeypatch):
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.setenv("TRITON_CACHE_DIR", "/home/someone/cache")

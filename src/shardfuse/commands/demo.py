@@ -46,6 +46,7 @@ from ..training.settings import (
 from ..training.trainer import RunResult
 from . import errors
 from .demo_serving import BLOCK_SIZE, DemoServing, serve
+from .env import by_choice
 
 MAKER = "shardfuse demo"
 MODEL = TransformerConfig(
@@ -184,10 +185,10 @@ class _Demo:
             choice = dispatch.choose(op, device)
             runs.setdefault(op, (choice.impl, choice.reason))
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for name in ("op", "runs", "why"):
-            table.add_column(name, overflow="fold")
-        for op, (impl, why) in runs.items():
-            table.add_row(op, impl, why)
+        for name in ("runs", "ops", "why"):
+            table.add_column(name, overflow="fold", no_wrap=name == "runs")
+        for (impl, why), ops in by_choice(runs).items():
+            table.add_row(impl, ", ".join(ops), why)
         self.console.print(Padding(table, (0, 0, 0, 2)))
 
     def _train(self, folder: Path, corpus: Corpus) -> list[RunResult]:

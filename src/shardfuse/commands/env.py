@@ -8,11 +8,17 @@ from __future__ import annotations
 import json as jsonlib
 import os
 import platform
+import shutil
 import subprocess
+import textwrap
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+C = TypeVar("C")
+OPS = "ops on"  # the beginning of a section's name
+_INDENT: Any = {"initial_indent": "    ", "subsequent_indent": "    ", "break_on_hyphens": False}
 _PACKAGES = ("shardfuse", "torch", "triton", "numpy", "einops", "safetensors", "rich", "typer", "transformers")
 # Variables that change what runs. No others are shown: an environment holds secrets.
 _PREFIXES = (
@@ -42,9 +48,22 @@ def show(*, json: bool = False) -> None:
             print(f"{section}: {content}")
             continue
         print(f"{section}:{'' if content else ' none'}")
+        if section.startswith(OPS):
+            for choice, ops in by_choice(content).items():
+                print(f"  {choice}")
+                print(textwrap.fill(", ".join(ops), shutil.get_terminal_size().columns, **_INDENT))
+            continue
         width = max(map(len, content), default=0)
         for name, value in content.items():
             print(f"  {name:{width}}  {value}")
+
+
+def by_choice(choices: Mapping[str, C]) -> dict[C, list[str]]:
+    """The ops of each choice, so that a reason that many share is told once."""
+    found: dict[C, list[str]] = {}
+    for op, choice in choices.items():
+        found.setdefault(choice, []).append(op)
+    return found
 
 
 def collect() -> dict[str, Any]:
@@ -103,7 +122,7 @@ def _asked_of_torch() -> dict[str, Any]:
             "distributed": _backends(),
             "triton interpreter": "on" if dispatch.interpreting() else "off",
             "threads": str(torch.get_num_threads()),
-            f"ops on {device}": {name: _choice(name, device) for name in sorted(registry.ops())},
+            f"{OPS} {device}": {name: _choice(name, device) for name in sorted(registry.ops())},
         }
     except Exception as error:  # the report of a broken installation matters most
         return {"broken": f"{type(error).__name__}: {error}"}
