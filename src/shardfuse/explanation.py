@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -27,6 +28,10 @@ from .parallel.core.sharding import spec_of, unwrap
 from .parallel.overlap import partial_sum
 from .parallel.overlap.memory import reserve
 from .parallel.overlap.plan import OverlapPlan
+
+
+_NARROWEST = 60  # columns, below which tables are not readable
+_PATH = 48  # columns of a module's path before it is folded
 
 
 @dataclass(frozen=True)
@@ -77,15 +82,24 @@ class Explanation:
         return {**asdict(self), "device": str(self.device)}
 
     def __rich__(self) -> Group:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("module", no_wrap=True)
-        for name in ("kind", "op", "runs", "why", "layout"):
-            table.add_column(name, overflow="fold")
+        notes: dict[str, int] = {}  # reasons, by their numbers: many modules share one
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        longest = max((len(row.path) for row in self.rows), default=0)
+        table.add_column("module", overflow="fold", min_width=min(longest, _PATH))
+        table.add_column("layout", overflow="fold")
         table.add_column("per rank", justify="right", no_wrap=True)
+        before = None
         for row in self.rows:
             count = f"{row.layers} x {row.parameters:,}" if row.layers > 1 else f"{row.parameters:,}"
-            cells = (row.path, row.kind, row.op, row.runs, row.why, row.layout)
-            table.add_row(*map(escape, cells), count)
+            why = f" [{notes.setdefault(row.why, len(notes) + 1)}]" if row.why else ""
+            runs = f"{f'{row.op}: ' if row.op else ''}{row.runs}{why}"
+            again = before is not None and (before.path, before.kind) == (row.path, row.kind)
+            before = row
+            module = f"  {runs}" if again else f"{row.path}\n  {row.kind}, {runs}"
+            table.add_row(escape(module), escape(row.layout), count if row.parameters else "")
+        told = Table.grid(padding=(0, 1))
+        for why, number in notes.items():
+            told.add_row(escape(f"[{number}]"), escape(why))
         head = (
             f"{self.device}, {self.ranks} tensor-parallel rank{'s' if self.ranks > 1 else ''}, "
             f"{self.parameters:,} parameters, {self.parameters_per_rank:,} per rank"
@@ -93,15 +107,15 @@ class Explanation:
         )
         across = [self._across()] if any(row.collectives for row in self.rows) else []
         memory = [escape(self.memory)] if self.memory else []
-        return Group(head, table, *across, *memory, *(self._moved() if self.batch else []))
+        return Group(head, table, told, *across, *memory, *(self._moved() if self.batch else []))
 
     def _moved(self) -> list[Table | str]:
         """The table of memory."""
         title = f"a training forward of {list(self.batch)} as on {self.device}, before and after fuse"
         if self.not_counted:
             return [escape(f"{title}: {self.not_counted}")]
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("module", no_wrap=True)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+        table.add_column("module", overflow="fold")
         for name in ("layers", "kept for backward", "ops", "bytes moved"):
             table.add_column(name, justify="right", no_wrap=True)
         for each in self.moved:
@@ -112,9 +126,9 @@ class Explanation:
 
     def _across(self) -> Table:
         """The table of collectives."""
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
         for name in ("module", "in", "across ranks", "plan", "exposed us", "why"):
-            table.add_column(name, no_wrap=name in ("module", "plan"), justify="right" if "us" in name else "left")
+            table.add_column(name, overflow="fold", justify="right" if "us" in name else "left")
         for row in self.rows:
             for position, collective in enumerate(row.collectives):
                 others = f"\n  with {', '.join(row.shared_by)}" if row.shared_by and position == 0 else ""
@@ -123,7 +137,7 @@ class Explanation:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        Console(file=text, width=160).print(self)
+        Console(file=text, width=max(_NARROWEST, shutil.get_terminal_size().columns)).print(self)
         return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
 
 

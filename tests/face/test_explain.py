@@ -92,6 +92,20 @@ def test_tied_weights_count_once():
     assert shardfuse.explain(model).parameters == sum(param.numel() for param in model.parameters())
 
 
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_fits_the_terminal_and_says_a_reason_once(columns: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    explanation = shardfuse.explain(shardfuse.ParallelTransformer(CONFIG))
+    text = str(explanation)
+    assert max(map(len, text.splitlines())) <= columns
+    joined = " ".join(text.split())
+    for number, why in enumerate(dict.fromkeys(row.why for row in explanation.rows), 1):
+        assert joined.count(why) == 1
+        assert f"[{number}]" in text
+    for row in explanation.rows:
+        assert row.path in text.replace("\n", "")
+
+
 def test_prints_as_text_and_as_a_table():
     explanation = shardfuse.explain(shardfuse.ParallelTransformer(CONFIG))
     text = str(explanation)
