@@ -29,7 +29,6 @@ from .parallel.overlap import partial_sum
 from .parallel.overlap.memory import reserve
 from .parallel.overlap.plan import OverlapPlan
 
-
 _NARROWEST = 60  # columns, below which tables are not readable
 _PATH = 48  # columns of a module's path before it is folded
 
