@@ -313,7 +313,9 @@ def inspect(
     reports = compile_with_progress(builds, jobs, people)
     if not json:
         # Off a terminal rich would assume 80 columns and fold every row.
-        _print_tables(reports, Console(width=None if sys.stdout.isatty() else 230))
+        console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 230)
+        console.print(summary(reports))
+        _print_tables(reports, console)
     wrong = [(report, problem) for report in reports for problem in problems(report)]
     for report, problem in wrong:
         _print_line(people, f"{report.op} {report.config} on {report.target}: {problem}")
@@ -364,6 +366,35 @@ def compile_with_progress(builds: list[Build], jobs: int | None, people: Console
             progress.update(task, advance=1, description=f"{report.op} {report.config} {report.target}")
 
         return compile_builds(builds, jobs=jobs, on_report=advance)
+
+
+def summary(reports: Sequence[Report]) -> Table:
+    """A line for each op and target: how many builds there are, what is wrong with how many, and their extremes."""
+    table = Table(title="summary, each configuration below", title_justify="left")
+    table.add_column("op on target", overflow="fold")
+    for heading in ("builds", "wrong", "exempt", "registers", "shared KiB", "occupancy", "wgmma", "TMA"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for op, target in dict.fromkeys((report.op, report.target) for report in reports):
+        chosen = [report for report in reports if (report.op, report.target) == (op, target)]
+        compiled = [report for report in chosen if report.error is None]
+        table.add_row(
+            f"{op} on {target}",
+            str(len(chosen)),
+            str(sum(bool(problems(report)) for report in chosen)),
+            str(sum(report.exempt is not None for report in chosen)),
+            _range([report.registers for report in compiled], "{:.0f}"),
+            _range([report.shared_bytes / 1024 for report in compiled], "{:.0f}"),
+            _range([report.occupancy for report in compiled], "{:.0%}"),
+            str(sum(report.wgmma for report in compiled)),
+            str(sum(report.tma for report in compiled)),
+        )
+    return table
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    """As in 32-255; "" for none."""
+    shown = dict.fromkeys(form.format(value) for value in (min(values), max(values))) if values else {}
+    return "-".join(shown)
 
 
 def _print_tables(reports: list[Report], console: Console) -> None:

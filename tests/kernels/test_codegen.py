@@ -283,6 +283,9 @@ def test_inspect_prints_a_table_and_fails_on_problems(monkeypatch, capsys):
     assert codegen.inspect("linear_act", "sm_90") == 1
     out, err = capsys.readouterr()
     assert "linear_act on sm_90 (NVIDIA H100)" in out
+    first = [cell.strip() for cell in _line_with("linear_act on sm_90", out).split("│")[1:5]]
+    assert first == ["linear_act on sm_90", "2", "2", "0"]  # builds, wrong ones, exemptions
+    assert len(out[: out.index("(NVIDIA H100)")].splitlines()) <= 10
     assert [cell.strip() for cell in _line_with("fwd-128", out).split("│")[1:5]] == ["fwd-128", "255", "46", "1.0"]
     assert "failed" in _line_with("fwd-256", out)
     assert "linear_act fwd-128 on sm_90: spills: 46 instructions" in err
