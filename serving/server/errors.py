@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from ..ranks import RanksLost
@@ -59,6 +59,12 @@ def error_body(status: int, message: str, *, code: str | None = None, param: str
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """400: the request cannot be served, now or later."""
     return ApiError(400, message, param=param, code=code)
+
+
+def wrong_body(error: ValidationError) -> ApiError:
+    """400 for a body that did not come by HTTP, as :func:`install` has it for one that did."""
+    message, param = _first([{**each, "loc": ("body", *each["loc"])} for each in error.errors()])
+    return invalid(message, param)
 
 
 def unavailable(message: str, code: str = "unavailable", retry_after_s: int = 1) -> ApiError:

@@ -192,7 +192,11 @@ class Served:
     # --- text
 
     async def encode(self, text: str, special: bool) -> list[int]:
-        """The tokens of ``text``, with those that begin every text where ``special``."""
+        """The tokens of ``text``, with those that begin every text where ``special``. Raises ApiError for no text."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can spell half of a pair of surrogates
+            raise invalid(f"{text[error.start]!a} at character {error.start} is no character") from None
         if len(text) > _LONG_TEXT:
             return await asyncio.to_thread(self._encode, text, special)
         return self._encode(text, special)

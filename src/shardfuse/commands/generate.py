@@ -1,0 +1,196 @@
+"""``shardfuse generate``: the answer to one prompt, without a server. ``generate_batch.py`` answers files of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from . import opening
+from .opening import Opening
+
+if TYPE_CHECKING:
+    from ..serving.engine import Engine
+    from ..serving.folder import Opened
+    from ..serving.guide import Guide
+    from ..serving.request import Request
+
+MOST_TOKENS = 256  # of an answer, unless it is said
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """The options of ``shardfuse generate`` for one prompt.
+
+    Without ``prompt`` it is the text of standard input. ``max_tokens`` None is MOST_TOKENS, or as many as the model has
+    room for. ``sampling`` are given fields of SamplingParams: without a temperature the answer is greedy, and without a
+    seed the draws are random. ``json_schema`` is a file.
+    """
+
+    model: Opening
+    prompt: str | None = None
+    chat: bool = False
+    max_tokens: int | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    stop: tuple[str, ...] = ()
+    json_schema: Path | None = None
+    regex: str | None = None
+
+
+def run_generate(options: GenerateOptions) -> int:
+    """Stream the answer to standard output, and all else to standard error; 130 after Ctrl-C.
+
+    The output is the answer's text alone; where it is a terminal, control characters are shown as escapes.
+    """
+    console = Console(highlight=False, stderr=True, soft_wrap=True)
+
+    def say(text: str) -> None:
+        console.print(text, markup=False)
+
+    with opening.settled(options.model) as model:
+        if opening.follows():
+            opening.follow(model)
+            return 0
+        text, guide = _prompt(options), _guide(options)
+        with opening.started_ranks(model):
+            opened = opening.lead(model, say)
+            with opened.engine as engine:
+                return _answer(engine, _request(options, opened, text, guide), say)
+
+
+def _prompt(options: GenerateOptions) -> str:
+    if options.prompt is not None:
+        return options.prompt
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ValueError(
+            "there is no prompt: give --prompt TEXT, or text on standard input, or --input IN.jsonl and --output "
+            "OUT.jsonl"
+        )
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is no text in UTF-8: {error}") from None
+
+
+def _guide(options: GenerateOptions) -> Guide | None:
+    from ..serving.guide import Guide
+
+    if options.regex is not None:
+        return Guide.regex(options.regex)
+    if options.json_schema is None:
+        return None
+    try:
+        # Without whitespace, as the server has it: a weak model could go on with it for ever.
+        return Guide.json_schema(options.json_schema.read_text(encoding="utf-8"), any_whitespace=False)
+    except ValueError as error:
+        raise ValueError(f"--json-schema {options.json_schema}: {error}") from None
+
+
+def _request(options: GenerateOptions, opened: Opened, text: str, guide: Guide | None) -> Request:
+    """Raises ValueError for what the engine does not take."""
+    from ..serving.request import Request
+    from ..serving.sampling_params import SamplingParams
+
+    tokenizer, most = opened.tokenizer, opened.engine.max_model_len
+    if options.chat:
+        if not tokenizer.chat_template:
+            raise ValueError("--chat: this model has no chat template: give one by --chat-template FILE, or no --chat")
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+    prompt = list(tokenizer.encode(text, add_special_tokens=not options.chat))
+    if not prompt:
+        raise ValueError("the prompt is empty: expected text to continue")
+    if len(prompt) >= most:
+        raise ValueError(f"the prompt has {len(prompt)} tokens, and this model's context is {most}: shorten it")
+    return Request(
+        prompt,
+        max_new_tokens=min(MOST_TOKENS, most - len(prompt)) if options.max_tokens is None else options.max_tokens,
+        stop=opened.stop_ids,
+        sampling=SamplingParams(**{"seed": secrets.randbits(63), **options.sampling, "guide": guide}),
+        stop_strings=options.stop,
+    )
+
+
+def _answer(engine: Engine, request: Request, say: Callable[[str], object]) -> int:
+    began, tokens, finish, last = time.monotonic(), 0, "", ""
+    number = engine.add(request)
+    with stdout_text() as write, _asked_to_stop() as asked:
+        for event in engine.run():
+            if event.error is not None:
+                raise RuntimeError(f"the model failed: {type(event.error).__name__}: {event.error}") from event.error
+            tokens += event.token is not None
+            last = event.text or last
+            write(event.text)
+            finish = event.finish or finish
+            if asked:
+                engine.cancel(number)
+                break
+        if sys.stdout.isatty() and not last.endswith("\n"):
+            write("\n")
+    if asked:
+        return 130
+    seconds = time.monotonic() - began
+    say(f"{tokens:,} tokens ({finish}) in {seconds:.1f} s, {tokens / max(seconds, 1e-9):,.1f} tokens/s")
+    return 0
+
+
+@contextlib.contextmanager
+def stdout_text() -> Iterator[Callable[[str], None]]:
+    """What writes text to standard output at once. Where its reader has gone, the command ends as SIGPIPE would."""
+    show = visible if sys.stdout.isatty() else str
+    if hasattr(sys.stdout, "reconfigure"):
+        # What a terminal's encoding has not becomes an escape; a file or a pipe gets the answer's own characters.
+        sys.stdout.reconfigure(**({"errors": "backslashreplace"} if sys.stdout.isatty() else {"encoding": "utf-8"}))
+
+    def write(text: str) -> None:
+        sys.stdout.write(show(text))
+        sys.stdout.flush()
+
+    with ends_with_reader():
+        yield write
+
+
+@contextlib.contextmanager
+def ends_with_reader() -> Iterator[None]:
+    """Within it a closed standard output raises SystemExit, without the message of Python's own end."""
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def visible(text: str) -> str:
+    """``text`` with escapes in place of what a terminal would obey: a colour, a cleared screen, a new title."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+@contextlib.contextmanager
+def _asked_to_stop() -> Iterator[list[int]]:
+    """The first Ctrl-C is put into the list, so that it ends no step in the middle; the second one raises."""
+    asked: list[int] = []
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        asked.append(signum)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.SIG_IGN:  # nohup's
+        signal.signal(signal.SIGINT, stop)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
