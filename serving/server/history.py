@@ -28,8 +28,8 @@ class History:
             self._points.append(self._point())
             await asyncio.sleep(seconds)
 
-    def json(self) -> dict[str, Any]:
-        """The model and its limits, the load now, and the points so far, the oldest first."""
+    def json(self, since: float = 0.0) -> dict[str, Any]:
+        """The model and its limits, the load now, and the points later than ``since``, the oldest first."""
         serve, options = self._served.serve, self._served.options
         load = serve.load
         return {
@@ -38,7 +38,7 @@ class History:
             "draining": self._served.draining,
             "needs_key": bool(options.api_keys),
             "now": {**self._load(), "used_blocks": load.used_blocks, "num_blocks": load.num_blocks},
-            "points": list(self._points),
+            "points": [point for point in self._points if point["time"] > since],
         }
 
     def _load(self) -> dict[str, Any]:
