@@ -177,23 +177,41 @@ def test_a_terminal_gets_no_control_characters(command, monkeypatch):
     assert generate.visible("a\x1b[31m\x9b\x7f\r\tä\n") == "a\\x1b[31m\\x9b\\x7f\\x0d\tä\n"
 
 
-def test_one_prompt_needs_no_package_of_the_server(folder):
-    code = (
-        "import sys; from shardfuse import cli; sys.modules['fastapi'] = sys.modules['prometheus_client'] = None\n"
-        f"sys.argv = ['shardfuse', 'generate', {str(folder)!r}, '--max-tokens', '400']; cli.main()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write(b"Once")
-        process.stdin.close()
-        process.stdout.read(1)
-        process.stdout.close()  # as head does; what is left to say has no reader
-        assert process.stderr is not None
-        assert b"Traceback" not in process.stderr.read()
-        assert process.wait(LIMIT_S) == 128 + signal.SIGPIPE
+def test_ctrl_c_ends_an_answer_between_two_steps(command, monkeypatch, solo):
+    shown: list[str] = []
+
+    def show(text: str) -> str:
+        shown.append(text)
+        if len(shown) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return text
+
+    monkeypatch.setattr(generate, "visible", show)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    code, out, err = command("--prompt", "Once", "--max-tokens", 100)
+    assert code == 130
+    assert solo("Once", 100).startswith(out.rstrip("\n"))
+    assert len(out) < 10
+    assert "Traceback" not in err
+
+
+def test_one_prompt_needs_no_package_of_the_server(command, monkeypatch, solo):
+    from shardfuse.serving import server
+
+    for name in ("fastapi", "prometheus_client", *(name for name in sys.modules if name.startswith(server.__name__))):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert command("--prompt", "Once", "--max-tokens", 4)[:2] == (0, solo("Once", 4))
+
+
+def test_a_reader_that_has_gone_ends_it(command, monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        code, _, err = command("--prompt", "Once", "--max-tokens", 100)
+    assert code == 128 + signal.SIGPIPE
+    assert "error" not in err
+    assert "Traceback" not in err
 
 
 def test_the_tiny_model(command):
@@ -319,6 +337,15 @@ def test_what_is_refused_before_anything_is_written(command, tmp_path):
         assert "line 1 is not an answer of this command" in refused("--input", file, "--output", out)
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+def test_a_full_disk_is_one_line(command, tmp_path):
+    file = _write(tmp_path / "in.jsonl", [{"prompt": "x"}] * 40)
+    code, out, err = command("--input", file, "--output", "/dev/full")
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1] == "error: [Errno 28] No space left on device"
+    assert err.count("error") == 1
+
+
 def test_the_packages_of_the_server_are_named(command, tmp_path, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "fastapi" else find(name))
@@ -409,7 +436,7 @@ def test_a_pipe_to_its_end(command, monkeypatch, tmp_path, solo):
     try:
         code, _, err = command("--input", f"/dev/fd/{read}", "--output", out)
         assert (code, _text(_read(out)["line-1"])) == (0, solo("Once", 5))
-        assert "1 lines: 1 answered" in err
+        assert "1 line: 1 answered" in err
         code, _, err = command("--input", f"/dev/fd/{read}", "--output", out)
         assert (code, err.count("\n")) == (1, 1)
         assert "cannot be read again" in err

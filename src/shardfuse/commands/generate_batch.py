@@ -95,7 +95,7 @@ def run_batch(options: BatchOptions) -> int:
         if options.resumes:
             stack.enter_context(_only_writer(Path(options.output)))
         tally, done = _survey(options, say)
-        if tally.done and tally.done == tally.total:
+        if tally.done and tally.done == tally.total and not opening.by_torchrun():  # its other ranks wait for this one
             return _end(options, tally, say)
         write = stack.enter_context(_writer(options))
         stack.enter_context(ends_with_reader())
@@ -112,7 +112,8 @@ def run_batch(options: BatchOptions) -> int:
 
 def _end(options: BatchOptions, tally: Tally, say: Callable[[str], object]) -> int:
     where = "standard output" if options.output == "-" else options.output
-    say(f"{tally.done:,} lines: {tally.answered:,} answered, {tally.failed:,} failed, in {where}")
+    lines = "1 line" if tally.done == 1 else f"{tally.done:,} lines"
+    say(f"{lines}: {tally.answered:,} answered, {tally.failed:,} failed, in {where}")
     return 1 if tally.failed else 0
 
 
@@ -337,11 +338,7 @@ async def _some(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
     """Those that still run once one has ended. Raises what one raised."""
     ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     for task in ended:
-        if (error := task.exception()) is not None:
-            for other in running:
-                other.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-            raise error
+        task.result()
     return running
 
 

@@ -51,14 +51,14 @@ def settled(opening: Opening) -> Iterator[Opening]:
         if opening.tiny:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardfuse-")))
             opening = replace(opening, folder=replace(opening.folder, folder=_tiny(folder)))
-        if _by_torchrun():
+        if by_torchrun():
             opening = replace(opening, tp=int(os.environ["WORLD_SIZE"]))
         yield opening
 
 
 def follows() -> bool:
     """Whether torchrun has started this process as another rank than 0: its part is to :func:`follow`."""
-    return _by_torchrun() and os.environ["RANK"] != "0"
+    return by_torchrun() and os.environ["RANK"] != "0"
 
 
 def lead(opening: Opening, say: Callable[[str], object]) -> Opened:
@@ -78,7 +78,8 @@ def follow(opening: Opening) -> None:
     open_folder(opening.folder, _mesh(opening)).engine.follow()
 
 
-def _by_torchrun() -> bool:
+def by_torchrun() -> bool:
+    """Whether torchrun has started the ranks, of which this process is one."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -125,7 +126,7 @@ def started_ranks(opening: Opening) -> Iterator[Ranks]:
     from ..training.worker import loopback
 
     ranks = Ranks()
-    if opening.tp == 1 or _by_torchrun():
+    if opening.tp == 1 or by_torchrun():
         yield ranks
         return
     _check_gpus(opening)
