@@ -11,6 +11,7 @@ import heapq
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -243,6 +244,12 @@ class Engine:
             raise RuntimeError("dismiss: requests are being served; take steps until none is left, or cancel() them")
         self._check_leads("dismiss")
         self._runner.dismiss()
+
+    def limit_waits(self, timeout: timedelta) -> None:
+        """Give up the other ranks after ``timeout`` from now on, where the mesh's own is longer: opening and warming up
+        may take them minutes, and a step does not. On this rank only.
+        """
+        self._runner.channel.limit(timeout)
 
     def _check_leads(self, what: str) -> None:
         if not self._leads:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..parallel.core.mesh import Group, share_timeout
+from ..parallel.core.mesh import Group, limit_timeout, share_timeout
 
 _PATIENT = timedelta(days=3650)
 
@@ -34,12 +34,19 @@ class StepChannel:
         self.idle = True  # whether no buffer is due: how the next one is waited for
         if self.alone:
             return
+        self._group = group
         ranks = dist.get_process_group_ranks(group.pg)
         make: dict[str, Any] = {"ranks": ranks, "backend": "gloo", "use_local_synchronization": True}
         self._root, self._count = ranks[0], len(ranks)
         self._prompt = dist.new_group(**make)
         share_timeout(self._prompt)
         self._patient = dist.new_group(**make, timeout=_PATIENT)
+
+    def limit(self, timeout: timedelta) -> None:
+        """From now on this rank gives the others up after ``timeout``, in the model's collectives, too."""
+        if not self.alone:
+            for pg in (self._group.pg, self._prompt):
+                limit_timeout(pg, timeout)
 
     def send(self, buffer: torch.Tensor, *, idle: bool = False) -> None:
         """From rank 0. After a buffer that is sent with ``idle`` the others wait without a limit."""

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from .mesh import Group
+from .mesh import Group, timeout_of
 
 _OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "avg": dist.ReduceOp.AVG}
 
@@ -145,13 +145,15 @@ class _Exchange:
 
     def __init__(self, x: torch.Tensor, group: Group) -> None:
         pg: Any = group.pg
-        self.x, self.theirs = x, torch.empty_like(x)
+        self.x, self.theirs, self.timeout = x, torch.empty_like(x), timeout_of(pg, x.device)
         self.sending = pg.send([x], 1 - group.rank, EXCHANGE_TAG)
         self.receiving = pg.recv([self.theirs], 1 - group.rank, EXCHANGE_TAG)
 
     def wait(self) -> None:
-        self.receiving.wait()
-        self.sending.wait()
+        # A message by itself would wait as long as the group was told when it was made.
+        limit = () if self.timeout is None else (self.timeout,)
+        self.receiving.wait(*limit)
+        self.sending.wait(*limit)
         self.x.add_(self.theirs)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -54,6 +55,20 @@ def share_timeout(pg: dist.ProcessGroup) -> None:
         options = getattr(_backend(world, device), "options", None)  # a fake backend has none and never waits
         if options is not None:
             _backend(pg, device)._set_default_timeout(options._timeout)
+
+
+def limit_timeout(pg: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Give up collectives in ``pg`` after ``timeout`` on this rank, from the next one on."""
+    for device in pg._device_types:
+        backend = _backend(pg, device)
+        if hasattr(backend, "_set_default_timeout"):
+            backend._set_default_timeout(timeout)
+
+
+def timeout_of(pg: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """After which collectives in ``pg`` on ``device`` are given up by now; None for a backend that never waits."""
+    options = getattr(_backend(pg, device), "options", None)
+    return None if options is None else options._timeout
 
 
 def shared_options(device_type: str) -> Any:

@@ -19,6 +19,7 @@ from .served import TOLD, ServerOptions
 
 log = logging.getLogger("shardfuse.access")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_SWALLOW_BYTES, _SWALLOW_S = 64 << 20, 5.0  # of a body that is refused
 _OPEN = ("/", "/health", "/ping", "/version", "/metrics", "/stats", "/openapi.json")  # without a key
 
 
@@ -52,7 +53,10 @@ class Door:
         try:
             tenant = self._tenant(scope["path"], headers.get(b"authorization", b""))
             scope["state"]["tenant"] = tenant
-            self._check_length(headers.get(b"content-length", b""))
+            length = headers.get(b"content-length", b"")
+            if length.isdigit() and int(length) > self._options.max_body_bytes:
+                await _swallow(receive)
+                raise self._too_large(int(length))
             await self._app(scope, self._limited(receive), out)
         except ApiError as error:
             if sent:
@@ -94,10 +98,6 @@ class Door:
             )
         return tenant
 
-    def _check_length(self, length: bytes) -> None:
-        if length.isdigit() and int(length) > self._options.max_body_bytes:
-            raise self._too_large(int(length))
-
     def _too_large(self, length: int) -> ApiError:
         return ApiError(
             413,
@@ -123,7 +123,24 @@ class Door:
                 taken += len(message.get("body", b""))
                 complete = not message.get("more_body", False)
                 if taken > self._options.max_body_bytes:
+                    if not complete:
+                        await _swallow(receive)
                     raise self._too_large(taken)
             return message
 
         return limited
+
+
+async def _swallow(receive: Receive) -> None:
+    """Take what still comes of a body, as far as that is bearable: a client that is sending reads no answer, and where
+    the connection is closed on it, it may never see one.
+    """
+    taken, deadline = 0, time.monotonic() + _SWALLOW_S
+    while taken < _SWALLOW_BYTES and (left := deadline - time.monotonic()) > 0:
+        try:
+            message = await asyncio.wait_for(receive(), left)
+        except asyncio.TimeoutError:
+            return
+        taken += len(message.get("body", b""))
+        if message["type"] != "http.request" or not message.get("more_body", False):
+            return

@@ -357,7 +357,6 @@ def serve(
         raise typer.BadParameter(f"{log!r}: expected text or json", param_hint="--log")
     if log_level not in ("debug", "info", "warning", "error"):
         raise typer.BadParameter(f"{log_level!r}: expected debug, info, warning or error", param_hint="--log-level")
-    from dataclasses import replace
 
     from .serving.server.served import ServerOptions
 
@@ -370,7 +369,7 @@ def serve(
         debug=debug_endpoints,
     )
     options = command.ServeOptions(
-        replace(model_options, timeout_s=health_timeout),
+        model_options,
         server,
         host,
         port,

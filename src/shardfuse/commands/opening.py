@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..serving.folder import FolderOptions, Opened
 
 GRACE_S = 3.0  # for ranks that are told to end
+PATIENCE = timedelta(minutes=10)  # of a rank with the others, which read weights and compile at their own pace
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,12 @@ class Opening:
     """Which model is opened, and over what.
 
     With ``tiny`` a small random model is made, whatever folder is named. ``tp`` ranks are started, unless torchrun has
-    started them; their collectives are given up after ``timeout_s``.
+    started them.
     """
 
     folder: FolderOptions
     tiny: bool = False
     tp: int = 1
-    timeout_s: float = 60.0
 
 
 def check_installed(command: str, needed: tuple[str, ...]) -> None:
@@ -97,8 +97,7 @@ def _mesh(opening: Opening) -> Any:
         return None
     from ..parallel.core.rendezvous import init_mesh
 
-    timeout = timedelta(seconds=opening.timeout_s)
-    return init_mesh(tp=opening.tp, device_type=opening.folder.device, timeout=timeout)
+    return init_mesh(tp=opening.tp, device_type=opening.folder.device, timeout=PATIENCE)
 
 
 class Ranks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -58,6 +59,7 @@ def _lead(options: ServeOptions, model: Opening, console: Console, listener: Any
         if options.warm_up:
             with console.status("warming up") as status:
                 engine.warmup(lambda what: status.update(f"warming up: {what}"))
+        engine.limit_waits(timedelta(seconds=options.server.health_timeout_s))
         served = Served(engine, opened.tokenizer, sorted(opened.stop_ids), options.server, wrong)
 
         def started(address: str) -> None:

@@ -1,0 +1,173 @@
+"""The server as a process: a load of good and bad requests, signals, ranks that die, and what is left of it all."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("transformers")
+
+from http_load import KINDS, Load, Process, leaks, serving
+
+from shardfuse.testing import save_tiny_hf
+
+FLAT_BYTES = 48 << 20  # by which memory may grow from a part of the load to its end: a request's leak would be more
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """In fp64: an answer does not depend on its company."""
+    return save_tiny_hf(tmp_path_factory.mktemp("tiny") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Whose answers last long enough for what happens meanwhile."""
+    return save_tiny_hf(tmp_path_factory.mktemp("long") / "long", max_positions=100_000, num_layers=8)
+
+
+def loaded(folder: Path, count: int, rate: float) -> None:
+    with serving(str(folder), "--debug-endpoints", "--max-body-bytes", "100000", "--log-level", "warning") as process:
+        first = Load(process.url, count // 4, rate, seed=1)
+        first.run()
+        before = leaks(process)
+        then = Load(process.url, count - count // 4, rate, seed=2)
+        then.run()
+        seen = first.seen + then.seen
+        assert seen.total() == count
+        assert {kind for kind in KINDS if seen[kind]} == set(KINDS), seen
+        after = leaks(process)
+        deadline = time.monotonic() + 20  # connections that the clients have closed
+        while after["files"] > before["files"] and time.monotonic() < deadline:
+            time.sleep(0.2)
+            after = leaks(process)
+        assert after["used_blocks"] == 0
+        for what in ("tasks", "threads", "files"):
+            assert after[what] <= before[what], (before, after)
+        assert after["resident_bytes"] - before["resident_bytes"] < FLAT_BYTES, (before, after)
+        assert process.get("/health").status_code == 200
+        print(f"{count} requests: {dict(seen)}; before {before}, after {after}")
+        assert process.ended(signal.SIGTERM) == 0, process.said()
+        assert "ERROR" not in process.said()
+
+
+def test_a_load_leaves_nothing_behind(folder: Path) -> None:
+    loaded(folder, 400, 120.0)
+
+
+@pytest.mark.nightly
+def test_a_load_of_ten_thousand_leaves_nothing_behind(folder: Path) -> None:
+    loaded(folder, 10_000, 60.0)
+
+
+def _stream(process: Process, lines: list[str], began: threading.Event, most: int) -> None:
+    body = {"prompt": "once", "max_tokens": most, "ignore_eos": True, "stream": True, "temperature": 0}
+    with httpx.stream("POST", f"{process.url}/v1/completions", json=body, timeout=60) as answer:
+        for line in answer.iter_lines():
+            if line:
+                lines.append(line)
+                began.set()
+
+
+@pytest.fixture
+def streaming() -> Iterator[tuple[list[str], threading.Event, list[threading.Thread]]]:
+    threads: list[threading.Thread] = []
+    yield [], threading.Event(), threads
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_sigterm_drains_and_the_port_is_free_again(folder: Path, long: Path, streaming: tuple) -> None:
+    lines, began, threads = streaming
+    with serving(str(long), "--no-warmup") as process:
+        port = str(process.port)
+        threads.append(threading.Thread(target=_stream, args=(process, lines, began, 1000)))
+        threads[0].start()
+        assert began.wait(30)
+        process.popen.send_signal(signal.SIGTERM)
+        refused = None
+        while threads[0].is_alive():
+            try:
+                answer = process.post("/v1/completions", prompt="x", max_tokens=1)
+            except httpx.ConnectError:
+                break
+            refused = answer.status_code if answer.status_code != 200 else refused
+        assert refused == 503
+        assert process.ended() == 0, process.said()
+        threads[0].join(30)
+        assert lines[-1] == "data: [DONE]"
+        assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "length"
+    with serving(str(folder), "--port", port) as process:
+        assert process.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
+        taken = Process(str(folder), "--port", port)
+        assert taken.ended() == 1
+        assert taken.said().count("\n") == 1
+        assert f"error: port {port} on 127.0.0.1 cannot be used" in taken.said()
+        taken.log.close()
+
+
+def test_a_second_signal_ends_at_once(long: Path, streaming: tuple) -> None:
+    lines, began, threads = streaming
+    with serving(str(long), "--no-warmup") as process:
+        threads.append(threading.Thread(target=_stream, args=(process, lines, began, 90_000)))
+        threads[0].start()
+        assert began.wait(30)
+        process.popen.send_signal(signal.SIGTERM)
+        until = time.monotonic() + 30
+        while process.get("/health").status_code != 503:
+            assert time.monotonic() < until
+        refused = process.post("/v1/completions", prompt="x", max_tokens=1)
+        assert refused.status_code == 503
+        assert int(refused.headers["Retry-After"]) > 0
+        assert process.ended(signal.SIGTERM) == 1
+        threads[0].join(30)
+        assert "error" in json.loads(lines[-2][6:])
+        assert "1 open requests are ended" in process.said()
+
+
+def test_a_folder_that_is_none_is_refused_in_a_line(tmp_path: Path) -> None:
+    process = Process(str(tmp_path / "none"), "--port", "0")
+    assert process.ended() == 1
+    assert f"error: {tmp_path / 'none'}: there is no such folder" in process.said()
+    process.log.close()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_rank_that_is_lost_under_load(how: signal.Signals, folder: Path, streaming: tuple) -> None:
+    lines, began, threads = streaming
+    ranks = ("--tp", "2", "--device", "cpu", "--health-timeout", "8")
+    with serving(str(folder)) as process:
+        alone = process.post("/v1/completions", prompt="once", max_tokens=16, temperature=0).json()["choices"]
+    with serving(str(folder), *ranks) as process:
+        port = str(process.port)
+        assert process.post("/v1/completions", prompt="once", max_tokens=16, temperature=0).json()["choices"] == alone
+        assert process.get("/health").status_code == 200
+        (child,) = process.children()
+        threads += [threading.Thread(target=_stream, args=(process, lines, began, 240)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        assert began.wait(30)
+        os.kill(child, how)
+        for thread in threads:
+            thread.join(60)
+        ends = [line for line in lines if '"error"' in line]
+        assert len(ends) == 3, lines[-6:]
+        assert all(json.loads(line[6:])["error"]["code"] == "ranks_lost" for line in ends)
+        assert process.get("/health").status_code == 503
+        assert process.post("/v1/completions", prompt="x", max_tokens=1).status_code == 503
+        os.kill(child, signal.SIGCONT) if how is signal.SIGSTOP else None
+        assert process.ended(signal.SIGTERM) == 0
+        assert not Path(f"/proc/{child}").exists()
+    with serving(str(folder), *ranks, "--port", port) as process:
+        assert process.post("/v1/completions", prompt="once", max_tokens=16, temperature=0).json()["choices"] == alone
