@@ -171,7 +171,7 @@ fuzz: install  ## random layouts, starts and faults (SEED=, SECONDS= for each fu
 	  $(PYTEST) -q -s -m fuzz $(ARGS)
 
 .PHONY: test-all
-test-all: test test-nightly codegen-all test-portable test-oldest test-newest test-hosts  ## everything, once a night
+test-all: test test-nightly codegen-all test-portable test-oldest test-newest test-hosts test-server  ## everything, once a night
 
 # --- other machines ---------------------------------------------------------------------------------------------------
 
@@ -254,6 +254,23 @@ test-contracts: install  ## the sources of versions that cannot run here, agains
 	  [ -d $$root ] || { $(BIN)/python -m pip download --quiet --no-deps -d $$root.whl $$each && \
 	    $(BIN)/python -m zipfile -e $$root.whl/*.whl $$root.part && rm -rf $$root.whl && mv $$root.part $$root; }; \
 	  $(BIN)/python tests/support/record_contracts.py $$host $$version $$root --check; done
+
+# --- clients of our server --------------------------------------------------------------------------------------------
+
+# Over the packages of .venv: what asks the server and is no part of its tests.
+CLIENTS := .side/clients
+
+$(CLIENTS)/.installed: pyproject.toml | $(INSTALLED)
+	@echo "installing lm-eval into $(CLIENTS)"
+	@rm -rf $(CLIENTS); "$(PYTHON)" -m venv --without-pip $(CLIENTS)
+	@printf '%s\n' "$(CURDIR)/src" "$(CURDIR)"/$(VENV)/lib/python*/site-packages \
+	  > "$$(echo $(CLIENTS)/lib/python*/site-packages)"/base.pth
+	@$(CLIENTS)/bin/python -m pip install --quiet --no-warn-conflicts 'lm_eval[api]==0.4.13'
+	@touch $@
+
+.PHONY: test-server
+test-server: $(CLIENTS)/.installed  ## lm-eval against the server, on tasks of its own
+	@$(CLIENTS)/bin/python tests/server/lane_lm_eval.py $(ARGS)
 
 .PHONY: codegen codegen-all
 codegen: $(SIDE)/.installed  ## compile the kernel configurations that changed, for every target, under both Tritons

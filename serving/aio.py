@@ -315,8 +315,10 @@ class AsyncEngine:
 
     def _add(self, streams: Sequence[_Stream]) -> None:
         try:
+            together: list[int] = []
             for stream in streams:
-                stream.number = self._engine.add(stream.request)
+                stream.number = self._engine.add(stream.request, together)
+                together.append(stream.number)
                 self._live[stream.number] = stream
                 if stream.request.timeout_s is not None:  # a little after the engine's own
                     stream.deadline = time.monotonic() + stream.request.timeout_s

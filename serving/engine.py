@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -308,8 +308,10 @@ class Engine:
             len(self._scheduler.running), waiting, self._allocator.used_blocks, self._allocator.num_blocks
         )
 
-    def add(self, request: Request) -> int:
+    def add(self, request: Request, together: Collection[int] = ()) -> int:
         """Queue ``request``; returns its number, which its events carry.
+
+        A queue in which nothing waits but the requests of the numbers ``together`` counts as empty.
 
         Raises ValueError, and changes nothing, for a request that cannot be served: an empty or over-long prompt, a
         token outside the vocabulary, more blocks than exist, a field of the wrong type or out of range; QueueFull where
@@ -321,7 +323,9 @@ class Engine:
         if self._lost is not None:
             raise self._lost
         self._admission.check(request)
-        self._admission.check_queue(request, self._queued())
+        waiting = list(self._queued())
+        if any(each.number not in together for each in waiting):
+            self._admission.check_queue(request, waiting)
         number = self._next_id
         self._next_id += 1
         self._live[number] = [self._sequence(number, request)]

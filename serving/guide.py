@@ -10,6 +10,10 @@ from typing import Any, Literal
 GuideKind = Literal["json_schema", "regex", "choice", "grammar"]
 
 
+class GuideRefused(ValueError):
+    """A guide that cannot be compiled; the message says why."""
+
+
 @dataclass(frozen=True)
 class Guide:
     """What the text of an answer has to be, as one of the class methods says. Equal ones are compiled once.

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ..kernels.runtime.checks import type_name
-from .guide import Guide
+from .guide import Guide, GuideRefused
 
 _END = "<|shardfuse: the end of a guided answer|>"
 _KEPT = 256  # compiled guides
@@ -134,10 +134,13 @@ class Guides:
         with self._lock:
             if self._tokenizer is None:
                 self._read_tokenizer()
-        matcher = LLMatcher(self._tokenizer, _grammar(guide), log_level=0)
+        try:
+            matcher = LLMatcher(self._tokenizer, _grammar(guide), log_level=0)
+        except (ValueError, TypeError) as error:  # of a text that is no Unicode, among others
+            raise GuideRefused(f"guide: this {guide.kind} cannot be compiled: {error}") from None
         matcher.compute_bitmask()  # what it finds out here, no step has to
         if matcher.is_error():
-            raise ValueError(f"guide: this {guide.kind} cannot be compiled: {_said(matcher)}")
+            raise GuideRefused(f"guide: this {guide.kind} cannot be compiled: {_said(matcher)}")
         return matcher
 
     def _read_tokenizer(self) -> None:

@@ -19,7 +19,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from . import chat, completions, errors, history, protocol
+from . import answers, chat, completions, errors, history, protocol
+from .answers import described
 from .door import Door
 from .errors import ErrorBody
 from .responses import streamed, unless_gone
@@ -31,7 +32,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     for status, what in {
         400: "The request is wrong.",
         401: "The key is missing or wrong.",
-        404: "There is no such model.",
+        404: "There is no such model, or no such path.",
+        405: "The path has another method.",
         408: "It took too long.",
         413: "The body is too large.",
         429: "The queue is full; Retry-After says when to try again.",
@@ -68,12 +70,12 @@ def create_app(served: Served) -> FastAPI:
     app.add_middleware(Door, options=served.options)
     options = served.options
 
-    @app.post("/v1/completions", tags=["OpenAI"])
+    @app.post("/v1/completions", tags=["OpenAI"], responses=described(answers.Completion, "text/event-stream"))
     async def create_completion(body: protocol.CompletionRequest, request: Request) -> Response:
         """What follows prompts, given as text or tokens."""
         return await _answer(completions, body, request)
 
-    @app.post("/v1/chat/completions", tags=["OpenAI"])
+    @app.post("/v1/chat/completions", tags=["OpenAI"], responses=described(answers.Chat, "text/event-stream"))
     async def create_chat_completion(body: protocol.ChatRequest, request: Request) -> Response:
         """The next message of a chat."""
         return await _answer(chat, body, request)
@@ -83,30 +85,24 @@ def create_app(served: Served) -> FastAPI:
         if body.stream_options is not None and not body.stream:
             raise errors.invalid("stream_options without stream: set stream to true", "stream_options")
         name, tenant = request.state.request_id, request.state.tenant
-        if not body.stream:
-            with served.counted():
-                return JSONResponse(await unless_gone(request, kind.complete(served, body, name, tenant)))
-        counted = served.counted()
-        counted.__enter__()
-        try:
-            chunks = _then(kind.stream(served, body, name, tenant), counted)
-        except BaseException:
-            counted.__exit__(None, None, None)
-            raise
-        return await streamed(request, chunks, options.send_timeout_s)
+        if body.stream:
+            chunks = _counted(served, kind.stream(served, body, name, tenant))
+            return await streamed(request, chunks, options.send_timeout_s)
+        with served.counted():
+            return JSONResponse(await unless_gone(request, kind.complete(served, body, name, tenant)))
 
-    @app.get("/v1/models", tags=["OpenAI"])
+    @app.get("/v1/models", tags=["OpenAI"], responses=described(answers.Models))
     async def list_models() -> dict[str, Any]:
         """The model that is served."""
         return {"object": "list", "data": [_model(served)]}
 
-    @app.get("/v1/models/{model:path}", tags=["OpenAI"])
+    @app.get("/v1/models/{model:path}", tags=["OpenAI"], responses=described(answers.Model))
     async def get_model(model: str) -> dict[str, Any]:
         """The model that is served, by its name."""
         served.check_model(model)
         return _model(served)
 
-    @app.post("/tokenize", tags=["vLLM"])
+    @app.post("/tokenize", tags=["vLLM"], responses=described(answers.Tokens))
     async def tokenize(body: protocol.TokenizeRequest) -> dict[str, Any]:
         """The tokens of a text, or of a chat's messages."""
         served.check_model(body.model)
@@ -120,14 +116,14 @@ def create_app(served: Served) -> FastAPI:
         length = served.max_model_len
         return {"count": len(tokens), "max_model_len": length, "tokens": tokens, "token_strs": strings}
 
-    @app.post("/detokenize", tags=["vLLM"])
+    @app.post("/detokenize", tags=["vLLM"], responses=described(answers.Text))
     async def detokenize(body: protocol.DetokenizeRequest) -> dict[str, Any]:
         """The text of tokens."""
         served.check_model(body.model)
         served.check_tokens(body.tokens, "tokens")
         return {"prompt": served.decode(body.tokens)}
 
-    @app.get("/health", tags=["operation"])
+    @app.get("/health", tags=["operation"], responses=described(answers.Health))
     async def health() -> Response:
         """200 while tokens come out in time; 503 with the reason while they do not."""
         wrong = await served.health()
@@ -135,12 +131,12 @@ def create_app(served: Served) -> FastAPI:
             raise errors.unavailable(wrong, "unhealthy", 5)
         return JSONResponse({"status": "ok"})
 
-    @app.get("/version", tags=["operation"])
+    @app.get("/version", tags=["operation"], responses=described(answers.Version))
     async def get_version() -> dict[str, str]:
         """The server's version."""
         return {"version": version("shardfuse")}
 
-    @app.get("/metrics", tags=["operation"])
+    @app.get("/metrics", tags=["operation"], response_class=PlainTextResponse)
     async def metrics() -> Response:
         """Prometheus metrics, with vLLM's names."""
         served.metrics.look(served.serve.load, served.serve.newest_stats)
@@ -158,7 +154,7 @@ def create_app(served: Served) -> FastAPI:
 
     if options.debug:
 
-        @app.get("/debug/leaks", tags=["operation"])
+        @app.get("/debug/leaks", tags=["operation"], responses=described(answers.Leaks))
         async def leaks() -> dict[str, Any]:
             """What lives in the process; while nothing is served it must not grow."""
             gc.collect()
@@ -178,13 +174,12 @@ def create_app(served: Served) -> FastAPI:
     return app
 
 
-async def _then(chunks: Any, counted: Any) -> Any:
-    try:
+async def _counted(served: Served, chunks: Any) -> Any:
+    """``chunks``, whose request is open from the first of them to the last."""
+    with served.counted():
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 yield chunk
-    finally:
-        counted.__exit__(None, None, None)
 
 
 def _model(served: Served) -> dict[str, Any]:

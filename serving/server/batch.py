@@ -110,7 +110,7 @@ async def _complete(served: Served, line: Mapping[str, Any], name: str) -> dict[
     try:
         asked = form.model_validate(body)
     except ValidationError as error:
-        raise wrong_body(error) from None
+        raise wrong_body(error, body) from None
     if asked.stream or asked.stream_options is not None:
         raise invalid("stream: the answers of a batch are whole: omit it", "stream")
     served.check_model(asked.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 import uuid
@@ -12,7 +13,7 @@ from typing import Any
 from ..guide import Guide
 from ..request import Request, TokenEvent
 from . import protocol, translate
-from .completions import Answer, Answers
+from .completions import Answer, Answers, finite
 from .errors import invalid
 from .served import Served
 from .tools import Call, ToolParser, grammar
@@ -35,7 +36,8 @@ async def prompt_of(
         )
     if tools and "tools" not in served.tokenizer.get_chat_template(tools=[{}]):
         raise invalid("the model's chat template does not mention tools, so it would never see them", "tools")
-    if clash := {"messages", "conversation", "tools", "tokenize", "add_generation_prompt"} & set(more or {}):
+    own = inspect.signature(served.tokenizer.apply_chat_template).parameters  # among them the template itself
+    if clash := {"messages", *own} & set(more or {}):
         raise invalid(f"chat_template_kwargs: {min(clash)} is the server's own", "chat_template_kwargs")
     try:
         text = served.tokenizer.apply_chat_template(
@@ -98,7 +100,6 @@ async def request_of(served: Served, body: protocol.ChatRequest, tenant: str) ->
         raise invalid("top_logprobs without logprobs: set logprobs to true", "top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise invalid("max_tokens and max_completion_tokens differ: give one of them", "max_tokens")
-    # A tool that has to be called is shown to the model where its template can; its guide works either way.
     shown = body.tools if body.tool_choice != "none" else None
     prompt = await prompt_of(served, body.messages, shown, more=body.chat_template_kwargs)
     asked = body.max_completion_tokens or body.max_tokens
@@ -112,6 +113,7 @@ class _Message:
     """What has come of one choice."""
 
     parser: ToolParser | None
+    most_calls: int | None = None
     content: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     scores: list[dict[str, Any]] = field(default_factory=list)
@@ -121,18 +123,26 @@ class _Message:
         if self.parser is None:
             return [event.text] if event.text else []
         pieces = self.parser.push(event.text)
-        return pieces if event.finish is None else pieces + self.parser.flush()
+        if event.finish is not None:
+            pieces += self.parser.flush()
+        most = self.most_calls
+        return [each for each in pieces if isinstance(each, str) or most is None or each.index < most]
 
     def finish(self, why: str | None) -> str | None:
         """OpenAI's reason."""
         return "tool_calls" if why == "stop" and self.parser is not None and self.parser.calls else why
 
 
+def _messages(body: protocol.ChatRequest, calls: bool, answers: Answers) -> list[_Message]:
+    most = 1 if body.parallel_tool_calls is False else None
+    return [_Message(ToolParser() if calls else None, most) for _ in answers.all]
+
+
 async def complete(served: Served, body: protocol.ChatRequest, name: str, tenant: str) -> dict[str, Any]:
     """The whole answer."""
     request, calls = await request_of(served, body, tenant)
     async with Answers(served, [request]) as answers:
-        found = [_Message(ToolParser() if calls else None) for _ in answers.all]
+        found = _messages(body, calls, answers)
         async for answer, event in answers:
             message = found[answer.index]
             for piece in message.take(event):
@@ -176,7 +186,7 @@ async def stream(
 
     async with Answers(served, [request]) as answers:
         yield None
-        found = [_Message(ToolParser() if calls else None) for _ in answers.all]
+        found = _messages(body, calls, answers)
         for answer in answers.all:
             yield chunk(answer.index, {"role": "assistant", "content": ""})
         async for answer, event in answers:
@@ -221,7 +231,7 @@ def _scores(served: Served, event: TokenEvent) -> list[dict[str, Any]]:
 
 def _score(served: Served, token: int, logprob: float | None) -> dict[str, Any]:
     text = served.decode([token])
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
 
 
 def _head(served: Served, name: str, kind: str) -> dict[str, Any]:

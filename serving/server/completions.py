@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..request import Request, TokenEvent
+from ..request import Request, ScoredToken, TokenEvent
 from . import protocol, translate
 from .errors import invalid
 from .metrics import AnswerTimes
@@ -24,6 +25,7 @@ class Answer:
     index: int
     times: AnswerTimes
     text: str = ""
+    offset: int = 0  # of the next token's text, where log-probabilities are streamed
     finish: str | None = None
     events: list[TokenEvent] = field(default_factory=list)
 
@@ -51,6 +53,7 @@ class Answers:
             for position, each in enumerate(requests)
             for index in range(each.n)
         ]
+        self._held: list[tuple[int, TokenEvent]] = []  # events that have come and were not taken
         self._first = [0]
         for each in requests:
             self._first.append(self._first[-1] + each.n)
@@ -67,6 +70,15 @@ class Answers:
         self._submitted = await self._served.submit(self._requests)
         for each in self._requests:
             self._served.metrics.arrived(each.n, each.max_new_tokens)
+        if any(each.sampling.guide is not None for each in self._requests):
+            try:  # a guide that cannot be compiled is an error with a status of its own, in a stream as well
+                position, event = await self._submitted.__anext__()
+                self._held.append((position, event))
+                if event.error is not None:
+                    self._take(position, event)
+            except BaseException:
+                await self.__aexit__()
+                raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -78,17 +90,22 @@ class Answers:
             told |= {**self.usage.json(), "finish": ",".join(sorted({str(answer.finish) for answer in self.all}))}
 
     async def __aiter__(self) -> AsyncIterator[tuple[Answer, TokenEvent]]:
+        for position, event in self._held:
+            yield self._take(position, event), event
         async for position, event in self._submitted:
-            answer = self.all[self._first[position] + event.index]
-            if event.error is not None or event.finish in ("cancelled", "timeout"):
-                answer.end("abort" if event.error is None else "error")
-                self._served.check(event)
-            answer.text += event.text
-            if event.token is not None:
-                answer.times.token()
-            if event.finish is not None:
-                answer.end(event.finish)
-            yield answer, event
+            yield self._take(position, event), event
+
+    def _take(self, position: int, event: TokenEvent) -> Answer:
+        answer = self.all[self._first[position] + event.index]
+        if event.error is not None or event.finish in ("cancelled", "timeout"):
+            answer.end("abort" if event.error is None else "error")
+            self._served.check(event)
+        answer.text += event.text
+        if event.token is not None:
+            answer.times.token()
+        if event.finish is not None:
+            answer.end(event.finish)
+        return answer
 
 
 async def requests_of(served: Served, body: protocol.CompletionRequest, tenant: str) -> list[Request]:
@@ -118,6 +135,7 @@ async def _prompts(served: Served, body: protocol.CompletionRequest) -> list[lis
         raise invalid(f"prompt: {len(given)} prompts: expected 1 to {MAX_PROMPTS}", "prompt")
     found = []
     for each in given:
+        await asyncio.sleep(0)  # other requests get their turn
         tokens = await served.encode(each, body.add_special_tokens) if isinstance(each, str) else list(each)
         served.check_tokens(tokens, "prompt")
         found.append(tokens)
@@ -131,7 +149,17 @@ async def complete(served: Served, body: protocol.CompletionRequest, name: str, 
         async for answer, event in answers:
             if body.logprobs is not None:
                 answer.events.append(event)
-    choices = [_choice(served, body, requests[answer.prompt], answer, answers.number(answer)) for answer in answers.all]
+    # The first event of a prompt has its scores, and all of its answers show them.
+    scores = {
+        answer.prompt: event.prompt_logprobs
+        for answer in answers.all
+        for event in answer.events
+        if event.prompt_logprobs is not None
+    }
+    choices = [
+        _choice(served, body, requests[answer.prompt], answer, answers.number(answer), scores.get(answer.prompt, ()))
+        for answer in answers.all
+    ]
     return {**_head(served, name), "choices": choices, "usage": _usage(body, answers).json()}
 
 
@@ -152,9 +180,17 @@ async def stream(
             if body.echo and number not in begun:
                 text = served.decode(requests[answer.prompt].prompt) + text
             begun.add(number)
-            scores = None if body.logprobs is None else logprobs(served, [event], len(answer.text) - len(event.text))
+            scores = None
+            if body.logprobs is not None:
+                scores = logprobs(served, [event], answer.offset)
+                answer.offset += sum(map(len, scores["tokens"]))
             if text or event.finish is not None or scores is not None:
-                choice = {"index": number, "text": text, "logprobs": scores, "finish_reason": event.finish}
+                choice = {
+                    "index": number,
+                    "text": text,
+                    "logprobs": scores,
+                    "finish_reason": _finish(body, event.finish),
+                }
                 yield {**head, "choices": [choice], **rest}
     if with_usage:
         yield {**head, "choices": [], "usage": _usage(body, answers).json()}
@@ -177,19 +213,25 @@ def _head(served: Served, name: str) -> dict[str, Any]:
 
 
 def _choice(
-    served: Served, body: protocol.CompletionRequest, request: Request, answer: Answer, number: int
+    served: Served,
+    body: protocol.CompletionRequest,
+    request: Request,
+    answer: Answer,
+    number: int,
+    prompt_scores: Sequence[ScoredToken],
 ) -> dict[str, Any]:
-    events, text = answer.events, answer.text
-    if body.max_tokens == 0:
-        events, text = [event for event in events if event.prompt_logprobs is not None], ""
+    events, text = ([], "") if body.max_tokens == 0 else (answer.events, answer.text)
     before = served.decode(request.prompt) if body.echo else ""
     scores = None
     if body.logprobs is not None:
-        scores = logprobs(served, events if body.max_tokens != 0 else [], 0)
+        scores = logprobs(served, events, 0)
         if body.echo:
-            prompt = next((event.prompt_logprobs for event in events if event.prompt_logprobs is not None), ())
-            scores = _echoed(served, request.prompt, prompt or (), scores)
-    return {"index": number, "text": before + text, "logprobs": scores, "finish_reason": answer.finish}
+            scores = _echoed(served, request.prompt, prompt_scores, scores)
+    return {"index": number, "text": before + text, "logprobs": scores, "finish_reason": _finish(body, answer.finish)}
+
+
+def _finish(body: protocol.CompletionRequest, why: str | None) -> str | None:
+    return "length" if why is not None and body.max_tokens == 0 else why
 
 
 def logprobs(served: Served, events: Sequence[TokenEvent], offset: int) -> dict[str, Any]:
@@ -206,9 +248,17 @@ def logprobs(served: Served, events: Sequence[TokenEvent], offset: int) -> dict[
 
 def _score(served: Served, found: dict[str, Any], text: str, logprob: Any, top: Any, offset: int) -> None:
     found["tokens"].append(text)
-    found["token_logprobs"].append(logprob)
-    found["top_logprobs"].append(None if top is None else {served.decode([token]): score for token, score in top})
+    found["token_logprobs"].append(finite(logprob))
+    likeliest: dict[str, float | None] = {}
+    for token, score in sorted(top or (), key=lambda each: -each[1]):
+        likeliest.setdefault(served.decode([token]), finite(score))  # tokens may have one text: parts of characters do
+    found["top_logprobs"].append(None if top is None else likeliest)
     found["text_offset"].append(offset)
+
+
+def finite(logprob: float | None) -> float | None:
+    """JSON has no infinity: what can never come has vLLM's -9999."""
+    return None if logprob is None else max(logprob, -9999.0)
 
 
 def _echoed(served: Served, prompt: Sequence[int], scores: Any, after: dict[str, Any]) -> dict[str, Any]:

@@ -11,16 +11,17 @@ import time
 import uuid
 from typing import Any
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import ApiError
+from .errors import ApiError, Json, error_body
+from .errors import log as defects
 from .served import TOLD, ServerOptions
 
 log = logging.getLogger("shardfuse.access")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _SWALLOW_BYTES, _SWALLOW_S = 64 << 20, 5.0  # of a body that is refused
-_OPEN = ("/", "/health", "/ping", "/version", "/metrics", "/stats", "/openapi.json")  # without a key
+_OPEN = ("/", "/health", "/version", "/metrics", "/stats", "/openapi.json")  # without a key
+_CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 
 class Door:
@@ -61,9 +62,13 @@ class Door:
         except ApiError as error:
             if sent:
                 raise
-            close = {"Connection": "close"} if error.status_code in (408, 413) else {}
-            answer = JSONResponse(error.body, error.status_code, headers={**(error.headers or {}), **close})
-            await answer(scope, receive, out)
+            await Json(error.body, error.status_code, headers=dict(error.headers or {}))(scope, receive, out)
+        except Exception as error:
+            defects.error("a defect of the server", exc_info=error)
+            if sent:
+                raise
+            body = error_body(500, f"a defect of the server: {type(error).__name__}")
+            await Json(body, 500)(scope, receive, out)
         finally:
             seconds = time.monotonic() - began
             told: dict[str, Any] = {
@@ -103,6 +108,7 @@ class Door:
             413,
             f"the body has {length} bytes or more: this server takes {self._options.max_body_bytes} (--max-body-bytes)",
             code="request_too_large",
+            headers=_CLOSE,
         )
 
     def _limited(self, receive: Receive) -> Receive:
@@ -118,7 +124,9 @@ class Door:
                 message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
             except asyncio.TimeoutError:
                 limit = self._options.send_timeout_s
-                raise ApiError(408, f"the body took longer than {limit:g} s to come", code="timeout") from None
+                raise ApiError(
+                    408, f"the body took longer than {limit:g} s to come", code="timeout", headers=_CLOSE
+                ) from None
             if message["type"] == "http.request":
                 taken += len(message.get("body", b""))
                 complete = not message.get("more_body", False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
+from ..guide import GuideRefused
 from ..ranks import RanksLost
 from ..request import QueueFull
 
@@ -61,9 +63,9 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, param=param, code=code)
 
 
-def wrong_body(error: ValidationError) -> ApiError:
-    """400 for a body that did not come by HTTP, as :func:`install` has it for one that did."""
-    message, param = _first([{**each, "loc": ("body", *each["loc"])} for each in error.errors()])
+def wrong_body(error: ValidationError, body: Any) -> ApiError:
+    """400 for a ``body`` that did not come by HTTP, as :func:`install` has it for one that did."""
+    message, param = _first([{**each, "loc": ("body", *each["loc"])} for each in error.errors()], body)
     return invalid(message, param)
 
 
@@ -80,7 +82,7 @@ def explained(error: Exception) -> ApiError:
         return ApiError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"})
     if isinstance(error, RanksLost):
         return unavailable(str(error), "ranks_lost", 30)
-    if isinstance(error, ValueError):
+    if isinstance(error, GuideRefused):
         return invalid(str(error))
     log.error("a request failed", exc_info=error)
     return ApiError(500, f"the model failed on this request: {type(error).__name__}: {error}", code="model_error")
@@ -97,29 +99,86 @@ def install(app: FastAPI) -> None:
             body = error_body(
                 404, f"there is no {request.url.path}: /openapi.json lists what there is", code="not_found"
             )
+        elif error.status_code == 400:  # FastAPI's, of a body that its parser gave up
+            body = error_body(
+                400, "the body is no JSON that can be read: expected an object in UTF-8, not nested deeply"
+            )
         else:
             body = error_body(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-        return JSONResponse(body, error.status_code, headers=dict(error.headers or {}))
+        return Json(body, error.status_code, headers=dict(error.headers or {}))
 
     @app.exception_handler(RequestValidationError)
     async def _validation(request: Request, error: RequestValidationError) -> JSONResponse:
-        message, param = _first(error.errors())
-        return JSONResponse(error_body(400, message, param=param), 400)
-
-    @app.exception_handler(Exception)
-    async def _defect(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(error_body(500, f"a defect of the server: {type(error).__name__}"), 500)
+        message, param = _first(error.errors(), error.body)
+        return Json(error_body(400, message, param=param), 400)
 
 
-def _first(errors: Any) -> tuple[str, str | None]:
-    """The message and parameter of what pydantic found first; unknown parameters come before the rest."""
-    found = min(errors, key=lambda each: each["type"] != "extra_forbidden")
-    place = [str(part) for part in found["loc"][1:] if not str(part).startswith(("function-", "list[", "tagged-"))]
-    param = ".".join(place) or None
+class Json(JSONResponse):
+    """In ASCII, so that it can repeat what a client sent and UTF-8 has not: half of a surrogate pair."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _first(errors: Any, body: Any) -> tuple[str, str | None]:
+    """The message and parameter of one error that pydantic found in ``body``.
+
+    The kind of an object comes before parameters that it does not have, and these come before the rest.
+    """
+
+    def weight(error: Any) -> int:
+        return 0 if error["loc"][-1] == "type" else 1 if error["type"] == "extra_forbidden" else 2
+
+    found = min(errors, key=weight)
     if found["type"] == "json_invalid":
         return f"the body is no JSON: {found.get('ctx', {}).get('error', found['msg'])}", None
+    if found["loc"] == ("body",) and not isinstance(body, dict):
+        if isinstance(body, bytes) and body:
+            return "the body is not said to be JSON: send the header 'Content-Type: application/json'", None
+        return f"the body is {_shown(body or None)}: expected a JSON object", None
+    path, kinds = _path(found, body)
     if found["type"] == "extra_forbidden":
-        return f"{param}: there is no such parameter here; /openapi.json lists what there is", param
-    given = repr(found.get("input"))
-    given = given if len(given) <= 100 else given[:97] + "..."
-    return f"{param or 'the body'}: {found['msg'][:1].lower()}{found['msg'][1:]}, and {given} was given", param
+        return f"{path}: there is no such parameter here; /openapi.json lists what there is", path
+    told = [found["msg"][:1].lower() + found["msg"][1:]]
+    given = "nothing" if found["type"] == "missing" else _shown(found.get("input"))
+    if kinds is not None:  # the value may be of several kinds, and is of none of them
+        told = []
+        for each in errors:
+            where, of = _path(each, body)
+            if of == kinds:
+                inner = f"at {where[len(kinds) + 1 :]}, " if where != kinds else ""
+                told.append(inner + each["msg"][:1].lower() + each["msg"][1:])
+        path, given = kinds, _shown(_at(body, kinds))
+    return f"{path or 'the body'}: {', or '.join(dict.fromkeys(told))}; {given} was given", path or None
+
+
+def _path(error: Any, body: Any) -> tuple[str, str | None]:
+    """Where in ``body`` an ``error`` is, and where the value is whose kinds it belongs to, if there are several."""
+    path: list[str] = []
+    kinds, here = None, body
+    *before, last = error["loc"][1:] or ("",)
+    for part in before:
+        if (isinstance(here, dict) and part in here) or (isinstance(here, list) and isinstance(part, int)):
+            here = here[part]
+            path.append(str(part))
+        elif kinds is None:  # the name of a kind
+            kinds = ".".join(path)
+    named = error["type"] in ("missing", "extra_forbidden") or isinstance(last, int)
+    if named or (isinstance(here, dict) and last in here):
+        path.append(str(last))
+    elif kinds is None:
+        kinds = ".".join(path)
+    return ".".join(path), kinds or None
+
+
+def _at(body: Any, path: str) -> Any:
+    for part in path.split("."):
+        body = body[int(part)] if isinstance(body, list) else body[part]
+    return body
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    text = repr(value)
+    return text if len(text) <= 100 else text[:97] + "..."

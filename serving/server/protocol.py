@@ -135,6 +135,10 @@ class Message(Strict):
     refusal: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
+    # OpenAI's clients send a message that they got back with all of its fields.
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
 
 
 class Function(Strict):

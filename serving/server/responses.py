@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .errors import ApiError, error_body, explained, log
+from .errors import ApiError, error_body, log
 
 T = TypeVar("T")
 GONE = 499  # nginx's status for a client that closed its connection; nobody receives it
@@ -73,22 +73,29 @@ class EventStream(Response):
             message = {"type": "http.response.body", "body": body, "more_body": more}
             await asyncio.wait_for(send(message), self._send_timeout_s)
 
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async with contextlib.aclosing(self._chunks):
-            try:
-                async for chunk in self._chunks:
-                    if chunk is not None:
-                        await out(b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n")
-            except ApiError as error:
-                await out(b"data: " + json.dumps(error.body).encode() + b"\n\n")
-            except asyncio.TimeoutError:
-                log.warning("a client took nothing for %g s: its request is cancelled", self._send_timeout_s)
-                return
-            except Exception as error:
-                log.error("a stream failed", exc_info=error)
-                body = error_body(500, f"a defect of the server: {type(explained(error)).__name__}")
-                await out(b"data: " + json.dumps(body).encode() + b"\n\n")
+        try:
+            async with contextlib.aclosing(self._chunks):
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                async for event in self._events():
+                    await out(event)
             await out(b"data: [DONE]\n\n", more=False)
+        except asyncio.TimeoutError:
+            log.warning("a client took nothing for %g s: its request is cancelled", self._send_timeout_s)
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        try:
+            async for chunk in self._chunks:
+                if chunk is not None:
+                    yield _event(chunk)
+        except ApiError as error:
+            yield _event(error.body)
+        except Exception as error:
+            log.error("a stream failed", exc_info=error)
+            yield _event(error_body(500, f"a defect of the server: {type(error).__name__}"))
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"
 
 
 async def streamed(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from ..aio import AsyncEngine, Submitted
 from ..engine import Engine
 from ..ranks import RanksLost
-from ..request import Request, TokenEvent
+from ..request import QueueFull, Request, TokenEvent
 from .errors import ApiError, explained, invalid, unavailable
 from .metrics import Metrics
 
@@ -97,12 +97,13 @@ class Served:
         except RanksLost as error:
             self._lost = error
             raise explained(error) from error
-        except RuntimeError as error:
-            if (stopped := self.serve.stopped) is not None:
-                raise unavailable(stopped, "engine_stopped", 30) from error
-            raise explained(error) from error
+        except QueueFull as error:
+            more = "" if len(requests) == 1 else f"; it has {len(requests)} prompts, which wait together or not at all"
+            raise explained(QueueFull(f"{error}{more}")) from error
+        except RuntimeError as error:  # the engine is closed, or its worker has stopped
+            raise unavailable(self.serve.stopped or str(error), "engine_stopped", 30) from error
         except ValueError as error:
-            raise explained(error) from error
+            raise invalid(str(error)) from error
 
     def check(self, event: TokenEvent) -> None:
         """ApiError where ``event`` ends its answer without success."""
@@ -152,7 +153,9 @@ class Served:
             )
         except asyncio.TimeoutError:
             return f"the engine took no request within {limit:g} s (--health-timeout)"
-        except (RuntimeError, ValueError) as error:  # a full queue is none: there is work, and it is looked at above
+        except QueueFull:  # requests have come, and are looked at from now on
+            return ""
+        except (RuntimeError, ValueError) as error:
             self._lost = error if isinstance(error, RanksLost) else None
             return str(error)
         try:
@@ -208,7 +211,7 @@ class Served:
         """The text of ``tokens``, special ones included."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+    def check_tokens(self, tokens: Iterable[int], param: str) -> None:
         """ApiError for one that the model has not."""
         for token in tokens:
             if token >= self.vocab_size:

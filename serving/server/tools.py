@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([A-Za-z0-9_-]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)')
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([A-Za-z0-9_-]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_MARK = re.compile(f"{END}|{BEGIN}")  # models forget the one, and go on with the other
 _LONGEST_HEAD = 1024  # characters; what has no head within them is no call
 
 
@@ -101,24 +102,24 @@ class ToolParser:
         return Call(self.calls - 1, None, piece) if piece else ""
 
     def _tail(self) -> str | None:
-        at = self._held.find(END)
-        if at < 0:
+        mark = _MARK.search(self._held)
+        if mark is None:
             return None
-        self._held = self._held[at + len(END) :]
-        self._state = "content"
+        self._held = self._held[mark.end() :]
+        self._state, self._space = ("content" if mark[0] == END else "head"), ""
         return ""
 
 
 class _Value:
-    """Finds the end of a JSON value that comes in pieces."""
+    """Finds the end of a JSON object that comes in pieces."""
 
     def __init__(self) -> None:
         self.done = False
         self._depth = 0
-        self._in_text = self._escaped = self._begun = False
+        self._in_text = self._escaped = False
 
     def take(self, text: str) -> int:
-        """How many characters of ``text`` belong to the value."""
+        """How many characters of ``text`` belong to the object."""
         for at, letter in enumerate(text):
             if self._in_text:
                 if self._escaped:
@@ -127,21 +128,15 @@ class _Value:
                     self._escaped = True
                 elif letter == '"':
                     self._in_text = False
-                    if not self._depth:
-                        self.done = True
-                        return at + 1
             elif letter == '"':
-                self._in_text = self._begun = True
+                self._in_text = True
             elif letter in "{[":
-                self._depth, self._begun = self._depth + 1, True
-            elif letter in "}]" and self._depth:
+                self._depth += 1
+            elif letter in "}]":
                 self._depth -= 1
                 if not self._depth:
                     self.done = True
                     return at + 1
-            elif not self._depth and (letter in "}]," or letter.isspace()):  # after a number, true, false or null
-                self.done = True
-                return at
         return len(text)
 
 
@@ -156,7 +151,7 @@ def grammar(tools: Sequence[tuple[str, dict[str, Any] | None]], most: int) -> st
     for number, (name, schema) in enumerate(tools):
         head = json.dumps(f'{BEGIN}\n{{"name": "{name}", "arguments": ')
         tail = json.dumps(f"}}\n{END}")
-        value = json.dumps({**(schema or {"type": "object"}), "x-guidance": {"whitespace_flexible": False}})
+        value = json.dumps({**(schema or {}), "type": "object", "x-guidance": {"whitespace_flexible": False}})
         rules.append(f"call_{number}: {head} arguments_{number} {tail}\narguments_{number}: %json {value}")
         names.append(f"call_{number}")
     start = "start: call" if most == 1 else f'start: call ("\\n" call){{0,{most - 1}}}'

@@ -55,6 +55,10 @@ def request(
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if "" in stop:
         raise invalid("stop: a text of no character: expected at least one", "stop")
+    served.check_tokens(body.allowed_token_ids or (), "allowed_token_ids")
+    if body.allowed_token_ids == []:
+        raise invalid("allowed_token_ids is empty: expected one token at least, or null for all", "allowed_token_ids")
+    served.check_tokens(params.logit_bias or (), "logit_bias")
     ends = frozenset() if body.ignore_eos else served.stop_ids
     made = Request(
         prompt,

@@ -127,6 +127,24 @@ def test_folders_hold_the_model_and_its_tokenizer(style: str, tmp_path: Path) ->
     assert chat == "<|turn|>user: hi<|turn|>"
 
 
+def test_the_chat_template_shows_tools_calls_and_results(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install .[hf])")
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(save_tiny_hf(tmp_path / "tiny"))
+    call = {"type": "function", "id": "a", "function": {"name": "f", "arguments": {"x": 'a"b'}}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "a"},
+    ]
+    chat = tokenizer.apply_chat_template(
+        messages, tools=[{"type": "function", "function": {"name": "f"}}], tokenize=False
+    )
+    assert chat == (
+        '<|turn|>tools:\n{"type": "function", "function": {"name": "f"}}<|turn|>user: hi<|turn|>assistant: \n'
+        '<tool_call>\n{"name": "f", "arguments": {"x": "a\\"b"}}\n</tool_call><|turn|>tool: 3<|turn|>'
+    )
+
+
 # --- fixtures ---------------------------------------------------------------------------------------------------------
 
 _TESTS = """

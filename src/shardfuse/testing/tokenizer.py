@@ -11,7 +11,14 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = {"bos": "<|bos|>", "eos": "<|eos|>", "pad": "<|pad|>", "turn": "<|turn|>"}  # the ids from 256 on
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
-_CHAT = "{% for message in messages %}<|turn|>{{ message['role'] }}: {{ message['content'] }}{% endfor %}<|turn|>"
+# Tools, calls and their results in the format of Hermes and Qwen; without them, role and text alone.
+_CHAT = (
+    "{% if tools %}<|turn|>tools:{% for tool in tools %}{{ '\n' }}{{ tool | tojson }}{% endfor %}{% endif %}"
+    "{% for message in messages %}<|turn|>{{ message['role'] }}: {{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}{{ '\n' }}<tool_call>\n"
+    """{"name": {{ call['function']['name'] | tojson }}, "arguments": {{ call['function']['arguments'] | tojson }}}"""
+    "\n</tool_call>{% endfor %}{% endfor %}<|turn|>"
+)
 
 
 def tiny_tokenizer() -> Tokenizer:

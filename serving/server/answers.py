@@ -1,0 +1,139 @@
+"""The bodies of answers, as ``/openapi.json`` describes them. The endpoints build them as dictionaries."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+Finish = Literal["stop", "length", "tool_calls"]
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Logprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: Logprobs | None
+    finish_reason: Finish
+
+
+class Completion(BaseModel):
+    """Of ``/v1/completions``; streamed, each event is one with the new text alone."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class CalledFunction(BaseModel):
+    name: str
+    arguments: str
+
+
+class Called(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Said(BaseModel):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[Called] = []
+
+
+class Score(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenScore(Score):
+    top_logprobs: list[Score]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenScore]
+    refusal: None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: Said
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish
+
+
+class Chat(BaseModel):
+    """Of ``/v1/chat/completions``; streamed, each event has a ``delta`` in the place of the message."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class Models(BaseModel):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Text(BaseModel):
+    prompt: str
+
+
+class Health(BaseModel):
+    status: Literal["ok"]
+
+
+class Version(BaseModel):
+    version: str
+
+
+class Leaks(BaseModel):
+    running: int
+    waiting: int
+    used_blocks: int
+    open_requests: int
+    tasks: int
+    threads: int
+    files: int | None
+    resident_bytes: int | None
+
+
+def described(model: type[BaseModel], *kinds: str) -> dict[int | str, dict[str, Any]]:
+    """FastAPI's ``responses`` of a route that answers with ``model``, or with other ``kinds`` of content."""
+    return {200: {"model": model, **({"content": {kind: {} for kind in kinds}} if kinds else {})}}

@@ -1,0 +1,89 @@
+"""What ``/openapi.json`` promises, against what the server does with bodies drawn from it, right and wrong ones."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="fastapi is not installed (pip install .[serve])")
+pytest.importorskip("schemathesis", reason="schemathesis is not installed (pip install .[dev])")
+
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import CHECKS as schemathesis_checks
+from schemathesis.checks import load_all_checks
+from server_case import Server, serve
+
+CASES_IN_CI, CASES = 100, 10_000
+WEIGHTS = {"/v1/completions": 10, "/v1/chat/completions": 10, "/tokenize": 4, "/detokenize": 2, "/v1/models/{model}": 2}
+MODES = st.sampled_from([GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Server]:
+    with serve(engine={"max_model_len": 64, "num_blocks": 512}, debug=True) as server:
+        yield server
+
+
+def _try(server: Server, cases: int) -> Counter[tuple[str, int]]:
+    """How often each path gave each status. AssertionError, with the request, where an answer breaks its promise."""
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    operations = {each.ok().path: each.ok() for each in schema.get_all_operations()}
+    assert operations.keys() > WEIGHTS.keys()
+    weighed = [path for path in operations for _ in range(WEIGHTS.get(path, 1))]
+    seen: Counter[tuple[str, int]] = Counter()
+
+    @settings(max_examples=cases, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False)
+    @given(data=st.data())
+    def one(data: st.DataObject) -> None:
+        path = data.draw(st.sampled_from(weighed))
+        case = data.draw(operations[path].as_strategy(generation_mode=data.draw(MODES)))
+        if isinstance(case.body, dict) and data.draw(st.booleans()):  # so that some get as far as the model
+            case.body.pop("model", None)
+            for name in ("max_tokens", "max_completion_tokens"):
+                if isinstance(case.body.get(name), int) and case.body[name] > 8:
+                    case.body[name] = 8
+        response = case.call()
+        seen[path, response.status_code] += 1
+        case.validate_response(response, checks=CHECKS)
+
+    one()
+    return seen
+
+
+def _no_server_error(ctx: Any, response: Any, case: Any) -> None:
+    assert response.status_code < 500, response.text
+
+
+def _errors_are_openais(ctx: Any, response: Any, case: Any) -> None:
+    """Each names what is wrong; and what is JSON has no NaN."""
+    if response.status_code >= 400:
+        assert response.json()["error"]["message"]
+    elif "json" in str(response.headers["content-type"]):
+        json.loads(response.text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+load_all_checks()
+CONFORMS = ("status_code_conformance", "content_type_conformance", "response_schema_conformance")
+CHECKS = [_no_server_error, _errors_are_openais, *map(schemathesis_checks.get_one, CONFORMS)]
+
+
+def test_the_schema_is_kept(small: Server) -> None:
+    seen = _try(small, CASES_IN_CI)
+    small.idle()
+    assert {status for _, status in seen} >= {200, 400, 404}
+    assert seen["/v1/completions", 200]
+
+
+@pytest.mark.nightly
+def test_the_schema_is_kept_in_ten_thousand_cases(small: Server) -> None:
+    seen = _try(small, CASES)
+    small.idle()
+    assert sum(seen.values()) >= CASES
+    print(*sorted(seen.items()), sep="\n")
