@@ -19,7 +19,7 @@ from .served import TOLD, ServerOptions
 
 log = logging.getLogger("shardfuse.access")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_SWALLOW_BYTES, _SWALLOW_S = 64 << 20, 5.0  # of a body that is refused
+_SWALLOW_BYTES, _SWALLOW_S, _SILENCE_S = 64 << 20, 5.0, 0.5  # of a body that is refused
 _OPEN = ("/", "/health", "/version", "/metrics", "/stats", "/openapi.json")  # without a key
 _CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
@@ -146,7 +146,7 @@ async def _swallow(receive: Receive) -> None:
     taken, deadline = 0, time.monotonic() + _SWALLOW_S
     while taken < _SWALLOW_BYTES and (left := deadline - time.monotonic()) > 0:
         try:
-            message = await asyncio.wait_for(receive(), left)
+            message = await asyncio.wait_for(receive(), min(left, _SILENCE_S))
         except asyncio.TimeoutError:
             return
         taken += len(message.get("body", b""))

@@ -46,8 +46,16 @@ def run(served: Served, listener: socket.socket, *, drain_s: float, started: Cal
     While it drains, new requests get 503. A second signal ends at once, with exit code 1, as does the end of
     ``drain_s``. ``started`` is told the address once requests are taken.
     """
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # the kernel drops a connection whose client takes nothing for so long
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(served.options.send_timeout_s * 1000))
     config = uvicorn.Config(
-        create_app(served), log_config=None, access_log=False, lifespan="on", server_header=False, timeout_keep_alive=30
+        create_app(served),
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(_LAST_S),  # for connections; by then all requests were answered
     )
     server = _Server(config, served, drain_s, started)
     asyncio.run(server.serve(sockets=[listener]))

@@ -199,7 +199,9 @@ class Served:
         try:
             text.encode()
         except UnicodeEncodeError as error:  # JSON can spell half of a pair of surrogates
-            raise invalid(f"{text[error.start]!a} at character {error.start} is no character") from None
+            raise invalid(
+                f"{text[error.start]!a} at character {error.start} is half of a surrogate pair, no text"
+            ) from None
         if len(text) > _LONG_TEXT:
             return await asyncio.to_thread(self._encode, text, special)
         return self._encode(text, special)

@@ -142,6 +142,29 @@ def test_a_wrong_message_is_named(server: Server, message: Any, param: str) -> N
     assert _error(server.post("/v1/chat/completions", {"messages": [message]}), 400)["param"] == param
 
 
+HALF = "\ud800"
+FUNCTION = {"name": "f", "description": HALF, "parameters": {"type": "object", "properties": {HALF: {"const": HALF}}}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [{"role": "user", "content": HALF}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": HALF}]}]},
+        {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": FUNCTION}]},
+        {"messages": [{"role": "user", "content": "a"}], "stop": HALF, "max_tokens": 2},
+        {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"bos_token": HALF}, "max_tokens": 2},
+        {"messages": [{"role": "user", "content": "a"}], "metadata": {HALF: HALF}, "max_tokens": 2},
+        {"messages": [{"role": "user", "content": "a"}], "model": HALF},
+    ],
+    ids=["content", "part", "tool", "stop", "template", "metadata", "model"],
+)
+def test_half_a_surrogate_pair_breaks_nothing(server: Server, body: Any) -> None:
+    with server.http() as client:
+        response = client.post("/v1/chat/completions", content=json.dumps(body), headers=JSON)
+    assert response.status_code in (200, 400, 404), response.text
+
+
 def test_a_schema_that_cannot_be_compiled(server: Server) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "no such type"}}}
     for streamed in (False, True):

@@ -53,7 +53,13 @@ class Server:
         self.listener.bind(("127.0.0.1", 0))
         self.port = self.listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(create_app(self.served), log_config=None, access_log=False, timeout_keep_alive=30)
+        config = uvicorn.Config(
+            create_app(self.served),
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=5,
+        )
         self._uvicorn = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._uvicorn.run, args=([self.listener],), name="server", daemon=True)
 
