@@ -36,6 +36,7 @@ class History:
             "model": options.name,
             "max_model_len": self._served.max_model_len,
             "draining": self._served.draining,
+            "trouble": self._served.trouble(),
             "needs_key": bool(options.api_keys),
             "now": {**self._load(), "used_blocks": load.used_blocks, "num_blocks": load.num_blocks},
             "points": [point for point in self._points if point["time"] > since],

@@ -117,14 +117,8 @@ class Served:
             limit = self.options.request_timeout_s
             raise ApiError(408, f"the answer took longer than the server's limit of {limit:g} s", code="timeout")
 
-    async def health(self) -> str:
-        """What is wrong; "" where a token came out within the deadline.
-
-        While requests run, a step has to have ended within ``health_timeout_s``. While none do, a request for one token
-        is computed, at most one every few seconds, so a rank that has died is found.
-        """
-        if self.draining:
-            return "draining: no more requests are taken"
+    def trouble(self) -> str:
+        """What is known to be wrong, without asking the engine; "" if nothing."""
         if wrong := self._wrong():
             return wrong
         if self._lost is not None:
@@ -136,13 +130,25 @@ class Served:
         limit = self.options.health_timeout_s
         if (since := self.serve.since_step_s) > limit:
             return f"the engine has ended no step for {since:.0f} s, and {limit:g} s are allowed (--health-timeout)"
+        return ""
+
+    async def health(self) -> str:
+        """What is wrong; "" where a token came out within the deadline.
+
+        While requests run, a step has to have ended within ``health_timeout_s``. While none do, a request for one token
+        is computed, at most one every few seconds, so a rank that has died is found.
+        """
+        if self.draining:
+            return "draining: no more requests are taken"
+        if wrong := self.trouble():
+            return wrong
         load = self.serve.load
         if load.running or load.waiting:
             return ""
         async with self._probe:
             when, wrong = self._probed
             if time.monotonic() - when >= _PROBE_S:
-                wrong = await self._one_token(limit)
+                wrong = await self._one_token(self.options.health_timeout_s)
                 self._probed = (time.monotonic(), wrong)
         return wrong
 

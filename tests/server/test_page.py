@@ -376,6 +376,9 @@ def test_a_server_with_keys_a_strange_name_and_an_end(tokenizer: Any, page: Any,
         page.fill("#key", "secret")
         page.click("#send")
         _wait(page, "text('outcome').includes('4 generated tokens')")
+        own.served._wrong = lambda: "rank 1 has ended <b>"
+        _wait(page, "text('state') === 'trouble: rank 1 has ended <b>'")
+        own.served._wrong = str
         own.served.draining = True
         _wait(page, "text('state').startsWith('draining')")
         page.click("#send")
