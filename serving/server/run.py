@@ -155,5 +155,5 @@ def log_to_stderr(form: str, level: str) -> None:
     handler.setFormatter(JsonLines() if form == "json" else PlainLines())
     for name in ("shardfuse.server", "shardfuse.access", "uvicorn.error"):
         logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
+        logger.handlers = [handler]
         logger.setLevel(level.upper() if name != "uvicorn.error" else "WARNING")

@@ -208,6 +208,7 @@ def _explained(rank: int, world: int, path: str, sequence_parallel: bool) -> tup
     x, _ = _input("model", world, sequence_parallel)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(link_profile.VARIABLE, path)
+        patch.setenv("COLUMNS", "200")
         patch.setattr(collectives, "gather_objects", lambda *args, **kwargs: pytest.fail("asked other ranks"))
         explanation = shardfuse.explain(model, x)
         return (
