@@ -247,6 +247,7 @@ def _until(raw: Raw, mark: bytes) -> bytes:
 
 
 def test_a_reader_that_takes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", "shardfuse.server")
     with serve(send_timeout_s=0.3, engine={"num_blocks": 512, "max_num_seqs": 16}) as server:
         server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         stalled = Raw(server, receive_buffer=4096)
