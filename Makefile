@@ -268,6 +268,10 @@ $(CLIENTS)/.installed: pyproject.toml | $(INSTALLED)
 	@$(CLIENTS)/bin/python -m pip install --quiet --no-warn-conflicts 'lm_eval[api]==0.4.13'
 	@touch $@
 
+.PHONY: test-vllm-server
+test-vllm-server: $(VLLM)/.installed  ## the same requests to our server and vLLM's: docs/server_vs_vllm.md (2 minutes)
+	@PYTHONPATH="$(CURDIR)/src" $(BIN)/python tests/server/lane_vllm_server.py --vllm $(VLLM)/bin/python $(ARGS)
+
 .PHONY: test-server
 test-server: $(CLIENTS)/.installed  ## lm-eval against the server, on tasks of its own
 	@$(CLIENTS)/bin/python tests/server/lane_lm_eval.py $(ARGS)
