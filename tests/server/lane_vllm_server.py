@@ -439,7 +439,7 @@ Made by `make test-vllm-server`, which sends the same requests to `shardfuse ser
 over the same small random model in fp32 on a CPU: {same} of {len(rows)} answers are the same. Of an answer the status,
 greedy texts, reasons of ends, usage, log-probabilities (to {NEAR:g}) and the names of fields that are not null are
 compared; of an error only the status. Types of errors differ: here they are OpenAI's, there names of Python's classes.
-Where an answer ends within a character, its bytes are U+FFFD here, and vLLM leaves them out; that counts as no difference.
+Where an answer ends within a character, its bytes are U+FFFD here, and vLLM leaves them out: no difference either.
 
 Fields that differ everywhere, and count as no difference below:
 
