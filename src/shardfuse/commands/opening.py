@@ -46,11 +46,18 @@ def check_installed(command: str, needed: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def settled(opening: Opening) -> Iterator[Opening]:
-    """``opening`` with the folder of the tiny model, which lives as long as the block, and with torchrun's ranks."""
+    """``opening`` with the folder of the tiny model, which lives as long as the block, and with torchrun's ranks.
+
+    Raises FileNotFoundError for a folder that is not there.
+    """
     with contextlib.ExitStack() as stack:
         if opening.tiny:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardfuse-")))
             opening = replace(opening, folder=replace(opening.folder, folder=_tiny(folder)))
+        elif not opening.folder.folder.is_dir():  # before anything is said, or a rank is started
+            raise FileNotFoundError(
+                f"{opening.folder.folder}: there is no such folder: expected config.json, weights and a tokenizer"
+            )
         if by_torchrun():
             opening = replace(opening, tp=int(os.environ["WORLD_SIZE"]))
         yield opening
