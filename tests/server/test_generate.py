@@ -319,7 +319,7 @@ def test_what_is_refused_before_anything_is_written(command, tmp_path):
 
     def refused(*arguments: object) -> str:
         before = out.read_bytes() if out.exists() else None
-        code, printed, err = command(*arguments, model=("missing",))
+        code, printed, err = command(*arguments, model=(str(tmp_path),))  # where there is no model
         assert (code, printed, err.count("\n")) == (1, "", 1)
         assert (out.read_bytes() if out.exists() else None) == before
         return err
