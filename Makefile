@@ -19,7 +19,7 @@ FLOORS := kernels parallel layers training serving integrations bench
 SIDE := .side/triton-3.6.0
 # The versions at the ends of pyproject.toml's ranges. Their CUDA builds take 5 GB, so all checkouts share them.
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME:%=%/.cache),$(CURDIR)/.side)/shardfuse
-PINS_oldest := torch==2.11.0 triton==3.6.0 'numpy<2.4'
+PINS_oldest := torch==2.11.0 triton==3.6.0 'numpy<2.4' transformers==5.23.0
 PINS_newest := --upgrade torch triton numpy
 SMOKE := import or gated or 1f1b
 CHECKS := lint

@@ -353,7 +353,9 @@ def _explain_body(rank: int, world: int) -> tuple[list[tuple[str, int, str]], st
     ]
     many = torch.zeros(2, DECODE_TOKENS, dtype=torch.int64)
     ops = [info.op for row in shardfuse.explain(model, many).rows for info in row.collectives]
-    return deferred, str(told), ops
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "200")
+        return deferred, str(told), ops
 
 
 def test_explain_tells_which_norms_take_sums(ranks: Any):

@@ -1,4 +1,4 @@
-"""The server that most tests share: after each of them nothing may be left in it."""
+"""The server that the tests of a module share: after each of them nothing may be left in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (pip install .[s
 from server_case import Server, serve
 
 
-@pytest.fixture(scope="session")
+# Not for the session: after the tests of other folders, some of which fork, its thread was seen not to end.
+@pytest.fixture(scope="module")
 def shared_server() -> Iterator[Server]:
     with serve(debug=True) as server:
         yield server
