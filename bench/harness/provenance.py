@@ -33,7 +33,13 @@ _TUNED_BY = {
 }
 PREFIX = "SHARDFUSE_"
 # Told by other fields or rows, or of no effect.
-_OTHERWISE_TOLD = ("SHARDFUSE_BENCH_VLLM", "SHARDFUSE_COMMIT", "SHARDFUSE_DEBUG", "SHARDFUSE_DIRTY")
+_OTHERWISE_TOLD = (
+    "SHARDFUSE_BENCH_VLLM",
+    "SHARDFUSE_SIDE_TRITON",
+    "SHARDFUSE_COMMIT",
+    "SHARDFUSE_DEBUG",
+    "SHARDFUSE_DIRTY",
+)
 MACHINE = ("device", "torch", "triton")  # fields of an origin that all rows of one result must share
 GPU_QUERY = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
 
