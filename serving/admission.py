@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from ..kernels.runtime.checks import type_name, whole_number
 from .allocator import BlockAllocator
@@ -59,11 +59,16 @@ class Admission:
                 "make the engine with more num_blocks"
             )
 
-    def check_queue(self, request: Request, queued: Iterable[SequenceState]) -> None:
-        """QueueFull where the request would have to wait and the queue has no room for it."""
+    def check_queue(self, request: Request, queued: Iterable[SequenceState], together: Collection[int] = ()) -> None:
+        """QueueFull where the request would have to wait and the queue has no room for it.
+
+        Requests with the numbers ``together`` alone do not make it wait.
+        """
         if self._requests is None and self._tokens is None:
             return
         waiting = list(queued)
+        if all(each.number in together for each in waiting):
+            return
         held, asked = sum(map(_left, waiting)), _most(request, request.n)
         count = len({each.number for each in waiting})
         if count and self._requests is not None and count >= self._requests:

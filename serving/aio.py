@@ -315,10 +315,10 @@ class AsyncEngine:
 
     def _add(self, streams: Sequence[_Stream]) -> None:
         try:
-            together: list[int] = []
+            together: set[int] = set()
             for stream in streams:
                 stream.number = self._engine.add(stream.request, together)
-                together.append(stream.number)
+                together.add(stream.number)
                 self._live[stream.number] = stream
                 if stream.request.timeout_s is not None:  # a little after the engine's own
                     stream.deadline = time.monotonic() + stream.request.timeout_s

@@ -323,9 +323,7 @@ class Engine:
         if self._lost is not None:
             raise self._lost
         self._admission.check(request)
-        waiting = list(self._queued())
-        if any(each.number not in together for each in waiting):
-            self._admission.check_queue(request, waiting)
+        self._admission.check_queue(request, self._queued(), together)
         number = self._next_id
         self._next_id += 1
         self._live[number] = [self._sequence(number, request)]

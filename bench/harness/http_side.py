@@ -61,7 +61,7 @@ class HttpServer:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free port of the loopback interface."""
     with socket.socket() as found:
         found.bind((HOST, 0))
         return int(found.getsockname()[1])

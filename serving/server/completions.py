@@ -116,7 +116,7 @@ async def requests_of(served: Served, body: protocol.CompletionRequest, tenant: 
         raise invalid("echo with logprobs is not streamed: set stream or echo to false", "echo")
     prompts = await _prompts(served, body)
     guide = translate.guide(body)
-    # Without a token to generate, the prompt alone is scored, with a token after it that nobody sees.
+    # With max_tokens=0 the engine generates one token all the same, and the answer leaves it out.
     length = 16 if body.max_tokens is None else body.max_tokens
     if length == 0 and not body.echo:
         raise invalid("max_tokens=0 without echo: expected at least 1", "max_tokens")

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from .errors import ApiError, error_body, log
 
 T = TypeVar("T")
-GONE = 499  # nginx's status for a client that closed its connection; nobody receives it
+GONE = 499  # nginx's status for a client that closed its connection
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
