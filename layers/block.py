@@ -89,18 +89,20 @@ class ParallelBlock(Layer):
         rope: Rope | None = None,
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
+        rows: torch.Tensor | None = None,
         join: bool = True,
         then: nn.Module | None = None,
         place: masks.RngOffset | None = None,
     ) -> Any:
         """See :meth:`ParallelAttention.forward` for the arguments. ``place`` determines the dropout masks where x is a
-        piece of the batch; None draws new ones.
+        piece of the batch; None draws new ones. With ``rows`` [T_selected] the result is that of these tokens alone:
+        attention reads all of x [T, D], and what follows it has T_selected rows. Inference only.
 
         With ``join=False`` the result may be a triple (stream, branch, dropout) in which the MLP's branch has not
         joined the stream yet, and x may be such a triple: the next norm adds the two in its own kernel. Where ``then``
         is that norm, the branch may also be a :class:`~shardfuse.parallel.overlap.partial_sum.PartialSum`.
         """
-        attention = {
+        attention: dict[str, Any] = {
             "batch_size": batch_size,
             "positions": positions,
             "cache": cache,
@@ -108,6 +110,8 @@ class ParallelBlock(Layer):
             "cu_seqlens": cu_seqlens,
             "max_seqlen": max_seqlen,
         }
+        if rows is not None:  # an attention that was replaced does not take it
+            attention["rows"] = rows
         if self.recompute and torch.is_grad_enabled():
             random = self.training and (self.dropout_p > 0 or getattr(self.self_attn, "dropout_p", 0) > 0)
             one = joined(x, impl=self.impl)  # autograd then keeps one tensor, not two
@@ -131,6 +135,8 @@ class ParallelBlock(Layer):
         place: masks.RngOffset | None = None,
     ) -> ResidualStream:
         y, stream = normed(self.input_layernorm, x, MLP, impl=self.impl)
+        if "rows" in attention:
+            stream = stream[attention["rows"]]
         dropout = masks.draw(
             self.dropout_p,
             stream,
@@ -145,7 +151,7 @@ class ParallelBlock(Layer):
         norm = self.post_attention_layernorm
         if alone and last_layer(self.self_attn, "o_proj") is not None:
             after: ResidualStream = self.self_attn(y, residual=stream, **attention)
-        elif inference and can_defer(deferrable(self.self_attn, "o_proj", norm=norm), norm, y):
+        elif inference and can_defer(deferrable(self.self_attn, "o_proj", norm=norm), norm, stream):
             after = stream, self.self_attn.partial_sum(y, **attention), None
         else:
             after = stream, self.self_attn(y, **attention), dropout

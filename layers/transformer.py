@@ -33,7 +33,7 @@ from .config import TransformerConfig, part_costs
 from .embedding import VocabParallelEmbedding, check_tokens
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
-from .module import Absent, Layer, ShardedModule, is_plain_module
+from .module import Absent, Layer, ShardedModule, hooked_everywhere, is_plain_module
 from .options import EmbeddingKwargs, LayerOptions, ModelKwargs, NormKwargs, Unpack
 
 
@@ -187,13 +187,24 @@ class ParallelTransformer(Layer):
                 f"positions {given}"
             )
         rope = rope_tables(positions, self.rotary)
+        wanted, drops = cache.logit_indices, self._drops_rows(len(tokens), cache)
         x: ResidualStream = self.model.embed_tokens(tokens)
-        for block, follower in zip(self.model.layers, self._followers()):
-            x = block(x, cache=cache, rope=rope, join=not follower, **follower)
-        if isinstance(x, tuple) and isinstance(x[1], PartialSum):  # of all tokens, like every rank's
+        for index, (block, follower) in enumerate(zip(self.model.layers, self._followers())):
+            rows = {"rows": wanted} if drops and index == len(self.model.layers) - 1 else {}
+            x = block(x, cache=cache, rope=rope, join=not follower, **rows, **follower)
+        if isinstance(x, tuple) and isinstance(x[1], PartialSum):
             y, _ = normed(self.model.norm, x, MLP, impl=self.impl)
-            return self.lm_head(y[cache.logit_indices])
-        return self.lm_head(self.model.norm(joined(x, impl=self.impl)[cache.logit_indices]))
+            return self.lm_head(y if drops else y[wanted])  # the sum is of as many tokens on every rank
+        x = joined(x, impl=self.impl)
+        return self.lm_head(self.model.norm(x if drops else x[wanted]))
+
+    def _drops_rows(self, tokens: int, cache: ServingCache) -> bool:
+        """Whether the last block drops the tokens whose logits are not wanted, since they reach nothing behind its
+        attention. Not where one of its modules, hooked or replaced, would see the difference.
+        """
+        if len(cache.logit_indices) == tokens or not len(self.model.layers):
+            return False
+        return not hooked_everywhere() and all(map(is_plain_module, self.model.layers[-1].modules()))
 
     def _followers(self) -> list[dict[str, Any]]:
         """For each block {"then": the norm that follows}, which may form the block's last sum over the ranks.

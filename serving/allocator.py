@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heappop, heappush
 
 from ..kernels.runtime.checks import whole_number
 from .prefix_cache import PrefixCache
@@ -27,7 +28,7 @@ class BlockAllocator:
         self.block_size = whole_number("BlockAllocator: block_size", block_size)
         self.peak_blocks = 0
         self.copies: list[tuple[int, int]] = []
-        self._free = list(range(self.num_blocks - 1, -1, -1))  # a stack: the last block freed is the first one reused
+        self._free = list(range(self.num_blocks))  # a heap: blocks in use lie together, as attention on a CPU likes them
         self._owners = [0] * self.num_blocks  # sequences that have the block in their tables
         self._tables: dict[int, list[int]] = {}
         self._tokens: dict[int, int] = {}
@@ -108,7 +109,7 @@ class BlockAllocator:
         return True
 
     def _new_block(self) -> int:
-        block = self._free.pop() if self._free else self._prefixes.evict()
+        block = heappop(self._free) if self._free else self._prefixes.evict()
         assert block is not None
         self._owners[block] = 1
         return block
@@ -126,9 +127,9 @@ class BlockAllocator:
         for block in reversed(self._tables.pop(sequence, [])):
             self._owners[block] -= 1
             if not self._owners[block] and not self._prefixes.leave(block):
-                self._free.append(block)
+                heappush(self._free, block)
         self._tokens.pop(sequence, None)
 
     def forget(self) -> None:
         """Let no later sequence share what is computed now."""
-        self._free += self._prefixes.clear()
+        self._free = sorted(self._free + self._prefixes.clear())

@@ -18,6 +18,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ..layers.attention.paged import PagedBatch, PagedKVCache
 
@@ -205,10 +206,12 @@ class StepInputs:
             row, column, block = self._part("changes").view(3, -1)[:, : shape.changes]
             self.table.index_put_((row.long(), column.long()), block)
 
-    def batch(self, shape: Shape, cache: PagedKVCache, *, impl: str) -> tuple[torch.Tensor, PagedBatch]:
+    def batch(
+        self, shape: Shape, cache: PagedKVCache, *, impl: str, rows: int = 0
+    ) -> tuple[torch.Tensor, PagedBatch]:
         """Tokens [T] and the batch, computed on the device of what is there: a graph that has captured it reads anew.
 
-        Sequences without a token and tokens past the last sequence's are padding.
+        Sequences without a token and tokens past the last sequence's are padding; the latter are added up to ``rows``.
         """
         size, count, tokens = cache.block_size, shape.sequences, shape.tokens
         starts, lens = self._part("starts")[: count + 1], self._part("lens")[:count]
@@ -226,7 +229,12 @@ class StepInputs:
             wanted = self._part("wanted")[: shape.wanted].long()
         if shape.kind == Kind.WARM:
             slots = torch.full_like(slots, -1)
-        return self._part("tokens")[:tokens].long(), PagedBatch(
+        given = self._part("tokens")[:tokens].long()
+        if rows > tokens:
+            given, positions, slots = (
+                F.pad(x, (0, rows - tokens), value=value) for x, value in ((given, 0), (positions, 0), (slots, -1))
+            )
+        return given, PagedBatch(
             cache,
             block_tables=tables,
             seq_lens=lens,

@@ -26,18 +26,20 @@ class Plan:
         self,
         heads: tuple[int, int],
         cache: torch.Size,
+        written: int,
         slot_mapping: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
         interleaved: bool,
     ) -> None:
-        """``heads`` are N and K, ``cache`` is [blocks, K, B, 2H]."""
+        """``heads`` are N and K, ``cache`` is [blocks, K, B, 2H]; tokens from ``written`` on are padding."""
         (count, kv_heads), (block_size, width) = heads, cache[2:]
         self._heads, self._cache, self._interleaved = heads, cache, interleaved
         self._given = slot_mapping, cos, sin
         self._versions = [x._version for x in self._given]
         # Rows of [blocks * K * B, 2, H]: (block * K + head) * B + slot, and the mapping is block * B + slot.
-        rows = torch.add(slot_mapping, slot_mapping // block_size, alpha=(kv_heads - 1) * block_size)
+        slots = slot_mapping[:written]
+        rows = torch.add(slots, slots // block_size, alpha=(kv_heads - 1) * block_size)
         self._rows = rows[:, None] + torch.arange(0, kv_heads * block_size, block_size, device=rows.device)
         cos, self._sin = rope.spread(cos, sin, interleaved)
         self._cos = cos.new_ones(len(cos), count + 2 * kv_heads, width // 2)
@@ -80,7 +82,7 @@ class Plan:
         turned = slice(0, count + kv_heads)
         partners = rope.partners(x[:, turned, :rotary], self._interleaved)
         y[:, turned, :rotary].addcmul_(partners, self._sin)
-        written = y[:, count:].unflatten(1, (2, kv_heads)).transpose(1, 2)  # [T, K, 2, H]
+        written = y[: len(self._rows), count:].unflatten(1, (2, kv_heads)).transpose(1, 2)  # [T, K, 2, H]
         kv_cache.view(-1, 2, size).index_put_((self._rows,), written)
         return y[:, :count]
 
@@ -100,12 +102,17 @@ def make_plan(
     tables = cos.dim() == 2 and cos.shape == sin.shape and 0 < 2 * cos.shape[1] <= q.shape[2]
     if not tables or not len(q) == len(cos) == slot_mapping.numel() == len(slot_mapping):
         return None
-    if slot_mapping.dtype is not torch.int64 or bool((slot_mapping < 0).any()):  # padding
+    if slot_mapping.dtype is not torch.int64:
         return None
+    written, padding = len(slot_mapping), slot_mapping < 0
+    if bool(padding.any()):
+        written -= int(padding.sum())
+        if bool(padding[:written].any()):
+            return None
     if any(x.is_inference() for x in (slot_mapping, cos, sin)):  # of which torch counts no changes
         return None
     heads = q.shape[1], kv_cache.shape[1]
-    return Plan(heads, kv_cache.shape, slot_mapping, cos, sin, interleaved)
+    return Plan(heads, kv_cache.shape, written, slot_mapping, cos, sin, interleaved)
 
 
 def side_by_side(*parts: torch.Tensor) -> torch.Tensor:

@@ -125,7 +125,7 @@ def plan_write(
     where they are, and may return q as columns of another.
 
     Returns None where there is nothing to plan: for a GPU, in other dtypes than fp32, for pairs and quantised caches,
-    where slots are padding, and in ``row_invariance``, where calls with and without padding take one way.
+    where padding stands before a token, and in ``row_invariance``, where calls with and without padding take one way.
     """
     if not isinstance(kv_cache, torch.Tensor) or not q.is_cpu or impl in ("triton", "reference"):
         return None

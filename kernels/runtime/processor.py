@@ -16,7 +16,8 @@ import torch
 def architecture() -> str:
     """Machine, vendor, widest vectors and the library of stock products: "x86_64-amd-avx512-mkl".
 
-    oneDNN's limit ``ONEDNN_MAX_CPU_ISA`` counts: below it, it is another processor to oneDNN.
+    AMD's family 25 runs AVX-512 at half the width of its successors: "x86_64-amd-avx512-mkl-zen4". oneDNN's limit
+    ``ONEDNN_MAX_CPU_ISA`` counts: below it, it is another processor to oneDNN.
     """
     facts = _facts()
     vendor = {"AuthenticAMD": "amd", "GenuineIntel": "intel"}.get(facts.get("vendor_id", ""), "other")
@@ -24,9 +25,10 @@ def architecture() -> str:
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
     narrow = limit.startswith(("AVX2", "SSE")) or limit == "AVX"
     vectors = "avx512" if "avx512f" in flags and not narrow else "avx2" if "avx2" in flags else "other"
-    return "-".join(
-        (platform.machine() or "unknown", vendor, vectors, "mkl" if torch.backends.mkl.is_available() else "other")
-    )
+    parts = [platform.machine() or "unknown", vendor, vectors, "mkl" if torch.backends.mkl.is_available() else "other"]
+    if (vendor, vectors, facts.get("cpu family")) == ("amd", "avx512", "25"):
+        parts.append("zen4")
+    return "-".join(parts)
 
 
 def description() -> str:

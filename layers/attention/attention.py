@@ -115,6 +115,7 @@ class ParallelAttention(ShardedModule):
         rope: Rope | None = None,
         cu_seqlens: torch.Tensor | None = None,
         max_seqlen: int | None = None,
+        rows: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend over each sequence of the batch, or, with ``cache``, over what the cache holds of it.
@@ -122,8 +123,9 @@ class ParallelAttention(ShardedModule):
         ``positions`` are [S], shared by all sequences, or [B*S]; default 0..S-1. With ``cu_seqlens`` x is [T, D], a
         packed batch (see :func:`shardfuse.layers.attention.sdpa.attend`), and positions are [T], by default from 0 in
         each sequence. With a cache x is [T, D], tokens of any sequences, and positions are [T]. ``rope`` are the tables
-        (``rope_tables``) of the positions, where the caller has them. ``residual``, of the result's shape, is added in
-        the output projection's epilogue; in a group of one only.
+        (``rope_tables``) of the positions, where the caller has them. With ``rows`` [T_selected], indices of tokens,
+        the result is that of these tokens alone. ``residual``, of the result's shape, is added in the output
+        projection's epilogue; in a group of one only.
         """
         out = self.core_attention(
             x,
@@ -134,11 +136,13 @@ class ParallelAttention(ShardedModule):
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
         )
+        out = out if rows is None else out[rows]
         return self.o_proj(out) if residual is None else self.o_proj(out, residual=residual)
 
-    def partial_sum(self, x: torch.Tensor, **attention: Any) -> PartialSum:
+    def partial_sum(self, x: torch.Tensor, *, rows: torch.Tensor | None = None, **attention: Any) -> PartialSum:
         """This rank's part of :meth:`forward`, still to be summed over the ranks. Inference only."""
-        return self.o_proj.partial_sum(self.core_attention(x, **attention))
+        out = self.core_attention(x, **attention)
+        return self.o_proj.partial_sum(out if rows is None else out[rows])
 
     def core_attention(
         self,
