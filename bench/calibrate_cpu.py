@@ -4,11 +4,12 @@ For each kind of call and size of weight of ``kernels/linear/cpu.py`` it times b
 numbers of tokens, and writes the table that ``auto`` reads: SHARDFUSE_TUNED names it for a job, and copied to
 ``kernels/tuned/<processor>.json`` it ships. oneDNN is to win at that number of tokens and all larger ones, by a margin.
 In inference the weights of a model take turns, so each comes from as far away as it does there.
-It takes half a minute. Run it on a machine that does nothing else, with as many threads as a rank will have.
+It takes a minute. Run it on a machine that does nothing else, with as many threads as a rank will have.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
@@ -30,7 +31,7 @@ from .harness.timing import keep_freed_memory
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
 SIDES = ((128, 128), (256, 256), (512, 512), (1024, 512), (1024, 1024), (2048, 1024), (2048, 2048))  # F, D
-SECONDS = 34.0  # for all points together, warming them up included
+SECONDS = 60.0  # for all points together, warming them up included
 MIN_ROUNDS, MAX_ROUNDS = 5, 200
 SAMPLE_S = 2e-3  # of one side, in one round: a shorter sample finds the caches full of the other's
 MARGIN = 1.05
@@ -115,7 +116,11 @@ def _not_ours(out: Path, arch: str) -> str | None:
 
 def _ratio(kind: str, tokens: int, features: int, depth: int, seconds: float) -> float:
     """Stock's time over oneDNN's, the median over rounds in which each is timed once."""
-    sides = [_call(kind, impl, tokens, features, depth) for impl in ("onednn", "reference")]
+    with onednn.serving(compare=False) if kind.startswith("served") else contextlib.nullcontext():
+        return _ratio_of([_call(kind, impl, tokens, features, depth) for impl in ("onednn", "reference")], seconds)
+
+
+def _ratio_of(sides: list[Callable[[], object]], seconds: float) -> float:
     began = time.perf_counter()
     for side in sides:
         side()
@@ -151,7 +156,7 @@ def _call(kind: str, impl: str, tokens: int, features: int, depth: int) -> Calla
             linear_act(x, weight, bias, impl=impl).backward(dy)
 
         return step
-    activation = "identity" if kind == "packed" else "gelu_tanh"
+    activation = "gelu_tanh" if kind.endswith("_act") else "identity"
     count = max(1, min(WEIGHTS, WEIGHTS_BYTES // (weight.numel() * weight.element_size())))
     weights = itertools.cycle([weight.clone() for _ in range(count)])
     act = torch.no_grad()(partial(linear_act, x, bias=bias, activation=activation, pack_weight=True, impl=impl))

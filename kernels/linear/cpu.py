@@ -7,6 +7,9 @@ weight it says from how many tokens on oneDNN is faster:
                   weights are packed: a recomputed forward then runs what the first one ran
     packed        inference with packed weights, no activation
     packed_act    the same with an activation in the product's epilogue
+    served, served_act
+                  the two within ``onednn.serving``, where no call compares its weight with the packed one; a table
+                  without them has ``packed`` and ``packed_act`` in their place
 
 Weights count by the power of two below F D; what lies beyond the table's sizes is as its last one.
 ``shardfuse bench calibrate --cpu`` measures a table for the processor at hand; two ship.
@@ -26,10 +29,10 @@ from ..runtime import autograd, dispatch, library, onednn, processor, tuning
 from ..runtime.dispatch import OneDNN
 
 OP = "linear_cpu"
-KINDS = ("train", "packed", "packed_act")
+KINDS = ("train", "packed", "packed_act", "served", "served_act")
 SOURCES = ("linear/onednn.py", "runtime/onednn.py")
 _NEVER = 1 << 62
-_PACKED = {"identity": "packed", "any": "either"}
+_SUFFIXES = {"identity": "", "any": "_either"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ def kind_of(activation: str, pack: bool) -> str:
     """Which rows of the table speak of a call; ``activation`` "any": of two, with one and without."""
     if not pack:
         return "train"
-    return _PACKED.get(activation, "packed_act")
+    return ("served" if onednn.here.serving else "packed") + _SUFFIXES.get(activation, "_act")
 
 
 def bucket(kind: str, features: int) -> str:
@@ -91,7 +94,8 @@ def _offer(kind: str, size: int | None, dtype: torch.dtype, won: bool) -> OneDNN
         return OneDNN(why=f"no table says where oneDNN is faster on this processor ({processor.architecture()}); {how}")
     if dtype != torch.float32:
         return OneDNN(why="torch's own product; the table of this processor is of fp32")
-    source = next(entry.source for entry in _entries() if entry.bucket.startswith(f"{kind}-"))
+    measured = _measured(kind.replace("_either", ""), {entry.bucket for entry in _entries()})
+    source = next(entry.source for entry in _entries() if entry.bucket.startswith(f"{measured}-"))
     if size is None:
         some = any(tokens != _NEVER for tokens in _read()[kind])
         return OneDNN(None, some, f"faster for some sizes and numbers of tokens, the reference for others ({source})")
@@ -137,10 +141,15 @@ def _read() -> dict[str, list[int]]:
         arch = processor.architecture()
         found = {entry.bucket for entry in _entries()}
         usable = found and onednn.why_not(torch.float32) is None
-        _thresholds = {kind: _by_bits(arch, kind, found) for kind in KINDS} if usable else {}
-        if usable:
-            _thresholds["either"] = [*map(min, _thresholds["packed"], _thresholds["packed_act"])]
+        _thresholds = {kind: _by_bits(arch, _measured(kind, found), found) for kind in KINDS} if usable else {}
+        for kind in ("packed", "served") if usable else ():
+            _thresholds[f"{kind}_either"] = [*map(min, _thresholds[kind], _thresholds[f"{kind}_act"])]
     return _thresholds
+
+
+def _measured(kind: str, found: set[str]) -> str:
+    """The kind of which a table with the buckets ``found`` has measurements, for ``kind``."""
+    return kind if any(each.startswith(f"{kind}-") for each in found) else kind.replace("served", "packed")
 
 
 def _by_bits(arch: str, kind: str, found: set[str]) -> list[int]:
