@@ -57,7 +57,8 @@ Table = Callable[..., None]
 
 @pytest.fixture
 def table(tmp_path) -> Iterator[Table]:
-    """``table(train=16, packed=1)``: from how many tokens on oneDNN wins, for weights of any size; 0 means never."""
+    """``table(train=16, packed=1)``: from how many tokens on oneDNN wins, for weights of any size; 0 means never. The
+    kinds of the engine are in it only if they are given."""
     with shipped_tables(tmp_path / "shipped") as write:
         arch = processor.architecture()
 
@@ -72,6 +73,7 @@ def table(tmp_path) -> Iterator[Table]:
                     "source_hash": tuning.source_hash(cpu.SOURCES),
                 }
                 for kind in cpu.KINDS
+                if kind in tokens or not kind.startswith("served")
             ]
             content = {"format": 2, "arch": arch, "dry": False, "origin": {}, "entries": entries}
             write(content | {"sources": {cpu.OP: list(cpu.SOURCES)}}, f"{arch}.json")
@@ -763,6 +765,17 @@ def test_views_of_one_call_are_not_packed():
             y = linear_act(x[:, :4], held, pack_weight=True, impl="onednn")
         assert onednn.packed_bytes(held) == 0
     torch.testing.assert_close(y, x[:, :4] @ held.t())
+
+
+def test_the_engine_has_rows_of_its_own_in_a_table(table: Table):
+    table(served=1, served_act=2)
+    x, weight = torch.randn(1, 8), torch.randn(4, 8)
+    with torch.no_grad(), onednn.serving(compare=False):
+        assert cpu.wins(x, weight, "identity", True)
+        assert not cpu.wins(x, weight, "silu", True)
+        assert cpu.wins(x, weight, "any", True)
+        assert not cpu.wins(x, weight, "identity", False)
+    assert not cpu.wins(x, weight, "identity", True)
 
 
 def test_the_engine_packs_whatever_mode_the_model_is_in(table: Table):
