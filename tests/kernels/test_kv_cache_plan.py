@@ -63,6 +63,15 @@ def test_the_same_bits_with_a_plan(tokens: int, rotary: int, interleaved: bool, 
         given |= {name: torch.randn_like(given[name]) for name in "qkv"}
 
 
+@pytest.mark.parametrize("written", [0, 1, 3])
+def test_padding_behind_the_tokens_is_not_written(written: int) -> None:
+    given = call()
+    given["slot_mapping"][written:] = -1
+    plan = planned(given)
+    assert plan is not None
+    assert both(given, plan)
+
+
 def test_columns_are_read_where_they_lie() -> None:
     given = call()
     q = norm_rope_write_kv_(**given, plan=planned(given), check=False)
@@ -92,7 +101,7 @@ def test_calls_that_a_plan_does_not_fit() -> None:
 
 def test_what_is_not_planned() -> None:
     given = call()
-    assert planned(given | {"slot_mapping": torch.tensor([9, 0, -1, 14, 3])}) is None  # padding
+    assert planned(given | {"slot_mapping": torch.tensor([9, 0, -1, 14, 3])}) is None  # padding before a token
     assert planned(given | {"kv_cache": torch.zeros(8, K, B, 2 * H, dtype=torch.int8)}) is None
     assert planned(given | {"kv_cache": torch.zeros(8, K, B, 3 * H)}) is None  # values of another size
     with torch.inference_mode():

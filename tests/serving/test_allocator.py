@@ -268,6 +268,23 @@ def _scheduler(num_blocks: int = 16, **options: Any) -> Scheduler:
     return Scheduler(BlockAllocator(num_blocks, 4), max_num_seqs=4, max_num_batched_tokens=64, **options)
 
 
+def test_blocks_in_use_lie_together() -> None:
+    allocator = BlockAllocator(8, block_size=4)
+    for number in range(4):
+        assert allocator.grow(number, 4)
+    for number in (2, 0, 1):
+        allocator.release(number)
+    for number in (4, 5):
+        assert allocator.grow(number, 4)
+    assert sorted(allocator.table(number)[0] for number in (3, 4, 5)) == [0, 1, 3]
+    allocator.publish(5, 0, b"known")
+    allocator.release(5)
+    allocator.release(4)
+    allocator.forget()
+    assert allocator.grow(6, 12)
+    assert allocator.table(6) == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("prompt", "salt", "found"),
     [
