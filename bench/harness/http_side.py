@@ -44,8 +44,8 @@ class HttpServer:
         deadline = time.monotonic() + START_S
         while not self._healthy():
             if self._child.poll() is not None or time.monotonic() > deadline:
-                said = log.read_text(errors="replace")[-1500:]
-                raise RuntimeError(f"{command[0]}: the server did not start:\n{said}")
+                said = log.read_text(errors="replace").strip()[-1500:] or "(nothing was printed)"
+                raise RuntimeError(f"{command[0]}: the server did not start: {said.splitlines()[-1]}\n{said}")
             time.sleep(0.2)
 
     def _healthy(self) -> bool:
@@ -79,12 +79,13 @@ def vllm_server(python: str, folder: Path, max_model_len: int, max_num_seqs: int
     """vLLM's own server of ``folder``, in the environment of ``python``."""
     port = free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
-    command += ["--host", HOST, "--served-model-name", "m", "--dtype", "float32", "--disable-log-requests"]
+    command += ["--host", HOST, "--served-model-name", "m", "--dtype", "float32"]
     command += ["--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)]
     kept = ("PATH", "HOME", "LANG", "TMPDIR", "OMP_NUM_THREADS", "ONEDNN_MAX_CPU_ISA")
     environment = {name: os.environ[name] for name in kept if name in os.environ}
     environment |= {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     environment |= {"VLLM_PLUGINS": "", "VLLM_CPU_KVCACHE_SPACE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["PYTHONSAFEPATH"] = "1"  # a checkout's folder `kernels` would shadow the package that it imports
     return HttpServer(command, port, folder / "vllm.log", _environment(environment))
 
 

@@ -68,7 +68,7 @@ def test_killed_worker_is_told_from_one_that_the_launch_had_to_kill(launched: An
 @pytest.mark.ranks
 def test_frozen_worker_is_named_soon_after_the_timeout(launched: Any, tmp_path: Path):
     case = importlib.import_module("train_case")
-    settings = case.settings(tmp_path / "out", 2, parallel={"tp": 2}, timeout=6)
+    settings = case.settings(tmp_path / "out", 2, parallel={"tp": 2}, timeout=12)
     mark = tmp_path / "frozen"
     error = r"^rank 1: CollectiveError: \S+: \w+ failed.*; rank 0 did not respond and was ended$"
     with pytest.raises(WorkerError, match=error):
