@@ -28,7 +28,7 @@ class BlockAllocator:
         self.block_size = whole_number("BlockAllocator: block_size", block_size)
         self.peak_blocks = 0
         self.copies: list[tuple[int, int]] = []
-        self._free = list(range(self.num_blocks))  # a heap: blocks in use lie together, as attention on a CPU likes them
+        self._free = list(range(self.num_blocks))  # a heap: blocks in use lie together, for attention on a CPU
         self._owners = [0] * self.num_blocks  # sequences that have the block in their tables
         self._tables: dict[int, list[int]] = {}
         self._tokens: dict[int, int] = {}

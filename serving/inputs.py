@@ -206,9 +206,7 @@ class StepInputs:
             row, column, block = self._part("changes").view(3, -1)[:, : shape.changes]
             self.table.index_put_((row.long(), column.long()), block)
 
-    def batch(
-        self, shape: Shape, cache: PagedKVCache, *, impl: str, rows: int = 0
-    ) -> tuple[torch.Tensor, PagedBatch]:
+    def batch(self, shape: Shape, cache: PagedKVCache, *, impl: str, rows: int = 0) -> tuple[torch.Tensor, PagedBatch]:
         """Tokens [T] and the batch, computed on the device of what is there: a graph that has captured it reads anew.
 
         Sequences without a token and tokens past the last sequence's are padding; the latter are added up to ``rows``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -81,6 +82,9 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         if self.started and sockets:
             self.began = True
+            # What is there now stays: to look through it all again, as Python does at times, would stop every answer.
+            gc.collect()
+            gc.freeze()
             host, port = sockets[0].getsockname()[:2]
             self._started(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,26 @@ def test_percentiles_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     png, svg = serve_http.draw(tmp_path / "record.json")
     assert png.read_bytes()[:4] == b"\x89PNG"
     assert svg.read_text().count("<svg") == 1
+
+
+SHOWN = {
+    "all requests, us": "32 requests at once, until the last answer has ended",
+    "first token, percentile 50, us": "time to the first token, median",
+    "first token, percentile 99, us": "time to the first token, 99th percentile",
+    "token to token, percentile 50, us": "time between tokens, median",
+    "token to token, percentile 99, us": "time between tokens, 99th percentile",
+}
+
+
+def test_the_page_says_what_the_committed_result_says() -> None:
+    """The table in docs/server.md, a row for each of the record's."""
+    results = Path(serve_http.__file__).parents[1] / "results" / "cpu"
+    record = json.loads((results / "serve_http.json").read_text())
+    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    assert record["gate"] == "green"
+    assert {row["metric"] for row in record["rows"]} == SHOWN.keys()
+    for row in record["rows"]:
+        assert row["peer_name"] == serve_http.PEER
+        assert f"| {SHOWN[row['metric']]} | {row['ratio']:.2f} |" in page
+    assert (results / "serve_http.svg").is_file()
+    assert "bench/results/cpu/serve_http.svg" in page
