@@ -1,4 +1,4 @@
-"""``shardfuse bench report``: records as a table in Markdown and, for each GPU, a roofline plot."""
+"""The folder of ``shardfuse bench report``: records as a table in Markdown and, for each GPU, a roofline plot."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from . import provenance, roofline, stale
 from .records import read_records, writing
-from .report import RATES, Row, console
+from .report import RATES, Row
 
 TABLE = "report.md"
 _SIDES = ("---",) * 3
@@ -20,6 +20,7 @@ _RIGHT = "---:"
 class Result:
     """One benchmark's record, read from a file."""
 
+    path: Path
     bench: str
     device: str
     origin: Mapping[str, Any]
@@ -40,10 +41,7 @@ def publish(paths: Sequence[Path], out: Path, *, results: Path = stale.RESULTS) 
     results.json). Raises ValueError for other files and an ``out`` that cannot be written to, RuntimeError if a plot is
     needed and Matplotlib is missing.
     """
-    found = [result for path in paths or sorted(results.glob("*/*.json")) for result in read(path)]
-    if not found:
-        where = ", ".join(map(str, paths)) or results
-        raise ValueError(f"there is no result in {where}: name files that hold some, or measure with make gpu OUT=dir")
+    found = read_all(paths, results=results)
     drawn = {}
     for device in dict.fromkeys(result.device for result in found if result.absolute):
         good = [result for result in found if result.device == device and not result.complaint]
@@ -57,26 +55,35 @@ def publish(paths: Sequence[Path], out: Path, *, results: Path = stale.RESULTS) 
     return [out / TABLE, *(out / name for name in drawn)]
 
 
-def show(paths: Sequence[Path], out: Path) -> int:
-    """Publish and print the files; returns the process's exit code."""
-    for path in publish(paths, out):
-        console().print(str(path), markup=False, soft_wrap=True)
-    return 0
+def read_all(paths: Sequence[Path], *, results: Path = stale.RESULTS) -> list[Result]:
+    """The records in ``paths``, by default the committed ones; ValueError for other files, and if there is none."""
+    found = [result for path in paths or sorted(results.glob("*/*.json")) for result in read(path)]
+    if not found:
+        where = ", ".join(map(str, paths)) or results
+        raise ValueError(f"there is no result in {where}: name files that hold some, or measure with make gpu OUT=dir")
+    return found
+
+
+def write_markdown(found: Sequence[Result], out: Path) -> None:
+    """Write the report's tables to the file ``out``; ValueError if it cannot be written."""
+    with writing(out, "--markdown"):
+        out.write_text("\n".join(markdown(found, ())) + "\n", encoding="utf-8")
 
 
 def read(path: Path) -> list[Result]:
     """The records in a file; ValueError if it holds anything else."""
     records = read_records(path)
     try:
-        return [_result(record) for record in records]
+        return [_result(path, record) for record in records]
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} holds a record that is not of this version: {error!r}") from None
 
 
-def _result(record: Mapping[str, Any]) -> Result:
+def _result(path: Path, record: Mapping[str, Any]) -> Result:
     red = record["gate"] != "green" and not record["rows"]
     complaints = {"a dry run: it measured nothing": record["dry"], "its gate is red": red}
     return Result(
+        path,
         record["bench"],
         record["device"],
         record["origin"],
@@ -104,12 +111,13 @@ def markdown(results: Sequence[Result], pictures: Sequence[str]) -> Iterator[str
         yield ""
         yield f"## {result.bench} on {result.device}"
         yield ""
-        yield from _origin(result)
+        yield from origin_lines(result)
         yield ""
         yield from [f"Not shown: {result.complaint}."] if result.complaint else _table(result)
 
 
-def _origin(result: Result) -> Iterator[str]:
+def origin_lines(result: Result) -> Iterator[str]:
+    """Where and with what a result was measured, its ceilings and how many targets it meets."""
     origin = result.origin
     dirty = {True: " with changes", False: "", None: " (perhaps with changes)"}[origin["dirty"]]
     gpu = origin.get("gpu") or {}

@@ -156,14 +156,16 @@ def _let_go(path: Path, benchmark: Benchmark, settings: Settings) -> None:
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Make the folder of ``path``, a file to be written; ValueError that names it where the block cannot write."""
+def writing(path: Path, option: str = "--out") -> Iterator[None]:
+    """Make the folder of ``path``, a file to be written; ValueError that names it and the ``option`` that gave it where
+    the block cannot write.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
         raise ValueError(
-            f"--out {path}: cannot be written to ({error.strerror or error}); choose another place"
+            f"{option} {path}: cannot be written to ({error.strerror or error}); choose another place"
         ) from None
 
 

@@ -65,8 +65,8 @@ def _points(axes: Axes, rows: Iterable[Row]) -> None:
     sides: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for row in rows:
         found = {
-            OURS: (_intensity(row), _height(row, row.ours)),
-            row.peer_name: (_intensity(row), _height(row, row.peer)),
+            OURS: (intensity(row), tflops(row, row.ours)),
+            row.peer_name: (intensity(row), tflops(row, row.peer)),
         }
         axes.plot(*zip(*found.values()), color="#bbbbbb", linewidth=0.7, zorder=2)
         for name, point in found.items():
@@ -81,19 +81,24 @@ def _points(axes: Axes, rows: Iterable[Row]) -> None:
 
 def _ceilings(axes: Axes, rows: Sequence[Row]) -> None:
     """Draw the median ceilings of the rows' runs, and set limits that show every point and the ceiling above it."""
-    found = [row.ceilings for row in rows if row.ceilings]
-    peak = statistics.median(each.flops for each in found) / 1e12
-    copy = statistics.median(each.bandwidth for each in found) / 1e12
-    intensities = [_intensity(row) for row in rows]
+    peak, copy = ceilings(rows)
+    intensities = [intensity(row) for row in rows]
     left, right = min(intensities) / MARGIN, max(intensities) * MARGIN
     top = min(peak, max(intensities) * MARGIN * copy)
     edges = [left, peak / copy, right] if left < peak / copy < right else [left, right]
     axes.plot(edges, [min(peak, x * copy) for x in edges], color="black", linewidth=1.3, zorder=1)
     axes.set_xlim(left, right)
-    lowest = min(_height(row, time) for row in rows for time in (row.ours, row.peer))
+    lowest = min(tflops(row, time) for row in rows for time in (row.ours, row.peer))
     axes.set_ylim(min(lowest, top) / MARGIN, top * MARGIN)
     said = f"cuBLAS 8192³ bf16: {peak:,.0f} TFLOP/s\ncopy: {copy:,.2f} TB/s"
     axes.text(0.03, 0.97, said, transform=axes.transAxes, va="top", fontsize="small", color="#444444")
+
+
+def ceilings(rows: Iterable[Row]) -> tuple[float, float]:
+    """The median ceilings of the rows' runs: TFLOP/s of the GEMM, TB/s of the copy."""
+    found = [row.ceilings for row in rows if row.ceilings]
+    peak = statistics.median(each.flops for each in found) / 1e12
+    return peak, statistics.median(each.bandwidth for each in found) / 1e12
 
 
 def _ticks(axes: Axes) -> None:
@@ -109,13 +114,14 @@ def _ticks(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def _intensity(row: Row) -> float:
+def intensity(row: Row) -> float:
+    """FLOP for each byte that must be moved."""
     assert row.work is not None
     return row.work.flops / row.work.bytes
 
 
-def _height(row: Row, microseconds: float) -> float:
-    """TFLOP/s."""
+def tflops(row: Row, microseconds: float) -> float:
+    """TFLOP/s of the row's work in ``microseconds``."""
     assert row.work is not None
     return row.work.flops / microseconds / 1e6
 

@@ -544,13 +544,22 @@ def bench_report(
     files: Annotated[
         list[Path] | None, typer.Argument(help="Records of benchmarks; default: the committed ones, bench/results/.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("bench-report"),
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write one page with tables, plots and filters; FILE may hold a history (.jsonl)."),
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables, in Markdown, to this file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for tables and plots. Default: bench-report, without the other two.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write a table (Markdown) and a roofline plot for each GPU (PNG) of measured results."""
-    from .bench.harness.publish import show
+    """Report measured results: a folder of Markdown and roofline plots (PNG), a page of HTML, or Markdown alone."""
+    from .bench.page.build import show
 
-    raise typer.Exit(show(files or [], out))
+    if out is None and html is None and markdown is None:
+        out = Path("bench-report")
+    raise typer.Exit(show(files or [], html=html, markdown=markdown, out=out))
 
 
 @bench_app.command("tune")
