@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 
@@ -32,7 +33,7 @@ def scaling_plots(shown: Iterable[Entry]) -> Element | None:
         curves: dict[str, list[_Point]] = {}
         for entry in sorted(found, key=lambda each: each.tokens or 0):
             point = (entry, float(entry.tokens or 0), entry.row.ratio, entry.span)
-            curves.setdefault(entry.row.peer_name, []).append(point)
+            curves.setdefault(f"against {entry.row.peer_name}", []).append(point)
         x = LogScale.over((point[1] for points in curves.values() for point in points), LEFT, WIDTH - RIGHT)
         marks = [(float(tokens), str(tokens)) for tokens in sorted({entry.tokens or 0 for entry in found})]
         title = f"{found[0].result.bench} on {found[0].result.device}: {case}, {metric}"
@@ -55,7 +56,7 @@ def history_plots(shown: Sequence[Past]) -> Element | None:
         first, last = points[0][1], points[-1][1]
         marks = [(time, f"{datetime.fromtimestamp(time, timezone.utc):%Y-%m-%d}") for time in sorted({first, last})]
         x = _dates(first, last)
-        _ratio_figure(section[-1], f"{key} on {device}", {device: points}, x, marks, "date")
+        _ratio_figure(section[-1], f"{key} on {device}", {"ratio": points}, x, marks, "date")
     history_table(add(section, "div", class_="card", data_group=""), shown)
     return section
 
@@ -113,7 +114,7 @@ def _ratio_figure(
     unit: str,
 ) -> None:
     """Curves of ratios over x with their intervals. A segment belongs to both of its rows."""
-    drawing = _figure(parent, title, *((f"c{i % COLOURS}", f"against {name}") for i, name in enumerate(curves)))
+    drawing = _figure(parent, title, *((f"c{i % COLOURS}", name) for i, name in enumerate(curves)))
     points = [point for found in curves.values() for point in found]
     y = LogScale.over([1.0, *(end for point in points for end in point[3])], HEIGHT - BOTTOM, TOP)
     _axes(drawing, x, y, marks, unit, "ratio")
@@ -166,7 +167,7 @@ def _axes(
         at = f"{y(tick):.1f}"
         add(drawing, "line", class_="grid", x1=LEFT, x2=WIDTH - RIGHT, y1=at, y2=at)
         text_at(drawing, LEFT - 6, y(tick) + 4, f"{tick:g}", "end")
-    taken = -WIDTH
+    taken = -math.inf  # where the last text ends
     for value, text in marks:
         at = f"{x(value):.1f}"
         add(drawing, "line", class_="grid", x1=at, x2=at, y1=TOP, y2=HEIGHT - BOTTOM)

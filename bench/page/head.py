@@ -17,7 +17,7 @@ def measured(results: Sequence[Result], histories: Iterable[Path]) -> Element:
     card = _card("Measured")
     table = add(box(card, "Files"), "table")
     head = add(add(table, "thead"), "tr")
-    for name in ("file", "benchmark", "date", "commit", "device", "processor", "torch", "Triton", "rows"):
+    for name in ("file", "benchmark", "rows", "date", "commit", "device", "processor", "torch", "Triton"):
         add(head, "th", name, scope="col")
     body = add(table, "tbody")
     for result in results:
@@ -26,9 +26,9 @@ def measured(results: Sequence[Result], histories: Iterable[Path]) -> Element:
         rows = f"not shown: {result.complaint}" if result.complaint else str(len(result.rows))
         missing = f", {result.missing} not measured" if result.missing else ""
         for text in (
-            *("/".join(result.path.parts[-2:]), result.bench, str(origin["date"])[:16].replace("T", " ")),
-            *(str(origin["commit"])[:12] + changed, result.device, str(origin.get("cpu") or "not recorded")),
-            *(str(origin["torch"]), str(origin["triton"]), rows + missing),
+            *("/".join(result.path.parts[-2:]), result.bench, rows + missing),
+            *(str(origin["date"])[:16].replace("T", " "), str(origin["commit"])[:12] + changed, result.device),
+            *(str(origin.get("cpu") or "not recorded"), str(origin["torch"]), str(origin["triton"])),
         ):
             add(line, "td", text)
     for path in histories:

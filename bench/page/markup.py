@@ -72,13 +72,15 @@ class LogScale:
         return self.start + share * (self.end - self.start)
 
     def ticks(self) -> list[float]:
-        """Round values on the axis: all digits of a power of ten, or 1, 2 and 5, or 1 alone, as the span allows."""
+        """Round values on the axis, some 3 to 10: evenly spaced if it spans less than a factor of 2."""
         span = self.high / self.low
-        digits = range(1, 10) if span < 4 else (1, 2, 5) if span < 1e3 else (1,)
-        decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
-        return [
-            digit * 10.0**decade
-            for decade in decades
-            for digit in digits
-            if self.low <= digit * 10.0**decade <= self.high
-        ]
+        if span < 2:
+            rough = (self.high - self.low) / 5
+            unit = 10.0 ** math.floor(math.log10(rough))
+            step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= rough)
+            found = [i * step for i in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
+        else:
+            digits = (1, 1.5, 2, 3, 5, 7) if span < 10 else (1, 2, 5) if span < 1e3 else (1,)
+            decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            found = [digit * 10.0**decade for decade in decades for digit in digits]
+        return [tick for tick in found if self.low <= tick <= self.high]

@@ -186,7 +186,8 @@ def test_a_logarithmic_axis_has_round_ticks() -> None:
     assert scale(2.0) == pytest.approx(50.0)
     assert scale(1e9) == pytest.approx(100.0)
     assert scale.ticks() == pytest.approx([0.5, 1, 2, 5])
-    assert LogScale.over([2.0, 3.0], 0, 1, 1.0).ticks() == [2, 3]
+    assert LogScale.over([2.0, 6.0], 0, 1, 1.0).ticks() == pytest.approx([2, 3, 5])
+    assert LogScale.over([0.89, 1.33], 0, 1, 1.0).ticks() == pytest.approx([0.9, 1, 1.1, 1.2, 1.3])
 
 
 # --- files and the command
