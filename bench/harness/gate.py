@@ -20,7 +20,7 @@ def check_case(spec: OpSpec, case: Case, device: torch.device, impl: str, *, see
     All three sides get their copies before any of them runs: an op may write into its inputs.
     """
     inputs = spec.make_inputs(case, device, seed)
-    plain, exact = _fresh(inputs), to_double(_fresh(inputs), device)
+    plain, exact = copy_inputs(inputs), to_double(copy_inputs(inputs), device)
     found = check_outputs(
         spec.run(inputs, case, impl),
         low=lambda: spec.run(plain, case, "reference"),
@@ -79,7 +79,7 @@ def _grad(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.grad
 
 
-def _fresh(inputs: dict[str, Any]) -> dict[str, Any]:
+def copy_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     """The same values as new leaves, so that gradients of two runs do not add up."""
 
     def renew(value: Any) -> Any:

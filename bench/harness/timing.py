@@ -15,10 +15,10 @@ import ctypes
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from time import perf_counter  # bound before any implementation is loaded, which might replace it
 from typing import Any, Protocol
 
 import torch
@@ -253,8 +253,8 @@ def _alternate(
 
 
 def _for_seconds(seconds: float) -> Callable[[int], bool]:
-    until = time.perf_counter() + seconds
-    return lambda done: done < MIN_ROUNDS or (done < MAX_ROUNDS and time.perf_counter() < until)
+    until = perf_counter() + seconds
+    return lambda done: done < MIN_ROUNDS or (done < MAX_ROUNDS and perf_counter() < until)
 
 
 def _sample(side: Any, calls: int) -> float:
@@ -263,10 +263,10 @@ def _sample(side: Any, calls: int) -> float:
 
 def _per_call(call: Call, count: int) -> float:
     """Microseconds per call by the host's clock."""
-    started = time.perf_counter()
+    started = perf_counter()
     for _ in range(count):
         call()
-    return (time.perf_counter() - started) / count * 1e6
+    return (perf_counter() - started) / count * 1e6
 
 
 def _warm(side: _Rotation) -> float:

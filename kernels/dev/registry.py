@@ -115,6 +115,7 @@ class OpSpec:
     terms: Callable[[Case], int] = _largest_size
     # (case, device) -> the relative error that the device's own arithmetic may make, where it exceeds that rule's.
     allowed: Callable[[Case, torch.device], float] = lambda case, device: 0.0
+    mutates: tuple[str, ...] = ()  # the inputs that ``run`` writes into
 
     def tagged(self, tag: str) -> list[Case]:
         return [case for case in self.cases if tag in case.tags]

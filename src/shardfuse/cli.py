@@ -505,6 +505,26 @@ def bench_run(
     raise typer.Exit(run_benchmark(name, json=json, short=short, device=device, out=out, resume=resume, dry=dry))
 
 
+@bench_app.command("verify")
+def bench_verify(
+    op: Annotated[str, typer.Argument(help="An op, such as linear_act.")],
+    impl: Annotated[
+        str, typer.Option(help="auto, triton, onednn or reference, or PATH:NAME, a function in a Python file.")
+    ] = "auto",
+    cases: Annotated[
+        list[str] | None, typer.Option("--case", help="A case; may be repeated. Default: the cases of the tests.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the inputs. Default: a random one, printed.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Check an implementation of an op, ours or yours, against the fp64 oracle. Exit code 1: it is wrong."""
+    from .bench.harness.verify import verify
+
+    raise typer.Exit(verify(op, impl, cases=cases or (), seed=seed, device=device, json=json))
+
+
 @bench_app.command("serve")
 def bench_serve(
     json: Json = False,
