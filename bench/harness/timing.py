@@ -111,6 +111,30 @@ def keep_freed_memory() -> None:
             ctypes.CDLL(None).mallopt(option, 1 << 30)
 
 
+def sampler(sides: tuple[Call, Call], device: torch.device) -> Callable[[int], float]:
+    """A function that times side 0 or 1 once: microseconds per call, device time on a GPU, elsewhere the host's.
+
+    It warms both sides first, and makes so many calls a sample that each lasts long enough for the clock.
+    """
+    rotations = _Rotation([sides[0]]), _Rotation([sides[1]])
+    calls = [max(1, round(MIN_SAMPLE_US / _warm(side))) for side in rotations]
+    if device.type != "cuda":
+        return lambda side: _per_call(sides[side], calls[side])
+    spin = [count * _spin_cycles(side) for side, count in zip(sides, calls)]
+
+    def sample(side: int) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()  # work that a side left on another stream counts for neither
+        torch.cuda._sleep(spin[side])
+        begin.record()
+        _per_call(sides[side], calls[side])
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) * 1e3 / calls[side]
+
+    return sample
+
+
 def calls_for(call: Call, microseconds: float) -> int:
     """How many calls take that long together, at least one; it runs a few."""
     return max(1, round(microseconds / _warm(_Rotation([call]))))

@@ -525,6 +525,30 @@ def bench_verify(
     raise typer.Exit(verify(op, impl, cases=cases or (), seed=seed, device=device, json=json))
 
 
+@bench_app.command("compare")
+def bench_compare(
+    a: Annotated[str, typer.Argument(help="A result file, or impl:NAME (triton, ...) or PATH:NAME with --op.")],
+    b: Annotated[str, typer.Argument(help="The same kind, judged against A.")],
+    op: Annotated[str | None, typer.Option(help="Of two implementations: their op.")] = None,
+    cases: Annotated[
+        list[str] | None, typer.Option("--case", help="Of two implementations: a case; may be repeated.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of inputs and order. Default: a random one, printed.")] = None,
+    fail_on_regression: Annotated[
+        bool, typer.Option("--fail-on-regression", help="Exit code 1 if a row is slower.")
+    ] = False,
+    history: Annotated[Path | None, typer.Option(help="Append a line of JSON for each row to this file.")] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say of each row whether B is faster or slower than A, or whether the difference is noise."""
+    from .bench.harness.compare import Options, compare
+
+    options = Options(op, tuple(cases or ()), device, seed, fail_on_regression, history)
+    raise typer.Exit(compare(a, b, options, json=json))
+
+
 @bench_app.command("serve")
 def bench_serve(
     json: Json = False,

@@ -1,0 +1,210 @@
+"""``shardfuse bench compare``: of two result files, or two implementations of an op, which is faster."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import math
+import random
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from ...kernels.dev import registry
+from . import provenance, timing
+from .gate import copy_inputs
+from .implementation import PREFIX, load
+from .records import read_records
+from .report import Row, console
+from .runner import default_device
+from .shift import ROUNDS, Shift, balanced_order, compare_times
+from .verify import choose, verify_case
+
+Key = tuple[str, ...]
+CEILING_MARGIN = 1.1  # a product may beat the one that measured the ceiling by a little, not by more
+
+
+@dataclass(frozen=True)
+class Options:
+    """``op``, ``cases``, ``device`` and ``seed`` belong to a comparison of implementations."""
+
+    op: str | None = None
+    cases: tuple[str, ...] = ()
+    device: str | None = None
+    seed: int | None = None
+    fail_on_regression: bool = False
+    history: Path | None = None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One row; ``shift`` is None if the row is refused, and ``why`` says for what reason."""
+
+    key: Key
+    shift: Shift | None
+    why: str = ""
+
+    @property
+    def verdict(self) -> str:
+        return "refused" if self.shift is None else self.shift.verdict
+
+    def record(self) -> dict[str, Any]:
+        shift = {"ratio": None, "between": None, "p": None} if self.shift is None else asdict(self.shift)
+        return {"key": self.key, **shift, "verdict": self.verdict, "why": self.why}
+
+
+def compare(a: str, b: str, options: Options, *, json: bool = False) -> int:
+    """Print a verdict on every row that both sides have.
+
+    Returns 0; 1 if a row was refused or, with ``fail_on_regression``, is slower; 2 if nothing could be compared.
+    """
+    try:
+        if a.endswith(".json") and b.endswith(".json"):
+            device, rows = _of_files(Path(a), Path(b))
+        else:
+            device, rows = _of_implementations(a, b, options)
+        if options.history is not None:
+            _append(options.history, a, b, device, rows)
+    except (ValueError, RuntimeError, OSError) as error:
+        errors = console(stderr=True)
+        errors.print("[red]error:[/]", end=" ")
+        errors.print(str(error), markup=False)
+        return 2
+    if json:
+        result = {"a": a, "b": b, "device": device, "rows": [row.record() for row in rows]}
+        print(jsonlib.dumps(result), flush=True)
+    else:
+        _show(f"{b} against {a} on {device}", rows)
+    verdicts = {row.verdict for row in rows}
+    return int("refused" in verdicts or (options.fail_on_regression and "slower" in verdicts))
+
+
+def compare_rows(a: Row, b: Row, *, absolute: bool) -> Compared:
+    """Two measurements of one row: ``absolute`` by their own times, else by their ratios to the same peer.
+
+    A record keeps no samples, so the interval follows from both rows' own: that of the ratio, or the noise.
+    """
+    for side, row in (("A", a), ("B", b)):
+        share = row.rates().get("of_peak", 0.0)
+        if share > CEILING_MARGIN:
+            return Compared(row.key, None, f"{side} claims {share:.0%} of the peak that was measured beside it")
+    better_if_larger = not math.isclose(a.ratio, a.peer / a.ours, rel_tol=1e-6)
+    if not absolute:
+        ratio = b.ratio / a.ratio
+    else:
+        ratio = b.ours / a.ours if better_if_larger else a.ours / b.ours
+    half = math.hypot(_half_width(a), _half_width(b))
+    return Compared(a.key, Shift(ratio, (ratio * math.exp(-half), ratio * math.exp(half)), None))
+
+
+def compare_implementations(
+    op: str, a: str, b: str, cases: Sequence[str], device: torch.device, seed: int, *, rounds: int = ROUNDS
+) -> Iterator[Compared]:
+    """Verify both on each case, then time them in ``rounds`` rounds; a side that is wrong is refused, not timed."""
+    spec = registry.op(op)
+    sides = load(spec, a), load(spec, b)
+    for case in choose(spec, cases):
+        key = (op, case.name)
+        wrong = [
+            f"{side.name}: {each.name} is wrong {each.why}".rstrip()
+            for side in sides
+            for each in verify_case(spec, case, side, device, seed)
+            if not each.ok
+        ]
+        if wrong:
+            yield Compared(key, None, "; ".join(dict.fromkeys(wrong)))
+            continue
+        inputs = spec.make_inputs(case, device, seed)
+        calls = tuple(_call(side.run, copy_inputs(inputs), case) for side in sides)
+        sample = timing.sampler((calls[0], calls[1]), device)
+        samples: tuple[list[float], list[float]] = ([], [])
+        for order in balanced_order(rounds, random.Random(seed)):  # noqa: S311 - an order, not a secret
+            for side in order:
+                samples[side].append(sample(side))
+        yield Compared(key, compare_times(*samples))
+
+
+def _call(run: Any, inputs: dict[str, Any], case: registry.Case) -> timing.Call:
+    return lambda: run(inputs, case)
+
+
+def _of_implementations(a: str, b: str, options: Options) -> tuple[str, list[Compared]]:
+    for text in (a, b):
+        if not text.startswith(PREFIX) and ":" not in text:
+            raise ValueError(
+                f"{text}: expected two result files (FILE.json), or two implementations (impl:NAME or PATH:NAME)"
+            )
+    if options.op is None or not options.cases:
+        raise ValueError("two implementations are compared on an op's cases: pass --op OP --case NAME")
+    device = torch.device(options.device) if options.device else default_device()
+    seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    rows = list(compare_implementations(options.op, a, b, options.cases, device, seed))
+    return provenance.device_name(device), rows
+
+
+def _of_files(a: Path, b: Path) -> tuple[str, list[Compared]]:
+    sides = [{record["bench"]: record for record in read_records(path)} for path in (a, b)]
+    shared = [name for name in sides[0] if name in sides[1]]
+    rows: list[Compared] = []
+    devices = {record["device"] for side in sides for record in side.values()}
+    if len(devices) != 1:
+        raise ValueError(f"{a} and {b} are of several devices, {', '.join(sorted(devices))}: expected one")
+    for name in shared:
+        first, second = (side[name] for side in sides)
+        if first["dry"] or second["dry"]:
+            raise ValueError(f"{name} is of a dry run, whose numbers mean nothing: measure it")
+        theirs = {row.key: row for row in map(Row.from_record, second["rows"])}
+        for row in map(Row.from_record, first["rows"]):
+            if row.key in theirs:
+                found = compare_rows(row, theirs[row.key], absolute=first["device"] != "cpu")
+                rows.append(Compared((name, *found.key), found.shift, found.why))
+    if not rows:
+        raise ValueError(f"{a} and {b} have no row in common")
+    return devices.pop(), rows
+
+
+def _half_width(row: Row) -> float:
+    """Half the width of the row's interval of 95 %, in logarithms; its noise where the timing gave no interval."""
+    if row.between is not None:
+        return math.log(row.between[1] / row.between[0]) / 2
+    if row.noise is None:
+        raise ValueError(f"{' | '.join(row.key)} has neither an interval nor a noise: measure it again")
+    return math.log1p(row.noise)
+
+
+def _append(path: Path, a: str, b: str, device: str, rows: Sequence[Compared]) -> None:
+    commit, dirty = provenance.revision()
+    head = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit,
+        "dirty": dirty,
+        "device": device,
+        "processor": provenance.processor.description(),
+        "a": a,
+        "b": b,
+    }
+    with path.open("a") as file:
+        file.writelines(jsonlib.dumps(head | row.record()) + "\n" for row in rows)
+
+
+def _show(title: str, rows: Sequence[Compared]) -> None:
+    table = Table(title=title, title_justify="left", caption="ratio > 1: B is faster")
+    table.add_column("row", overflow="fold")
+    for column in ("ratio", "95 %", "p"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("verdict")
+    table.add_column("why", overflow="fold")
+    colours = {"faster": "[green]", "slower": "[red]", "refused": "[red]"}
+    for row in rows:
+        figures = ["", "", ""]
+        if row.shift is not None:
+            low, high = row.shift.between
+            p = "" if row.shift.p is None else f"{row.shift.p:.1g}"
+            figures = [f"{row.shift.ratio:.3f}", f"{low:.3f} to {high:.3f}", p]
+        table.add_row(" | ".join(row.key), *figures, colours.get(row.verdict, "") + row.verdict, row.why)
+    console().print(table)

@@ -1,0 +1,161 @@
+"""``shardfuse bench compare``: its verdict is calibrated, and it refuses what must not be compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardfuse.bench.harness.benchmark import Work
+from shardfuse.bench.harness.compare import Options, compare, compare_implementations, compare_rows
+from shardfuse.bench.harness.report import Row
+from shardfuse.bench.harness.shift import ROUNDS, balanced_order, compare_times, hodges_lehmann, mann_whitney
+from shardfuse.bench.harness.timing import Ceilings
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cpu"
+ROW = Row("case", "us", 100.0, 150.0, "peer", 1.5, None, None, noise=0.01)
+
+
+def _times(generator: random.Random, slowdown: float) -> tuple[list[float], list[float]]:
+    """Rounds of both sides on one busy machine: its speed drifts, and disturbances only ever lengthen a sample."""
+    samples: tuple[list[float], list[float]] = ([], [])
+    walk, phase = 0.0, generator.uniform(0, 2 * math.pi)
+    for number, order in enumerate(balanced_order(ROUNDS, generator)):
+        for side in order:
+            walk += generator.gauss(0, 0.003)
+            drift = 0.05 * math.sin(phase + 2 * math.pi * number / ROUNDS) + walk
+            noise = generator.gammavariate(2.0, 0.012)
+            if generator.random() < 0.08:
+                noise += generator.expovariate(1 / 0.2)
+            samples[side].append(100.0 * math.exp(drift + noise + (math.log1p(slowdown) if side else 0.0)))
+    return samples
+
+
+def _verdicts(slowdown: float, count: int) -> list[str]:
+    generator = random.Random(20)
+    return [compare_times(*_times(generator, slowdown)).verdict for _ in range(count)]
+
+
+def test_at_most_one_in_a_hundred_comparisons_of_a_version_with_itself_is_called_different():
+    assert sum(verdict != "noise" for verdict in _verdicts(0.0, 1000)) <= 10
+
+
+@pytest.mark.parametrize(("slowdown", "verdict"), [(0.05, "slower"), (1 / 1.05 - 1, "faster")])
+def test_a_difference_of_five_percent_is_found(slowdown: float, verdict: str):
+    assert _verdicts(slowdown, 400).count(verdict) >= 380
+
+
+def test_the_interval_holds_the_true_ratio_as_often_as_it_says():
+    generator = random.Random(21)
+    intervals = [compare_times(*_times(generator, 0.05)).between for _ in range(400)]
+    assert sum(low <= 1 / 1.05 <= high for low, high in intervals) >= 370
+
+
+def test_u_test_agrees_with_published_values():
+    """Against scipy.stats.mannwhitneyu(method="asymptotic"), without and with ties, and for samples all equal."""
+    assert mann_whitney([1, 2, 3, 4, 5], [6, 7, 8, 9, 10]) == pytest.approx(0.012185780355344913)
+    assert mann_whitney([1, 1, 2, 2], [1, 2, 3, 3, 3]) == mann_whitney([1, 2, 3, 3, 3], [1, 1, 2, 2])
+    assert mann_whitney([5.0] * 10, [5.0] * 10) == 1.0
+
+
+def test_shift_is_the_median_difference():
+    estimate, low, high = hodges_lehmann([0.0, 1.0, 2.0] * 5, [3.0, 4.0, 5.0] * 5)
+    assert estimate == 3.0
+    assert 1.0 <= low < 3.0 < high <= 5.0
+
+
+def test_order_is_random_and_balanced():
+    order = balanced_order(40, random.Random(1))
+    assert order.count((0, 1)) == 20
+    assert order != balanced_order(40, random.Random(2))
+
+
+@pytest.mark.parametrize(("a", "b"), [([1.0] * 9, [1.0] * 9), ([1.0] * 10, [1.0] * 11), ([0.0] * 10, [1.0] * 10)])
+def test_samples_too_few_or_empty_are_refused(a: list[float], b: list[float]):
+    with pytest.raises(ValueError, match="sample"):
+        compare_times(a, b)
+
+
+@pytest.mark.parametrize(
+    ("change", "absolute", "verdict"),
+    [
+        ({"ours": 110.0, "ratio": 150 / 110}, True, "slower"),
+        ({"ours": 90.0, "ratio": 150 / 90}, True, "faster"),
+        ({"ours": 101.0, "ratio": 150 / 101}, True, "noise"),
+        ({"ours": 110.0, "ratio": 150 / 110, "noise": 0.2}, True, "noise"),
+        ({"ours": 110.0, "peer": 165.0}, False, "noise"),  # a slower machine, not a slower version
+    ],
+)
+def test_rows_of_two_records(change: dict, absolute: bool, verdict: str):
+    assert compare_rows(ROW, dataclasses.replace(ROW, **change), absolute=absolute).verdict == verdict
+
+
+def test_a_row_above_the_roofline_is_refused():
+    """200 GFLOP in 100 us are 2,000 TFLOP/s, twice what the device's own product reaches."""
+    honest = dataclasses.replace(ROW, work=Work(10**11, 10**6), ceilings=Ceilings(1e15, 1e12))
+    claimed = dataclasses.replace(honest, work=Work(2 * 10**11, 10**6))
+    assert compare_rows(honest, honest, absolute=True).verdict == "noise"
+    found = compare_rows(honest, claimed, absolute=True)
+    assert (found.verdict, found.why) == ("refused", "B claims 200% of the peak that was measured beside it")
+
+
+def _slower(path: Path, factor: float) -> Path:
+    """A committed record in which every ratio to the peer is smaller by ``factor``."""
+    record = json.loads((RESULTS / "onednn.json").read_text())
+    for row in record["rows"]:
+        row["ours"] *= factor
+        row["ratio"] /= factor
+        row["between"] = row["between"] and [each / factor for each in row["between"]]
+    path.write_text(json.dumps(record))
+    return path
+
+
+def test_records_a_regression_and_the_history(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    before, after, history = str(RESULTS / "onednn.json"), str(_slower(tmp_path / "after.json", 3.0)), tmp_path / "h"
+    options = Options(fail_on_regression=True, history=history)
+    assert compare(before, before, options, json=True) == 0
+    same = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["verdict"] for row in same} == {"noise"}
+    assert compare(before, after, options, json=True) == 1
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) == len(same)
+    assert {row["verdict"] for row in rows} == {"slower"}
+    lines = [json.loads(line) for line in history.read_text().splitlines()]
+    assert [line["verdict"] for line in lines] == [row["verdict"] for row in (*same, *rows)]
+    assert {"date", "commit", "processor", "device", "key", "ratio", "between"} <= lines[0].keys()
+
+
+def test_a_wrong_implementation_is_refused_and_a_slow_one_found(tmp_path: Path):
+    file = tmp_path / "kernel.py"
+    file.write_text(
+        "from shardfuse.kernels.dev import registry\n"
+        "run = registry.op('dropout').run\n"
+        "def right(inputs, case):\n    return run(inputs, case, 'reference')\n"
+        "def slow(inputs, case):\n    return [right(inputs, case) for _ in range(8)][0]\n"
+        "def wrong(inputs, case):\n    return {n: out + 1 for n, out in right(inputs, case).items()}\n"
+    )
+    case = "r9-c40-fp32-p0.1-residual"
+    for name, verdict in (("slow", "slower"), ("wrong", "refused")):
+        sides = ("impl:reference", f"{file}:{name}")
+        (row,) = compare_implementations("dropout", *sides, [case], torch.device("cpu"), 0)
+        assert row.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        ("impl:reference", "impl:onednn", "pass --op OP --case NAME"),
+        ("fast", "impl:onednn", "expected two result files"),
+        ("missing.json", "missing.json", "missing.json cannot be read"),
+    ],
+)
+def test_what_cannot_be_compared_is_one_line_and_exit_code_2(a: str, b: str, message: str, capsys):
+    assert compare(a, b, Options()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
