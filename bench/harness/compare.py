@@ -1,4 +1,4 @@
-"""``shardfuse bench compare``: of two result files, or two implementations of an op, which is faster."""
+"""``shardfuse bench compare``: of two result files, implementations of an op, or commits, which is faster."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from rich.table import Table
 
 from ...kernels.dev import registry
 from . import provenance, timing
+from .commits import compare_commits
 from .gate import copy_inputs
 from .implementation import PREFIX, load
 from .records import read_records
@@ -26,14 +27,18 @@ from .shift import ROUNDS, Shift, balanced_order, compare_times
 from .verify import choose, verify_case
 
 Key = tuple[str, ...]
+COMMIT = "commit:"
 CEILING_MARGIN = 1.1  # a product may beat the one that measured the ceiling by a little, not by more
 
 
 @dataclass(frozen=True)
 class Options:
-    """``op``, ``cases``, ``device`` and ``seed`` belong to a comparison of implementations."""
+    """``op`` belongs to a comparison of implementations, ``bench`` to one of commits, ``cases``, ``device`` and
+    ``seed`` to both.
+    """
 
     op: str | None = None
+    bench: str | None = None
     cases: tuple[str, ...] = ()
     device: str | None = None
     seed: int | None = None
@@ -66,6 +71,8 @@ def compare(a: str, b: str, options: Options, *, json: bool = False) -> int:
     try:
         if a.endswith(".json") and b.endswith(".json"):
             device, rows = _of_files(Path(a), Path(b))
+        elif a.startswith(COMMIT) and b.startswith(COMMIT):
+            device, rows = _of_commits(a, b, options)
         else:
             device, rows = _of_implementations(a, b, options)
         if options.history is not None:
@@ -135,9 +142,10 @@ def _call(run: Any, inputs: dict[str, Any], case: registry.Case) -> timing.Call:
 
 def _of_implementations(a: str, b: str, options: Options) -> tuple[str, list[Compared]]:
     for text in (a, b):
-        if not text.startswith(PREFIX) and ":" not in text:
+        if text.startswith(COMMIT) or not (text.startswith(PREFIX) or ":" in text):
             raise ValueError(
-                f"{text}: expected two result files (FILE.json), or two implementations (impl:NAME or PATH:NAME)"
+                f"{text}: expected two result files (FILE.json), two implementations (impl:NAME or PATH:NAME), or two "
+                "commits (commit:REF)"
             )
     if options.op is None or not options.cases:
         raise ValueError("two implementations are compared on an op's cases: pass --op OP --case NAME")
@@ -145,6 +153,21 @@ def _of_implementations(a: str, b: str, options: Options) -> tuple[str, list[Com
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     rows = list(compare_implementations(options.op, a, b, options.cases, device, seed))
     return provenance.device_name(device), rows
+
+
+def _of_commits(a: str, b: str, options: Options) -> tuple[str, list[Compared]]:
+    if options.bench is None:
+        raise ValueError("two commits are compared on a benchmark: pass --bench NAME")
+    found = compare_commits(
+        provenance.package_folder("bench").parent,
+        (a.removeprefix(COMMIT), b.removeprefix(COMMIT)),
+        options.bench,
+        cases=options.cases,
+        device=options.device,
+        seed=secrets.randbelow(2**31) if options.seed is None else options.seed,
+    )
+    measured = list(found)
+    return measured[0][0], [Compared((options.bench, *key), shift, why) for _, key, shift, why in measured]
 
 
 def _of_files(a: Path, b: Path) -> tuple[str, list[Compared]]:

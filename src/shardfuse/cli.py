@@ -527,11 +527,15 @@ def bench_verify(
 
 @bench_app.command("compare")
 def bench_compare(
-    a: Annotated[str, typer.Argument(help="A result file, or impl:NAME (triton, ...) or PATH:NAME with --op.")],
+    a: Annotated[
+        str,
+        typer.Argument(help="A result file; impl:NAME (triton, ...) or PATH:NAME with --op; commit:REF with --bench."),
+    ],
     b: Annotated[str, typer.Argument(help="The same kind, judged against A.")],
     op: Annotated[str | None, typer.Option(help="Of two implementations: their op.")] = None,
+    bench: Annotated[str | None, typer.Option(help="Of two commits: the benchmark.")] = None,
     cases: Annotated[
-        list[str] | None, typer.Option("--case", help="Of two implementations: a case; may be repeated.")
+        list[str] | None, typer.Option("--case", help="A case; may be repeated. Default of a benchmark: all.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of inputs and order. Default: a random one, printed.")] = None,
@@ -545,7 +549,7 @@ def bench_compare(
     """Say of each row whether B is faster or slower than A, or whether the difference is noise."""
     from .bench.harness.compare import Options, compare
 
-    options = Options(op, tuple(cases or ()), device, seed, fail_on_regression, history)
+    options = Options(op, bench, tuple(cases or ()), device, seed, fail_on_regression, history)
     raise typer.Exit(compare(a, b, options, json=json))
 
 

@@ -150,6 +150,8 @@ def test_a_wrong_implementation_is_refused_and_a_slow_one_found(tmp_path: Path):
     ("a", "b", "message"),
     [
         ("impl:reference", "impl:onednn", "pass --op OP --case NAME"),
+        ("commit:HEAD", "commit:HEAD", "pass --bench NAME"),
+        ("commit:HEAD", "impl:onednn", "expected two result files"),
         ("fast", "impl:onednn", "expected two result files"),
         ("missing.json", "missing.json", "missing.json cannot be read"),
     ],
