@@ -22,9 +22,8 @@ from .gate import copy_inputs
 from .implementation import PREFIX, load
 from .records import read_records
 from .report import Row, console
-from .runner import default_device
 from .shift import ROUNDS, Shift, balanced_order, compare_times
-from .verify import choose, verify_case
+from .verify import choose, find_device, verify_case
 
 Key = tuple[str, ...]
 COMMIT = "commit:"
@@ -69,6 +68,8 @@ def compare(a: str, b: str, options: Options, *, json: bool = False) -> int:
     Returns 0; 1 if a row was refused or, with ``fail_on_regression``, is slower; 2 if nothing could be compared.
     """
     try:
+        if options.history is not None and not options.history.parent.is_dir():
+            raise ValueError(f"--history {options.history}: there is no folder {options.history.parent}; make it first")
         if a.endswith(".json") and b.endswith(".json"):
             device, rows = _of_files(Path(a), Path(b))
         elif a.startswith(COMMIT) and b.startswith(COMMIT):
@@ -149,7 +150,7 @@ def _of_implementations(a: str, b: str, options: Options) -> tuple[str, list[Com
             )
     if options.op is None or not options.cases:
         raise ValueError("two implementations are compared on an op's cases: pass --op OP --case NAME")
-    device = torch.device(options.device) if options.device else default_device()
+    device = find_device(options.device)
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     rows = list(compare_implementations(options.op, a, b, options.cases, device, seed))
     return provenance.device_name(device), rows

@@ -60,7 +60,7 @@ def verify(
     errors = console(stderr=True)
     try:
         spec = registry.op(op)
-        on = torch.device(device) if device else default_device()
+        on = find_device(device)
         chosen = choose(spec, cases)
         implementation = load(spec, impl)
         seed = secrets.randbelow(2**31) if seed is None else seed
@@ -76,6 +76,19 @@ def verify(
     else:
         _show(f"{op}, {implementation.name} on {on}, seed {seed}", findings)
     return 0 if good else 1
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device called ``name``, by default a GPU if there is one; ValueError if torch cannot use it here."""
+    if name is None:
+        return default_device()
+    try:
+        found = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name}: expected cpu, cuda or cuda:0") from None
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: this machine has no GPU that torch can use; pass --device cpu")
+    return found
 
 
 def choose(spec: OpSpec, names: Sequence[str]) -> list[Case]:

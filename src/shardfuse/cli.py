@@ -538,7 +538,7 @@ def bench_compare(
         list[str] | None, typer.Option("--case", help="A case; may be repeated. Default of a benchmark: all.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of inputs and order. Default: a random one, printed.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of inputs and order. Default: a random one.")] = None,
     fail_on_regression: Annotated[
         bool, typer.Option("--fail-on-regression", help="Exit code 1 if a row is slower.")
     ] = False,

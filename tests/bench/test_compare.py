@@ -6,11 +6,13 @@ import dataclasses
 import json
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from shardfuse.bench.harness import timing
 from shardfuse.bench.harness.benchmark import Work
 from shardfuse.bench.harness.compare import Options, compare, compare_implementations, compare_rows
 from shardfuse.bench.harness.report import Row
@@ -161,3 +163,27 @@ def test_what_cannot_be_compared_is_one_line_and_exit_code_2(a: str, b: str, mes
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
+
+
+def test_a_history_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path, capsys):
+    assert compare("impl:reference", "impl:onednn", Options(history=tmp_path / "missing" / "history")) == 2
+    assert "there is no folder" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.nightly
+def test_real_calls_of_one_version_are_noise_and_a_planted_slowdown_is_found():
+    """A loop of 400 additions against itself, and against one of 500: a quarter more of the same work."""
+
+    def loop(count: int) -> Callable[[], int]:
+        return lambda: sum(range(count * 20))
+
+    def verdict(count: int) -> str:
+        sample = timing.sampler((loop(400), loop(count)), torch.device("cpu"))
+        samples: tuple[list[float], list[float]] = ([], [])
+        for order in balanced_order(ROUNDS, random.Random(count)):
+            for side in order:
+                samples[side].append(sample(side))
+        return compare_times(*samples).verdict
+
+    assert [verdict(400) for _ in range(10)].count("noise") >= 9
+    assert [verdict(500) for _ in range(10)].count("slower") >= 9

@@ -214,6 +214,12 @@ def test_what_cannot_run_is_one_line_and_exit_code_2(arguments, message: str, tm
     assert message in " ".join(error.split())
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]):
+    assert verify("dropout", device="cuda") == 2
+    assert "no GPU that torch can use" in " ".join(capsys.readouterr().err.split())
+
+
 def test_an_unknown_case_is_named_with_the_known_ones(capsys: pytest.CaptureFixture[str]):
     assert verify("dropout", cases=["r1"], device="cpu") == 2
     assert "no case called r1; it has r9-c40-fp32-p0.1-residual" in " ".join(capsys.readouterr().err.split())
