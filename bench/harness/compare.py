@@ -27,7 +27,6 @@ from .verify import choose, find_device, verify_case
 
 Key = tuple[str, ...]
 COMMIT = "commit:"
-CEILING_MARGIN = 1.1  # a product may beat the one that measured the ceiling by a little, not by more
 
 
 @dataclass(frozen=True)
@@ -98,8 +97,8 @@ def compare_rows(a: Row, b: Row, *, absolute: bool) -> Compared:
     A record keeps no samples, so the interval follows from both rows' own: that of the ratio, or the noise.
     """
     for side, row in (("A", a), ("B", b)):
-        share = row.rates().get("of_peak", 0.0)
-        if share > CEILING_MARGIN:
+        if row.beats_peak:
+            share = row.rates()["of_peak"]
             return Compared(row.key, None, f"{side} claims {share:.0%} of the peak that was measured beside it")
     better_if_larger = not math.isclose(a.ratio, a.peer / a.ours, rel_tol=1e-6)
     if not absolute:

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,6 +19,7 @@ from .timing import Ceilings, Timing
 
 # If two timings of the same version differ by more than this, the machine was too busy for a result.
 NOISE_LIMIT = 0.25
+PEAK_MARGIN = 1.1  # a product may beat the one that measured the peak by a little; by more, the timing is wrong
 
 CONTRACT = ("case", "metric", "ours", "peer", "peer_name", "ratio", "target", "met")
 
@@ -27,11 +28,11 @@ CONTRACT = ("case", "metric", "ours", "peer", "peer_name", "ratio", "target", "m
 class Row:
     """One measured comparison. ``ratio`` > 1 means that ours is better; ``met`` is None without a target.
 
-    A row noisier than NOISE_LIMIT is inconclusive, so it meets no target. ``ceilings`` were measured by the same
-    process, in the row's precision, if there is ``work`` to compare with them. ``ran`` names the ops and
-    implementations that the timed calls of both sides used ("linear_act=triton"): a table of measurements may have
-    selected the stock path for ours. ``between`` is an interval of the ratio and ``low`` its first decile, if the
-    timing gave them; where the target is a gain, the decile must be one, too.
+    A row noisier than NOISE_LIMIT is inconclusive, so it meets no target, and nor does one above the device's peak.
+    ``ceilings`` were measured by the same process, in the row's precision, if there is ``work`` to compare with them.
+    ``ran`` names the ops and implementations that the timed calls of both sides used ("linear_act=triton"): a table of
+    measurements may have selected the stock path for ours. ``between`` is an interval of the ratio and ``low`` its
+    first decile, if the timing gave them; where the target is a gain, the decile must be one, too.
     """
 
     case: str
@@ -59,7 +60,7 @@ class Row:
         noise = max((side.noise for side in (ours, peer) if side.noise is not None), default=None)
         quiet = noise is None or noise <= NOISE_LIMIT
         steady = ours.ratio_low is None or planned.target is None or planned.target <= 1 or ours.ratio_low > 1
-        return cls(
+        found = cls(
             planned.case,
             planned.metric,
             ours.value,
@@ -77,6 +78,7 @@ class Row:
             ours.ratio_between,
             ours.ratio_low,
         )
+        return replace(found, met=False) if found.met and found.beats_peak else found
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Row:
@@ -92,6 +94,11 @@ class Row:
     @property
     def key(self) -> tuple[str, str, str]:
         return self.case, self.metric, self.peer_name
+
+    @property
+    def beats_peak(self) -> bool:
+        """Whether our time stands for more operations per second than the device can do, by PEAK_MARGIN."""
+        return self.rates().get("of_peak", 0.0) > PEAK_MARGIN
 
     def contract(self) -> dict[str, Any]:
         """The eight fields that scripts may rely on."""

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from shardfuse.bench.harness import timing
-from shardfuse.bench.harness.benchmark import Work
+from shardfuse.bench.harness.benchmark import Measurement, Work
 from shardfuse.bench.harness.compare import Options, compare, compare_implementations, compare_rows
 from shardfuse.bench.harness.report import Row
 from shardfuse.bench.harness.shift import ROUNDS, balanced_order, compare_times, hodges_lehmann, mann_whitney
-from shardfuse.bench.harness.timing import Ceilings
+from shardfuse.bench.harness.timing import Ceilings, Timing
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cpu"
 ROW = Row("case", "us", 100.0, 150.0, "peer", 1.5, None, None, noise=0.01)
@@ -104,6 +104,15 @@ def test_a_row_above_the_roofline_is_refused():
     assert compare_rows(honest, honest, absolute=True).verdict == "noise"
     found = compare_rows(honest, claimed, absolute=True)
     assert (found.verdict, found.why) == ("refused", "B claims 200% of the peak that was measured beside it")
+
+
+def test_a_row_above_the_roofline_meets_no_target():
+    def met(flops: int) -> bool | None:
+        planned = Measurement("case", "us", "peer", 1.0, lambda: (Timing(1.0), Timing(1.0)), work=Work(flops, 10**6))
+        return Row.of(planned, Timing(100.0), Timing(150.0), Ceilings(1e15, 1e12)).met
+
+    assert met(10**11)
+    assert not met(2 * 10**11)
 
 
 def _slower(path: Path, factor: float) -> Path:
