@@ -11,15 +11,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from .mesh import DATA_DIMS, SINGLE, Group, tp_group
+
+if TYPE_CHECKING:  # with sympy below it, this import takes half as long as torch's own
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from typing_extensions import TypeIs
 
 PARAM_MODES = ("dtensor", "local")
 
@@ -73,6 +76,8 @@ class ShardSpec:
 
     @property
     def placements(self) -> tuple[Shard | Replicate]:
+        from torch.distributed.tensor import Replicate, Shard
+
         return (Replicate() if self.shard_dim is None else Shard(self.shard_dim),)
 
 
@@ -101,7 +106,17 @@ def tag(param: torch.Tensor, spec: ShardSpec) -> None:
 
 def as_dtensor(local: torch.Tensor, spec: ShardSpec) -> DTensor:
     """A DTensor that shares ``local``'s memory."""
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(local, spec.group.mesh, spec.placements, run_check=False)
+
+
+def is_dtensor(x: Any) -> TypeIs[DTensor]:
+    """Whether ``x`` is a DTensor, without importing the class: there is no DTensor before its module is imported.
+
+    torch.compile traces the question, as it contains no import.
+    """
+    return hasattr(torch.distributed, "tensor") and isinstance(x, torch.distributed.tensor.DTensor)
 
 
 def spec_of(param: torch.Tensor) -> ShardSpec:
@@ -109,14 +124,14 @@ def spec_of(param: torch.Tensor) -> ShardSpec:
 
     For a DTensor that FSDP2 has sharded as well, this is the tensor-parallel part, which forward sees.
     """
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         spec = getattr(param, "shard_spec", None)
         return ShardSpec("", param.shape) if spec is None else spec
     if set(param.device_mesh.mesh_dim_names or ("tp",)) <= _FSDP_DIMS:
         return ShardSpec("", param.shape)
     group = tp_group(param.device_mesh)
     placement = param.placements[-1]  # tensor-parallel ranks are the innermost dimension of a mesh
-    shard_dim = placement.dim if isinstance(placement, Shard) else None
+    shard_dim = placement.dim if isinstance(placement, torch.distributed.tensor.Shard) else None
     return ShardSpec("", param.shape, shard_dim, group)
 
 
@@ -128,10 +143,10 @@ def local_tensor(param: torch.Tensor) -> torch.Tensor:
 def local_tensors(*params: torch.Tensor | None) -> tuple[Any, ...]:
     """:func:`local_tensor` of several parameters in one step of autograd; None stays None."""
     if torch.compiler.is_compiling():
-        return tuple(param.to_local() if isinstance(param, DTensor) else param for param in params)
+        return tuple(param.to_local() if is_dtensor(param) else param for param in params)
     plain, _ = unwrap(params)
     # Only those that need a gradient: one differentiable input makes every output of an autograd function so.
-    wanted = [i for i, param in enumerate(params) if isinstance(param, DTensor) and param.requires_grad]
+    wanted = [i for i, param in enumerate(params) if is_dtensor(param) and param.requires_grad]
     if wanted and torch.is_grad_enabled():
         for i, tensor in zip(wanted, _ToLocal.apply(*(params[i] for i in wanted))):
             plain[i] = tensor
@@ -158,15 +173,17 @@ class _ToLocal(torch.autograd.Function):
 
 def unwrap(params: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[Any]]:
     """Plain tensors, for autograd functions that take parameters directly, and the specs for :func:`wrap_grads`."""
-    plain = [param._local_tensor if isinstance(param, DTensor) else param for param in params]
-    return plain, [param._spec if isinstance(param, DTensor) else None for param in params]
+    plain = [param._local_tensor if is_dtensor(param) else param for param in params]
+    return plain, [param._spec if is_dtensor(param) else None for param in params]
 
 
 def wrap_grads(grads: Sequence[torch.Tensor | None], specs: Sequence[Any]) -> tuple[torch.Tensor | None, ...]:
     """Plain gradients in the layout of the parameters; None where there is none."""
     # DTensor's own operations share the spec, too; a copy would be hashed and compared again every time.
     return tuple(
-        grad if grad is None or spec is None else DTensor(grad.contiguous(), spec, requires_grad=False)
+        grad
+        if grad is None or spec is None
+        else torch.distributed.tensor.DTensor(grad.contiguous(), spec, requires_grad=False)
         for grad, spec in zip(grads, specs)
     )
 
@@ -177,7 +194,7 @@ def logical(tensor: torch.Tensor, param: torch.Tensor | None = None) -> torch.Te
 
     Optimizer state does not carry a spec: pass the parameter that it belongs to as ``param``.
     """
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         return tensor.detach()
     spec = spec_of(tensor if param is None else param)
     return tensor.detach() if spec.group.size == 1 else as_dtensor(tensor.detach(), spec)
@@ -185,18 +202,18 @@ def logical(tensor: torch.Tensor, param: torch.Tensor | None = None) -> torch.Te
 
 def as_stored(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """The inverse of ``logical``: ``value`` as an optimizer stores state of ``param``: a DTensor only if that is."""
-    return value if isinstance(param, DTensor) else local_tensor(value)
+    return value if is_dtensor(param) else local_tensor(value)
 
 
 def gather(param: torch.Tensor) -> torch.Tensor:
     """The whole logical tensor, on every rank of its group."""
     whole = logical(param)
-    return whole.full_tensor() if isinstance(whole, DTensor) else whole
+    return whole.full_tensor() if is_dtensor(whole) else whole
 
 
 def placed_by(spec: ShardSpec, param: torch.Tensor) -> bool:
     """Whether ``spec`` alone places ``param``; FSDP2 shards a parameter once more."""
-    return not isinstance(param, DTensor) or param.device_mesh == spec.group.mesh
+    return not is_dtensor(param) or param.device_mesh == spec.group.mesh
 
 
 def part_of(whole: torch.Tensor, param: torch.Tensor, spec: ShardSpec, *, copy: bool = False) -> torch.Tensor:
@@ -205,25 +222,27 @@ def part_of(whole: torch.Tensor, param: torch.Tensor, spec: ShardSpec, *, copy: 
     It shares ``whole``'s memory; with ``copy`` a slice has memory of its own. A tensor that is not whole, or not plain,
     is returned as it is.
     """
-    if isinstance(whole, DTensor) or whole.shape != spec.logical_shape:
+    if is_dtensor(whole) or whole.shape != spec.logical_shape:
         return whole
     part = whole.detach()[spec.index]
     if copy and spec.shard_dim is not None:
         part = part.clone(memory_format=torch.contiguous_format)
-    return as_dtensor(part, spec) if isinstance(param, DTensor) else part
+    return as_dtensor(part, spec) if is_dtensor(param) else part
 
 
 def shard_slice(param: torch.Tensor) -> tuple[slice, ...]:
     """This rank's part of a parameter, as an index into the logical tensor, including any other sharding of it."""
-    if not isinstance(param, DTensor):
+    if not is_dtensor(param):
         return spec_of(param).index
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     lengths, starts = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
     return tuple(slice(start, start + length) for start, length in zip(starts, lengths))
 
 
 def on_first_rank(param: torch.Tensor) -> bool:
     """Whether this rank is the first of those that hold parts or copies of a parameter."""
-    if isinstance(param, DTensor):
+    if is_dtensor(param):
         return not any(param.device_mesh.get_coordinate() or ())
     return spec_of(param).group.rank == 0
 
@@ -233,11 +252,11 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
     From a GPU the copy into pinned memory is still under way on return: synchronize before reading it.
     """
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor
     from_gpu = local.device.type == "cuda"
     copy = torch.empty_like(local, device="cpu", pin_memory=from_gpu, requires_grad=False)
     copy.copy_(local.detach(), non_blocking=from_gpu)
-    return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
+    return torch.distributed.tensor.DTensor(copy, tensor._spec, requires_grad=False) if is_dtensor(tensor) else copy
 
 
 def parameter_seed() -> int:

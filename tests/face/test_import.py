@@ -70,6 +70,16 @@ def test_import_and_command_line_load_nothing_heavy():
     assert not loaded & {"torch", "triton", "numpy", "einops", "transformers", "matplotlib"}
 
 
+def test_a_layer_loads_only_what_one_process_needs():
+    """DTensor brings sympy, and pipelines and checkpoints take longer still; Triton comes with the first kernel."""
+    code = "import json, sys\nfrom shardfuse import ParallelMLP\nprint(json.dumps(sorted(sys.modules)))"
+    loaded = set(json.loads(_python(code)))
+    costly = {"tensor", "fsdp", "pipelining", "checkpoint", "_symmetric_memory"}
+    assert "torch.distributed" in loaded
+    assert not loaded & {f"torch.distributed.{name}" for name in costly}
+    assert not loaded & {"sympy", "triton", "einops", "transformers", "rich", "typer"}
+
+
 def test_the_lists_of_public_names_agree():
     tree = ast.parse(Path(shardfuse.__file__).read_text())
     for_checkers = {
