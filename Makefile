@@ -291,6 +291,10 @@ wheel: install  ## build dist/*.whl
 	@rm -rf build dist
 	@$(BIN)/python -m build --wheel --no-isolation
 
+.PHONY: release-check
+release-check: install  ## whether this commit can be released (docs/releasing.md): some minutes, needs a package index
+	@$(BIN)/python tests/support/release.py
+
 .PHONY: clean
 clean:  ## remove what was built, except .venv and .side
 	@rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
