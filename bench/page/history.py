@@ -26,7 +26,10 @@ class Comparison:
 
 
 def read_history(path: Path) -> list[Comparison]:
-    """The comparisons in a file, oldest first; ValueError that names the line if one is something else."""
+    """The comparisons in a file that ``bench compare --history`` wrote, oldest first, but for refused rows.
+
+    Raises ValueError, naming the line, if one is something else.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -36,29 +39,26 @@ def read_history(path: Path) -> list[Comparison]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                found.append(_comparison(json.loads(line)))
+                found += _comparison(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"{path}, line {number}, is no comparison ({error!r}): each line is an object with date, commit, "
-                    "device, key, ratio > 0, interval and verdict"
+                    "device, key, ratio > 0, between and verdict"
                 ) from None
     if not found:
         raise ValueError(f"{path} holds no comparison: leave it out, or name a file that holds some")
     return sorted(found, key=lambda each: each.date.timestamp())
 
 
-def _comparison(line: dict[str, Any]) -> Comparison:
+def _comparison(line: dict[str, Any]) -> list[Comparison]:
+    if line["verdict"] == "refused":
+        return []
     key: str | Sequence[str] = line["key"]
-    ratio, interval = float(line["ratio"]), line["interval"]
+    ratio, interval = float(line["ratio"]), line["between"]
     low, high = map(float, interval) if interval else (ratio, ratio)
     if not (0 < ratio < float("inf") and 0 < low <= high < float("inf")):
         raise ValueError("its ratio and interval are not positive and finite")
-    return Comparison(
-        datetime.fromisoformat(line["date"].replace("Z", "+00:00")),  # Python 3.10 does not read Z
-        str(line["commit"]),
-        str(line["device"]),
-        key if isinstance(key, str) else " | ".join(map(str, key)),
-        ratio,
-        (low, high) if interval else None,
-        str(line["verdict"]),
-    )
+    date = datetime.fromisoformat(line["date"].replace("Z", "+00:00"))  # Python 3.10 does not read Z
+    name = key if isinstance(key, str) else " | ".join(map(str, key))
+    between = (low, high) if interval else None
+    return [Comparison(date, str(line["commit"]), str(line["device"]), name, ratio, between, str(line["verdict"]))]

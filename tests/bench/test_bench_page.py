@@ -57,7 +57,7 @@ def _cpu() -> dict[str, Any]:
 
 def _past(**changes: Any) -> dict[str, Any]:
     line = {"date": "2031-04-01T00:00:00Z", "commit": "0123456789abcdef", "device": GPU, "key": "mlp | forward"}
-    return line | {"ratio": 1.25, "interval": [1.2, 1.3], "verdict": "faster"} | changes
+    return line | {"ratio": 1.25, "between": [1.2, 1.3], "verdict": "faster"} | changes
 
 
 def _file(path: Path, content: Any) -> Path:
@@ -216,7 +216,7 @@ def test_without_files_the_page_shows_the_committed_results(tmp_path: Path) -> N
     [
         ({"bench": "mlp"}, "KeyError"),
         (_past(ratio=0), "not positive"),
-        (_past(interval=[2, 1]), "not positive"),
+        (_past(between=[2, 1]), "not positive"),
         (_past(date="yesterday"), "yesterday"),
         ([], "TypeError"),
     ],

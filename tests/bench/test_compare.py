@@ -18,6 +18,7 @@ from shardfuse.bench.harness.compare import Options, compare, compare_implementa
 from shardfuse.bench.harness.report import Row
 from shardfuse.bench.harness.shift import ROUNDS, balanced_order, compare_times, hodges_lehmann, mann_whitney
 from shardfuse.bench.harness.timing import Ceilings, Timing
+from shardfuse.bench.page.history import read_history
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cpu"
 ROW = Row("case", "us", 100.0, 150.0, "peer", 1.5, None, None, noise=0.01)
@@ -139,6 +140,9 @@ def test_records_a_regression_and_the_history(tmp_path: Path, capsys: pytest.Cap
     lines = [json.loads(line) for line in history.read_text().splitlines()]
     assert [line["verdict"] for line in lines] == [row["verdict"] for row in (*same, *rows)]
     assert {"date", "commit", "processor", "device", "key", "ratio", "between"} <= lines[0].keys()
+    history.write_text(history.read_text() + json.dumps(lines[0] | {"ratio": None, "verdict": "refused"}) + "\n")
+    page = read_history(history)
+    assert [(each.verdict, each.ratio) for each in page] == [(line["verdict"], line["ratio"]) for line in lines]
 
 
 def test_a_wrong_implementation_is_refused_and_a_slow_one_found(tmp_path: Path):
