@@ -91,7 +91,7 @@ def test_sigterm_drains_and_the_port_is_free_again(folder: Path, long: Path, str
     lines, began, threads = streaming
     with serving(str(long), "--no-warmup") as process:
         port = str(process.port)
-        threads.append(threading.Thread(target=_stream, args=(process, lines, began, 500)))
+        threads.append(threading.Thread(target=_stream, args=(process, lines, began, 200)))
         threads[0].start()
         assert began.wait(30)
         process.popen.send_signal(signal.SIGTERM)
