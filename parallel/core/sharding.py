@@ -144,9 +144,9 @@ def local_tensors(*params: torch.Tensor | None) -> tuple[Any, ...]:
     """:func:`local_tensor` of several parameters in one step of autograd; None stays None."""
     if torch.compiler.is_compiling():
         return tuple(param.to_local() if is_dtensor(param) else param for param in params)
-    plain, _ = unwrap(params)
+    plain, specs = unwrap(params)
     # Only those that need a gradient: one differentiable input makes every output of an autograd function so.
-    wanted = [i for i, param in enumerate(params) if is_dtensor(param) and param.requires_grad]
+    wanted = [i for i, spec in enumerate(specs) if spec is not None and params[i].requires_grad]  # type: ignore[union-attr]
     if wanted and torch.is_grad_enabled():
         for i, tensor in zip(wanted, _ToLocal.apply(*(params[i] for i in wanted))):
             plain[i] = tensor
@@ -173,8 +173,11 @@ class _ToLocal(torch.autograd.Function):
 
 def unwrap(params: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[Any]]:
     """Plain tensors, for autograd functions that take parameters directly, and the specs for :func:`wrap_grads`."""
-    plain = [param._local_tensor if is_dtensor(param) else param for param in params]
-    return plain, [param._spec if is_dtensor(param) else None for param in params]
+    if "tensor" not in torch.distributed.__dict__:  # as is_dtensor asks, once for all: each layer's call comes here
+        return list(params), [None] * len(params)
+    kind = torch.distributed.tensor.DTensor
+    plain = [param._local_tensor if isinstance(param, kind) else param for param in params]
+    return plain, [param._spec if isinstance(param, kind) else None for param in params]
 
 
 def wrap_grads(grads: Sequence[torch.Tensor | None], specs: Sequence[Any]) -> tuple[torch.Tensor | None, ...]:
