@@ -101,14 +101,14 @@ def test_prefill_is_padded_and_no_token_changes(options: dict[str, Any], monkeyp
 
 @pytest.mark.nightly
 def test_prompts_of_ever_new_lengths_leave_memory_flat() -> None:
-    """Of weights that a table gives to oneDNN, whose code for 500 numbers of rows took 400 MB."""
+    """Once each of the few numbers of rows has come: oneDNN keeps the code that it makes for each of them."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "num_kv_heads": 8, "max_positions": 1024}
     model = build("gated", dtype=torch.float32, **sizes).eval()
     engine = Engine(model, num_blocks=32, max_num_seqs=16, max_num_batched_tokens=512)
     drawn, seen = random.Random(0), []
-    for _ in range(8):
+    for _ in range(16):
         for _ in range(25):
             prompts = [[drawn.randrange(32) for _ in range(drawn.randint(1, 300))] for _ in range(16)]
             engine.generate([Request(prompt, max_new_tokens=2) for prompt in prompts])
         seen.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-    assert seen[-1] - seen[3] < 48 << 20, seen
+    assert max(seen[10:]) - seen[9] < 48 << 20, seen
