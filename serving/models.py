@@ -21,8 +21,9 @@ class ServableModel(Protocol):
 
     A module of one's own needs ``config`` and a forward whose layers call ``cache.attend``, which stores the step's
     keys and values and attends over all of each sequence's. T tokens of all sequences come one after another; every
-    token has its position. ``group`` and ``gather_logits`` are for models over several ranks and may be left out, as
-    may ``v_head_dim`` where values have the size of keys. A whole one::
+    token has its position. Tokens behind those of the last sequence are padding. ``group`` and ``gather_logits`` are
+    for models over several ranks and may be left out, as may ``v_head_dim`` where values have the size of keys.
+    A whole one::
 
         class Decoder(nn.Module):
             def __init__(self, vocab_size: int = 64, width: int = 32, heads: int = 4, depth: int = 2) -> None:

@@ -1,4 +1,4 @@
-"""How many rows a step computes: prefill is padded on a CPU, and the last block drops what nobody asks it for."""
+"""The rows of a step: the runner pads prefill on a CPU, and the last block drops tokens without logits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def logits_of(model: ParallelTransformer, wanted: tuple[int, ...]) -> torch.Tens
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_the_last_block_drops_the_tokens_that_nobody_asks_for(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_block_drops_tokens_without_logits(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("gated", num_layers=layers).eval()
     every = logits_of(model, (6, 6, 6))
     rows = rows_of(model, monkeypatch, "gated_linear")
