@@ -284,6 +284,13 @@ codegen: $(SIDE)/.installed  ## compile the kernel configurations that changed, 
 codegen-all: EVERYTHING := --everything
 codegen-all: codegen  ## compile all of them, whatever the record holds
 
+# --- documents ---------------------------------------------------------------------------------------------------------
+
+.PHONY: front
+front: install  ## the README's picture and its results, from the committed result files
+	@$(BIN)/python docs/overview.py
+	@$(BIN)/python -m shardfuse.bench.page.front README.md
+
 # --- housekeeping -----------------------------------------------------------------------------------------------------
 
 .PHONY: wheel

@@ -142,7 +142,9 @@ def train(
     offload: Annotated[
         bool | None, typer.Option("--offload/--no-offload", help="Parameters and optimizer state in host memory.")
     ] = None,
-    overlap: Annotated[str | None, typer.Option(help="How collectives overlap with products; see README.")] = None,
+    overlap: Annotated[
+        str | None, typer.Option(help="How collectives overlap with products; see docs/reference.md.")
+    ] = None,
     sequence_parallel: Annotated[
         bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel", help="Shard tensors between layers.")
     ] = None,

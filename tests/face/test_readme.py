@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 import shardfuse
+from shardfuse.bench.page import front
 from shardfuse.cli import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 FLOORS = ("kernels", "parallel", "layers", "training", "serving", "integrations", "bench", "shardfuse")
 
@@ -91,6 +93,26 @@ def _standing(folder: Path) -> str:
     return "\n".join(file.read_text() for file in sorted(folder.glob("standing-*")))
 
 
+def test_the_results_are_those_of_the_committed_files():
+    assert front.renewed(README, front.results(front.read_all([]))) == README, "run make front"
+
+
+def test_a_result_that_no_file_holds_is_refused():
+    with pytest.raises(LookupError, match="no result that may be shown"):
+        front.table([])
+
+
+def test_a_document_without_the_marks_is_refused():
+    with pytest.raises(ValueError, match="expected one"):
+        front.renewed("# shardfuse\n", ["| a |"])
+
+
+def test_the_picture_is_what_its_script_draws():
+    drawn = runpy.run_path(str(ROOT / "docs" / "overview.py"))["picture"]()
+    assert drawn == (ROOT / "docs" / "overview.svg").read_text(encoding="utf-8"), "run make front"
+    assert not re.search(r"(href|src)=|url\((?!#)", drawn)  # it loads nothing
+
+
 def test_the_drop_in_example_is_short():
     assert len([line for line in EXAMPLES[0].splitlines() if line.strip()]) <= 20
 
@@ -110,20 +132,20 @@ def test_every_command_is_in_the_table():
     groups = [name for name, command in commands.items() if hasattr(command, "commands")]
     expected = commands.keys() - set(groups)
     expected |= {f"{group} {name}" for group in groups for name in commands[group].commands}
-    mentioned = set(re.findall(rf"^\| `shardfuse ((?:(?:{'|'.join(groups)}) )?[a-z]+)", README, re.MULTILINE))
+    mentioned = set(re.findall(rf"^\| `shardfuse ((?:(?:{'|'.join(groups)}) )?[a-z]+)", REFERENCE, re.MULTILINE))
     assert mentioned == expected
 
 
 def test_every_public_name_is_mentioned():
     names = set(shardfuse.__all__) - {"__version__"}
-    assert not {name for name in names if f"`{name}`" not in README}
+    assert not {name for name in names if f"`{name}`" not in REFERENCE}
 
 
 def test_every_variable_is_in_the_table():
     sources = [file.read_text() for floor in (*FLOORS, "src") for file in (ROOT / floor).rglob("*.py")]
     sources.append((ROOT / "Makefile").read_text())
     used = set(re.findall(r"SHARDFUSE_[A-Z_]*[A-Z]", "\n".join(sources)))
-    rows = re.findall(r"^\| (`SHARDFUSE_.*?) \|", README, re.MULTILINE)
+    rows = re.findall(r"^\| (`SHARDFUSE_.*?) \|", REFERENCE, re.MULTILINE)
     listed = set(re.findall(r"`(SHARDFUSE_[A-Z_]+)`", "\n".join(rows)))
     assert used == listed
 

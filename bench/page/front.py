@@ -1,0 +1,119 @@
+"""The README's results, from committed files alone: ``make front`` writes them between two marks.
+
+Which rows stand there is chosen by hand (``CHOSEN``), missed targets among them; every figure, date and processor comes
+from the record that holds it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..harness.publish import Result, read_all
+from ..harness.report import Row
+
+RECORDS = Path(__file__).resolve().parents[2] / "kernels" / "dev" / "compiled"
+BEGIN, END = "<!-- results: make front -->", "<!-- end of results -->"
+HEAD = ("what", "beside", "times as fast", "interval", "target", "measured on")
+
+
+class Chosen(NamedTuple):
+    """A row of the table: where it is found, and what the README calls it."""
+
+    bench: str
+    case: str
+    metric: str  # how it begins
+    peer: str
+    what: str
+    beside: str
+
+
+_STEP, _ALL = "forward + backward", "all requests"
+_MLP, _REQUESTS = "mlp-step-t512-d1024-f4096", "llama-21m-32-requests"
+_FORCED = "stock torch, MKL's fast path forced"
+_DTENSOR = "torch parallelize_module (DTensor)"
+CHOSEN = (
+    Chosen("fuse", "llama", _STEP, "stock model", "training step of a fused Llama of transformers", "the stock model"),
+    Chosen("onednn", _MLP, _STEP, "stock torch", "training step of an MLP, 512 x 1024 -> 4096", "stock torch"),
+    Chosen("onednn", _MLP, _STEP, "torch.compile", "the same", "torch.compile"),
+    Chosen("onednn", _MLP, _STEP, _FORCED, "the same", _FORCED),
+    Chosen("tp_dtensor", "mlp-d1024-t512", _STEP, _DTENSOR, "MLP over 2 ranks, width 1024, 512 tokens", "DTensor"),
+    Chosen("tp_dtensor", "block-d256-t64", _STEP, _DTENSOR, "block over 2 ranks, width 256, 64 tokens", "DTensor"),
+    Chosen(
+        "serve", _REQUESTS, _ALL, "transformers generate, left-padded", "engine, 32 requests, 21 M Llama", "`generate`"
+    ),
+    Chosen("serve", _REQUESTS, _ALL, "transformers generate_batch", "the same", "`generate_batch`"),
+    Chosen("serve", _REQUESTS, _ALL, "vLLM, offline LLM", "the same", "vLLM, offline `LLM`"),
+    Chosen("serve_http", "32-requests-at-once", _ALL, "vLLM's server", "the same over HTTP", "vLLM's server"),
+)
+
+
+def results(found: Sequence[Result]) -> list[str]:
+    """What stands between the marks."""
+    return ["", *table(found), "", *textwrap.wrap(compiled(), 120), ""]
+
+
+def table(results: Sequence[Result]) -> list[str]:
+    """The lines of the table; LookupError for a row that no result holds, or that may not be shown."""
+    lines = [_line(HEAD), _line("---" for _ in HEAD)]
+    for chosen in CHOSEN:
+        found = [(result, row) for result in results for row in _rows(result, chosen)]
+        if not found:
+            raise LookupError(f"no result that may be shown holds {chosen[:4]}: run the benchmark, or change CHOSEN")
+        lines += [_line(_cells(chosen, result, row)) for result, row in found]
+    return lines
+
+
+def _rows(result: Result, chosen: Chosen) -> Iterator[Row]:
+    if result.bench == chosen.bench and not result.complaint:
+        for row in result.rows:
+            if (row.case, row.peer_name) == (chosen.case, chosen.peer) and row.metric.startswith(chosen.metric):
+                yield row
+
+
+def _cells(chosen: Chosen, result: Result, row: Row) -> Iterator[str]:
+    yield chosen.what
+    yield chosen.beside
+    yield f"{row.ratio:.3g}"
+    yield "" if row.between is None else "{:.3g} to {:.3g}".format(*row.between)
+    yield "" if row.target is None else f"{row.target:.3g}, {'met' if row.met else '**missed**'}"
+    yield f"{result.origin['cpu'].removeprefix('x86_64, ')}, {result.origin['date'][:10]}"
+
+
+def compiled(folder: Path = RECORDS) -> str:
+    """A sentence on the kernels that were compiled without a GPU, from the records of ``make codegen``."""
+    records = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob("triton-*.json"))]
+    if not records:
+        raise LookupError(f"no record of compiled kernels in {folder}: run make codegen")
+    builds = [
+        (name, dict(zip(record["columns"], build))) for record in records for name, build in record["builds"].items()
+    ]
+    targets = sorted({name.split()[1] for name, _ in builds})
+    spilling = sum(build["spills"] > 0 for _, build in builds)
+    tritons = " and ".join(record["triton"] for record in records)
+    return (
+        f"Compiled for {', '.join(targets)} under Triton {tritons}: {len(builds):,} builds of kernels, of which "
+        f"{spilling or 'none'} {'spills' if spilling < 2 else 'spill'} registers."
+    )
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def renewed(document: str, lines: Sequence[str]) -> str:
+    """``document`` with ``lines`` between its two marks; ValueError where it lacks one."""
+    if document.count(BEGIN) != 1 or document.count(END) != 1:
+        raise ValueError(f"expected one {BEGIN!r} and one {END!r} in the document")
+    before, rest = document.split(BEGIN)
+    return "\n".join((before + BEGIN, *lines, END + rest.split(END)[1]))
+
+
+if __name__ == "__main__":
+    readme = Path(sys.argv[1])
+    readme.write_text(renewed(readme.read_text(encoding="utf-8"), results(read_all([]))), encoding="utf-8")
+    print(f"wrote the results of {readme.name}")
