@@ -9,6 +9,7 @@ ignores norms, communication and overlap.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
@@ -48,15 +49,16 @@ def modelled(model: str, tokens: int, *, length: int, tp: int = 1, arch: str = "
     products = [shapes.projection(model, kind, tp, tokens) for kind in kinds]
 
     def total(layout: str) -> float:
-        return sum(_product_us(arch, layout, tokens, each.F, each.D) for each in products)
+        return sum(product_us(arch, layout, tokens, each.F, each.D) for each in products)
 
     flops = 2 * tokens * length * (sizes.N // tp) * sizes.H
     attention = flops / CHIPS[arch].flops["bf16"] * 1e6
     return Costs(total("nt") + attention, total("nn") + ATTENTION_BACKWARD * attention, total("tn"))
 
 
-def _product_us(arch: str, layout: str, T: int, F: int, D: int) -> float:
-    """The time of x @ W^T ("nt"), dz @ W ("nn") or dz^T @ x ("tn") of x [T, D] and W [F, D]."""
+@functools.lru_cache(16384)
+def product_us(arch: str, layout: str, T: int, F: int, D: int) -> float:
+    """The chip model's time in bf16 of x @ W^T ("nt"), dz @ W ("nn") or dz^T @ x ("tn") of x [T, D] and W [F, D]."""
     M, N, K = {"nt": (T, F, D), "nn": (T, D, F), "tn": (F, D, T)}[layout]
     gemm = Gemm(layout, M, N, K, torch.bfloat16, torch.bfloat16)
     return cost.predict(CHIPS[arch], gemm, pick_config(arch, gemm)).time_us

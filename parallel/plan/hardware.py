@@ -1,0 +1,152 @@
+"""What a cluster is to the planner: GPUs, the links within a node, and the network between nodes.
+
+Peaks are dense, from the vendors' data sheets; rates of links are those of one direction, in bytes per second and GPU.
+What of them a step can use is measured by nobody here: ``SHARES`` are assumptions, and what they are good for is shown
+by the check against published runs (``check.py``).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. ``flops`` by precision, without sparsity; ``memory`` in bytes, ``bandwidth`` in bytes per second."""
+
+    name: str
+    memory: float
+    flops: Mapping[str, float]
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """Links. ``node`` GPUs reach each other at ``inside`` bytes/s each; each has ``outside`` bytes/s to other nodes.
+
+    ``oversubscription`` divides the rate of traffic that leaves a group of ``pod`` GPUs (0: there is one pod).
+    ``latency`` is that of one message between nodes, in seconds.
+    """
+
+    name: str
+    node: int
+    inside: float
+    outside: float
+    latency: float = 5e-6
+    pod: int = 0
+    oversubscription: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("node", "inside", "outside", "oversubscription"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"network {self.name}: {name}={getattr(self, name)!r}: expected a number above 0")
+        if self.oversubscription < 1 or self.latency < 0 or self.pod < 0:
+            raise ValueError(f"network {self.name}: expected oversubscription >= 1, latency >= 0 and pod >= 0")
+
+
+def _gpu(name: str, gib: float, bf16: float, fp8: float, bandwidth: float) -> Gpu:
+    rates = {"bf16": bf16 * 1e12, "fp16": bf16 * 1e12}
+    return Gpu(name, gib * GIB, rates | ({"fp8": fp8 * 1e12} if fp8 else {}), bandwidth * 1e12)
+
+
+# GiB that a process can allocate, dense TFLOP/s in bf16 and fp8, TB/s.
+GPUS = {
+    "a100-40": _gpu("a100-40", 39.4, 312, 0, 1.555),
+    "a100": _gpu("a100", 79.3, 312, 0, 2.039),
+    "h100": _gpu("h100", 79.1, 989, 1979, 3.35),
+    # With 96 GB of HBM2e and a limit of 500 W: what torchtitan's papers used (arXiv:2410.06511, section 3).
+    "h100-96": _gpu("h100-96", 95.0, 989, 1979, 2.4),
+    "h800": _gpu("h800", 79.1, 989, 1979, 3.35),
+    "h200": _gpu("h200", 139.8, 989, 1979, 4.8),
+    "b200": _gpu("b200", 178.0, 2250, 4500, 8.0),
+    "gb200": _gpu("gb200", 184.0, 2450, 4900, 8.0),
+    "gb300": _gpu("gb300", 276.0, 2450, 4900, 8.0),
+    "mi300x": _gpu("mi300x", 191.0, 1307, 2614, 5.3),
+}
+_NDR, _HDR = 50e9, 25e9  # 400 and 200 Gbit/s for each GPU
+# The reference system of each GPU: NVIDIA's DGX and HGX, NVL72 racks, AMD's platform of eight.
+NETWORKS = {
+    "a100-40": Network("8 x A100, NVLink 3, 200 Gbit/s", 8, 300e9, _HDR),
+    "a100": Network("8 x A100, NVLink 3, 200 Gbit/s", 8, 300e9, _HDR),
+    "h100": Network("8 x H100, NVLink 4, 400 Gbit/s", 8, 450e9, _NDR),
+    "h100-96": Network("8 x H100, NVLink 4, 400 Gbit/s", 8, 450e9, _NDR),
+    "h800": Network("8 x H800, NVLink at 400 GB/s, 400 Gbit/s", 8, 200e9, _NDR),
+    "h200": Network("8 x H200, NVLink 4, 400 Gbit/s", 8, 450e9, _NDR),
+    "b200": Network("8 x B200, NVLink 5, 400 Gbit/s", 8, 900e9, _NDR),
+    "gb200": Network("NVL72 of GB200, 400 Gbit/s", 72, 900e9, _NDR),
+    "gb300": Network("NVL72 of GB300, 800 Gbit/s", 72, 900e9, 2 * _NDR),
+    "mi300x": Network("8 x MI300X, Infinity Fabric, 400 Gbit/s", 8, 448e9, _NDR),
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``gpus`` GPUs of one kind and what links them."""
+
+    gpu: Gpu
+    network: Network
+    gpus: int
+
+    def __post_init__(self) -> None:
+        if self.gpus < 1:
+            raise ValueError(f"gpus={self.gpus}: expected at least 1")
+
+
+def cluster(kind: str, gpus: int, network: Path | None = None) -> Cluster:
+    """A cluster of a known kind of GPU, over its reference system's links or those of a TOML file.
+
+    The file changes what it names: ``node``, ``inside_gb_s``, ``outside_gb_s``, ``latency_us``, ``pod``,
+    ``oversubscription``, and of the GPU ``memory_gib``. Raises ValueError for an unknown kind, file or key.
+    """
+    if kind not in GPUS:
+        raise ValueError(f"gpu={kind!r}: expected one of {', '.join(GPUS)}")
+    found, links = GPUS[kind], NETWORKS[kind]
+    if network is not None:
+        found, links = _changed(found, links, network)
+    return Cluster(found, links, gpus)
+
+
+_KEYS = {
+    "name": ("name", 1.0),
+    "node": ("node", 1.0),
+    "inside_gb_s": ("inside", 1e9),
+    "outside_gb_s": ("outside", 1e9),
+    "latency_us": ("latency", 1e-6),
+    "pod": ("pod", 1.0),
+    "oversubscription": ("oversubscription", 1.0),
+}
+
+
+def _changed(gpu: Gpu, links: Network, path: Path) -> tuple[Gpu, Network]:
+    try:
+        table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: it cannot be read ({error.strerror}); give a TOML file of a network") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not TOML ({' '.join(str(error).split())})") from None
+    gib = table.pop("memory_gib", None)
+    if gib is not None:
+        if type(gib) not in (int, float) or not gib > 0:
+            raise ValueError(f"{path}: memory_gib = {gib!r}: expected a number above 0")
+        gpu = replace(gpu, memory=float(gib) * GIB)
+    changes: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in _KEYS:
+            raise ValueError(f"{path}: {key}: expected some of {', '.join((*_KEYS, 'memory_gib'))}")
+        field, unit = _KEYS[key]
+        kinds = (str,) if field == "name" else (int,) if field in ("node", "pod") else (int, float)
+        if type(value) not in kinds:
+            raise ValueError(f"{path}: {key} = {value!r}: expected {'a text' if field == 'name' else 'a number'}")
+        changes[field] = value if field in ("name", "node", "pod") else value * unit
+    return gpu, replace(links, **changes)

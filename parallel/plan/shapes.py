@@ -1,0 +1,160 @@
+"""What a model is to the planner: the sizes that decide its parameters, products and activations.
+
+The sizes of published models stand in ``shapes.json``; a folder of transformers brings its own in ``config.json``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KNOWN = Path(__file__).with_name("shapes.json")
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder of equal blocks: attention and an MLP, each with a norm before it.
+
+    ``kv_heads`` fewer than ``heads`` is grouped-query attention. ``gated`` MLPs have three matrices, others two.
+    ``positions`` is the number of learned position embeddings, ``tied`` whether the head is the embedding's matrix.
+    Raises ValueError for sizes below 1 and heads that do not divide.
+    """
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    gated: bool = False
+    biases: bool = False
+    tied: bool = False
+    positions: int = 0
+    head_dim: int = 0  # 0: hidden / heads
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "vocab"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{self.name}: {name}={getattr(self, name)}: expected at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.name}: {self.heads} heads do not divide by {self.kv_heads} KV heads")
+        if not self.head_dim:
+            if self.hidden % self.heads:
+                raise ValueError(f"{self.name}: a width of {self.hidden} does not divide by {self.heads} heads")
+            object.__setattr__(self, "head_dim", self.hidden // self.heads)
+
+    @property
+    def q_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def layer_matrices(self) -> int:
+        """Elements of one block's matrices."""
+        attention = self.hidden * (2 * self.q_width + 2 * self.kv_width)
+        return attention + (3 if self.gated else 2) * self.hidden * self.ffn
+
+    @property
+    def layer_vectors(self) -> int:
+        """Elements of one block's norms and biases."""
+        norms = 2 * self.hidden * (2 if self.biases else 1)
+        biases = self.q_width + 2 * self.kv_width + self.hidden + (2 if self.gated else 1) * self.ffn + self.hidden
+        return norms + (biases if self.biases else 0)
+
+    @property
+    def layer_parameters(self) -> int:
+        return self.layer_matrices + self.layer_vectors
+
+    @property
+    def embedding_parameters(self) -> int:
+        return (self.vocab + self.positions) * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the last norm, and of the head unless it is tied."""
+        return self.hidden * (2 if self.biases else 1) + (0 if self.tied else self.vocab * self.hidden)
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.embedding_parameters + self.head_parameters
+
+    def flops(self, tokens: int, length: int, *, causal: bool = True) -> float:
+        """Of a step's products and attention, forward and backward, nothing computed twice: "model FLOPs".
+
+        6 for each matrix element and token; attention 12 S q_width a layer and token, half of it if ``causal``.
+        """
+        matrices = self.layers * self.layer_matrices + self.vocab * self.hidden
+        attention = self.layers * 12 * length * self.q_width / (2 if causal else 1)
+        return float(tokens) * (6 * matrices + attention)
+
+
+@functools.cache
+def known() -> dict[str, ModelShape]:
+    """The models of ``shapes.json`` by name."""
+    table = json.loads(KNOWN.read_text(encoding="utf-8"))
+    return {name: ModelShape(name, **sizes) for name, sizes in table["models"].items()}
+
+
+def find(name: str) -> ModelShape:
+    """A known model, or that of a folder of transformers; ValueError for neither, with what there is."""
+    if name in known():
+        return known()[name]
+    config = Path(name) / "config.json"
+    if config.is_file():
+        return from_config(json.loads(config.read_text(encoding="utf-8")), name=Path(name).name)
+    raise ValueError(
+        f"model {name!r}: expected a folder with config.json, a TOML file of shardfuse train, or one of "
+        f"{', '.join(sorted(known()))}"
+    )
+
+
+_NAMES = {
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads"),
+    "vocab": ("vocab_size",),
+}
+_GATED = ("silu", "swiglu", "swish", "gelu_pytorch_tanh_gated")
+
+
+def from_config(config: Mapping[str, Any], *, name: str = "model") -> ModelShape:
+    """The shape of a ``config.json`` of transformers; ValueError for one that lacks a size, and for experts."""
+    if config.get("num_experts") or config.get("n_routed_experts") or config.get("num_local_experts"):
+        raise ValueError(f"{name}: it has experts; the planner knows dense decoders only")
+    sizes: dict[str, int] = {}
+    for size, names in _NAMES.items():
+        found = next((config[each] for each in names if config.get(each)), None)
+        if found is None:
+            raise ValueError(f"{name}: its config.json has none of {', '.join(names)}")
+        sizes[size] = int(found)
+    gated = str(config.get("hidden_act", config.get("activation_function", "gelu"))) in _GATED
+    ffn = config.get("intermediate_size") or config.get("n_inner") or config.get("ffn_dim") or 4 * sizes["hidden"]
+    return ModelShape(
+        name,
+        **sizes,
+        kv_heads=int(config.get("num_key_value_heads") or sizes["heads"]),
+        head_dim=int(config.get("head_dim") or 0),
+        ffn=int(ffn),
+        gated=gated,
+        biases=not gated,
+        tied=bool(config.get("tie_word_embeddings", not gated)),
+        positions=int(config.get("n_positions") or 0),
+    )
+
+
+def described(shape: ModelShape) -> str:
+    """A line for people."""
+    sizes = dataclasses.asdict(shape)
+    return (
+        f"{shape.name}: {shape.parameters / 1e9:.3g} billion parameters, {sizes['layers']} blocks of width "
+        f"{sizes['hidden']}, {sizes['heads']} heads ({sizes['kv_heads']} of keys and values)"
+    )

@@ -1,0 +1,80 @@
+"""What the software of a run does beside its layout: which attention kernel, how many passes over activations, overlap.
+
+The planner's own is ``OURS``. Published runs name theirs, and ``published.py`` says which of these that is. Shares of
+the peak are from the kernels' papers: FlashAttention reaches 25 to 40 % of an A100's peak and FlashAttention-2 50 to
+73 % (Dao, arXiv:2307.08691), on an H100 35 % at most; FlashAttention-3 and cuDNN about twice that, forward (Shah et
+al., arXiv:2407.08608). Backward has five products instead of two, at a little less of the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ATTENTION_BACKWARD = 2.5
+
+
+@dataclass(frozen=True)
+class Software:
+    """``attention``: the share of the dense peak by GPU family, or empty for attention that stores its scores.
+
+    ``passes``: how often a forward reads or writes an activation as wide as the model, and ``ffn_passes`` one as wide
+    as the MLP, outside products and attention. ``hides_*``: the share of a collective that runs beside products.
+    """
+
+    name: str
+    attention: Mapping[str, float]
+    passes: float
+    ffn_passes: float
+    hides_tp: float = 0.0
+    hides_dp: float = 0.0
+    weight_bytes: float = 4.0  # of a parameter; the other two likewise
+    gradient_bytes: float = 4.0
+    optimizer_bytes: float = 8.0
+    logit_bytes: float = 10.0  # of a logit at the loss: in 16 bits, in fp32, and the gradient
+    margin: float = 0.0
+    dropout: bool = False
+    regathers: bool = True
+    extra_norms: int = 0  # activations as wide as the model that a gated block keeps beside the formula's
+    extra_ffn: int = 0  # and as wide as its MLP
+    shards_weights: int = 3  # the stage of ZeRO from which on weights are divided
+    shards_gradients: int = 2
+    async_tp: bool = False
+    causal: bool = True  # whether attention leaves out masked scores
+
+
+FA1 = {"a100": 0.32, "h100": 0.20}
+FA2 = {"a100": 0.55, "h100": 0.28, "b200": 0.30, "mi300x": 0.30}
+CUDNN = {"a100": 0.55, "h100": 0.50, "b200": 0.45, "mi300x": 0.30}
+
+# Norms read and write (2 each, two of them), bias, dropout and residual in one pass (3.5 each, two): 11, and casts.
+FUSED_PASSES, EAGER_PASSES = 14.0, 26.0
+
+# Megatron-LM's mixed precision: weights in 16 bits, gradients in fp32, a master copy and two moments in fp32.
+_MIXED: dict[str, float] = {"weight_bytes": 2, "gradient_bytes": 4, "optimizer_bytes": 12, "logit_bytes": 4}
+# What CUDA's caching allocator reserves beyond what is allocated, where a run reports what is reserved.
+RESERVED = 0.12
+
+MEGATRON_2021 = Software("Megatron-LM of 2021", {}, FUSED_PASSES, 2.0, **_MIXED, dropout=True)
+BLOOM = Software(
+    "Megatron-DeepSpeed, BF16Optimizer", {}, FUSED_PASSES, 2.0, 0.0, 0.0, 2, 6, 12, 4, margin=RESERVED, dropout=True
+)
+MEGATRON = Software("Megatron-Core", CUDNN, FUSED_PASSES, 2.0, hides_tp=0.6, hides_dp=0.8, **_MIXED)
+FOUNDRY = Software("llm-foundry, eager FSDP", FA1, EAGER_PASSES, 2.0, hides_dp=1.0)
+_TITAN = {"hides_dp": 1.0, "margin": RESERVED, "regathers": False, "logit_bytes": 4}
+TITAN_EAGER = Software("torchtitan, eager", FA2, EAGER_PASSES, 6.0, **_TITAN)
+TITAN = Software("torchtitan, compiled", FA2, FUSED_PASSES, 3.0, **_TITAN)
+TITAN_ASYNC = Software("torchtitan, compiled, async TP", FA2, FUSED_PASSES, 3.0, 0.7, **_TITAN, async_tp=True)
+# FSDP2 runs every stage: from the first one on a rank keeps its share of the fp32 weights and gradients.
+_OURS = {
+    "hides_tp": 0.6,
+    "hides_dp": 0.8,
+    "async_tp": True,
+    "shards_weights": 1,
+    "shards_gradients": 1,
+    "regathers": False,
+    "logit_bytes": 4,
+}
+OURS = Software("shardfuse", FA2, 8.0, 0.0, **_OURS)
+# Without kernels gated blocks keep both norms' results before their weights, and the activation of the gate.
+PLAIN = Software("shardfuse, plain torch", FA2, 8.0, 0.0, **_OURS, extra_norms=2, extra_ffn=1)

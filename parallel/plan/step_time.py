@@ -1,0 +1,234 @@
+"""How long a step takes, in seconds by part.
+
+A micro-batch's forward through one block takes
+
+    products    the chip model's time (``kernels/runtime/cost.py``) of each, over ``Efficiency``: the share of that
+                model's speed that libraries reach, fitted to published runs
+    attention   its FLOPs over the dense peak times the kernel's share (``Software.attention``), and times the speed of
+                this GPU's products beside that of the GPU of the kernel's paper; attention that stores its scores:
+                products, and the passes over the scores
+    passes      bytes of norms, residuals and activations over the memory's bandwidth
+    tensor      the collectives of tensor parallelism, less what products hide
+
+and backward twice the products, 2.5 times the attention of FlashAttention's kind, twice the passes, and the collectives
+again; recomputation repeats the part of forward that it does not keep. Embedding, head and loss are added on the ranks
+that have them: the slowest rank sets a pipeline's pace. A pipeline's step is m micro-batches and (p - 1) / v of them
+for filling it (Narayanan et al., arXiv:2104.04473, section 2.2). ZeRO 3 gathers a block's weights while the one before
+it runs, forward and backward, and reduces gradients so; what does not fit under the block is exposed. Other gradients
+are reduced once a step. The optimizer reads and writes its state once.
+
+A collective over n ranks sends (n - 1) / n of its bytes at the rate of the slowest link that it crosses. Ranks that
+leave a node together share its adapters: k of them in a node have k adapters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from ...kernels.runtime.chips import CHIPS
+from ..pipeline.stage_costs import product_us
+from .hardware import Cluster
+from .layout import Layout
+from .shapes import ModelShape
+from .software import ATTENTION_BACKWARD, Software
+
+LINKS = 0.8  # of a link's rate that a large collective reaches: NCCL's own tests on such systems show 75 to 85 %
+MEMORY = 0.8  # of the memory's bandwidth that a pass over an activation reaches
+LOSS_BYTES = 36  # of a logit, forward and backward: casts to and from fp32, maximum, exponential, sum, gradient
+SCORE_PASSES = 11  # over [heads, S, S] in 16 bits: scale, mask and softmax in one kernel, dropout, and the copies
+_ARCHS = {"a": "sm_80", "h": "sm_90", "b": "sm_100", "g": "sm_100", "m": "gfx942"}  # by the first letter of a GPU
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Shares of the chip model's speed that large products reach on one kind of GPU: see ``efficiency.py``."""
+
+    bf16: float
+    fp8: float
+    reference: float  # that in bf16 on the GPU of the attention kernels' papers
+
+    def of(self, precision: str) -> float:
+        return self.fp8 if precision == "fp8" else self.bf16
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step on the slowest rank."""
+
+    products: float
+    attention: float
+    passes: float
+    recompute: float
+    tensor: float  # exposed communication of tensor and context parallelism
+    gathers: float  # exposed gathers and reductions of ZeRO 3
+    loss: float  # head and loss
+    bubble: float  # idle in the pipeline, and its sends
+    gradients: float  # exposed reduction of gradients
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, each.name) for each in fields(self))
+
+    @property
+    def exposed(self) -> float:
+        """Communication that nothing hides."""
+        return self.tensor + self.gathers + self.gradients
+
+
+def link_rate(cluster: Cluster, size: int, inner: int) -> float:
+    """Bytes/s of a collective over ``size`` ranks, each ``inner`` ranks apart from the next."""
+    network = cluster.network
+    if size * inner <= network.node:
+        return LINKS * network.inside
+    together = max(1, network.node // inner)
+    outside = network.outside * min(together, size)
+    if network.pod and size * inner > network.pod:
+        outside /= network.oversubscription
+    return LINKS * min(network.inside, outside)
+
+
+def predict(
+    shape: ModelShape, layout: Layout, cluster: Cluster, software: Software, efficiency: Efficiency
+) -> StepTime:
+    """Of a step of ``layout`` on ``cluster``."""
+    gpu = cluster.gpu
+    bytes_s = gpu.bandwidth * MEMORY
+    T, tp, h = layout.tokens, layout.tp, shape.hidden
+    divided = tp if layout.sequence_parallel else 1
+
+    products, products_back = _products(shape, layout, cluster, efficiency)
+    attention, attention_back = _attention(shape, layout, cluster, software, efficiency)
+    width = software.passes * h / divided + software.ffn_passes * (2 if shape.gated else 1) * shape.ffn / tp
+    passes = T * layout.itemsize * width / bytes_s
+    collectives = 0.0
+    if tp > 1:
+        sent = (
+            2 * T * layout.itemsize * h * 2 * (tp - 1) / tp
+        )  # two all-reduces, or as many bytes in gathers and scatters
+        collectives = sent / link_rate(cluster, tp, 1)
+    exposed = collectives * (1 - software.hides_tp)
+    if layout.cp > 1:
+        exposed += _ring(shape, layout, cluster)
+    forward = products + attention + passes + exposed
+    again = {"none": 0.0, "selective": attention, "ops": products / 2 + passes, "full": forward}[layout.recompute]
+
+    layers = -(-shape.layers // (layout.pp * layout.interleave)) * layout.interleave  # of the rank with the most
+    loss = (
+        3 * _seconds(T, shape.vocab // tp, h, cluster, "nt", efficiency.bf16)
+        + T * shape.vocab / tp * LOSS_BYTES / bytes_s
+    )
+    block = forward + products_back + attention_back + 2 * passes + exposed + again
+    gathers = 0.0
+    if layout.zero == 3 and layout.pp == 1 and layout.shards > 1:
+        gathers = _exposed_gathers(shape, layout, cluster, software, forward, block - forward)
+    m = layout.microbatches
+    slowest = layers * block + loss if layout.pp == 1 else max(layers * block, _with_loss(layers, block, loss))
+    hop = 2 * T * layout.itemsize * h / divided / (LINKS * cluster.network.outside) + 2 * cluster.network.latency
+    bubble = 0.0
+    if layout.pp > 1:
+        bubble = (layout.pp - 1) / layout.interleave * slowest + m * layout.interleave * hop * 0.5
+    state, owned = _state(shape, layout, software)
+    reduced = 0.0
+    if layout.zero < 3 and layout.shards * layout.replicas > 1:
+        n = layout.shards * layout.replicas
+        sent = (
+            owned
+            * 2
+            * layout.itemsize
+            * (2 if software.gradient_bytes > layout.itemsize and not software.hides_dp else 1)
+            * (n - 1)
+            / n
+        )
+        reduced = sent / link_rate(cluster, n, tp) * (1 - software.hides_dp)
+    return StepTime(
+        products=m * layers * (products + products_back),
+        attention=m * layers * (attention + attention_back),
+        passes=m * layers * 3 * passes,
+        recompute=m * layers * again,
+        tensor=m * layers * 2 * exposed,
+        gathers=m * layers * gathers,
+        loss=m * (slowest - layers * block),
+        bubble=bubble,
+        gradients=reduced,
+        optimizer=state * 2 / bytes_s,
+    )
+
+
+def _ring(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
+    """Seconds of a pass that context parallelism adds to attention: nothing hides them.
+
+    Keys and values go around once forward; backward they go around with their gradients, in fp32: 3 of 4 bytes more,
+    of which half count here and half there. Each arrival's result is merged with the others', in fp32.
+    """
+    others = layout.cp - 1
+    sent = 2 * layout.tokens * shape.kv_width / layout.tp * others * (2 * layout.itemsize + 2 * layout.itemsize) / 2
+    merged = others * layout.tokens * shape.q_width / layout.tp * (3 * 4 + layout.itemsize)
+    return sent / link_rate(cluster, layout.cp, layout.tp) + merged / (cluster.gpu.bandwidth * MEMORY)
+
+
+def _with_loss(layers: float, block: float, loss: float) -> float:
+    """The last rank of a pipeline, which has the head: partitions give it fewer blocks, down to none."""
+    return max(loss, layers * block)
+
+
+def _products(shape: ModelShape, layout: Layout, cluster: Cluster, efficiency: Efficiency) -> tuple[float, float]:
+    """Seconds of one block's products, forward and backward."""
+    tp, h = layout.tp, shape.hidden
+    sizes = (
+        ((shape.q_width + 2 * shape.kv_width) // tp, h),
+        (h, shape.q_width // tp),
+        ((2 if shape.gated else 1) * shape.ffn // tp, h),
+        (h, shape.ffn // tp),
+    )
+    share = efficiency.of(layout.precision) * cluster.gpu.flops[layout.precision] / cluster.gpu.flops["bf16"]
+    passes = {
+        kind: sum(_seconds(layout.tokens, F, D, cluster, kind, share) for F, D in sizes) for kind in ("nt", "nn", "tn")
+    }
+    return passes["nt"], passes["nn"] + passes["tn"]
+
+
+def _seconds(T: int, F: int, D: int, cluster: Cluster, kind: str, share: float) -> float:
+    """Of a product of x [T, D] and W [F, D], or of a gradient of it."""
+    chip = CHIPS[_ARCHS[cluster.gpu.name[0]]]
+    scale = chip.flops["bf16"] / cluster.gpu.flops["bf16"]
+    return product_us(_ARCHS[cluster.gpu.name[0]], kind, T, max(1, F), max(1, D)) * 1e-6 * scale / share
+
+
+def _attention(
+    shape: ModelShape, layout: Layout, cluster: Cluster, software: Software, efficiency: Efficiency
+) -> tuple[float, float]:
+    """Seconds of one block's attention, forward and backward."""
+    flops = 4.0 * layout.tokens * layout.length * shape.q_width / layout.tp
+    peak = cluster.gpu.flops["bf16"]
+    if software.attention:
+        share = _of_family(software.attention, cluster.gpu.name) * efficiency.bf16 / efficiency.reference
+        forward = flops / (2 if software.causal else 1) / (peak * share)
+        return forward, ATTENTION_BACKWARD * forward
+    scores = layout.tokens * layout.length * shape.heads / layout.tp
+    forward = flops / (peak * efficiency.bf16) + SCORE_PASSES * scores / (cluster.gpu.bandwidth * MEMORY)
+    return forward, 2 * forward
+
+
+def _of_family(shares: object, name: str) -> float:
+    """The share of the GPU's family: "a100-40" is an "a100", "h200" an "h100", "gb200" a "b200"."""
+    assert isinstance(shares, dict)
+    family = {"h": "h100", "a": "a100", "b": "b200", "g": "b200", "m": "mi300x"}[name[0]]
+    return float(shares.get(family, min(shares.values())))
+
+
+def _exposed_gathers(
+    shape: ModelShape, layout: Layout, cluster: Cluster, software: Software, forward: float, backward: float
+) -> float:
+    """Of one block and micro-batch: its weights twice, its gradients once, less what the block's passes hide."""
+    n = layout.shards
+    weights = shape.layer_parameters / layout.tp * layout.itemsize * (n - 1) / n / link_rate(cluster, n, layout.tp)
+    hidden_forward, hidden_backward = software.hides_dp * forward, software.hides_dp * backward
+    return max(0.0, weights - hidden_forward) + max(0.0, 2 * weights - hidden_backward)
+
+
+def _state(shape: ModelShape, layout: Layout, software: Software) -> tuple[float, float]:
+    """Bytes that the optimizer reads on a rank, and the elements of which it has gradients."""
+    owned = shape.parameters / layout.tp / layout.pp
+    held = software.weight_bytes + software.gradient_bytes + software.optimizer_bytes
+    return owned * held / (layout.shards if layout.zero else 1), owned
