@@ -33,9 +33,9 @@ class ParallelBlock(Layer):
     keyword arguments are documented in :class:`~shardfuse.layers.options.LayerOptions`; ``init_std`` is ``config``'s.
 
     Residual adds are fused into the projection's epilogue, or into the norm that follows, unless the submodule is
-    hooked or replaced: one with hooks, of another class or wrapped is called as its stock twin would be. Over several
-    ranks, in inference with few tokens, the norm that follows may form the sum over the ranks as well: attention and
-    MLP then return a :class:`~shardfuse.parallel.overlap.partial_sum.PartialSum`.
+    hooked, wrapped or replaced: the block then calls it as it would call the stock module. Over several ranks, in
+    inference with few tokens, the norm that follows may form the sum over the ranks as well: attention and MLP then
+    return a :class:`~shardfuse.parallel.overlap.partial_sum.PartialSum`.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class ParallelBlock(Layer):
         place: masks.RngOffset | None = None,
     ) -> Any:
         """See :meth:`ParallelAttention.forward` for the arguments. ``place`` determines the dropout masks where x is a
-        piece of the batch; None draws new ones. With ``rows`` [T_selected] the result is that of these tokens alone:
-        attention reads all of x [T, D], and what follows it has T_selected rows. Inference only.
+        piece of the batch; None draws new ones. With ``rows`` [T_selected] the result holds these tokens alone:
+        attention reads all of x [T, D], and the layers after it compute T_selected rows. Inference only.
 
         With ``join=False`` the result may be a triple (stream, branch, dropout) in which the MLP's branch has not
         joined the stream yet, and x may be such a triple: the next norm adds the two in its own kernel. Where ``then``
@@ -110,7 +110,7 @@ class ParallelBlock(Layer):
             "cu_seqlens": cu_seqlens,
             "max_seqlen": max_seqlen,
         }
-        if rows is not None:  # an attention that was replaced does not take it
+        if rows is not None:  # a replaced attention module does not take this argument
             attention["rows"] = rows
         if self.recompute and torch.is_grad_enabled():
             random = self.training and (self.dropout_p > 0 or getattr(self.self_attn, "dropout_p", 0) > 0)
@@ -119,7 +119,7 @@ class ParallelBlock(Layer):
         return self._forward(x, attention, join, None if join else then, place)
 
     def deferred_sums(self, then: nn.Module | None = None) -> list[tuple[nn.Module, RowParallelLinear]]:
-        """The norms that may form a sum over the ranks, each with the row-parallel layer that the sum belongs to."""
+        """The norms that may form a sum over the ranks, each with the row-parallel layer whose sum it is."""
         pairs = (
             (self.post_attention_layernorm, deferrable(self.self_attn, "o_proj", norm=self.post_attention_layernorm)),
             (then, deferrable(self.mlp, "down_proj", "c_proj", norm=then)),
@@ -167,12 +167,13 @@ class ParallelBlock(Layer):
 # The rng streams of a block's two dropout masks.
 ATTENTION, MLP = 0, 1
 
-# The activations between blocks: x, or x and a branch that has not joined it yet and may not be summed over the ranks.
+# The activations between blocks: x, or (x, branch, dropout) with a branch not added to x yet and perhaps not yet summed
+# over the ranks.
 ResidualStream = torch.Tensor | tuple[torch.Tensor, torch.Tensor | PartialSum, masks.Dropout | None]
 
 
 def normed(norm: nn.Module, x: ResidualStream, stream: int, *, impl: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x), x). A branch that has not joined x joins first, with its mask from the rng stream ``stream``."""
+    """(norm(x), x). A branch that is not part of x yet is added first, with its mask from the rng stream ``stream``."""
     if not is_plain_module(norm):
         x = joined(x, stream, impl=impl)
         return norm(x), x
@@ -185,7 +186,7 @@ def normed(norm: nn.Module, x: ResidualStream, stream: int, *, impl: str) -> tup
 
 
 def joined(x: ResidualStream, stream: int = MLP, *, impl: str) -> torch.Tensor:
-    """x with its branch joined; the branch's mask comes from the rng stream ``stream``."""
+    """x with its branch added; the branch's mask comes from the rng stream ``stream``."""
     if isinstance(x, torch.Tensor):
         return x
     x, branch, dropout = x
@@ -204,7 +205,7 @@ def make_norm(config: TransformerConfig, **options: Unpack[NormKwargs]) -> Layer
 
 
 def last_layer(module: nn.Module, *names: str) -> nn.Module | None:
-    """The last layer of ``module``, called one of ``names``; None unless both are plain."""
+    """The last layer of ``module``, found under one of ``names``; None unless both are plain."""
     last = next((getattr(module, name) for name in names if hasattr(module, name)), None)
     return last if last is not None and is_plain_module(module) and is_plain_module(last) else None
 
@@ -221,7 +222,7 @@ def deferrable(module: nn.Module, *names: str, norm: nn.Module | None) -> RowPar
 
 def can_defer(last: RowParallelLinear | None, norm: nn.Module | None, x: torch.Tensor) -> bool:
     """Whether ``norm`` forms the sum of ``last``, a :func:`deferrable` layer, for the tokens of x [..., D]."""
-    if last is None or torch.is_grad_enabled():  # the only cost in training
+    if last is None or torch.is_grad_enabled():  # training pays for this check alone
         return False
     return partial_sum.can_defer_all_reduce(x, group=last.group, **_sizes(last, norm))
 

@@ -38,7 +38,8 @@ class TransformerConfig:
     ``attention_sinks``. ``norm_offset`` is added to the norms' weights: 1 for Gemma's, which are kept around 0.
 
     The token ids are those of the model's tokenizer, None where it has no such token; ``eos_token_id`` may be several.
-    They are kept for exports. ``pad_token_id`` is also the embedding's ``padding_idx``: nothing trains that row there.
+    Exports write them. ``pad_token_id`` is also the embedding's ``padding_idx``, whose row gets no gradient from the
+    embedding.
 
     ``rope_scaling`` is transformers' ``rope_parameters`` without theta, such as ``{"rope_type": "linear", "factor":
     2.0}``. ``partial_rotary_factor`` is the share of each head that is rotated, and ``rope_interleaved`` pairs
@@ -131,7 +132,7 @@ class TransformerConfig:
 
 
 def check_padding(name: str, token: Any, vocab_size: int) -> int:
-    """The row of ``token`` in the embedding, as nn.Embedding counts: -1 is the last. ValueError where it has none."""
+    """The row of ``token`` in the embedding, as nn.Embedding counts: -1 is the last. ValueError if it has none."""
     row = whole_number(name, token, least=-vocab_size)
     if row >= vocab_size:
         raise ValueError(f"{name}={token}: expected a token of the vocabulary, 0 to {vocab_size - 1}")
@@ -186,13 +187,13 @@ def check_rope(head_dim: int, partial_rotary_factor: float, scaling: Mapping[str
 def part_costs(config: TransformerConfig, length: int) -> list[Part]:
     """The FLOPs of one token's forward through each part, a multiply-add counted as two, in sequences of ``length``.
 
-    Backward costs every part twice its forward, so a partition does not depend on it. An embedding has no products. The
-    rest of a block's work takes time too, but about the same in every block.
+    Backward costs each part twice its forward, so it does not change a partition. An embedding has no products. A
+    block's other work takes about the same time in every block, so this count leaves it out.
     """
     width, heads = config.hidden_size, config.num_heads * config.head_dim
     projections = width * (2 * heads + 2 * config.num_kv_heads * config.head_dim)
     seen = min(length, config.attention_window or length)
-    scores = 2 * heads * seen / 2  # causal: half of them
+    scores = 2 * heads * seen / 2  # causal: half of the scores
     products = projections + scores + (3 if config.gated else 2) * width * config.intermediate_size
     blocks = [Part(f"model.layers.{index}", 2.0 * products) for index in range(config.num_layers)]
     return [Part("model.embed_tokens", 0.0), *blocks, Part("lm_head", 2.0 * width * config.vocab_size)]

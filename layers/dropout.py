@@ -23,13 +23,13 @@ class Dropout(NamedTuple):
 
     def apply(self, x: torch.Tensor, stream: int, residual: torch.Tensor | None = None, *, impl: str) -> torch.Tensor:
         """dropout(x) [+ residual], x [..., D] in rows of tokens."""
-        if residual is not None and residual.dtype != x.dtype:  # under autocast
+        if residual is not None and residual.dtype != x.dtype:  # autocast makes the dtypes differ
             return dropout(x, self.p, self.rng_key, stream=stream, row_start=self.row_start, impl=impl) + residual
         return dropout(x, self.p, self.rng_key, residual=residual, stream=stream, row_start=self.row_start, impl=impl)
 
 
 class RngOffset(NamedTuple):
-    """The rng_key of a layer's masks, and the first row of the piece of the batch that the layer now gets."""
+    """The rng_key of a layer's masks, and the first row of the piece of the batch that the layer processes now."""
 
     rng_key: torch.Tensor
     first_row: int
@@ -45,7 +45,7 @@ class RngState:
 
     def __init__(self, rates: list[float], device: torch.device) -> None:
         self._rng_keys = [new_rng_key(device) if rate else None for rate in rates]
-        if not any(rates):  # only attention drops, from torch's generator, which must advance between steps
+        if not any(rates):  # attention alone drops, from torch's generator, which must advance between steps
             new_rng_key(device)
         self._rows: Counter[int] = Counter()
 

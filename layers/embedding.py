@@ -22,9 +22,9 @@ class VocabParallelEmbedding(ShardedModule):
     Each rank looks up the tokens of its slice, zero for the others, and the sum over the group is the embedding
     (Shoeybi et al., arXiv:1909.08053, section 3): tokens [...] -> [..., D], replicated. With sequence parallelism the
     sum is scattered over tokens: [T] -> [T/R, D]. Fresh weights are normal with a standard deviation of 1, as
-    nn.Embedding's, or ``init_std``. ``padding_idx`` is nn.Embedding's: a token whose row starts at zero and takes no
-    gradient from here. The other keyword arguments (``mesh``, ``sequence_parallel``, ``params``, ``dtype``, ``device``)
-    are documented in :class:`~shardfuse.layers.options.LayerOptions`.
+    nn.Embedding's, or ``init_std``. ``padding_idx`` is nn.Embedding's: the row of this token starts at zero and gets no
+    gradient from the embedding. The other keyword arguments (``mesh``, ``sequence_parallel``, ``params``, ``dtype``,
+    ``device``) are documented in :class:`~shardfuse.layers.options.LayerOptions`.
 
     Raises ValueError at construction where ``vocab_size`` does not divide by the group's size or does not hold
     ``padding_idx``, and in forward, on a CPU, for a token outside the vocabulary. On a GPU such a token's embedding is

@@ -63,7 +63,7 @@ class Fp8Linear(Layer, nn.Linear):
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        history = self._buffers.get("amax_history")  # absent in nn.Linear's constructor
+        history = self._buffers.get("amax_history")  # nn.Linear's constructor runs before it exists
         if history is not None:
             history.zero_()
 

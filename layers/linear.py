@@ -56,7 +56,7 @@ class _ParallelLinear(TensorParallel, ShardedModule):
         self.reset_parameters()
 
     def slots(self, tokens: int) -> dict[str, int]:
-        """For each channel the bytes of a slot that the in-kernel exchanges of ``tokens`` take."""
+        """The bytes of a slot that the in-kernel exchanges of ``tokens`` need, by channel."""
         if self.group.size == 1 or self.overlap not in ("auto", "kernel"):
             return {}
         row = isinstance(self, RowParallelLinear)
@@ -105,7 +105,7 @@ class ColumnParallelLinear(_ParallelLinear):
     Raises ValueError where ``out_features`` does not divide by the group's size, and for an unknown ``activation``.
     """
 
-    op = "linear_act"  # what `explain` shows; an enclosing module that runs another op on the parameters sets it
+    op = "linear_act"  # the op that `explain` shows; an enclosing module that runs another op on the parameters sets it
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class ColumnParallelLinear(_ParallelLinear):
         return [forward, *self._gathered_again(forward.plan, fused_group), backward]
 
     def _gathered_again(self, forward: OverlapPlan | None, fused_group: FusedGroup) -> CollectiveInfos:
-        """The second gather of x, in backward, where forward kept only this rank's tokens."""
+        """The second gather of x, in backward, needed where forward kept only this rank's tokens."""
         if fused_group.runs_again:
             return [CollectiveInfo("backward", "all_gather_linear", forward)]
         if self.overlap in ("auto", "none") or (forward is not None and forward.kind == "plain"):
@@ -200,7 +200,7 @@ def project(x: torch.Tensor, *layers: ColumnParallelLinear) -> tuple[torch.Tenso
 
 
 def held(layer: Any) -> tuple[Any, Any]:
-    """Weight and bias of ``layer``, without nn.Module's search of all that it holds."""
+    """Weight and bias of ``layer``, read directly from its parameters: nn.Module's attribute lookup is slow."""
     params = layer._parameters
     return (params["weight"], params["bias"]) if "weight" in params else (layer.weight, layer.bias)
 
@@ -235,7 +235,7 @@ class RowParallelLinear(_ParallelLinear):
         super().__init__(in_features, out_features, bias, 1, site, shared)
 
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """``residual`` [..., F], in a group of one only, is added in the product's epilogue."""
+        """The product's epilogue adds ``residual`` [..., F]; only a group of one rank accepts it."""
         if self.group.size == 1:
             return linear_act(
                 x,

@@ -89,6 +89,6 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         exps, total, column, here, ignored = ctx.saved_tensors
         grad = grad.masked_fill(ignored, 0)
         scale = (grad / total)[:, None]
-        out = exps * scale if autograd.keeps_graph() else exps.mul_(scale)  # a later pass would need exps again
+        out = exps * scale if autograd.keeps_graph() else exps.mul_(scale)  # a later pass would need them again
         out.scatter_add_(1, column, -(grad * here)[:, None])
         return out.to(ctx.dtype), None, None, None

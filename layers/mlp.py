@@ -81,7 +81,7 @@ class ParallelMLP(TensorParallel, Layer):
             self.c_proj = RowParallelLinear(ffn_size, hidden_size, bias, site=SITE, **kwargs)
 
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """``residual``, of the result's shape and dtype, is added in the last epilogue (one rank only)."""
+        """The last product's epilogue adds ``residual``, of the result's shape and dtype (one rank only)."""
         if self.group.size > 1:
             compare_call(self, self.group, x=x)
         layers = self._layers()
@@ -115,7 +115,7 @@ class ParallelMLP(TensorParallel, Layer):
         return self._layers()[-1].partial_sum(self._hidden(x))
 
     def _small(self, x: torch.Tensor, first: Any) -> bool:
-        """Whether nothing but torch's own calls can come of this one, in one process."""
+        """Whether this call, in one process, would run torch's own ops alone."""
         if self.recompute or self.fuse_wgrad_accumulation:
             return False
         return functional.stays_plain(self.impl, x, held(first)[0], not self.training)
@@ -124,14 +124,14 @@ class ParallelMLP(TensorParallel, Layer):
         """Whether the layers run one after the other although they could run as one function."""
         if self.group.size > 1:
             return torch.compiler.is_compiling()
-        if not torch.is_grad_enabled():  # what backward would keep is all that one function decides
+        if not torch.is_grad_enabled():  # running as one function only changes what backward keeps
             return True
         if self.recompute or self.fuse_wgrad_accumulation:
             return False
         return uses_reference(self.impl, x) or not linear_act_choice(x.dtype, x.device, self.impl).triton
 
     def _hidden(self, x: torch.Tensor, alone: bool = False) -> torch.Tensor:
-        """h of x, where the first layer runs as a layer of its own; ``alone``: in one process, without hooks."""
+        """The hidden activation of x from the first layer's own call; ``alone``: in one process, without hooks."""
         if not self.gated:
             if not alone:
                 return self.c_fc(x)
@@ -161,7 +161,7 @@ class ParallelMLP(TensorParallel, Layer):
 
     def _layers(self) -> list[Any]:
         found, names = self._modules, _GATED if self.gated else _PLAIN
-        if names[0] not in found:  # a subclass has other names for them
+        if names[0] not in found:  # a subclass may rename the layers
             return [getattr(self, name) for name in names]
         return [found[name] for name in names]  # nn.Module's own search takes longer than a small product
 

@@ -78,7 +78,7 @@ class Init:
 def is_plain_module(module: nn.Module) -> bool:
     """Whether ``module`` is of one of this package's classes, has no hooks, and the forward of its class.
 
-    Only then may its parent read its parameters in place of calling it, or pass it arguments that its stock twin does
+    Only then may its parent read its parameters instead of calling it, or pass it arguments that the stock module does
     not take. An adapter that replaced the module is not plain, and neither is a wrapped module: FSDP gives it a class
     of its own.
     """
@@ -105,15 +105,15 @@ _PACKAGE = __name__.rpartition(".")[0] + "."
 
 
 class Layer(nn.Module):
-    """A module whose failed calls say that an input is not a tensor. Calls that succeed cost what torch's own cost."""
+    """A module whose errors name an input that is not a tensor. A call that succeeds costs no more than torch's own."""
 
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:  # not __call__, which torch's tracers replace
+    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:  # __call__ would not do: torch's tracers replace it
         try:
             return super()._call_impl(*args, **kwargs)
         except Exception:
             name = next(iter(inspect.signature(self.forward).parameters), "")
             given = args[0] if args else kwargs.get(name, ())
-            if not isinstance(given, tuple):  # between blocks x is one, with a branch that has not joined it yet
+            if not isinstance(given, tuple):  # between blocks x is a tuple, with a branch not added to it yet
                 expect_tensor(type(self).__name__, name, given)
             raise
 
@@ -252,8 +252,8 @@ class ShardedModule(Layer):
     ) -> None:
         """Load whole plain tensors, such as a stock module's, as well as what this module's ``state_dict`` returns.
 
-        With ``assign=True`` parameters take the given dtype and stay sharded; a slice gets memory of its own. Where
-        FSDP2 shards a parameter as well, torch decides.
+        With ``assign=True`` parameters take the given dtype and stay sharded; a slice gets memory of its own. Torch
+        alone handles a parameter that FSDP2 shards as well.
         """
         assign = local_metadata.get("assign_to_params_buffers", False)
         kind = " as a DTensor" if self._params == "dtensor" else ""

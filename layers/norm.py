@@ -25,7 +25,7 @@ class _Norm(ShardedModule):
 
     op: str
     weight: torch.Tensor
-    _norm: Callable[..., Any]  # of a subclass: the op with this layer's parameters
+    _norm: Callable[..., Any]  # set by a subclass: the op with this layer's parameters
 
     def __init__(
         self,

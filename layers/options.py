@@ -23,7 +23,7 @@ from ..parallel.overlap.policy import check_overlap
 if sys.version_info >= (3, 11):
     from typing import Unpack
 else:
-    from typing_extensions import Unpack  # torch depends on it
+    from typing_extensions import Unpack  # torch installs typing_extensions
 
 __all__ = ["EmbeddingKwargs", "LayerKwargs", "LayerOptions", "ModelKwargs", "NormKwargs", "ParameterKwargs", "Unpack"]
 

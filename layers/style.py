@@ -42,7 +42,7 @@ __all__ = ["ColumnParallel", "FusedMLP", "RowParallel", "SequenceParallelNorm", 
 
 
 class _Style(ParallelStyle):
-    """A style that keeps the options of the layer that a module becomes."""
+    """A style; it keeps the options for the layer that the module becomes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class _NamedMLP(ParallelMLP):
 
 
 def _expect(module: nn.Module, kinds: tuple[type[nn.Module], ...], style: ParallelStyle) -> Any:
-    """``module``, if it is exactly of one of ``kinds`` and has no hooks; else ValueError."""
+    """Return ``module`` if its class is exactly one of ``kinds`` and it has no hooks; raise ValueError otherwise."""
     expected = " or ".join(f"nn.{kind.__name__}" for kind in kinds)
     if type(module) not in kinds:
         raise ValueError(f"{style}: expected {expected}, not {type(module).__name__}; name another module in the plan")
@@ -263,14 +263,14 @@ def become(module: nn.Module, ours: ShardedModule, mesh: DeviceMesh, src_data_ra
 
 
 class _Styled(NamedTuple):
-    """Kept on a plain parameter for other modules that hold it: how a style placed it, and the new parameter."""
+    """A note on a plain parameter for other modules that share it: how a style placed it, and the new parameter."""
 
     placing: tuple[Any, ...]
     param: nn.Parameter
 
 
 def replaced(theirs: Any, param: nn.Parameter, spec: ShardSpec, params: str = "dtensor") -> None:
-    """Note on the plain parameter ``theirs`` what took its place, for other modules that hold it."""
+    """Record on the plain parameter ``theirs`` which parameter replaced it, for other modules that share it."""
     theirs._styled = _Styled(_placing(spec, params), param)
 
 
@@ -280,7 +280,7 @@ def _placing(spec: ShardSpec, params: str) -> tuple[Any, ...]:
 
 
 def _shared(module: nn.Module, ours: ShardedModule) -> dict[str, nn.Parameter]:
-    """By name the new parameters for those of ``module``'s parameters that an already styled module shares.
+    """The new parameters, by name, of ``module``'s parameters that an already styled module shares.
 
     Raises ValueError where ``ours`` would place one differently.
     """
@@ -306,7 +306,7 @@ def _said(_: torch.Size, shard_dim: int | None, group: Group, params: str) -> st
 
 
 def _take_place(module: nn.Module, ours: nn.Module) -> nn.Module:
-    """Turn ``module`` into ``ours`` in place, for every holder of it, as FSDP2 changes the class of what it wraps."""
+    """Turn ``module`` into ``ours`` in place, for all its references, as FSDP2 changes a wrapped module's class."""
     ours.train(module.training)
     module.__class__ = type(ours)
     module.__dict__.clear()

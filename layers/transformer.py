@@ -194,22 +194,22 @@ class ParallelTransformer(Layer):
             x = block(x, cache=cache, rope=rope, join=not follower, **rows, **follower)
         if isinstance(x, tuple) and isinstance(x[1], PartialSum):
             y, _ = normed(self.model.norm, x, MLP, impl=self.impl)
-            return self.lm_head(y if drops else y[wanted])  # the sum is of as many tokens on every rank
+            return self.lm_head(y if drops else y[wanted])  # every rank sums the same number of tokens
         x = joined(x, impl=self.impl)
         return self.lm_head(self.model.norm(x if drops else x[wanted]))
 
     def _drops_rows(self, tokens: int, cache: ServingCache) -> bool:
-        """Whether the last block drops the tokens whose logits are not wanted, since they reach nothing behind its
-        attention. Not where one of its modules, hooked or replaced, would see the difference.
+        """Whether the last block computes only the tokens with requested logits after its attention, since nothing
+        reads the others. False if one of its modules is hooked or replaced and would see fewer rows.
         """
         if len(cache.logit_indices) == tokens or not len(self.model.layers):
             return False
         return not hooked_everywhere() and all(map(is_plain_module, self.model.layers[-1].modules()))
 
     def _followers(self) -> list[dict[str, Any]]:
-        """For each block {"then": the norm that follows}, which may form the block's last sum over the ranks.
+        """For each block the argument ``then``, the following norm, which may form the block's last sum over the ranks.
 
-        {} where it may not: in one process, with gradients, or where the block or its successor is hooked or replaced.
+        A block has {} instead in one process, with gradients, or if it or its successor is hooked or replaced.
         """
         if self.group.size == 1 or self.sequence_parallel or torch.is_grad_enabled():
             return [{}] * len(self.model.layers)
@@ -223,7 +223,7 @@ class ParallelTransformer(Layer):
         return [None if seen[i] or seen[i + 1] else norms[i + 1] for i in range(len(blocks))]
 
     def deferred_sums(self) -> list[tuple[nn.Module, RowParallelLinear]]:
-        """The norms that may form a sum over the ranks, each with the row-parallel layer that the sum belongs to."""
+        """The norms that may form a sum over the ranks, each with the row-parallel layer whose sum it is."""
         between = zip(self.model.layers, self._norms_between())
         return [
             pair for block, norm in between if isinstance(block, ParallelBlock) for pair in block.deferred_sums(norm)
@@ -318,7 +318,7 @@ class ParallelTransformer(Layer):
                 module.reset_parameters(named_seed(seed, name))
 
     def configure(self, *, recompute: bool | None = None, overlap: str | None = None) -> None:
-        """Change settings that the model was built with; None keeps one. ValueError for an unknown overlap."""
+        """Change settings that the model was built with; None keeps a setting. ValueError for an unknown overlap."""
         for module in self.modules():
             if recompute is not None and isinstance(module, ParallelBlock):
                 module.recompute = recompute
@@ -334,7 +334,7 @@ class ParallelTransformer(Layer):
         return part_costs(self.config, self.config.max_positions if length is None else length)
 
     def keep(self, parts: Iterable[int]) -> None:
-        """Drop all parts but these. A tied head that is kept keeps the embedding's weight, under its name."""
+        """Drop all parts except ``parts``. A tied head among them keeps the embedding's weight, under its own name."""
         kept, model, this = set(parts), cast(Any, self.model), cast(Any, self)
         head = len(model.layers) + 1
         self.kept = kept
@@ -351,7 +351,7 @@ class ParallelTransformer(Layer):
         return TransformerStage(self, parts)
 
     def tied_parameters(self) -> list[str]:
-        """The parameters that the first and the last part share."""
+        """The parameters shared by the first and the last part."""
         return ["model.embed_tokens.weight"] if self.config.tie_embeddings else []
 
     def check_batch(self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None) -> None:
@@ -373,8 +373,8 @@ class ParallelTransformer(Layer):
         return torch.empty(rows // ranks, self.config.hidden_size, dtype=dtype, device="meta")
 
     def draws(self, device: torch.device) -> masks.RngState | None:
-        """The RngState of a new step's dropout masks, for all its micro-batches and stages; None without dropout. A
-        collective the first time."""
+        """The RngState of a new step's dropout masks, for all its micro-batches and stages; None without dropout. The
+        first call is a collective."""
         if not self._check_draws(device):
             return None
         config = self.config
@@ -398,7 +398,7 @@ class TransformerStage(ParallelTransformer):
         tokens [B, S] or x -> embedding -> blocks -> norm -> head -> loss, logits or x
 
     where x [T, D] (with sequence parallelism [T/R, D]) is the previous stage's result. Between blocks the next norm may
-    add a branch to x (``layers/block.py``); between stages every branch has joined x.
+    add a branch to x (``layers/block.py``); between stages every branch is part of x.
 
     Where one process holds both ends of a tied model in two stages, the last stage gets a weight of its own, a copy of
     the embedding's: an engine that shards stages manages each parameter in one stage. The pipeline keeps the copy equal
@@ -438,8 +438,8 @@ class TransformerStage(ParallelTransformer):
         scale: float = 1.0,
         draws: masks.RngState | None = None,
     ) -> torch.Tensor:
-        """The next stage's x; of the last stage the sum of the targets' losses times ``scale``, [1] in fp32 (fp64 for
-        fp64), or without ``targets`` the logits [B*S, V/R].
+        """The x for the next stage. The last stage returns the sum of the targets' losses times ``scale``, [1] in fp32
+        (fp64 for an fp64 model), or without ``targets`` the logits [B*S, V/R].
 
         The first stage reads tokens [B, S] from ``x``; the others need ``batch_size=B``. ``positions`` are [B, S], by
         default 0 to S - 1 in each sequence. ``draws`` determines the dropout masks; None draws new ones.

@@ -118,14 +118,14 @@ class ParallelAttention(ShardedModule):
         rows: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend over each sequence of the batch, or, with ``cache``, over what the cache holds of it.
+        """Attend over each sequence of the batch; with ``cache``, also over the sequence's cached keys and values.
 
         ``positions`` are [S], shared by all sequences, or [B*S]; default 0..S-1. With ``cu_seqlens`` x is [T, D], a
         packed batch (see :func:`shardfuse.layers.attention.sdpa.attend`), and positions are [T], by default from 0 in
         each sequence. With a cache x is [T, D], tokens of any sequences, and positions are [T]. ``rope`` are the tables
-        (``rope_tables``) of the positions, where the caller has them. With ``rows`` [T_selected], indices of tokens,
-        the result is that of these tokens alone. ``residual``, of the result's shape, is added in the output
-        projection's epilogue; in a group of one only.
+        (``rope_tables``) of the positions; without them this method computes the tables. With ``rows`` [T_selected],
+        indices of tokens, the result holds these tokens alone. The output projection's epilogue adds ``residual``, of
+        the result's shape; only a group of one rank accepts it.
         """
         out = self.core_attention(
             x,

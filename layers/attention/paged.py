@@ -37,9 +37,9 @@ def default_block_size(device: torch.device | str) -> int:
 
 
 def local_kv_heads(num_kv_heads: int, group: Group) -> range:
-    """The KV heads, of all ``num_kv_heads``, that this rank holds.
+    """The number of KV heads that this rank holds, out of ``num_kv_heads``.
 
-    Raises ValueError unless they divide by the group's size, or it by them.
+    Raises ValueError unless ``num_kv_heads`` divides by the group's size or the group's size by ``num_kv_heads``.
     """
     rank, size = group.rank, group.size
     if num_kv_heads >= 1 and num_kv_heads % size == 0:
@@ -57,9 +57,9 @@ def local_kv_heads(num_kv_heads: int, group: Group) -> range:
 class PagedKVCache:
     """Keys and values of all layers on this rank, in blocks of ``block_size`` token slots.
 
-    ``data`` is [layers, num_blocks, K/R, block_size, H + Hv], K and V side by side: per layer vLLM's layout. Which
-    sequence owns which block is the allocator's business; a block that was never written to holds zeros on a CPU, and
-    anything on a GPU.
+    ``data`` is [layers, num_blocks, K/R, block_size, H + Hv], K and V side by side: per layer vLLM's layout. The
+    allocator decides which sequence owns which block. A block that was never written to holds zeros on a CPU and
+    undefined values on a GPU.
 
     Args:
         num_layers, num_blocks: of the storage.
@@ -121,7 +121,7 @@ class PagedKVCache:
             self.k_scale, self.v_scale = (alloc.empty(slots, torch.float32, self.data.device) for _ in range(2))
         elif kv_scales == "tensor":
             self.k_scale, self.v_scale = (torch.ones(num_layers, device=device) for _ in range(2))
-        if self.data.is_cpu:  # NaN in a slot that no sequence owns costs attention a second visit to the page
+        if self.data.is_cpu:  # attention reads a page twice if one of its unowned slots holds NaN
             for x in self._by_block():
                 x.view(torch.uint8).zero_()
 
@@ -133,12 +133,12 @@ class PagedKVCache:
         """``k_scale`` and ``v_scale`` of one layer as the ops take them; empty where the cache is not quantised."""
         if self.k_scale is None or self.v_scale is None:
             return {}
-        # A view with one element where the layer has one scale.
+        # With one scale for the layer, the slice is a view of one element.
         where = slice(index, index + 1) if self.k_scale.dim() == 1 else index
         return {"k_scale": self.k_scale[where], "v_scale": self.v_scale[where]}
 
     def _by_block(self) -> list[torch.Tensor]:
-        """Everything that has a block dimension, which is the second one."""
+        """Every tensor with a block dimension, which is its second one."""
         scales = [x for x in (self.k_scale, self.v_scale) if x is not None and x.dim() > 1]
         return [self.data, *scales]
 
@@ -148,7 +148,8 @@ class PagedKVCache:
         copy_blocks_(self._by_block(), where.to(self.data.device, non_blocking=True), block_dim=1)
 
     def swap_blocks(self, target: PagedKVCache, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (here, there) into ``target``, a cache that differs at most in device and number of blocks.
+        """Copy blocks, given as pairs (block here, block there), into ``target``, a cache that differs at most in
+        device and number of blocks.
 
         A copy from a GPU to pinned memory is asynchronous: synchronise before reading it.
         """
@@ -167,8 +168,8 @@ class Span:
     """The tokens of one sequence that a step computes: positions ``start`` to ``start + length``.
 
     ``blocks`` is the sequence's block table and reaches at least to the end of the span. Positions before ``start``
-    are in the cache already. ``logits`` is the number of the span's last tokens whose logits are wanted; True is one,
-    False none.
+    are in the cache already. ``logits`` is the number of tokens at the span's end whose logits the caller wants; True
+    means one, False none.
     """
 
     blocks: Sequence[int]
@@ -182,9 +183,9 @@ class PagedBatch:
     """One step of several sequences, their tokens one after another; attention layers call :meth:`attend`.
 
     T tokens of S sequences; the shapes are those of ``paged_attention`` and ``write_kv_``, plus ``positions`` [T] and
-    ``logit_indices``, the tokens whose logits are wanted. ``min_query_len``, ``max_query_len`` and ``max_seq_len`` are
-    the host's bounds of the lengths. ``prefix_lens`` [S] and ``tree_mask`` [T, W] go to every layer's attention,
-    ``impl`` and ``invariant`` to the ops.
+    ``logit_indices``, the tokens whose logits the caller wants. ``min_query_len``, ``max_query_len`` and
+    ``max_seq_len`` are the host's bounds of the lengths. ``prefix_lens`` [S] and ``tree_mask`` [T, W] go to every
+    layer's attention, ``impl`` and ``invariant`` to the ops.
 
     An adapter that already has these tensors calls the constructor. The layers do not check the tensors' contents.
     """
@@ -306,7 +307,7 @@ class PagedBatch:
         return out
 
     def _plan(self, q: torch.Tensor, pages: torch.Tensor, masks: dict[str, Any]) -> Any:
-        """The plan that all layers with these heads and masks share; the first of them makes it."""
+        """The attention plan shared by all layers with these heads and masks; the first of them makes it."""
         key = (q.shape, q.dtype, masks["causal"], masks["window"])
         if key not in self._plans:
             self._plans[key] = plan_attention(
@@ -321,7 +322,7 @@ class PagedBatch:
         return self._plans[key]
 
     def _write_plan(self, q: torch.Tensor, pages: torch.Tensor, rope: Rope | None, interleaved: bool) -> Any:
-        """The plan that all layers share which rotate such heads by ``rope``; the first of them makes it."""
+        """The write plan shared by all layers that rotate such heads by ``rope``; the first of them makes it."""
         if rope is None or not q.is_cpu:
             return None
         made_for, plan = self._plans.get((q.shape, interleaved), (None, None))

@@ -65,7 +65,7 @@ class Rotary:
     def __post_init__(self) -> None:
         check_rope(self.head_dim, self.partial_rotary_factor, self.scaling)
         if self.scaled:
-            self.frequencies(torch.device("cpu"))  # raises for a wrong scaling when the model is built
+            self.frequencies(torch.device("cpu"))  # a wrong scaling raises while the model is built
 
     @classmethod
     def of(cls, config: TransformerConfig) -> Rotary:

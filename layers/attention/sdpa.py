@@ -92,7 +92,7 @@ def attend(
     Raises ValueError for input that does not fit together and for the combinations in REFUSALS.
     """
     if window is not None and cu_seqlens is None and batch_size is None and q.dim() == 4 and window >= k.shape[1] > 0:
-        window = None  # it covers every sequence
+        window = None  # T tokens cover every sequence
     plain = window is None and softcap is None and sinks is None and cu_seqlens is None
     plain = plain and path == "auto" and batch_size is None and max_seqlen is None
     if plain and q.dim() == 4 and _settled(q.shape, k.shape, v.shape):
@@ -207,7 +207,7 @@ def _why_not(
     dropout_p: float,
     grad: bool,
 ) -> Callable[[str], str | None]:
-    """Why a path cannot take the call, or None."""
+    """The reason why a path cannot take the call; None if it can."""
 
     def answer(path: str) -> str | None:
         if path == "sdpa" and (window or packed):
@@ -270,7 +270,7 @@ def _why_not_flex(device: torch.device, dtype: torch.dtype, head_dim: int, grad:
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    """(major, minor); where this machine has no GPU (`explain` for another one), one that all paths support."""
+    """The compute capability; without a GPU (`explain` for another machine), one that all paths support."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
 
 
@@ -305,9 +305,9 @@ def _batched(
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The cast that scaled_dot_product_attention does under autocast, for the paths that do not cast."""
+    """Apply scaled_dot_product_attention's autocast cast, for the paths that do not cast themselves."""
     kind = tensors[0].device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):  # for meta torch's function raises
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # torch's function raises for the meta device
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)

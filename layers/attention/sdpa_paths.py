@@ -29,7 +29,7 @@ def sdpa(
     scale: float | None,
     dropout_p: float,
 ) -> torch.Tensor:
-    """torch's function on [B, S, heads, H]."""
+    """Run torch's ``scaled_dot_product_attention`` on [B, S, heads, H]."""
     grouped = False
     if q.shape[2] != k.shape[2]:
         if not q.is_cpu and (mask is not None or q.dtype.itemsize > 2 or q.shape[-1] > 256):
@@ -94,7 +94,7 @@ def varlen(
     max_seqlen: int | None,
 ) -> torch.Tensor:
     """FlashAttention's ragged kernel on [B, S, heads, H]; a batch of equal lengths is a packed batch too."""
-    from torch.nn.attention.varlen import varlen_attn  # late: it imports the compiler, and registers the ops below
+    from torch.nn.attention.varlen import varlen_attn  # late: it loads the compiler and registers the ops below
 
     starts_q, longest_q = _ragged(q, cu_seqlens, max_seqlen)
     starts_k, longest_k = _ragged(k, cu_seqlens, max_seqlen)
@@ -242,7 +242,7 @@ _Visible = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def visible_pairs(causal: bool, window: int | None, documents: torch.Tensor | None) -> _Visible | None:
-    """The function of (query i, key j), index tensors that broadcast, that says whether i sees j; None: always."""
+    """The function (i, j) -> bool of broadcasting index tensors: whether query i sees key j. None: always."""
     if not causal and documents is None:
         return None
 

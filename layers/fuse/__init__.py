@@ -1,4 +1,4 @@
-"""Our kernels in a foreign model: ``fuse`` by structure, module by module, and ``unfuse``."""
+"""``fuse``, which puts our kernels into a foreign model module by module, recognising structure; and ``unfuse``."""
 
 from .fuse import Matcher, fuse, unfuse
 from .ranks.plan import tp_plan

@@ -1,4 +1,4 @@
-"""The self-check of ``fuse``: each module against what it would become, on a batch that runs through the model."""
+"""The self-check of ``fuse``: it compares each module with its fused version on a batch that runs through the model."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from ...kernels.dev.accuracy import Verdict, judge
 from .matchers.head import Head
 from .swap import become
 
-# Some gradients are nothing but rounding errors, as those of keys' biases, which shift all scores of a query. What is
-# smaller than this share of the largest gradient is compared with that.
+# Some gradients consist of rounding errors alone: a key bias, for example, shifts all scores of a query equally. A
+# gradient smaller than this share of the largest one is compared at that scale.
 SMALL = 1e-2
 
 
 def compare(model: nn.Module, found: Mapping[nn.Module, Any], batch: Any) -> Verdict | None:
-    """The verdict on the module that uses most of its budget; None where none of ``found`` ran.
+    """The verdict on the module that uses the largest share of its error budget; None where none of ``found`` ran.
 
-    ``batch`` runs through the stock ``model``, in evaluation. Beside each module of ``found`` run what it becomes and,
-    for its budget, a copy of it in fp64, on copies of its arguments (a cache among them is written three times over),
-    forward and backward. The head is left out: what it becomes differs in training only, and in the whole model.
+    ``batch`` runs through the stock ``model`` in evaluation mode. Beside each module of ``found`` this function runs
+    its fused version and, for the budget, an fp64 copy of the module, forward and backward. Each gets its own copy of
+    the arguments, since a cache among them is written to. The head is left out: its fused version differs in training
+    only, and takes the whole model.
     """
     verdicts: list[Verdict] = []
     names = {module: path for path, module in model.named_modules()}
@@ -38,7 +39,7 @@ def compare(model: nn.Module, found: Mapping[nn.Module, Any], batch: Any) -> Ver
 
     def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         stock_given, ours_given, wide_given = given.pop(module)
-        ours = copy.copy(module)  # of the same parameters and children
+        ours = copy.copy(module)  # shares parameters and children
         become(ours, *found[module][1:])
         oracle = _without_hooks(copy.deepcopy(module)).double()
         inside = [child for child in module.modules() if child in hooks]
@@ -49,7 +50,7 @@ def compare(model: nn.Module, found: Mapping[nn.Module, Any], batch: Any) -> Ver
             wide = not any(_lost(*pair) for pair in zip(results[1][0], results[2][0]))
         except Exception:
             wide = False
-        if not wide:  # some modules cannot compute in fp64: then the stock result is what is exact
+        if not wide:  # some modules cannot compute in fp64: the stock result then counts as exact
             outs, grads = results[1]
             results[2:] = [([x.double() for x in outs], [x.double() for x in grads])]
         hook(inside)
@@ -60,9 +61,9 @@ def compare(model: nn.Module, found: Mapping[nn.Module, Any], batch: Any) -> Ver
         ]
         terms = max((size for param in module.parameters() for size in param.shape), default=1)
         for got, stock, exact in zip(*compared, strict=True):
-            missing = got.isnan() & stock.isnan()  # rows that see nothing
+            missing = got.isnan() & stock.isnan()  # rows with every key masked
             got, stock, exact = (x.masked_fill(missing, 0.0) for x in (got, stock, exact))
-            if got.dtype == torch.float64:  # many a stock norm and rotation computes in fp32 all the same
+            if got.dtype == torch.float64:  # many stock norms and rotations compute in fp32 even then
                 got, stock = got.float(), stock.float()
             verdicts.append(judge(names[module] or type(module).__name__, got, stock, exact, terms=terms))
 
@@ -88,17 +89,17 @@ def compare(model: nn.Module, found: Mapping[nn.Module, Any], batch: Any) -> Ver
         _unhook(hooks, list(hooks))
         for module in training:
             module.training = True
-    wrong = [verdict for verdict in verdicts if not verdict.ok]  # perhaps with NaN for its error
+    wrong = [verdict for verdict in verdicts if not verdict.ok]  # an error may be NaN
     return max(wrong or verdicts, key=lambda verdict: verdict.error / max(verdict.budget, 1e-300), default=None)
 
 
 @torch.enable_grad()
 def _with_grads(module: nn.Module, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What ``module`` returns, and the gradients of its first input (others may be tables) and of its parameters."""
+    """The results of ``module``, and the gradients of its first input (others may be tables) and of its parameters."""
     inputs = [x.requires_grad_() for x in _tensors((args, kwargs))[:1]]
     inputs += [param for param in module.parameters() if param.requires_grad]
     outs = _tensors(module.forward(*args, **kwargs))
-    outs = [x * 1 for x in outs]  # attention weights are computed when they are read
+    outs = [x * 1 for x in outs]  # reading attention weights computes them
     reached = [x for x in outs if x.requires_grad]
     drawn = torch.Generator().manual_seed(0)
     weights = [torch.randn(x.shape, generator=drawn, dtype=torch.float64).to(x.device, x.dtype) for x in reached]

@@ -1,4 +1,4 @@
-"""``fuse`` and ``unfuse``: our kernels in a foreign model, module by module, in place and reversibly."""
+"""``fuse`` and ``unfuse`` put our kernels into a foreign model, module by module, in place and reversibly."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class Matcher(Protocol):
 
     @property
     def fused(self) -> type[Fused]:
-        """What they become: a subclass of :class:`Fused` with a ``fused_forward``."""
+        """The class of the fused modules: a subclass of :class:`Fused` with a ``fused_forward``."""
 
     def match(self, module: nn.Module) -> Match | None:
-        """What was found in ``module``, or None. It leaves the module, which may be on the meta device, as it is."""
+        """Return the match in ``module``, or None. The module stays unchanged and may be on the meta device."""
 
-    # And perhaps split(module, match, group), which splits a fused module over ranks, or says why it stays whole.
+    # A matcher may also have split(module, match, group): it splits a fused module over ranks, or returns the reason
+    # why the module stays whole.
 
 
 MATCHERS: tuple[Matcher, ...] = (FeedForward(), SpelledOut(), Norm(), Attention(), Head())
@@ -54,31 +55,32 @@ def fuse(
     check: Any = None,
     sequence_parallel: bool = False,
 ) -> nn.Module:
-    """Replace what our kernels can run in ``model``, a Hugging Face or plain torch model, in place; return ``model``.
+    """Let our kernels run the modules of ``model``, a Hugging Face or plain torch model, in place; return ``model``.
 
-    Modules are recognised by what they compute: feed-forward parts with an activation (gated and packed ones too),
-    norms, rotary positions, attention that is spelled out, head and loss; projections of queries, keys and values by
-    their names. A module keeps its parameters, their names and its place; only its class changes, to one that derives
-    from its stock class. Other models of the same classes do not change. What no matcher recognises stays stock:
-    ``explain(model)`` lists both. Fusing twice is fusing once, and :func:`unfuse` undoes it.
+    The matchers recognise modules by their computation: feed-forward parts with an activation (gated and packed ones
+    too), norms, rotary positions, attention written out in products and a softmax, head and loss. They recognise
+    projections of queries, keys and values by name. A module keeps its parameters, their names and its place; only its
+    class changes, to one that derives from its stock class. Other models of the same classes do not change. A module
+    that no matcher recognises stays stock; ``explain(model)`` lists both kinds. A second call changes nothing, and
+    :func:`unfuse` undoes the first.
 
     Args:
         model: on any device, the meta device included; before or after adapters and DDP, before FSDP2.
-        mesh: None for a process alone; otherwise feed-forward parts and attention are split over its tensor-parallel
-            ranks, each of which gets its part of rank 0's values. All of them call this, and get the same batches.
+        mesh: None for a single process. Otherwise feed-forward parts and attention are split over its tensor-parallel
+        ranks, each of which gets its part of rank 0's values. All ranks make this call, and later process the same
+        batches.
         filter_fn: called with each module and its path; a module for which it returns False stays as it is.
-        matchers: of your own, tried before ours; ``docs/fuse.md`` shows one.
-        strict: raise where a module with parameters stays stock that could have been fused.
-        check: a batch (a mapping of keyword arguments, a sequence of arguments, or one tensor) that is run through the
-            stock model; each module is compared on the way with what it becomes. Where one exceeds the budget of
-            ``kernels/dev/accuracy.py``, nothing is changed. It leaves out head and loss.
-        sequence_parallel: over a mesh, the layers also divide the sequences among the ranks, in training: norms and
-            residuals keep R times less for backward. S has to divide by the ranks.
+        matchers: your own matchers, tried before ours; ``docs/fuse.md`` shows one.
+        strict: raise if a module with parameters stays stock that could have been fused.
+        check: a batch (a mapping of keyword arguments, a sequence of arguments, or one tensor) to run through the stock
+        model; each module is compared with its fused version on the way. If one exceeds the budget of
+        ``kernels/dev/accuracy.py``, this function changes nothing and raises. The check leaves out head and loss.
+        sequence_parallel: over a mesh, in training, the layers also divide each sequence among the ranks, so norms and
+        residuals save R times less for backward. S must divide by R.
 
     Raises:
-        TypeError: ``model`` is no module, ``mesh`` no mesh.
-        ValueError: with ``strict``, or where ``check`` finds a difference; or ``mesh`` comes with a model that was
-            fused without one. The model is as it was.
+        TypeError: ``model`` is not a module, or ``mesh`` not a mesh. ValueError: ``strict`` or ``check`` fails, or
+        ``mesh`` is given for a model that was fused without one. The model stays unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse: model is a {type_name(model)}: expected an nn.Module")
@@ -121,15 +123,15 @@ def fuse(
 
 
 def _is_unsplit(module: Fused) -> bool:
-    """Whether ``module`` was fused without a mesh, and its matcher can split it."""
+    """Whether ``module`` was fused without a mesh although its matcher can split it."""
     match = module._match
     return match is not None and hasattr(match.matcher, "split") and match.group.size == 1 and match.whole is None
 
 
 def unfuse(model: nn.Module) -> nn.Module:
-    """Make every module of ``model`` what it was before :func:`fuse`; return ``model``.
+    """Restore every module of ``model`` to its state before :func:`fuse`; return ``model``.
 
-    Raises ValueError, and changes nothing, where a module's class has changed again since.
+    Raises ValueError, and changes nothing, if a module's class has changed again since.
     """
     for path, module in model.named_modules():
         if isinstance(module, Fused) and "_stock" not in vars(type(module)):

@@ -1,4 +1,4 @@
-"""What fused forwards call in place of a module's linear layers, whose parameters they read."""
+"""The functions that fused forwards call instead of a module's linear layers, whose parameters they read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ Layers = tuple[Any, ...]
 def is_linear(module: nn.Module | None) -> bool:
     """Whether ``module`` computes x @ W^T + b of its own plain ``weight`` and ``bias``, and nothing more.
 
-    True of nn.Linear, of subclasses that write the same differently, and of transformers' Conv1D, which keeps W^T.
+    It holds for nn.Linear, for classes that compute the same in other code, and for transformers' Conv1D, which stores
+    W^T.
     """
     if module is None or "forward" in module.__dict__ or module._modules or module._buffers:
         return False
@@ -47,7 +48,7 @@ _OF_A_LINEAR = {"weight", "bias", "F", "nn", "torch", "functional", "linear", "m
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Whether this is transformers' Conv1D; where that package is not in use, none can be."""
+    """Whether this is transformers' Conv1D, which needs that package to be imported."""
     kind = type(module)
     return kind is not nn.Linear and kind is getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
 
@@ -62,22 +63,22 @@ def _computes_linear(module: nn.Module, training: bool) -> bool:
     stand_in.__dict__ |= {"in_features": 5, "out_features": 3, "training": training}
     try:
         return torch.allclose(stand_in.forward(x), F.linear(x, weight, bias), 1e-12, 1e-12)
-    except Exception:  # whatever a foreign forward raises: it is none of ours
+    except Exception:  # any error of a foreign forward means: not linear
         return False
 
 
 def width_in(layer: Any) -> int:
-    """D of a layer of which :func:`is_linear` is true."""
+    """D, the input width of a layer that :func:`is_linear` accepts."""
     return int(layer.weight.shape[0 if is_conv1d(layer) else 1])
 
 
 def width_out(layer: Any) -> int:
-    """F of a layer of which :func:`is_linear` is true."""
+    """F, the output width of a layer that :func:`is_linear` accepts."""
     return int(layer.weight.shape[1 if is_conv1d(layer) else 0])
 
 
 def operands(layers: Layers, packed: bool = False) -> tuple[list[Any], list[Any]]:
-    """The weights [F, D] and biases [F] of ``layers``; of one ``packed`` layer [2 F, D] the two halves."""
+    """The weights [F, D] and biases [F] of ``layers``, or of the two halves of one ``packed`` layer [2 F, D]."""
     weights, biases = [], []
     for layer in layers:
         split = isinstance(layer, SplitLinear)
@@ -91,7 +92,7 @@ def operands(layers: Layers, packed: bool = False) -> tuple[list[Any], list[Any]
 
 
 def _held(layer: Any, name: str) -> Any:
-    """``getattr(layer, name)``, for parameters without nn.Module's search of all that it holds."""
+    """``getattr(layer, name)`` without nn.Module's slow attribute lookup where ``name`` is a parameter."""
     params = layer._parameters
     return params[name] if name in params else getattr(layer, name)
 
@@ -110,7 +111,7 @@ def hidden(x: torch.Tensor, layers: Layers, activation: str, packed: bool) -> to
 
 
 def feed_forward(x: torch.Tensor, layers: Layers, last: Any, activation: str, packed: bool) -> torch.Tensor:
-    """``last(hidden(x))``, as one function where gradients are wanted and kernels run: it keeps less for backward."""
+    """``last(hidden(x))``; with gradients and kernels as one autograd function, which keeps less for backward."""
     (weight,), (bias,) = operands((last,))
     group = group_of(last)
     if group.size > 1:
@@ -135,7 +136,7 @@ def _over_ranks(x: torch.Tensor, layers: Layers, weight: Any, bias: Any, activat
         options = TPOptions(group, site="mlp.out", pack_weight=not layers[0].training)
         return row_linear(apply_activation(gate, activation) * up, weight, bias, options)
     weights, biases = operands(layers, packed)
-    rows = x.flatten(0, -2) if divided else x  # in which order does not matter here
+    rows = x.flatten(0, -2) if divided else x  # the order does not matter here
     options = TPOptions(group, sequence_parallel=divided, site="mlp", pack_weight=not layers[0].training)
     if not torch.compiler.is_compiling():
         y = fused_mlp(rows, weights, biases, weight, bias, options, activation=activation)
@@ -150,13 +151,13 @@ def _over_ranks(x: torch.Tensor, layers: Layers, weight: Any, bias: Any, activat
 
 
 def columns(x: torch.Tensor, layers: Layers) -> tuple[torch.Tensor, ...]:
-    """This rank's features of ``layers`` of an x whose gradient is summed elsewhere."""
+    """This rank's output features of ``layers`` on x; the caller sums the gradient of x over the ranks."""
     weights, biases = operands(layers)
     return linear_act(x, local_tensors(*weights), local_tensors(*biases), pack_weight=not layers[0].training)
 
 
 def rows_scattered(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the sequences [B, S/R, F] of ``layer``, split by rows, of x [B, S, D/R]."""
+    """Run ``layer``, split by rows, on x [B, S, D/R]; return this rank's part of the sequences [B, S/R, F]."""
     (weight,), (bias,) = operands((layer,))
     y = linear_act(x, *local_tensors(weight), pack_weight=not layer.training)
     y = mappings.reduce_scatter_to(y, layer.group, dim=1, site="attention.out")

@@ -1,4 +1,4 @@
-"""What of a model runs our kernels, what stayed stock, and why."""
+"""The report of a fused model: which modules run our kernels, which stayed stock, and why."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Stayed(NamedTuple):
     """A module that owns parameters and runs its stock forward."""
 
     path: str
-    kind: str  # its class
+    kind: str  # the name of its class
     why: str
-    nothing_to_fuse: bool  # stock is what we would run
+    nothing_to_fuse: bool  # our version would be stock as well
 
 
 def readers(model: nn.Module) -> dict[nn.Module, str]:
@@ -31,7 +31,7 @@ def readers(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def stayed(model: nn.Module) -> list[Stayed]:
-    """Every module of ``model`` that owns parameters and that nothing was fused in."""
+    """Every module of ``model`` that owns parameters and runs no fused op."""
     read, parents = readers(model), {child: module for module in model.modules() for child in module.children()}
     outputs = getattr(model, "get_output_embeddings", lambda: None)()
     found = []

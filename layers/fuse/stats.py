@@ -1,4 +1,4 @@
-"""Which of our ops ran, how often, in which implementation, and in which fused module."""
+"""Count the calls of our ops by implementation and fused module."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Call = tuple[str, str, str]  # (path of the module, "" outside of fused ones; op
 
 
 class Stats(Counter[Call]):
-    """Calls since the mark; print it, or ask ``stats["model.layers.0.mlp", "linear_act", "triton"]``."""
+    """The counted calls; print them, or look one up: ``stats["model.layers.0.mlp", "linear_act", "triton"]``."""
 
     def total_of(self, op: str, impl: str | None = None) -> int:
-        """Calls of ``op``, in one implementation or in all."""
+        """The number of calls of ``op``, in one implementation or in all."""
         return sum(n for (_, name, ran), n in self.items() if name == op and impl in (None, ran))
 
     def __rich__(self) -> Table:
@@ -41,17 +41,17 @@ class Stats(Counter[Call]):
 
 @contextmanager
 def stats(model: nn.Module | None = None) -> Iterator[Stats]:
-    """Count the calls of our ops within the block, in forward, by module where ``model`` is given.
+    """Count the calls of our ops in forward within the block, by module if ``model`` is given.
 
         with sf.stats(model) as ran:
             model(**batch)
         print(ran)
 
-    Calls that torch.compile captured, and the steps of backward, are not counted. Not for threads.
+    Calls that torch.compile captured and the steps of backward are not counted. Not thread-safe.
     """
     ran = Stats()
     paths = {} if model is None else {module: path for path, module in model.named_modules()}
-    within: list[Counter[tuple[str, str]]] = [Counter()]  # of each running module: the calls in modules inside of it
+    within: list[Counter[tuple[str, str]]] = [Counter()]  # for each running module, the calls inside its submodules
 
     @contextmanager
     def watch(module: nn.Module) -> Iterator[None]:

@@ -1,8 +1,8 @@
-"""A module changes its class and keeps everything else: its parameters, its children, its hooks and its holders.
+"""Change a module's class and keep everything else: its parameters, children and hooks, and all references to it.
 
 The new class derives from the stock one and has its name, so ``isinstance``, ``state_dict``, checkpoints and lookups by
-name stay as they were, and what is not replaced is the stock method. Other objects of the stock class do not change.
-FSDP2 changes the class of what it wraps in the same way.
+name work as before, and every method that it does not replace is the stock one. Other objects of the stock class do not
+change. FSDP2 changes the class of a wrapped module in the same way.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ from ..module import ShardedModule
 
 
 class Match:
-    """What a matcher found in one module."""
+    """A matcher's finding in one module, and the split of that module over ranks."""
 
-    ops: tuple[str, ...]  # that the fused forward runs, with what they stand for: "linear_act(fc1; relu)", "rms_norm"
-    kinds: Mapping[str, type]  # the children that are read rather than called, with their classes
+    ops: tuple[str, ...]  # run by the fused forward, with the layers they replace: "linear_act(fc1; relu)", "rms_norm"
+    kinds: Mapping[str, type]  # the children whose parameters are read instead of calling them: their classes
 
     def __init__(self, ops: tuple[str, ...], kinds: Mapping[str, type] | None = None) -> None:
         self.ops, self.kinds = ops, kinds or {}
-        self.matcher: Any = None  # who found it
-        self.group: Group = SINGLE  # over which the module is split
-        self.whole: str | None = None  # why it is not, where the model is
-        self.ranks: Group = SINGLE  # over which the model is
+        self.matcher: Any = None  # the matcher that found it
+        self.group: Group = SINGLE  # the ranks over which the module is split
+        self.whole: str | None = None  # the reason why it is whole in a split model
+        self.ranks: Group = SINGLE  # the ranks over which the model is split
         self.sequence: Any = None  # the Sequence that divides its tokens among the ranks
 
     def of_copy(self, module: nn.Module, original: nn.Module, memo: dict[int, Any]) -> Match:
-        """The match of ``module``, a deep copy of the ``original`` that this one belongs to."""
+        """The match for ``module``, a deep copy of this match's module ``original``."""
         match = copy.copy(self)
         match.sequence = copy.deepcopy(self.sequence, memo)
         return match
 
 
-# What is entered around the forward of every fused module, outside of torch.compile; a hook would look like a user's.
+# Context managers around the forward of every fused module, outside of torch.compile. Hooks would look like a user's.
 observers: list[Callable[[nn.Module], AbstractContextManager[None]]] = []
 
 
 class Fused(nn.Module):
-    """A fused module's class derives from a subclass of this one, and then from the module's stock class."""
+    """The base class of fused modules: their class derives from a subclass of this one, then from the stock class."""
 
     _stock: type[nn.Module]
-    _match: Any = None  # the matcher's Match; an object that the class makes by itself has none
+    _match: Any = None  # the matcher's Match; None for an instance made by calling the class
 
     def stock_forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the stock class, with this module's parameters."""
@@ -81,13 +81,13 @@ class Fused(nn.Module):
             return run(*args, **kwargs)
 
     def on_whole_sequences(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """``run``, which wants whole sequences, where the module may be given this rank's part of them."""
+        """Call ``run``, which needs whole sequences, also if the module gets this rank's part of them."""
         sequence = None if self._match is None else self._match.sequence
         if sequence is None or not sequence.active:
             return run(*args, **kwargs)
         first = args[0] if args else next(iter(kwargs.values()))
 
-        def gather(x: Any) -> Any:  # the hidden states, and what is added to them
+        def gather(x: Any) -> Any:  # applies to the hidden states and tensors added to them
             if not isinstance(x, torch.Tensor) or x.dim() != 3 or x.shape[:2] != first.shape[:2]:
                 return x
             return mappings.gather_from(x, sequence.group, dim=1, site="stock.in")
@@ -97,7 +97,7 @@ class Fused(nn.Module):
         return on_result(run(*args, **kwargs), split)
 
     def why_stock(self) -> str | None:
-        """Why the stock forward runs although the module is fused, or None: by default what became of its children."""
+        """The reason why the stock forward runs although the module is fused, or None. Here: changed children."""
         return unlike(self, self._match.kinds)
 
     def runs(self, device: torch.device) -> list[tuple[str, Choice]]:
@@ -110,7 +110,7 @@ class Fused(nn.Module):
         return [(op, replace(choice, reason=choice.reason + whole)) for op, choice in choices]
 
     def _choice(self, said: str, dtype: torch.dtype, device: torch.device) -> Choice:
-        """What runs an op told as "linear_act(fc1; relu)"; on a CPU the size of that child decides."""
+        """The implementation of an op written "linear_act(fc1; relu)"; on a CPU it depends on the child's size."""
         op, _, of = said.partition("(")
         if op not in ("linear_act", "gated_linear"):
             return dispatch.choose(op, device)
@@ -122,7 +122,7 @@ class Fused(nn.Module):
         return functional.layer_choice(weight, device, "auto", activation.strip() or "identity", self.training, op)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load whole plain tensors, a stock module's, into parameters of this module that are split over ranks."""
+        """Load a stock module's whole plain tensors also into parameters that are split over ranks."""
         for name, param in self._parameters.items():
             value = state_dict.get(prefix + name)
             if isinstance(param, DTensor) and isinstance(value, torch.Tensor):
@@ -139,7 +139,7 @@ class Fused(nn.Module):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """What is unpickled is matched again: a match holds functions and classes that have no name."""
+        """Pickle without the match, whose functions and classes have no importable name; unpickling matches again."""
         if self._match is not None and self._match.group.size > 1:
             raise TypeError(
                 f"this {type(self).__name__} is split over {self._match.group.size} ranks and cannot be pickled: save "
@@ -149,7 +149,7 @@ class Fused(nn.Module):
 
 
 def on_first(args: tuple[Any, ...], kwargs: dict[str, Any], function: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, with ``function`` of its first one in its place."""
+    """The arguments of a call, with ``function`` applied to the first one."""
     if args:
         return (function(args[0]), *args[1:]), kwargs
     name, value = next(iter(kwargs.items()))
@@ -157,12 +157,12 @@ def on_first(args: tuple[Any, ...], kwargs: dict[str, Any], function: Any) -> tu
 
 
 def on_result(out: Any, function: Any) -> Any:
-    """``out``, hidden states or a tuple that begins with them, with ``function`` of these."""
+    """``out``, hidden states or a tuple that begins with them, with ``function`` applied to the hidden states."""
     return (function(out[0]), *out[1:]) if isinstance(out, tuple) else function(out)
 
 
 def settings_of(module: nn.Module) -> dict[str, Any]:
-    """What ``module`` holds beside parameters, buffers and children."""
+    """The attributes of ``module`` other than parameters, buffers and children."""
     return {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
 
 
@@ -171,13 +171,13 @@ _PLAIN_VALUES = (bool, int, float, str, tuple)
 
 
 def again(settings: Mapping[str, Any], module: nn.Module, original: nn.Module) -> dict[str, Any]:
-    """``settings`` of ``original`` as they are in ``module``, its copy; what had changed has changed there, too."""
+    """The ``settings`` of ``original`` for its copy ``module``; a setting changed since the match stays changed."""
     now, before = vars(module), vars(original)
     return {name: now.get(name) if before.get(name) is value else value for name, value in settings.items()}
 
 
 def changed(module: nn.Module, settings: Mapping[str, Any]) -> str | None:
-    """Which of ``settings``, as :func:`settings_of` found them, ``module`` has otherwise now; or None."""
+    """The first difference between ``settings`` (from :func:`settings_of`) and those of ``module`` now, or None."""
     now = module.__dict__
     for name, value in settings.items():
         other = now.get(name)
@@ -197,10 +197,10 @@ _GLOBAL_HOOKS = (
 
 
 def unlike(module: nn.Module, kinds: Mapping[str, type]) -> str | None:
-    """Which of the children named in ``kinds`` is another by now, or has hooks, and must be called; or None.
+    """The reason why a child named in ``kinds`` must be called, as it was replaced or has hooks; or None.
 
-    Adapters (peft) replace children, quantisers their weights; engines hook children, or (accelerate) give them a
-    forward of their own.
+    Adapters (peft) replace children, and quantisers their weights. Engines hook children or (accelerate) replace their
+    forward.
     """
     if not kinds:
         return None
@@ -224,7 +224,7 @@ def unlike(module: nn.Module, kinds: Mapping[str, type]) -> str | None:
 
 @functools.cache
 def fused_class(base: Any, stock: Any) -> type[Any]:
-    """``stock`` with the methods of ``base``, and with the signature of its own forward, which transformers reads."""
+    """A subclass of ``stock`` with the methods of ``base`` and the stock forward's signature, for transformers."""
 
     @functools.wraps(stock.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +235,7 @@ def fused_class(base: Any, stock: Any) -> type[Any]:
 
 
 def become(module: nn.Module, matcher: Any, match: Match) -> None:
-    """Make ``module`` what ``matcher`` makes of it, in place."""
+    """Turn ``module`` into the fused class of ``matcher``, in place."""
     match.matcher = matcher
     module.__dict__["_match"] = match
     stock: Any = type(module)
@@ -243,7 +243,7 @@ def become(module: nn.Module, matcher: Any, match: Match) -> None:
 
 
 def _again(stock: Any, matcher: Any) -> nn.Module:
-    """An empty module that, given the state of one of ``stock``, becomes it and is fused."""
+    """An empty module that becomes a fused ``stock`` once it gets the state of one."""
     module: Any = stock.__new__(stock)
     module.__class__ = _becoming(stock)
     module.__dict__["_matcher"] = matcher
@@ -264,7 +264,7 @@ def _becoming(stock: Any) -> type[Any]:
 
 
 def restore(module: nn.Module) -> None:
-    """Make a fused ``module`` what it was before :func:`become`; leave others alone."""
+    """Undo :func:`become` on a fused ``module``; leave other modules alone."""
     if isinstance(module, Fused):
         module.__class__ = module._stock  # type: ignore[assignment]
         del module.__dict__["_match"]

@@ -1,7 +1,8 @@
-"""What a training forward keeps for backward and moves through memory, module by module: fused, and as it was.
+"""The memory that a training forward saves for backward and moves, module by module: fused and stock.
 
-Nothing is computed. The whole model runs twice on fake tensors, once with the stock classes. Each tensor that autograd
-keeps, and each op, counts for the innermost fused module that runs; a tensor that several of them keep, for the first.
+Nothing is computed: the whole model runs twice on fake tensors, once with the stock classes. Each op, and each tensor
+that autograd saves, counts for the innermost fused module that runs; a tensor saved by several modules counts for the
+first.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from .swap import Fused
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one training forward. An op of ours counts as one, also the loss, which works chunk by chunk inside."""
+    """The traffic of one training forward. Each of our ops counts as one, even the loss, which works in chunks."""
 
-    kept: int = 0  # bytes, for backward, beside parameters and the input
-    ops: int = 0  # that touch memory
-    moved: int = 0  # bytes that these take and return
+    kept: int = 0  # bytes saved for backward, without parameters and the input
+    ops: int = 0  # the number of ops that touch memory
+    moved: int = 0  # bytes of the ops' arguments and results
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.kept + other.kept, self.ops + other.ops, self.moved + other.moved)
@@ -37,21 +38,21 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Both:
-    """A module as it was, and fused."""
+    """The traffic of a module, stock and fused."""
 
     stock: Traffic
     fused: Traffic
 
 
 def traffic(model: nn.Module, device: torch.device, given: torch.Tensor) -> dict[str, Both]:
-    """By the path of each fused module of ``model``; "" is also what runs outside of them.
+    """The traffic by path of each fused module of ``model``; "" also counts everything outside of them.
 
-    ``given`` is the model's argument, of which only shape and dtype count; given token ids, a language model computes
-    its loss, too. Ops choose as on ``device``. Raises TypeError for parameters that are no plain tensors, and what the
-    model raises where it asks fake tensors for values.
+    ``given`` is the model's argument, of which only shape and dtype matter; from token ids, a language model also
+    computes its loss. Ops choose as on ``device``. Raises TypeError for parameters that are not plain tensors, and
+    passes on the model's error if it needs the values of fake tensors.
     """
     for name, param in model.named_parameters():
-        if type(param.data) is not torch.Tensor:  # a forward would talk to other ranks
+        if type(param.data) is not torch.Tensor:  # its forward would communicate
             raise TypeError(f"{name} is a {type(param.data).__name__}: ask before the model is sharded or quantised")
     read = readers(model)
     paths = {
@@ -80,7 +81,7 @@ def _run(
     def add(**what: int) -> None:
         found[within[-1]] += Traffic(**what)
 
-    seen: dict[int, Any] = {}  # storages by their address, kept alive: an address may serve twice
+    seen: dict[int, Any] = {}  # storages by address, kept alive so that no address is reused
     with fake:
         own = [
             each for tensor in (*model.parameters(), *model.buffers()) for each in (tensor, fake.from_tensor(tensor))
@@ -124,8 +125,8 @@ def _run(
 
 
 def _off_meta(model: nn.Module, fake: FakeTensorMode) -> None:
-    """Put fake tensors of a CPU in the place of those on the meta device, for which there is no autocast."""
-    made: dict[torch.Tensor, torch.Tensor] = {}  # tied ones stay tied
+    """Replace tensors on the meta device, which has no autocast, by fake CPU tensors."""
+    made: dict[torch.Tensor, torch.Tensor] = {}  # tied parameters stay tied
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
@@ -158,7 +159,7 @@ class _Counter(TorchDispatchMode):
 
 @contextlib.contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Leave the model as it was, whatever a forward writes to it: classes, attributes, buffers, modes, counts."""
+    """Restore all that a forward may change in the model: classes, attributes, buffers, modes, counts."""
     before = [
         (module, type(module), dict(vars(module)), dict(module._parameters), dict(module._buffers))
         for module in model.modules()

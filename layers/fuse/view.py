@@ -1,4 +1,4 @@
-"""A stock forward that sees other children: a view of the module for one call, passed to the forward as ``self``."""
+"""Run a stock forward with other children: it gets a view of the module as ``self`` for one call."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import torch
 
 
 def names_in(forward: Any) -> frozenset[str]:
-    """The names that a forward's code reads; none where it cannot run on a :class:`View`: super() wants the module."""
+    """The names that a forward's code reads; empty if it calls super(), which cannot run on a :class:`View`."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
     return frozenset() if code is None or "__class__" in code.co_freevars else frozenset(code.co_names)
 
 
 def _runs_on_views(method: Any) -> bool:
-    """Whether a method of the module sees what the view replaces: its own ones do, those of torch see the module."""
+    """Whether a method gets the view as ``self``: the module's own methods do, those of torch get the module."""
     return not str(method.__module__).startswith("torch.") and "__class__" not in method.__code__.co_freevars
 
 
 class View:
     """``module`` with some attributes replaced. Reads of all others, and all writes, reach the module."""
 
-    forward = None  # transformers' wrapper of a checkpointed layer's forward looks whether it is the outermost one
+    forward = None  # transformers' wrapper of a checkpointed layer's forward looks for the outermost forward
 
     def __init__(self, module: Any, replaced: dict[str, Any]) -> None:
         self.__dict__["_module"] = module
@@ -37,7 +37,7 @@ class View:
             return self._replaced[name]
         value = getattr(self._module, name)
         if type(value) is types.MethodType and value.__self__ is self._module and _runs_on_views(value.__func__):
-            return partial(value.__func__, self)  # torch.compile knows it, and no methods of views
+            return partial(value.__func__, self)  # torch.compile supports partial, but not methods of views
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -45,16 +45,16 @@ class View:
 
 
 class Shared:
-    """Layers of one input that run together when the first of them is called; for another input a layer runs alone."""
+    """Layers that share an input: calling the first runs all of them. A layer called with another input runs alone."""
 
     def __init__(self, layers: dict[str, Any], run: Any) -> None:
         self.layers, self.run = layers, run
-        self.input: Any = None  # and how often it had been overwritten
+        self.input: Any = None  # with its version
         self.results: dict[str, Any] = {}
         self.apart = False  # whether some layer ran alone
 
     def stands(self) -> dict[str, Any]:
-        """What a view has in the places of the layers."""
+        """The stand-ins that a view has for the layers."""
         return {name: Stand(layer, partial(self.call, name)) for name, layer in self.layers.items()}
 
     def call(self, name: str, x: Any) -> Any:
@@ -72,7 +72,7 @@ def version(x: Any) -> int:
 
 
 class Stand:
-    """What a view has in the place of ``layer``: called, it runs ``run``; its attributes are the layer's."""
+    """A view's stand-in for ``layer``: called, it calls ``run``; its attributes are the layer's."""
 
     def __init__(self, layer: Any, run: Callable[[Any], Any]) -> None:
         self._layer, self._run = layer, run
@@ -85,9 +85,9 @@ class Stand:
 
 
 def with_globals(function: Any, values: dict[str, Any]) -> Any:
-    """``function`` with some global names bound to ``values``."""
+    """A copy of ``function`` with the global names in ``values`` bound to these values."""
     scope = {**function.__globals__, **values}
-    scope.pop("__name__", None)  # torch.compile would take it for that module, and guard what its names are there
+    scope.pop("__name__", None)  # with it torch.compile would guard the names of that module
     copied = types.FunctionType(
         function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
     )
@@ -96,7 +96,7 @@ def with_globals(function: Any, values: dict[str, Any]) -> Any:
 
 
 def with_global(function: Any, name: str, value: Any) -> Any:
-    """``function`` with one global name bound to ``value``; the same one, while its other names are bound as before."""
+    """A copy of ``function`` with one global name bound to ``value``, cached while its other names stay bound."""
     scope = function.__globals__
     bound = frozenset((each, id(scope[each])) for each in function.__code__.co_names if each in scope)
     return _kept(function, name, value, bound)

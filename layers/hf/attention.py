@@ -1,4 +1,4 @@
-"""What modeling files of transformers say about their attention, without importing transformers."""
+"""Look up the attention function of transformers' modeling files, without importing transformers."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ from ..config import TransformerConfig, rope_type
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-CHECKSUMS = "checksums.json"  # ours: size and CRC-32 of the other files, by name
+CHECKSUMS = "checksums.json"  # our own file: size and CRC-32 of the other files, by name
 CHECKSUMS_FORMAT = "shardfuse export 1"
 PART, ANY_PART = "model-{:05d}-of-{:05d}.safetensors", "model-*-of-*.safetensors"
 
-# What lies beside the weights of a model: its tokenizer, and its settings for generation.
+# The files beside a model's weights: its tokenizer, and its settings for generation.
 COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -96,7 +96,7 @@ def config_to_hf(config: TransformerConfig, dtype: str = "float32") -> dict[str,
     out[_NORM_EPS[style]] = config.norm_eps
     out["hidden_act"] = _ACTIVATIONS[style]
     out["rope_parameters"] = _rope_parameters(config)
-    out["rope_theta"] = config.rope_theta  # where transformers 4 looks
+    out["rope_theta"] = config.rope_theta  # transformers 4 reads this key
     out |= {
         "attention_dropout": config.attention_dropout,
         "use_cache": True,
@@ -114,7 +114,7 @@ def config_from_hf(raw: dict[str, Any]) -> TransformerConfig:
     if raw.get("model_type") not in styles:
         raise ValueError(f"model_type={raw.get('model_type')!r}: expected one of {', '.join(styles)}")
     style = styles[raw["model_type"]]
-    tokens = {name: raw.get(name, _DEFAULTS[style].get(name)) for name in _TOKEN_IDS}  # null means that there is none
+    tokens = {name: raw.get(name, _DEFAULTS[style].get(name)) for name in _TOKEN_IDS}  # null: no such token
     raw = _DEFAULTS[style] | {key: value for key, value in raw.items() if value is not None}
 
     if raw["hidden_act"] not in (_ACTIVATIONS[style], "swish" if style == "gated" else None):
@@ -158,7 +158,7 @@ def _rope_parameters(config: TransformerConfig) -> dict[str, Any]:
 
 
 def _rope_fields(raw: dict[str, Any]) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling``; transformers 4 kept the first beside the second."""
+    """``rope_theta`` and ``rope_scaling``; transformers 4 stored theta outside ``rope_scaling``."""
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     theta = rope.pop("rope_theta", raw.get("rope_theta", 10000.0))
     partial = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))

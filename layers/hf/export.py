@@ -36,13 +36,13 @@ def export_hf(
 
     All ranks of ``group`` (default: every process) call it, however the model is spread over them; a pipeline's ranks
     pass the parts that they have. Each tensor is written once, in the model's own dtype: all tensors into one file, or
-    each stage's into its own file beside an index. ``checksums.json`` holds size and CRC-32 of what our readers read,
-    and they compare. The files are complete under temporary names before the first one is renamed. Then the weights of
-    an older export are deleted; other files of the folder stay.
+    each stage's into its own file beside an index. ``checksums.json`` holds size and CRC-32 of the files that our
+    readers read, and the readers compare them. All files are complete under temporary names before the first one is
+    renamed. Then this function deletes the weights of an older export and keeps the folder's other files.
 
     The tokenizer and the settings for generation (``COMPANIONS``) are copied from the folder ``like``, by default the
-    one that the weights were loaded from (``model.loaded_from``, None for a model with fresh weights); where that one
-    is gone, a warning says so.
+    folder that the weights were loaded from (``model.loaded_from``, None for a model with fresh weights). If that
+    folder is gone, this function warns.
 
     Raises TypeError for another kind of model, ValueError for one without a counterpart in transformers and for a
     ``group`` that holds none of its tensors, FileNotFoundError for a missing ``like``, RuntimeError when the folder
@@ -138,7 +138,7 @@ class Publication:
                     shutil.copyfile(source, self._temporary(name))
                     _sync(self._temporary(name))
             checked.write_json(self._temporary(CHECKSUMS), {"format": CHECKSUMS_FORMAT, "files": found})
-            # The checksums first: a reader of files of both exports then finds some that do not match.
+            # Rename the checksums first: a reader that sees files of both exports then finds a mismatch.
             self._temporary(CHECKSUMS).replace(self.directory / CHECKSUMS)
             for name, part in named.items():
                 part.path.replace(self.directory / name)
@@ -165,7 +165,7 @@ class Publication:
 
 
 def _companions(source: Path | None, target: Path, asked: bool) -> dict[str, Path]:
-    """The files to copy from ``source``, by their names below it. It may be gone where no one ``asked`` for it."""
+    """The files to copy from ``source``, by their names below it. If ``asked``, a missing ``source`` raises."""
     if source is None:
         return {}
     if not source.is_dir():
@@ -184,7 +184,7 @@ def _companions(source: Path | None, target: Path, asked: bool) -> dict[str, Pat
 
 
 def first_holders(held: list[list[str]]) -> list[list[str]]:
-    """For each rank the tensors that it holds and no rank before it holds."""
+    """The tensors that each rank writes: those that it holds and no lower rank holds."""
     seen: set[str] = set()
     owned = []
     for names in held:

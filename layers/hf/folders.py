@@ -33,7 +33,7 @@ __all__ = ["WEIGHTS", "config_from_hf", "config_to_hf", "export_hf", "load_hf", 
 
 StrPath = str | os.PathLike[str]
 _REMEDY = f"export or copy the folder again, or delete {CHECKSUMS} there if the change was intended"
-# The fields of a config that a trained model's weights do not depend on.
+# The fields of a config that do not change the meaning of a trained model's weights.
 _FREE = (
     *("max_positions", "init_std", "embedding_dropout", "residual_dropout", "attention_dropout"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
@@ -140,7 +140,7 @@ def _check_downloaded(directory: Path) -> None:
 
 
 def _check_config(directory: Path, found: TransformerConfig, ours: TransformerConfig) -> None:
-    """ValueError where the same weights would make another model."""
+    """ValueError where the same weights would give a different model."""
     for name in (field.name for field in dataclasses.fields(found) if field.name not in _FREE):
         if getattr(found, name) != getattr(ours, name):
             raise ValueError(
@@ -184,13 +184,13 @@ def _read_sums(directory: Path) -> checked.Sums | None:
 
 
 def _check_regular(path: Path) -> None:
-    """ValueError for a pipe or a device, which could be read for ever. Links to files will do: Hub caches use them."""
+    """ValueError for a pipe or a device, which may have no end. Links to files are allowed: Hub caches use them."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: expected a file")
 
 
 def _check_files(directory: Path, group: Group) -> checked.Sums | None:
-    """Compare the files with their checksums, which it returns. The ranks that share a folder share the work."""
+    """Compare the files with their checksums; return these. The ranks that share a folder share the work."""
     place = socket.gethostname(), os.path.realpath(directory)
     found = together(group, lambda: (place, _read_sums(directory)))
     if any(sums != found[0][1] for _, sums in found):
@@ -221,14 +221,14 @@ def _compare(path: Path, measured: checked.Sum, sums: checked.Sums) -> None:
 
 
 def _check_unchanged(directory: Path, sums: checked.Sums | None) -> None:
-    """ValueError where another export replaced files while they were read: it begins with the checksums."""
+    """ValueError if another export replaced files while they were read; an export replaces the checksums first."""
     if _read_sums(directory) != sums:
         raise ValueError(f"{directory}: another export replaced it while it was being read; load it again")
 
 
 def _weight_files(directory: Path, sums: checked.Sums | None) -> dict[Path, list[str]]:
     """For each weights file the names of the parameters in it."""
-    whole = (directory / WEIGHTS).exists() if sums is None else WEIGHTS in sums  # an interrupted export leaves others
+    whole = (directory / WEIGHTS).exists() if sums is None else WEIGHTS in sums  # else a broken export's
     if whole or not (directory / INDEX).exists():
         path = directory / WEIGHTS
         if not path.exists():
@@ -292,7 +292,7 @@ def _read_json(path: Path, sums: checked.Sums | None) -> dict[str, Any]:
 
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """Raise errors that name ``path`` and say what to do, in place of those of reading it."""
+    """Replace the errors of reading ``path`` by ones that name it and say what to do."""
     try:
         yield
     except FileNotFoundError as error:

@@ -1,8 +1,8 @@
 """Any causal language model of transformers from its folder, fused and split, without any rank holding all of it.
 
-The model is built on the meta device and fused there, so that each parameter knows which part this rank keeps. Then the
-files are read in order, and of each tensor only this rank's slice. Names and layouts of older checkpoints are those of
-transformers, whose own conversions are used.
+:func:`load_pretrained` builds the model on the meta device and fuses it there, so that each parameter knows which part
+this rank keeps. Then it reads the files in order, of each tensor only this rank's slice. transformers' own conversions
+handle the names and layouts of older checkpoints.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAPPED_BYTES = 32 << 20  # of one file, before its pages are given back
 
 
 class Reading(NamedTuple):
-    """What :func:`load_pretrained` read on this rank."""
+    """The amount that :func:`load_pretrained` read on this rank."""
 
     tensors: int
     nbytes: int  # of the slices
@@ -57,15 +57,15 @@ def load_pretrained(
         dtype: of the parameters; None: the folder's.
         device: where the parameters go; None: the mesh's device, without a mesh torch's default. "meta": nowhere yet;
             ``parallelize`` then reads each rank's share, once it knows that.
-        progress: a bar on standard error; None: where that is a terminal, on the first rank.
+        progress: a bar on standard error; None: on the first rank, if standard error is a terminal.
         model_kwargs: of transformers' ``from_config``, such as ``{"attn_implementation": "eager"}``.
-        fusing: what else :func:`fuse` takes.
+        fusing: further arguments of :func:`fuse`.
 
-    The result has the folder's config and settings for generation, and ``loaded_from``, from where
-    :func:`save_pretrained` copies the tokenizer; ``reading`` tells how much this rank has read.
+    The result has the folder's config and settings for generation. Its ``loaded_from`` names the folder, from which
+    :func:`save_pretrained` copies the tokenizer; its ``reading`` tells how much this rank has read.
 
     Raises FileNotFoundError for a missing folder or file; ValueError for a file that is cut short, missing or of
-    another model, and for a config that transformers does not know; what :func:`fuse` raises. Every rank raises.
+    another model, and for a config that transformers does not know; and the errors of :func:`fuse`. Every rank raises.
     """
     folder, group = Path(directory), tp_group(mesh)
     device = device or (torch.get_default_device() if group.mesh is None else device_of(group.mesh, None))
@@ -77,7 +77,7 @@ def load_pretrained(
     model.loaded_from = folder.absolute()
 
     def read_weights(ranks: Group) -> None:
-        """Fill the parameters, which have memory by now, from the folder."""
+        """Fill the parameters, which must have memory, from the folder."""
         model.__dict__.pop("read_weights", None)
         held = set().union(*together(ranks, lambda: set(model.state_dict())))
 
@@ -120,7 +120,7 @@ def _dtype_of(config: Any) -> torch.dtype:
 
 
 def _place_buffers(model: Any, device: torch.device) -> None:
-    """Give the buffers of ``model``, which no file holds, their values: transformers computes them as initial ones."""
+    """Compute the values of ``model``'s buffers that no file holds, with transformers' initialisation."""
     for param in model.parameters():
         param._is_hf_initialized = True  # leave it on meta
     for module in model.modules():
@@ -134,7 +134,7 @@ def _place_buffers(model: Any, device: torch.device) -> None:
 
 
 class _Target(NamedTuple):
-    """A tensor of the model, and where its value comes from: names in files, and perhaps a conversion of them."""
+    """A tensor of the model and its source: names in files, with transformers' conversion if there is one."""
 
     name: str
     sources: list[tuple[str, str]]  # (name in the files, the conversion's pattern for it)
@@ -151,8 +151,8 @@ class _Target(NamedTuple):
 def _read(model: Any, held: set[str], files: dict[Path, list[str]], progress: bool | None) -> Reading:
     """Fill ``model``, whose parameters have memory, with this rank's slices of the tensors in ``files``.
 
-    ``held`` are the names of what the ranks together have. Raises ValueError for tensors that are missing, have no
-    place in the model, or have another shape.
+    ``held`` are the names of the tensors that the ranks hold together. Raises ValueError for tensors that are missing,
+    have no place in the model, or have another shape.
     """
     entries = model.state_dict(keep_vars=True)
     tensors = _Tensors(files)
@@ -168,7 +168,7 @@ def _read(model: Any, held: set[str], files: dict[Path, list[str]], progress: bo
 
 
 def _targets(model: Any, names: list[str], held: set[str]) -> list[_Target]:
-    """For each tensor of the model that the files hold, where it comes from."""
+    """The source of each tensor of the model that the files hold."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
@@ -209,7 +209,7 @@ def _check_shape(name: str, found: Any, entry: torch.Tensor) -> None:
 
 
 def _check_names(model: Any, targets: list[_Target], entries: dict[str, torch.Tensor], held: set[str]) -> None:
-    """ValueError for what this rank's part of the model misses, and for what has no place on any rank."""
+    """ValueError for tensors that this rank's part of the model misses, and for those with no place on any rank."""
 
     def ignored(name: str, patterns: Any) -> bool:
         return any(re.search(pattern, name) for pattern in patterns or ())
@@ -231,7 +231,7 @@ def _old(model: Any) -> list[str]:
 
 
 class _Tensors:
-    """The tensors in safetensors files, of which parts are read; the files' pages do not stay in memory."""
+    """The tensors in safetensors files, read slice by slice; the files' pages do not stay in memory."""
 
     def __init__(self, files: dict[Path, list[str]]) -> None:
         self.where = {name: path for path, names in files.items() for name in names}

@@ -35,11 +35,12 @@ def save_pretrained(
     """Write ``model`` so that ``AutoModelForCausalLM.from_pretrained(directory)`` gives equal logits.
 
     ``model`` is one of transformers, fused or not, by itself or as ``parallelize`` returns it. All ranks of ``group``
-    (default: every process) call this. Tensors are gathered one after the other, and written in files of about
-    ``shard_bytes``, so that a rank holds no more than that beside its share; a layer is not divided. Names and layouts
-    are those that transformers writes. Its config, its settings for generation, and the tokenizer of the folder
-    ``like`` (default: the one that the weights were loaded from) come along. ``checksums.json`` holds size and CRC-32
-    of what our readers read. The files are complete under temporary names before the first one is renamed.
+    (default: every process) call this. The ranks gather one tensor after the other and write files of about
+    ``shard_bytes``, so that a rank holds no more than one file's tensors beside its share; a file holds whole layers.
+    Names and layouts are those that transformers writes. The folder also gets the config, the settings for generation,
+    and the tokenizer of the folder ``like`` (default: the one that the weights were loaded from). ``checksums.json``
+    holds size and CRC-32 of the files that our readers read. All files are complete under temporary names before the
+    first one is renamed.
 
     Raises TypeError for another kind of model, ValueError for ``shard_bytes`` below 1 and for a ``group`` that holds
     none of the tensors, FileNotFoundError for a missing ``like``, RuntimeError when the folder cannot be written.
@@ -76,12 +77,12 @@ def save_pretrained(
 
 
 def _shards(entries: dict[str, torch.Tensor], owned: set[str], shard_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
-    """The whole tensors that are ``owned`` here, file by file; all ranks gather each."""
+    """The whole tensors named in ``owned``, file by file; every rank takes part in gathering each one."""
     held: dict[str, torch.Tensor] = {}
     before = None
     for name, entry in entries.items():
         layer = re.match(r".*?\.\d+\.", name)
-        within = layer is not None and before is not None and layer[0] == before[0]  # conversions need all of a layer
+        within = layer is not None and before is not None and layer[0] == before[0]  # conversions need a whole layer
         if held and not within and sum(tensor.nbytes for tensor in held.values()) + entry.nbytes > shard_bytes:
             yield held
             held = {}

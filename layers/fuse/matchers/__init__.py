@@ -1,1 +1,1 @@
-"""What recognises a module, and what it becomes."""
+"""The matchers: each recognises one kind of module and defines its fused forward."""

@@ -1,4 +1,4 @@
-"""Which of our activations a module or function computes, by its values and gradients and not by its name."""
+"""Recognise which of our activations a module or function computes, by its values and gradients, not by its name."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 
 from ....kernels.linear import ACTIVATIONS, apply_activation
 
-# Dense where activations bend, and far out, where some are clipped. In fp64 two spellings of one formula agree to 1e-9,
-# and no two of the formulas do.
+# The points are dense where activations bend, and reach far out, where some are clipped. In fp64 two ways to write one
+# formula agree to 1e-9; two different formulas do not.
 _FAR = torch.logspace(1, 6, 16, dtype=torch.float64)
 _POINTS = torch.cat([torch.linspace(-8, 8, 1025, dtype=torch.float64) + 1e-4, -_FAR, _FAR])
 _TOLERANCE = 1e-9
 
 
 def activation_of(function: Callable[[torch.Tensor], Any]) -> str | None:
-    """The name in ``ACTIVATIONS`` of what ``function`` computes element by element, or None."""
+    """The name in ``ACTIVATIONS`` of the activation that ``function`` computes element by element, or None."""
     try:
         theirs = _with_grad(function)
-    except Exception:  # whatever a foreign function raises: it is no activation of ours
+    except Exception:  # any error of a foreign function means: not one of our activations
         return None
     for name in ACTIVATIONS:
         if name != "identity":
@@ -34,7 +34,7 @@ def activation_of(function: Callable[[torch.Tensor], Any]) -> str | None:
 @torch.enable_grad()
 def _with_grad(function: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     z = _POINTS.clone().requires_grad_()
-    y = function(z * 1.0)  # which may work in place
+    y = function(z * 1.0)  # a copy: the function may work in place
     if y.shape != z.shape or y.dtype != z.dtype:
         raise TypeError("no activation")
     return y.detach(), torch.autograd.grad(y.sum(), z)[0]

@@ -1,9 +1,9 @@
-"""Attention modules: the projections of one input share a product, and rotary positions take one launch.
+"""The matcher of attention modules: projections of one input share a product, and rotary positions take one launch.
 
-The stock forward runs, and the attention function gets what it got before. What changes is what the forward sees: a
-view of the module whose projections run together, and in a copy of the function the global name
-``apply_rotary_pos_emb``, which is transformers' in every model, bound to ours. Where the forward spells its attention
-out, ``eager_attention.py`` makes torch's SDPA of it.
+The stock forward still runs, and the attention function gets the same arguments. Two things change for the forward:
+``self`` is a view of the module whose projections run together, and in a copy of the function the global name
+``apply_rotary_pos_emb``, the same in all models of transformers, is bound to ours. If the forward writes its attention
+out in products and a softmax, ``eager_attention.py`` turns that into torch's SDPA.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ..swap import Fused, Match, on_first, unlike
 from ..view import Shared, Stand, View, names_in, with_global
 from . import rotary
 
-# The projections of queries, keys and values, by their names in transformers' models. Whether they get one input is
-# seen in each call.
+# The projections of queries, keys and values, by their names in transformers' models. Each call checks whether they get
+# the same input.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"), ("wq", "wk", "wv"))
 
 
@@ -43,20 +43,21 @@ class _Attention(Match):
             (*ops, *(["apply_rope"] if rotates else [])), {name: type(module._modules[name]) for name in names}
         )
         self.names, self.forward, self.rotates = names, forward, rotates
-        self.sizes: dict[str, Any] = {}  # of this rank's heads
-        self.split: tuple[str, ...] = ()  # parameters of its own, of which each rank has its heads'
-        self.heads, self.given_to_heads = 0, dict[str, int]()  # of all ranks; the arguments that have a part for each
-        self.around: dict[str, type] = {}  # what is split: the projections, and the layer behind the attention function
+        self.sizes: dict[str, Any] = {}  # the sizes that the forward sees for this rank's heads
+        self.split: tuple[str, ...] = ()  # the module's own parameters that are split by heads
+        self.heads, self.given_to_heads = 0, dict[str, int]()  # of all ranks; the arguments with a part per head
+        self.around: dict[str, type] = {}  # the split layers: projections and output layer
         self.apart = False  # the projections turned out to have different inputs
-        # None: the forward does not spell its attention out; "": torch's SDPA ran, or will; else why it did not.
+        # None: the forward does not write its attention out; "": torch's SDPA runs it; otherwise the reason why SDPA
+        # did not.
         self.spelled_out: str | None = None
 
 
 class FusedAttention(Fused):
-    """The stock forward with our rotary positions, and with projections that run together."""
+    """The stock forward with our rotary positions and with projections that run together."""
 
     def stock_forward(self, *args: Any, **kwargs: Any) -> Any:
-        # Where the projections are others, positions stay ours.
+        # Rotary positions stay ours even if the projections were replaced.
         return self.on_whole_sequences(partial(self._run, {}), args, kwargs)
 
     def fused_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,11 +89,11 @@ class FusedAttention(Fused):
     def _run_shared(self, names: tuple[str, ...], project: Any, *args: Any, **kwargs: Any) -> Any:
         shared = Shared({name: getattr(self, name) for name in names}, project)
         result = self._run(shared.stands(), *args, **kwargs)
-        self._match.apart = shared.apart  # from now on
+        self._match.apart = shared.apart  # holds for all later calls
         return result
 
     def _run_divided(self, *args: Any, **kwargs: Any) -> Any:
-        """Of this rank's part of the sequences: they are gathered before the projections, and scattered behind."""
+        """Run on this rank's part of the sequences: gather before the projections, scatter after the last layer."""
         match = self._match
         gather = partial(mappings.all_gather_from, group=match.sequence.group, dim=1, site="attention.in")
         args, kwargs = on_first(args, kwargs, gather)
@@ -129,8 +130,7 @@ def _project(x: torch.Tensor, layers: tuple[Any, ...]) -> tuple[torch.Tensor, ..
 
 
 class Attention:
-    """Matches a module with projections named as in ``GROUPS``, or whose forward calls ``apply_rotary_pos_emb`` or
-    spells its attention out."""
+    """Matches modules with projections as in ``GROUPS``, ``apply_rotary_pos_emb``, or written-out attention."""
 
     fused = FusedAttention
 
@@ -154,12 +154,12 @@ class Attention:
         return match
 
     def split(self, module: Any, match: Any, group: Group) -> str | None:
-        """Split ``module`` over ``group`` by heads, or say why it stays whole."""
+        """Split ``module`` over ``group`` by heads, or return the reason why it stays whole."""
         return split_attention.split(module, match, group)
 
 
 class PackedAttention(Attention):
-    """Matches attention in which one process has nothing to fuse, so that it can be split over ranks."""
+    """Matches attention with nothing to fuse in one process, so that ``split`` can divide it over ranks."""
 
     def match(self, module: nn.Module) -> Match | None:
         forward: Any = type(module).forward
@@ -169,6 +169,6 @@ class PackedAttention(Attention):
 
 
 def _share(children: Mapping[str, Any], names: tuple[str, ...]) -> bool:
-    """Whether the children of these names are linear layers that may have one input."""
+    """Whether the children of these names are linear layers of one input width, which may therefore share an input."""
     layers = [children.get(name) for name in names]
     return all(map(products.is_linear, layers)) and len({products.width_in(layer) for layer in layers}) == 1

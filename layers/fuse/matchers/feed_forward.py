@@ -1,4 +1,4 @@
-"""Feed-forward modules, matched by the graph of their own forward; and layers that spell theirs out."""
+"""The matchers of feed-forward modules, by the graph of their forward, and of inline feed-forward parts of layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .graph import Part, Rewritten, rewrite
 
 
 class _Traced(Match):
-    """What the trace took for settled, beside both forwards: to be compared at each call."""
+    """The traced forwards of training and evaluation, and the state that the traces assume; each call compares it."""
 
     def __init__(self, module: nn.Module, train: Rewritten, evaluation: Rewritten) -> None:
         children = module._modules
@@ -50,7 +50,7 @@ class _Traced(Match):
 
 
 class FusedFeedForward(Fused):
-    """The traced forward with fused products, while children and settings are those that were traced."""
+    """Runs the traced forward with fused products as long as children and settings equal the traced ones."""
 
     def fused_forward(self, *args: Any, **kwargs: Any) -> Any:
         given = [*args, *map(kwargs.get, self._match.takes[len(args) :])]
@@ -73,7 +73,7 @@ class FusedFeedForward(Fused):
 
 
 class FeedForward:
-    """Matches a module whose forward, traced, has an activation of a linear layer."""
+    """Matches a module whose traced forward applies an activation to the result of a linear layer."""
 
     fused = FusedFeedForward
 
@@ -84,12 +84,12 @@ class FeedForward:
         if train is None or evaluation is None or (train.ops, train.read) != (evaluation.ops, evaluation.read):
             return None
         match = _Traced(module, train, evaluation)
-        # What an object holds may change while it stays the same object.
+        # An object's contents may change while its identity stays, so only plain values can be compared.
         known = (*_SETTLED, type(None))
         return match if all(isinstance(value, known) for value in match.settings.values()) else None
 
     def split(self, module: nn.Module, match: Any, group: Group) -> str | None:
-        """Split ``module`` over ``group``, or say why it stays whole."""
+        """Split ``module`` over ``group``, or return the reason why it stays whole."""
         if (why := _why_whole(module, match.parts, group)) is not None:
             return why
         for part in match.parts:
@@ -111,7 +111,7 @@ def _why_whole(module: nn.Module, parts: Sequence[Part], group: Group) -> str | 
 
 
 def _halves(rows: int, group: Group) -> RowExchange:
-    """Each rank's part of the first and of the second half of ``rows``."""
+    """The rows of each rank: its part of the first half of ``rows`` and its part of the second half."""
     each = rows // 2 // group.size
     starts = [[half + rank * each for half in (0, rows // 2)] for rank in range(group.size)]
     return RowExchange([[row for start in parts for row in range(start, start + each)] for parts in starts], group)
@@ -147,8 +147,8 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 class SpelledOut:
     """Matches a layer whose forward says ``h = self.linear(h)`` and, as its next statement, ``h = self.act(h)``.
 
-    Decoder layers such as OPT's have no module of their own for the feed-forward part, and cannot be traced. Each of
-    the two children must be named nowhere else in the forward.
+    Decoder layers such as OPT's have no separate module for the feed-forward part, and cannot be traced. The forward
+    must use each of the two children only there.
     """
 
     fused = FusedSpelledOut
@@ -174,7 +174,7 @@ class SpelledOut:
         return None
 
     def split(self, module: nn.Module, match: Any, group: Group) -> str | None:
-        """Split ``module`` over ``group``, or say why it stays whole."""
+        """Split ``module`` over ``group``, or return the reason why it stays whole."""
         if (why := _why_whole(module, [Part((match.linear,), match.last, False)], group)) is not None:
             return why
         shard.split([getattr(module, match.linear)], getattr(module, match.last), group)
@@ -185,7 +185,7 @@ class SpelledOut:
 def _source(kind: type[nn.Module]) -> ast.AST | None:
     try:
         return ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
-    except (OSError, TypeError, SyntaxError):  # no source, or none that stands alone
+    except (OSError, TypeError, SyntaxError):  # the source is missing or does not parse alone
         return None
 
 

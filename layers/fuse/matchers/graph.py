@@ -1,8 +1,7 @@
 """The forward of a feed-forward module as a graph, in which products and activations become fused ops.
 
-torch.fx traces the module's own forward with its children as opaque calls, so what is matched is what the module
-computes, whatever its class is called: dropout, a residual and the order of factors stay as they were written. What
-matches:
+torch.fx traces the module's own forward with its children as opaque calls, so matching depends on the computation, not
+on the name of the class: dropout, a residual and the order of factors stay as written. These patterns match:
 
     act(linear(x))                                   one product with the activation in its epilogue
     act(gate(x)) * up(x), or the factors exchanged   one gated product
@@ -33,7 +32,7 @@ Forward = Callable[..., Any]
 
 
 class Part(NamedTuple):
-    """The layers that a fused op stands for."""
+    """The layers that one fused op replaces."""
 
     first: tuple[str, ...]
     last: str | None
@@ -44,34 +43,34 @@ class Part(NamedTuple):
 class Rewritten:
     """A forward with fused ops."""
 
-    forward: Forward  # of the module and its arguments, in place of its class's
+    forward: Forward  # takes the module and its arguments; replaces the class's forward
     takes: tuple[str, ...]
-    read: tuple[str, ...]  # children that the fused ops stand for, and no longer call
+    read: tuple[str, ...]  # children that the fused ops read and no longer call
     ops: tuple[str, ...]  # "gated_linear(gate_proj, up_proj; silu)", "linear_act(down_proj)"
     parts: tuple[Part, ...]
-    names: frozenset[str]  # that the forward's code reads, of whatever
+    names: frozenset[str]  # all attribute and global names in the forward's code
 
 
 class _Opaque(fx.Tracer):
-    """Children are not looked into."""
+    """Treats each child as one opaque call."""
 
-    proxy_buffer_attributes = True  # or Python would see their values
+    proxy_buffer_attributes = True  # keeps Python from reading their values
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
 
 def rewrite(module: nn.Module, training: bool) -> Rewritten | None:
-    """``module``'s forward as it is while ``training`` or not, with every match fused; None where nothing matches.
+    """``module``'s forward in the mode ``training``, with every match fused; None where nothing matches.
 
-    A trace takes what Python decides for settled. So only a forward is traced that must be given all of its arguments,
-    and whose code asks for nothing but attributes of the module. At each call the caller has to see to it that all
-    arguments are tensors, and to compare the attributes.
+    A trace records one outcome of each decision made in Python. This function therefore traces only a forward whose
+    arguments are all required and whose code reads nothing but attributes of the module. At each call the caller must
+    check that all arguments are tensors and that the attributes have their traced values.
     """
     takes = arguments_of(module)
     if takes is None:
         return None
-    stand_in = copy.copy(module)  # tracing with another mode must not be seen by the model
+    stand_in = copy.copy(module)  # the model must not see the mode change
     stand_in.__dict__["training"] = training
     code = _Code(module)
     if code.asks_too_much():
@@ -101,23 +100,23 @@ def arguments_of(module: nn.Module) -> tuple[str, ...] | None:
 
 
 class _Code:
-    """The code that a module's forward may run, but for torch's, the standard library's and its children's.
+    """The code that a module's forward may run, without that of torch, the standard library and the module's children.
 
-    Followed by name: methods, properties and functions that the module holds, global functions, those of imported
-    modules, what decorators wrap.
+    It follows by name: methods, properties and functions of the module, global functions, functions of imported
+    modules, and functions inside decorators.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.code: set[types.CodeType] = set()
-        self.unknown = False  # something runs that cannot be looked into
+        self.unknown = False  # some code cannot be inspected
         self._follow(type(module).forward)
 
     def names(self) -> frozenset[str]:
         return frozenset(name for code in self.code for name in code.co_names)
 
     def asks_too_much(self) -> bool:
-        """Whether some code asks for types, modes or random numbers, which a trace settles, or writes somewhere."""
+        """Whether the code writes anything, or asks for types, modes or random numbers, which a trace would freeze."""
         writes = any(step.opname in _WRITES for code in self.code for step in dis.get_instructions(code))
         return self.unknown or writes or not self.names().isdisjoint(_ASKS)
 
@@ -179,7 +178,7 @@ def _is_pure(graph: fx.Graph, module: nn.Module) -> bool:
 
 
 def _works_in_place(graph: fx.Graph, module: nn.Module) -> bool:
-    """Whether something that is left in ``graph`` overwrites its input: the order of nodes is another by now."""
+    """Whether a node left in ``graph`` overwrites its input, which is unsafe because fusing has reordered the nodes."""
     for node in graph.nodes:
         if node.kwargs.get("inplace") or (
             node.op == "call_module" and getattr(module.get_submodule(str(node.target)), "inplace", False)
@@ -192,7 +191,7 @@ _IN_PLACE = {f"i{name}" for name in ("add", "sub", "mul", "truediv", "matmul", "
 
 
 def _compiled(graph: fx.Graph, module: nn.Module) -> Forward:
-    """One function for all modules of equal forwards, so that torch.compile compiles a model's layers once."""
+    """The function of ``graph``, one for all equal forwards, so that torch.compile compiles a model's layers once."""
     code = graph.python_code("self")
     key = (code.src, tuple(sorted((name, id(value)) for name, value in code.globals.items())))
     if key not in _forwards:
@@ -221,7 +220,7 @@ class _Rewriter:
                     self._replace(node, *hidden)
 
     def _replace(self, node: fx.Node, x: fx.Node, first: tuple[str, ...], activation: str, packed: bool) -> None:
-        """Put the hidden layer ``node``, and the linear layer behind it if nothing else reads it, into one op."""
+        """Fuse the hidden layer ``node``, and the linear layer after it if nothing else reads ``node``, into one op."""
         users = list(node.users)
         last = users[0] if len(users) == 1 and self._linear(users[0]) == node else None
         end = node if last is None else last
@@ -242,7 +241,7 @@ class _Rewriter:
         self.parts.append(Part(first, None if last is None else str(last.target), packed))
 
     def _erase(self, node: fx.Node) -> None:
-        """Take ``node`` out, and what only it read."""
+        """Remove ``node``, and every node that it alone read."""
         inputs = node.all_input_nodes
         self.graph.erase_node(node)
         for each in inputs:
@@ -278,7 +277,7 @@ class _Rewriter:
         return None
 
     def _halves(self, gate: fx.Node, up: fx.Node) -> tuple[fx.Node, str] | None:
-        """x and the layer's name where gate and up are the first and the second half of one linear layer's result."""
+        """(x, the layer's name) if gate and up are the first and the second half of one linear layer's result."""
         for half, place in ((gate, 0), (up, 1)):
             if not _is_call(half, operator.getitem) or half.args[1] != place or half.args[0] is not gate.args[0]:
                 return None
@@ -295,14 +294,14 @@ class _Rewriter:
     # --- parts
 
     def _linear(self, node: Any) -> fx.Node | None:
-        """x, where ``node`` is a linear layer of x."""
+        """The input x of ``node`` if it is a linear layer, else None."""
         if not isinstance(node, fx.Node) or node.op != "call_module" or len(node.args) != 1 or node.kwargs:
             return None
         x = node.args[0]
         return x if isinstance(x, fx.Node) and products.is_linear(self.module.get_submodule(str(node.target))) else None
 
     def _activation(self, node: fx.Node) -> tuple[fx.Node, str] | None:
-        """(z, the activation's name), where ``node`` is an activation of z."""
+        """(z, the activation's name) if ``node`` is an activation of z, else None."""
         if not node.args or not isinstance(node.args[0], fx.Node) or len(node.all_input_nodes) > 1:
             return None
         rest, kwargs = node.args[1:], {name: value for name, value in node.kwargs.items() if name != "inplace"}

@@ -1,7 +1,8 @@
-"""The head and the loss of a causal language model of transformers, in training: the loss without stored logits.
+"""The matcher of head and loss of transformers' causal language models: in training, the loss needs no stored logits.
 
-The stock forward runs on a view of the model whose head returns :class:`Logits`, which nobody has computed yet, and
-whose ``loss_function`` takes them apart again. Whoever else asks for the logits gets them, then.
+The stock forward runs on a view of the model. The view's head returns :class:`Logits`, a tensor not computed yet, and
+its ``loss_function`` uses the hidden states and the weight that these logits refer to. Any other reader of the logits
+makes them be computed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ..stages.divisible import Staged
 from ..swap import Match
 from ..view import Stand, View, names_in
 
-_STOCK_LOSS = "ForCausalLMLoss"  # of transformers.loss.loss_utils
+_STOCK_LOSS = "ForCausalLMLoss"  # in transformers.loss.loss_utils
 
 
 class _Head(Match):
@@ -37,7 +38,7 @@ class _Head(Match):
 
 
 class FusedHead(Staged):
-    """The stock forward; given labels in training, its loss comes from hidden states."""
+    """Runs the stock forward; given labels in training, it computes the loss from hidden states."""
 
     def fused_forward(self, *args: Any, **kwargs: Any) -> Any:
         idle = kwargs.get("labels") is None or not self.training or not torch.is_grad_enabled()
@@ -53,7 +54,8 @@ class FusedHead(Staged):
         return _loss(logits, None, vocab_size, num_items_in_batch=1, shift_labels=targets)
 
     def why_stock(self) -> str | None:
-        # What transformers' property loss_function goes by; asking that itself may log, which torch.compile cannot.
+        # This is how transformers' property loss_function chooses. Reading the property may log, which torch.compile
+        # cannot trace.
         known = getattr(sys.modules.get("transformers.loss.loss_utils"), "LOSS_MAPPING", {})
         kind = known.get(getattr(self, "loss_type", None), _stock_loss())
         if "_loss_function" in self.__dict__ or kind is not _stock_loss():
@@ -74,7 +76,7 @@ class Head:
         return _Head(name, type(outputs)) if {name, "loss_function"} <= names_in(type(module).forward) else None
 
     def split(self, module: Any, match: Any, group: Group) -> str | None:
-        """Split head and embedding over ``group`` by tokens of the vocabulary, or say why they stay whole."""
+        """Split head and embedding over ``group`` along the vocabulary, or return the reason why they stay whole."""
         head, embedding = getattr(module, match.name), module.get_input_embeddings()
         if (why := shard.uneven([products.width_out(head)], group)) is not None:
             return why
@@ -90,7 +92,7 @@ def _stock_loss() -> Any:
     return getattr(sys.modules.get("transformers.loss.loss_utils"), _STOCK_LOSS, None)
 
 
-# What was done to logits since, and by which number: ("*", 0.5), ("tanh", 0.0).
+# An operation on logits and its number: ("*", 0.5), ("tanh", 0.0).
 Step = tuple[str, float]
 _FLOAT = ("float", 0.0)
 _TANH = ("tanh", 0.0)
@@ -106,10 +108,10 @@ class Logits(torch.Tensor):
     """``head(hidden)``, perhaps scaled and soft-capped: a tensor that is computed when something reads it."""
 
     head: Any
-    hidden: torch.Tensor  # with its graph
+    hidden: torch.Tensor  # with its autograd graph
     steps: tuple[Step, ...]
-    sample: torch.Tensor  # of the head's weight at that time
-    low: torch.dtype  # in which the product is formed: autocast's, or that of hidden
+    sample: torch.Tensor  # elements of the head's weight at that time
+    low: torch.dtype  # the product's dtype: autocast's, or that of hidden
     _value: torch.Tensor | None
 
     @staticmethod
@@ -123,10 +125,10 @@ class Logits(torch.Tensor):
 
     @torch.no_grad()
     def value(self) -> torch.Tensor:
-        """The logits [..., V], without a graph: that is the wrapper's.
+        """The logits [..., V], without an autograd graph, which the wrapper has.
 
-        Raises RuntimeError where the head's weights are others by now: these would not be the logits of that forward.
-        Collective where the head is split.
+        Raises RuntimeError if the head's weights have changed since, because the result would not be that forward's
+        logits. Collective if the head is split over ranks.
         """
         if self._value is None:
             weight, bias = _local(self.head)
@@ -147,7 +149,7 @@ class Logits(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.detach:  # by who wants to keep them
+        if func is torch.Tensor.detach:  # by a caller that keeps them
             return args[0].value()
         step = _step(func, args, kwargs)
         if step is None:
@@ -185,7 +187,7 @@ def _local(head: Any) -> tuple[Any, Any]:
 
 
 class _Product(torch.autograd.Function):
-    """The graph of :class:`Logits`, for who reads them."""
+    """The autograd function of :class:`Logits`, for readers other than the loss."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, head: Any) -> Logits:
@@ -213,12 +215,12 @@ class _Product(torch.autograd.Function):
 
 
 class _Then(torch.autograd.Function):
-    """One more step of :class:`Logits`."""
+    """The autograd function of one more step on :class:`Logits`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Logits, step: Step) -> Logits:
         ctx.step, ctx.dtype = step, logits.dtype
-        ctx.result = logits._again(step) if step == _TANH else None  # not the output itself: a cycle
+        ctx.result = logits._again(step) if step == _TANH else None  # saving the output itself would make a cycle
         return logits._again(step)
 
     @staticmethod
@@ -232,7 +234,7 @@ class _Then(torch.autograd.Function):
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """64 of the weight's elements, which no step of an optimizer leaves as they are."""
+    """64 of the weight's elements; any optimizer step changes some of them."""
     rows = weight.detach()[:: max(1, weight.shape[0] // 8)]
     return rows[:8, :: max(1, weight.shape[1] // 8)].clone()
 
@@ -243,7 +245,7 @@ _OVER = {torch.div, torch.Tensor.div, torch.Tensor.__truediv__}
 
 
 def _step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Step | None:
-    """What ``func`` does to the logits that are its first argument, if that can wait; None if not."""
+    """The step of ``func`` on its first argument, :class:`Logits`, if the step can be deferred; None otherwise."""
     if kwargs or not args or not isinstance(args[0], Logits) or args[0]._value is not None:
         return None
     rest = args[1:]
@@ -262,9 +264,9 @@ def _step(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> St
 
 
 def _scale_and_softcap(steps: tuple[Step, ...]) -> tuple[float, float | None] | None:
-    """s and c of steps that come to c * tanh(s * x / c), or to s * x (c is None); None for others."""
+    """(s, c) if the steps compute c * tanh(s * x / c), or s * x with c None; None for other steps."""
     scale, softcap = 1.0, None
-    steps = tuple(step for step in steps if step != _FLOAT)  # the loss is fp32's anyway
+    steps = tuple(step for step in steps if step != _FLOAT)  # the loss is computed in fp32 anyway
     before = steps.index(_TANH) if _TANH in steps else len(steps)
     for step, by in steps[:before]:
         scale = scale * by if step == "*" else scale / by
@@ -285,7 +287,7 @@ def _loss(
     shift_labels: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """transformers' ``ForCausalLMLoss``."""
+    """Compute transformers' ``ForCausalLMLoss``."""
     form = _scale_and_softcap(logits.steps) if isinstance(logits, Logits) and logits._value is None else None
     if form is None or logits.shape[-1] != vocab_size:
         loss: torch.Tensor = _stock_loss()(

@@ -1,4 +1,4 @@
-"""RMSNorms and LayerNorms over the last dimension, matched by what they compute."""
+"""The matcher of RMSNorms and LayerNorms over the last dimension, by the values that they compute."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Norm(Match):
         super().__init__((op,))
         self.op, self.eps, self.offset = op, eps, offset
         self.settings = settings_of(module)
-        self.across: Group = SINGLE  # over which the features are split
+        self.across: Group = SINGLE  # the ranks over which the features are split
 
     def of_copy(self, module: nn.Module, original: nn.Module, memo: dict[int, Any]) -> Match:
         match: Any = super().of_copy(module, original, memo)
@@ -41,14 +41,14 @@ class FusedNorm(Fused):
         match, (weight, bias) = self._match, self._parameters_here()
         if match.across.size > 1:
             return self._across(x, local_tensor(weight))
-        if weight is not None and weight.dtype != x.dtype:  # whose dtype the result has, differs from class to class
+        if weight is not None and weight.dtype != x.dtype:  # classes differ in the dtype of the result
             return self.stock_forward(x)
         if match.op == "rms_norm":
             return rms_norm(x, weight, eps=match.eps, weight_offset=match.offset)
         return layer_norm(x, weight, bias, eps=match.eps, weight_offset=match.offset)
 
     def _across(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm of x [..., D/R] whose squares are added up over the ranks; in fp32 (fp64) as the kernel."""
+        """RMSNorm of x [..., D/R], with the squares summed over the ranks; in fp32 (fp64 for fp64), as the kernel."""
         match, dtype = self._match, x.dtype
         if weight.dtype != dtype:
             dtype = self._stock.forward(View(self, {"weight": weight[:1].detach()}), x.new_zeros(1, 1)).dtype
@@ -65,7 +65,7 @@ class FusedNorm(Fused):
         return self._stock.forward(View(self, {"weight": weight, "bias": bias}), *args, **kwargs)
 
     def _parameters_here(self) -> tuple[Any, ...]:
-        """Weight and bias; where ranks have different tokens or heads, their gradients are summed over the ranks."""
+        """Weight and bias. If ranks have different tokens or heads, backward sums their gradients over the ranks."""
         both = [getattr(self, "weight", None), getattr(self, "bias", None)]
         return mappings.copy_all_to(both, self._group(), site="norm")
 
@@ -80,7 +80,7 @@ class FusedNorm(Fused):
 
 
 class Norm:
-    """Matches a module with at most a weight and a bias that computes a norm of x, tried on a stand-in in fp64."""
+    """Matches a module with at most a weight and a bias that computes a norm of x, as a trial in fp64 shows."""
 
     fused = FusedNorm
 
@@ -95,13 +95,13 @@ class Norm:
         }
         xs = [torch.randn(*sizes, width, generator=drawn, dtype=torch.float64) for sizes in ((3,), (2, 3), (2, 3, 5))]
         for x in xs:
-            x[0] *= 1e-3  # where eps decides
-            x[1] += 3  # a mean
+            x[0] *= 1e-3  # here eps matters
+            x[1] += 3  # a mean other than 0
         stand_in = copy.copy(module)
         stand_in.__dict__["_parameters"] = {name: p if p is None else nn.Parameter(p) for name, p in params.items()}
         try:
             theirs = [_with_grads(stand_in.forward, x) for x in xs]
-        except Exception:  # whatever a foreign forward raises: it is no norm of ours
+        except Exception:  # any error of a foreign forward means: not one of our norms
             return None
         for op, eps, offset in _candidates(module):
             norm = partial(_norm, op=op, params=params, eps=eps, offset=offset)
@@ -112,7 +112,7 @@ class Norm:
 
 
 def _with_grads(function: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    """The result and the gradient of x, which tell statistics from constants."""
+    """The result and the gradient of x; the gradient shows whether statistics are computed or constant."""
     x = x.clone().requires_grad_()
     with torch.enable_grad():
         y = function(x)
@@ -121,7 +121,7 @@ def _with_grads(function: Any, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    """Many a norm computes in fp32, whatever it gets."""
+    """Whether results agree to fp32: many norms compute in fp32 for any input."""
     return all(
         a.shape == b.shape and torch.allclose(a, b.double(), 1e-4, 1e-5 * float(a.abs().max()))
         for a, b in zip(ours, theirs)
@@ -129,7 +129,7 @@ def _close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 
 
 def _width(module: nn.Module) -> int | None:
-    """The width of a module that might be a norm: vectors as parameters, one argument, nothing below it."""
+    """The width of a module that might be a norm: with vectors as parameters, one argument and no children."""
     if module._modules or module._buffers or not set(module._parameters) <= {"weight", "bias"}:
         return None
     takes = list(inspect.signature(module.forward).parameters.values())
@@ -139,14 +139,14 @@ def _width(module: nn.Module) -> int | None:
     shapes |= {tuple(getattr(module, "normalized_shape", ()))} - {()}
     if len(shapes) > 1:
         return None
-    if not shapes:  # without parameters any width serves
+    if not shapes:  # without parameters any width will do
         return 16 if any(_is_eps(value) for value in vars(module).values()) else None
     shape = shapes.pop()
     return shape[0] if len(shape) == 1 else None
 
 
 def _candidates(module: nn.Module) -> list[_Candidate]:
-    """Each norm that ``module`` might be: the op, eps, the weight's offset."""
+    """The norms that ``module`` might compute: (op, eps, the weight's offset) each."""
     epsilons = dict.fromkeys([*filter(_is_eps, vars(module).values()), 1e-5, 1e-6])
     offsets = (0.0, 1.0) if module._parameters.get("weight") is not None else (0.0,)
     ops = ("layer_norm", "rms_norm") if module._parameters.get("bias") is None else ("layer_norm",)

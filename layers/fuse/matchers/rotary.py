@@ -1,4 +1,4 @@
-"""transformers' functions ``apply_rotary_pos_emb``, recognised by their values, and ours in their place."""
+"""Recognise transformers' functions ``apply_rotary_pos_emb`` by their values, and replace them by ours."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 from ....kernels.rope import apply_rope
 
-NAME = "apply_rotary_pos_emb"  # in every model
+NAME = "apply_rotary_pos_emb"  # the name in every model of transformers
 
 Function = Callable[..., Any]
 
-# How a table of P/2 angles comes in a last dimension of P, and how to get it back.
+# The layouts in which models expand a table of P/2 angles to a last dimension of P.
 _WHOLE: dict[str, Function] = {
     "halves": lambda table: torch.cat([table, table], -1),
     "pairs": lambda table: table.repeat_interleave(2, -1),
@@ -35,7 +35,7 @@ def _rotation(function: Function, layout: str, interleaved: bool, impl: str = "a
     def rotate(
         q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [B, N, S, H], k [B, K, S, H] by cos, sin [B, S, P or P/2]; with ``unsqueeze_dim=2`` q is [B, S, N, H]."""
+        """Rotate q [B, N, S, H], k [B, K, S, H] by cos, sin [B, S, P or P/2]; with ``unsqueeze_dim=2`` [B, S, N, H]."""
         rotated = cos.shape[-1] * (2 if layout == "once" else 1)
         if rotated % 2 or rotated > q.shape[-1]:
             return function(q, k, cos, sin, unsqueeze_dim)
@@ -50,19 +50,19 @@ def _rotation(function: Function, layout: str, interleaved: bool, impl: str = "a
 
 
 def rotate_one(x: torch.Tensor, sin: torch.Tensor, cos: torch.Tensor, impl: str = "auto") -> torch.Tensor:
-    """x [B, S, N, H] by sin, cos [B, S, P/2], in interleaved pairs: GPT-J's."""
+    """Rotate x [B, S, N, H] by sin, cos [B, S, P/2] in interleaved pairs, as GPT-J does."""
     return apply_rope(x, None, cos.float(), sin.float(), interleaved=True, impl=impl)[0]
 
 
 def none(q: Any, k: Any = None, *tables: Any, **options: Any) -> Any:
-    """In the place of ``apply_rotary_pos_emb``: no rotation, of one tensor or of two."""
+    """Stands in for ``apply_rotary_pos_emb``: returns one tensor or two without rotation."""
     return (q, k) if isinstance(k, torch.Tensor) and k.dim() == q.dim() else q
 
 
 @functools.cache
 @torch.no_grad()
 def ours(function: Any) -> Function | None:
-    """What computes the same as ``function`` with our op, found by trying it in fp64, or None."""
+    """The rotation by our op that equals ``function``, found by a trial in fp64; None if there is none."""
     try:
         takes = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -84,7 +84,7 @@ def ours(function: Any) -> Function | None:
 def _agree(theirs: Function, ours: Function, *args: torch.Tensor) -> bool:
     try:
         results = [result if isinstance(result, tuple) else (result,) for result in (theirs(*args), ours(*args))]
-        # Some compute in fp32, whatever they get.
+        # Some functions compute in fp32 for any input.
         return all(torch.allclose(a.double(), b.double(), 1e-5, 1e-5) for a, b in zip(*results, strict=True))
-    except Exception:  # other arguments, or another number of results
+    except Exception:  # its arguments or results differ
         return False

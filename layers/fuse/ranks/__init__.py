@@ -1,1 +1,1 @@
-"""Foreign models over tensor-parallel ranks: what is split, and how."""
+"""The division of foreign models over tensor-parallel ranks."""

@@ -1,11 +1,11 @@
-"""Which features of an attention module's projections belong to which head, found by running its own forward.
+"""Find which features of an attention module's projections belong to which head, by running the module's own forward.
 
-The projections are replaced by what returns the numbers of its features in place of their values (small ones, which no
-clipping changes; and ones for a second token, so that a scale can be divided out), rotary positions by the identity.
-What reaches transformers' interface of attention functions, or torch's scaled_dot_product_attention, then says where
-each feature went, and what reaches the layer behind it, where each head's result goes. So it does not matter how a
-module packs queries, keys and values, or how it calls its sizes; and the same run, on one rank's features and with one
-rank's sizes, shows whether the forward can take a part of the heads.
+A trial replaces each projection by a stand-in that returns the numbers of its features instead of their values, and
+rotary positions by the identity. The numbers are scaled down, so that no clipping changes them, and a second token
+holds ones, so that a scale can be divided out. The arguments of transformers' attention functions, or of torch's
+scaled_dot_product_attention, then show which features each head reads, and the input of the output layer shows the
+order of the heads' results. The method works for every packing of queries, keys and values and every naming of sizes. A
+second trial, with one rank's features and sizes, shows whether the forward can run on a part of the heads.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ..matchers import rotary
 from ..spelled_out.eager_attention import attending
 from ..view import Stand, View, with_globals
 
-# What modules and configs call the number of heads.
+# The names of the number of heads in modules and configs.
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 
 
 class Heads(NamedTuple):
-    """For each head of queries the features that it reads, numbered through all of the module's projections."""
+    """The features that each query head reads, numbered consecutively over all projections of the module."""
 
     q: list[list[int]]
     k: list[list[int]]
     v: list[list[int]]
     called: tuple[str, ...]  # the projections, in order
-    behind: str  # the layer that gets the heads' results, one head after the other
-    normed: dict[str, list[int]]  # the features that norms over all heads get
+    behind: str  # the layer that reads the heads' results, concatenated
+    normed: dict[str, list[int]]  # the features that each norm over all heads reads
 
     def of_rank(self, rank: int, size: int) -> Heads:
         """The heads of one of ``size`` ranks."""
@@ -53,15 +53,15 @@ class Heads(NamedTuple):
         return {number for part in (self.q, self.k, self.v) for head in part for number in head}
 
 
-# What attention modules are given beside hidden states that is the same for all heads.
+# Arguments of attention modules, beside hidden states, that are the same for all heads.
 _FOR_ALL = {"past_key_values", "past_key_value", "layer_past", "position_embeddings", "position_ids", "cache_position"}
 _FOR_ALL |= {"output_attentions", "use_cache", "residual", "encoder_hidden_states", "encoder_attention_mask"}
-# And what may have a part for each head: [B * N, ...], [N, S, T] or [B, N, S, T].
+# Arguments that may have a part for each head: [B * N, ...], [N, S, T] or [B, N, S, T].
 _FOR_EACH = ("alibi", "position_bias", "attention_mask", "mask")
 
 
 def given_to_heads(forward: Any) -> dict[str, int] | None:
-    """The arguments of ``forward`` that may have a part for each head, with their places; None: it has unknown ones."""
+    """The arguments of ``forward`` that may have a part per head, with their positions; None: some are unknown."""
     takes = [each for each in inspect.signature(forward).parameters.values() if each.name != "self"]
     named = {each.name: place for place, each in enumerate(takes) if each.kind is each.POSITIONAL_OR_KEYWORD}
     if any(place and name not in _FOR_ALL and name not in _FOR_EACH for name, place in named.items()):
@@ -70,7 +70,7 @@ def given_to_heads(forward: Any) -> dict[str, int] | None:
 
 
 def part_of_heads(x: torch.Tensor, heads: int, rank: int, size: int) -> torch.Tensor:
-    """One rank's part of an argument for all heads."""
+    """One rank's part of an argument that covers all heads."""
     each = heads // size
     if x.dim() == 4:
         return x if x.shape[1] == 1 else x.narrow(1, rank * each, each)
@@ -80,7 +80,7 @@ def part_of_heads(x: torch.Tensor, heads: int, rank: int, size: int) -> torch.Te
 
 
 def numbered(module: nn.Module) -> dict[str, range]:
-    """The features of each linear layer of ``module``, numbered one layer after the other."""
+    """The feature numbers of each linear layer of ``module``, consecutive over the layers."""
     found, start = {}, 0
     for name, child in module._modules.items():
         if products.is_linear(child):
@@ -93,9 +93,9 @@ def numbered(module: nn.Module) -> dict[str, range]:
 def heads_of(
     module: nn.Module, forward: Any, features: Mapping[str, Any], replaced: Mapping[str, Any] | None = None
 ) -> Heads | None:
-    """The heads of ``module``'s ``forward`` where its layers return ``features``; None where they cannot be found.
+    """The heads that ``module``'s ``forward`` forms if its layers return ``features``; None if the trial finds none.
 
-    ``replaced`` take the place of attributes, the number of heads among them.
+    ``replaced`` gives other values to attributes, such as the number of heads.
     """
     if not features:
         return None
@@ -119,7 +119,7 @@ def heads_of(
             forward(view, *_arguments(module, width, next((getattr(view, n) for n in HEADS if hasattr(view, n)), 1)))
     except _Done:
         pass
-    except Exception:  # whatever a foreign forward raises
+    except Exception:  # any error of the foreign forward
         return None
     return run.found()
 
@@ -129,7 +129,7 @@ class _Done(Exception):
 
 
 class _Run(TorchFunctionMode):
-    """A run of the forward, and what it showed."""
+    """One trial run of the forward, and its observations."""
 
     def __init__(self, features: Mapping[str, Any]) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class _Run(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def get_interface(self, *_: Any) -> Any:
-        """In the place of transformers' ``ALL_ATTENTION_FUNCTIONS``."""
+        """Stands in for the method of transformers' ``ALL_ATTENTION_FUNCTIONS``."""
         return lambda module, q, k, v, *args, **kwargs: (self._attend(q, k, v), None)
 
     def project(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -156,7 +156,7 @@ class _Run(TorchFunctionMode):
         return _numbers(torch.tensor(list(self.features[name])))
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """Of queries or keys, of each head [1, 2, N, H] (or transposed) or of all heads [1, 2, N * H]."""
+        """Stand in for a norm of queries or keys: per head [1, 2, N, H] (or transposed), or over all [1, 2, N * H]."""
         if x.dim() == 3:
             self.normed[name] = x
         return x
@@ -175,18 +175,18 @@ class _Run(TorchFunctionMode):
             q, k, v = (_read(x.repeat_interleave(heads // x.shape[1], 1)[0].transpose(0, 1)) for x in self.qkv)
             normed = {name: _read(x[0]) for name, x in self.normed.items()}
             order = _read(result[0])
-        except (RuntimeError, ValueError, IndexError, OverflowError):  # other shapes, or no numbers of features
+        except (RuntimeError, ValueError, IndexError, OverflowError):  # not feature numbers
             return None
         return Heads(q, k, v, tuple(self.called), name, normed) if order == [*range(result.shape[-1])] else None
 
 
 def _numbers(features: torch.Tensor) -> torch.Tensor:
-    """[1, 2, F]"""
+    """Encode feature numbers as [1, 2, F]: the numbers, then ones, both scaled down."""
     return torch.stack([features, torch.ones_like(features)])[None].double() * 2.0**-30
 
 
 def _read(x: torch.Tensor) -> Any:
-    """The numbers in x [2, ...]."""
+    """Decode the feature numbers in x [2, ...]."""
     return (x[0] / x[1]).round().long().tolist()
 
 

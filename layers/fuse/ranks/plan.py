@@ -12,10 +12,11 @@ from .split_linear import SplitLinear
 
 
 def tp_plan(model: nn.Module) -> dict[str, str]:
-    """How ``model``, split by ``fuse(model, mesh)``, is split, in the words of transformers: {"layers.*.mlp.up": ...}.
+    """The split of ``model`` by ``fuse(model, mesh)``, in transformers' terms: {"layers.*.mlp.up": ...}.
 
-    The names are those in the base model, as in a config's ``base_model_tp_plan``; what that has no word for (Conv1D,
-    parameters with one number for each head) is left out. Head and embedding are not the base model's.
+    The names are those in the base model, as in a config's ``base_model_tp_plan``. The plan leaves out modules for
+    which transformers has no term (Conv1D, parameters with one value per head), and head and embedding, which are
+    outside the base model.
     """
     base: nn.Module = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
     plan: dict[str, str] = {}
@@ -30,7 +31,7 @@ def tp_plan(model: nn.Module) -> dict[str, str]:
 
 
 def _word(module: nn.Module, packed: bool) -> str | None:
-    """transformers' name of how ``module`` is split; ``packed``: a layer beside it packs several parts."""
+    """transformers' term for the split of ``module``; ``packed``: a layer beside it packs several parts."""
     if isinstance(module, ColumnParallelLinear):
         return "colwise"
     if isinstance(module, SplitLinear) and not module.transposed:

@@ -2,9 +2,9 @@
 
     x [B, S, D] -> first layer: this rank's x [B, S/R, D] -> ... -> last layer -> x [B, S, D]
 
-Norms and residuals see [B, S/R, D], so that R times less is kept for backward. Attention and feed-forward parts gather
-the sequences before their first product, and scatter the sums behind their last one (Korthikanti et al.,
-arXiv:2205.05198). Before the first layer and behind the last one every rank has whole sequences.
+Norms and residuals see [B, S/R, D], so they save R times less for backward. Attention and feed-forward parts gather the
+sequences before their first product and scatter the sums after their last one (Korthikanti et al., arXiv:2205.05198).
+Before the first layer and after the last one every rank has whole sequences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..view import names_in
 
 
 class Sequence:
-    """Which layers divide sequences among the ranks of ``group``, and when: in training."""
+    """The division of sequences among the ranks of ``group``; it is active in training only."""
 
     def __init__(self, group: Group, layers: list[nn.Module]) -> None:
         self.group, self.first, self.last = group, layers[0], layers[-1]
@@ -35,7 +35,7 @@ class Sequence:
 
 
 class FusedLayer(Fused):
-    """The first of the layers takes this rank's part of each sequence, the last one gathers the parts."""
+    """The first layer takes this rank's part of each sequence; the last layer gathers the parts."""
 
     def fused_forward(self, *args: Any, **kwargs: Any) -> Any:
         sequence = self._match.sequence
@@ -60,7 +60,7 @@ class FusedLayer(Fused):
 
 
 class Layer:
-    """Not a matcher: what :func:`divide` makes of the ends of a list of layers."""
+    """The fused form of the first and last layer, which :func:`divide` applies; it matches nothing by itself."""
 
     fused = FusedLayer
 

@@ -1,9 +1,9 @@
-"""Layers of a foreign model split over the ranks of a tensor-parallel group, in place: their parameters become
+"""Split layers of a foreign model over the ranks of a tensor-parallel group, in place; their parameters become
 DTensors.
 
-The layers before an activation, and projections of queries, keys and values, are split by columns (each rank has some
-of the features, or heads), the layer behind them by rows. Everything else is whole on every rank and computes the same
-there, so all ranks must get the same batch.
+The layers before an activation and the projections of queries, keys and values are split by columns: each rank has some
+of the features or heads. The layer after them is split by rows. Everything else is whole on every rank and computes the
+same there, so all ranks must get the same batch.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .split_linear import SplitLinear
 
 
 def uneven(sizes: Sequence[int], group: Group) -> str | None:
-    """Why ``sizes``, the numbers of what the ranks share out (features, heads), cannot be shared out, or None."""
+    """The reason why ``sizes`` (numbers of features or heads) do not divide by the ranks, or None."""
     odd = [size for size in sizes if size % group.size]
     return f"{odd[0]} does not divide into {group.size} equal parts" if odd else None
 
 
 def split(first: list[Any], last: Any, group: Group, exchanges: Sequence[RowExchange | None] = ()) -> None:
-    """Split layers ``first`` by columns and the layer ``last`` behind them by rows; every rank calls this.
+    """Split layers ``first`` by columns and the layer ``last`` after them by rows. Every rank calls this function.
 
-    ``exchanges``: of each layer in ``first`` that packs several parts, the features of each rank.
+    ``exchanges`` gives the features of each rank for every layer in ``first`` that packs several parts.
     """
     for layer, exchange in zip(first, exchanges or [None] * len(first), strict=True):
         _split(layer, ColumnParallel(), group, exchange)
@@ -42,7 +42,7 @@ def _split(layer: Any, style: Any, group: Group, exchange: RowExchange | None) -
     assert group.mesh is not None
     transposed = products.is_conv1d(layer)
     if exchange is None and not transposed:
-        layer.__class__ = nn.Linear  # subclasses that compute the same
+        layer.__class__ = nn.Linear  # also for subclasses that compute the same
         style._apply(layer, group.mesh)
         return
     ours = SplitLinear(
@@ -60,7 +60,7 @@ def _split(layer: Any, style: Any, group: Group, exchange: RowExchange | None) -
 
 
 def split_head(head: Any, group: Group) -> None:
-    """Split the layer of the logits, which every rank gets whole."""
+    """Split the head along the vocabulary; every rank gets whole logits."""
     assert group.mesh is not None
     head.__class__ = nn.Linear
     ColumnParallel(gather_output=True, site="head")._apply(head, group.mesh)

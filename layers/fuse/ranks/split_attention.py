@@ -1,4 +1,4 @@
-"""Attention modules split over ranks by heads, whether queries, keys and values come from one layer or from three."""
+"""Split attention modules over ranks by heads, with queries, keys and values from one layer or from three."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..view import View, names_in
 from . import shard
 from .heads import HEADS, Heads, given_to_heads, heads_of, numbered
 
-# Sizes that a forward may have from its module or its config rather than from its tensors: HEADS, of all keys' heads,
-# of all features.
+# The names under which a forward may read a size from its module or config instead of its tensors: the number of heads
+# (HEADS), of KV heads, and of all heads' features.
 _KEYS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _WIDTHS = ("hidden_size", "embed_dim", "all_head_size", "inner_dim", "attention_size", "split_size")
 
 
 def split(module: Any, match: Any, group: Group) -> str | None:
-    """Split ``module`` over ``group`` by heads, or say why it stays whole."""
+    """Split ``module`` over ``group`` by heads, or return the reason why it stays whole."""
     features = numbered(module)
     heads = heads_of(module, module._stock.forward, features)
     if heads is None:
@@ -82,7 +82,7 @@ def _own_parameters(module: Any, heads: Heads, norms: list[FusedNorm]) -> str | 
 
 
 def _wanted(heads: Heads, features: range, size: int) -> list[list[int]]:
-    """For each rank the features of one layer that its heads read."""
+    """The features of one layer that each rank's heads read."""
     return [sorted(heads.of_rank(rank, size).features & set(features)) for rank in range(size)]
 
 
@@ -97,7 +97,7 @@ def _exchange(parts: list[list[int]], features: range, group: Group) -> RowExcha
 
 
 def _sizes(module: Any, heads: Heads, size: int) -> dict[str, Any]:
-    """The sizes that ``module``, and its config, have otherwise on one of ``size`` ranks."""
+    """The attributes of ``module`` and its config that take other values on one of ``size`` ranks."""
     count, keys, width = len(heads.q), len({tuple(head) for head in heads.k}), len(heads.q) * len(heads.q[0])
     whole = {**dict.fromkeys(HEADS, count), **dict.fromkeys(_KEYS, keys), **dict.fromkeys(_WIDTHS, width)}
     own: dict[str, Any] = {name: value // size for name, value in whole.items() if vars(module).get(name) == value}

@@ -1,8 +1,8 @@
-"""A linear layer of a foreign model, split over ranks in place, where one of ours would not do.
+"""A linear layer of a foreign model, split over ranks in place, for cases that our own layers do not cover.
 
-Two cases need it: transformers' Conv1D, which keeps W^T; and a layer that packs what each rank needs a part of (gate
-and up, or queries, keys and values), whose parameters are split evenly into consecutive rows, as torch's engines and
-checkpoints know it. There each rank exchanges rows with the others before the product, and its gradients afterwards.
+There are two such cases. transformers' Conv1D stores W^T. A packed layer (gate and up, or queries, keys and values)
+holds parts of which each rank needs a share, but torch's engines and checkpoints split its parameters evenly into
+consecutive rows: each rank therefore exchanges rows with the others before the product, and gradients after it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ...options import LayerKwargs, LayerOptions, Unpack
 class SplitLinear(TensorParallel, ShardedModule):
     """``nn.Linear`` or Conv1D with its output features (``rows=False``) or its input features split over the ranks.
 
-    ``transposed``: the weight is kept as [D, F]. ``exchange``: the output features of each rank, if they are not the
-    consecutive ones that its parameters hold. x is whole on every rank, or with ``rows`` this rank's features; y the
-    reverse.
+    ``transposed``: the weight is stored as [D, F]. ``exchange``: the output features of each rank, if they differ from
+    the consecutive ones that its parameters hold. By columns x is whole and y holds this rank's features; with ``rows``
+    x holds this rank's features and y is whole.
     """
 
     weight: nn.Parameter
@@ -54,7 +54,7 @@ class SplitLinear(TensorParallel, ShardedModule):
         self.add_parameter("bias", (out_features,) if bias else None, None if rows else 0, bias_init)
 
     def operand(self) -> tuple[Any, Any]:
-        """This rank's weight [F/R, D] (with ``rows`` [F, D/R]) and bias, plain; collective with an ``exchange``."""
+        """This rank's weight [F/R, D] (with ``rows`` [F, D/R]) and bias, plain; a collective with an ``exchange``."""
         weight, bias = self._own()
         if self.exchange is None:
             return weight, bias
@@ -66,7 +66,7 @@ class SplitLinear(TensorParallel, ShardedModule):
         return weight.t() if self.transposed else weight, bias
 
     def exchanges_results(self, x: torch.Tensor) -> bool:
-        """Whether the rows of y^T [F/R, T] travel in place of the weight's [F/R, D]: there are fewer tokens."""
+        """Whether to exchange rows of y^T [F/R, T] instead of the weight's [F/R, D], because there are fewer tokens."""
         return self.exchange is not None and x.numel() < x.shape[-1] * x.shape[-1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A table of embeddings split over ranks by tokens, whatever constant its class multiplies them by (Gemma's)."""
+"""A table of embeddings split over ranks by tokens, for classes that scale embeddings by a constant (Gemma's) too."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class _Table(Match):
         self.module, self.scales = copy.copy(module), {}  # type: ignore[var-annotated]
 
     def scale(self, dtype: torch.dtype) -> float:
-        """The constant, as the stock class rounds it in ``dtype``."""
+        """The constant factor, as the stock class rounds it in ``dtype``."""
         if dtype not in self.scales:
             self.scales[dtype] = float(_stock(self.module, torch.ones(1, 1, dtype=dtype))[0, 0])
         return self.scales[dtype]
 
 
 class FusedTable(Fused):
-    """Each rank looks up the tokens that it has; the sum over the ranks is the stock result."""
+    """Each rank looks up the tokens of its part of the table; the sum over the ranks is the stock result."""
 
     weight: nn.Parameter
     num_embeddings: int
@@ -37,7 +37,7 @@ class FusedTable(Fused):
 
     def fused_forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = local_tensor(self.weight)
-        if input.is_meta:  # of a pipeline's stage that has another's place in it
+        if input.is_meta:  # a pipeline stage ran this as a stand-in for another stage
             return weight.new_empty(*input.shape, weight.shape[1], device="meta")
         x = look_up(self, input, weight, self._match.group, self.num_embeddings, self.padding_idx)
         scale = self._match.scale(weight.dtype)
@@ -51,7 +51,7 @@ class FusedTable(Fused):
 
 
 class Table:
-    """Makes an nn.Embedding one; not a matcher by itself, as it follows the head that may share its weight."""
+    """Turns an nn.Embedding into a :class:`FusedTable`, when ``Head.split`` asks: the head may share its weight."""
 
     fused = FusedTable
 
@@ -68,11 +68,11 @@ class Table:
         try:
             match = _Table(module)
             return match if torch.equal(_stock(module, drawn), drawn * match.scale(torch.float64)) else None
-        except Exception:  # whatever a foreign forward raises: it is no such table
+        except Exception:  # any error of a foreign forward means: no such table
             return None
 
     def split(self, module: nn.Module, group: Group) -> str | None:
-        """Split ``module`` over ``group``, or say why it stays whole."""
+        """Split ``module`` over ``group``, or return the reason why it stays whole."""
         match: Any = self.match(module)
         if match is None:
             return f"its table is a {type(module).__name__}, which is not split"
@@ -88,7 +88,7 @@ class Table:
 
 @torch.no_grad()
 def _stock(module: Any, weight: torch.Tensor) -> torch.Tensor:
-    """What the class of ``module`` makes of tokens 0, 1, ... of ``weight`` [V, D], on the CPU."""
+    """The stock class's embeddings of tokens 0, 1, ... with ``weight`` [V, D], on the CPU."""
     twin = copy.copy(module)
     buffers = {name: None if each is None else each.cpu() for name, each in module._buffers.items()}
     twin.__dict__ |= {"_parameters": {"weight": nn.Parameter(weight)}, "_buffers": buffers, "padding_idx": None}

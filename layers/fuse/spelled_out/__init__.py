@@ -1,1 +1,1 @@
-"""Attention that a module writes out as products and a softmax, run as torch's SDPA."""
+"""Attention that a module writes out as products and a softmax: torch's SDPA runs it."""

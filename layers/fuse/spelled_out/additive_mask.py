@@ -1,4 +1,4 @@
-"""The bias of attention scores, from the steps that build it up, as the additive mask of torch's SDPA."""
+"""Convert the steps that bias attention scores into the additive mask of torch's SDPA."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..view import version
 
-# A mask's value from here down leaves nothing of a score, unless all values of its row are as low.
+# A bias at or below this value removes a key from the softmax, unless all biases of its row are as low.
 LOW = -3e4
-# ("+", tensor); ("*", number); ("mask", mask, its value that keeps scores, what others become, the scores' dtype);
-# ("view", dimensions before the last two, what they become)
+# ("+", tensor); ("*", number); ("mask", mask, the mask value that keeps a score, the fill value of the others, the
+# scores' dtype); ("view", the dimensions before the last two, their new sizes)
 Step = tuple[Any, ...]
-BLIND = object()  # there are rows of nothing but low values, and gradients are wanted
+BLIND = object()  # gradients are on, and some row consists of low values alone
 
 
 class _Kept(NamedTuple):
     key: Any
     mask: Any
-    tensors: list[Any]  # of which it was made, but for the last: no others take their place in memory
+    tensors: list[Any]  # its other sources, kept alive so that no tensor reuses their addresses
 
 
-# By the last tensor that goes into a mask, which all layers of a model get: what was made of it last.
+# The latest mask for each last source tensor, which all layers of a model receive.
 _kept: Any = WeakTensorKeyDictionary()
 
 
 def shared_mask(steps: tuple[Step, ...], dtype: torch.dtype) -> Any:
-    """The mask in ``dtype``, or BLIND: one tensor for all layers that come with the same steps."""
+    """The mask in ``dtype``, or BLIND; layers with the same steps share one tensor."""
     *tensors, last = [each for step in steps for each in step if isinstance(each, torch.Tensor)]
     if torch.compiler.is_compiling() or not _host_may_read(last) or any(x.requires_grad for x in (*tensors, last)):
         return _mask(steps, dtype)
@@ -53,17 +53,17 @@ def _host_may_read(x: torch.Tensor) -> bool:
 
 def _mask(steps: tuple[Step, ...], dtype: torch.dtype) -> Any:
     bias = _bias(steps)
-    if bias.dtype.itemsize > dtype.itemsize:  # what counts are differences from the largest of a row: those are rounded
+    if bias.dtype.itemsize > dtype.itemsize:  # round differences from a row's maximum
         top = bias.detach().amax(-1, keepdim=True)
         bias = bias - top.masked_fill(top <= LOW, 0.0)
     if torch.is_grad_enabled():
-        # A row without a key is uniform in the stock forward, and so is its gradient; SDPA's is not.
+        # In the stock forward a row without any key has uniform weights and gradients; SDPA's gradients differ.
         blind = (bias <= LOW).all(-1, keepdim=True)
         if torch.compiler.is_compiling() or not _host_may_read(bias):
-            bias = bias.masked_fill(blind, 0.0)  # it sees all of them, as in transformers' own masks for SDPA
+            bias = bias.masked_fill(blind, 0.0)  # let it see all keys, as transformers' own SDPA masks do
         elif blind.any():
             return BLIND
-    # Kernels multiply by log2(e), which must not make a row infinite that was not.
+    # Kernels multiply by log2(e), which must not turn a finite value into an infinite one.
     finite = bias.clamp(min=torch.finfo(dtype).min / 2)
     return torch.where(bias.isneginf(), bias, finite).to(dtype)
 

@@ -1,7 +1,8 @@
-"""Attention that a module spells out, softmax(q k^T) v in products and a softmax: its own code, with scores that wait.
+"""Run attention that a module writes out, softmax(q k^T) v as products and a softmax, with deferred scores.
 
-The module's forward, or the method that it calls for this, runs as it was written, but for its matrix products and
-``torch.tensor(number)``, which become calls of ours: they return :class:`~.scores.Scores`, and see numbers.
+The module's forward, or the method that it calls for attention, runs from its own source, with two changes. Matrix
+products become calls of ours, which return :class:`~.scores.Scores`. ``torch.tensor(number)`` becomes a call that
+remembers the number.
 """
 
 from __future__ import annotations
@@ -21,24 +22,26 @@ from typing import Any
 import torch
 
 from ..view import View, with_global
-from . import score_steps as score_steps  # fills the table of what waits
+from . import score_steps as score_steps  # its import fills the table STEPS
 from . import scores
 from .scores import Scores, Seen, Weights
 
-_OURS = "_shardfuse_call"  # the name of ours in the code
+_OURS = "_shardfuse_call"  # the name of our function in the code
 _PRODUCTS = ("matmul", "bmm", "baddbmm")
-_CHOOSES = {"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention"}  # the model runs what its user asked for
-# Scores are no tensors to these; an autograd function would not see their graph, and takes gradients' mode with it.
+_CHOOSES = {"ALL_ATTENTION_FUNCTIONS", "scaled_dot_product_attention"}  # its user chose the attention
+# Code with these names cannot run on Scores: they are not tensors to it, and an autograd function would not see their
+# graph and changes the gradient mode.
 _ASKS = {"is_tensor", "type", "Tensor", "apply", "no_grad", "set_grad_enabled", "inference_mode"}
 _Function = Callable[..., Any]
 _FUTURE = sum(getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
 
 
 def attending(kind: Any, bound: dict[str, Any]) -> _Function | None:
-    """The forward of the class ``kind`` with scores that wait and ``bound`` for global names; None if it has none.
+    """The forward of the class ``kind`` with deferred scores and the global names ``bound``; None: it writes out no
+    attention.
 
-    To be called with the module, or a view of it. After each call ``module._match.spelled_out`` says why scores were
-    computed, if they were.
+    Call it with the module or a view of it. After each call ``module._match.spelled_out`` is the reason why scores were
+    computed, "" if they were not.
     """
     forward: Any = kind.forward
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
@@ -82,11 +85,11 @@ def _running(forward: _Function, methods: tuple[tuple[str, _Function], ...], sto
 def _returned(result: Any) -> Any:
     if not isinstance(result, Scores):
         return result
-    return result.value() if torch.compiler.is_compiling() else Weights.of(result)  # a compiler drops what is not used
+    return result.value() if torch.compiler.is_compiling() else Weights.of(result)  # a compiler drops unused values
 
 
 def _call(owner: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """``owner.name(...)`` in the code, or ``owner @ ...``."""
+    """Run ``owner.name(...)``, or ``owner @ ...``, of the module's code."""
     if name == "@":
         return scores.call(operator.matmul, owner, *args)
     if owner is torch:
@@ -101,7 +104,7 @@ def _call(owner: Any, name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Calls(ast.NodeTransformer):
-    """``a @ b``, ``a.matmul(b)``, ``torch.bmm(a, b)`` ... become calls of ours."""
+    """Turns ``a @ b``, ``a.matmul(b)``, ``torch.bmm(a, b)`` ... into calls of ours."""
 
     products = 0
 
@@ -129,7 +132,7 @@ class _Calls(ast.NodeTransformer):
 
 @functools.cache
 def _waiting(function: Any) -> _Function | None:
-    """``function`` with our calls, if it has a softmax and two products at least, and its source is at hand."""
+    """``function`` with our calls; None without a softmax, two products and readable source."""
     code = getattr(function, "__code__", None)
     if code is None or hasattr(function, "__wrapped__") or code.co_freevars or code.co_flags & inspect.CO_GENERATOR:
         return None
@@ -138,7 +141,7 @@ def _waiting(function: Any) -> _Function | None:
     if any(str(getattr(function.__globals__.get(n), "__module__", "")).startswith("einops") for n in code.co_names):
         return None
     tree = _source(code.co_filename)
-    if tree is None or not _same(_compiled(tree, code), code):  # none, or the file is another by now
+    if tree is None or not _same(_compiled(tree, code), code):  # no source, or the file has changed
         return None
     tree, calls = copy.deepcopy(tree), _Calls()
     for each in ast.walk(tree):
@@ -165,7 +168,7 @@ def _line(node: ast.FunctionDef) -> int:
 
 
 def _compiled(tree: ast.Module, like: types.CodeType) -> types.CodeType | None:
-    """The code of the function in ``tree`` that stands where that of ``like`` does."""
+    """The compiled function in ``tree`` with the name and line of ``like``."""
     todo = [compile(tree, like.co_filename, "exec", flags=like.co_flags & _FUTURE, dont_inherit=True)]
     while todo:
         code = todo.pop()

@@ -1,4 +1,4 @@
-"""What may be done to attention scores that wait (``scores.py``), and attention without them at the end of it."""
+"""The operations that deferred attention scores (``scores.py``) can record, and the SDPA call that ends them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _where_of(made: Made, scores: Any, condition: Any, other: Any) -> Any:
 
 
 def _filled(made: Made, scores: Any, mask: Any, value: Any, kept: bool) -> Any:
-    """Scores, but for ``value`` where ``mask`` is not ``kept``."""
+    """Record a fill: scores stay where ``mask`` equals ``kept`` and become ``value`` elsewhere."""
     value = getattr(value, "number", value)
     if not isinstance(scores, Scores) or scores.soft or not _is_number(value) or value > LOW:
         return None
@@ -86,7 +86,7 @@ def _filled(made: Made, scores: Any, mask: Any, value: Any, kept: bool) -> Any:
 
 def _view(made: Made, scores: Scores, *sizes: Any) -> Any:
     shape = list(sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes)
-    if len(shape) < 3:  # a dtype, perhaps
+    if len(shape) < 3:  # may be a dtype
         return None
     if -1 in shape:
         shape[shape.index(-1)] = math.prod(scores.shape) // max(1, -math.prod(shape))
@@ -99,7 +99,7 @@ def _view(made: Made, scores: Scores, *sizes: Any) -> Any:
 def _softmax(made: Made, scores: Scores, dim: Any = None, _stacklevel: Any = 3, dtype: Any = None) -> Any:
     if scores.soft or dim not in (-1, scores.ndim - 1) or not isinstance(_stacklevel, int):
         return None
-    if dtype is None:  # autocast's softmax is fp32's
+    if dtype is None:  # autocast computes softmax in fp32
         dtype = scores.dtype if scores.mode[1] is None else torch.promote_types(scores.dtype, torch.float32)
     return scores.then(made, dtype=dtype, soft=True)
 
@@ -151,29 +151,29 @@ STEPS |= {
 
 
 def _attend(weights: Scores, v: Any) -> Any:
-    """``weights @ v``, or None where the weights have to be computed for it."""
+    """``weights @ v`` by SDPA, or None where it needs the weights themselves."""
     lead, dtype = weights.shape[:-2], weights.dtype
     if not weights.soft or type(v) is not torch.Tensor or v.shape[:-1] != (*lead, weights.shape[-1]):
         return None
     low = _lowered(v)
     if any(version(x) != times for x, times in weights.read) or low == v.dtype != dtype:
-        return None  # computing them raises, or the stock product does
+        return None  # computing the scores raises, or the stock product does
     mask = shared_mask(weights.steps, low) if weights.steps else None
     if mask is BLIND:
         weights.value("some query sees no key, as padding on the left does, and its gradient would be another one")
         return None
-    ranks = (1,) * (2 - len(lead)) + tuple(lead)  # the kernels take four dimensions
+    ranks = (1,) * (2 - len(lead)) + tuple(lead)  # the kernels need four dimensions
     q, k, v = (x.reshape(*ranks, *x.shape[-2:]).to(low) for x in (weights.q, weights.k, v))
     if mask is not None and mask.dim() < 4:
         mask = mask[(None,) * (4 - mask.dim())]
     note("")
     dispatch.count("attention", "sdpa")
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=weights.scale)
-    return out.reshape(*lead, *out.shape[-2:]).contiguous()  # as a product's result is
+    return out.reshape(*lead, *out.shape[-2:]).contiguous()  # contiguous, as the result of a product is
 
 
 def _lowered(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which torch multiplies ``x`` here: autocast's, or its own."""
+    """The dtype of a product of ``x`` here: autocast's, or that of ``x``."""
     return x.dtype if x.dtype == torch.float64 else mode_of(x)[1] or x.dtype
 
 
@@ -182,7 +182,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _fits(x: Any, scores: Any) -> bool:
-    """Whether ``x`` is a tensor that broadcasts to the scores, and not they to it."""
+    """Whether ``x`` is a tensor that broadcasts to the scores' shape without enlarging it."""
     if type(x) is not torch.Tensor or not 2 <= x.dim() <= scores.ndim:
         return False
     return all(x.shape[i] == 1 or x.shape[i] == scores.shape[i] for i in range(-x.dim(), 0))

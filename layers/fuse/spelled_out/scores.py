@@ -1,8 +1,8 @@
-"""Attention scores that wait: where a softmax times v is all that is asked of them, torch's SDPA computes it.
+"""Deferred attention scores: if a module only forms softmax(scores) v, torch's SDPA computes the result.
 
-:class:`Scores` stands for q k^T and records what is done to it: a scale, biases, masks, a softmax, changes of shape and
-dtype. Its product with v then is ``scaled_dot_product_attention``, which stores no scores. For everything else, dropout
-of the weights included, the calls that were recorded compute them.
+:class:`Scores` represents q k^T and records the operations on it: a scale, biases, masks, a softmax, changes of shape
+and dtype. Its product with v becomes ``scaled_dot_product_attention``, which stores no scores. For every other use,
+dropout of the weights included, the recorded calls compute the scores.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Made = tuple[Any, Any, Any]  # a function, its arguments, its keyword arguments
 Mode = tuple[bool, torch.dtype | None]  # whether gradients are on, and autocast's dtype
 
 
-# What can wait: the function, and what records it. It gets the call and its arguments, and returns what stands for the
-# result, or None.
+# The recorder of each deferrable function. It gets the call and its arguments, and returns the deferred result, or None
+# if the call cannot be deferred.
 STEPS: dict[Any, Callable[..., Any]] = {}
 
 
 class Seen:
-    """Why the first scores of a forward were computed after all; "" where attention ran without them."""
+    """The reason why the first scores of a forward were computed; "" if attention ran without them."""
 
     none = "its products are not those of softmax(q k^T) v"
     single = "the scores of a single query are small"
@@ -37,7 +37,7 @@ class Seen:
 
 
 class Scores:
-    """q [..., S, H] times k^T [..., H, T], and what was done to it since. It serves wherever a tensor does."""
+    """q [..., S, H] times k^T [..., H, T] and the operations since; usable wherever a tensor is."""
 
     def __init__(
         self,
@@ -51,21 +51,21 @@ class Scores:
         soft: bool = False,
         before: Scores | None = None,
     ) -> None:
-        self.made = made  # the last call
+        self.made = made  # the latest call
         self.q, self.k = q, k
         self.shape, self.dtype = shape, dtype
         self.scale, self.steps = scale, steps  # scale * q k^T + bias, which the steps build up
-        self.soft = soft  # whether this is the softmax of that
+        self.soft = soft  # whether a softmax has been applied
         self.mode: Mode = mode_of(q) if before is None else before.mode
-        # What the call reads, and how often it had been overwritten.
+        # The tensors that the call reads, with their versions at that time.
         self.read = [(x, version(x)) for x in (*made[1], *made[2].values()) if isinstance(x, torch.Tensor)]
         if before is not None:
             self.read += before.read
-        self.before, self.followers = before, 0  # what these were made of, and what else was made of these
+        self.before, self.followers = before, 0  # the scores that these derive from, and the number derived from these
         self.computed: torch.Tensor | None = None
 
     def value(self, why: str = "more than softmax(scores) v is done with its scores") -> torch.Tensor:
-        """What the recorded calls compute."""
+        """Compute the scores by the recorded calls. RuntimeError if gradients have been switched off since."""
         if self.mode[0] and not torch.is_grad_enabled():
             raise RuntimeError(
                 "the attention of a fused model reads its scores where gradients are off, in a torch.autograd.Function "
@@ -74,9 +74,9 @@ class Scores:
         return self.compute(why)
 
     def compute(self, why: str = "its weights were read") -> torch.Tensor:
-        """The same, in whatever mode.
+        """Compute the scores by the recorded calls, in the mode of the first one.
 
-        Raises RuntimeError where what they read has been overwritten.
+        Raises RuntimeError if a tensor that they read has been overwritten.
         """
         if self.computed is None:
             if any(version(x) != times for x, times in self.read):
@@ -99,7 +99,7 @@ class Scores:
         steps: tuple[Step, ...] | None = None,
         soft: bool | None = None,
     ) -> Scores:
-        """These after one more call, ``made``, which changes what is given."""
+        """New scores after one more call, ``made``, which changes the given properties."""
         self.followers += 1
         return Scores(
             made,
@@ -139,14 +139,14 @@ class Scores:
 
 
 def call(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """``func`` of its arguments: scores that wait for more, or what it returns."""
+    """Call ``func``; return deferred scores where it can be deferred, else its result."""
     step, result = STEPS.get(func), None
     if func in _WRITES and isinstance(args[0], Scores):
         _check_alone(args[0])
     if step is not None and all(_may_wait(each) for each in args if isinstance(each, Scores)):
         try:
             result = step((func, args, kwargs), *args, **kwargs)
-        except TypeError:  # the arguments are spelled in another way
+        except TypeError:  # a form of the arguments that the recorder does not know
             result = None
     return func(*_values(args), **_values(kwargs)) if result is None else result
 
@@ -156,7 +156,7 @@ def _may_wait(scores: Scores) -> bool:
 
 
 def _check_alone(scores: Scores) -> None:
-    """Refuse to overwrite scores from which others were made that are not computed yet."""
+    """Raise if other deferred scores derive from these, which are about to be overwritten."""
     others, before = scores.followers, scores.before
     while before is not None:
         others, before = max(others, before.followers - 1), before.before
@@ -221,7 +221,7 @@ for _name in (set(dir(torch.Tensor)) - set(dir(object)) | _COMPARE) - set(vars(S
 
 
 class Weights(torch.Tensor):
-    """What a module returns in place of scores: a tensor that is computed, with its graph, when something reads it."""
+    """The tensor that a module returns for its scores: reading it computes it, with its autograd graph."""
 
     scores: Scores
 
@@ -246,7 +246,7 @@ class Weights(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "__get__":  # of shape, dtype, requires_grad: asking is not reading
+        if getattr(func, "__name__", "") == "__get__":  # shape, dtype and requires_grad need no values
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         args, kwargs = tree_map_only(Weights, Weights.value, (args, kwargs or {}))

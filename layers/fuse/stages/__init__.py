@@ -1,1 +1,1 @@
-"""Fused causal language models under ``parallelize``: parts and stages."""
+"""Fused causal language models under ``parallelize``: their parts and stages."""

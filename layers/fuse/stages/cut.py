@@ -1,10 +1,10 @@
-"""Where a foreign decoder can be cut into pipeline stages, found by running its stock forward on stand-ins.
+"""Find where a foreign decoder can be cut into pipeline stages, by running its stock forward on stand-ins.
 
-Part 0 is what runs before the first layer (embeddings), part i + 1 is layer i, and the last part is what runs behind
-the layers, with head and loss. In a trial every layer is replaced by one that returns zeros, and every other module
-with parameters by one that returns zeros of its shapes, so that it costs nothing and the model may be on meta. Object
-identity and autograd then show whether each layer gets what the layer before it returned, and nothing else that depends
-on parameters or tokens.
+Part 0 holds the modules that run before the first layer (embeddings), part i + 1 is layer i, and the last part holds
+the modules that run after the layers, with head and loss. A trial replaces every layer by a stand-in that returns
+zeros, and every other module with parameters by one that returns zeros of the module's shapes, so the trial costs
+nothing and the model may be on meta. Object identity and autograd then show whether each layer's input is the previous
+layer's result, and whether any other argument depends on parameters or tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ..view import Stand, View
 
-BATCH, LENGTH = 2, 3  # of a trial
+BATCH, LENGTH = 2, 3  # the tokens of a trial
 
 
 class Inner(View):
@@ -32,7 +32,7 @@ class Inner(View):
 
 
 class Blank:
-    """Runs in the place of a module that is on another stage: zeros of the shapes that it returns."""
+    """Stands in for a module on another stage: returns zeros of the shapes that the module returns."""
 
     def __init__(self, module: nn.Module) -> None:
         memo: dict[int, Any] = {id(each): _on_meta(each) for each in (*module.parameters(), *module.buffers())}
@@ -62,7 +62,7 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 class Cut:
     """The parts of ``model``, whose output embeddings are its child ``head``.
 
-    ``packed`` says that a layer returns a tuple with the hidden states first. Raises :class:`Refused`, or whatever the
+    ``packed``: a layer returns a tuple with the hidden states first. Raises :class:`Refused`, or the error that the
     stock forward raises on stand-ins.
     """
 
@@ -71,8 +71,8 @@ class Cut:
         if path is None:
             raise Refused("it has no nn.ModuleList of layers")
         *owner, self.name = path.split(".")
-        self.owner = tuple(owner)  # the names that lead to the module with the list
-        self.layers = tuple(model.get_submodule(path))  # with those that this rank has dropped
+        self.owner = tuple(owner)  # the path of the module with the list
+        self.layers = tuple(model.get_submodule(path))  # including layers that this rank has dropped
         self.packed = packed
         self.takes = next(iter(inspect.signature(self.layers[0].forward).parameters))
         self.embedding = model.get_input_embeddings().weight.shape[-1]
@@ -92,24 +92,24 @@ class Cut:
             raise Refused("what its layers get depends on the tokens, which only the first stage has")
         self.width = trials[0].handed[0].shape[-1]
         self.before, self.behind = trials[0].before, trials[0].behind | {head}
-        self.tied = self._tied(model)  # by name the parameters that both have, with the paths of their modules
+        self.tied = self._tied(model)  # parameters of both ends, by name: the paths of their modules
 
     @property
     def last(self) -> int:
         return len(self.layers) + 1
 
     def part_of(self, path: str) -> int | None:
-        """The part of a module that :meth:`beside` lists; None: every stage has it."""
+        """The part that a module of :meth:`beside` belongs to; None: every stage has the module."""
         return 0 if path in self.before else self.last if path in self.behind else None
 
     def holds(self, path: str, parts: Container[int]) -> bool:
-        """Whether what has ``parts`` has the module at ``path``: both ends have all that share a tied parameter."""
+        """Whether a stage of ``parts`` holds the module at ``path``; both ends hold the modules of a tied parameter."""
         part = self.part_of(path)
         tied = any(path in paths for paths in self.tied.values())
         return part is None or part in parts or (tied and (0 in parts or self.last in parts))
 
     def beside(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """The modules, with their paths, that are neither the list of layers nor contain it."""
+        """The modules outside the list of layers, each with its path; containers of the list are left out."""
         way = (*self.owner, self.name)
         for depth, module in enumerate(self._on_the_way(model)):
             for name, child in module.named_children():
@@ -120,9 +120,10 @@ class Cut:
         return [model.get_submodule(".".join(self.owner[:depth])) for depth in range(len(self.owner) + 1)]
 
     def view(self, model: nn.Module, layers: list[Any], replaced: dict[str, Any], **attributes: Any) -> Any:
-        """``model`` with other ``layers``, and with what is ``replaced``, by path.
+        """A view of ``model`` with other ``layers``, and with the modules in ``replaced`` instead of those at the same
+        paths.
 
-        Every module on the way to the layers has the ``attributes``.
+        Every module on the path to the layers has the ``attributes``.
         """
         inner: Any = layers
         way = (*self.owner, self.name)
@@ -133,13 +134,13 @@ class Cut:
         return inner
 
     def taken(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """The hidden states that a layer is given, and its other arguments."""
+        """Split a layer's arguments into the hidden states and the others."""
         if args:
             return args[0], args[1:], kwargs
         return kwargs[self.takes], (), {name: value for name, value in kwargs.items() if name != self.takes}
 
     def returned(self, hidden: torch.Tensor) -> Any:
-        """What a layer returns with these hidden states."""
+        """A layer's return value for these hidden states."""
         return (hidden,) if self.packed else hidden
 
     def _tied(self, model: nn.Module) -> dict[str, frozenset[str]]:
@@ -167,7 +168,7 @@ class Cut:
 
 
 def layer_list(model: nn.Module) -> str | None:
-    """The path of the nn.ModuleList with the most parameters, of those that are in no other one."""
+    """The path of the nn.ModuleList with the most parameters, among those outside any other list."""
     lists = dict(_outermost_lists(model))
     sizes = {path: sum(param.numel() for param in each.parameters()) for path, each in lists.items()}
     return max(sizes, key=lambda path: sizes[path], default=None)
@@ -182,16 +183,16 @@ def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[tuple[str,
 
 
 def cut_of(model: Any, head: str) -> Cut:
-    """The parts of ``model``. ValueError where it has no simple form."""
+    """The parts of ``model``. ValueError if the model is not a simple chain of layers."""
     whys: list[tuple[int, str]] = []
     for packed in (False, True):
         try:
             return Cut(model, head, packed)
-        except _Unchained as why:  # as every model is that returns the other form
+        except _Unchained as why:  # expected if the layers return the other form
             whys.append((2, str(why)))
         except Refused as why:
             whys.append((0, str(why)))
-        except Exception as error:  # whatever a foreign forward raises
+        except Exception as error:  # any error of the foreign forward
             whys.append((1, f"on stand-ins for its modules its forward raises {type(error).__name__}: {error}"))
     raise ValueError(
         f"{type(model).__name__} cannot be cut into pipeline stages: {min(whys)[1]}; spread it with zero=1 to 3, or "
@@ -200,7 +201,7 @@ def cut_of(model: Any, head: str) -> Cut:
 
 
 class Refused(Exception):
-    """Why a model cannot be cut."""
+    """The reason why a model cannot be cut."""
 
 
 class _Unchained(Refused):
@@ -208,30 +209,30 @@ class _Unchained(Refused):
 
 
 def accepted(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
-    """Those of the arguments ``given`` that the model's forward takes."""
+    """The arguments among ``given`` that the model's forward takes."""
     takes = inspect.signature(model.forward).parameters
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
     return {name: value for name, value in given.items() if anything or name in takes}
 
 
 def returns(out: Any, loss: torch.Tensor) -> bool:
-    """Whether the model returned the loss of its head as it was."""
+    """Whether the model returned its head's loss unchanged."""
     return (out["loss"] if isinstance(out, Mapping) else out[0]) is loss and (loss.is_inference() or loss._version == 0)
 
 
 class _Trial:
-    """A run of ``model`` on stand-ins: the modules that run before and behind its layers, and what the layers get.
+    """A run of ``model`` on stand-ins: it records the modules before and after the layers, and the layers' arguments.
 
-    ``embedded``: as on a later stage, which has no tokens.
+    ``embedded``: the model gets embeddings, as on a later stage, which has no tokens.
     """
 
     def __init__(self, cut: Cut, model: Any, head: str, embedded: bool) -> None:
         self.cut = cut
         self.before: set[str] = set()
         self.behind: set[str] = set()
-        self.given: list[Any] = []  # to each layer, beside the hidden states
-        self.handed: list[torch.Tensor] = []  # by each layer
-        self.marks: list[torch.Tensor] = []  # in what other modules returned before the last layer ran
+        self.given: list[Any] = []  # each layer's arguments beside the hidden states
+        self.handed: list[torch.Tensor] = []  # each layer's result
+        self.marks: list[torch.Tensor] = []  # in other modules' results before the last layer ran
         self.random = torch.empty(0)
         self.loss = torch.empty(0)
         param = next(model.parameters())
@@ -241,7 +242,7 @@ class _Trial:
         layers = [Slot(layer, partial(self._layer, index)) for index, layer in enumerate(cut.layers)]
         view = cut.view(model, layers, replaced | {"loss_function": self._loss}, device=self.device, **IN_TRAINING)
         tokens = torch.ones(BATCH, LENGTH, dtype=torch.int64, device=self.device)
-        tokens[0, 1] = getattr(model.config, "pad_token_id", None) or 0  # where none is warned of
+        tokens[0, 1] = getattr(model.config, "pad_token_id", None) or 0  # transformers does not warn here
         given = {"labels": tokens, "use_cache": False}
         if embedded:
             given["inputs_embeds"] = tokens.new_zeros(BATCH, LENGTH, cut.embedding, dtype=param.dtype)
@@ -281,7 +282,7 @@ class _Trial:
         return self.cut.returned(self.handed[-1])
 
     def _instead(self, path: str, model: Any, module: nn.Module) -> Any:
-        """What runs in the place of a module beside the layers."""
+        """The stand-in for a module outside the layers."""
         if path in self.cut.blanks:
             return Slot(module, partial(self._called, path))
         if not any(buffer.is_meta for buffer in module.buffers()):
@@ -292,7 +293,7 @@ class _Trial:
         return twin
 
     def _called(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Zeros that depend on the parameters of the module and on its input."""
+        """Zeros that depend, for autograd, on the module's parameters and its input."""
         layers = len(self.given)
         if 0 < layers < len(self.cut.layers):
             raise Refused(f"{path} runs between its layers")
@@ -314,11 +315,11 @@ class _Trial:
         return self.loss
 
 
-IN_TRAINING = {"training": True, "gradient_checkpointing": False}  # only layers are checkpointed
+IN_TRAINING = {"training": True, "gradient_checkpointing": False}  # checkpointing covers layers only
 
 
 class Slot:
-    """What a view has in the place of a layer."""
+    """A view's stand-in for a layer: called, it calls ``run``; its attributes are the layer's."""
 
     def __init__(self, layer: Any, run: Callable[..., Any]) -> None:
         self._layer, self._run = layer, run
@@ -334,7 +335,7 @@ _PLAIN = (torch.Tensor, torch.dtype, torch.device, bool, int, float, str, type(N
 
 
 def _not_plain(value: Any) -> Any:
-    """What in ``value`` is neither a tensor nor a setting, or could be filled; None where there is nothing such."""
+    """The first object in ``value`` that is no tensor or setting, or is an empty container to fill; or None."""
     if isinstance(value, _PLAIN):
         return None
     if not isinstance(value, tuple | list | dict) or (not value and not isinstance(value, tuple)):

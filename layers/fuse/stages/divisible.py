@@ -1,4 +1,4 @@
-"""What ``parallelize`` asks of a fused causal language model: its parts and stages, its initial weights."""
+"""The interface of a fused causal language model to ``parallelize``: parts and stages, initial weights."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .stage import FusedStage
 
 
 class Staged(Fused):
-    """The methods of ``pipeline.partition.Divisible``, and what else ``parallelize`` asks of a model."""
+    """The methods of ``pipeline.partition.Divisible`` and the others that ``parallelize`` calls on a model."""
 
     def stand_ins(self, head: Any, loss: Callable[..., torch.Tensor]) -> dict[str, Any]:
-        """What the stock forward sees in the place of ``head`` and ``loss_function``, so that no logits are stored."""
+        """The stand-ins for ``head`` and ``loss_function`` with which the stock forward stores no logits."""
         raise NotImplementedError
 
     def total(self, logits: Any, targets: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """The sum of the losses of ``targets`` [B, S], each that of the token beside it (-100: none)."""
+        """The sum of the losses of ``targets`` [B, S], the token that follows each position (-100: none)."""
         raise NotImplementedError
 
     @property
@@ -41,7 +41,7 @@ class Staged(Fused):
         return group
 
     def configure(self, *, recompute: bool | None = None, overlap: str | None = None) -> None:
-        """Turn the model's gradient checkpointing on or off; None leaves it. ValueError where there is none."""
+        """Turn the model's gradient checkpointing on or off; None leaves it. ValueError for a model without it."""
         if overlap is not None:
             raise ValueError(f"overlap={overlap!r}: the layers of a fused model choose by themselves; leave it out")
         this: Any = self
@@ -53,9 +53,10 @@ class Staged(Fused):
             this.gradient_checkpointing_disable()
 
     def init_weights(self, seed: int | None = None) -> None:
-        """Draw every parameter from ``seed`` and its module's name, as the stock model does; None: stock, altogether.
+        """Initialise every parameter as the stock model does, from ``seed`` and the module's name; None: as stock,
+        unseeded.
 
-        ValueError for a model that is split over ranks, and where the stock model leaves a tensor as it is.
+        Raises ValueError for a model that is split over ranks, and if the stock model leaves a tensor uninitialised.
         """
         if seed is None:
             super().init_weights()  # type: ignore[misc]
@@ -72,7 +73,7 @@ class Staged(Fused):
         for name, param in self.named_parameters(remove_duplicate=False):
             names[param].append(name)
         super()._apply(fn, recurse)
-        for first, *others in names.values():  # to_empty() gives each holder of a tied parameter one of its own
+        for first, *others in names.values():  # to_empty() unties shared parameters
             for other in others:
                 path, _, name = other.rpartition(".")
                 self.get_submodule(path)._parameters[name] = self.get_parameter(first)
@@ -108,7 +109,7 @@ class Staged(Fused):
         ]
 
     def keep(self, parts: Iterable[int]) -> None:
-        """Drop all other parts; modules without parameters, and both holders of a tied parameter at an end, stay."""
+        """Drop all other parts, but keep modules without parameters and, at either end, the sharers of tied ones."""
         cut, kept = self._cut(), set(parts)
         self.__dict__["_kept"] = kept
         for path, module in list(cut.beside(self)):
@@ -119,15 +120,15 @@ class Staged(Fused):
                 _drop(self, ".".join((*cut.owner, cut.name, str(index))), layer)
 
     def stage(self, parts: range) -> nn.Module:
-        """The consecutive ``parts`` as a module of their own, with the same submodules under the same names."""
+        """A module of the consecutive ``parts``, with the same submodules under the same names."""
         return FusedStage(self, parts)
 
     def tied_parameters(self) -> list[str]:
-        """The parameters that the first and the last part share. ValueError for a model that cannot be cut."""
+        """The parameters shared by the first and the last part. ValueError for a model that cannot be cut."""
         return list(self._cut().tied)
 
     def check_batch(self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor | None = None) -> None:
-        """ValueError for a batch that no stage could take. Ranks with the same batch reach the same verdict."""
+        """Raise ValueError for a batch that no stage accepts. Ranks with the same batch reach the same verdict."""
         given = {"tokens": tokens, "targets": targets, **({} if positions is None else {"positions": positions})}
         for name, tensor in given.items():
             if tensor.dtype not in (torch.int32, torch.int64):
@@ -147,16 +148,16 @@ class Staged(Fused):
         check_tokens(tokens, config.get_text_config().vocab_size)
 
     def boundary(self, batch: int, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A meta tensor of what a stage sends to the next for [batch, length] tokens: [B, S, D]."""
+        """The hidden states that a stage sends to the next for [batch, length] tokens: [B, S, D], on meta."""
         dtype = next(self.parameters()).dtype if dtype is None else dtype
         cut = self.__dict__.get("_pipeline_cut")
         return torch.empty(batch, length, 0 if cut is None else cut.width, dtype=dtype, device="meta")
 
     def draws(self, device: torch.device) -> Any:
-        """None where one process draws as it comes; in a pipeline something else, so that its stages draw apart."""
+        """None without a pipeline; in a pipeline a marker, with which each stage draws its own dropout masks."""
         if not self.training or "_pipeline_cut" not in self.__dict__:
             return None
-        torch.rand((), device=device)  # the next step draws others
+        torch.rand((), device=device)  # advances the generator for the next step
         return True
 
     def _cut(self) -> Cut:
@@ -172,7 +173,7 @@ class Staged(Fused):
 
 
 def _setting(config: Any, name: str) -> Any:
-    """A setting of transformers' configuration; None where there is none, or none for all layers."""
+    """A setting of transformers' configuration; None if it is missing or differs between layers."""
     with contextlib.suppress(Exception):
         return getattr(config, name, None)
     return None
@@ -184,7 +185,7 @@ def _products(module: nn.Module) -> float:
 
 
 def _drop(model: nn.Module, path: str, module: nn.Module) -> None:
-    """Put :class:`Absent` into its place; without tensors, what is left of it still tells its settings."""
+    """Replace the module by :class:`Absent` and drop its tensors; the module object keeps its settings for readers."""
     parent, _, name = path.rpartition(".")
     model.get_submodule(parent)._modules[name] = Absent()
     for each in module.modules():
@@ -202,7 +203,7 @@ def _initialise(model: nn.Module, seed: int) -> None:
         raise ValueError(f"{type(model).__name__} is on meta and has no _init_weights: build it on a device")
     devices = {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}
     with torch.random.fork_rng(devices):
-        for path, module in reversed(list(model.named_modules())):  # children first
+        for path, module in reversed(list(model.named_modules())):  # children before parents
             owner = max((each for each in owners if path == each or path.startswith(f"{each}.") or not each), key=len)
             torch.manual_seed(named_seed(seed, path))
             owners[owner]._init_weights(module)

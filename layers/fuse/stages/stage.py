@@ -1,9 +1,9 @@
-"""A part of a fused causal language model as a module, for engines and pipelines.
+"""A pipeline stage of a fused causal language model as a module, for engines and pipelines.
 
-It runs the stock forward on views (``view.py``), so multipliers, soft-caps, masks, positions and whatever else stands
-between the modules stay the model's own. Behind the first stage the stock forward gets zeros in the place of embedded
-tokens, and its first layer the hidden states that were received. A stage that ends before the head leaves the stock
-forward behind its last layer.
+A stage runs the stock forward on views (``view.py``), so multipliers, soft-caps, masks, positions and all other code
+between the modules stay the model's own. On later stages the stock forward gets zeros instead of embedded tokens, and
+its first layer gets the received hidden states. A stage that ends before the head leaves the stock forward after its
+last layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .cut import IN_TRAINING, Inner, Slot, accepted, returns
 
 
 class _Left(Exception):
-    """A stage's last layer has run."""
+    """Raised after a stage's last layer, to leave the stock forward."""
 
 
 class FusedStage(nn.Module):
@@ -32,7 +32,7 @@ class FusedStage(nn.Module):
     """
 
     _whole: Any
-    _cut: Any  # None for a model that is whole
+    _cut: Any  # None for an undivided model
     _copies: dict[str, nn.Module]
 
     def __init__(self, whole: Any, parts: range) -> None:
@@ -42,7 +42,7 @@ class FusedStage(nn.Module):
         if not 0 <= parts.start < parts.stop <= count or parts.step != 1:
             raise ValueError(f"parts={parts}: expected a range of the model's {count} parts")
         self.parts, self.first, self.last = parts, parts.start == 0, parts.stop == count
-        self.__dict__ |= {"_whole": whole, "_cut": cut, "_copies": {}}  # not as children of this module
+        self.__dict__ |= {"_whole": whole, "_cut": cut, "_copies": {}}  # must not become children of this module
         self.training = whole.training
         if cut is None:
             self._modules, self._parameters, self._buffers = whole._modules, whole._parameters, whole._buffers
@@ -54,7 +54,7 @@ class FusedStage(nn.Module):
         self._fill(self, 0)
 
     def _fill(self, node: nn.Module, depth: int) -> None:
-        """Register what this stage has in ``node``, the module at ``depth`` on the way to the layers."""
+        """Register this stage's modules in ``node``, the module at ``depth`` on the path to the layers."""
         cut = self._cut
         way = (*cut.owner, cut.name)
         for name, child in self._whole.get_submodule(".".join(way[:depth]))._modules.items():
@@ -79,10 +79,10 @@ class FusedStage(nn.Module):
         scale: float = 1.0,
         draws: Any = None,
     ) -> torch.Tensor:
-        """The next stage's x; of the last stage the sum of the targets' losses times ``scale``, [1] in fp32 (fp64 for
-        fp64), or without ``targets`` the logits [B, S, V].
+        """The x for the next stage. The last stage returns the sum of the targets' losses times ``scale``, [1] in fp32
+        (fp64 for an fp64 model), or without ``targets`` the logits [B, S, V].
 
-        ``x`` are tokens [B, S], or behind the first stage hidden states [B, S, D].
+        ``x`` are tokens [B, S], or after the first stage hidden states [B, S, D].
         """
         whole = self._whole
         given: dict[str, Any] = {"use_cache": False, **({} if positions is None else {"position_ids": positions})}
@@ -93,14 +93,14 @@ class FusedStage(nn.Module):
         head, losses = self.get_submodule(whole._match.name), list[torch.Tensor]()
 
         def loss(logits: Any, labels: torch.Tensor, vocab_size: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-            assert targets is not None  # the labels are what the stock forward made of them
+            assert targets is not None  # the stock forward may have changed the labels
             if logits.shape[:-1] != targets.shape:
                 raise ValueError(
                     f"{type(whole).__name__} has logits {list(logits.shape)} for targets {list(targets.shape)}: it "
                     "leaves out tokens, or shifts them by itself"
                 )
             total = whole.total(logits, targets, vocab_size) * scale
-            losses.append(total.double() if x.dtype == torch.float64 else total)  # as the pipeline expects
+            losses.append(total.double() if x.dtype == torch.float64 else total)  # the dtype that the pipeline expects
             return losses[-1]
 
         replaced: dict[str, Any] = {whole._match.name: head}
@@ -111,7 +111,7 @@ class FusedStage(nn.Module):
             out = self._view(x, replaced)(**accepted(whole, given))
         except _Left as left:
             (hidden,) = left.args
-            return hidden.clone() if hidden._is_view() else hidden  # engines detach it in place, or hook it
+            return hidden.clone() if hidden._is_view() else hidden  # engines detach it in place or hook it
         if targets is None:
             logits: torch.Tensor = out["logits"] if isinstance(out, dict) else out[0]
             return logits
@@ -120,7 +120,7 @@ class FusedStage(nn.Module):
         return torch.stack((losses[0],))  # not a view: FSDP2 warns about views
 
     def _view(self, x: torch.Tensor, replaced: dict[str, Any]) -> Any:
-        """The whole model as this stage sees it."""
+        """A view of the whole model with this stage's layers."""
         cut, settings = self._cut, {"training": self.training}
         if cut is None:
             return Inner(self._whole, replaced | settings)
@@ -134,7 +134,7 @@ class FusedStage(nn.Module):
 
 
 class _Flow:
-    """The hidden states on their way through the layers of a stage; ``x`` are those that it was given."""
+    """Passes hidden states through the layers of a stage; ``x`` are those that the stage received."""
 
     def __init__(self, stage: FusedStage, x: torch.Tensor | None) -> None:
         self.stage, self.cut, self.x = stage, stage._cut, x
@@ -142,7 +142,7 @@ class _Flow:
         self.layers = list(layers)
 
     def layer(self, index: int, *args: Any, **kwargs: Any) -> Any:
-        """What runs in the place of a layer. Raises :class:`_Left` with the hidden states that the stage hands on."""
+        """Stand in for a layer. Raises :class:`_Left` with the hidden states for the next stage."""
         cut, parts, part = self.cut, self.stage.parts, index + 1
         hidden, args, kwargs = cut.taken(args, kwargs)
         if self.x is None:
