@@ -1,1 +1,1 @@
-"""Floor 2: spreads work and state over processes, on torch.distributed. It never imports ``layers``."""
+"""Floor 2: work and state spread over processes, on torch.distributed. This package never imports ``layers``."""

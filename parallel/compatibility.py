@@ -1,7 +1,7 @@
-"""Refuses combinations of engines that train incorrectly, often silently, and names an alternative for each.
+"""Refuse combinations of engines that train incorrectly, often silently, and name an alternative for each.
 
-:func:`check` runs before anything is wrapped. It refuses only combinations that were seen to break: each of
-:data:`REFUSALS` has a test (``test_compatibility.py``, ``test_deepspeed.py``) that builds it without the check and
+:func:`check` runs before anything is wrapped. It refuses only combinations with a demonstrated failure: for each of
+:data:`REFUSALS` a test (``test_compatibility.py``, ``test_deepspeed.py``) builds the combination without the check and
 shows the failure. Everything else is allowed.
 """
 
@@ -18,7 +18,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from .core.mesh import data_coordinate
 from .core.sharding import spec_of
 
-# fsdp2: what zero.shard applies, including replicate. Model is the module before wrapping.
+# "fsdp2" is the engine that zero.shard applies, including replicate; "model" is the module before wrapping.
 ENGINES = ("fsdp2", "ddp", "zero_optimizer", "deepspeed")
 
 
@@ -142,7 +142,7 @@ def check(
     dcp: bool = False,
     shares: int | None = None,
 ) -> None:
-    """ValueError where ``module``, not wrapped yet, is about to be combined with something that breaks it.
+    """Raise ValueError for a combination with ``module``, not wrapped yet, that would train incorrectly.
 
     ``engine`` is one of :data:`ENGINES`, ``zero`` its stage. ``splits_backward``: the pipeline's ``schedule`` computes
     the gradients of inputs and weights separately. ``dcp``: torch.distributed.checkpoint will save the model's own

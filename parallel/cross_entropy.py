@@ -38,7 +38,7 @@ from .core.operands import close_grads, open_params
 from .core.sharding import local_tensors, unwrap
 from .overlap.strategies import InFlight, Pending
 
-IGNORE_INDEX = -100  # torch's: a target that does not count
+IGNORE_INDEX = -100  # torch's default: a target that does not count
 NAME = "linear_cross_entropy"
 
 
@@ -87,8 +87,8 @@ def linear_cross_entropy(
         RuntimeError: impl="triton" where Triton cannot run; fuse_wgrad_accumulation under torch.compile.
 
     Besides operands and gradients, memory holds a chunk of logits and, for "mean" and "sum" with a 16-bit weight, the
-    fp32 sum of its gradient. "none" has no such sum and takes four products instead of three: where the weight's
-    gradient is large compared to the logits, ``reduction="none"`` and a mean of it take less memory and more time.
+    fp32 sum of its gradient. "none" has no such sum and takes four products instead of three: if the weight's gradient
+    is large compared to the logits, ``reduction="none"`` followed by a mean takes less memory and more time.
     """
     operands = hidden, weight, targets, bias, group, sequence_parallel
     options = (ignore_index, label_smoothing, z_loss, softcap, vocab_size, chunk_tokens)
@@ -115,13 +115,13 @@ def linear_log_probs(
 ) -> torch.Tensor:
     """Each target's log-probability, [...] in fp32 (fp64), differentiable; 0 for targets that are ``ignore_index``.
 
-    Operands, options and errors are those of :func:`linear_cross_entropy`, whose negative with ``reduction="none"``
-    this is.
+    The result is the negative of :func:`linear_cross_entropy` with ``reduction="none"``; operands, options and errors
+    are those of that function.
     """
     operands = hidden, weight, targets, bias, group, sequence_parallel
     options = (ignore_index, 0.0, 0.0, softcap, vocab_size, chunk_tokens)
     call = _prepare("linear_log_probs", *operands, *options, fuse_wgrad_accumulation, "none", impl, site)
-    return 0.0 - _run(call, hidden, weight, targets, bias)  # unlike neg, produces no -0.0
+    return 0.0 - _run(call, hidden, weight, targets, bias)  # unlike neg, this produces no -0.0
 
 
 class _Call(NamedTuple):
@@ -143,7 +143,7 @@ class _Call(NamedTuple):
     def exchange(self, stats: torch.Tensor) -> Pending:
         """Start to gather the ranks' statistics [4, t]; the result is [R, 4, t].
 
-        It sums slots of which each rank fills its own, because only sums can run in the background here.
+        It sums slots, of which each rank fills its own, because only sums can run in the background here.
         """
         slots = stats.new_zeros(self.group.size, *stats.shape)
         slots[self.group.rank] = stats
@@ -195,10 +195,10 @@ def _counted(call: _Call, targets: torch.Tensor) -> torch.Tensor:
 
 
 def _is_small(call: _Call, hidden: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether stock calls on the whole logits are best: on a CPU, where they would be one chunk anyway."""
+    """Whether stock calls on the whole logits are best: on a CPU, if the logits fit one chunk."""
     if call.choice.impl != "reference" or call.group.size > 1 or call.fuse_wgrad_accumulation or call.chunk is not None:
         return False
-    if autograd.transformed() is not None:  # needs torch's own functions, whatever they store
+    if autograd.transformed() is not None:  # needs torch's own functions, regardless of memory
         return True
     if torch.compiler.is_compiling() or not hidden.is_cpu:
         return False

@@ -1,9 +1,9 @@
 """Linear layers with their collectives inside one autograd function.
 
-A composition of :mod:`mappings` and ``linear_act``, which runs under torch.compile, computes the same. Here backward
-starts to reduce dx and forms dW meanwhile, sums use the buffers of the products, and autograd sees one node for each
-layer, including its sharded parameters. A backward pass forms only the requested gradients, and a later pass over the
-same graph repeats no product and no collective (``kernels/runtime/autograd.py``).
+A composition of :mod:`mappings` and ``linear_act`` computes the same and runs under torch.compile. In these functions,
+backward starts to reduce dx and forms dW meanwhile, sums reuse the products' buffers, and autograd sees one node for
+each layer, including its sharded parameters. A backward pass forms only the requested gradients, and a later pass over
+the same graph repeats no product and no collective (``kernels/runtime/autograd.py``).
 
     layer    weight     x                  y                  communication in forward, in backward
     column   [F/R, D]   [..., D]           [..., F/R]         nothing, all-reduce of dx
@@ -14,9 +14,9 @@ same graph repeats no product and no collective (``kernels/runtime/autograd.py``
 
 ``overlap`` selects how a collective runs beside its product: "none", one after the other; "chunked" or "kernel", rows
 travel while others are computed (:mod:`strategies`); or "auto", the one that :mod:`policy` expects to be fastest. If
-the caller asked for "chunked" or "kernel", a column layer with sequence parallelism keeps its T/R input rows instead of
-the T gathered ones, and gathers again in backward, for the weights' gradients, under the product that forms dx's. With
-"auto" it keeps the gathered rows, and dx is summed under the weights' gradients as with "none".
+the caller requests "chunked" or "kernel", a column layer with sequence parallelism saves its T/R input rows instead of
+the T gathered ones; backward gathers them again for the weights' gradients, under the product that forms dx. With
+"auto" the layer saves the gathered rows, and backward sums dx under the weights' gradients, as with "none".
 
 A collective in backward counts at ``site + ".grad"``, the second all-gather at ``site + ".again"``. Sources: see
 :mod:`mappings`; keeping the shard and gathering again is Korthikanti et al. (arXiv:2205.05198), section 4.2.2.
@@ -68,7 +68,7 @@ def column_linear(
 def row_linear(x: torch.Tensor, weight: Any, bias: Any, options: TPOptions) -> torch.Tensor:
     """x @ W^T summed over the ranks, plus b: weight [F, D/R], bias [F], whole on every rank, or None.
 
-    Raises what :func:`column_linear` raises.
+    Raises the errors of :func:`column_linear`.
     """
     fused: dict[str, Any] = {
         "fuse_wgrad_accumulation": options.fuse_wgrad_accumulation,

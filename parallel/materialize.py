@@ -1,4 +1,4 @@
-"""Materializes a model's parameters: on their device, with initial values that all ranks agree on."""
+"""Materialize a model's parameters on their device, with initial values that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def place(model: nn.Module, mesh: DeviceMesh | None, device: torch.device, seed:
 
 
 def _agreed_seed(mesh: DeviceMesh | None) -> int:
-    """Rank 0's seed on every rank: replicas need different random numbers, but equal weights."""
+    """Rank 0's seed, on every rank: replicas need different random numbers but equal weights."""
     seed = torch.tensor(
         parameter_seed(), dtype=torch.int64, device=device_of(mesh, None) if mesh is not None else "cpu"
     )
@@ -61,12 +61,12 @@ def _agreed_seed(mesh: DeviceMesh | None) -> int:
 
 
 def allocate(module: nn.Module, device: torch.device) -> None:
-    """Memory on ``device`` for this rank's part of each parameter of ``module`` that is on meta.
+    """Allocate memory on ``device`` for this rank's part of each parameter of ``module`` that is on meta.
 
     Shared parameters stay shared, and buffers keep their values.
     """
     kept = [(each, name, buffer) for each in module.modules() for name, buffer in each._buffers.items()]
-    if any(isinstance(each, FSDPModule) for each in module.modules()):  # it holds on to its parameters
+    if any(isinstance(each, FSDPModule) for each in module.modules()):  # it keeps references to parameters
         module.to_empty(device=device)
     else:
         _allocate(module, device)

@@ -6,11 +6,12 @@
     x, y [..., D] (with sequence parallelism [T/R, D]); W1, Wg, Wu [F/R, D]; W2 [D, F/R]; b1, bg, bu [F/R]; b2 [D]
     z = x @ W1^T + b1, or g and u, and h = act(z), or act(g) * u: [T, F/R]
 
-One function replaces two layers, because of what lies between them: the gradient of z leaves the product that would
-have formed the gradient of h, which is never written, and h need not be kept, since the same product can recompute it.
-Backward sums dx over the ranks while it forms the weights' gradients. The collectives and their sites are those of the
-two layers of :mod:`linear`, at ``site + ".in"`` and ``site + ".out"``. Level 2 gathers x once more, at
-``site + ".in.again"``; so does every level with sequence parallelism if rows travel under the products (``overlap``).
+One function replaces two layers to save memory traffic between them. In backward, the product that would form the
+gradient of h applies the activation's gradient in its epilogue and writes the gradient of z, so the gradient of h is
+never stored; the same product can recompute h, so forward need not save it. Backward sums dx over the ranks while it
+forms the weights' gradients. The collectives and their sites are those of the two layers of :mod:`linear`, at ``site +
+".in"`` and ``site + ".out"``. Level 2 gathers x a second time, at ``site + ".in.again"``; with sequence parallelism
+every level does if rows travel under the products (``overlap``).
 
     recompute   kept for backward                     repeated in backward
     0           x (with overlap T/R of it), z, h      with overlap, the all-gather of x
@@ -51,17 +52,18 @@ def fused_mlp(
     recompute: int = 0,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The layer above; with two ``weights``, gate and up, it is gated. Parameters are DTensors or plain.
+    """The feed-forward layer of this module; two ``weights``, gate and up, make it gated. Parameters are DTensors or
+    plain.
 
-    ``residual``, of the result's shape and dtype, is added in the last product's epilogue, in a group of one only.
-    Under torch.compile the group must be of one, too. Raises ValueError for operands that do not fit, RuntimeError with
-    ``strict`` for an unavailable overlap.
+    The last product's epilogue adds ``residual``, of the result's shape and dtype; this and torch.compile require a
+    group of one rank. Raises ValueError for operands that do not fit, RuntimeError with ``strict`` for an unavailable
+    overlap.
     """
     call = _Call(options.now(), activation, recompute, n=len(weights))
     if residual is not None and options.group.size > 1:
         raise ValueError("residual: a sum over ranks has no epilogue to add it in; add it to the result")
     if residual is not None and residual.dtype != (functional.autocast_dtype(x) or x.dtype):
-        # Under autocast with a wider residual: add in the wider dtype, as torch does.
+        # Autocast can make the residual wider: add in the wider dtype, as torch does.
         return residual + ParallelMLPFunction.apply(call, None, x, *weights, *biases, out_weight, out_bias)
     if residual is x:  # torch.compile does not accept a tensor twice
         residual = x.view_as(x)
@@ -88,12 +90,12 @@ class _Call(NamedTuple):
     def first_product(
         self, rows: torch.Tensor, weights: Params, biases: Params, choice: Choice, *, save_preact: bool
     ) -> Product:
-        """The product that forms h of the rows; with ``save_preact`` also [z] or [g, u], unless h is z."""
+        """The product that forms h from the rows; with ``save_preact`` also [z] or [g, u], unless h is z."""
         kind = Product.gated_linear if self.gated else Product.linear_act
         return kind(rows, weights, biases, self.activation, choice, save_preact=save_preact)
 
     def activated(self, zs: Params) -> torch.Tensor:
-        """h of [z] or [g, u]."""
+        """h, from [z] or [g, u]."""
         h = apply_activation(zs[0], self.activation)
         return h * zs[1] if self.gated else h
 
@@ -101,7 +103,7 @@ class _Call(NamedTuple):
 class _Left(NamedTuple):
     """What a backward pass saves for the next one over the same graph."""
 
-    dy: torch.Tensor  # all tokens'
+    dy: torch.Tensor  # for all tokens
     x: torch.Tensor | None
     h: torch.Tensor | None
     zs: Params
@@ -109,7 +111,7 @@ class _Left(NamedTuple):
 
 
 class ParallelMLPFunction(torch.autograd.Function):
-    """The layer above: a column-parallel product, the activation, a row-parallel product.
+    """The feed-forward layer: a column-parallel product, the activation, a row-parallel product.
 
     x_shard, y_shard, dx_shard, dy_shard  [T/R, D]   this rank's tokens; without sequence parallelism all, [T, D]
     x, dy                                 [T, D]     every rank's, gathered
@@ -137,7 +139,8 @@ class ParallelMLPFunction(torch.autograd.Function):
         x_shard, *operands = functional.cast((x_shard, *plain[: 2 * n]), [dtype] * (1 + 2 * n))
         weights, biases, (out_weight, out_bias) = operands[:n], operands[n:], plain[2 * n :]
 
-        # What backward will read: the first layer's input x, the hidden h, and whatever gives the dzs from dy.
+        # Save the tensors that backward reads: the first layer's input x, the hidden h, and the inputs of the step from
+        # dy to dzs.
         _, _, need_x, *need = [needed and options.grad for needed in ctx.needs_input_grad]
         need_dz, need_h, need_rows = need_x or any(need[: 2 * n]), need[2 * n], any(need[:n])
         again = call.recompute == 2 and (need_dz or need_h)
@@ -208,7 +211,7 @@ class ParallelMLPFunction(torch.autograd.Function):
         if call.recompute == 2 and h is None and (want_dz or want_h):
             h, zs, x = _first_again(call, kept, weights, biases, first_choice, in_overlap)
 
-        # Through the second layer and the activation: dy, dzs, and h if it is needed and was not kept.
+        # Backward through the second layer and the activation: dy, dzs, and h if it is needed and was not saved.
         form_dzs = want_dz and dzs is None
         recompute_act = form_dzs and h is None and ctx.needs_input_grad[3 + 2 * n]  # for this pass or a later one
         rows = functional.as_rows(dy_shard) if dy is None else dy
@@ -261,7 +264,7 @@ class ParallelMLPFunction(torch.autograd.Function):
 def _first_again(
     call: _Call, kept: torch.Tensor, weights: Params, biases: Params, choice: Choice, overlap: LayerOverlap
 ) -> tuple[torch.Tensor, Params, torch.Tensor]:
-    """The first layer once more, in backward: h, the zs and all tokens' x, for the weights' gradients."""
+    """Recompute the first layer in backward: h, the zs and all tokens' x, for the weights' gradients."""
     product = call.first_product(kept, weights, biases, choice, save_preact=True)
     if call.options.sequence_parallel:
         (h, *zs), x = overlap.forward.all_gather_linear(product, site=f"{call.options.site}.in.again")

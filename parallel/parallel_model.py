@@ -27,7 +27,7 @@ from .zero.zero import PRECISIONS
 if TYPE_CHECKING:
     from .pipeline.pipeline import Pipeline
 
-CHECKED_CALLS = 3  # the first: whether ranks that share their data were given the same
+CHECKED_CALLS = 3  # the number of first calls that compare the data of ranks that share it
 
 
 class ParallelModel(nn.Module):
@@ -35,9 +35,9 @@ class ParallelModel(nn.Module):
 
     ``module`` is the model with only this rank's parts, under their names in the whole: pass it to ``explain`` and
     ``export_hf``. ``stages`` are the modules that run, made of its submodules. ``pipeline`` is the Pipeline, or None.
-    ``check_data``, set alike on all ranks, says what steps behind the first three compare between ranks that share
-    their data: None the shapes of their batches, True their elements too, False nothing where that takes a message of
-    its own, which is everywhere but under data parallelism. Where nothing is compared, a rank refuses its batch alone.
+    ``check_data``, equal on all ranks, controls what later steps than the first three compare between ranks that share
+    their data: None the shapes of their batches, True also their elements, False nothing if that takes an extra
+    message, which only data parallelism avoids. Without a comparison, a rank refuses its batch alone.
     """
 
     module: nn.Module
@@ -73,19 +73,20 @@ class ParallelModel(nn.Module):
     def step(self, *batch: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Forward and backward of ``tokens`` [B, S] and ``targets`` [B, S] (int64; -100 does not count).
 
-        They are this rank's share of the step's batch: ranks that differ only along dp (and dp_replicate) pass
-        different shares, of any sizes; all other ranks pass the same. Returns the mean loss over the valid targets of
-        all shares, an fp32 scalar (fp64 for fp64), the same on every rank. Adds to ``.grad`` the gradients of that
-        mean, summed over the ranks, independent of how the batch was divided among ranks and micro-batches.
+        They are this rank's share of the step's batch: ranks that differ along dp (or dp_replicate) pass different
+        shares, of any sizes; ranks that differ only along pp or tp pass the same. Returns the mean loss over the valid
+        targets of all shares, an fp32 scalar (fp64 for fp64), the same on every rank. Adds to ``.grad`` the gradients
+        of that mean, summed over the ranks, independent of how the batch was divided among ranks and micro-batches.
         ``positions`` [S] or [B, S] default to 0 to S - 1. Collective.
 
-        A batch with fewer sequences than micro-batches is padded with sequences that do not count. A failing step does
-        not affect the next one, except that it may leave some of its gradients: call ``zero_grad``.
+        A batch with fewer sequences than micro-batches is padded with sequences that do not count. A failing step may
+        leave some of its gradients, so call ``zero_grad``; it does not affect the next step otherwise.
 
-        Raises ValueError, on every rank, where one rank's batch does not suit the model, where no target is valid,
-        where a module that cannot exclude sequences from its mean gets fewer sequences than micro-batches, and where
-        ranks that share their data pass other shapes; in the first calls of this method and :meth:`evaluate`, and with
-        ``check_data`` in all, also where they pass other elements. TypeError for what is not a tensor.
+        Raises ValueError, on every rank, if one rank's batch does not suit the model, if no target is valid, if a
+        module that cannot exclude sequences from its mean gets fewer sequences than micro-batches, or if ranks that
+        share their data pass different shapes; in the first calls of this method and :meth:`evaluate`, and with
+        ``check_data`` in all calls, also if they pass different elements. Raises TypeError for arguments that are not
+        tensors.
         """
         inputs, targets, scale = self._agreed(batch, positions)
         factor = 1.0 if self.loss_scale is None else self.loss_scale.factor
@@ -144,8 +145,8 @@ class ParallelModel(nn.Module):
     def forward(self, *batch: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """The model's own forward, in the precision of :meth:`step`.
 
-        Raises RuntimeError with a pipeline, and in its first calls ValueError where tensor-parallel ranks differ in
-        what they pass.
+        Raises RuntimeError with a pipeline, and in its first calls ValueError if tensor-parallel ranks pass different
+        inputs.
         """
         if self.pipeline is not None:
             raise RuntimeError(
@@ -182,7 +183,7 @@ class ParallelModel(nn.Module):
     def _inputs(
         self, batch: tuple[torch.Tensor, ...], positions: torch.Tensor | None
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The model's inputs, and its targets. ValueError for a call that no batch could make valid."""
+        """Split the arguments into inputs and targets. ValueError for arguments that cannot be a batch."""
         *inputs, targets = batch or (None,)
         if targets is None or not inputs or (self._divisible and len(inputs) > 1):
             raise ValueError(
@@ -202,9 +203,9 @@ class ParallelModel(nn.Module):
     ) -> tuple[list[torch.Tensor], torch.Tensor, float]:
         """The model's inputs, its targets, and the factor from sums over this rank's targets to its share of the mean.
 
-        One sum over all ranks tells the number of valid targets, whether a rank refuses its batch, and whether ranks
-        that share their data were given the same: shapes, in checked calls also elements. Data parallelism needs the
-        sum for the targets; without it, ``check_data`` may leave it out. Raises what :meth:`step` does.
+        One sum over all ranks gives the number of valid targets, whether a rank refuses its batch, and whether ranks
+        that share their data got equal shapes (in checked calls also equal elements). Data parallelism needs this sum
+        for the targets; otherwise ``check_data=False`` omits it. Raises the errors of :meth:`step`.
         """
         problem, number, given = None, 0, []
         check = self.check_data or self._calls < CHECKED_CALLS
@@ -236,7 +237,7 @@ class ParallelModel(nn.Module):
         return inputs, targets, group.size / total
 
     def _difference(self, given: list[tuple[Any, ...]]) -> str | None:
-        """What differs between the batches that ranks with the same share of the data were ``given``. Collective."""
+        """The differences between the batches ``given`` to ranks with the same share of the data. Collective."""
         firsts: dict[int, tuple[int, Any]] = {}
         everything = collectives.gather_objects((self._share, given), self._group, site="step.data")
         for rank, (share, theirs) in enumerate(everything):
@@ -267,7 +268,7 @@ class ParallelModel(nn.Module):
             self.module.boundary(part, tokens.shape[1])  # type: ignore[operator]
 
     def _set_aside(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Take out the gradients of earlier steps, to which this step's factor does not apply."""
+        """Set aside the gradients of earlier steps, to which this step's factor does not apply."""
         earlier = {param: param.grad for param in self._parameters_here if param.grad is not None}
         for param in earlier:
             param.grad = None
@@ -309,7 +310,7 @@ class ParallelModel(nn.Module):
     def _parts(self, inputs: list[torch.Tensor], targets: torch.Tensor, positions: torch.Tensor | None) -> list[_Part]:
         """The micro-batches."""
         count = self.microbatches
-        missing = max(0, count - targets.shape[0])  # only for a model that can exclude sequences
+        missing = max(0, count - targets.shape[0])  # only a model that can exclude sequences reaches this
         if positions is not None:
             positions = positions.expand(targets.shape)
 
@@ -344,7 +345,7 @@ class _Part(NamedTuple):
     positions: torch.Tensor | None
 
 
-_NUMBERS = 1 << 20  # that stand for a batch's shapes and elements
+_NUMBERS = 1 << 20  # hashes of a batch's shapes and elements
 
 
 def _place(mesh: DeviceMesh) -> int:
@@ -357,10 +358,10 @@ def _place(mesh: DeviceMesh) -> int:
 
 
 def _weight(share: int, place: int, copies: int) -> float:
-    """This rank's of some whole numbers that add up to 0 over the ``copies`` ranks with one ``share`` of the data.
+    """This rank's factor: those of the ``copies`` ranks with one ``share`` of the data are whole numbers with sum 0.
 
-    So what is equal on all of these adds up to 0, and hardly anything else does. The sum over all ranks is exact in
-    fp64: each product has at most 20 + 12 + log2(copies) bits.
+    Values that are equal on all of these ranks, times the factors, therefore add up to 0, and other values almost never
+    do. The sum over all ranks is exact in fp64: each product has at most 20 + 12 + log2(copies) bits.
     """
     numbers = [Random(f"{share}/{each}").getrandbits(12) for each in range(copies)]  # noqa: S311 - no secret
     return float(copies * numbers[place] - sum(numbers))

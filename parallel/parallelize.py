@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ParallelModel", "parallelize"]
 
-# What a model's layers were built with, and all ranks build alike.
+# The options of a model's layers that must be equal on all ranks.
 _LAYER_OPTIONS = ("sequence_parallel", "fuse_wgrad_accumulation", "overlap", "strict", "impl")
 
 
@@ -81,7 +81,7 @@ def parallelize(
 
     Raises ValueError for combinations that train incorrectly (``compatibility.py`` lists them with alternatives), for
     arguments that do not fit the mesh or the model, and for ranks that differ in arguments, config, shapes of
-    parameters or given weights; the message names rank, field and both values. What one rank refuses, all refuse.
+    parameters or given weights; the message names rank, field and both values. An error on one rank is raised on all.
     """
     options: dict[str, Any] = {
         "zero": zero,
@@ -140,7 +140,7 @@ def parallelize(
 
 
 class _Settled(NamedTuple):
-    """What :func:`parallelize` was asked for, checked and with its defaults filled in."""
+    """The arguments of :func:`parallelize`, checked and with defaults filled in."""
 
     mesh: DeviceMesh | None
     schedule: str | None
@@ -162,7 +162,7 @@ def _settle(
     overlap: str | None,
     seed: int | None,
 ) -> _Settled:
-    """Everything that one rank can refuse by itself. No collectives."""
+    """All checks that one rank can make by itself. No collectives."""
     stages = degree(mesh, "pp")
     if stages > 1 and schedule is None:
         raise ValueError(
@@ -207,7 +207,7 @@ def _settle(
 
 
 def _facts(model: nn.Module, options: dict[str, Any]) -> dict[str, str]:
-    """What has to be equal on all ranks of a model: the options, its config and settings, its parameters' shapes."""
+    """The facts that must be equal on all ranks of a model: options, config and settings, shapes of parameters."""
     facts = {"the model's class": type(model).__name__}
     config = getattr(model, "config", None)
     if dataclasses.is_dataclass(config):
@@ -222,7 +222,7 @@ def _facts(model: nn.Module, options: dict[str, Any]) -> dict[str, str]:
 
 
 def _check_values(model: nn.Module, mesh: DeviceMesh | None) -> None:
-    """ValueError on every rank where ranks that hold the same tensors of ``model`` were given different values."""
+    """ValueError on every rank if ranks that hold the same tensors of ``model`` got different values."""
     named = dict(model.named_parameters())
 
     def values(params: dict[str, torch.Tensor]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Counts what a step sends: every collective, by group, kind and site, with its bytes.
+"""Count the communication of a step: every collective, by group, kind and site, with its bytes.
 
     with Audit(mesh) as audit:
         step()
@@ -7,10 +7,10 @@
     print(audit.report())             # what this rank sent, step by step; audit.entries holds the same as data
 
 torch's own calls (FSDP2, pipelining, DTensor) are counted as they pass torch's dispatcher. Calls of this package's
-layers pass there as well, but count as :mod:`collectives` counts them: one each, under their site, however they are
-implemented (gloo's reduce-scatter is an all-to-all, a small all-reduce of two ranks is a send and a receive). The audit
-does not see what torch.compile has captured. An unknown operator that sends is an error, because a count without it
-would look complete.
+layers pass there as well, but the audit takes their counts from :mod:`collectives`: one call each, under its site, for
+any implementation (gloo's reduce-scatter is an all-to-all, a small all-reduce of two ranks is a send and a receive).
+The audit does not see collectives that torch.compile has captured. An unknown communication operator is an error,
+because a count without it would look complete.
 
 The payload of a collective is the size of the whole tensor, the same on all ranks: the sum of an all-reduce, the result
 of an all-gather, the input of a reduce-scatter. In rings over R ranks each rank sends
@@ -20,7 +20,7 @@ of an all-gather, the input of a reduce-scatter. In rings over R ranks each rank
     broadcast, reduce, send                    1
 
 so an all-reduce is a reduce-scatter and an all-gather of the same payload (Thakur et al., IJHPCA 19(1), 2005).
-:func:`one_way` counts in these halves. :mod:`forms` has the closed forms with which counts are compared.
+:func:`one_way` counts in these halves. :mod:`forms` has the closed forms to compare the counts with.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _FUNCTIONAL = {
     "broadcast_": "broadcast",
     "isend": "send",
 }
-# By library: operators that send no tensor, or not from this rank; the sender counts.
+# Operators, by library, that send no tensor from this rank; the sender counts a message.
 _SILENT = {
     "c10d": {"barrier", "monitored_barrier_", "check_for_nan", "recv_", "recv_any_source_"},
     "_c10d_functional": {"irecv", "wait_tensor", "_wrap_tensor_autograd"},
@@ -190,18 +190,18 @@ class Audit(TorchDispatchMode):
             self._add(_Key(self._step, group, ranks, kind, TORCH), 1, nbytes)
 
     def _take(self, kind: str, site: str, group: str, ranks: int) -> None:
-        """Move the calls that ``collectives`` has counted at (kind, site) since the last look to their group."""
+        """Assign the calls that ``collectives`` has counted at (kind, site) since the last reading to their group."""
         told_calls, told_payload = self._told
         calls = collectives.calls[kind, site] - told_calls[kind, site]
         nbytes = collectives.payload[kind, site] - told_payload[kind, site]
-        if calls:  # later pieces of a counted collective add none
+        if calls:  # later pieces of a counted collective add no call
             told_calls[kind, site] += calls
             told_payload[kind, site] += nbytes
             whole = nbytes * ranks if kind == "all_gather" else nbytes  # collectives counts the shard
             self._add(_Key(self._step, group, ranks, kind, site), calls, whole)
 
     def _take_the_rest(self) -> None:
-        """Count exchanges through shared memory, which never reach torch; the layers' stay within their own group."""
+        """Count exchanges through shared memory, which never reach torch; those of a layer stay within its group."""
         names = (self._mesh.mesh_dim_names or ()) if self._mesh is not None else ()
         ranks = self._mesh["tp"].size() if self._mesh is not None and "tp" in names else _world()
         for kind, site in list(collectives.calls):

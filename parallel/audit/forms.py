@@ -1,4 +1,4 @@
-"""Closed forms of what a training step should send, with which the counts of :mod:`audit` are compared.
+"""Closed forms of the expected communication of a training step, to compare with the counts of :mod:`audit`.
 
 Per rank and step, in payload (see :mod:`audit`): Psi bytes of gathered parameters and G of reduced gradients, both of
 this rank's pipeline stages and tensor-parallel part without sharding; M backward passes (micro-batches of a pipeline or
@@ -116,7 +116,7 @@ def _data_parallel(plan: Plan) -> list[Form]:
         return [Form("gradients", group, "all_reduce", plan.gradients, sites)] if group else []
     forms = []
     if plan.dp > 1:
-        again = 1 if plan.pipelined else plan.microbatches  # how often backward has to gather them
+        again = 1 if plan.pipelined else plan.microbatches  # the number of gathers in backward
         times = plan.microbatches + again if plan.zero == 3 else 1
         forms.append(Form("gradients", "dp", "reduce_scatter", plan.gradients, sites))
         forms.append(Form("parameters", "dp", "all_gather", times * plan.parameters, sites))
@@ -162,10 +162,11 @@ def _covers(form: Form, entry: Entry) -> bool:
 
 
 def unsharded_bytes(parameters: Iterable[torch.Tensor], shards: int, itemsize: int | None = None) -> int:
-    """Bytes of ``parameters`` (tensor-parallel parts count as they are) gathered from ``shards`` data-parallel shards.
+    """Bytes of ``parameters`` gathered from ``shards`` data-parallel shards; a tensor-parallel part counts its own
+    size.
 
-    Like FSDP2, it pads dimension 0 to a multiple of ``shards``. ``itemsize`` is that of the dtype in which they are
-    sent; None: their own.
+    The count pads dimension 0 to a multiple of ``shards``, as FSDP2 does. ``itemsize`` is that of the dtype sent; None:
+    the parameter's own.
     """
     total = 0
     for param in parameters:

@@ -1,6 +1,6 @@
 """Files that are checked before they are used: JSON with a checksum over its own content, and CRC-32s of other files.
 
-A checksum detects damage. It does not detect an attacker, who computes it anew.
+A checksum detects damage. It does not stop an attacker, who can compute a matching one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def parse_checked(path: Path, data: bytes, form: str, *, remedy: str) -> dict[str, Any]:
-    """What :func:`write_json` wrote, without the checksum, from ``data``; its field ``format`` is ``form``.
+    """Parse ``data``, written by :func:`write_json`; return the content without its checksum. Its ``format`` is
+    ``form``.
 
-    Raises ValueError, which names ``path`` and ends in ``remedy``, for any other content.
+    Raises ValueError for any other content; the message names ``path`` and ends in ``remedy``.
     """
     content = parse(path, data, remedy=remedy)
     if not isinstance(content, dict) or content.get("format") != form:

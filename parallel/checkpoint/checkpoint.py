@@ -49,7 +49,7 @@ Slots = dict[str, torch.Tensor]  # an optimizer's state of one parameter: exp_av
 
 _SITE = "checkpoint"
 
-# Settings of how an optimizer computes. The run chooses them, so they are not restored.
+# Settings of an optimizer's implementation. The run chooses them, so loading does not restore them.
 _HOW = frozenset({"capturable", "differentiable", "foreach", "fused"})
 
 
@@ -70,8 +70,8 @@ def save_checkpoint(
     if writing fails, it does not change.
 
     Raises ValueError for ``extra`` that is not JSON, states that are more than plain data, optimizer state other than
-    numbers and tensors shaped like their parameter, parameter groups that are not the same on all ranks but for their
-    parameters, or a ``path`` with other files in it; RuntimeError when writing fails. Every rank raises.
+    numbers and tensors shaped like their parameter, parameter groups whose settings differ between ranks, or a ``path``
+    with other files in it; RuntimeError when writing fails. Every rank raises.
     """
     ranks = everyone() if group is None else whole_group(group)
     write_snapshot(path, take_snapshot(model, optimizer, states=states, extra=extra, ranks=ranks), ranks)
@@ -100,7 +100,7 @@ def take_snapshot(
     extra: dict[str, Any] | None = None,
     ranks: Group,
 ) -> Snapshot:
-    """The first half of :func:`save_checkpoint`; it checks everything. It shares memory with model and optimizer."""
+    """The first half of :func:`save_checkpoint`, with all checks. The result shares memory with model and optimizer."""
     with torch.no_grad():
         tensors, fields = agreement.agree(ranks, lambda: _collect(model, optimizer, states or {}, extra))
         if optimizer is not None:
@@ -109,7 +109,7 @@ def take_snapshot(
 
 
 def write_snapshot(path: StrPath, snapshot: Snapshot, ranks: Group) -> None:
-    """The second half. It may run in another thread; nothing else may then use the group ``ranks`` meanwhile."""
+    """The second half of :func:`save_checkpoint`. It may run in a thread that alone uses the group ``ranks``."""
     target = Path(os.path.realpath(path))
     with storage.explained(target, "writing"), torch.no_grad(), storage.replacing(target, ranks) as folder:
         tensor_files.save(snapshot.tensors, folder, ranks)
@@ -124,16 +124,18 @@ def load_checkpoint(
     states: Mapping[str, Stateful] | None = None,
     group: MeshLike = None,
 ) -> dict[str, Any]:
-    """Load folder ``path`` into the model, the optimizer and ``states``, whatever ranks wrote it; returns ``extra``.
+    """Load folder ``path``, written by any layout of ranks, into the model, the optimizer and ``states``; return
+    ``extra``.
 
     All ranks of ``group`` (default: every process) call it. Values take the model's dtype and device; optimizer state
     keeps its saved dtype, and the settings of how the optimizer computes (``fused``, ``foreach``, ``capturable``,
     ``differentiable``) do not change. Contents that the caller does not request, such as the optimizer's state or one
-    of the states, are skipped. Everything is read and checked before anything is changed, which takes memory for a
-    second copy; only the states check themselves as they load, before model and optimizer do.
+    of the states, are skipped. Loading reads and checks everything before it changes anything, which takes memory for a
+    second copy. Only the states check themselves as they load, before model and optimizer do.
 
     Loading runs no code from the checkpoint: it reads JSON and the elements of tensors, and unpickles nothing
-    (``storage.py``). If a writer replaces the checkpoint meanwhile, it reads again, so nothing is of two checkpoints.
+    (``storage.py``). If a writer replaces the checkpoint meanwhile, loading starts again, so it never mixes two
+    checkpoints.
 
     Raises FileNotFoundError or ValueError for a checkpoint that is missing, incomplete, corrupt or of another model;
     RuntimeError when reading fails. Every rank raises.
@@ -156,7 +158,7 @@ def load_checkpoint(
 def read_extra(path: StrPath) -> dict[str, Any]:
     """The ``extra`` of a checkpoint alone, for example a config from which to build the model before loading.
 
-    Raises what :func:`load_checkpoint` raises, on this rank only.
+    Raises the errors of :func:`load_checkpoint`, on this rank only.
     """
     target = Path(os.path.realpath(path))
     with storage.explained(target, "reading"):
@@ -166,8 +168,8 @@ def read_extra(path: StrPath) -> dict[str, Any]:
 def full_state_dict(model: nn.Module, *, first_rank_only: bool = False) -> dict[str, torch.Tensor]:
     """The model's whole logical tensors, as copies on the CPU. Collective over the model's ranks.
 
-    A pipeline's rank gets those of its own stages. With ``first_rank_only`` every rank but the first of those that
-    share these tensors gets {}, and needs no memory for them.
+    A pipeline's rank gets the tensors of its own stages. With ``first_rank_only`` only the first of the ranks that
+    share these tensors gets them; the others get {} and need no memory for them.
     """
     entries = bare(model).state_dict(keep_vars=True)
     keep = not first_rank_only or all(on_first_rank(entry) for entry in entries.values())
@@ -194,7 +196,7 @@ def _other_key(name: str) -> str:
 
 def _state_holder(optimizer: Optimizer) -> Optimizer:
     """The optimizer that holds ``state``: ZeroRedundancyOptimizer keeps this rank's share in an inner optimizer."""
-    # A program that has one has imported its module; importing it here would bring warnings to all others.
+    # A program with such an optimizer has imported its module; an import here would show its warnings to all programs.
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return (
         optimizer.optim if module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer) else optimizer
@@ -288,7 +290,7 @@ def _logical_state(name: str, slot: str, value: Any, param: torch.Tensor) -> tor
 
 
 def _as_json(value: dict[str, Any], what: str) -> dict[str, Any]:
-    """A copy of ``value`` as a reader will get it: the caller may change its own while a thread writes."""
+    """A copy of ``value`` as a reader will get it, since the caller may change the original while a thread writes."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
@@ -320,7 +322,7 @@ def _merge(per_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class _Contents:
-    """What was read: the model's ``entries`` with their new ``values``, the optimizer's state, the packed states."""
+    """Checkpoint contents: the model's ``entries`` with new ``values``, the optimizer's state, the packed states."""
 
     entries: dict[str, torch.Tensor]
     values: dict[str, torch.Tensor]
@@ -384,7 +386,7 @@ def _check_groups(
     ours: list[set[str]],
     everyones: list[list[set[str]]],
 ) -> None:
-    """ValueError unless the checkpoint has the groups of the optimizer, and settings of the types that they have.
+    """ValueError unless the checkpoint has the optimizer's groups, with settings of the same types.
 
     ``ours`` are the names of this rank's parameters by group, ``everyones`` those of all ranks.
     """

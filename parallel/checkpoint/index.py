@@ -1,4 +1,4 @@
-"""``index.json``: which part of which tensor is where. It is JSON, and this module builds torch's objects from it.
+"""``index.json``: the place of each part of each tensor. This module builds torch's objects from this JSON.
 
     {"byteorder": "little", "tensors": {KEY: {"dtype": "float32", "shape": [4, 6], "chunks": [
         {"offsets": [0, 0], "sizes": [2, 6], "file": "__0_0.distcp", "start": 768}, ...]}}}
@@ -74,7 +74,7 @@ def read(path: Path, sums: checked.Sums) -> Metadata:
 
 
 class _Problem(Exception):
-    """What is wrong with an index."""
+    """An error in an index."""
 
 
 def _metadata(content: Any, sums: checked.Sums) -> Metadata:
@@ -128,7 +128,7 @@ def _is_chunk(chunk: Any, shape: list[int]) -> bool:
 
 
 def _check_grid(key: str, shape: list[int], chunks: list[dict[str, Any]]) -> None:
-    """Unless the chunks are the cells of a grid that covers the tensor exactly, raise."""
+    """Raise unless the chunks are the cells of a grid that covers the tensor exactly."""
     if not math.prod(shape):
         if chunks:
             raise _Problem(f"{key} has chunks and no elements")

@@ -85,8 +85,8 @@ class Checkpointer:
         Arguments are :func:`save_checkpoint`'s. With ``asynchronous`` it returns as soon as model and optimizer may
         change; the next call then raises a failure to write. A checkpoint of the same step is replaced.
 
-        Raises ValueError for what cannot be saved, RuntimeError when writing fails or another Checkpointer saves to the
-        folder. Every rank raises.
+        Raises ValueError for contents that cannot be saved, RuntimeError when writing fails or another Checkpointer
+        saves to the folder. Every rank raises.
         """
         self.wait()
         if step < 0:
@@ -112,7 +112,7 @@ class Checkpointer:
         step: int | None = None,
         states: Mapping[str, Stateful] | None = None,
     ) -> Resumed | None:
-        """Load the latest checkpoint, or that of ``step``; None if there is none yet.
+        """Load the latest checkpoint, or that of ``step``; return None if there is none yet.
 
         Arguments and errors are :func:`load_checkpoint`'s; any layout of ranks may have written it. It restores torch's
         random states, too; at another degree of data parallelism it seeds them from the saved ones.
@@ -127,15 +127,15 @@ class Checkpointer:
             except FileNotFoundError:
                 if step is not None or (latest := self.latest()) == wanted:
                     raise
-                wanted = latest  # another process has removed that one, after it saved a later one
+                wanted = latest  # another process has removed this checkpoint after saving a later one
         return None
 
     def latest(self) -> int | None:
-        """The step of the checkpoint that was written last; None without any.
+        """The step of the checkpoint that was written last; None if there is none.
 
-        It need not be the highest step: a run that returned to an earlier step continues from there. A folder that
-        looks like a checkpoint but cannot be read is skipped if the last one has a higher step; otherwise it may be the
-        latest itself, and its error is raised: ValueError, or OSError where the system refuses.
+        It need not be the highest step: a run that returned to an earlier step continues from there. This method skips
+        an unreadable checkpoint folder if the last readable one has a higher step. Otherwise the unreadable folder may
+        be the latest, and the method raises its error: ValueError, or OSError from the system.
         """
         self.wait()
         return agreement.on_first(self._ranks, self._latest)

@@ -1,4 +1,4 @@
-"""Packs the state of samplers, schedulers and random generators, which a run needs besides model and optimizer.
+"""Pack the states that a run needs besides model and optimizer: of samplers, schedulers and random generators.
 
 In a checkpoint each state is one tensor of bytes: plain data (``plain.py``), which is read back without pickle.
 """
@@ -61,7 +61,7 @@ def restore_random(states: RandomStates, mesh: DeviceMesh | None, ranks: Group) 
     """Restore torch's generators from this rank's saved states.
 
     If the number of shares has changed, the generators are seeded from the saved states, differently for each share.
-    Every rank passes the same ``states``. Raises ValueError where they are not what :func:`gather_random` gives.
+    Every rank passes the same ``states``. Raises ValueError unless they have the form that :func:`gather_random` gives.
     """
     if not (isinstance(states, dict) and states and all(map(_is_states, states.values()))):
         raise ValueError("they are not the states of torch's generators")

@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: written under another name and renamed, checked before they are read.
+"""Checkpoint folders on disk: written under a temporary name and renamed, checked before use.
 
 NAME/                     one checkpoint
     checkpoint.json       the caller's extra, the optimizer's settings, size and CRC-32 of every other file
@@ -13,7 +13,7 @@ NAME/                     one checkpoint
 Loading trusts nothing in the folder. It reads no pickle: everything but the elements of tensors is JSON, which is
 checked field by field, and the elements are read as bytes. Sizes and CRC-32s cover every file and ``checkpoint.json``
 has a checksum of its own, so damage is detected before anything changes. A checksum does not stop an attacker, who can
-choose all values that a checkpoint has room for, and nothing else.
+choose every value in a checkpoint, but can change nothing beyond these.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MANIFEST = "checkpoint.json"
 TORCH_INDEX = ".metadata"
 DATA_SUFFIX = ".distcp"
 FORMAT = "shardfuse checkpoint 2"
-TRIES = 10  # how often a reader starts again where a writer replaces the checkpoint
+TRIES = 10  # how often a reader starts again while writers replace the checkpoint
 _REPLACED = ".replaced"
 _LOCK = ".lock"
 _REMEDY = "load another checkpoint"
@@ -88,7 +88,7 @@ def replacing(target: Path, group: Group) -> Iterator[Path]:
 
 
 class WriterLock:
-    """A lock on the file ``path`` for the one writer of ``target``; the file names the holder for those it refuses.
+    """A lock on the file ``path`` for the one writer of ``target``; the file names the holder, for refusals.
 
     The system ends the lock with its process, so the file that a killed writer leaves does not block the next one.
     """
@@ -137,7 +137,7 @@ class WriterLock:
             os.close(fd)
 
     def forget(self) -> None:
-        """In a forked process: close the copy of the lock, which is still its parent's."""
+        """Close a forked process's copy of the lock, which its parent still holds."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
@@ -154,7 +154,7 @@ _held: weakref.WeakSet[WriterLock] = weakref.WeakSet()
 
 
 def _forget_locks() -> None:
-    """In a forked process, such as a DataLoader's worker: its copies would keep the locks after their holder's end."""
+    """Close a forked process's copies (a DataLoader worker's, say), which would outlive the holder of the locks."""
     for lock in list(_held):
         lock.forget()
     _held.clear()
@@ -212,7 +212,7 @@ def tidy(target: Path) -> None:
 
 
 def remove(target: Path) -> None:
-    """Delete a checkpoint; its name never refers to half of it. One with foreign files stays."""
+    """Delete a checkpoint, renaming it first so that its name never refers to a part. One with foreign files stays."""
     if _foreign(target):
         return
     removed = target.with_name(f".{target.name}.removed")
@@ -296,10 +296,10 @@ def _replaced(target: Path) -> Path:
 
 
 def unmixed(target: Path, group: Group, read: Callable[[Path, Manifest], T]) -> tuple[Manifest, T]:
-    """The manifest of the checkpoint at ``target``, and the result of ``read``, which gets its folder and manifest.
+    """The manifest of the checkpoint at ``target``, and the result of ``read``, called with its folder and manifest.
 
-    Every rank enters. Where a writer replaces the checkpoint meanwhile, all read again: each writer chooses a new
-    ``generation``, and every rank finds the same one before and after. Raises RuntimeError where that does not end.
+    Every rank enters. If a writer replaces the checkpoint meanwhile, all ranks read again, until every rank finds the
+    same ``generation`` (each writer chooses a new one) before and after. Raises RuntimeError after too many attempts.
     """
     for _ in range(TRIES):
         place = agree(group, lambda: open_checkpoint(target))
@@ -336,7 +336,7 @@ def _generation(place: tuple[Path, Manifest]) -> tuple[str, str]:
 
 def open_checkpoint(target: Path) -> tuple[Path, Manifest]:
     """The folder and manifest of the checkpoint at ``target``."""
-    for _ in range(TRIES):  # a writer may rename the folder between the look and the reading
+    for _ in range(TRIES):  # a writer may rename the folder between finding and reading it
         folder = locate(target)
         with contextlib.suppress(FileNotFoundError):
             return folder, read_manifest(folder)
@@ -358,7 +358,7 @@ def locate(target: Path) -> Path:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """``checkpoint.json``. Raises FileNotFoundError, or ValueError, which describes what is there instead."""
+    """``checkpoint.json``. Raises FileNotFoundError, or ValueError that describes the folder's actual contents."""
     path = folder / MANIFEST
     try:
         manifest = checked.parse_checked(path, checked.read(path), FORMAT, remedy=_REMEDY)
@@ -372,7 +372,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _problem(manifest: Manifest) -> str | None:
-    """What is missing from a manifest or of the wrong type; None for a valid one."""
+    """The first field of a manifest that is missing or has the wrong type; None for a valid manifest."""
     sums, groups = manifest.get("files"), manifest.get("param_groups", [])
     if not isinstance(manifest.get("extra"), dict):
         return "it has no dictionary 'extra'"
@@ -415,7 +415,7 @@ def _is_group(group: Any) -> bool:
 
 @contextlib.contextmanager
 def explained(path: Path, doing: str) -> Iterator[None]:
-    """Turns errors of torch.distributed.checkpoint and the system into one line that names ``path``."""
+    """Turn errors of torch.distributed.checkpoint and the system into one line that names ``path``."""
     try:
         yield
     except CheckpointException as error:
@@ -424,7 +424,7 @@ def explained(path: Path, doing: str) -> Iterator[None]:
             raise cause from error
         raise RuntimeError(_line(path, doing, cause, rank)) from error
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and error.errno is None:  # our own, already clear
+        if isinstance(error, FileNotFoundError) and error.errno is None:  # our own error, already clear
             raise
         raise RuntimeError(_line(path, doing, error, None)) from error
 

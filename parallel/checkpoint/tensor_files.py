@@ -54,9 +54,9 @@ class _Stream:
 
 
 class _Transforms(_StorageWriterTransforms):
-    """No transform, and a stream without a finaliser: torch's own flushes the file again when it is collected.
+    """An identity transform, whose stream has no finaliser: torch's own stream flushes the file again when collected.
 
-    The file is closed by then, which Python 3.13 reports on stderr.
+    By then the file is closed, which Python 3.13 reports on stderr.
     """
 
     def transform_save_stream(self, write_item: WriteItem, raw_stream: Any) -> tuple[Any, list[str]]:
@@ -101,7 +101,7 @@ class Writer(dcp.FileSystemWriter):
         return placed
 
     def _start(self, where: Any) -> int:
-        """Where in its file the elements of a tensor begin, whose archive torch wrote to ``where``."""
+        """The offset in its file at which a tensor's elements begin; torch wrote the tensor's archive to ``where``."""
         with open(Path(self.path) / where.relative_path, "rb") as file:
             archive = torch._C.PyTorchFileReader(_create_file_view(file, where.offset, where.length))  # type: ignore[call-overload]
             return where.offset + archive.get_record_offset("data/0")
@@ -178,8 +178,7 @@ def _read_rows(
 
 @contextlib.contextmanager
 def _connected(folder: Path, doing: str) -> Iterator[None]:
-    """Within the block a RuntimeError comes from a collective, because torch.distributed.checkpoint raises what a rank
-    ran into as an exception of its own."""
+    """Report a RuntimeError as a failed collective: torch.distributed.checkpoint wraps all other errors."""
     try:
         yield
     except RuntimeError as error:

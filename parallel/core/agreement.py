@@ -1,7 +1,7 @@
-"""Agreement between ranks: what one of them refuses is refused by all, and what has to be equal is compared.
+"""Agreement between ranks: an error on one rank is raised on all, and values that must be equal are compared.
 
 Ranks that were started differently would train apart without an error, or wait in collectives that the others never
-enter. Everything here is a collective of its group, made before anything depends on the answer.
+enter. Every function here is a collective of its group, to be called before anything depends on the answer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def agree(group: Group, work: Callable[[], T]) -> T:
 
 
 def together(group: Group, work: Callable[[], T]) -> list[T]:
-    """:func:`agree`, but every rank gets all ranks' results."""
+    """:func:`agree`, returning all ranks' results."""
     return collectives.gather_objects(agree(group, work), group, site=SITE)
 
 
@@ -65,7 +65,7 @@ def agree_on(group: Group, work: Callable[[], T], facts: Callable[[T], Facts], *
     result, error = _attempt(both)
     try:
         answers = collectives.gather_objects((_sendable(error), _digest(given)), group, site=SITE)
-    finally:  # also where the others are gone
+    finally:  # also if the other ranks are gone
         if error is not None:
             raise error
     for rank, (failure, _) in enumerate(answers):
@@ -77,13 +77,13 @@ def agree_on(group: Group, work: Callable[[], T], facts: Callable[[T], Facts], *
 
 
 def compare(group: Group, facts: Facts, *, what: str, remedy: str = START_ALIKE) -> None:
-    """:func:`agree_on` without anything to run: one small message where all ranks' ``facts`` are equal."""
+    """:func:`agree_on` without ``work``: one small message if all ranks' ``facts`` are equal."""
     if len(set(collectives.gather_number(_digest(facts), group, site=SITE))) > 1:
         raise ValueError(f"{what}: {_difference(facts, group)}; {remedy}")
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A number that two tensors of one shape share if they are equal bit for bit, and otherwise hardly ever."""
+    """A hash: equal for tensors that are equal bit for bit, and almost never for other tensors of the same shape."""
     size = tensor.element_size()
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size, torch.uint8)
     bits = tensor.detach().contiguous().flatten().view(kind)
@@ -111,7 +111,7 @@ def _difference(mine: Facts, group: Group) -> str:
 
 
 def global_rank(group: Group, rank: int) -> int:
-    """The number that the rank ``rank`` of ``group`` has among all processes."""
+    """The global rank of ``group``'s rank ``rank``."""
     return rank if group.pg is None else dist.get_global_rank(group.pg, rank)
 
 
@@ -127,8 +127,8 @@ def _of_rank(rank: int, failure: Exception) -> Exception:
 
 
 def _sendable(error: Exception | None) -> Exception | None:
-    """``error``, or a RuntimeError with its text if pickling would lose it: an error of a local class, or one whose
-    constructor takes other arguments than it keeps."""
+    """``error`` itself, or a RuntimeError with its text if it does not survive pickling, such as an error of a local
+    class or one whose ``args`` are not its constructor's arguments."""
     if error is None:
         return None
     with contextlib.suppress(Exception):

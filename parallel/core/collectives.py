@@ -1,8 +1,8 @@
 """Every collective of the project, in one thin layer over torch.distributed.
 
 Each call names its ``site`` ("mlp.out", "loss.max", ...); counters of calls and payload use it as a key. A collective
-is the identity in a group of one, takes tensors of any layout, including empty ones, and runs in any group. It returns
-a new tensor, except with ``inplace`` or in a group of one.
+takes tensors of any layout, including empty ones, and runs in any group; in a group of one it is the identity. It
+returns a new tensor, except with ``inplace`` or in a group of one.
 
 Under torch.compile they become torch's functional collectives: torch 2.11 silently replaces the ordinary ones in a
 backward with zeros.
@@ -43,7 +43,7 @@ EXCHANGE_TAG = 0x5F00
 calls: Counter[tuple[str, str]] = Counter()
 payload: Counter[tuple[str, str]] = Counter()
 
-_posting = threading.local()  # .named: (kind, site) of the collective that this thread is posting
+_posting = threading.local()  # its field ``named``: (kind, site) of the collective that this thread is posting
 
 
 def posting() -> tuple[str, str] | None:
@@ -52,7 +52,7 @@ def posting() -> tuple[str, str] | None:
 
 
 class CollectiveError(RuntimeError):
-    """A collective that failed: a rank has ended, or did not come in time."""
+    """A collective that failed because a rank has ended or did not arrive in time."""
 
 
 class Flight:
@@ -69,7 +69,7 @@ class Flight:
             _posting.named = None
 
     def wait(self) -> None:
-        if self.work is not None:  # None: it finished when it was posted
+        if self.work is not None:  # None: the collective finished when it was posted
             self._named(self.work.wait)
 
     def settle(self) -> None:
@@ -150,7 +150,7 @@ class _Exchange:
         self.receiving = pg.recv([self.theirs], 1 - group.rank, EXCHANGE_TAG)
 
     def wait(self) -> None:
-        # A message by itself would wait as long as the group was told when it was made.
+        # A message alone would use the timeout with which the group was created.
         limit = () if self.timeout is None else (self.timeout,)
         self.receiving.wait(*limit)
         self.sending.wait(*limit)
@@ -229,9 +229,11 @@ def start_reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, site: s
 def all_to_all(
     x: torch.Tensor, group: Group, *, sent: Sequence[int], received: Sequence[int], site: str
 ) -> torch.Tensor:
-    """The rows that the ranks have for this one, in order of rank; of ``x`` rank r gets the r-th ``sent[r]`` rows.
+    """Send ``sent[r]`` consecutive rows of ``x`` to each rank r, in order of rank; return the rows received, in that
+    order.
 
-    ``received[r]`` is how many come from rank r. Moves what leaves this rank; counts all of ``x``.
+    ``received[r]`` is the number of rows from rank r. Only rows that leave this rank are moved; all of ``x`` is
+    counted.
     """
     if group.size == 1:
         return x

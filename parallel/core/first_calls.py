@@ -1,8 +1,8 @@
-"""What ranks compare in a layer's first calls, so that a layer that they built or called differently says so.
+"""Compare a layer between ranks in its first calls, so that different construction or calls raise an error.
 
-A collective of different sizes ends a process in C++, or adds what does not belong together, and a layer built with
-another activation on one rank computes wrong numbers without any error. Later calls are not compared: ``parallelize``
-compares every step, and TORCH_DISTRIBUTED_DEBUG=DETAIL every collective.
+A collective with different sizes on the ranks aborts a process in C++ or adds unrelated values, and a layer with
+another activation on one rank computes wrong numbers without any error. This module compares first calls only;
+``parallelize`` compares every step, and TORCH_DISTRIBUTED_DEBUG=DETAIL every collective.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _SIMPLE = (str, int, float, bool, type(None))
 
 
 def compare_call(layer: nn.Module, group: Group, *, values: bool = False, **inputs: torch.Tensor | None) -> None:
-    """In ``layer``'s first calls, compare its ``inputs``' shapes and dtypes over ``group``; in the first one also how
-    it was built, and the parameters that are whole on every rank. With ``values`` the inputs are the same, too.
+    """In ``layer``'s first calls, compare its ``inputs``' shapes and dtypes over ``group``; in the first one also its
+    construction, and the parameters that are whole on every rank. With ``values`` also compare the inputs' elements.
 
-    A collective of the group. Its modules' own calls are then not compared. Does nothing under torch.compile, while a
-    CUDA graph is captured, and for tensors without values.
+    A collective of the group. The calls of the layer's modules are then not compared. This function does nothing under
+    torch.compile, during a CUDA graph capture, and for tensors without values.
 
     Raises ValueError on every rank where they differ.
     """
@@ -65,10 +65,10 @@ def compare_call(layer: nn.Module, group: Group, *, values: bool = False, **inpu
 
 
 def agree_on_processors(group: Group) -> None:
-    """See to it that ranks that compute on CPUs choose alike between torch's products and oneDNN's.
+    """Make ranks that compute on CPUs choose alike between torch's products and oneDNN's.
 
-    Collective, once in a group. Where ranks would choose by different tables, ``auto`` takes torch's own products on
-    all of them from now on, and says so: the others' would differ in their last bits.
+    A collective, once in a group. If the ranks' tables differ, ``auto`` takes torch's own products on all ranks from
+    now on, with a warning: mixed products would differ in their last bits.
     """
     if group.size == 1 or group.pg in _asked or not _on_cpus(group):
         return
@@ -86,7 +86,7 @@ def agree_on_processors(group: Group) -> None:
 
 
 def _on_cpus(group: Group) -> bool:
-    """Whether the ranks of ``group`` may exchange tensors on CPUs: the same on all of them."""
+    """Whether the ranks of ``group`` may exchange tensors on CPUs; all ranks get the same answer."""
     backend = dist.get_backend(group.pg)
     return "gloo" in backend or "mpi" in backend
 
@@ -95,7 +95,7 @@ _asked: weakref.WeakSet[Any] = weakref.WeakSet()  # process groups
 
 
 def leave_to_caller(module: nn.Module, *, below: bool = False) -> None:
-    """Compare no calls of ``module``'s modules, because its caller does; with ``below`` it still compares its own."""
+    """Compare no calls of ``module`` or its modules, because its caller does; with ``below`` only its modules'."""
     for each in module.modules():
         if not (below and each is module):
             each.__dict__["_compared_calls"] = COMPARED_CALLS
@@ -115,12 +115,12 @@ def settings(given: Any) -> dict[str, str]:
 
 
 def _built(layer: nn.Module) -> dict[str, str]:
-    """How ``layer`` was built: what its modules were given, and their parameters."""
+    """The construction of ``layer``: its modules' arguments and parameters."""
     facts = {}
     for path, module in layer.named_modules():
         prefix = f"{path}." if path else ""
         facts[path or "its class"] = type(module).__name__
-        if type(module).__module__.startswith(_PACKAGE):  # what other modules keep is theirs, a rank's number perhaps
+        if type(module).__module__.startswith(_PACKAGE):  # other modules may hold values that differ by rank
             facts |= {f"{prefix}{name}": said for name, said in settings(module).items()}
     for name, param in layer.named_parameters():
         spec = spec_of(param)

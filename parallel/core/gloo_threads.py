@@ -1,4 +1,4 @@
-"""Waits, before the interpreter ends, until gloo's worker threads have released what they hold.
+"""Wait, before the interpreter ends, until gloo's worker threads have released the tensors they hold.
 
 A worker thread drops its work, tensors included, a moment after the collective's caller continues. Freeing a tensor
 that Python knows takes the GIL, and before Python 3.14 a finalising interpreter ends a thread that asks for it. Here
@@ -16,7 +16,7 @@ from pathlib import Path
 THREAD = "pt_gloo_runloop"  # torch's name for a worker thread
 LIMIT_S = 5.0  # a collective with a missing peer keeps a thread busy for longer than a process should wait
 LOOK_S = 0.001
-BLIND_S = 0.1  # where the system hides what a thread waits for: much longer than dropping a work takes
+BLIND_S = 0.1  # for systems that hide a thread's wait: much longer than dropping a work takes
 TASKS = Path("/proc/self/task")
 
 
@@ -39,7 +39,7 @@ def settle(limit_s: float = LIMIT_S) -> bool:
 
 
 def _waits() -> dict[str, str]:
-    """What each worker thread waits for, in the form of proc_pid_syscall(5); empty if the system does not tell."""
+    """The system call in which each worker thread waits, as in proc_pid_syscall(5); empty if the system hides it."""
     waits = {}
     for task in TASKS.iterdir() if TASKS.exists() else ():
         if _read(task / "comm") == THREAD:

@@ -65,7 +65,7 @@ def gather_from(x: torch.Tensor, group: Group, *, dim: int, site: str) -> torch.
 
 
 def split_to(x: torch.Tensor, group: Group, *, dim: int, site: str) -> torch.Tensor:
-    """Keep this rank's slice along ``dim`` of what all ranks have computed; backward gathers the slices' gradients.
+    """Keep this rank's slice along ``dim`` of a replicated tensor; backward gathers the slices' gradients.
 
     Raises ValueError where ``dim`` does not divide by the group's size.
     """
@@ -73,14 +73,14 @@ def split_to(x: torch.Tensor, group: Group, *, dim: int, site: str) -> torch.Ten
 
 
 def exchange_rows(x: torch.Tensor, rows: RowExchange, *, site: str) -> torch.Tensor:
-    """Of a tensor [n, ...] that is split evenly over the ranks, other rows than the split's."""
+    """The rows of a :class:`RowExchange`, from a tensor [n, ...] that is split evenly over the ranks."""
     return _ExchangeRows.apply(x, rows, site)
 
 
 class RowExchange:
-    """Which rows of a tensor [n, ...], of which rank r has the r-th n/R, each rank needs: ``wanted[r]``, ascending.
+    """The rows that each rank needs of a tensor [n, ...] of which rank r holds the r-th n/R: ``wanted[r]``, ascending.
 
-    Raises ValueError where ``wanted`` is no division of all rows into equal parts.
+    Raises ValueError unless ``wanted`` divides all rows into equal parts.
     """
 
     def __init__(self, wanted: Sequence[Sequence[int]], group: Group) -> None:
@@ -94,7 +94,7 @@ class RowExchange:
         owned = range(first, first + size)
         by_rank = [[row - first for row in rows if row in owned] for rows in wanted]
         self.group = group
-        self.order = [row for rows in by_rank for row in rows]  # of this rank's rows, when they leave
+        self.order = [row for rows in by_rank for row in rows]  # the order in which this rank sends its rows
         self.sent = [len(rows) for rows in by_rank]
         self.received = [sum(row // size == source for row in wanted[group.rank]) for source in range(group.size)]
         self._index: dict[torch.device, torch.Tensor] = {}

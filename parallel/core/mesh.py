@@ -66,13 +66,13 @@ def limit_timeout(pg: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def timeout_of(pg: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """After which collectives in ``pg`` on ``device`` are given up by now; None for a backend that never waits."""
+    """The present timeout of collectives in ``pg`` on ``device``; None for a backend that never waits."""
     options = getattr(_backend(pg, device), "options", None)
     return None if options is None else options._timeout
 
 
 def shared_options(device_type: str) -> Any:
-    """Options of a new group with the default group's timeout, which then bounds its making too; None: torch's own."""
+    """Options of a new group with the default group's timeout, which also bounds its creation; None: torch's own."""
     world = dist.group.WORLD
     assert world is not None
     options: Any = getattr(_backend(world, torch.device(device_type)), "options", None)
@@ -88,7 +88,7 @@ _OPTIONS = [getattr(each, "_Options", each.Options) for each in _BACKENDS]
 
 
 def _backend(pg: dist.ProcessGroup, device: torch.device) -> Any:
-    """What ``pg`` runs on ``device``, without the wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    """The backend of ``pg`` on ``device``, without the wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     backend = pg._get_backend(device)
     return getattr(backend, "wrapped_pg", backend)
 
@@ -129,14 +129,14 @@ def everyone() -> Group:
 
 
 def degree(mesh: DeviceMesh | None, dim: str) -> int:
-    """The number of ranks of ``mesh`` along ``dim``: 1 where it has no such dimension."""
+    """The number of ranks of ``mesh`` along ``dim``; 1 if the mesh lacks this dimension."""
     if mesh is None or dim not in (mesh.mesh_dim_names or ()):
         return 1
     return mesh[dim].size()
 
 
 def check_dims(mesh: DeviceMesh | None) -> None:
-    """ValueError for a mesh with dimensions over which this library spreads nothing: their ranks would diverge."""
+    """ValueError for a mesh with dimensions that this library does not use: their ranks would diverge."""
     if mesh is None:
         return
     names = mesh.mesh_dim_names

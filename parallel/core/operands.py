@@ -1,4 +1,4 @@
-"""Opens the operands of the autograd functions of ``linear.py`` and ``mlp.py``, and closes their gradients.
+"""Unwrap the operands of the autograd functions of ``linear.py`` and ``mlp.py``, and wrap their gradients.
 
 A function takes (call, x, *params): its options, an activation [..., D], and parameters as modules hold them: DTensors,
 plain tensors or None.

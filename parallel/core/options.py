@@ -19,7 +19,7 @@ class TPOptions(NamedTuple):
     impl: str = "auto"
     overlap: str = "none"  # "auto", "kernel", "chunked" or "none": see overlap/policy.py
     strict: bool = False  # RuntimeError where ``overlap`` is unavailable, instead of a fall-back to "none"
-    site: str = "linear"  # of its collectives
+    site: str = "linear"  # the name of its collectives
     pack_weight: bool = False  # for inference on a CPU: see ``linear_act``
     grad: bool = False  # whether autograd is on: inside an autograd function's forward it always reads off
 
@@ -29,5 +29,5 @@ class TPOptions(NamedTuple):
         return (self.pack_weight or onednn.here.serving) and onednn.PACKS and not self.grad
 
     def now(self) -> TPOptions:
-        """The same with the current value of ``grad``."""
+        """A copy with the current value of ``grad``."""
         return self._replace(grad=torch.is_grad_enabled())

@@ -51,9 +51,9 @@ class _Swap:
 class GatherPieces:
     """An all-gather of the rows of ``x`` [n, ...], n > 0, each shard in up to ``pieces`` pieces: ``whole`` [R n, ...].
 
-    :meth:`arriving` yields slices of the whole's rows as they arrive: the own shard first, then the shards of rank + 1,
-    rank + 2, .... After its end, ``x`` may be overwritten. As a context manager it waits for the posted pieces if its
-    body fails.
+    :meth:`arriving` yields slices of the whole's rows as they arrive: this rank's own shard first, then the shards of
+    rank + 1, rank + 2, .... After its end, ``x`` may be overwritten. As a context manager it waits for the posted
+    pieces if its body fails.
     """
 
     def __init__(self, x: torch.Tensor, group: Group, pieces: int, *, site: str) -> None:
@@ -124,7 +124,8 @@ class _SumPieces(ABC):
 
 
 class ScatterPieces(_SumPieces):
-    """A reduce-scatter: other ranks' shards from rank + 1 on, each in up to ``pieces`` pieces, then the own one whole.
+    """A reduce-scatter: other ranks' shards from rank + 1 on, each in up to ``pieces`` pieces, then this rank's own,
+    whole.
 
     The sum runs in rank order and rounds once. Raises ValueError unless the group's size divides ``tokens``.
     """
@@ -141,7 +142,7 @@ class ScatterPieces(_SumPieces):
 
     def send(self, part: slice, y: torch.Tensor) -> None:
         y, n, rank = y.contiguous(), self._n, self.group.rank
-        if self._out is None:  # the addends of all ranks to the own rows
+        if self._out is None:  # all ranks' addends to this rank's rows
             count("reduce_scatter", y[:1].nbytes * self.tokens, self.site)
             self._out = alloc.empty((self.group.size, n, *y.shape[1:]), y.dtype, y.device)
         owner = part.start // n

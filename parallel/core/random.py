@@ -28,9 +28,9 @@ def manual_seed(
     """Seed torch's generators for this rank, and return the seed.
 
     It depends on ``seed``, ``step`` and the rank's coordinates in every dimension of ``mesh`` (of ``init_mesh``, say)
-    except ``tp_dim`` and ``pp_dim``. Called with the step's number at the start of every step, it makes a run resumed
-    from a checkpoint draw what the uninterrupted run would have drawn. It also seeds the generator that draws
-    parameters: build the model before, or seed its weights separately (``init_weights``).
+    except ``tp_dim`` and ``pp_dim``. Call it with the step's number at the start of every step: a run resumed from a
+    checkpoint then draws the same numbers as an uninterrupted one. It also seeds the generator that draws parameters:
+    build the model before, or seed its weights separately (``init_weights``).
     """
     places = []
     if mesh is not None:
@@ -47,7 +47,7 @@ def manual_seed(
 def sharded_draws(group: Group, device: torch.device) -> Iterator[None]:
     """Within the block torch's generator of ``device`` gives every rank of ``group`` different numbers.
 
-    For operations that draw by themselves on sharded tensors, such as the weights of each rank's attention heads.
+    Use it for operations that draw by themselves on sharded tensors, such as dropout of each rank's attention weights.
     Afterwards the ranks draw alike again. Raises RuntimeError while a CUDA graph is captured or torch.compile traces
     (never with one rank).
     """
@@ -62,7 +62,8 @@ def sharded_draws(group: Group, device: torch.device) -> Iterator[None]:
         )
     generator = _generator(device)
     before = generator.get_state()
-    # All ranks draw the same number, which advances the state for the next call; the seed made of it differs by rank.
+    # All ranks draw the same number, which advances the state for the next call; the seed derived from it differs by
+    # rank.
     generator.manual_seed(named_seed(_fingerprint(device), f"rank={group.rank}"))
     try:
         yield
@@ -75,8 +76,8 @@ def sharded_draws(group: Group, device: torch.device) -> Iterator[None]:
 def own_draws(place: str, device: torch.device) -> Iterator[None]:
     """Within the block torch's generator of ``device`` is seeded by its state and ``place``.
 
-    For layers that draw by themselves on pipeline stages, which would otherwise draw alike. Afterwards the generator
-    has its former state.
+    Use it for layers that draw by themselves on pipeline stages, which would otherwise draw alike. Afterwards the
+    generator has its former state.
     """
     generator = _generator(device)
     before = generator.get_state()

@@ -1,4 +1,4 @@
-"""How processes find each other: :func:`init_mesh` connects them and makes the mesh that all of them ask for.
+"""Connect the processes: :func:`init_mesh` makes them meet and returns the mesh that all of them request.
 
 The rendezvous is safe from the addresses of dead processes. torchrun's agent keeps a store in which its processes meet,
 and torch (2.13) gives them the same store after each restart: it still holds the entries of the previous processes,
@@ -33,10 +33,10 @@ from .mesh import HYBRID_DIMS, MESH_DIMS, everyone, share_timeout, shared_option
 T = TypeVar("T")
 
 LEADER = "shardfuse/leader"
-PATIENCE = timedelta(seconds=2)  # how long a rank trusts a name, perhaps of an earlier start, before it reads again
+PATIENCE = timedelta(seconds=2)  # how long a rank trusts a name, which may be an earlier start's, before it reads again
 PAUSE_S = 0.05
 MARGIN_S = 1.0  # beyond gloo's own timeout, whose error says more
-COMPARED_VARIABLES = ("SHARDFUSE_IMPL", "SHARDFUSE_ROW_INVARIANT")  # they choose what computes, and so the numbers
+COMPARED_VARIABLES = ("SHARDFUSE_IMPL", "SHARDFUSE_ROW_INVARIANT")  # they select kernels, and so the numbers
 
 
 def init_mesh(
@@ -63,7 +63,7 @@ def init_mesh(
 
     Raises ValueError where ``dp_replicate * dp * pp * tp`` is not the world size, a variable of torchrun's is missing,
     the machine has no such device or fewer GPUs than processes, or the ranks ask for different meshes; RuntimeError
-    where the processes cannot connect. What one rank refuses, all ranks refuse.
+    where the processes cannot connect. An error on one rank is raised on all.
     """
     world = _world_size()
     single = world == 1 and not dist.is_initialized()
@@ -76,7 +76,7 @@ def init_mesh(
         if device_type == "cuda":
             torch.cuda.init()  # without it DeviceMesh would choose another GPU than the current one
     connect(device_type if torch.cuda.is_available() else "cpu", timeout)
-    if not single:  # connected first, so that what one rank refuses reaches the others
+    if not single:  # connected first, so that one rank's error reaches the others
 
         def work() -> tuple[int, int, int, int]:
             found = _mesh_shape(dp_replicate, dp, pp, tp, world)
@@ -100,7 +100,7 @@ def init_mesh(
         return init_device_mesh(device_type, shape[-len(names) :], mesh_dim_names=names, backend_override=smaller)
 
     try:
-        # A thread of its own would have another current GPU.
+        # A new thread would have another current GPU.
         bound = timeout if timeout is not None or options is None else options._timeout
         mesh = make() if device_type == "cuda" or single else _within(bound, make)
     except RuntimeError as error:
@@ -111,7 +111,7 @@ def init_mesh(
 
 
 def default_device() -> str:
-    """The type of device that processes use where none is chosen."""
+    """The default type of the processes' devices."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -149,10 +149,10 @@ def connect(device_type: str, timeout: timedelta | None) -> None:
 
 
 def _within(timeout: timedelta | None, work: Callable[[], T]) -> T:
-    """``work()``, for hardly longer than ``timeout`` (None: torch's default).
+    """Run ``work()`` for hardly longer than ``timeout`` (None: torch's default).
 
-    gloo's own timeout does not bound all that it waits for while it connects: a peer that is killed within its
-    handshake leaves it waiting for ever (torch 2.13). So it works in a thread, which then stays behind. Raises
+    gloo's own timeout does not bound every wait of its connection: a peer killed during the handshake leaves it waiting
+    for ever (torch 2.13). Therefore ``work`` runs in a thread, which stays behind after the timeout. Raises
     RuntimeError.
     """
     seconds = (default_pg_timeout if timeout is None else timeout).total_seconds()
@@ -189,7 +189,7 @@ def agent_store(timeout: timedelta | None) -> tuple[dist.Store, int, int] | None
 
 
 def own_store(timeout: timedelta | None) -> tuple[dist.Store, int, int]:
-    """The same where rank 0 keeps the store."""
+    """The result of :func:`agent_store` if rank 0 keeps the store instead."""
     timeout = default_pg_timeout if timeout is None else timeout
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = next(rendezvous("env://", timeout=timeout))[0] if rank == 0 else _store_client(timeout)
@@ -199,8 +199,9 @@ def own_store(timeout: timedelta | None) -> tuple[dist.Store, int, int]:
 def _store_client(timeout: timedelta) -> dist.Store:
     """A connection to the store at MASTER_ADDR and MASTER_PORT.
 
-    torch's client (2.13) makes longer and longer pauses between its attempts, and gives up only after up to 2.5 times
-    its timeout. So it gets a quarter of ``timeout``, and only when the port accepts connections.
+    torch's client (2.13) pauses longer and longer between attempts, and gives up only after up to 2.5 times its
+    timeout. Therefore this function gives it a quarter of ``timeout``, and starts it only when the port accepts
+    connections.
 
     Raises dist.DistNetworkError.
     """
@@ -219,7 +220,7 @@ def _store_client(timeout: timedelta) -> dist.Store:
 
 
 def start_name(store: dist.Store, rank: int, world: int, timeout: timedelta) -> str:
-    """A name that rank 0 has given to exactly these ``world`` processes.
+    """The name that rank 0 has given to exactly these ``world`` processes.
 
     Rank 0 publishes a new name, the others answer under it, and once all have answered it is valid. A rank recognises
     the name of an earlier rank 0 by its answers: its own is not among them.
@@ -248,7 +249,7 @@ def start_name(store: dist.Store, rank: int, world: int, timeout: timedelta) -> 
 
 
 def _surroundings() -> dict[str, str]:
-    package = sys.modules[__name__.partition(".")[0]]  # it knows a version for a source tree that is not installed, too
+    package = sys.modules[__name__.partition(".")[0]]  # also has a version for a source tree that is not installed
     variables = {name: os.environ.get(name, "not set") for name in COMPARED_VARIABLES}
     return {"torch's version": torch.__version__, "shardfuse's version": package.__version__, **variables}
 

@@ -20,13 +20,13 @@ from torch.autograd.function import once_differentiable
 
 from .mesh import DATA_DIMS, SINGLE, Group, tp_group
 
-if TYPE_CHECKING:  # with sympy below it, this import takes half as long as torch's own
+if TYPE_CHECKING:  # imports sympy: takes half as long as importing torch
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from typing_extensions import TypeIs
 
 PARAM_MODES = ("dtensor", "local")
 
-# Rows that one generator draws. A seed's meaning depends on it: changing it changes every initialisation.
+# Rows that one generator draws. Changing it changes every initialisation from a seed.
 BLOCK_ROWS = 16
 
 # The names of the dimensions over which FSDP2 shards and replicates; the last is both, flattened.
@@ -112,9 +112,9 @@ def as_dtensor(local: torch.Tensor, spec: ShardSpec) -> DTensor:
 
 
 def is_dtensor(x: Any) -> TypeIs[DTensor]:
-    """Whether ``x`` is a DTensor, without importing the class: there is no DTensor before its module is imported.
+    """Whether ``x`` is a DTensor, without importing the class: no DTensor exists before its module is imported.
 
-    torch.compile traces the question, as it contains no import.
+    torch.compile can trace this function, as it contains no import.
     """
     return hasattr(torch.distributed, "tensor") and isinstance(x, torch.distributed.tensor.DTensor)
 
@@ -145,7 +145,8 @@ def local_tensors(*params: torch.Tensor | None) -> tuple[Any, ...]:
     if torch.compiler.is_compiling():
         return tuple(param.to_local() if is_dtensor(param) else param for param in params)
     plain, specs = unwrap(params)
-    # Only those that need a gradient: one differentiable input makes every output of an autograd function so.
+    # Pass only tensors that need a gradient: one differentiable input makes every output of an autograd function
+    # differentiable.
     wanted = [i for i, spec in enumerate(specs) if spec is not None and params[i].requires_grad]  # type: ignore[union-attr]
     if wanted and torch.is_grad_enabled():
         for i, tensor in zip(wanted, _ToLocal.apply(*(params[i] for i in wanted))):
@@ -156,7 +157,7 @@ def local_tensors(*params: torch.Tensor | None) -> tuple[Any, ...]:
 class _ToLocal(torch.autograd.Function):
     """``DTensor.to_local`` of several parameters, whose gradients have the parameters' layout.
 
-    It avoids what to_local recomputes for each gradient, which takes longer than a small GEMM.
+    It avoids to_local's recomputation for each gradient, which takes longer than a small GEMM.
     """
 
     @staticmethod
@@ -173,7 +174,7 @@ class _ToLocal(torch.autograd.Function):
 
 def unwrap(params: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[Any]]:
     """Plain tensors, for autograd functions that take parameters directly, and the specs for :func:`wrap_grads`."""
-    if "tensor" not in torch.distributed.__dict__:  # as is_dtensor asks, once for all: each layer's call comes here
+    if "tensor" not in torch.distributed.__dict__:  # is_dtensor inlined for all: each layer's call comes here
         return list(params), [None] * len(params)
     kind = torch.distributed.tensor.DTensor
     plain = [param._local_tensor if isinstance(param, kind) else param for param in params]
@@ -181,7 +182,7 @@ def unwrap(params: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[Any]]
 
 
 def wrap_grads(grads: Sequence[torch.Tensor | None], specs: Sequence[Any]) -> tuple[torch.Tensor | None, ...]:
-    """Plain gradients in the layout of the parameters; None where there is none."""
+    """Wrap plain gradients in the layout of the parameters; None stays None."""
     # DTensor's own operations share the spec, too; a copy would be hashed and compared again every time.
     return tuple(
         grad
@@ -204,7 +205,7 @@ def logical(tensor: torch.Tensor, param: torch.Tensor | None = None) -> torch.Te
 
 
 def as_stored(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """The inverse of ``logical``: ``value`` as an optimizer stores state of ``param``: a DTensor only if that is."""
+    """The inverse of ``logical``: ``value`` as an optimizer stores state of ``param``: a DTensor if that is one."""
     return value if is_dtensor(param) else local_tensor(value)
 
 

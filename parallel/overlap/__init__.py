@@ -1,1 +1,1 @@
-"""How the products of linear layers and the collectives beside them run: plainly, in chunks, or inside the kernel."""
+"""Run the products of linear layers and the collectives beside them: plainly, in chunks, or inside the kernel."""

@@ -25,9 +25,10 @@ rate.
               beta), as Chan et al. count direct exchanges ("Collective communication: theory, practice, and
               experience", CCPE 19(13), 2007), with beta the rate to a peer. Both sides leave out the norm's own pass
 
-During a transfer a product runs at ``hides`` of its speed: NCCL's kernels take multiprocessors, gloo's threads take
-cores (all of them: 0), a copy engine takes neither (1). A sum of received partial sums passes through memory once.
-"Exposed" is the total minus the products: the communication that no product hides, and what it slows them by.
+During a transfer a product runs at the share ``hides`` of its speed: NCCL's kernels take multiprocessors, gloo's
+threads take cores (all of them, so the share is 0), a copy engine takes neither (1). A sum of received partial sums
+passes through memory once. "Exposed" is the total minus the products: the communication that no product hides, and the
+slowdown of the products.
 """
 
 from __future__ import annotations
@@ -179,7 +180,7 @@ def _sum_seconds(profile: Profile, call: Call) -> float:
 
 
 def _consumed(own: float, pieces: Sequence[float], transfer: float, hides: float) -> float:
-    """When the products are done: first of ``own`` rows, then of ``pieces``, which arrive one after another."""
+    """The end of the products: first of ``own`` rows, then of ``pieces``, which arrive one after another."""
     busy = len(pieces) * transfer
     now = _worked(0.0, own, busy, hides)
     for index, piece in enumerate(pieces):
@@ -188,7 +189,7 @@ def _consumed(own: float, pieces: Sequence[float], transfer: float, hides: float
 
 
 def _produced(own: float, pieces: Sequence[float], transfer: float, hides: float) -> float:
-    """When all is sent: the partial sums ``pieces`` are formed and sent one after another, the ``own`` ones last."""
+    """The end of the sends: the partial sums ``pieces`` are formed and sent in order, then the ``own`` ones."""
     now = sent = 0.0
     for piece in pieces:
         now = _worked(now, piece, sent, hides)
@@ -197,7 +198,7 @@ def _produced(own: float, pieces: Sequence[float], transfer: float, hides: float
 
 
 def _worked(start: float, work: float, busy_until: float, rate: float) -> float:
-    """When ``work`` seconds of product end that begin at ``start``, at ``rate`` of full speed until ``busy_until``."""
+    """The end of a product of ``work`` seconds from ``start``, at ``rate`` of full speed until ``busy_until``."""
     window = max(0.0, busy_until - start)
     if work <= window * rate:
         return start + (work / rate if work else 0.0)

@@ -16,9 +16,9 @@ figures, and every reason based on them says so. A profile in JSON (seconds, byt
 
 ``links`` has "node" for ranks of one machine and "network" for ranks of several; :mod:`link_model` defines the figures.
 ``rows`` are measurements of whole operations, each for a bucket of shapes; ``kernel_s`` may be missing. A bucket has
-two rows. By the clock "device" several calls are queued, and the time of one is what the device needs: training hides
-what the host does for it. By "with_host" each call ends before the next one begins, as in decoding. :mod:`plan` knows
-which clock fits a call. Format 1 had one row, of calls whose ends were awaited.
+two rows. With the clock "device" several calls are queued, and a call's time is the device's, as in training, which
+hides the host's work. With "with_host" each call ends before the next one begins, as in decoding. :mod:`plan` knows
+which clock fits a call. Format 1 had one row, measured like "with_host".
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Profile:
     sources: tuple[str, ...] = ()
     links: Mapping[str, Mapping[str, Link]] = field(default_factory=dict)
     gemm_flops: Mapping[str, float] = field(default_factory=dict)  # by dtype
-    copy_bytes_per_s: float | None = None  # of a copy engine to a peer
+    copy_bytes_per_s: float | None = None  # the rate of a copy engine to a peer
     memory_bytes_per_s: float | None = None
     hides: float = 0.0  # a product's speed during a collective, as a share of its speed alone
     piece_s: float = 0.0  # host time for one piece of a chunked operation

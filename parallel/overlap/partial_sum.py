@@ -45,7 +45,7 @@ class PartialSum:
     site: str  # of the collective
 
     def reduce(self) -> torch.Tensor:
-        """Sum it by a collective of its own, where no norm can."""
+        """Sum it by a separate collective, if no norm can."""
         y = collectives.all_reduce(self.rows, self.group, site=self.site, inplace=True)
         return y if self.bias is None else y.add_(self.bias)
 

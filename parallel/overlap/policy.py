@@ -50,7 +50,7 @@ class LayerOverlap(NamedTuple):
 
 
 class _Unasked:
-    """Marks that kernel_unavailable() has not been called yet."""
+    """The answer of kernel_unavailable() before its first call."""
 
 
 @dataclass
@@ -222,9 +222,9 @@ def preview(
 
 
 def kernel_unavailable(group: Group, device: torch.device) -> str | None:
-    """Why the kernel path cannot run in ``group``, or None. Collective; called once per group.
+    """The reason why the kernel path cannot run in ``group``, or None. Collective; called once per group.
 
-    The answer is the same on every rank: what one of them lacks, or what the probe of their symmetric memory found.
+    Every rank gets the same answer: one rank's missing requirement, or the finding of the memory probe.
     """
     said = collectives.gather_objects((lacking(device), dispatch.default_impl()), group, site="links")
     missing = [reason for reason, _ in said]
@@ -238,7 +238,7 @@ def kernel_unavailable(group: Group, device: torch.device) -> str | None:
 
 
 def _without_kernel(call: Call, device: torch.device, impl: str) -> str | None:
-    """Why the product, or the norm after it, does not run the kernel that would exchange rows; or None."""
+    """The reason why the product, or the norm after it, does not run the kernel that exchanges rows; or None."""
     if call.op == link_model.NORM:
         what, choice = "norm", all_reduce_choice(device, call.N, impl, call.dtype)
     else:
@@ -250,7 +250,7 @@ def _without_kernel(call: Call, device: torch.device, impl: str) -> str | None:
 
 
 def lacking(device: torch.device) -> str | None:
-    """What this process is known to lack, without asking the other ranks."""
+    """A requirement that this process lacks, found without asking the other ranks."""
     if dispatch.triton_version() is None:
         return "Triton is not installed (pip install triton; Linux only)"
     if device.type == "cpu" and not dispatch.interpreting():
@@ -263,7 +263,7 @@ def lacking(device: torch.device) -> str | None:
 
 
 def _kernel_matters(agreed: _Agreed, call: Call, overlap: str) -> bool:
-    """Whether the answer of :func:`kernel_unavailable`, which takes a moment, can change this choice."""
+    """Whether :func:`kernel_unavailable`, which takes some time, can change this choice."""
     profile = agreed.profile
     if agreed.link == "network":
         return False
@@ -378,8 +378,8 @@ def _refuse_compiled(overlap: str) -> None:
     )
 
 
-# Does what torch.compiler.assume_constant_result does, without importing the compiler: Dynamo calls the function while
-# it traces. An error in a traced function would, without fullgraph=True, only make the layer run in Python.
+# Equals torch.compiler.assume_constant_result, without importing the compiler: Dynamo calls the function while it
+# traces. An error in a traced function would only make the layer run in Python, unless fullgraph=True.
 _refuse_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""How a linear layer's product and the collective beside it run: three strategies with the same three methods.
+"""Run a linear layer's product and the collective beside it: three strategies with the same three methods.
 
     method                  collective       the product                           returns
     all_gather_linear       all-gather       of rows as they arrive                its results [T, F_i], the rows [T, D]
@@ -61,8 +61,9 @@ class Pending:
 class InFlight:
     """Collectives that start in a ``with`` block and are waited for there.
 
-    An error that leaves the block waits for the rest first, so that it neither holds memory nor meets the next
-    collective. After an ExchangeTimeout it does not: the missing peer would only be waited for again.
+    If an error leaves the block, the block first waits for the other collectives, so that none of them holds memory or
+    meets the next collective. After an ExchangeTimeout it does not wait, because the missing peer would not arrive
+    either.
     """
 
     __slots__ = ("_pending",)
@@ -115,7 +116,8 @@ class Strategy(Protocol):
     def linear_all_reduce(
         self, product: Product, *, bias: torch.Tensor | None = None, site: str, async_op: bool = True
     ) -> Pending:
-        """The same for all rows of the sum [T, N], on every rank. ``async_op=False``: the caller waits at once."""
+        """As :meth:`linear_reduce_scatter`, for the whole sum [T, N] on every rank. ``async_op=False`` waits at
+        once."""
         ...
 
 
@@ -147,7 +149,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Chunked:
-    """Each rank's shard in up to ``pieces`` pieces; for an all-reduce, all rows in that many."""
+    """Each rank's shard travels in up to ``pieces`` pieces; in an all-reduce, all rows do."""
 
     group: Group
     pieces: int

@@ -33,7 +33,7 @@ class Divisible(Protocol):
         """The parts in order, each with its cost for a token in a sequence of ``length``."""
 
     def keep(self, parts: Iterable[int]) -> None:
-        """Drop all other parts; the names of these do not change."""
+        """Drop all parts except ``parts``, whose names do not change."""
 
     def stage(self, parts: range) -> nn.Module:
         """A module of the consecutive ``parts``, which shares the model's submodules and names.
@@ -50,7 +50,7 @@ class Divisible(Protocol):
         """ValueError for a batch that the model could not process, the same on every rank."""
 
     def boundary(self, batch: int, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A meta tensor of what a stage sends to the next for [batch, length] tokens."""
+        """The tensor, on meta, that a stage sends to the next for [batch, length] tokens."""
 
     def draws(self, device: torch.device) -> Any:
         """The random state of a step, drawn alike by all ranks; None for a model without randomness."""
@@ -110,7 +110,7 @@ def loads(
 def _one_stage_each(sums: list[float], stages: int) -> list[int]:
     """The borders with the lowest maximum over the stages, and among those with the lowest sum of squares."""
     limit, _ = _best(sums, stages, max)
-    limit *= 1 + 1e-12  # tolerates sums in another order
+    limit *= 1 + 1e-12  # tolerates another order of summation
     _, borders = _best(sums, stages, lambda rest, load: rest + load * load if load <= limit else float("inf"))
     return borders
 

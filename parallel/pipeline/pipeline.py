@@ -3,8 +3,8 @@
 :func:`split` selects this rank's parts of a model and drops the others; the model makes modules of them
 (:class:`Divisible`), which may then be sharded over data-parallel ranks; a :class:`Pipeline` runs them. Every rank of
 the pipeline gets the whole batch. Stages send each other activations and their gradients, but neither targets nor
-shapes: the stages know the shapes in advance, since torch would otherwise run the model on uninitialised tensors to
-infer them.
+shapes: each stage computes the shapes in advance, because torch would otherwise infer them by running the model on
+uninitialised tensors.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def split(
 
 
 def _check_tied(model: Divisible) -> None:
-    """ValueError where gradients of tied parameters would be missed; on a whole model, so that all ranks agree."""
+    """ValueError if gradients of tied parameters would be missed. All ranks agree: each checks the whole model."""
     names = model.tied_parameters()
     if names and any(getattr(each, "fuse_wgrad_accumulation", False) for each in cast(nn.Module, model).modules()):
         raise ValueError(
@@ -178,7 +178,7 @@ class Pipeline:
         scale: float = 1.0,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The same sum without gradients and dropout. Collective."""
+        """The sum that :meth:`step` returns, without gradients and dropout. Collective."""
         batch = self._batch(False, tokens, targets, positions)
         with _evaluating(module for _, module in self.stages):
             return self._run(False, batch, scale=scale)
@@ -235,7 +235,7 @@ class Pipeline:
     # ----------------------------------------------------------------------------------------------------- building
 
     def _prepare(self, training: bool, tokens: torch.Tensor) -> None:
-        """Make sure that there is a schedule for batches like ``tokens``.
+        """Build the schedule for batches like ``tokens`` if needed.
 
         Training and evaluation cannot share one before torch 2.12: after an evaluation its receive buffers would take
         no gradients.
@@ -269,7 +269,8 @@ class Pipeline:
     # -------------------------------------------------------------------------------------------- tied parameters
 
     def _tie(self) -> tuple[Group | None, frozenset[str]]:
-        """The two ranks that share parameters, None if one has both ends; and this rank's names that the other owns."""
+        """The two ranks that share parameters (None if one has both ends), and this rank's names that the other
+        owns."""
         names = self.model.tied_parameters()
         first, last = self._owner[0], self._owner[-1]
         if not names or first == last or self.group.rank not in (first, last):
@@ -301,7 +302,7 @@ class Pipeline:
         return {} if self._ends is None else {params[0]: 2 for params in self._tied_here()}
 
     def _set_aside(self) -> list[torch.Tensor | None]:
-        """Take out the gradients that an earlier step summed over both ends, so that they are not summed again."""
+        """Set aside the gradients that an earlier step summed over both ends, so that they are not summed again."""
         if self._ends is None:
             return []
         params = [params[0] for params in self._tied_here()]

@@ -1,9 +1,9 @@
 """The two passes of a split backward: gradients of a stage's inputs first, of its weights later.
 
-From torch 2.13 on torch's own passes are used (torch.distributed.pipelining). Before, torch's pass for the weights
-fails on autograd functions written in Python, such as our layers': the graph of a function's node is freed by then, and
-the gradients of several outputs are added up as if they belonged to one. This file can go once torch 2.13 is the oldest
-supported version.
+From torch 2.13 on, pipelines use torch's own passes (torch.distributed.pipelining). In older versions torch's pass for
+the weights fails on autograd functions written in Python, such as our layers': it frees the graph of a function's node
+too early, and adds up the gradients of several outputs as if they belonged to one. This file can go once torch 2.13 is
+the oldest supported version.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Groups = list[dict[str, Any]]
 
 
 def torch_can() -> bool:
-    """Whether torch's own passes work: from 2.13 on."""
+    """Whether torch's own passes work, which they do from 2.13 on."""
     return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
@@ -37,7 +37,7 @@ def stage_backward_input(
     """
     if torch_can():
         return _backward.stage_backward_input(outputs, grads, inputs, weights)
-    edges = [get_gradient_edge(output) for output in outputs]  # these keep the nodes alive
+    edges = [get_gradient_edge(output) for output in outputs]  # these references keep the nodes alive
     wanting = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor) and x.requires_grad]
     found, groups = _backward.stage_backward_input(outputs, grads, [inputs[i] for i in wanting], weights)
     for group in groups:
@@ -88,7 +88,7 @@ def _grads(group: dict[str, Any], accumulators: Sequence[Any]) -> tuple[torch.Te
 
 
 class SplitStage(PipelineStage):
-    """A pipeline stage that uses the functions above for its split backward, where torch's calls its own by name."""
+    """A pipeline stage that splits backward with this module's functions; torch's stage calls torch's own by name."""
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False

@@ -68,16 +68,16 @@ def measured(stage: nn.Module, x: torch.Tensor, *, split: bool = True, rounds: i
     """Seconds of ``stage``'s passes over ``x``: medians of ``rounds``.
 
     ``stage`` maps a tensor, and ``options``, to a floating-point one. With ``split`` backward is split as torch's
-    pipelines split it; otherwise it runs in one pass and counts as the gradient of the input. If ``x`` are tokens, it
-    is a pipeline's first stage, which sends no gradient: torch runs its whole backward as the weights' pass. The
-    parameters' gradients do not change. If parameters are sharded over ranks, all of them call this together.
+    pipelines split it; otherwise it runs in one pass and counts as the gradient of the input. With tokens as ``x``,
+    ``stage`` is a pipeline's first stage, which sends no gradient: torch runs its whole backward as the weights' pass.
+    The parameters' gradients do not change. If parameters are sharded over ranks, all of them call this together.
     """
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: expected at least 1")
     grads = [(each, each.grad) for each in stage.parameters()]
     try:
         with autograd.split_backward(split):
-            times = [_passes(stage, x, split, options) for _ in range(rounds + 1)][1:]  # the first compiles kernels
+            times = [_passes(stage, x, split, options) for _ in range(rounds + 1)][1:]  # the first compiles
     finally:
         for param, grad in grads:
             param.grad = grad

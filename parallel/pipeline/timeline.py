@@ -5,10 +5,10 @@ gradient of the stage's input, and later W, those of its weights. The order is t
 schedule's class). A pass starts when its rank is free and its input has arrived: for F from the previous stage, for B
 and I from the next one. Sending takes no time. Two passes that torch runs as one (DualPipeV) send when both are done.
 
-A rank is idle when it runs no pass between the first and the last pass of the step on any rank: that is the cost of a
-step that ends with an optimizer step for all ranks. The idle share is relative to that time. :func:`closed_form`
-computes it from P ranks, v stages on each, M micro-batches, and F, I, W, the seconds of one pass over all v stages of a
-rank, with B = I + W. The share is b / (b + M (F + B)), where b, the bubble, is
+A rank is idle when it runs no pass between the first and the last pass of the step on any rank, because the step ends
+with an optimizer step on all ranks. The idle share is relative to that time. :func:`closed_form` computes it from P
+ranks, v stages on each, M micro-batches, and F, I, W, the seconds of one pass over all v stages of a rank, with B = I +
+W. The share is b / (b + M (F + B)), where b, the bubble, is
 
     naive                 M (P - 1) (F + B)             one rank works at a time
     gpipe, 1f1b           (P - 1) (F + B)               Narayanan et al. (arXiv:2104.04473), section 2.2
@@ -97,13 +97,13 @@ class Costs:
         return self.backward + (self.weight if kind == "B" else 0.0)
 
     def scaled(self, factor: float) -> Costs:
-        """The same in another unit of time."""
+        """These costs in another unit of time."""
         return replace(
             self, forward=factor * self.forward, backward=factor * self.backward, weight=factor * self.weight
         )
 
     def recomputed(self) -> Costs:
-        """The same if backward first runs forward again: GPipe's re-materialisation (arXiv:1811.06965)."""
+        """These costs if backward first runs forward again: GPipe's re-materialisation (arXiv:1811.06965)."""
         return replace(self, backward=self.backward + self.forward)
 
 
@@ -114,8 +114,8 @@ class Timeline:
     schedule: str
     microbatches: int
     stages_per_rank: int
-    passes: tuple[tuple[Pass, ...], ...]  # of each rank, in order
-    peak_activations: tuple[float, ...]  # of each rank, the most that it keeps for backward at once: see simulate
+    passes: tuple[tuple[Pass, ...], ...]  # each rank's passes, in order
+    peak_activations: tuple[float, ...]  # each rank's peak of memory kept for backward: see simulate
 
     @property
     def end(self) -> float:
@@ -137,8 +137,8 @@ def simulate(name: str, ranks: int, microbatches: int, costs: Costs | Sequence[C
     """One step of the schedule ``name`` over ``ranks`` pipeline ranks.
 
     ``costs`` are those of every stage, or one for each in order: ``ranks`` times the schedule's stages per rank. Peaks
-    of activations are multiples of what one micro-batch leaves for backward in all stages of a rank. Raises ValueError
-    for an unknown schedule, and for numbers that it does not support.
+    of activations are multiples of the memory that one micro-batch keeps for backward in all stages of a rank. Raises
+    ValueError for an unknown schedule, and for numbers that it does not support.
     """
     per_rank = find(name).stages_per_rank
     stages = ranks * per_rank
@@ -171,8 +171,8 @@ def order(name: str, ranks: int, microbatches: int) -> list[list[tuple[Todo, ...
 def _single_stage(name: str, rank: int, ranks: int, microbatches: int) -> list[Todo]:
     """The order of a schedule with one stage per rank.
 
-    torch runs these by code of their own, not from an order, and its order for 1F1B numbers the last rank's forwards
-    from 1.
+    torch runs these schedules by separate code, not from an order, and its order for 1F1B numbers the last rank's
+    forwards from 1.
     """
     ahead = {"naive": 1, "1f1b": ranks - rank}.get(name, microbatches)  # forwards before the first backward
     forwards = [Todo("F", rank, index) for index in range(microbatches)]
@@ -235,7 +235,7 @@ def _needs(todo: Todo, stages: int) -> list[Todo]:
 
 
 def _product(todo: Todo) -> Todo:
-    """The pass that others wait for: of a whole backward its first half."""
+    """The pass whose end other stages wait for: the first half of a whole backward."""
     return todo._replace(kind="I") if todo.kind == "B" else todo
 
 
@@ -252,7 +252,7 @@ def _peak(passes: Sequence[Pass], costs: list[Costs]) -> float:
 def closed_form(name: str, ranks: int, microbatches: int, costs: Costs = Costs()) -> float | None:
     """The idle share of the schedule by its formula, from 0 to 1, with equal costs of all stages: see the module.
 
-    None where the formula does not hold.
+    None if the formula does not hold.
     """
     v = find(name).stages_per_rank
     F, I, W = costs.forward, costs.backward, costs.weight  # noqa: E741 (of one stage: the formulas' F / v)

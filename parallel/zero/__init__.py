@@ -1,1 +1,1 @@
-"""ZeRO on torch's FSDP2, and what training under it needs: clipping, main gradients, loss scaling, recomputation."""
+"""ZeRO on torch's FSDP2, with clipping, main gradients, loss scaling and recomputation for training under it."""

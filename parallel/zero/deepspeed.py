@@ -1,4 +1,4 @@
-"""Trains a model under DeepSpeed's ZeRO, for programs whose training loop uses DeepSpeed.
+"""Train a model under DeepSpeed's ZeRO, for programs whose training loop uses DeepSpeed.
 
     mesh = init_mesh(dp=2, tp=2)
     model = ParallelTransformer(config, mesh=mesh, params="local")       # DeepSpeed flattens and moves plain tensors
@@ -132,7 +132,7 @@ def initialize(
 ) -> Any:
     """DeepSpeed's engine around ``model``, trained by ``optimizer`` over ``mesh``; ``others`` go to DeepSpeed.
 
-    Raises RuntimeError where DeepSpeed is not installed, ValueError for what :mod:`compatibility` refuses.
+    Raises RuntimeError if DeepSpeed is not installed, ValueError for combinations that :mod:`compatibility` refuses.
     """
     compatibility.check(model, mesh, engine="deepspeed", zero=config.get("zero_optimization", {}).get("stage", 0))
     try:

@@ -25,11 +25,11 @@ from ...kernels.runtime import autograd
 
 
 def recomputed(fn: Callable[..., Any], x: torch.Tensor, *args: Any, random: bool) -> Any:
-    """``fn(x, *args)``, for which only x is kept; backward forms the rest again. ``args`` get no gradient.
+    """Run ``fn(x, *args)`` and keep only x; backward recomputes the rest. ``args`` get no gradient.
 
-    ``random``: whether ``fn`` draws from torch's generators, and must draw the same again.
+    ``random``: ``fn`` draws from torch's generators; its second run then draws the same numbers.
 
-    Raises RuntimeError in backward if x was written to since, or ``fn`` computes something else than before.
+    Raises RuntimeError in backward if x was overwritten since, or the second run of ``fn`` computes something else.
     """
     if not autograd.splitting():
         return checkpoint(fn, x, *args, use_reentrant=False, preserve_rng_state=random)
@@ -55,7 +55,7 @@ class _Saved:
 
 
 class _Region:
-    """One run of ``fn``: how to run it again, and the nodes that need their saved tensors."""
+    """One run of ``fn``, with its recomputation and the nodes that need their saved tensors."""
 
     def __init__(self, fn: Callable[..., Any], x: torch.Tensor, args: tuple[Any, ...], random: bool) -> None:
         self.call: Any = fn, args
@@ -84,7 +84,7 @@ class _Region:
                 )
             saved = self.saved[found][0]()
             tensor = tensor.detach()
-            if saved is not None:  # otherwise its node was freed
+            if saved is not None:  # otherwise the node was freed
                 saved.value = tensor
             found += 1
             if found == len(self.saved):
@@ -102,7 +102,7 @@ class _Region:
                 f"a recomputed region saved {len(self.saved)} tensors in forward and {found} now: it has to compute "
                 "the same in every run"
             )
-        self.call = self.draws = None  # it does not run a third time
+        self.call = self.draws = None  # the region does not run a third time
 
     @contextlib.contextmanager
     def _redrawn(self) -> Iterator[None]:
@@ -119,7 +119,7 @@ class _Region:
 
 
 class _Done(Exception):
-    """All saved tensors exist again: the rest of forward need not run."""
+    """Raised once all saved tensors exist again: the rest of forward need not run."""
 
 
 def _looks(tensor: torch.Tensor) -> tuple[Any, ...]:

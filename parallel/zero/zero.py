@@ -1,4 +1,4 @@
-"""ZeRO and data parallelism on torch's FSDP2: shards parameters, gradients and optimizer state over ranks.
+"""ZeRO and data parallelism on torch's FSDP2: parameters, gradients and optimizer state sharded over ranks.
 
     zero   engine                                   this rank holds of dp ranks          payload of a step
     0      replicate                                everything                           2 Psi  (an all-reduce)
@@ -134,7 +134,7 @@ def _blocks(module: nn.Module) -> list[nn.Module]:
         return [child for child in module if next(child.parameters(), None) is not None]
     found: list[nn.Module] = []
     for child in module.children():
-        if not isinstance(child, nn.Sequential):  # inside a model it is often one layer, not a list of blocks
+        if not isinstance(child, nn.Sequential):  # inside a model it is often a single layer
             found += _blocks(child)
     return found
 
@@ -144,7 +144,7 @@ def accumulate(module: nn.Module, last: bool) -> None:
 
     Every rank accumulates gradients, which travel with the last micro-batch alone. Stages 1 and 2 also keep their
     parameters whole until then, gathered once for all micro-batches; stage 3 gathers them for each, to limit memory.
-    Pipelines do this by themselves. A module that :func:`shard` did not wrap is not changed.
+    Pipelines do this by themselves. A module that :func:`shard` did not wrap does not change.
     """
     for each in module.modules():
         if isinstance(each, FSDPModule):

@@ -1,4 +1,4 @@
-"""Backends of symmetric memory. Each gives the same thing: every rank's memory as tensors of this process.
+"""Backends of symmetric memory. Each returns every rank's memory as tensors of this process.
 
 | backend | ranks are | memory |
 |---|---|---|
@@ -76,7 +76,7 @@ class Backend(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        """Allocate ``nbytes`` of zeros on every rank. Collective; MemoryUnavailable on all ranks where one fails."""
+        """Allocate ``nbytes`` of zeros on every rank. Collective; if one rank fails, all raise MemoryUnavailable."""
 
     @abstractmethod
     def agree(self, value: Any) -> list[Any]:
@@ -87,7 +87,7 @@ class Backend(ABC):
         return [self.rank]
 
     def together(self, step: Callable[[], T]) -> list[T]:
-        """Each rank's result of ``step``, once all ranks have run it; MemoryUnavailable on all where one fails."""
+        """Each rank's result of ``step``, once all ranks have run it; raises MemoryUnavailable on all if one fails."""
         value, failure = None, None
         try:
             value = step()
@@ -139,7 +139,7 @@ class _SharedBackend(_GroupBackend):
     """
 
     def allocate(self, nbytes: int) -> SymmetricBuffer:
-        token = os.urandom(_TOKEN_BYTES)  # a process of the same number in another container has another file
+        token = os.urandom(_TOKEN_BYTES)  # a process with the same id in another container has another file
         files: list[int] = []
         tensors: list[torch.Tensor] = []
         try:
@@ -175,7 +175,7 @@ def _create(files: list[int], nbytes: int, token: bytes) -> tuple[int, int, byte
         raise RuntimeError("shared memory between CPU ranks needs Linux (memfd_create); choose overlap='chunked'")
     fd = os.memfd_create(_FILE_NAME)
     files.append(fd)
-    # Reserve now: memory that runs short later would kill the process that touches it.
+    # Reserve memory now: a later shortage would kill the process that touches it.
     os.posix_fallocate(fd, 0, nbytes + len(token))
     os.pwrite(fd, token, nbytes)
     return os.getpid(), fd, token
@@ -209,7 +209,7 @@ class _VirtualBackend(Backend):
         return [value] * self.size  # one program runs all ranks
 
     def resets(self, channel: Hashable) -> Sequence[int]:
-        """All ranks, for the thread that comes first: it may raise flags of ranks that have not run yet."""
+        """All ranks: the first thread may raise the flags of ranks that have not run yet."""
         if channel in self._laid_out:
             return []
         self._laid_out.add(channel)

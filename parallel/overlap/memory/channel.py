@@ -31,7 +31,7 @@ _BOTH = 2  # in place of a slot: both slots
 
 
 class Owner(Protocol):
-    """What a channel needs of its pool."""
+    """The interface of a pool to its channels."""
 
     rank: int
     size: int
@@ -52,7 +52,7 @@ class Owner(Protocol):
 class Channel:
     """``slot_bytes`` twice, on each of ``size`` ranks; ``epoch`` is the number of the last exchange, int32.
 
-    :meth:`begin` and :meth:`end` enclose what a rank launches for an exchange; :meth:`abandon` replaces ``end`` if that
+    :meth:`begin` and :meth:`end` enclose a rank's launches of an exchange; :meth:`abandon` replaces ``end`` if a launch
     fails. Exchanges of one channel do not overlap on a rank; those of different channels may.
     """
 
@@ -69,7 +69,7 @@ class Channel:
         self._slots: list[torch.Tensor] = []  # each rank's, both, uint8 [2, aligned slot_bytes]
         self._tables: list[torch.Tensor] = []  # Signals.table for either slot
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
-        self._counts: str | None = None  # what counts the exchanges, "host" or "device", from the first one on
+        self._counts: str | None = None  # the counter of exchanges, "host" or "device", from the first one on
         self._captured = False  # whether a graph holds its addresses
         self._open: str | None = None  # a description of the exchange under way
         self._doings: deque[tuple[int | None, str]] = deque(maxlen=_DOINGS)
@@ -97,8 +97,8 @@ class Channel:
         if self._since_rebase >= self._rebase_every:
             self._rebase()
         if alloc.poisoned():
-            # No peer writes here before this rank has raised a flag of the new exchange. A reader that is too early
-            # then reads NaN instead of the data of two exchanges ago, which is often the same.
+            # No peer writes here before this rank has raised a flag of the new exchange. With NaN, a read that comes
+            # too early shows; the data of two exchanges ago is often the same as the new data.
             self._slots[self.rank][self.epoch % 2].fill_(255)
         self.epoch = following(self.epoch)
         self._since_rebase += 1
@@ -219,7 +219,7 @@ class Channel:
     # --- internals ----------------------------------------------------------------------------------------------------
 
     def _prepare(self, counts: str, shape: Sequence[int], dtype: torch.dtype) -> None:
-        """Make sure that there is memory; raise if the exchange cannot run."""
+        """Allocate memory if needed; raise if the exchange cannot run."""
         self.check()
         self._pool.settle()
         if self._open is not None:

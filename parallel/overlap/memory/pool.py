@@ -1,4 +1,4 @@
-"""Memory that all ranks of a group can write, and the exchanges they make in it.
+"""Memory that all ranks of a group can write, and the exchanges in it.
 
 A group has one *memory pool*, which all layers and pipeline stages share. It holds a few *channels* ("gather",
 "reduce", ...): on every rank two slots for data, used in turn, and a pad of flags. One use of a channel by all ranks is
@@ -186,7 +186,8 @@ class SymmetricMemoryPool:
             channel.check()
 
     def probe(self, timeout_s: float | None = None) -> str | None:
-        """Why this memory cannot be trusted, in one line, or None. Collective; all ranks get the same answer.
+        """The reason, in one line, why this memory must not be used, or None. Collective; all ranks get the same
+        answer.
 
         Every rank writes patterns into every peer's memory and gets them back, in both slots, within ``timeout_s``
         (default: the pool's). An allocation that fails is an answer, too. Later calls return the first answer. Memory
@@ -284,7 +285,7 @@ class SymmetricMemoryPool:
                 "symmetric memory is allocated at its first use, which cannot be inside graph capture: probe() the "
                 "pool, or warm up, with all channels at their full size before"
             )
-        self._wait_for_device()  # this rank's launches must be over when the others learn that it is here
+        self._wait_for_device()  # this rank's launches must end before the others learn of its arrival
         slots = self._slots()
         places, total = layout(slots, self.size)
         if not self.is_virtual:

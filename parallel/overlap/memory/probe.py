@@ -23,7 +23,7 @@ THERE, BACK = 0, 1  # the phases of an exchange, and the halves of a slot
 
 
 class Finding(NamedTuple):
-    """What went wrong, and how early: the smallest of several ranks' findings is the cause."""
+    """A failure and its step: of several ranks' findings the earliest is the cause."""
 
     step: int
     text: str
@@ -45,7 +45,7 @@ def run(channel: Channel, timeout_s: float) -> Finding | None:
 
 @contextlib.contextmanager
 def _beside(device: torch.device) -> Iterator[None]:
-    """On a GPU a stream like those that rows and flags travel on: the default one takes another way (``copies.py``)."""
+    """On a GPU, a stream like those of rows and flags: the default stream takes another path (``copies.py``)."""
     if device.type != "cuda":
         yield
         return
