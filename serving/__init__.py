@@ -1,4 +1,4 @@
-"""Floor 4: serving. The allocator of the paged KV cache, the scheduler, and the engine that runs a model with them."""
+"""Floor 4, serving: the allocator of the paged KV cache, the scheduler, and the engine that runs a model with both."""
 
 from .aio import AsyncEngine
 from .allocator import BlockAllocator

@@ -1,4 +1,4 @@
-"""Which requests an engine takes: those that it can serve, and for which its queue has room."""
+"""Admission of requests: an engine accepts those that it can serve and for which its queue has room."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .request import QueueFull, Request, SequenceState
 
 
 class Admission:
-    """The limits of one engine; see its arguments. ``guides`` is None where it has no tokenizer."""
+    """The limits of one engine; see its arguments. ``guides`` is None if the engine has no tokenizer."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Admission:
         self._guides = guides
 
     def check(self, request: Request) -> None:
-        """ValueError where the request cannot be served."""
+        """Raise ValueError if the engine cannot serve the request."""
         if not isinstance(request, Request):
             raise ValueError(f"request is a {type_name(request)}: expected a Request, such as Request([1, 2, 3])")
         request.check(self._vocab_size)
@@ -60,9 +60,9 @@ class Admission:
             )
 
     def check_queue(self, request: Request, queued: Iterable[SequenceState], together: Collection[int] = ()) -> None:
-        """QueueFull where the request would have to wait and the queue has no room for it.
+        """Raise QueueFull if the request would have to wait and the queue has no room for it.
 
-        Requests with the numbers ``together`` alone do not make it wait.
+        A queue that holds only requests numbered in ``together`` does not make it wait.
         """
         if self._requests is None and self._tokens is None:
             return
@@ -81,10 +81,10 @@ class Admission:
 
 
 def _most(request: Request, answers: int) -> int:
-    """The most tokens that its prompt and so many answers come to."""
+    """The largest number of tokens of its prompt and that many answers together."""
     return len(request.prompt) + answers * request.max_new_tokens
 
 
 def _left(sequence: SequenceState) -> int:
-    """Those of what waits: all answers before the first token, one of them after it."""
+    """The tokens of a waiting sequence: of all its request's answers before the first token, of one after it."""
     return _most(sequence.request, 1 if sequence.generated else sequence.request.n)

@@ -1,10 +1,10 @@
-"""An engine on an asyncio loop: any number of tasks send requests, and one thread beside the loop takes the steps.
+"""An engine on an asyncio loop: any number of tasks send requests, and one thread beside the loop runs the steps.
 
-Only that thread, the worker, touches the engine. What a task asks for is a command: between two steps the worker
-carries out the commands that have come, in order, and answers each through ``loop.call_soon_threadsafe``, which also
-delivers the events of a step. So the loop never waits for a step, nor a step for the loop.
+Only that thread, the worker, touches the engine. Tasks send it commands: between two steps the worker executes the
+queued commands in order, and answers each through ``loop.call_soon_threadsafe``, which also delivers the events of a
+step. The loop never waits for a step, and a step never waits for the loop.
 
-While nothing lives the worker waits on a condition; while the engine is paused it waits until the next deadline.
+Without live requests the worker waits on a condition; while the engine is paused it waits until the next deadline.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from .engine import Engine
 from .request import Finish, Request, TokenEvent
 from .stats import EngineLoad, EngineStats
 
-_RETRIES = 1  # the engine's contract: the step after a failed one computes the same tokens again, one by one
-_LONGEST_WAIT_S = 3600.0  # conditions refuse to wait for as long as a request may have
-# What row_invariance and onednn.serving switch belongs to the process, so the steps of several engines take turns.
+_RETRIES = 1  # the engine's contract: after a failed step the next one computes the same tokens one by one
+_LONGEST_WAIT_S = 3600.0  # conditions accept no timeout as long as a request's may be
+# row_invariance and onednn.serving change state of the whole process, so the steps of several engines take turns.
 _ONE_STEP = threading.Lock()
 _served: weakref.WeakSet[Engine] = weakref.WeakSet()
 _served_lock = threading.Lock()
 
 
 class _Stream:
-    """One request, between the worker and the task that reads its events."""
+    """The channel of one request from the worker to the task that reads its events."""
 
     def __init__(self, request: Request, position: int, queue: asyncio.Queue[tuple[_Stream, TokenEvent, bool]]) -> None:
         self.request = request
-        self.position = position  # among those that were submitted together
-        # Each event, and whether it is the request's last; at most max_new_tokens + 1 for each answer.
+        self.position = position  # its position among those submitted together
+        # (event, whether it is the request's last); at most max_new_tokens + 1 for each answer.
         self.queue = queue
-        self.number: int | None = None  # the engine's, once it was added; the worker's alone
+        self.number: int | None = None  # the engine's number, once added; only the worker uses it
         self.deadline: float | None = None
 
 
@@ -68,7 +68,7 @@ class Submitted:
         return stream.position, event
 
     def cancel(self) -> None:
-        """End before the next step what has not ended; no event follows. To call it again does nothing."""
+        """Cancel the unfinished requests before the next step; no event follows. A second call does nothing."""
         if self._left:
             self._left = 0
             with contextlib.suppress(RuntimeError):  # a worker that has ended has cancelled the requests
@@ -82,14 +82,16 @@ class AsyncEngine:
             async for event in serve.stream(Request(prompt)):
                 print(event.token)
 
-    The engine is this object's until the block ends: nothing else may call it. The block's end ends every request that
-    lives, with the event "cancelled"; the engine stays as it is, open and idle, and later calls raise RuntimeError.
+    This object owns the engine until the block ends: nothing else may call it. The end of the block cancels every live
+    request, with the event "cancelled". The engine then is open and idle, and later calls of this object raise
+    RuntimeError.
 
-    A step that fails as a whole is taken again. If it fails again, all requests that live end with its error, and those
-    that come later are served; if a step fails with none to end, the worker stops, and every call raises that error.
+    The worker repeats a step that fails as a whole. If the step fails again, all live requests end with its error, and
+    the worker serves later ones; if a step fails without any live request, the worker stops, and every call raises that
+    error.
 
-    Raises ValueError for the engine of another rank than 0, whose place is to ``follow()``, RuntimeError at the block's
-    begin for one that is busy or that another AsyncEngine serves.
+    Raises ValueError for the engine of a rank other than 0, which must call ``follow()``. Entering the block raises
+    RuntimeError for an engine that is busy or that another AsyncEngine serves.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -100,17 +102,17 @@ class AsyncEngine:
         self._engine = engine
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._wake = threading.Condition()  # guards the next three
+        self._wake = threading.Condition()  # guards the next three attributes
         self._commands: list[tuple[str, Callable[[], Any], asyncio.Future[Any] | None]] = []
         self._closing = False
-        self._over: str | None = None  # why no command is taken any longer
-        # The worker's alone:
+        self._over: str | None = None  # the reason why no more commands are accepted
+        # Only the worker uses these:
         self._live: dict[int, _Stream] = {}
         self._drains: list[asyncio.Future[None]] = []
         self._failures = 0  # steps that failed in a row
-        self._cancelled = False  # whether the engine has ends to report
-        # Written by the worker, read by anyone:
-        self._turned: float | None = None  # when the last step ended, or came to be due; None while none is
+        self._cancelled = False  # whether the engine has request ends to report
+        # The worker writes these; any thread may read them:
+        self._turned: float | None = None  # the time when the last step ended or became due; None if no step is due
         self._load, self._stats = engine.load, copy.copy(engine.stats)
 
     # --- the loop's side
@@ -134,7 +136,7 @@ class AsyncEngine:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End what lives, after the step that runs, and the worker. The ``async with`` block's end does it."""
+        """End live requests and the worker after the running step. The end of the ``async with`` block calls it."""
         if self._thread is None:
             return
         self._check_loop("aclose")
@@ -142,7 +144,7 @@ class AsyncEngine:
             self._closing = True
             self._wake.notify()
         interrupted: asyncio.CancelledError | None = None
-        while not self._ended.done():  # a task that is cancelled meanwhile leaves no thread either
+        while not self._ended.done():  # cancelling the task meanwhile leaves no thread behind either
             try:
                 await asyncio.shield(self._ended)
             except asyncio.CancelledError as error:
@@ -155,7 +157,7 @@ class AsyncEngine:
         """The events of ``request``; the last one of each answer has a ``finish``.
 
         A task that is cancelled, or that leaves the ``async for``, cancels the request before the next step.
-        Raises, at the first event, what :meth:`Engine.add` raises: ValueError, QueueFull.
+        Raises the errors of :meth:`Engine.add` at the first event: ValueError, QueueFull.
         """
         submitted = await self._submit("stream", [request])
         try:
@@ -165,9 +167,10 @@ class AsyncEngine:
             submitted.cancel()
 
     async def submit(self, *requests: Request) -> Submitted:
-        """Queue ``requests``, all or none. Who reads their events calls ``cancel()`` in the end, whatever happens.
+        """Queue ``requests``, all or none. The reader of their events must call ``cancel()`` in the end, also after
+        errors.
 
-        Raises what :meth:`Engine.add` raises, for any of them.
+        Raises the errors of :meth:`Engine.add` for any of them.
         """
         return await self._submit("submit", requests)
 
@@ -176,13 +179,13 @@ class AsyncEngine:
         submitted = Submitted(self, requests)
         try:
             await self._ask(name, partial(self._add, submitted.streams))
-        except BaseException:  # a task that is cancelled meanwhile, among others
+        except BaseException:  # such as the cancellation of this task
             submitted.cancel()
             raise
         return submitted
 
     async def complete(self, request: Request) -> list[TokenEvent]:
-        """All events of ``request``. Raises as :meth:`stream` does, and RuntimeError where the request fails."""
+        """All events of ``request``. Raises the errors of :meth:`stream`, and RuntimeError if the request fails."""
         events = [event async for event in self.stream(request)]
         error = next((event.error for event in events if event.error is not None), None)
         if error is not None:
@@ -190,7 +193,7 @@ class AsyncEngine:
         return events
 
     async def drain(self) -> None:
-        """Wait until no request lives. While the engine is paused, that takes a :meth:`resume`."""
+        """Wait until no request is live. A paused engine needs a :meth:`resume` for that."""
         self._check_loop("drain")
         assert self._loop is not None
         drained: asyncio.Future[None] = self._loop.create_future()
@@ -198,7 +201,7 @@ class AsyncEngine:
         await drained
 
     async def pause(self) -> None:
-        """:meth:`Engine.pause` between two steps. Requests may still be added, be cancelled, and run out of time."""
+        """:meth:`Engine.pause` between two steps. Requests can still be added, be cancelled and time out."""
         await self._ask("pause", self._engine.pause)
 
     async def resume(self) -> None:
@@ -206,7 +209,7 @@ class AsyncEngine:
         await self._ask("resume", self._engine.resume)
 
     async def update_weights(self, state: Mapping[str, torch.Tensor] | None = None) -> None:
-        """:meth:`Engine.update_weights` between two steps, in the worker; raises what it raises."""
+        """:meth:`Engine.update_weights` between two steps, in the worker, with the same errors."""
         await self._ask("update_weights", partial(self._engine.update_weights, state))
 
     async def stats(self) -> EngineStats:
@@ -215,7 +218,7 @@ class AsyncEngine:
 
     @property
     def load(self) -> EngineLoad:
-        """The engine's load after its newest step. It waits for none, and neither does the next."""
+        """The engine's load after its newest step. This method waits for no step; nor does the next one."""
         return self._load
 
     @property
@@ -225,17 +228,17 @@ class AsyncEngine:
 
     @property
     def since_step_s(self) -> float:
-        """Seconds since the last step ended, or came to be due; 0 while none is: the engine is idle, or paused."""
+        """Seconds since the last step ended or became due; 0 while the engine is idle or paused."""
         turned = self._turned
         return 0.0 if turned is None else time.monotonic() - turned
 
     @property
     def stopped(self) -> str | None:
-        """Why no request is taken any longer; None while they are."""
+        """The reason why no more requests are accepted; None while they are."""
         return self._over
 
     async def _ask(self, name: str, call: Callable[[], Any]) -> Any:
-        """What ``call`` returns or raises in the worker, between two steps."""
+        """Run ``call`` in the worker between two steps; return its result or raise its error."""
         self._check_loop(name)
         assert self._loop is not None
         result: asyncio.Future[Any] = self._loop.create_future()
@@ -267,12 +270,12 @@ class AsyncEngine:
                 pass
         except Exception as failure:
             error = failure
-        except BaseException as failure:  # SystemExit, which would end the thread without a word
+        except BaseException as failure:  # SystemExit, which would end the thread silently
             error = RuntimeError(f"the worker was ended by {failure!r}")
         self._end(error)
 
     def _turn(self) -> bool:
-        """Wait until there is something to do, carry out the commands, take a step; False once it is to end."""
+        """Wait for work, execute the commands, run a step; return False when the worker must end."""
         with self._wake:
             while not self._commands and not self._closing and (idle := self._idle_s()) != 0:
                 self._turned = None
@@ -294,7 +297,7 @@ class AsyncEngine:
         return True
 
     def _idle_s(self) -> float | None:
-        """For how many seconds no step is due; None: until a command comes."""
+        """The seconds until a step is due; None: until a command comes."""
         if not self._engine.busy:
             return None
         if not self._engine.paused or self._cancelled:
@@ -320,7 +323,7 @@ class AsyncEngine:
                 stream.number = self._engine.add(stream.request, together)
                 together.add(stream.number)
                 self._live[stream.number] = stream
-                if stream.request.timeout_s is not None:  # a little after the engine's own
+                if stream.request.timeout_s is not None:  # slightly later than the engine's own deadline
                     stream.deadline = time.monotonic() + stream.request.timeout_s
         except Exception:
             self._leave(streams)
@@ -346,7 +349,7 @@ class AsyncEngine:
             self._deliver(events)
 
     def _deliver(self, events: list[TokenEvent]) -> None:
-        """Have the loop put each event into its stream; what left has none."""
+        """Make the loop put each event into its stream; a cancelled request has none."""
         last = {event.request: event for event in events if not self._engine.lives(event.request)}
         found = [
             (self._live[event.request], event, last.get(event.request) is event)
@@ -359,7 +362,7 @@ class AsyncEngine:
             self._post(_put, found)
 
     def _end_all(self, finish: Finish, error: Exception | None) -> None:
-        """End every request that lives; its task hears of it even where the engine fails to cancel."""
+        """End every live request; its task gets the end even if the engine fails to cancel."""
         numbers = list(self._live)
         try:
             for number in numbers:
@@ -369,14 +372,14 @@ class AsyncEngine:
             self._post(_put, ends)
 
     def _end(self, error: Exception | None) -> None:
-        """Leave nothing behind: no request, no future that waits, no engine that counts as served."""
+        """Clean up: end all requests and waiting futures, and release the engine."""
         with self._wake:
             self._over = _CLOSED if error is None else f"the AsyncEngine has stopped: {type(error).__name__}: {error}"
             commands, self._commands = self._commands, []
-        with contextlib.suppress(Exception):  # the engine, or a loop that was closed before the block's end
+        with contextlib.suppress(Exception):  # an error of the engine, or of a loop closed before the block's end
             self._end_all("cancelled" if error is None else "error", error)
             if self._engine.busy:
-                self._engine.step()  # it reports the ends, and has nothing to compute
+                self._engine.step()  # this step reports the ends and computes nothing
         with contextlib.suppress(RuntimeError):
             for name, _, result in commands:
                 if result is not None:

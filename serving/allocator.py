@@ -1,4 +1,4 @@
-"""Assigns the blocks of the paged KV cache to sequences."""
+"""Assign the blocks of the paged KV cache to sequences."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class BlockAllocator:
     """A free list of blocks, the block table of each sequence, and the blocks that sequences share.
 
     A sequence's blocks grow one at a time with its tokens, so only the last one can be partly empty: a sequence wastes
-    less than one block (Kwon et al., "PagedAttention", arXiv:2309.06180, section 4). Sequences share full blocks, to
-    which nobody writes, and those of one request also the last block of its prompt, which the next one to write to it
-    copies first (:meth:`grow`).
+    less than one block (Kwon et al., "PagedAttention", arXiv:2309.06180, section 4). Sequences share full blocks, which
+    no sequence writes to. The answers of one request also share the last block of the prompt; the next answer to write
+    to it copies it first (:meth:`grow`).
 
     ``peak_blocks`` is the largest number of blocks that sequences owned at once. ``copies`` are the pairs (block, its
-    copy) that the scheduler has to have copied.
+    copy) that the scheduler must have copied.
 
     Raises ValueError unless both sizes are at least 1.
     """
@@ -50,7 +50,7 @@ class BlockAllocator:
     @property
     def unused_slots(self) -> int:
         """Token slots that sequences own and that hold no token."""
-        last = {table[-1]: number for number, table in self._tables.items() if table}  # which several may share
+        last = {table[-1]: number for number, table in self._tables.items() if table}  # shared blocks count once
         return sum(len(self._tables[number]) * self.block_size - self._tokens[number] for number in last.values())
 
     @property
@@ -59,11 +59,11 @@ class BlockAllocator:
         return self.used_blocks * self.block_size
 
     def known(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks that a new sequence with these ``hashes`` could share."""
+        """The known blocks that a new sequence with these ``hashes`` could share."""
         return self._prefixes.find(hashes)
 
     def needed(self, tokens: int, shared: Sequence[int]) -> int:
-        """How many of the free blocks a new sequence of ``tokens`` tokens takes, ``shared`` ones among them."""
+        """The number of free blocks, ``shared`` ones among them, that a new sequence of ``tokens`` tokens takes."""
         owned = sum(not self._prefixes.is_idle(block) for block in shared)
         return self.blocks_for(tokens) - owned
 
@@ -86,14 +86,14 @@ class BlockAllocator:
     def grow(self, sequence: int, tokens: int, first: int | None = None) -> bool:
         """Give ``sequence`` room for ``tokens`` tokens in all; False, changing nothing, if blocks run out.
 
-        It is about to write those from ``first`` on. Where another sequence has that block too, this one gets a new one
-        in its place, and ``copies`` says what to copy into it before anything is written.
+        The sequence is about to write tokens from ``first`` on. If another sequence shares that block, this one gets a
+        new block instead, and ``copies`` names the block to copy into it before the write.
         """
         table = self._tables.get(sequence, [])
         missing = self.blocks_for(tokens) - len(table)
         index = len(table) if first is None else first // self.block_size
         shared = index < len(table) and self._owners[table[index]] > 1
-        if table and missing <= 0 and not shared:  # most tokens of most answers
+        if table and missing <= 0 and not shared:  # the usual case: the block has room
             self._tokens[sequence] = max(tokens, self._tokens[sequence])
             return True
         if missing + shared > self.free_blocks:
@@ -115,7 +115,7 @@ class BlockAllocator:
         return block
 
     def publish(self, sequence: int, index: int, digest: bytes) -> None:
-        """The ``index``-th block of ``sequence`` is full and computed: others may share it, by its hash."""
+        """Let others share the ``index``-th block of ``sequence``, which is full and computed, by its hash."""
         self._prefixes.add(digest, self._tables[sequence][index])
 
     def table(self, sequence: int) -> list[int]:
@@ -131,5 +131,5 @@ class BlockAllocator:
         self._tokens.pop(sequence, None)
 
     def forget(self) -> None:
-        """Let no later sequence share what is computed now."""
+        """Let no later sequence share the blocks computed so far."""
         self._free = sorted(self._free + self._prefixes.clear())

@@ -1,6 +1,6 @@
 """The engine: continuous batching, in which requests arrive and finish while others are being served.
 
-Under tensor parallelism every rank creates an engine. Rank 0 takes the requests, decides and draws; the others call
+Under tensor parallelism every rank creates an engine. Rank 0 accepts requests, schedules and samples; the others call
 :meth:`Engine.follow` and compute the steps that rank 0 sends (``runner.py``).
 """
 
@@ -60,21 +60,21 @@ class Engine:
         max_queued_requests, max_queued_tokens: the most requests that wait, and the most tokens of their prompts and
             answers together. :meth:`add` refuses more with :class:`QueueFull`; a request that finds an empty queue is
             never refused. None: no limit.
-        max_overtakes: how often later requests of a better priority go before one, beside those that it found waiting;
-            ``scheduler.py`` says it exactly.
-        num_host_blocks: in host memory, on every rank, for the keys and values of preempted requests: these are brought
-            back where that is quicker than computing them again (``host_space.py``).
-        enforce_eager: whether the model's own Python runs in every step. Else steps without prefill replay captured
-            graphs on a GPU (``graphs.py``), and recorded ops on a CPU where the model is in one process
-            (``recording.py``).
-        invariant: whether a request's answer must not depend, in any bit, on the other requests in its steps, on how
-            its prompt is cut, on preemption or on the prefix cache, at a cost. On a GPU every matrix product and
-            attention then computes a token the same way in any batch (``kernels.runtime.dispatch.row_invariance``); on
-            a CPU the model runs over windows of one shape, in one thread (``windows.py``). Numbers of ranks differ in
-            their roundings, as do processors, libraries and dtypes.
+        max_overtakes: how many later requests of better priority may overtake a request, beside those that it found
+        waiting; ``scheduler.py`` has the exact rule.
+        num_host_blocks: blocks in host memory, on every rank, for the keys and values of preempted requests. The engine
+        brings these back if that is faster than recomputing them (``host_space.py``).
+        enforce_eager: whether the model's own Python runs in every step. Otherwise steps without prefill replay
+        captured graphs on a GPU (``graphs.py``), or recorded ops on a CPU if one process holds the model
+        (``recording.py``).
+        invariant: whether every bit of a request's answer is independent of the other requests in its steps, of the
+            division of its prompt into chunks, of preemption and of the prefix cache. This costs speed. On a GPU every
+            matrix product and attention then computes a token the same way in any batch
+            (``kernels.runtime.dispatch.row_invariance``); on a CPU the model runs over windows of one shape, in one
+            thread (``windows.py``). Roundings still differ between numbers of ranks, processors, libraries and dtypes.
         impl: of the paged attention and the cache write; see ``kernels/runtime/dispatch.py``.
-        tokenizer: the model's, of ``tokenizers`` or transformers, or anything with ``decode(ids) -> str``: events then
-            carry text, and requests may have stop strings and guides.
+        tokenizer: the model's tokenizer, of ``tokenizers`` or transformers, or any object with ``decode(ids) -> str``.
+        With it events carry text, and requests may have stop strings and guides.
 
     ``stats`` is an :class:`EngineStats`. Raises ValueError for sizes that cannot work, TypeError for another kind of
     model or tokenizer.
@@ -164,10 +164,10 @@ class Engine:
         self._clock = 0  # steps taken, including idle ones
         self._next_id = 0
         self._next_sequence = 0
-        self._live: dict[int, list[SequenceState]] = {}  # the answers of each request that have not ended
-        self._arrivals: list[tuple[int, int]] = []  # heap of (step, id): requests still to come
+        self._live: dict[int, list[SequenceState]] = {}  # the unfinished answers of each request
+        self._arrivals: list[tuple[int, int]] = []  # heap of (step, id): requests that arrive later
         self._deadlines: list[tuple[float, int]] = []  # heap of (when, id), by time.monotonic()
-        self._cancelled: list[TokenEvent] = []  # for the next step to report
+        self._cancelled: list[TokenEvent] = []  # reported by the next step
         self._one_by_one = False  # whether the next step computes each sequence by itself, to find the one that fails
         self.open()
 
@@ -179,16 +179,16 @@ class Engine:
         self.close()
 
     def open(self) -> None:
-        """Take the memory of the cache, unless it is there. A new engine is open."""
+        """Allocate the cache's memory if it is missing. A new engine is open."""
         if not self._open:
             self._runner.open()
             self._host.block_seconds = self._runner.block_seconds()
             self._open = True
 
     def close(self) -> None:
-        """End every request, without events, and give back the memory of the cache; :meth:`open` takes it again.
+        """End every request, without events, and free the cache's memory; :meth:`open` allocates it again.
 
-        A ``with`` block does both. The model stays as it is. On rank 0 it ends the other ranks' :meth:`follow`, too.
+        A ``with`` block does both. The model does not change. On rank 0 it also ends the other ranks' :meth:`follow`.
         """
         try:
             if self._open and self._leads and self._lost is None:
@@ -207,9 +207,10 @@ class Engine:
         self._open = False
 
     def warmup(self, progress: Callable[[str], object] | None = None) -> None:
-        """Run a step of every size once: what compiles, captures or is allocated once is then there.
+        """Run a step of every size once, so that all compilation, capture and allocation is done.
 
-        ``progress`` is told each size before it runs. Raises RuntimeError while requests are being served.
+        This method calls ``progress`` with each size before it runs. Raises RuntimeError while requests are being
+        served.
         """
         self._check_open("warmup")
         self._check_leads("warmup")
@@ -222,16 +223,16 @@ class Engine:
 
     @contextlib.contextmanager
     def sealed(self) -> Iterator[None]:
-        """Within the block, a step that would compile a kernel, capture a graph, pack a weight or take more of a GPU's
-        memory fails its requests with a SealBroken that says what it was, by name and sizes. See :meth:`warmup`.
+        """Within the block, a step that would compile a kernel, capture a graph, pack a weight or allocate GPU memory
+        fails its requests with a SealBroken that names the cause and its sizes. See :meth:`warmup`.
         """
         with sealing.sealed(), self._runner.memory_sealed():
             yield
 
     def follow(self) -> None:
-        """On every rank but 0: compute what rank 0's engine asks for, until it is closed or calls :meth:`dismiss`.
+        """On every rank but 0: compute the steps of rank 0's engine, until that is closed or calls :meth:`dismiss`.
 
-        Raises RanksLost where rank 0 has ended, or sends nothing in time while requests live; ValueError on rank 0.
+        Raises RanksLost if rank 0 has ended, or sends nothing in time while requests are live; ValueError on rank 0.
         """
         if self._leads:
             raise ValueError("follow: this is rank 0, which takes the requests: the other ranks follow it")
@@ -239,15 +240,15 @@ class Engine:
         self._runner.follow()
 
     def dismiss(self) -> None:
-        """On rank 0: the other ranks' :meth:`follow` returns, so that all can train, say. Nothing may live."""
+        """On rank 0: make the other ranks' :meth:`follow` return, for training, say. No request may be live."""
         if self.busy:
             raise RuntimeError("dismiss: requests are being served; take steps until none is left, or cancel() them")
         self._check_leads("dismiss")
         self._runner.dismiss()
 
     def limit_waits(self, timeout: timedelta) -> None:
-        """Give up the other ranks after ``timeout`` from now on, where the mesh's own is longer: opening and warming up
-        may take them minutes, and a step does not. On this rank only.
+        """From now on, give up the other ranks after ``timeout`` if the mesh's own is longer, on this rank only.
+        Opening and warming up may take minutes; a step does not.
         """
         self._runner.channel.limit(timeout)
 
@@ -260,12 +261,12 @@ class Engine:
             raise RuntimeError(f"{what}: the engine is closed: open() it, or use it within its with block")
 
     def pause(self) -> None:
-        """Compute nothing until :meth:`resume`: steps only report requests that were cancelled or ran out of time."""
+        """Compute nothing until :meth:`resume`; steps then only report requests that were cancelled or timed out."""
         self._paused = True
         self._rest()
 
     def resume(self) -> None:
-        """Go on after :meth:`pause`."""
+        """Continue after :meth:`pause`."""
         self._paused = False
 
     @property
@@ -274,14 +275,14 @@ class Engine:
         return self._paused
 
     def update_weights(self, state: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Go on with other weights: those of ``state``, loaded into the model, or those that the model has by now.
+        """Continue with new weights: load ``state`` into the model, or without it use the model's present weights.
 
-        The engine has no copy of the model's parameters: a trainer may write to these very ones between steps, and then
-        call this. Answers keep their tokens; keys and values of running requests are computed again, and nothing that
-        earlier weights computed is shared. On several ranks all call it, after :meth:`dismiss`.
+        The engine has no copy of the model's parameters: a trainer may write to them between steps and then call this
+        method. Answers keep their tokens; the engine recomputes keys and values of running requests and shares no block
+        of earlier weights. Over several ranks all call it, after :meth:`dismiss`.
 
-        Raises RuntimeError where ``state`` does not fit the model, whose weights may have changed in part by then, and
-        where the other ranks still follow this one.
+        Raises RuntimeError if ``state`` does not fit the model, some of whose weights may then have changed, or if the
+        other ranks still follow this one.
         """
         if self._leads and self.model.group.size > 1 and self._runner.followed and self._open:
             raise RuntimeError(
@@ -297,12 +298,12 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is waiting, running or still to arrive, or an event is still to be reported."""
+        """Whether any request is waiting, running or yet to arrive, or any event is unreported."""
         return bool(self._live or self._cancelled)
 
     @property
     def load(self) -> EngineLoad:
-        """Answers that run and that wait or are still to come, and the blocks that they own."""
+        """The numbers of running answers and of waiting or future ones, and the blocks that they own."""
         waiting = len(self._scheduler.waiting) + len(self._arrivals)
         return EngineLoad(
             len(self._scheduler.running), waiting, self._allocator.used_blocks, self._allocator.num_blocks
@@ -311,11 +312,11 @@ class Engine:
     def add(self, request: Request, together: Collection[int] = ()) -> int:
         """Queue ``request``; returns its number, which its events carry.
 
-        A queue in which nothing waits but the requests of the numbers ``together`` counts as empty.
+        A queue that holds only requests numbered in ``together`` counts as empty.
 
         Raises ValueError, and changes nothing, for a request that cannot be served: an empty or over-long prompt, a
-        token outside the vocabulary, more blocks than exist, a field of the wrong type or out of range; QueueFull where
-        it could be served later; RanksLost after a rank was lost; RuntimeError on other ranks than 0, and where the
+        token outside the vocabulary, more blocks than exist, a field of the wrong type or out of range; QueueFull if
+        the engine could serve it later; RanksLost after a rank was lost; RuntimeError on ranks other than 0, and if the
         engine is closed.
         """
         self._check_open("add")
@@ -333,7 +334,7 @@ class Engine:
         return number
 
     def _queued(self) -> Iterator[SequenceState]:
-        """What waits, or is still to come."""
+        """The sequences that wait or are yet to arrive."""
         yield from self._scheduler.waiting
         for _, number in self._arrivals:
             yield from self._live[number]
@@ -345,7 +346,7 @@ class Engine:
         return sequence
 
     def _text(self, request: Request) -> AnswerText | None:
-        """What makes text of an answer's tokens; None without a tokenizer."""
+        """The decoder of an answer's tokens; None without a tokenizer."""
         if self._decode is None:
             return None
         return AnswerText(self._decode, request.stop_strings, request.include_stop_str_in_output)
@@ -355,7 +356,7 @@ class Engine:
         return self._next_sequence
 
     def lives(self, number: int) -> bool:
-        """Whether request ``number`` has an answer that has not ended."""
+        """Whether request ``number`` has an unfinished answer."""
         return number in self._live
 
     def cancel(self, number: int) -> bool:
@@ -368,7 +369,7 @@ class Engine:
         return self._end(number, "cancelled")
 
     def _end(self, number: int, why: Finish, error: Exception | None = None) -> bool:
-        """Free what a request has, and have the next step report its end; False if it has ended already."""
+        """Free a request's blocks and let the next step report its end; False if it has already ended."""
         sequences = self._live.pop(number, [])
         arrives = any(number == waiting for _, waiting in self._arrivals)
         if arrives:
@@ -383,12 +384,13 @@ class Engine:
     def step(self) -> list[TokenEvent]:
         """Admit requests, compute one batch, retire finished ones; returns the new tokens, in order of admission.
 
-        A sequence that fails, in the model or in sampling, ends with an event of its error, and no other is affected.
-        A step fails as a whole, and raises, where none of its sequences fails by itself. Nothing is lost then: the next
-        step computes the same tokens again, one sequence at a time, and ends those that fail again.
+        A sequence that fails, in the model or in sampling, ends with an event that carries the error; other sequences
+        are unaffected. If a failure belongs to no single sequence, the step fails as a whole and raises. No token is
+        lost then: the next step computes the same tokens again, one sequence at a time, and ends the sequences that
+        fail again.
 
-        Where a rank has ended, or does not answer within the mesh's timeout, every request ends with an event whose
-        error is a RanksLost, and the engine takes no more of them.
+        If a rank has ended, or does not answer within the mesh's timeout, every request ends with an event whose error
+        is a RanksLost, and the engine accepts no more requests.
         """
         self._check_leads("step")
         self._arrive()
@@ -396,7 +398,7 @@ class Engine:
             self._end(heapq.heappop(self._deadlines)[1], "timeout")
         began = time.perf_counter()
         try:
-            self._copy()  # what a step that failed has left
+            self._copy()  # left by a step that failed
         except (RanksLost, CollectiveError) as error:
             return self._lose(error)
         chunks = [] if self._paused else self._scheduler.schedule()
@@ -420,7 +422,7 @@ class Engine:
         return cancelled + generated
 
     def _arrive(self) -> None:
-        """Hand over to the scheduler what has come by now, but not what waits for its guide to be compiled."""
+        """Pass the sequences that have arrived to the scheduler, except those whose guide is still being compiled."""
         waiting = []
         while self._arrivals and self._arrivals[0][0] <= self._clock:
             number = heapq.heappop(self._arrivals)[1]
@@ -447,10 +449,10 @@ class Engine:
             yield from self.step()
 
     def generate(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Serve ``requests`` to the end: the generated tokens of each, of one with ``n`` answer after answer.
+        """Serve ``requests`` to the end; return the generated tokens of each, with ``n`` > 1 answer after answer.
 
-        Raises RuntimeError while other requests are being served (their events would be lost), and where one of these
-        fails; ValueError, serving none, if one of these cannot be served. The engine is idle afterwards.
+        Raises RuntimeError while other requests are being served (their events would be lost), and if one of
+        ``requests`` fails; ValueError, serving none, if one of them cannot be served. The engine is idle afterwards.
         """
         if self.busy:
             raise RuntimeError("generate: other requests are being served; add() these and read run() instead")
@@ -475,7 +477,7 @@ class Engine:
         return list(answers.values())
 
     def _compute(self, chunks: Sequence[Chunk]) -> list[list[New]]:
-        """What each chunk gives: nothing where it does not sample, a token for each answer, or a sequence's error."""
+        """The outcomes of each chunk: none if it does not sample, a token for each answer, or a sequence's error."""
         self._copy()
         if not self._one_by_one:
             try:
@@ -496,7 +498,7 @@ class Engine:
         return [self._alone(chunk) for chunk in chunks]
 
     def _copy(self) -> None:
-        """Make the copies of blocks that the scheduler asks for. Where that fails, the next step does it again."""
+        """Make the block copies that the scheduler requests. If that fails, the next step tries again."""
         try:
             self._runner.copy_blocks(self._scheduler.copies())
         except (RanksLost, CollectiveError):
@@ -507,7 +509,7 @@ class Engine:
         self._scheduler.copied()
 
     def _alone(self, chunk: Chunk) -> list[New]:
-        """What comes of a chunk by itself. To ask twice changes nothing: no draw depends on one before it."""
+        """The outcomes of a chunk computed by itself; repeatable, since no draw depends on an earlier one."""
         try:
             logits = self._runner.logits([chunk])
         except (RanksLost, CollectiveError):
@@ -528,7 +530,7 @@ class Engine:
         return [[New(sequence, next(found)) for sequence in each] for each in answers]
 
     def _answers(self, sequence: SequenceState) -> list[SequenceState]:
-        """``sequence``, and before the first token of a request with ``n`` the others, which are not queued yet."""
+        """``sequence`` and, before the first token of a request with ``n`` > 1, the other answers, not queued yet."""
         if sequence.generated or sequence.request.n == 1:
             return [sequence]
         others = [sequence.fork(self._sequence_id(), index) for index in range(1, sequence.request.n)]
@@ -546,7 +548,7 @@ class Engine:
         return [replace(event, error=self._lost) if event.finish == "error" else event for event in events]
 
     def _rest(self) -> None:
-        """Tell the other ranks that nothing is left to compute, if it is so."""
+        """Tell the other ranks if nothing is left to compute."""
         if (self._paused or not self._live) and self._lost is None:
             self._runner.rest()
 
@@ -576,7 +578,7 @@ class Engine:
             del self._live[sequence.number]
 
     def _count(self, chunks: Sequence[Chunk], generated: int, seconds: float) -> None:
-        """Add one step, in which as many tokens were ``generated``, to the statistics, before they are appended."""
+        """Add one step that ``generated`` so many tokens to the statistics, before the tokens are appended."""
         stats, allocator = self.stats, self._allocator
         prefill = sum(chunk.length for chunk in chunks if not chunk.decodes)
         stats.steps += 1

@@ -1,4 +1,4 @@
-"""An engine from a folder of transformers: the model, its tokenizer, the tokens that end an answer, and its cache."""
+"""Make an engine from a folder of transformers: model, tokenizer, the tokens that end an answer, and cache."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from .models import ServableModel, as_servable
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_CACHE_GIB = 1.0
-_GPU_SHARE = 0.85  # of the memory that is free once the model is loaded: steps need some, too
+_GPU_SHARE = 0.85  # the cache's share of the memory left beside the model: steps need some as well
 
 
 @dataclass(frozen=True)
 class FolderOptions:
-    """How a folder is served; what is None follows from the model and the machine.
+    """The settings for serving a folder; None means a value that follows from the model and the machine.
 
     Args:
         folder: ``config.json``, weights in safetensors, and a tokenizer.
-        dtype: of the weights and of what is computed, one of DTYPES; None: the folder's.
+        dtype: of weights and computation, one of DTYPES; None: the folder's.
         device: "cpu" or "cuda".
-        cache_gib: of keys and values, on each rank. None: on a GPU 85 % of what is free then, on a CPU 1 GiB; never
-            more than ``max_num_seqs`` answers of full length need.
-        chat_template: a file with one, in place of the tokenizer's.
-        max_num_seqs, max_model_len, max_num_batched_tokens, max_queued_requests, block_size, kv_dtype, num_host_blocks,
+        cache_gib: the size of the cache of keys and values on each rank. None: on a GPU 85 % of the memory that is free
+        after loading, on a CPU 1 GiB; never more than ``max_num_seqs`` answers of full length need.
+        chat_template: a file with a template that replaces the tokenizer's. max_num_seqs, max_model_len,
+        max_num_batched_tokens, max_queued_requests, block_size, kv_dtype, num_host_blocks,
             enforce_eager, invariant: :class:`Engine`'s.
     """
 
@@ -57,9 +57,9 @@ class FolderOptions:
 
 @dataclass(frozen=True)
 class Opened:
-    """What is served: an open engine, the tokenizer of transformers, and the tokens that end an answer.
+    """A loaded folder: an open engine, the tokenizer of transformers, and the tokens that end an answer.
 
-    ``how`` says in words which model it is and which room it has.
+    ``how`` describes the model and the size of its cache.
     """
 
     engine: Engine
@@ -71,7 +71,7 @@ class Opened:
 def open_folder(options: FolderOptions, mesh: MeshLike = None) -> Opened:
     """Load the folder, over the tensor-parallel ranks of ``mesh``; all of them call this.
 
-    A model that :class:`ParallelTransformer` can be is one; any other that transformers knows is its own, fused.
+    The model becomes a :class:`ParallelTransformer` where possible; any other model is transformers' own, fused.
 
     Raises ImportError without transformers; FileNotFoundError for a missing folder or file; ValueError for a folder
     that cannot be read, a model that cannot be served, or sizes that cannot work.
@@ -103,7 +103,7 @@ def open_folder(options: FolderOptions, mesh: MeshLike = None) -> Opened:
         num_host_blocks=options.num_host_blocks,
         enforce_eager=options.enforce_eager,
         invariant=options.invariant,
-        # A copy: the engine's thread decodes while another one encodes.
+        # A copy, because the engine's thread decodes while another thread encodes.
         tokenizer=copy.deepcopy(tokenizer),
     )
     size = sum(each.numel() for each in model.parameters())
@@ -132,7 +132,7 @@ def _tokenizer(options: FolderOptions) -> Any:
         raise FileNotFoundError(f"{folder}: there is no such folder: expected config.json, weights and a tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # transformers raises many kinds
+    except Exception as error:  # transformers raises many kinds of errors
         raise ValueError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
     if options.chat_template is not None:
         tokenizer.chat_template = options.chat_template.read_text()
@@ -143,7 +143,7 @@ def _model(options: FolderOptions, mesh: MeshLike) -> tuple[ServableModel, str]:
     dtype = None if options.dtype is None else DTYPES[options.dtype]
     try:
         read_hf_config(options.folder)
-    except ValueError:  # a feature that our own layers have not
+    except ValueError:  # a feature that our own layers lack
         model = load_pretrained(options.folder, mesh, dtype=dtype, device=options.device)
         kind = f"transformers' {type(model).__name__}, fused"
     else:
@@ -153,7 +153,7 @@ def _model(options: FolderOptions, mesh: MeshLike) -> tuple[ServableModel, str]:
 
 
 def _blocks(options: FolderOptions, model: ServableModel, block_size: int, length: int, mesh: MeshLike) -> int:
-    """As many blocks as have room on every rank."""
+    """The number of blocks that fit on every rank."""
     config, weight = model.config, next(model.parameters())
     dtype = weight.dtype if options.kv_dtype is None else KV_DTYPES.get(options.kv_dtype, weight.dtype)
     heads = -(-config.num_kv_heads // tp_group(mesh).size)
@@ -176,7 +176,7 @@ def _blocks(options: FolderOptions, model: ServableModel, block_size: int, lengt
 
 
 def _stop_ids(folder: Path, tokenizer: Any) -> frozenset[int]:
-    """The tokens that the folder's files and its tokenizer say end an answer."""
+    """The tokens that end an answer, by the folder's files and its tokenizer."""
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = folder / name

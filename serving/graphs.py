@@ -1,7 +1,7 @@
-"""Captured decode steps: a GPU replays one with a single call of the host.
+"""Captured decode steps: the host replays a step on a GPU with a single call.
 
-A graph serves every decode step of at most as many sequences and tokens as it was captured for, since lengths stay on
-the device: a step is padded to the next number of sequences, and its longest sequence counts as the next length.
+Lengths stay on the device, so a graph serves every decode step up to its captured number of sequences and length: a
+step is padded to the next captured number, and the next captured length covers its longest sequence.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from ..kernels.runtime import sealing
 from .inputs import Shape
 
 Run = Callable[[], torch.Tensor]
-Capture = Callable[[Run], Run]  # returns what computes into the same tensor again
+Capture = Callable[[Run], Run]  # returns a function that recomputes into the same tensor
 
-_SHORTEST = 1024  # tokens; longer graphs are for 4 times as many
+_SHORTEST = 1024  # tokens; each longer graph covers 4 times as many
 
 
 class Graphs:
-    """The captured steps, each made when it is first wanted, or by a warm-up.
+    """The captured steps, each captured at its first use or by a warm-up.
 
     Args:
-        capture: makes one; :func:`cuda_capture`.
+        capture: the function that captures a step; :func:`cuda_capture`.
         max_num_seqs, max_model_len: the largest step.
     """
 
@@ -40,20 +40,20 @@ class Graphs:
         self._graphs: dict[tuple[int, int], Run] = {}
 
     def size(self, shape: Shape) -> tuple[int, int]:
-        """The sequences and the longest length of the graph that serves a decode step."""
+        """The (number of sequences, longest length) of the graph that serves a decode step."""
         return (
             self._seqs[bisect_left(self._seqs, shape.sequences)],
             self._lens[bisect_left(self._lens, shape.max_seq_len)],
         )
 
     def sizes(self) -> Iterator[tuple[int, int]]:
-        """Every size, the largest first, whose memory the others then find."""
+        """Every size, the largest first, so that the others reuse its memory."""
         for seqs in reversed(self._seqs):
             for length in reversed(self._lens):
                 yield seqs, length
 
     def run(self, size: tuple[int, int], compute: Run) -> torch.Tensor:
-        """Replay the graph of ``size``, captured of ``compute`` when it is missing. The next replay overwrites it."""
+        """Replay the graph of ``size``, capturing ``compute`` first if needed. The next replay overwrites it."""
         graph = self._graphs.get(size)
         if graph is None:
             sealing.refuse(f"a decode step of {size[0]} sequences up to {size[1]} tokens would be captured")
@@ -68,7 +68,7 @@ def cuda_capture() -> Capture:
     def capture(compute: Run) -> Run:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):  # what compiles or allocates for good does it here
+        with torch.cuda.stream(aside):  # this run does all compilation and lasting allocation
             compute()
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()

@@ -1,4 +1,4 @@
-"""What a guided answer has to be: a JSON value of a schema, a match of a regular expression, a choice, a grammar."""
+"""The required form of an answer: a JSON value of a schema, a match of a regular expression, a choice, a grammar."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class GuideRefused(ValueError):
 
 @dataclass(frozen=True)
 class Guide:
-    """What the text of an answer has to be, as one of the class methods says. Equal ones are compiled once.
+    """The required form of an answer's text, made by one of the class methods. Equal guides are compiled once.
 
     ``source`` is the schema or the choices as JSON, the pattern, or the grammar.
     """
@@ -29,9 +29,10 @@ class Guide:
     def json_schema(cls, schema: Mapping[str, Any] | str, *, any_whitespace: bool = True) -> Guide:
         """A JSON value of ``schema``, a dictionary or its JSON.
 
-        Without ``any_whitespace`` there is none between its parts; a weak model may else fill an answer with it.
+        Without ``any_whitespace`` its parts have no whitespace between them, with which a weak model may fill an
+        answer.
 
-        Raises ValueError for a schema that is no JSON object.
+        Raises ValueError for a schema that is not a JSON object.
         """
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
@@ -49,7 +50,7 @@ class Guide:
 
     @classmethod
     def choice(cls, options: Collection[str]) -> Guide:
-        """One of ``options``. Raises ValueError unless they are texts that are not empty."""
+        """One of ``options``. Raises ValueError unless they are non-empty texts."""
         if isinstance(options, str) or not isinstance(options, Collection) or not options:
             raise ValueError(f"Guide.choice: {options!r}: expected a collection of texts, such as ['yes', 'no']")
         return cls("choice", json.dumps([_text("choice", option) for option in options]))

@@ -1,10 +1,10 @@
-"""Guided decoding: which tokens may come next, by llguidance (https://github.com/guidance-ai/llguidance).
+"""Guided decoding: llguidance (https://github.com/guidance-ai/llguidance) decides which tokens may come next.
 
-Threads of their own compile guides while steps go on. In a step llguidance's threads fill the masks of all guided
-sequences into one packed tensor, while a GPU still computes the logits, and one pass applies it to them.
+Background threads compile guides while steps go on. In a step llguidance's threads write the masks of all guided
+sequences into one packed tensor while a GPU still computes the logits, and one pass applies it to the logits.
 
-llguidance marks the end of a text by a token, which is one that this module adds to a copy of the tokenizer. So an
-answer may end by any of its request's stop tokens, and ends without one where nothing more could come.
+llguidance marks the end of a text by a token; this module adds that token to a copy of the tokenizer. So an answer may
+end by any of its request's stop tokens, and ends without one if no further token is possible.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .guide import Guide, GuideRefused
 _END = "<|shardfuse: the end of a guided answer|>"
 _KEPT = 256  # compiled guides
 _THREADS = 2
-_PATIENCE_S = 0.02  # of a step that has nothing to do but to wait for a guide
+_PATIENCE_S = 0.02  # a step that only waits for a guide
 
 
 class GuideState:
-    """The place of one answer in its guide: it moves with the tokens that the answer takes, and with nothing else.
+    """The position of one answer in its guide; it moves only with the answer's tokens.
 
-    ``done`` once the answer is complete and nothing more may come.
+    ``done``: the answer is complete, and no further token is possible.
     """
 
     def __init__(self, guides: Guides, compiled: Future[Any], ends: Collection[int]) -> None:
@@ -44,11 +44,11 @@ class GuideState:
 
     @property
     def ready(self) -> bool:
-        """Whether its guide is compiled, or refused."""
+        """Whether the guide is compiled or refused."""
         return self.compiled.done()
 
     def begin(self) -> Exception | None:
-        """Take a copy of the compiled guide, of which there has to be one; why there is none, where it was refused."""
+        """Take a copy of the guide, which must be compiled or refused; return the reason if it was refused."""
         try:
             self.matcher = self.compiled.result().deep_copy()
         except Exception as error:
@@ -56,8 +56,8 @@ class GuideState:
         return None
 
     def advance(self, token: int) -> None:
-        """``token`` is the answer's next one. Raises RuntimeError where the guide does not take it."""
-        if token in self._ends:  # its mask allows it only where the answer is complete
+        """Advance by ``token``, the answer's next one. Raises RuntimeError if the guide does not accept it."""
+        if token in self._ends:  # the mask allows it only after a complete answer
             self.done = True
         elif not self.matcher.consume_token(token):
             raise RuntimeError(f"guide: token {token} is refused: {_said(self.matcher)}")
@@ -65,7 +65,7 @@ class GuideState:
             self.done = self.matcher.is_stopped()
 
     def fork(self) -> GuideState:
-        """Another answer that goes on from here."""
+        """A copy for another answer that continues from this position."""
         other = GuideState(self.guides, self.compiled, self._ends)
         other.done = self.done
         other.matcher = None if self.matcher is None else self.matcher.deep_copy()
@@ -87,7 +87,7 @@ class Guides:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.words = 0  # of a mask, once a guide is compiled
-        self.end = 0  # llguidance's token of the end
+        self.end = 0  # llguidance's end token
         self._backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
         self._kind = type_name(tokenizer)
         eos = getattr(tokenizer, "eos_token_id", None)
@@ -95,10 +95,10 @@ class Guides:
         self._tokenizer: Any = None
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
-        self._compiled: OrderedDict[Guide, Future[Any]] = OrderedDict()  # the one longest not asked for first
+        self._compiled: OrderedDict[Guide, Future[Any]] = OrderedDict()  # the least recently used one first
 
     def check(self) -> None:
-        """ValueError where there can be no guided answers."""
+        """Raise ValueError if guided answers are impossible."""
         try:
             import llguidance  # noqa: F401
         except ImportError:
@@ -110,7 +110,7 @@ class Guides:
             )
 
     def start(self, guide: Guide, stop: Collection[int]) -> GuideState:
-        """Have ``guide`` compiled, unless it is; the answer may end with tokens of ``stop`` and the tokenizer's EOS."""
+        """Compile ``guide`` in the background, once; the answer may end with tokens of ``stop`` and the EOS."""
         compiled = self._compiled.get(guide)
         if compiled is None:
             if self._pool is None:
@@ -122,7 +122,7 @@ class Guides:
         return GuideState(self, compiled, self._eos.union(stop))
 
     def close(self) -> None:
-        """End the threads, and forget what they compiled."""
+        """End the threads and drop all compiled guides."""
         self._compiled.clear()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
@@ -136,9 +136,9 @@ class Guides:
                 self._read_tokenizer()
         try:
             matcher = LLMatcher(self._tokenizer, _grammar(guide), log_level=0)
-        except (ValueError, TypeError) as error:  # of a text that is no Unicode, among others
+        except (ValueError, TypeError) as error:  # such as for a text that is not Unicode
             raise GuideRefused(f"guide: this {guide.kind} cannot be compiled: {error}") from None
-        matcher.compute_bitmask()  # what it finds out here, no step has to
+        matcher.compute_bitmask()  # does llguidance's lazy work here, not in a step
         if matcher.is_error():
             raise GuideRefused(f"guide: this {guide.kind} cannot be compiled: {_said(matcher)}")
         return matcher
@@ -161,14 +161,14 @@ class Guides:
 
 
 def wait_for(states: Sequence[GuideState]) -> None:
-    """Wait a moment for one of ``states`` to be ready, if all that lives waits for its guide."""
+    """Wait a moment for one of ``states`` to be ready, if every live sequence waits for its guide."""
     wait([state.compiled for state in states], _PATIENCE_S, FIRST_COMPLETED)
 
 
 def masked(logits: torch.Tensor, states: Sequence[GuideState | None]) -> torch.Tensor:
     """A copy of ``logits`` [S, V] with -inf for the tokens that each row's guide, where it has one, does not allow.
 
-    Raises RuntimeError where a guide has become too complex to go on.
+    Raises RuntimeError if a guide has become too complex to continue.
     """
     rows = [row for row, state in enumerate(states) if state is not None]
     packed = fill([state for state in states if state is not None], pinned=logits.is_cuda)
@@ -207,7 +207,7 @@ def _executor() -> Any:
 
 
 def _grammar(guide: Guide) -> str:
-    """``guide`` as llguidance takes it."""
+    """``guide`` in llguidance's format."""
     from llguidance import LLMatcher
 
     if guide.kind == "json_schema":
@@ -220,5 +220,5 @@ def _grammar(guide: Guide) -> str:
 
 
 def _said(matcher: Any) -> str:
-    """llguidance's error, without what it says of its own state."""
+    """llguidance's error message without the description of its own state."""
     return matcher.get_error().partition("\n<state>")[0].strip()[:500]

@@ -1,13 +1,13 @@
-"""What a step is told in numbers: one buffer that rank 0 fills, every rank reads, and a GPU gets in one copy.
+"""The input of a step: one buffer of numbers that rank 0 fills, every rank reads, and a GPU gets in one copy.
 
-The buffer is int32 and every part of it has a fixed place, so a captured graph finds the next step's numbers where it
-found the last one's. On a CPU it is the model's input itself; nothing is copied. On a GPU it lies in pinned memory and
-has a twin on the device.
+The buffer is int32 and every part has a fixed place, so a captured graph reads each step's numbers at the same
+addresses. On a CPU the model reads the buffer directly; on a GPU it lies in pinned memory and has a copy on the device.
 
     header | rows [S] | starts [S + 1] | lens [S] | changes [3, C] | copies [3, C] | tokens [T] | wanted [T]
 
-S sequences at most, T tokens, C entries of a list that is longer in steps of its own (``StepInputs.batches``). ``rows``
-says which row of the block table is whose: the table stays on the device, and a step brings the blocks that it gained.
+S sequences at most, T tokens, C entries of each list; extra buffers carry longer lists (``StepInputs.batches``).
+``rows`` gives each sequence's row of the block table: the table stays on the device, and a step sends only the blocks
+that were added.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from ..layers.attention.paged import PagedBatch, PagedKVCache
 
 
 class Kind(IntEnum):
-    """What a buffer asks a rank to do."""
+    """The command of a buffer to a rank."""
 
     COMPUTE = 0
-    CHANGE = 1  # the block table, and nothing else
+    CHANGE = 1  # update the block table only
     COPY = 2  # blocks
-    RECOVER = 3  # say whether the last step failed here
-    IDLE = 4  # wait without a limit: no request lives
-    END = 5  # serve no longer
-    WARM = 6  # as COMPUTE, but nothing is written to the cache
+    RECOVER = 3  # report whether the last step failed on this rank
+    IDLE = 4  # wait without a time limit: no request is live
+    END = 5  # stop serving
+    WARM = 6  # as COMPUTE, but without writing to the cache
 
 
 class Part(NamedTuple):
     """One sequence's part of a step: ``tokens`` at positions from ``start`` on, for ``row`` of the block table.
 
-    ``wanted`` is the number of its last tokens whose logits are wanted.
+    ``wanted`` is the number of tokens at its end that need logits.
     """
 
     row: int
@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A block that a row of the table gained."""
+    """A block added to a row of the table."""
 
     row: int
     column: int
@@ -56,7 +56,7 @@ class Change(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """The header: the numbers of a step that the host knows. Lengths and counts; ``blocks`` is the table's width."""
+    """The header: the lengths and counts of a step that the host knows; ``blocks`` is the table's width."""
 
     kind: int
     tokens: int = 0
@@ -73,7 +73,7 @@ class Shape(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """Whether every sequence has one token, and the logits of all are wanted."""
+        """Whether every sequence has one token and needs its logits."""
         return self.max_query_len == 1 and self.tokens == self.wanted == self.sequences
 
 
@@ -81,7 +81,7 @@ _HEADER = len(Shape._fields)
 
 
 class StepInputs:
-    """The buffer, the block table that its changes are applied to, and the batch that both describe.
+    """The buffer, the block table that its changes update, and the batch that both describe.
 
     Args:
         max_tokens: of a step, T.
@@ -109,7 +109,7 @@ class StepInputs:
         self._there = torch.zeros_like(self.buffer, device=device) if on_gpu else self.buffer
         self._copied = torch.cuda.Event() if on_gpu else None
         self._here: dict[str, Any] = {name: self.buffer.numpy()[at] for name, at in self._at.items()}
-        self.scratch_row = max_sequences  # that padding may change
+        self.scratch_row = max_sequences  # the row that padding may change
         self.table = torch.zeros(max_sequences + 1, max_blocks, dtype=torch.int32, device=device)
         self._index = torch.arange(max(max_tokens, max_sequences), device=device)
 
@@ -144,17 +144,17 @@ class StepInputs:
         return self.repack(Shape(kind, **{name: len(entries)}))
 
     def pack_warm(self, tokens: int, sequences: int, *, block_size: int) -> Shape:
-        """Write a step whose tokens belong to no sequence: ``tokens`` of one, or one of each of ``sequences``."""
+        """Write a dummy step: ``tokens`` tokens of one sequence, or one token of each of ``sequences``."""
         each = Part(self.scratch_row, 0, [0] * (tokens // sequences), 1)
         return self.repack(self.pack([each] * sequences, block_size=block_size, step=0)._replace(kind=Kind.WARM))
 
     def repack(self, shape: Shape) -> Shape:
-        """Write another header for what is in the buffer."""
+        """Replace the header of the buffer."""
         self._here["header"][:] = shape
         return shape
 
     def pack_kind(self, kind: Kind) -> Shape:
-        """Write what needs no numbers."""
+        """Write a command that needs no numbers."""
         self.settle()
         return self.repack(Shape(kind))
 
@@ -163,15 +163,15 @@ class StepInputs:
             self._here[name].reshape(3, -1)[:, : len(entries)] = list(zip(*entries))
 
     def shape(self) -> Shape:
-        """The header of what is in the buffer."""
+        """The header in the buffer."""
         return Shape(*self._here["header"].tolist())
 
     def copies(self, shape: Shape) -> list[tuple[int, int, int]]:
-        """The copies that are in the buffer."""
+        """The block copies in the buffer."""
         return list(zip(*self._here["copies"].reshape(3, -1)[:, : shape.copies].tolist()))
 
     def batches(self, entries: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """``entries`` in lists that fit."""
+        """``entries`` in lists that fit the buffer."""
         for first in range(0, len(entries), self.max_listed):
             yield entries[first : first + self.max_listed]
 
@@ -182,12 +182,12 @@ class StepInputs:
             self._copied.record()
 
     def settle(self) -> None:
-        """Wait until the last :meth:`upload` has read the buffer; before anything is written to it."""
+        """Wait until the last :meth:`upload` has read the buffer; call this before writing to it."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def pad(self, shape: Shape, sequences: int, max_seq_len: int, *, block_size: int) -> Shape:
-        """A decode step of :meth:`pack` as one of ``sequences`` sequences, of which the last have no token."""
+        """Pad a decode step of :meth:`pack` to ``sequences`` sequences; the added ones have no token."""
         here, count = self._here, shape.sequences
         here["rows"][count:sequences] = self.scratch_row
         here["starts"][count + 1 : sequences + 1] = shape.tokens
@@ -207,9 +207,9 @@ class StepInputs:
             self.table.index_put_((row.long(), column.long()), block)
 
     def batch(self, shape: Shape, cache: PagedKVCache, *, impl: str, rows: int = 0) -> tuple[torch.Tensor, PagedBatch]:
-        """Tokens [T] and the batch, computed on the device of what is there: a graph that has captured it reads anew.
+        """Tokens [T] and the batch, computed on the device from the buffer there; a captured graph rereads it.
 
-        Sequences without a token and tokens past the last sequence's are padding; the latter are added up to ``rows``.
+        Sequences without a token and tokens after the last sequence's are padding; tokens are padded to ``rows``.
         """
         size, count, tokens = cache.block_size, shape.sequences, shape.tokens
         starts, lens = self._part("starts")[: count + 1], self._part("lens")[:count]

@@ -1,4 +1,4 @@
-"""Which models the engine serves: our own, transformers', and any ``nn.Module`` that follows a protocol."""
+"""The models that the engine serves: our own, transformers', and any ``nn.Module`` that follows a protocol."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ from .foreign.probe import Recorder, tokens_of
 class ServableModel(Protocol):
     """The interface of a model for the engine; ``ParallelTransformer`` implements it.
 
-    A module of one's own needs ``config`` and a forward whose layers call ``cache.attend``, which stores the step's
-    keys and values and attends over all of each sequence's. T tokens of all sequences come one after another; every
-    token has its position. Tokens behind those of the last sequence are padding. ``group`` and ``gather_logits`` are
-    for models over several ranks and may be left out, as may ``v_head_dim`` where values have the size of keys.
-    A whole one::
+    Your own module needs ``config`` and a forward whose layers call ``cache.attend``, which stores the step's keys and
+    values and attends over all of each sequence's. The T tokens of all sequences are concatenated, each with its
+    position; tokens after the last sequence's are padding. ``group`` and ``gather_logits`` are for models over several
+    ranks and may be left out; so may ``v_head_dim`` if values have the size of keys. A complete example::
 
         class Decoder(nn.Module):
             def __init__(self, vocab_size: int = 64, width: int = 32, heads: int = 4, depth: int = 2) -> None:
@@ -47,7 +46,7 @@ class ServableModel(Protocol):
         engine = Engine(Decoder(), num_blocks=16)
     """
 
-    config: Any  # num_layers, num_kv_heads, head_dim, vocab_size, max_positions; perhaps v_head_dim
+    config: Any  # num_layers, num_kv_heads, head_dim, vocab_size, max_positions; optionally v_head_dim
     group: Any  # the tensor-parallel ranks that the KV heads are split over
 
     def __call__(self, tokens: torch.Tensor, *, positions: torch.Tensor, cache: PagedBatch) -> torch.Tensor:
@@ -68,10 +67,10 @@ _NEEDED_CONFIG = ("num_layers", "num_kv_heads", "head_dim", "vocab_size", "max_p
 
 
 def as_servable(model: Any) -> ServableModel:
-    """``model`` as the engine calls it: itself, or what stands for it.
+    """``model`` behind the engine's interface: the model itself, or a wrapper.
 
-    A few tokens run through a module that is not ours, to see that every layer attends over the cache; through a model
-    of transformers also to compare its logits. On several ranks all call this.
+    This function runs a few tokens through a foreign module to check that every layer attends over the cache, and for a
+    model of transformers also compares its logits. Over several ranks all call it.
 
     Raises TypeError for an object of another kind, ValueError for a model that cannot be served as it is.
     """
@@ -90,7 +89,7 @@ def as_servable(model: Any) -> ServableModel:
 
 
 class _Whole:
-    """A model that one process has whole, and that says nothing of ranks."""
+    """Wraps a model that one process holds and that has no notion of ranks."""
 
     group: Group = SINGLE
 
@@ -129,7 +128,7 @@ def _check(model: Any) -> None:
 
 
 def _remedy(model: Any) -> str:
-    if isinstance(getattr(model, "module", None), nn.Module):  # of parallelize, DistributedDataParallel
+    if isinstance(getattr(model, "module", None), nn.Module):  # the wrappers of parallelize, DistributedDataParallel
         return "export_hf(model.module, folder) writes what load_hf(folder, mesh=mesh) loads to serve"
     return "build one, or load a folder with load_hf(folder)"
 

@@ -1,4 +1,4 @@
-"""What a step gives a sequence: its next token, or an error that is its alone."""
+"""The outcome of a step for a sequence: its next token, or an error of this sequence alone."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .sampling import Sampled, sample
 
 
 class New(NamedTuple):
-    """What a step found for a sequence."""
+    """The outcome of a step for one sequence."""
 
     sequence: SequenceState
     what: Sampled | Exception
 
 
 def draw(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sampled | Exception]:
-    """The next token of each sequence from logits [S, V], or the error of its choice."""
+    """The next token of each sequence from logits [S, V], or the error of choosing it."""
     if len(sequences) == 1 or not dispatch.row_by_row(logits):
         try:
             return list(sample(logits, sequences))
@@ -31,7 +31,7 @@ def draw(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sampl
 
 
 def event_of(sequence: SequenceState, new: Sampled | Exception) -> TokenEvent:
-    """Take a step's result into its sequence; the event that tells of it."""
+    """Apply a step's outcome to its sequence; return the event that reports it."""
     if not isinstance(new, Exception):
         try:
             finish, text = sequence.accept(new.token)
@@ -39,6 +39,6 @@ def event_of(sequence: SequenceState, new: Sampled | Exception) -> TokenEvent:
             scores = tuple(sequence.prompt_scores) if scored and not sequence.index else None
             drawn = new.token, finish, None, new.logprob, new.top_logprobs
             return TokenEvent(sequence.number, *drawn, text, scores, sequence.index)
-        except Exception as error:  # of the tokenizer or the guide
+        except Exception as error:  # an error of the tokenizer or the guide
             new = error
     return TokenEvent(sequence.number, None, "error", new, text=sequence.rest(), index=sequence.index)

@@ -1,12 +1,12 @@
-"""Which blocks hold which tokens: for requests that begin as others did.
+"""The prefix cache: which blocks hold which tokens, for requests with a common beginning.
 
 A full block is known by a hash of its tokens and of everything before them, chained from block to block (the method of
 vLLM's prefix cache): equal hashes stand for equal keys and values. The chain begins with the request's salt, so that
-tenants with different ones share nothing, and with the version of the weights. Hashes are of 16 bytes of BLAKE2b: one
-that meets another by chance, or by intent, is not to be expected.
+tenants with different ones share nothing, and with the version of the weights. Hashes are 16 bytes of BLAKE2b, so
+collisions, accidental or intended, are not to be expected.
 
-Blocks that no sequence owns stay known until their memory is wanted: the longest unused goes first, and of one sequence
-the last block before those that it follows.
+Blocks that no sequence owns stay known until their memory is needed: the least recently used one is evicted first, and
+of one sequence the last block before the earlier ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 
 def root_hash(salt: str, weights: int) -> bytes:
-    """What the chain of a request with ``salt`` begins with, under the ``weights``-th weights of an engine."""
+    """The root of the hash chain of a request with ``salt``, under the ``weights``-th weights of an engine."""
     return hashlib.blake2b(f"{weights}\0{salt}".encode(), digest_size=16).digest()
 
 
@@ -28,20 +28,20 @@ def block_hash(before: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class PrefixCache:
-    """The known blocks by their hash, and those of them that nobody owns."""
+    """The known blocks by their hash, and those among them without an owner."""
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # the longest unused first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # least recently used first
 
     @property
     def idle_blocks(self) -> int:
-        """Known blocks that nobody owns."""
+        """The known blocks without an owner."""
         return len(self._idle)
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest beginning of a chain that is known."""
+        """The blocks of the longest known beginning of a chain."""
         found: list[int] = []
         for each in hashes:
             block = self._blocks.get(each)
@@ -54,24 +54,24 @@ class PrefixCache:
         return block in self._idle
 
     def take(self, block: int) -> None:
-        """A sequence begins to own a block that :meth:`find` gave; others may own it already."""
+        """Record that a sequence owns a block from :meth:`find`; others may own it already."""
         self._idle.pop(block, None)
 
     def add(self, digest: bytes, block: int) -> None:
-        """A block that a sequence owns is full and computed. Another one with the same tokens stays the known one."""
+        """Record a full, computed block of a sequence. If a block with the same tokens is known, that one stays."""
         if digest not in self._blocks and block not in self._hashes:
             self._blocks[digest] = block
             self._hashes[block] = digest
 
     def leave(self, block: int) -> bool:
-        """Nobody owns a block any longer; whether it is known, and so stays."""
+        """Record that a block has no owner any more; return whether it is known and therefore stays."""
         if block not in self._hashes:
             return False
         self._idle[block] = None
         return True
 
     def evict(self) -> int | None:
-        """Forget the block that was not used for the longest time; None where every known one has an owner."""
+        """Forget and return the least recently used block; None if every known block has an owner."""
         if not self._idle:
             return None
         block, _ = self._idle.popitem(last=False)
@@ -79,7 +79,7 @@ class PrefixCache:
         return block
 
     def clear(self) -> list[int]:
-        """Forget every block; returns those that nobody owned."""
+        """Forget every block; return those without an owner."""
         idle = list(self._idle)
         self._blocks.clear()
         self._hashes.clear()

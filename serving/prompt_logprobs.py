@@ -10,20 +10,20 @@ from ..kernels.runtime import dispatch
 from .request import ScoredToken
 from .scheduler import Chunk
 
-_ELEMENTS = 1 << 21  # of logits that are in fp64 at once: 16 MiB
+_ELEMENTS = 1 << 21  # logits in fp64 at a time: 16 MiB
 
 
 def logit_rows(chunk: Chunk) -> int:
-    """How many of a chunk's last tokens need logits: each from the first on whose next one is yet to be scored."""
+    """The number of tokens at a chunk's end that need logits, from the first whose next token is not scored yet."""
     first, last = _unscored(chunk)
     return chunk.start + chunk.length - first if first < last else int(chunk.samples)
 
 
 def take_prompt_scores(logits: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
-    """Score what these chunks can of prompts whose requests ask for it; returns the logits [S, V] of those that sample.
+    """Score prompts as far as these chunks allow, for requests that ask; return the logits [S, V] of sampling chunks.
 
-    ``logits`` [sum of :func:`logit_rows`, V] are those of the chunks, in their order. Scores follow from a prompt and
-    the weights alone, so those of a step that fails afterwards stay.
+    ``logits`` [sum of :func:`logit_rows`, V] belong to the chunks in order. Scores depend on the prompt and the weights
+    alone, so they stay valid if the step fails afterwards.
     """
     if all(chunk.sequence.request.sampling.prompt_logprobs is None for chunk in chunks):
         return logits
@@ -39,7 +39,7 @@ def take_prompt_scores(logits: torch.Tensor, chunks: Sequence[Chunk]) -> torch.T
 
 
 def _unscored(chunk: Chunk) -> tuple[int, int]:
-    """The positions of a chunk whose next token is of the prompt and yet to be scored: the first, and their end."""
+    """The range of positions in a chunk whose next token belongs to the prompt and is not scored yet."""
     sequence = chunk.sequence
     if sequence.request.sampling.prompt_logprobs is None:
         return 0, 0

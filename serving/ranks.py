@@ -1,8 +1,8 @@
-"""How rank 0 leads the other tensor-parallel ranks: it sends each step's buffer, they compute it.
+"""Rank 0 leads the other tensor-parallel ranks: it sends each step's buffer, and they compute the step.
 
-Only rank 0 has requests, a scheduler and a sampler. What it sends is the buffer of ``inputs.py``, over gloo groups of
-their own, so no message of a step can meet a collective of the model. While requests live, a rank waits for the next
-buffer as long as for any collective of the model's group (``init_mesh(timeout=...)``); while none do, without a limit.
+Only rank 0 has requests, a scheduler and a sampler. It sends the buffer of ``inputs.py`` over separate gloo groups, so
+no message of a step can meet a collective of the model. While requests are live, a rank waits for the next buffer as
+long as for any collective of the model's group (``init_mesh(timeout=...)``); otherwise it waits without a limit.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _PATIENT = timedelta(days=3650)
 
 
 class RanksLost(RuntimeError):
-    """A rank of the model ended, or did not answer in time: the engine serves no more."""
+    """A rank of the model ended or did not answer in time; the engine stops serving."""
 
 
 class StepChannel:
     """Sends buffers from rank 0 of ``group`` to its other ranks; in a group of one it does nothing.
 
-    All ranks make one together. Raises :class:`RanksLost` where a rank cannot be reached in time.
+    All ranks create one together. Raises :class:`RanksLost` if a rank cannot be reached in time.
     """
 
     def __init__(self, group: Group) -> None:
         self.leads = group.rank == 0
         self.alone = group.size == 1
-        self.idle = True  # whether no buffer is due: how the next one is waited for
+        self.idle = True  # whether no buffer is due, so that waiting has no limit
         if self.alone:
             return
         self._group = group
@@ -43,27 +43,27 @@ class StepChannel:
         self._patient = dist.new_group(**make, timeout=_PATIENT)
 
     def limit(self, timeout: timedelta) -> None:
-        """From now on this rank gives the others up after ``timeout``, in the model's collectives, too."""
+        """Let this rank give up the others after ``timeout`` from now on, in the model's collectives as well."""
         if not self.alone:
             for pg in (self._group.pg, self._prompt):
                 limit_timeout(pg, timeout)
 
     def send(self, buffer: torch.Tensor, *, idle: bool = False) -> None:
-        """From rank 0. After a buffer that is sent with ``idle`` the others wait without a limit."""
+        """Send a buffer, on rank 0. After one sent with ``idle`` the others wait without a limit."""
         if not self.alone:
             self._broadcast(buffer)
             self.idle = idle
 
     def receive(self, buffer: torch.Tensor) -> None:
-        """On the other ranks: the next buffer. Afterwards they say with :meth:`rest` whether it was sent with idle."""
+        """Receive the next buffer, on the other ranks. They then pass its ``idle`` to :meth:`rest`."""
         self._broadcast(buffer)
 
     def rest(self, idle: bool) -> None:
-        """How to wait for the next buffer."""
+        """Set whether waiting for the next buffer has a limit."""
         self.idle = idle
 
     def gather(self, value: int) -> list[int]:
-        """The ``value`` of every rank, on every rank."""
+        """Every rank's ``value``, on every rank."""
         if self.alone:
             return [value]
         values = [torch.zeros(1, dtype=torch.int64) for _ in range(self._count)]

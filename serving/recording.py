@@ -1,13 +1,13 @@
-"""A decode step on a CPU as a list of ops, recorded once and run again: no layer's Python, only its kernels.
+"""A decode step on a CPU as a recorded list of ops: a replay runs the kernels without the layers' Python.
 
-As a CUDA graph does on a GPU, a recording holds the ops of one number of tokens, with the parameters that they found.
-Unlike a graph it calls each op anew, so memory is the allocator's; and attention, whose work depends on lengths, is
-called as it is, on the new step's batch.
+Like a CUDA graph on a GPU, a recording holds the ops of one number of tokens, with the parameters of that time. Unlike
+a graph it calls each op again, so the allocator provides the memory, and it calls attention, whose work depends on
+lengths, on the new step's batch.
 
-A number of tokens is recorded when it has come a few times, and computed both ways when it comes next: where the
-results differ in any bit the model does more than such a list can say, and nothing of it is recorded any more.
-Parameters that change end a recording. Hooks run when it is made, not when it is replayed. Models of transformers look
-at values on the host (for packed sequences), so their steps run as they are.
+The runner records a number of tokens after it has occurred a few times, and computes the next such step both ways. If
+the results differ in any bit, the model does more than a list of ops can hold, and the runner stops recording it. A
+change of parameters ends a recording. Hooks run during recording, not during replay. Models of transformers read values
+on the host (for packed sequences), so their steps are not recorded.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from ..kernels.runtime import library, onednn
 from ..layers.attention.paged import PagedBatch
 from ..layers.attention.rope import Rope
 
-_SEEN = 4  # times that a number of tokens comes before its step is recorded
+_SEEN = 4  # occurrences of a number of tokens before its step is recorded
 _KEPT = 64  # recordings
-# In an op's name: what it does depends on values, or on other ranks.
+# Parts of op names: such ops depend on values or on other ranks.
 _VARIES = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "bernoulli", "rand", "c10d")
 
 Forward = Callable[[torch.Tensor, PagedBatch], torch.Tensor]
 
 
 class _Slot(int):
-    """The number of a tensor that the step makes or is given."""
+    """The number of a tensor that the step creates or receives."""
 
 
 class _Call:
-    """One op: what to call with which arguments, where its results go, and which tensors no later call reads."""
+    """One op: the function, its arguments, the slots of its results, and the tensors that no later call reads."""
 
     __slots__ = ("args", "attends", "done", "flat", "kwargs", "out", "run", "shares")
 
     def __init__(self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self.run, self.args, self.kwargs, self.out = run, args, kwargs, out
         self.attends = run is PagedBatch.attend
-        # Whether it writes to an argument, or its result lies in one's memory.
+        # Whether the op writes to an argument or returns a view of one.
         self.shares = self.attends or any(each.alias_info is not None for each in _operands(run))
         nested = [each for each in args if isinstance(each, (list, tuple))]
         self.flat = not self.attends and type(out) is _Slot and not any(_slots((nested, kwargs)))
@@ -53,13 +53,13 @@ class _Call:
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs ops, and notes them."""
+    """Runs ops and records them."""
 
     def __init__(self, given: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.calls: list[_Call] = []
         self.why_not = ""
-        self.alive: list[Any] = []  # every tensor, so that no id comes twice
+        self.alive: list[Any] = []  # keeps every tensor alive, so that no id is reused
         self._named: dict[int, Any] = {}
         for each in given:
             self._name(each)
@@ -75,7 +75,7 @@ class _Recorder(TorchDispatchMode):
         self.calls.append(_Call(run, self.named(args), self.named(kwargs), self._name(out)))
 
     def named(self, value: Any) -> Any:
-        """``value`` with slots in the place of the step's tensors. What was the same tuple stays the same."""
+        """``value`` with slots instead of the step's tensors. Identical tuples stay identical."""
         if isinstance(value, torch.Tensor):
             return self._named.get(id(value), value)
         if isinstance(value, dict):
@@ -92,7 +92,7 @@ class _Recorder(TorchDispatchMode):
         return value
 
     def _name(self, out: Any) -> Any:
-        """Slots for results; one of an op in place has one already."""
+        """Slots for results; the result of an in-place op already has one."""
         if isinstance(out, torch.Tensor):
             if id(out) not in self._named:
                 self._named[id(out)] = _Slot(len(self.alive))
@@ -102,7 +102,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _NotedBatch(PagedBatch):
-    """A batch whose attention is one noted call."""
+    """A batch that records its attention as one call."""
 
     recorder: _Recorder
 
@@ -114,15 +114,15 @@ class _NotedBatch(PagedBatch):
 
 
 class Recording:
-    """The ops of ``forward`` over a step; :meth:`replay` runs them for another one of as many tokens.
+    """The ops of ``forward`` in one step; :meth:`replay` runs them for another step with the same number of tokens.
 
-    ``out`` is this step's result. Raises ValueError where the ops depend on values.
+    ``out`` is this step's result. Raises ValueError if the ops depend on values.
     """
 
     def __init__(self, forward: Forward, tokens: torch.Tensor, batch: PagedBatch) -> None:
         noted = _NotedBatch(**{each.name: getattr(batch, each.name) for each in fields(batch) if each.init})
         recorder = _Recorder(_given(tokens, noted))
-        object.__setattr__(noted, "recorder", recorder)  # a frozen dataclass
+        object.__setattr__(noted, "recorder", recorder)  # the dataclass is frozen
         with recorder, library.recorded():
             self.out = forward(tokens, noted)
         if recorder.why_not:
@@ -156,7 +156,7 @@ class Recording:
 
 
 class Recordings:
-    """Computes decode steps, of each number of tokens as soon as it may by replaying it.
+    """Computes decode steps, replaying a number of tokens as soon as it is recorded.
 
     Args:
         forward: computes a step.
@@ -207,7 +207,7 @@ class Recordings:
         return recording.out
 
     def _compare(self, recording: Recording, tokens: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-        """Compute the step both ways; from then on it is replayed, or nothing is."""
+        """Compute the step both ways; if the results are equal replay it from now on, else stop recording."""
         expected, found = self._forward(tokens, batch), recording.replay(tokens, batch)
         self._checked.add(len(tokens))
         if not torch.equal(expected.view(torch.uint8), found.contiguous().view(torch.uint8)):
@@ -238,7 +238,7 @@ def _slots(value: Any) -> Iterator[_Slot]:
 
 
 def _filled(value: Any, values: Any, same: dict[int, Any]) -> Any:
-    """``value`` with tensors in the place of slots; ``same`` keeps what has become of each tuple."""
+    """``value`` with tensors instead of slots; ``same`` holds the result of each tuple."""
     if type(value) is _Slot:
         return values[value]
     if isinstance(value, dict):
@@ -253,13 +253,13 @@ def _filled(value: Any, values: Any, same: dict[int, Any]) -> Any:
 
 
 def _like(value: Any, parts: list[Any]) -> Any:
-    """``parts`` as what ``value`` is: a tuple, one with names, or a Rope."""
+    """``parts`` in the type of ``value``: a tuple, a named tuple or a Rope."""
     return type(value)(*parts) if hasattr(value, "_fields") or isinstance(value, Rope) else tuple(parts)
 
 
 def _fold(calls: list[_Call], result: Any) -> list[_Call]:
-    """Without the calls whose results are the same in every step: theirs are put where they are used."""
-    changed: set[Any] = {result}  # slots of what something writes to, or may, through whichever view of its memory
+    """Remove the calls whose results are equal in every step, and insert these results where they are used."""
+    changed: set[Any] = {result}  # slots of tensors that an op may write to, through any view
     for call in reversed(calls):
         if call.shares and (_writes(call) or changed & {*_slots(call.out)}):
             changed |= {*_slots((call.args, call.kwargs, call.out))}
@@ -278,7 +278,7 @@ def _fold(calls: list[_Call], result: Any) -> list[_Call]:
 
 
 def _operands(run: Any) -> list[Any]:
-    """What an op's schema says of its arguments and results."""
+    """The aliasing of an op's arguments and results, from its schema."""
     return [*run._schema.arguments, *run._schema.returns]
 
 
@@ -287,14 +287,14 @@ def _writes(call: _Call) -> bool:
 
 
 class _Known(dict[Any, Any]):
-    """Slots that are not known stand for themselves."""
+    """An unknown slot stays a slot."""
 
     def __missing__(self, slot: Any) -> Any:
         return slot
 
 
 def _keep(slots: Any, out: Any, values: list[Any]) -> None:
-    """Put results where they are looked for."""
+    """Store results in their slots."""
     if type(slots) is _Slot:
         values[slots] = out
     elif slots is not None:

@@ -15,11 +15,11 @@ from .text import AnswerText
 Finish = Literal["length", "stop", "cancelled", "timeout", "error"]
 
 
-MAX_ANSWERS = 128  # of one request
+MAX_ANSWERS = 128  # answers of one request
 
 
 class QueueFull(RuntimeError):
-    """The engine's queue has no room for a request: it is to be sent again when others have ended."""
+    """The engine's queue has no room for a request: send it again when others have ended."""
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class Request:
         sampling: how tokens are chosen; by default the likeliest one.
         priority: lower ones are served first; equal ones in the order of their arrival.
         arrival: the engine's step at which the request arrives (0: at once).
-        timeout_s: seconds after :meth:`Engine.add` in which the answer has to be complete; after them the request ends
-            with the tokens that it has. None: no limit.
-        cache_salt: requests share the keys and values of equal beginnings where their salts are equal: one for each
-            tenant keeps tenants from finding out, by the time that an answer takes, what others asked.
-        stop_strings: texts that end the answer, whatever tokens they are cut into; the engine needs a tokenizer. The
-            answer ends with the token that completes one; of several, the one counts that is complete first.
-        include_stop_str_in_output: whether the stop string itself is text of the answer, too.
-        n: how many answers to give. They share the prompt's keys and values; answer i draws with ``sampling.seed + i``.
+        timeout_s: the time limit in seconds from :meth:`Engine.add`; then the request ends with the tokens generated so
+        far. None: no limit.
+        cache_salt: requests with equal salts share the keys and values of equal beginnings. A salt per tenant keeps
+        tenants from inferring other tenants' prompts from response times.
+        stop_strings: texts that end the answer, in any tokenization; the engine needs a tokenizer. The answer ends with
+        the token that completes the first of them.
+        include_stop_str_in_output: whether the answer's text includes the stop string.
+        n: the number of answers. They share the prompt's keys and values; answer i draws with ``sampling.seed + i``.
     """
 
     prompt: Sequence[int]
@@ -62,7 +62,7 @@ class Request:
             object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
 
     def check(self, vocab_size: int) -> None:
-        """ValueError for a field of the wrong type or out of range, whatever engine serves the request."""
+        """Raise ValueError for a field of the wrong type or out of range for any engine."""
         _check_tokens("prompt", self.prompt)
         _check_tokens("stop", self.stop)
         if not self.prompt:
@@ -101,7 +101,7 @@ class Request:
 
 
 def _copied(tokens: Any, kind: Callable[[Iterable[Any]], Any]) -> Any:
-    """``tokens`` as a ``kind`` of ints. Other values are copied, or left as they are, for :meth:`Request.check`."""
+    """``tokens`` as a ``kind`` of ints. Other values stay or are copied, for :meth:`Request.check`."""
     if isinstance(tokens, (str, bytes)):
         return tokens
     try:
@@ -142,14 +142,14 @@ class ScoredToken(NamedTuple):
 class TokenEvent:
     """One generated token of one answer. ``finish`` is the reason if it is the last.
 
-    An answer that was cancelled or ran out of time ends in an event without a token, and so does a failed one: its
-    ``error`` says why. ``logprob`` is the token's log-probability and ``top_logprobs`` those of the likeliest, (token,
-    log-probability), where the request asks for ``logprobs``. ``index`` says which answer it is, of a request with
-    ``n``; a request that ends before its first token does so in one event, with index 0.
+    An answer that was cancelled or timed out ends in an event without a token; so does a failed one, with its
+    ``error``. If the request asks for ``logprobs``, ``logprob`` is the token's log-probability and ``top_logprobs``
+    holds (token, log-probability) of the likeliest ones. ``index`` numbers the answers of a request with ``n`` > 1; a
+    request that ends before its first token does so in one event, with index 0.
 
-    ``text`` is what became certain to be the answer's with this token, where the engine has a tokenizer: parts of
-    characters and what may be the beginning of a stop string wait for the next tokens, or for the end. All events' text
-    together is that of the answer up to its stop string, without special tokens.
+    With a tokenizer, ``text`` is the text that this token made certain: incomplete characters and a possible beginning
+    of a stop string wait for the next tokens or the end. The events' texts together are the answer up to its stop
+    string, without special tokens.
 
     ``prompt_logprobs`` has an entry for each token of the prompt but the first, in the first event of a request that
     asks for them.
@@ -171,9 +171,9 @@ class SequenceState:
     """An answer in the engine: the ``index``-th of request ``number``.
 
     ``tokens`` are the prompt and the generated tokens; the first ``computed`` of them are in the cache. ``hashes`` are
-    those of its full blocks, as far as they were asked for; ``published`` of them were told to the allocator. While it
-    waits, the keys and values of its first ``kept`` tokens are in host memory. While it runs, ``row`` of the device's
-    block table is its own, and the first ``sent`` of its blocks are in there.
+    those of its full blocks, as far as they were needed; the allocator knows the first ``published`` of them. While the
+    sequence waits, the keys and values of its first ``kept`` tokens are in host memory. While it runs, it owns ``row``
+    of the device's block table, which holds its first ``sent`` blocks.
     """
 
     id: int
@@ -188,16 +188,16 @@ class SequenceState:
     kept: int = 0
     row: int = -1
     sent: int = 0
-    order: float = 0  # of its arrival in the queue
-    rank: float = 0  # its priority, until it was overtaken often enough
-    due: int = 0  # how many are admitted by then
-    text: AnswerText | None = None  # where the engine has a tokenizer
-    guide: GuideState | None = None  # where its request has one
-    prompt_scores: list[ScoredToken] = field(default_factory=list)  # of its second token on, so far
+    order: float = 0  # the position of its arrival in the queue
+    rank: float = 0  # its priority; better after enough overtakes
+    due: int = 0  # the number of admissions at that point
+    text: AnswerText | None = None  # if the engine has a tokenizer
+    guide: GuideState | None = None  # if its request has one
+    prompt_scores: list[ScoredToken] = field(default_factory=list)  # from its second token on
 
     @property
     def seed(self) -> int:
-        """Of its draws: 64 bits."""
+        """The seed of its draws, 64 bits."""
         return (self.request.sampling.seed + self.index) % 2**64
 
     def fork(self, number: int, index: int) -> SequenceState:
@@ -211,16 +211,17 @@ class SequenceState:
 
     @property
     def skippable(self) -> int:
-        """How many of its first tokens need no computing if their keys and values are known.
+        """The number of its first tokens that need no computing if their keys and values are known.
 
-        The last one gives the next token; so does each of a prompt whose log-probabilities are wanted.
+        The last token must be computed, for the next one's logits; so must each token of a prompt with requested
+        log-probabilities.
         """
         if self.request.sampling.prompt_logprobs is not None and len(self.prompt_scores) < len(self.request.prompt) - 1:
             return len(self.prompt_scores)
         return len(self.tokens) - 1
 
     def accept(self, token: int) -> tuple[Finish | None, str]:
-        """Append a generated token; returns why the answer is complete with it, if it is, and its new text."""
+        """Append a generated token; return the reason if this completes the answer, and the new text."""
         self.tokens.append(token)
         if self.guide is not None:
             self.guide.advance(token)
@@ -232,11 +233,11 @@ class SequenceState:
         return self.finish(), text
 
     def rest(self) -> str:
-        """The text that was held back, where the request ends without another token."""
+        """The withheld text, for a request that ends without another token."""
         return "" if self.text is None else self.text.flush()
 
     def finish(self) -> Finish | None:
-        """Why this sequence is complete, or None if it is not."""
+        """The reason why this sequence is complete, or None."""
         if self.generated and self.tokens[-1] in self.request.stop:
             return "stop"
         if (self.text is not None and self.text.stopped) or (self.guide is not None and self.guide.done):

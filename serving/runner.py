@@ -1,4 +1,4 @@
-"""The runner: it computes one step after another on this rank, and has the other ranks compute them too.
+"""The runner computes steps on this rank and makes the other ranks compute them too.
 
 Rank 0's engine calls :meth:`Runner.logits` with the scheduler's chunks. The runner writes them into its buffer
 (``inputs.py``), sends that to the other ranks (``ranks.py``), and every rank runs the model over it. On a GPU a step in
@@ -35,10 +35,10 @@ class Runner:
 
     Args:
         model: a ServableModel.
-        allocator: whose block tables the steps read. Only rank 0's is ever filled.
+        allocator: its block tables are the steps' input. Only rank 0 fills it.
         cache_options: of :class:`PagedKVCache`, beside the numbers of layers and blocks.
         max_num_seqs, max_num_batched_tokens, max_model_len: the largest step.
-        num_host_blocks: in host memory, for what is preempted.
+        num_host_blocks: in host memory, for preempted sequences.
         invariant, impl: as in Engine.
     """
 
@@ -69,13 +69,13 @@ class Runner:
         self._eager = enforce_eager
         self.graphs: Graphs | None = None
         self.recordings: Recordings | None = None
-        self._reserved: int | None = None  # bytes of the GPU's memory when it was sealed
+        self._reserved: int | None = None  # the GPU's memory in bytes when the runner was sealed
         self.cache: PagedKVCache | None = None
         self._host: PagedKVCache | None = None
         self._inputs: StepInputs | None = None
 
     def open(self) -> None:
-        """Take the memory of the cache."""
+        """Allocate the cache's memory."""
         if self.cache is None:
             self.cache = PagedKVCache(self.model.config.num_layers, self._allocator.num_blocks, **self._options)
             self._inputs = StepInputs(*self._sizes, self._options["device"])
@@ -85,7 +85,7 @@ class Runner:
             self.graphs, self.recordings = self._graphs(), self._recordings()
 
     def _graphs(self) -> Graphs | None:
-        """What captures decode steps; None where nothing can."""
+        """The captured decode steps; None with ``enforce_eager``, without a GPU, and over ranks without NCCL."""
         on_gpu = self._options["device"].type == "cuda"
         captured = self.model.group.size == 1 or dist.get_backend(self.model.group.pg) == "nccl"
         if self._eager or not (on_gpu and captured):
@@ -95,7 +95,7 @@ class Runner:
             return Graphs(cuda_capture(), max_num_seqs, self._max_model_len)
 
     def _recordings(self) -> Recordings | None:
-        """What records decode steps on a CPU; None where the model is not all in one process, or told not to."""
+        """The recorded decode steps; None if eager or invariant, without a CPU, and over several ranks."""
         on_cpu = self._options["device"].type == "cpu"
         eager = self._eager or getattr(self.model, "enforce_eager", False)
         if eager or self._invariant or not on_cpu or self.model.group.size > 1:
@@ -110,18 +110,18 @@ class Runner:
         return host
 
     def new_weights(self) -> None:
-        """The model's parameters are others: keep nothing that was made of them."""
+        """Drop everything derived from the model's parameters, which have changed."""
         for parameter in self.model.parameters():
             onednn.drop(parameter)
         if self.graphs is not None:
-            self.graphs = self._graphs()  # parameters may lie elsewhere
+            self.graphs = self._graphs()  # parameters may have moved
 
     def close(self) -> None:
-        """Give it back."""
+        """Free the cache's memory."""
         self.cache = self._inputs = self._host = self.graphs = self.recordings = None
 
     def block_seconds(self) -> float:
-        """How long a block takes to host memory and back: the second time, when all code is there."""
+        """The time of a block's round trip to host memory, measured the second time, after all compilation."""
         cache, host = self.cache, self._host
         if cache is None or host is None:
             return 0.0
@@ -136,7 +136,7 @@ class Runner:
 
     @contextlib.contextmanager
     def invariance(self) -> Iterator[None]:
-        """Within the block this thread computes and chooses in the mode that the engine was made with."""
+        """Within the block, this thread computes and chooses implementations in the engine's mode."""
         on_cpu, invariant = self._options["device"].type == "cpu", self._invariant or dispatch.row_invariant()
         alone = processor.one_thread() if invariant and on_cpu else contextlib.nullcontext()
         with dispatch.row_invariance(invariant), alone:
@@ -148,7 +148,7 @@ class Runner:
         """Run the model over ``chunks``: the logits [S, V] of those that sample, in their order."""
         inputs = self._open()
         changes = [change for chunk in chunks for change in self._gained(chunk.sequence)]
-        if len(changes) > 2 * len(chunks):  # beginnings of prompts that were in the cache
+        if len(changes) > 2 * len(chunks):  # prefixes found in the cache
             for some in inputs.batches(changes):
                 self._everywhere(inputs.pack_list(Kind.CHANGE, some))
             changes = []
@@ -165,13 +165,13 @@ class Runner:
         return take_prompt_scores(logits, chunks)
 
     def copy_blocks(self, copies: Sequence[Copy]) -> None:
-        """Copy blocks, one after another as far as they depend on each other."""
+        """Copy blocks, in order where they depend on each other."""
         inputs = self._open()
         for some in inputs.batches(copies):
             self._everywhere(inputs.pack_list(Kind.COPY, some))
 
     def warm_up(self) -> Iterator[str]:
-        """Run a step of every size once, on every rank; yields what each of them is, before it runs."""
+        """Run a step of every size once, on every rank; yield each size before it runs."""
         inputs = self._open()
         tokens, max_num_seqs, _ = self._sizes
         longest, size = min(tokens, self._max_model_len), self._allocator.block_size
@@ -184,13 +184,13 @@ class Runner:
             self._everywhere(inputs.repack(shape))
 
     def rest(self) -> None:
-        """No request lives: the other ranks wait without a limit for the next one."""
+        """Tell the other ranks that no request is live: they wait for the next one without a limit."""
         if self._inputs is not None and not self.channel.idle:
             self._inputs.pack_kind(Kind.IDLE)
             self.channel.send(self._inputs.buffer, idle=True)
 
     def dismiss(self) -> None:
-        """The other ranks' :meth:`follow` returns. Twice without a step between is once."""
+        """Make the other ranks' :meth:`follow` return. A repetition without a step between does nothing."""
         if self.followed:
             inputs = self._open()
             inputs.pack_kind(Kind.END)
@@ -198,9 +198,9 @@ class Runner:
             self.followed = False
 
     def recover(self) -> None:
-        """After a step that failed here: see that every rank is ready for the next one.
+        """After a failed step on this rank, check that every rank is ready for the next one.
 
-        Raises RanksLost where one is not: it may be waiting in a collective of the failed step.
+        Raises RanksLost if one is not: it may be waiting in a collective of the failed step.
         """
         if not self.channel.alone:
             inputs = self._open()
@@ -209,14 +209,14 @@ class Runner:
             self.channel.gather(1)
 
     def _gained(self, sequence: SequenceState) -> list[Change]:
-        """What the device's block table does not know of ``sequence`` yet."""
+        """The blocks of ``sequence`` that the device's block table lacks."""
         table = self._allocator.table(sequence.id)
         if sequence.sent == len(table):
             return []
         return [Change(sequence.row, column, table[column]) for column in range(sequence.sent, len(table))]
 
     def _everywhere(self, shape: Shape) -> torch.Tensor | None:
-        """Do what the buffer says on every rank."""
+        """Execute the buffer's command on every rank."""
         self.followed = True
         if sealing.active():
             shape = self._open().repack(shape._replace(sealed=1))
@@ -226,10 +226,10 @@ class Runner:
     # --- the other ranks
 
     def follow(self) -> None:
-        """Compute what rank 0 sends, until :meth:`dismiss`.
+        """Compute the steps that rank 0 sends, until :meth:`dismiss`.
 
-        Raises RanksLost where rank 0 has ended or sends nothing in time, and an error of this rank's model that rank 0
-        did not have as well.
+        Raises RanksLost if rank 0 has ended or sends nothing in time, and an error of this rank's model unless rank 0
+        had one too.
         """
         inputs, failed = self._open(), None
         while True:
@@ -260,7 +260,7 @@ class Runner:
             return self._do(shape)
 
     def _device(self) -> contextlib.AbstractContextManager[Any]:
-        """Makes the model's GPU the current one of this thread."""
+        """Make the model's GPU this thread's current one."""
         device = self._options["device"]
         return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
@@ -308,7 +308,7 @@ class Runner:
             inputs.upload()
             return self._forward(inputs, shape, cache)
         size = self.graphs.size(shape)
-        if shape.kind == Kind.WARM:  # nothing but padding: what is captured serves other steps
+        if shape.kind == Kind.WARM:  # padding only: the captured graph serves other steps
             shape = Shape(Kind.COMPUTE, max_query_len=1)
         padded = inputs.pad(shape, *size, block_size=cache.block_size)
         inputs.upload()
@@ -319,7 +319,7 @@ class Runner:
         on_cpu = self._options["device"].type == "cpu"
         rows = padded(shape.tokens) if on_cpu and not (shape.decodes or self._invariant) else 0
         tokens, batch = inputs.batch(shape, cache, impl=self._impl, rows=rows)
-        # Packed weights are compared with the model's in the steps that begin requests, as that reads all over them.
+        # Steps that begin requests compare packed weights with the model's, because this reads all of them.
         with self.invariance(), onednn.serving(compare=not shape.decodes):
             if dispatch.row_by_row(tokens):
                 return windows.logits_of(self.model, tokens, batch)
@@ -337,10 +337,10 @@ class Runner:
 
 
 def padded(tokens: int) -> int:
-    """The number of rows in which a CPU computes a step of ``tokens`` that is not all decodes: at most 1/16 more.
+    """The padded number of rows of a CPU step of ``tokens`` with some prefill: at most 1/16 more.
 
-    oneDNN makes code for each number of rows and weight, some 0.2 MB in a millisecond, and never frees it. With this
-    there are 16 numbers between a power of two and the next one.
+    oneDNN generates code for each number of rows and weight, some 0.2 MB in a millisecond, and never frees it. This
+    function leaves 16 numbers between a power of two and the next one.
     """
     step = 1 << max(0, tokens.bit_length() - 5)
     return -(-tokens // step) * step

@@ -1,4 +1,4 @@
-"""Chooses tokens from logits: all sequences of a step at once, on the device where the logits are."""
+"""Choose tokens from logits: for all sequences of a step at once, on the logits' device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GAMMA, _MIX_1, _MIX_2 = -7046029254386353131, -4658895280553007687, -7723592293
 
 
 class Sampled(NamedTuple):
-    """The next token of a sequence; log-probabilities where its request asks for them."""
+    """The next token of a sequence, with log-probabilities if its request asks for them."""
 
     token: int
     logprob: float | None = None
@@ -26,11 +26,11 @@ class Sampled(NamedTuple):
 def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sampled]:
     """The next token of each sequence from ``logits`` [S, V], by its request's :class:`SamplingParams`.
 
-    A row's result depends on that row alone. Draws invert the cumulative distribution in fp64, token by token in the
-    order of the vocabulary, at a number that follows from seed and position: equal logits give equal tokens on every
-    rank and in every batch. A row that has NaN gives the first of these.
+    A row's result depends on that row alone. A draw inverts the cumulative distribution in fp64, summed in the order of
+    the vocabulary, at a number derived from seed and position: equal logits give equal tokens on every rank and in
+    every batch. A row with NaN gives the index of its first NaN.
 
-    Raises ValueError where a row's guide allows no token that its request allows.
+    Raises ValueError if a row's guide allows no token that its request allows.
     """
     params = [sequence.request.sampling for sequence in sequences]
     reported = _logprobs(logits, sequences)
@@ -58,7 +58,7 @@ def sample(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[Sam
 
 
 def _check_allowed(scores: Sequence[float], sequences: Sequence[SequenceState]) -> None:
-    """ValueError for a guided sequence whose chosen token's logit, of ``scores``, is -inf: then all of them are."""
+    """Raise ValueError for a guided sequence whose chosen token has the score -inf: then all tokens have."""
     for score, sequence in zip(scores, sequences):
         if sequence.guide is not None and score == float("-inf"):
             params = sequence.request.sampling
@@ -82,7 +82,7 @@ def _draw(logits: torch.Tensor, likeliest: torch.Tensor, sequences: Sequence[Seq
         weights[at] = _filtered(weights[at], [params[row] for row in filtered])
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
-    # Below 1, so the target stays below the total and falls on a token of probability above 0.
+    # The factor is below 1, so the target is below the total and falls on a token with a probability above 0.
     numbers = uniform([each.seed for each in sequences], [each.generated for each in sequences])
     target = numbers.to(on).unsqueeze(1) * total
     drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
@@ -90,7 +90,7 @@ def _draw(logits: torch.Tensor, likeliest: torch.Tensor, sequences: Sequence[Seq
 
 
 def _filtered(weights: torch.Tensor, params: Sequence[Any]) -> torch.Tensor:
-    """``weights`` [S, V], not negative, with 0 for what ``top_k``, ``top_p`` and ``min_p`` leave out."""
+    """``weights`` [S, V], not negative, with 0 for tokens that ``top_k``, ``top_p`` or ``min_p`` exclude."""
     on, size = weights.device, weights.shape[1]
     ordered, order = weights.sort(dim=-1, descending=True, stable=True)
 
@@ -103,7 +103,7 @@ def _filtered(weights: torch.Tensor, params: Sequence[Any]) -> torch.Tensor:
     before = share.cumsum(-1) - share
     kept = kept.masked_fill(before >= column([each.top_p for each in params], torch.float64), 0.0)
     kept = kept.masked_fill(kept < kept[:, :1] * column([each.min_p for each in params], torch.float64), 0.0)
-    kept[:, 0] = ordered[:, 0]  # whatever rounding did
+    kept[:, 0] = ordered[:, 0]  # despite rounding
     return torch.zeros_like(weights).scatter_(1, order, kept)
 
 
@@ -130,7 +130,7 @@ def _change_(logits: torch.Tensor, sequence: SequenceState) -> None:
 def uniform(seeds: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
     """A number in [0, 1) [S] fp64 for each pair of a seed and the position of a token in its answer, from 0 on."""
     state = _mixed(torch.tensor([_signed(seed) for seed in seeds]) + _GAMMA)
-    state = _mixed(state + (torch.tensor(positions) + 1) * _GAMMA)  # sums wrap around, as they are meant to
+    state = _mixed(state + (torch.tensor(positions) + 1) * _GAMMA)  # integer overflow is intended
     return _shifted(state, 11).double() * _GREATEST
 
 
@@ -141,7 +141,7 @@ def _mixed(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """x >> bits of 64-bit numbers without a sign."""
+    """The logical shift x >> bits of 64-bit numbers."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -150,7 +150,7 @@ def _signed(seed: int) -> int:
 
 
 def _logprobs(logits: torch.Tensor, sequences: Sequence[SequenceState]) -> list[torch.Tensor | None]:
-    """Of each sequence that asks for them, the log-probabilities [V] of its tokens, fp64."""
+    """The log-probabilities [V] in fp64 for each sequence that asks for them."""
     found: list[torch.Tensor | None] = [None] * len(sequences)
     for row, sequence in enumerate(sequences):
         if sequence.request.sampling.logprobs is not None:

@@ -15,11 +15,11 @@ MAX_LOGPROBS = 64
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What a request asks of the choice of its tokens. By default the likeliest token is taken.
+    """The sampling options of a request. The default takes the likeliest token.
 
     The order is: ``allowed_tokens`` and ``logit_bias``, penalties, ``guide``, ``temperature``, ``top_k``, ``top_p``,
-    ``min_p``; each of the last three looks at what the one before it left, as a distribution. Tokens as likely as the
-    last one that ``top_k`` keeps are kept, too.
+    ``min_p``; each of the last three applies to the renormalised result of the one before. ``top_k`` also keeps tokens
+    as likely as the last one that it keeps.
 
     Args:
         temperature: 0 takes the likeliest token; above 0 samples from softmax(logits / temperature).
@@ -30,16 +30,16 @@ class SamplingParams:
         repetition_penalty: divides positive logits, and multiplies negative ones, of tokens in the prompt or the answer
             (Keskar et al., arXiv:1909.05858); 1: none.
         presence_penalty: subtracted from the logits of tokens in the answer.
-        frequency_penalty: subtracted once for each time that a token is in the answer.
-        logit_bias: token -> what is added to its logit.
+        frequency_penalty: subtracted once for each occurrence of a token in the answer.
+        logit_bias: token -> a number added to its logit.
         allowed_tokens: the only tokens that may be chosen; None: all.
-        logprobs: how many of the likeliest tokens an event names with their log-probabilities, beside the chosen one's;
-            None: none at all. They are of the model's own logits, before anything above.
+        logprobs: the number of likeliest tokens that an event lists with their log-probabilities, beside the chosen
+        one's; None: no log-probabilities. They belong to the model's own logits, before the options above.
         prompt_logprobs: the same for the prompt's own tokens from the second one on, in the request's first event. Such
-            a request computes all of its prompt: it finds nothing of it in the prefix cache.
-        guide: what the answer has to be, see :class:`Guide`; the engine needs a tokenizer.
-        seed: of the draws. A token's draw depends on the seed and on how many tokens the answer has, and on nothing
-            else: not on other requests, ranks, preemptions or devices.
+        a request computes its whole prompt, without the prefix cache.
+        guide: the required form of the answer, see :class:`Guide`; the engine needs a tokenizer.
+        seed: of the draws. A token's draw depends only on the seed and the number of tokens in the answer, not on other
+        requests, ranks, preemptions or devices.
     """
 
     temperature: float = 0.0
@@ -58,12 +58,12 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
-        """Whether tokens that were there before count."""
+        """Whether earlier tokens affect the choice."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
     def filters(self) -> bool:
-        """Whether some tokens are not to be drawn, by their probability."""
+        """Whether some tokens are excluded by their probability."""
         return (self.top_k, self.top_p, self.min_p) != (0, 1.0, 0.0)
 
     def check(self, vocab_size: int) -> None:

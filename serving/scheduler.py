@@ -1,25 +1,23 @@
-"""The scheduler: it decides which sequences compute how many tokens in the next step.
+"""The scheduler decides which sequences compute how many tokens in the next step.
 
 Continuous batching (Yu et al., "Orca", OSDI 2022) with chunked prefill (Agrawal et al., "Sarathi", arXiv:2308.16369): a
 step is a list of chunks, each the next tokens of one sequence that are not in the cache. A decode is a chunk of one
 token, so one rule covers both.
 
-- Running sequences come first, then waiting ones, each by priority and then in the order of arrival, as long as the
-  limits on sequences, blocks and the step's tokens allow. Every running sequence gets a token at least.
-- Blocks are allocated as tokens come, not reserved. When they run out, the last of the running sequences in that order
-  frees all of its blocks and waits again; it keeps its tokens, and either computes their keys and values again or finds
-  them in host memory (``host_space.py``).
+- Running sequences come first, then waiting ones, each by priority and then in the order of arrival, within the limits
+  on sequences, blocks and the step's tokens. Every running sequence gets at least one token.
+- Blocks are allocated as tokens are scheduled, not reserved. When they run out, the last running sequence in that order
+  frees all of its blocks and waits again; it keeps its tokens, and later recomputes their keys and values or gets them
+  back from host memory (``host_space.py``).
 - A sequence is admitted when its tokens fit and every running one could still take a block, so that it is not
-  preempted in the next step. It begins with the blocks that are known to hold its first tokens (``prefix_cache.py``);
-  its last token is always computed, since the next one follows from it, and so is a prompt whose log-probabilities are
-  wanted.
-- Priorities overtake, but not for ever: of a request before which W others waited when it came, once W +
-  ``max_overtakes`` others were admitted, only those that came before it go first, and nobody takes its blocks for a
-  later one.
+  preempted in the next step. It begins with the known blocks of its first tokens (``prefix_cache.py``). The step always
+  computes its last token, since the next one follows from it, and all of a prompt with requested log-probabilities.
+- Overtaking by priority is bounded: if W others were waiting when a request arrived, then after W + ``max_overtakes``
+  admissions of others only earlier requests precede it, and no later one takes its blocks.
 
 There is no deadlock: the first running sequence can take the blocks of all others, and the engine refuses a sequence
-that needs more blocks than exist. There is no starvation: by the last rule for any priorities, and where all are equal
-the order of arrival is kept.
+that needs more blocks than exist. There is no starvation: the last rule bounds overtaking for any priorities, and equal
+priorities keep the order of arrival.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ class Chunk:
 
 
 class Way(IntEnum):
-    """Where a block is copied: to host memory, within the cache, from host memory."""
+    """The direction of a block copy: to host memory, within the cache, from host memory."""
 
     OUT = 0
     WITHIN = 1
@@ -81,8 +79,7 @@ class Scheduler:
     ``waiting`` and ``running`` are in the order in which they are served.
 
     ``max_num_seqs`` bounds the running sequences, ``max_num_batched_tokens`` the tokens of a step; it is at least
-    ``max_num_seqs``, so that each running sequence advances in every step. ``preemptions`` counts how often blocks ran
-    out.
+    ``max_num_seqs``, so that each running sequence advances in every step. ``preemptions`` counts preempted sequences.
     """
 
     def __init__(
@@ -108,21 +105,21 @@ class Scheduler:
         self.waiting: list[SequenceState] = []
         self.running: list[SequenceState] = []
         self.preemptions = 0
-        self.kept_tokens = 0  # of preempted sequences, that were brought back from host memory
-        self.shared_tokens = 0  # of admitted sequences, that were in the cache already
-        self.weights = 0  # their version
-        self._rows = list(range(max_num_seqs - 1, -1, -1))  # of the device's block table, those without a sequence
+        self.kept_tokens = 0  # tokens of preempted sequences brought back from host memory
+        self.shared_tokens = 0  # tokens of admitted sequences found in the cache
+        self.weights = 0  # the version of the weights
+        self._rows = list(range(max_num_seqs - 1, -1, -1))  # free rows of the device's block table
         self._host = HostSpace(0, lambda: 0.0) if host is None else host
         self._copies: list[Copy] = []
         self._prefix_caching = prefix_caching
         self._max_overtakes = whole_number("max_overtakes", max_overtakes, least=0)
         self._came = 0  # sequences so far
         self._admitted = 0
-        self._queued: dict[float, SequenceState] = {}  # what waits, by its order
-        self._oldest: list[tuple[int, float]] = []  # heap of (due, order), of which some wait no longer
+        self._queued: dict[float, SequenceState] = {}  # the waiting sequences by their order
+        self._oldest: list[tuple[int, float]] = []  # heap of (due, order), including some that wait no longer
 
     def add(self, sequence: SequenceState) -> None:
-        """Queue ``sequence`` behind those of its priority."""
+        """Queue ``sequence`` after the others of its priority."""
         sequence.order = self._came
         sequence.rank = sequence.request.priority
         sequence.due = self._admitted + len(self.waiting) + self._max_overtakes
@@ -135,8 +132,8 @@ class Scheduler:
         heapq.heappush(self._oldest, (sequence.due, sequence.order))
 
     def _promote(self) -> None:
-        """Put the one that is due first before all others, if it was overtaken often enough; what runs and came before
-        it stays so.
+        """Move the sequence that is due first before all others if it was overtaken often enough, but not before
+        running sequences that arrived earlier.
         """
         while self._oldest[0][1] not in self._queued:
             heapq.heappop(self._oldest)
@@ -148,10 +145,10 @@ class Scheduler:
             self.running.sort(key=_place)
 
     def fork(self, parent: SequenceState, child: SequenceState) -> None:
-        """``parent``, which runs, has just computed the prompt of both: the other answer begins where it is.
+        """Start ``child``, another answer to the request of ``parent``, which has just computed their prompt.
 
-        The child runs at once, with the parent's blocks, if a row and a block for each that runs are free; else it
-        waits, and finds the prompt's full blocks in the cache.
+        The child runs at once, with the parent's blocks, if a row and a block for each running sequence are free.
+        Otherwise it waits, and later finds the prompt's full blocks in the cache.
         """
         child.order, child.rank = parent.order + child.index / (2 * MAX_ANSWERS), parent.rank
         child.due = self._admitted + len(self.waiting) + self._max_overtakes
@@ -176,16 +173,17 @@ class Scheduler:
             self._leave(sequence)
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step, with room in the cache for all of them; empty when nothing waits or runs.
+        """The chunks of the next step, with blocks allocated for all of them; empty if no sequence waits or runs.
 
-        What :meth:`copies` returns afterwards has to be copied before they are computed, and before the next call.
+        The caller must make the copies that :meth:`copies` then returns before it computes the chunks, and before the
+        next call.
         """
         chunks: list[Chunk] = []
         budget = self.max_num_batched_tokens
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
-            chunk = _next_chunk(sequence, budget - (len(self.running) - index - 1))  # a token for each behind it
+            chunk = _next_chunk(sequence, budget - (len(self.running) - index - 1))  # leaves a token for each later one
             if self._make_room(chunk):
                 chunks.append(chunk)
                 budget -= chunk.length
@@ -200,19 +198,19 @@ class Scheduler:
         return chunks
 
     def copies(self) -> list[Copy]:
-        """The copies of blocks that the scheduled chunks rest on, in an order in which none overwrites another's
-        source: blocks go to host memory before others take them, and come from there last.
+        """The block copies that the scheduled chunks need, in an order in which none overwrites another's source:
+        copies to host memory come first, copies from there last.
         """
         within = [Copy(Way.WITHIN, *pair) for pair in self.allocator.copies]
         return sorted(self._copies + within, key=lambda copy: copy.way)
 
     def copied(self) -> None:
-        """These copies were made."""
+        """Record that these copies were made."""
         self._copies, self.allocator.copies = [], []
         self._host.settle()
 
     def advance(self, chunk: Chunk) -> None:
-        """A chunk was computed: its full blocks may be shared from now on."""
+        """Record a computed chunk: others may share its full blocks from now on."""
         sequence = chunk.sequence
         sequence.computed = chunk.start + chunk.length
         sequence.most_computed = max(sequence.most_computed, sequence.computed)
@@ -224,7 +222,7 @@ class Scheduler:
             sequence.published = full
 
     def new_weights(self) -> None:
-        """What was computed so far counts no more: running sequences wait again, and nothing of it is shared."""
+        """Discard everything computed so far: running sequences wait again, and no block of it is shared."""
         while self.running:
             self._stop_last(keep=False)
         self.weights += 1
@@ -237,7 +235,7 @@ class Scheduler:
         self.allocator.forget()
 
     def _stop_last(self, keep: bool = True) -> SequenceState:
-        """Have the last running sequence wait, without its blocks; with ``keep``, their contents may go to the host."""
+        """Preempt the last running sequence and free its blocks; with ``keep`` they may be copied to host memory."""
         last = self.running.pop()
         if keep and last.computed:
             blocks = self.allocator.table(last.id)[: self.allocator.blocks_for(last.computed)]
@@ -250,12 +248,12 @@ class Scheduler:
         return last
 
     def _leave(self, sequence: SequenceState) -> None:
-        """What ran gives up its blocks and its row."""
+        """Free the blocks and the row of a running sequence."""
         self.allocator.release(sequence.id)
         self._rows.append(sequence.row)
 
     def _admit(self) -> SequenceState | None:
-        """Let the head of the queue run, if it may."""
+        """Admit the head of the queue if the limits allow."""
         if not self.waiting or len(self.running) == self.max_num_seqs:
             return None
         self._promote()
@@ -280,7 +278,7 @@ class Scheduler:
         return sequence
 
     def _bring(self, sequence: SequenceState, shared: int) -> None:
-        """Bring back what a preempted sequence kept, but for its first ``shared`` blocks, which the cache still has."""
+        """Bring back a preempted sequence's kept blocks, without the first ``shared`` ones, still in the cache."""
         fits = self.allocator.grow(sequence.id, sequence.kept)
         assert fits
         blocks = self.allocator.table(sequence.id)[shared : self.allocator.blocks_for(sequence.kept)]
@@ -289,21 +287,21 @@ class Scheduler:
         sequence.computed, sequence.kept = max(sequence.kept, sequence.computed), 0
 
     def _hash(self, sequence: SequenceState, blocks: int) -> None:
-        """Have the hashes of a sequence's first ``blocks`` blocks."""
+        """Compute the hashes of a sequence's first ``blocks`` blocks."""
         size, hashes = self.allocator.block_size, sequence.hashes
         for index in range(len(hashes), blocks):
             before = hashes[-1] if hashes else root_hash(sequence.request.cache_salt, self.weights)
             hashes.append(block_hash(before, sequence.tokens[index * size : (index + 1) * size]))
 
     def _make_room(self, chunk: Chunk) -> bool:
-        """Allocate blocks up to the end of ``chunk``, if need be the last one's; False if that is its own sequence."""
+        """Allocate blocks up to the end of ``chunk``, preempting later sequences; False if its own had to yield."""
         copied = len(self.allocator.copies)
         while not self.allocator.grow(chunk.sequence.id, chunk.start + chunk.length, chunk.start):
             last = self._stop_last()
             self.preemptions += 1
             if last is chunk.sequence:
                 return False
-        if len(self.allocator.copies) > copied:  # the device's table still has the block that was shared
+        if len(self.allocator.copies) > copied:  # the device's table still holds the shared block
             chunk.sequence.sent = min(chunk.sequence.sent, chunk.start // self.allocator.block_size)
         return True
 
@@ -315,7 +313,7 @@ def _next_chunk(sequence: SequenceState, budget: int) -> Chunk:
     return Chunk(sequence, sequence.computed, length, samples=length == missing)
 
 
-_FIRST = -math.inf  # the rank of what was overtaken often enough
+_FIRST = -math.inf  # the rank after enough overtakes
 
 
 def _place(sequence: SequenceState) -> tuple[float, float]:

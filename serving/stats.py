@@ -1,4 +1,4 @@
-"""Counters of what an engine has done, and its rates."""
+"""An engine's counters and rates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class EngineLoad(NamedTuple):
-    """What an engine has to do at one moment: requests that run and that wait, and blocks of its cache."""
+    """The load of an engine at one moment: running and waiting requests, and blocks of its cache."""
 
     running: int
     waiting: int
@@ -19,15 +19,16 @@ class EngineLoad(NamedTuple):
 class EngineStats:
     """Counters since the engine was created.
 
-    Prefill fills the cache before a new token can follow: prompts, and what a preemption lost. A step with any prefill
-    counts as prefill time, any other as decode time; each rate divides the tokens by their steps' time.
+    Prefill fills the cache before a new token can follow: with prompts, and with tokens that a preemption lost. A step
+    with any prefill counts as prefill time, any other as decode time; each rate divides the tokens by their steps'
+    time.
     """
 
     steps: int = 0  # steps that computed something
     prefill_tokens: int = 0
-    recomputed_tokens: int = 0  # of these, the ones that a preemption had lost
-    kept_tokens: int = 0  # that a preemption had taken to host memory, and that came back
-    shared_tokens: int = 0  # of prompts, and of what a preemption had lost, that were found in the cache
+    recomputed_tokens: int = 0  # of these, tokens that a preemption had lost
+    kept_tokens: int = 0  # brought back from host memory after a preemption
+    shared_tokens: int = 0  # found in the cache, of prompts and of tokens that a preemption had lost
     generated_tokens: int = 0
     preemptions: int = 0
     prefill_seconds: float = 0.0
@@ -36,11 +37,11 @@ class EngineStats:
     peak_seqs: int = 0  # most sequences in one step
     peak_blocks: int = 0
     slot_steps: int = 0  # allocated token slots, summed over steps
-    unused_slot_steps: int = 0  # of these, the ones that held no token
+    unused_slot_steps: int = 0  # of these, slots that held no token
 
     @property
     def prefill_token_seconds(self) -> float:
-        """0 before the first one."""
+        """The rate, or 0 before the first one."""
         return _ratio(self.prefill_seconds, self.prefill_tokens)
 
     @property

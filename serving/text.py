@@ -1,10 +1,10 @@
-"""The text of an answer as its tokens come: decoded piece by piece, and searched for stop strings.
+"""Decode an answer's text piece by piece as its tokens arrive, and search it for stop strings.
 
-A token may hold a part of a character, and what a tokenizer makes of a token may depend on the one before it, as the
-leading space of a sentencepiece token does. So each piece is the difference between two decoded windows of tokens (the
-prefix and read offsets of text-generation-inference and vLLM). ``tokenizers.decoders.DecodeStream`` is not used: it
-gives nothing of an answer that ends within a character, and the cost of a run of tokens that are no characters is
-quadratic in its length.
+A token may hold a part of a character, and its text may depend on the token before it, as the leading space of a
+sentencepiece token does. So each piece is the difference between two decoded windows of tokens (the prefix and read
+offsets of text-generation-inference and vLLM). This module does not use ``tokenizers.decoders.DecodeStream``, which
+returns nothing for an answer that ends within a character, and whose cost is quadratic in the length of a run of tokens
+that form no character.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any, Protocol
 
 from ..kernels.runtime.checks import type_name
 
-_UNDECIDED = "\ufffd"  # what decoders put in the place of bytes that are no character, or not yet
-_LONG = 32  # tokens of a window, above which its beginning is dropped
-_LAST = 8  # tokens that may belong to an undecided character; of four bytes, so with some to spare
+_UNDECIDED = "\ufffd"  # the decoders' replacement for bytes that form no character, or none yet
+_LONG = 32  # tokens of a window; a longer one loses its beginning
+_LAST = 8  # tokens that may belong to an undecided character; four bytes are enough, the rest is margin
 
 
 class Tokenizer(Protocol):
-    """What turns an answer into text: a ``tokenizers.Tokenizer``, a tokenizer of transformers, or another one."""
+    """The interface of a tokenizer: of ``tokenizers.Tokenizer``, a tokenizer of transformers, or another object."""
 
     def decode(self, ids: list[int], /) -> str: ...
 
 
 def decoder(tokenizer: Tokenizer) -> Callable[[list[int]], str]:
-    """From token ids to their text, without special tokens and without cleaning up spaces afterwards.
+    """A function from token ids to their text, without special tokens and without clean-up of spaces.
 
-    Raises TypeError for an object that has no ``decode``.
+    Raises TypeError for an object without ``decode``.
     """
     if not callable(getattr(tokenizer, "decode", None)):
         raise TypeError(
@@ -44,11 +44,11 @@ def decoder(tokenizer: Tokenizer) -> Callable[[list[int]], str]:
 
 
 class TokenText:
-    """Decodes tokens one at a time. Each costs two windows of a few tokens, however long the answer is.
+    """Decodes tokens one at a time. Each costs two windows of a few tokens, for any length of the answer.
 
-    All pieces together are ``decode(tokens)``, for any tokens of byte-level BPE, WordPiece and sentencepiece. Byte
-    fallback is the exception: if bytes that are no character follow bytes that are, ``decode`` takes back the
-    character, and the pieces keep it.
+    The pieces together equal ``decode(tokens)``, for any tokens of byte-level BPE, WordPiece and sentencepiece. Byte
+    fallback is the exception: if invalid bytes follow those of a character, ``decode`` drops the character, and the
+    pieces keep it.
     """
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
@@ -59,7 +59,7 @@ class TokenText:
         self._given = 0  # characters of it
 
     def push(self, token: int) -> str:
-        """The text that is certain with ``token`` and was not before it; perhaps none."""
+        """The text that ``token`` makes certain; may be empty."""
         before = self._text
         self._ids.append(token)
         self._text = text = self._decode(self._ids)
@@ -76,19 +76,19 @@ class TokenText:
         return piece
 
     def flush(self) -> str:
-        """The rest at the end of an answer, where an incomplete character stays one."""
+        """The rest at the end of an answer, with an incomplete character left incomplete."""
         rest = self._text[self._given :]
         self._given = len(self._text)
         return rest
 
     def _shortened(self, before: str) -> str:
-        """Drop tokens of a window that brings no piece to its end; returns text that turned out to be certain."""
+        """Drop tokens of a window that completes no piece; return text that became certain by that."""
         if self._text == before and not before.endswith(_UNDECIDED):
-            self._ids.pop()  # a special token, which changes nothing
+            self._ids.pop()  # special tokens change nothing
             return ""
         for cut in range(len(self._ids) - 1, len(self._ids) - 1 - _LAST, -1):
             head, tail = self._decode(self._ids[:cut]), self._decode(self._ids[cut:])
-            if tail and head + tail == self._text:  # no character is cut
+            if tail and head + tail == self._text:  # this cuts no character
                 piece = head[self._given :]
                 self._ids, self._last_piece = self._ids[cut:], 0
                 self._text, self._given = tail, max(0, self._given - len(head))
@@ -97,10 +97,10 @@ class TokenText:
 
 
 class StopStrings:
-    """Finds the first of some ``strings`` in text that comes in pieces.
+    """Finds the first of some ``strings`` in text that arrives in pieces.
 
-    The first is the one that is complete first, and of those that end together the longest, so that the result does not
-    depend on the pieces. ``found`` says whether there is one. ``included`` says whether it is text, too.
+    The first is the string that is complete first, or the longest of those that end together, so the result does not
+    depend on the pieces. ``found``: a string was found. ``included``: the text includes it.
     """
 
     def __init__(self, strings: Collection[str], included: bool = False) -> None:
@@ -108,10 +108,10 @@ class StopStrings:
         self._strings = strings
         self._included = included
         self._longest = max(map(len, strings), default=0)
-        self._held = ""  # the beginning of a stop string, perhaps
+        self._held = ""  # possibly the beginning of a stop string
 
     def push(self, piece: str) -> str:
-        """The text that is certain to come before any stop string; after the first one there is none."""
+        """The text that certainly precedes any stop string; none after the first one."""
         if self.found:
             return ""
         text = self._held + piece
@@ -129,7 +129,7 @@ class StopStrings:
         return text[:cut]
 
     def flush(self) -> str:
-        """What was held back."""
+        """The withheld text."""
         held, self._held = self._held, ""
         return held
 
@@ -147,7 +147,7 @@ class AnswerText:
         return self._stops.found
 
     def push(self, token: int) -> str:
-        """The text that is certain to belong to the answer with ``token``, and was not before it."""
+        """The text that ``token`` makes certain to belong to the answer."""
         return self._stops.push(self._pieces.push(token))
 
     def flush(self) -> str:

@@ -1,13 +1,13 @@
 """A step on a CPU in invariant mode: the model runs over windows of one fixed number of rows.
 
-The libraries behind torch's products, norms and activations choose how they compute by shape, and may treat the first
-rows of a matrix, or the last elements of a tensor, unlike the others. So every call has ``ROWS`` rows, and the token at
-position p of a sequence is row p % ROWS of its call, in whatever company, chunk or step it is computed: it is then the
-same row of the same calls, and what stands in other rows enters none of its sums. Attention, which does read other
-tokens, has an order of its own (``kernels/paged_attention/cpu_invariant.py``). Rows without a token are padding.
+The libraries behind torch's products, norms and activations choose algorithms by shape, and may treat the first rows of
+a matrix, or the last elements of a tensor, unlike the others. So every call has ``ROWS`` rows, and the token at
+position p of a sequence is row p % ROWS of its call, in any batch, chunk or step: it is always the same row of the same
+calls, and other rows enter none of its sums. Attention, which does read other tokens, has its own fixed order
+(``kernels/paged_attention/cpu_invariant.py``). Rows without a token are padding.
 
-Tokens of several sequences share a window where their rows differ. A model of another make may treat tokens together,
-as routed experts do: it gets windows of one row.
+Tokens of several sequences share a window if their rows differ. A foreign model may mix tokens, as routed experts do,
+so it gets windows of one row.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Piece(NamedTuple):
     size: int
     token: int
     sequence: int
-    length: int  # of the sequence, with these tokens
+    length: int  # the sequence's length, including these tokens
 
 
 def logits_of(model: Any, tokens: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
-    """What ``model`` and its ``gather_logits`` give for a step, window by window: tokens [T] -> [T_selected, V]."""
+    """The result of ``model`` and its ``gather_logits`` for a step, window by window: tokens [T] -> [T_selected, V]."""
     rows = ROWS if type(model) is ParallelTransformer else 1
     wanted = {token: index for index, token in enumerate(batch.logit_indices.tolist())}
     found: dict[int, torch.Tensor] = {}
@@ -53,7 +53,7 @@ def logits_of(model: Any, tokens: torch.Tensor, batch: PagedBatch) -> torch.Tens
 
 
 def cut(starts: Sequence[int], lens: Sequence[int], rows: int) -> list[list[Piece]]:
-    """The windows of a step's tokens, in the order in which to compute them.
+    """The windows of a step's tokens, in order of computation.
 
     ``starts`` [S + 1] and ``lens`` [S] are ``query_start_loc`` and ``seq_lens``.
     """
@@ -79,7 +79,7 @@ def cut(starts: Sequence[int], lens: Sequence[int], rows: int) -> list[list[Piec
 def _window(
     pieces: Sequence[Piece], tokens: torch.Tensor, batch: PagedBatch, rows: int
 ) -> tuple[torch.Tensor, PagedBatch]:
-    """Tokens [rows] and the batch of one window. Between two pieces stands a sequence of length 0: padding."""
+    """Tokens [rows] and the batch of one window. A padding sequence of length 0 separates two pieces."""
     parts: list[Piece] = []
     end = 0
     for piece in pieces:

@@ -116,8 +116,7 @@ class Strategy(Protocol):
     def linear_all_reduce(
         self, product: Product, *, bias: torch.Tensor | None = None, site: str, async_op: bool = True
     ) -> Pending:
-        """As :meth:`linear_reduce_scatter`, for the whole sum [T, N] on every rank. ``async_op=False`` waits at
-        once."""
+        """As :meth:`linear_reduce_scatter`, for the whole sum [T, N] on all ranks. ``async_op=False`` waits at once."""
         ...
 
 

@@ -269,8 +269,7 @@ class Pipeline:
     # -------------------------------------------------------------------------------------------- tied parameters
 
     def _tie(self) -> tuple[Group | None, frozenset[str]]:
-        """The two ranks that share parameters (None if one has both ends), and this rank's names that the other
-        owns."""
+        """The two ranks that share parameters (None: one has both ends), and this rank's names that the other owns."""
         names = self.model.tied_parameters()
         first, last = self._owner[0], self._owner[-1]
         if not names or first == last or self.group.rank not in (first, last):

@@ -2,9 +2,9 @@
 
 ``Served`` (``served.py``) calls the model's own forward with the tokens of all sequences in one row. Its layers reach
 ``PagedBatch.attend`` in one of two ways: the attention function that transformers looks up by its name
-(``attention.py``), or for models that have their own attention a forward of ours (``own.py``). Both find the step that
-this thread computes in ``step.py``, which also takes back what a pass changed. ``limits.py`` says what a model must not
-have, ``probe.py`` runs a few tokens and compares them with the stock forward before anything is served.
+(``attention.py``), or for models that have their own attention a forward of ours (``own.py``). Both find this thread's
+step in ``step.py``, which also undoes a pass's changes to the model. ``limits.py`` refuses models that cannot be
+served; ``probe.py`` runs a few tokens before serving and compares the results with the stock forward.
 
 Letters: T tokens of a step, N query heads, K KV heads, H head size of keys, Hv of values, V vocabulary, R ranks.
 """

@@ -1,7 +1,7 @@
 """The attention function and the mask function that transformers' models look up by our name.
 
-A name is registered once and changes no other. Only a pass of an engine has configurations ask for it; in a thread that
-computes none, the functions do what the configuration asked for before.
+The name is registered once, beside the existing ones. Configurations select it only during a pass of an engine; in a
+thread without a pass, the functions call the attention that the configuration selected before.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from ...layers.hf.attention import eager_attention
 from . import step
 
 NAME = "shardfuse_pages"
-ASKED = "_attn_implementation_internal"  # where a configuration keeps the name
-_WINDOW = "_shardfuse_window"  # of a mask of ours: the window that it stands for
+ASKED = "_attn_implementation_internal"  # the configuration's attribute for the name
+_WINDOW = "_shardfuse_window"  # the attribute of our masks that holds their window
 
 
 def register() -> None:
-    """Make both functions known to transformers, as often as one likes."""
+    """Register both functions with transformers; a second call changes nothing."""
     modeling: Any = importlib.import_module("transformers.modeling_utils")
     masking: Any = importlib.import_module("transformers.masking_utils")
     modeling.AttentionInterface.register(NAME, _attend)
     masking.AttentionMaskInterface.register(NAME, _mask)
 
 
-@torch.compiler.disable  # the cache is written in place, and the step is a matter of this thread
+@torch.compiler.disable  # the function writes the cache in place and reads the thread's step
 def _attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **given: Any) -> Any:
     """query [1, N/R, T, H], key [1, K/R, T, H], value [1, K/R, T, Hv] -> [1, T, N/R, Hv], and None for the weights."""
     here = step.current()
@@ -56,7 +56,7 @@ def _attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, 
 def _mask(
     *args: Any, mask_function: Callable[..., Any] | None = None, local_size: int | None = None, **given: Any
 ) -> Any:
-    """A mask of one element that says its window; within a pass the lengths and block tables say the rest."""
+    """A mask of one element that carries its window; in a pass, lengths and block tables define all else."""
     here = step.current()
     if here is None or here.batch is None:
         masking: Any = importlib.import_module("transformers.masking_utils")
@@ -76,7 +76,7 @@ def _mask(
 
 
 def _stock(module: Any, here: step.Pass | None) -> Callable[..., Any]:
-    """What the module calls outside of passes; in a pass to compare with, the file's own eager attention."""
+    """The module's attention outside of passes; in a comparison pass, the modeling file's own eager attention."""
     modeling: Any = importlib.import_module("transformers.modeling_utils")
     eager: Any = eager_attention(type(_viewed(module)))
     name = "eager" if here is not None else step.before(_viewed(module.config), ASKED) or "eager"
@@ -85,21 +85,21 @@ def _stock(module: Any, here: step.Pass | None) -> Callable[..., Any]:
 
 
 def _viewed(module: Any) -> Any:
-    """What ``module`` is, or what it is a view of: fused attention passes views of itself on."""
+    """The module itself, also if ``module`` is a view: fused attention passes views of itself."""
     while isinstance(module, View):
         module = module.__dict__["_module"]
     return module
 
 
 def _is_causal(mask_function: Callable[..., Any], window: int | None) -> bool:
-    """Whether a query sees the keys up to its own, and of these the last ``window``: at the edges of both."""
+    """Whether a mask is causal with this ``window``, tested at the edges of both."""
     edge = window or 8
     at = torch.tensor(sorted({0, 1, 2, max(edge - 1, 0), edge, edge + 1, 2 * edge, 2 * edge + 1}))
     q, k = (x.flatten() for x in torch.meshgrid(at, at, indexing="ij"))
     zero = torch.zeros_like(q)
     try:
         seen = mask_function(zero, zero, q, k)
-    except Exception:  # a mask that reads tensors of the batch
+    except Exception:  # the mask reads tensors of the batch
         return False
     expected = (k <= q) if window is None else (k <= q) & (q - k < window)
     return bool((torch.as_tensor(seen).expand_as(expected) == expected).all())

@@ -1,4 +1,4 @@
-"""What keeps a model of transformers from being served, as far as it shows without a run, and how far positions go."""
+"""Refuse models of transformers that cannot be served, as far as their settings show, and find the largest position."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ...layers.fuse.swap import Fused
 from ...parallel.core.mesh import SINGLE, Group
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")  # what configurations call their number
-_UNLIMITED = 1 << 20  # of models that have none, such as Bloom
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")  # of positions
+_UNLIMITED = 1 << 20  # for models without a limit, such as Bloom
 
 
 def check(model: Any) -> None:
-    """ValueError for a model that the engine cannot serve, with what to do."""
+    """Raise ValueError for a model that the engine cannot serve, with an alternative."""
     what, config = type(model).__name__, model.config.get_text_config()
 
     def refuse(why: str) -> None:
@@ -63,8 +63,8 @@ def group_of(model: nn.Module) -> Group:
 
 
 def max_positions(model: Any) -> int:
-    """The positions that the model has. Those past which rotary frequencies change with the length are left out: keys
-    that were cached before would have others."""
+    """The number of positions that the model supports. It ends where rotary frequencies begin to change with the
+    length, because cached keys would have other frequencies."""
     config = model.config.get_text_config()
     found = [getattr(config, name) for name in _POSITIONS if isinstance(getattr(config, name, None), int)]
     limits = [found[0] if found else _UNLIMITED]

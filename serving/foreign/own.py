@@ -1,7 +1,7 @@
-"""Attention of models that do not ask transformers' interface: their modules run a forward of ours within a pass.
+"""Attention of models that do not use transformers' interface: within a pass their modules run our forward.
 
-Each forward uses the module's own projections and settings, and differs from the module's file in the attention alone.
-It sees the module through a :class:`~shardfuse.layers.fuse.view.View` with the sizes of this rank's heads.
+Each forward uses the module's own projections and settings, and differs from the modeling file in the attention alone.
+It reads the module through a :class:`~shardfuse.layers.fuse.view.View` with the sizes of this rank's heads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Attend = Callable[..., torch.Tensor]  # q [1, N/R, T, H], k, v -> [1, T, N/R, Hv
 
 
 def loans(model: nn.Module) -> Iterator[Loan]:
-    """What a pass borrows: the forward of each module that has one here."""
+    """The loans of a pass: our forward for each module whose model this file covers."""
     for module in model.modules():
         names = [base.__name__ for base in type(module).__mro__ if base.__module__.startswith("transformers.")]
         forward = next((FORWARDS[name] for name in names if name in FORWARDS), None)
@@ -45,7 +45,7 @@ def _run(module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def _modeling(module: Any) -> str:
-    """The name of the file that the module's stock class comes from."""
+    """The name of the modeling file of the module's stock class."""
     return str(getattr(type(module), "_stock", type(module)).__module__)
 
 
@@ -57,7 +57,7 @@ def _of_rank(slopes: torch.Tensor, group: Group) -> torch.Tensor:
 
 @functools.cache
 def _built_slopes(modeling: str, heads: int, device: torch.device) -> torch.Tensor:
-    """[N], of the file's own ``build_alibi_tensor``: the biases of a second key."""
+    """The slopes [N]: the biases that the file's own ``build_alibi_tensor`` gives a second key."""
     build: Any = sys.modules[modeling].build_alibi_tensor
     slopes: torch.Tensor = build(torch.ones(1, 2, dtype=torch.int64, device=device), heads, torch.float32)[:, 0, 1]
     return slopes
@@ -74,7 +74,7 @@ def _falcon(
     module: Any, attend: Attend, hidden_states: torch.Tensor, alibi: Any, *_: Any, **given: Any
 ) -> tuple[torch.Tensor, None]:
     q, k, v = module._split_heads(module.query_key_value(hidden_states))  # [1, T, heads, H]
-    if module.new_decoder_architecture:  # which repeats each KV head for its queries
+    if module.new_decoder_architecture:  # repeats each KV head for its queries
         each = q.shape[2] // module.num_kv_heads
         k, v = k[:, :, ::each], v[:, :, ::each]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -85,7 +85,7 @@ def _falcon(
         q, k = rotate(q, k, cos, sin)
     elif module.config._attn_implementation != "sdpa":
         raise ValueError("transformers' eager Falcon adds ALiBi twice: load it with attn_implementation='sdpa'")
-    else:  # which is scaled as the scores are
+    else:  # scaled like the scores
         built = _built_slopes(module._modeling, module.num_heads * module._group.size, q.device)
         slopes = _of_rank(built * module.inv_norm_factor, module._group)
     out = attend(q, k, v, scale=module.inv_norm_factor, alibi_slopes=slopes)
@@ -111,7 +111,7 @@ def _xglm(module: Any, attend: Attend, hidden_states: torch.Tensor, *_: Any, **_
 
 
 def _in_attn(module: Any, attend: Attend, *args: Any, **kwargs: Any) -> Any:
-    """Of modules that attend in a method ``_attn`` (GPT-J, CodeGen, GPT-Neo): the rest is the file's own forward."""
+    """For modules that attend in a method ``_attn`` (GPT-J, CodeGen, GPT-Neo); the rest is the file's own forward."""
     scale = 1.0 / module.scale_attn if hasattr(module, "scale_attn") else 1.0
     window = module.config.window_size if getattr(module, "attention_type", "global") == "local" else None
 

@@ -1,8 +1,8 @@
-"""A few tokens through a model before it is served: what its layers cache, and whether its logits are right.
+"""Probe a model with a few tokens before serving: find what its layers cache, and check its logits.
 
-``learn`` has every layer say what it would cache. ``compare`` serves two sequences in chunks and by single tokens,
-over pages, and compares the logits with those of the stock forward on each sequence alone; a model that mixes tokens
-anywhere outside of its attention comes to other numbers there.
+``learn`` records the shapes that every layer would cache. ``compare`` serves two sequences in chunks and by single
+tokens, over pages, and compares the logits with those of the stock forward on each sequence alone. A model that mixes
+tokens outside of its attention fails this comparison.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 from ...layers.attention.paged import PagedBatch, PagedKVCache, Span
 from ...parallel.core.mesh import Group
 
-# How far logits may be from the stock ones, as a share of their norm: a thousand times what rounding comes to in fp32,
-# and twice to four times in low precision, where routers of experts can make far more of it. There the budget is FACTOR
-# times what the stock logits change by if attention alone is computed in fp32, where that is more.
+# The largest allowed distance from the stock logits, as a share of their norm: a thousand times the rounding error in
+# fp32, and two to four times the rounding error in low precision. There, routers of experts can amplify roundings far
+# more, so the budget is at least FACTOR times the change of the stock logits under fp32 attention.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 FACTOR = 2.0
 _LENGTHS = (7, 5)
-_BLOCK = 2  # tokens: every sequence has several blocks
+_BLOCK = 2  # block size in tokens, small enough that every sequence has several blocks
 
 
 class Heads(NamedTuple):
-    """What a layer caches on this rank."""
+    """The sizes that a layer caches on this rank."""
 
     kv_heads: int
     head_dim: int
@@ -36,7 +36,7 @@ class Heads(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorder(PagedBatch):
-    """A step whose layers attend to nothing and are noted."""
+    """A step that records its layers; their attention returns zeros."""
 
     layers: list[tuple[int, Heads]] = field(default_factory=list, init=False)
 
@@ -57,13 +57,13 @@ class Recorder(PagedBatch):
 
     @classmethod
     def over(cls, device: torch.device) -> Recorder:
-        """Of one sequence of three tokens."""
+        """Record one sequence of three tokens."""
         cache = PagedKVCache(1, 1, num_kv_heads=1, head_dim=1, block_size=4, device=device)
         return cls.of(cache, [Span([0], 0, 3)])  # type: ignore[return-value]
 
 
 def tokens_of(vocab_size: int, count: int, device: torch.device) -> torch.Tensor:
-    """[count] int64, different ones where the vocabulary has as many."""
+    """Tokens [count] int64, all different if the vocabulary is large enough."""
     step = next(step for step in (7, 5, 3, 1) if vocab_size % step or step == 1)
     return (torch.arange(count, dtype=torch.int64, device=device) * step + 3) % vocab_size
 
@@ -83,8 +83,8 @@ def compare(
     group: Group,
     device: torch.device,
 ) -> None:
-    """ValueError where served logits are not those of ``stock``, which maps tokens [T] to logits [T, V], and computes
-    attention in fp32 where its second argument says so."""
+    """Raise ValueError unless served logits equal those of ``stock`` (tokens [T], whether to compute attention in fp32)
+    -> logits [T, V], within the budget."""
     heads = layers[0]
     cache = PagedKVCache(
         *(len(layers), 8),
@@ -104,7 +104,7 @@ def compare(
     sequences = (first, second)
     wanted = [stock(each, False) for each in sequences]
     served: list[tuple[int, int, torch.Tensor]] = []  # sequence, token, logits
-    for at in range(3):  # a chunk of each, then another, then a token
+    for at in range(3):  # two chunks of each sequence, then single tokens
         todo = [(which, cuts[which][at], cuts[which][at + 1]) for which in (0, 1)]
         todo = [(which, begin, end) for which, begin, end in todo if end > begin]
         if todo:
@@ -115,7 +115,7 @@ def compare(
     exact = heads.dtype in (torch.float32, torch.float64)
 
     def error_of(found: Sequence[torch.Tensor]) -> float:
-        """The largest error of a token; in low precision, where a router may send one astray, that of most."""
+        """The largest error of a token; in low precision, where a router may misroute one, the error of most tokens."""
         errors = sorted(_error(row, wanted[which][token]) for (which, token, _), row in zip(served, found, strict=True))
         return errors[-1 if exact else len(errors) // 2]
 
@@ -132,6 +132,6 @@ def compare(
 
 
 def _error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The distance as a share of the norm; infinite for what is not finite."""
+    """The distance as a share of the norm; infinite for logits that are not finite."""
     error = float((got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30))
     return error if error == error else float("inf")

@@ -1,4 +1,4 @@
-"""A causal language model of transformers in the shape that the engine serves."""
+"""A causal language model of transformers behind the engine's interface."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .step import Loan, Pass, computing
 
 @dataclass(frozen=True)
 class ServedConfig:
-    """The sizes that the engine asks for; ``num_kv_heads`` counts those of all ranks."""
+    """The sizes that the engine reads; ``num_kv_heads`` counts the heads of all ranks."""
 
     num_layers: int
     num_kv_heads: int
@@ -30,7 +30,7 @@ class ServedConfig:
 
 
 def is_foreign(model: Any) -> bool:
-    """Whether ``model`` is one of transformers' models; asking does not import transformers."""
+    """Whether ``model`` is one of transformers' models; the check does not import transformers."""
     kinds = [(base.__module__, base.__name__) for base in type(model).__mro__]
     return ("transformers.modeling_utils", "PreTrainedModel") in kinds
 
@@ -38,13 +38,13 @@ def is_foreign(model: Any) -> bool:
 class Served:
     """``model`` over the engine's pages: see :class:`~shardfuse.serving.models.ServableModel`.
 
-    The model keeps its parameters and its forward. Outside of the engine's passes nothing of it is changed, and within
-    one other threads may run it as before.
+    The model keeps its parameters and its forward. It is unchanged outside of the engine's passes, and during a pass
+    other threads may run it as before.
 
     Raises ValueError for a model that cannot be served, and for one whose served logits are not its own.
     """
 
-    enforce_eager = True  # its masks ask the positions for packed sequences: by a value, on the host
+    enforce_eager = True  # with positions its masks look for packed sequences, reading a value on the host
 
     def __init__(self, model: Any) -> None:
         limits.check(model)
@@ -82,12 +82,12 @@ class Served:
     def __call__(self, tokens: torch.Tensor, *, positions: torch.Tensor, cache: PagedBatch) -> torch.Tensor:
         """tokens [T], positions [T] -> logits [T_selected, V], on every rank, of the tokens ``cache.logit_indices``.
 
-        Raises RuntimeError where not every layer attends, in the order that was seen when this was made.
+        Raises RuntimeError unless every layer attends, in the order that the probe saw.
         """
         return self._serve(tokens, positions, cache)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """``logits``: a split head returns them whole."""
+        """Return ``logits``: a split head already returns them whole."""
         return logits
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -102,7 +102,7 @@ class Served:
             return self._logits(tokens, positions, cache.logit_indices)
 
     def _stock(self, tokens: torch.Tensor, wide: bool) -> torch.Tensor:
-        """tokens [T] of one sequence -> logits [T, V], with attention as the modeling file spells it out."""
+        """tokens [T] of one sequence -> logits [T, V], with the modeling file's own eager attention."""
         every = torch.arange(tokens.shape[0], device=tokens.device)
         with computing(Pass(None, wide=wide), self._loans):
             return self._logits(tokens, every, every)
@@ -116,7 +116,7 @@ class Served:
 
     @torch.no_grad()
     def _learn(self) -> list[Heads]:
-        """What each layer caches, from one pass of three tokens."""
+        """The sizes that each layer caches, from one pass of three tokens."""
         model, what = self.module, type(self.module).__name__
         text = model.config.get_text_config()
         recorder = Recorder.over(self.device)
@@ -161,9 +161,9 @@ class Served:
 
 
 def _loans(model: Any) -> list[Loan]:
-    """What a pass borrows of the model: forwards of its own attention, and the name that configurations ask for."""
+    """The loans of a pass: forwards of the model's own attention, and the attention name in configurations."""
     forwards = list(own.loans(model))
-    # Falcon's forward reads the name that another thread may need; its masks are made in full, and not used.
+    # Falcon's forward reads the name itself, and another thread may need it; its masks are built in full, unused.
     if any("_attn_implementation" in names_in(_stock_class(loan.owner).forward) for loan in forwards):
         return forwards
     configs = {id(each): each for each in (model.config, model.config.get_text_config())}

@@ -1,8 +1,8 @@
-"""The forward pass that a thread computes, and what it borrows of the model until its end.
+"""The forward pass of a thread, and the attributes of the model that it replaces until its end.
 
-A pass has the model's configurations ask for our attention function, or modules run a forward of ours. Other threads
-may run the same model meanwhile, so whatever is borrowed does for them what stood there before. When the last pass over
-a model ends, the model is as it was.
+A pass makes the model's configurations select our attention function, or modules run our forward. Other threads may run
+the same model meanwhile, so every replacement calls the original for them. When the last pass over a model ends, the
+originals are back.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Pass:
     """One forward pass of a served model.
 
     Attributes:
-        batch: the step's; None for a pass that attends as the modeling file spells it out, to compare with.
+        batch: of the step; None for a comparison pass, which runs the modeling file's own eager attention.
         order: the modules that call :meth:`attend`, in order; None while the probe learns it.
-        reached: those that have called it.
-        wide: whether that one computes attention in fp32.
-        unlike_causal: whether some mask was no causal one, with or without a window; found while the probe learns.
+        reached: the modules that have called it.
+        wide: whether a comparison pass computes attention in fp32.
+        unlike_causal: whether some mask was not causal, with or without a window; found while the probe learns.
     """
 
     batch: PagedBatch | None
@@ -48,7 +48,7 @@ class Pass:
 
         The n-th call of a pass is the n-th layer of the cache. ``options`` are those of ``PagedBatch.attend``.
 
-        Raises RuntimeError where the modules call in another order than they did when the model was probed.
+        Raises RuntimeError if the modules call in another order than in the probe.
         """
         assert self.batch is not None
         index = len(self.reached)
@@ -62,7 +62,7 @@ class Pass:
         return self.batch.attend(index, *rows, **options).unsqueeze(0)
 
     def check_end(self) -> None:
-        """RuntimeError where some layer did not attend."""
+        """Raise RuntimeError if some layer did not attend."""
         if self.order is not None and len(self.reached) != len(self.order):
             raise RuntimeError(
                 f"{len(self.reached)} of {len(self.order)} layers attended in this step: make a new engine after "
@@ -83,7 +83,7 @@ def current() -> Pass | None:
 
 
 class Loan(NamedTuple):
-    """An attribute of an object, and what a pass has in its place."""
+    """An attribute of an object, and its replacement during a pass."""
 
     owner: Any
     name: str
@@ -102,9 +102,9 @@ _lent: dict[tuple[int, str], _Lent] = {}
 
 @contextlib.contextmanager
 def computing(this: Pass, loans: Sequence[Loan]) -> Iterator[None]:
-    """Have this thread compute ``this`` pass, with ``loans`` in the place of what stands there.
+    """Let this thread compute ``this`` pass, with ``loans`` replacing the attributes that they name.
 
-    Raises RuntimeError at the end where some layer did not attend.
+    Raises RuntimeError at the end if some layer did not attend.
     """
     taken = 0
     try:
@@ -137,7 +137,7 @@ def _give_back(owner: Any, name: str) -> None:
 
 
 def before(owner: Any, name: str) -> Any:
-    """The attribute of ``owner`` as it is outside of passes; None where ``owner`` itself has none."""
+    """The value of the attribute outside of passes; None if ``owner`` itself does not have it."""
     with _lock:
         entry = _lent.get((id(owner), name))
         found = owner.__dict__.get(name) if entry is None else entry.before

@@ -1,4 +1,4 @@
-"""The bodies of answers, as ``/openapi.json`` describes them. The endpoints build them as dictionaries."""
+"""The bodies of answers, for ``/openapi.json``. The endpoints build them as dictionaries."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """Of ``/v1/completions``; streamed, each event is one with the new text alone."""
+    """The answer of ``/v1/completions``; in a stream, each event is such an object with the new text alone."""
 
     id: str
     object: Literal["text_completion"]
@@ -81,7 +81,7 @@ class ChatChoice(BaseModel):
 
 
 class Chat(BaseModel):
-    """Of ``/v1/chat/completions``; streamed, each event has a ``delta`` in the place of the message."""
+    """The answer of ``/v1/chat/completions``; in a stream, each event has a ``delta`` instead of the message."""
 
     id: str
     object: Literal["chat.completion"]

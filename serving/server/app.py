@@ -1,4 +1,4 @@
-"""The server's application: OpenAI's endpoints over one engine, and what operators ask for."""
+"""The server's application: OpenAI's endpoints over one engine, and endpoints for operators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .errors import ErrorBody
 from .responses import streamed, unless_gone
 from .served import Served
 
-_SAMPLE_S = 1.0  # between two points of the page's plots
+_SAMPLE_S = 1.0  # between two points of the live page's plots
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": what}
     for status, what in {
@@ -72,12 +72,12 @@ def create_app(served: Served) -> FastAPI:
 
     @app.post("/v1/completions", tags=["OpenAI"], responses=described(answers.Completion, "text/event-stream"))
     async def create_completion(body: protocol.CompletionRequest, request: Request) -> Response:
-        """What follows prompts, given as text or tokens."""
+        """Complete prompts, given as text or tokens."""
         return await _answer(completions, body, request)
 
     @app.post("/v1/chat/completions", tags=["OpenAI"], responses=described(answers.Chat, "text/event-stream"))
     async def create_chat_completion(body: protocol.ChatRequest, request: Request) -> Response:
-        """The next message of a chat."""
+        """Generate the next message of a chat."""
         return await _answer(chat, body, request)
 
     async def _answer(kind: Any, body: Any, request: Request) -> Response:
@@ -93,18 +93,18 @@ def create_app(served: Served) -> FastAPI:
 
     @app.get("/v1/models", tags=["OpenAI"], responses=described(answers.Models))
     async def list_models() -> dict[str, Any]:
-        """The model that is served."""
+        """List the served model."""
         return {"object": "list", "data": [_model(served)]}
 
     @app.get("/v1/models/{model:path}", tags=["OpenAI"], responses=described(answers.Model))
     async def get_model(model: str) -> dict[str, Any]:
-        """The model that is served, by its name."""
+        """Describe the served model, by its name."""
         served.check_model(model)
         return _model(served)
 
     @app.post("/tokenize", tags=["vLLM"], responses=described(answers.Tokens))
     async def tokenize(body: protocol.TokenizeRequest) -> dict[str, Any]:
-        """The tokens of a text, or of a chat's messages."""
+        """Tokenize a text, or the messages of a chat."""
         served.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise errors.invalid("expected either prompt or messages", "prompt")
@@ -118,14 +118,14 @@ def create_app(served: Served) -> FastAPI:
 
     @app.post("/detokenize", tags=["vLLM"], responses=described(answers.Text))
     async def detokenize(body: protocol.DetokenizeRequest) -> dict[str, Any]:
-        """The text of tokens."""
+        """Convert tokens to text."""
         served.check_model(body.model)
         served.check_tokens(body.tokens, "tokens")
         return {"prompt": served.decode(body.tokens)}
 
     @app.get("/health", tags=["operation"], responses=described(answers.Health))
     async def health() -> Response:
-        """200 while tokens come out in time; 503 with the reason while they do not."""
+        """200 while the engine generates tokens in time; otherwise 503 with the reason."""
         wrong = await served.health()
         if wrong:
             raise errors.unavailable(wrong, "unhealthy", 5)
@@ -144,7 +144,7 @@ def create_app(served: Served) -> FastAPI:
 
     @app.get("/stats", tags=["operation"])
     async def stats(since: float = 0.0) -> JSONResponse:
-        """What the live page shows: the load now, and the points of the last minutes that are later than ``since``."""
+        """The live page's data: the load now, and the points of the last minutes that are later than ``since``."""
         return JSONResponse(recent.json(since))
 
     @app.get("/", include_in_schema=False)
@@ -156,7 +156,7 @@ def create_app(served: Served) -> FastAPI:
 
         @app.get("/debug/leaks", tags=["operation"], responses=described(answers.Leaks))
         async def leaks() -> dict[str, Any]:
-            """What lives in the process; while nothing is served it must not grow."""
+            """Counts of live objects in the process; they must not grow while no request is served."""
             gc.collect()
             load = served.serve.load
             return {
@@ -175,7 +175,7 @@ def create_app(served: Served) -> FastAPI:
 
 
 async def _counted(served: Served, chunks: Any) -> Any:
-    """``chunks``, whose request is open from the first of them to the last."""
+    """``chunks``, counting their request as open from the first one to the last."""
     with served.counted():
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
@@ -193,7 +193,7 @@ def _model(served: Served) -> dict[str, Any]:
 
 
 def _page_headers(text: str) -> dict[str, str]:
-    """A browser runs and styles nothing but what stands in ``text``, and asks this server alone."""
+    """A policy by which a browser runs only the scripts and styles in ``text`` and connects to this server alone."""
     sources = {
         f"{name}-src": " ".join(
             f"'sha256-{_sha256(block)}'" for block in re.findall(rf"<{name}>(.*?)</{name}>", text, re.S)
@@ -222,7 +222,7 @@ def _sha256(text: str) -> str:
 
 
 def _files() -> int | None:
-    """Open files and sockets; None where the system does not tell."""
+    """The number of open files and sockets; None if the system does not provide it."""
     try:
         return len(os.listdir("/proc/self/fd"))
     except OSError:
@@ -237,7 +237,7 @@ def _resident() -> int | None:
 
 
 def _describe(app: FastAPI) -> None:
-    """FastAPI's own description of wrong requests, 422, is not what this server answers."""
+    """Remove FastAPI's own description of invalid requests, 422, which this server does not send."""
     described = app.openapi
 
     def openapi() -> dict[str, Any]:

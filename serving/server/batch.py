@@ -1,8 +1,8 @@
-"""Lines of a file as requests, and their answers as lines, in OpenAI's batch format; see ``shardfuse generate``.
+"""Read lines of a file as requests and write their answers as lines, in OpenAI's batch format (``shardfuse generate``).
 
-A line is ``{"custom_id", "method", "url", "body"}``, or a body itself, which may have a ``custom_id`` too. A line
-without one is named after its number. Answers are ``{"id", "custom_id", "response", "error"}``; ``response`` has a
-``status_code``, a ``request_id`` and the ``body`` that the server would answer.
+A line is ``{"custom_id", "method", "url", "body"}``, or a body alone, which may have a ``custom_id`` too. A line
+without a ``custom_id`` is named after its number. Answers are ``{"id", "custom_id", "response", "error"}``;
+``response`` has a ``status_code``, a ``request_id`` and the ``body`` that the server would send.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import chat, completions, protocol
 from .errors import ApiError, explained, invalid, wrong_body
 from .served import Served
 
-# What every answer begins with: so an answer whose writing was interrupted is told from a line of something else.
+# The beginning of every answer. It identifies an interrupted answer at the end of a file.
 BEGINS = b'{"id": "batch_req_'
 _URLS: dict[str, tuple[ModuleType, type[protocol.Sampled]]] = {
     "/v1/completions": (completions, protocol.CompletionRequest),
@@ -31,7 +31,7 @@ _ENVELOPE = ("method", "url", "body")
 
 @dataclass(frozen=True)
 class Line:
-    """One request. ``found`` is its JSON, or the error of a line that has none; ``name`` its ``custom_id``."""
+    """One request. ``found`` is its JSON, or the error of a line without valid JSON; ``name`` is its ``custom_id``."""
 
     number: int
     name: str
@@ -39,7 +39,7 @@ class Line:
 
 
 def read_line(text: bytes, number: int) -> Line | None:
-    """Line ``number`` of a file, from 1 on; None for an empty one. What is wrong with it is :func:`answer`'s to say."""
+    """Line ``number`` of a file, from 1 on; None for an empty one. :func:`answer` reports errors in it."""
     if not text.strip():
         return None
     own = f"line-{number}"
@@ -59,13 +59,13 @@ def read_line(text: bytes, number: int) -> Line | None:
 
 
 def renamed(line: Line) -> Line:
-    """What becomes of a ``line`` with the name of one before it: it is wrong, and named after its number."""
+    """The error for a ``line`` with the name of an earlier one, which is then named after its number."""
     wrong = invalid(f"line {line.number}: custom_id {line.name!r} was used before", "custom_id")
     return Line(line.number, f"line-{line.number}", wrong)
 
 
 def _encodes(text: str) -> bool:
-    """Whether it is no half of a pair of surrogates, which JSON can spell and no file can hold."""
+    """Whether the text has no lone surrogate, which JSON can contain but a UTF-8 file cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -74,16 +74,16 @@ def _encodes(text: str) -> bool:
 
 
 async def answer(served: Served, line: Line) -> dict[str, Any]:
-    """The answer, with the error's status and body where the line is wrong or its answer fails.
+    """The answer; for an invalid line or a failed answer with the error's status and body.
 
-    Raises ApiError 503 where no line can be answered any longer.
+    Raises ApiError 503 if no line can be answered any more.
     """
     name = uuid.uuid4().hex
     try:
         if isinstance(line.found, ApiError):
             raise line.found
         status, body = 200, await _complete(served, line.found, name)
-    except Exception as failure:  # a defect too, which must not cost the other answers
+    except Exception as failure:  # includes our own defects, which must not lose the other answers
         error = explained(failure)
         if error.status_code == 503:
             raise error from failure

@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: messages through the model's chat template, tools, and formats of the answer."""
+"""``/v1/chat/completions``: messages by the model's chat template, tools, and formats of the answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .errors import invalid
 from .served import Served
 from .tools import Call, ToolParser, grammar
 
-_MOST_CALLS = 8  # of a model that has to call tools
+_MOST_CALLS = 8  # calls of a model that must call tools
 
 
 async def prompt_of(
@@ -28,7 +28,7 @@ async def prompt_of(
     begin_answer: bool = True,
     more: dict[str, Any] | None = None,
 ) -> list[int]:
-    """The tokens of ``messages`` by the model's chat template. Raises ApiError where it has none, or refuses them."""
+    """The tokens of ``messages`` by the model's chat template. Raises ApiError if that is missing or refuses."""
     if not served.tokenizer.chat_template:
         raise invalid(
             "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
@@ -36,7 +36,7 @@ async def prompt_of(
         )
     if tools and "tools" not in served.tokenizer.get_chat_template(tools=[{}]):
         raise invalid("the model's chat template does not mention tools, so it would never see them", "tools")
-    own = inspect.signature(served.tokenizer.apply_chat_template).parameters  # among them the template itself
+    own = inspect.signature(served.tokenizer.apply_chat_template).parameters  # such as the template itself
     if clash := {"messages", *own} & set(more or {}):
         raise invalid(f"chat_template_kwargs: {min(clash)} is the server's own", "chat_template_kwargs")
     try:
@@ -47,13 +47,13 @@ async def prompt_of(
             add_generation_prompt=begin_answer,
             **(more or {}),
         )
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates raise any error
         raise invalid(f"the model's chat template refuses these messages: {error}", "messages") from None
     return await served.encode(text, False)
 
 
 def _plain(message: protocol.Message) -> dict[str, Any]:
-    """As templates expect it: with its text in one, and arguments of calls as an object."""
+    """The message in templates' form: text in one piece, and arguments of calls as an object."""
     plain = message.model_dump(exclude_none=True)
     content = message.content
     plain["content"] = "".join(part.text for part in content) if isinstance(content, list) else content or ""
@@ -70,7 +70,7 @@ def _object(arguments: str) -> Any:
 
 
 def _choice_of(body: protocol.ChatRequest) -> tuple[list[protocol.Tool], Guide | None]:
-    """The tools that the model may call, and the guide that makes it call one, where it has to."""
+    """The tools that the model may call, and the guide that forces a call if one is required."""
     tools, choice = body.tools or [], body.tool_choice
     if choice == "none":
         return [], None
@@ -91,7 +91,7 @@ def _choice_of(body: protocol.ChatRequest) -> tuple[list[protocol.Tool], Guide |
 
 
 async def request_of(served: Served, body: protocol.ChatRequest, tenant: str) -> tuple[Request, bool]:
-    """What the engine is asked for, and whether tools may be called. Raises ApiError."""
+    """The requests for the engine, and whether tools may be called. Raises ApiError."""
     tools, forced = _choice_of(body)
     guide = translate.guide(body)
     if forced is not None and guide is not None:
@@ -110,7 +110,7 @@ async def request_of(served: Served, body: protocol.ChatRequest, tenant: str) ->
 
 @dataclass
 class _Message:
-    """What has come of one choice."""
+    """The progress of one choice."""
 
     parser: ToolParser | None
     most_calls: int | None = None
@@ -129,7 +129,7 @@ class _Message:
         return [each for each in pieces if isinstance(each, str) or most is None or each.index < most]
 
     def finish(self, why: str | None) -> str | None:
-        """OpenAI's reason."""
+        """The finish reason in OpenAI's terms."""
         return "tool_calls" if why == "stop" and self.parser is not None and self.parser.calls else why
 
 
@@ -174,7 +174,7 @@ def _choice(body: protocol.ChatRequest, answer: Answer, message: _Message) -> di
 async def stream(
     served: Served, body: protocol.ChatRequest, name: str, tenant: str
 ) -> AsyncIterator[dict[str, Any] | None]:
-    """Chunks; first a None, once nothing more of the request itself can be wrong."""
+    """The chunks of a stream. The first is None, sent once the request itself is known to be valid."""
     request, calls = await request_of(served, body, tenant)
     head = _head(served, name, "chat.completion.chunk")
     with_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -222,7 +222,7 @@ def _call(piece: Call) -> dict[str, Any]:
 
 
 def _scores(served: Served, event: TokenEvent) -> list[dict[str, Any]]:
-    """OpenAI's object of a token's log-probability."""
+    """A token's log-probability as OpenAI's object."""
     if event.token is None:
         return []
     top = [_score(served, token, score) for token, score in event.top_logprobs]

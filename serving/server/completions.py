@@ -1,4 +1,4 @@
-"""``/v1/completions``: prompts as text or tokens, and what follows them."""
+"""``/v1/completions``: completions of prompts, given as text or tokens."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .errors import invalid
 from .metrics import AnswerTimes
 from .served import TOLD, Served, Usage
 
-MAX_PROMPTS = 1024  # of one HTTP request
+MAX_PROMPTS = 1024  # choices of one HTTP request
 
 
 @dataclass
 class Answer:
-    """One choice while it is generated: what has come, and where the next chunk begins."""
+    """One choice during generation: the text so far, and where the next chunk begins."""
 
     prompt: int  # its position among the prompts
     index: int
     times: AnswerTimes
     text: str = ""
-    offset: int = 0  # of the next token's text, where log-probabilities are streamed
+    offset: int = 0  # of the next token's text, for streamed log-probabilities
     finish: str | None = None
     events: list[TokenEvent] = field(default_factory=list)
 
@@ -41,7 +41,7 @@ class Answers:
             async for answer, event in answers:  # each event after its answer took it
                 ...
 
-    Both raise ApiError; the block's end ends what has not ended.
+    Both raise ApiError; the end of the block cancels unfinished answers.
     """
 
     def __init__(self, served: Served, requests: Sequence[Request]) -> None:
@@ -53,7 +53,7 @@ class Answers:
             for position, each in enumerate(requests)
             for index in range(each.n)
         ]
-        self._held: list[tuple[int, TokenEvent]] = []  # events that have come and were not taken
+        self._held: list[tuple[int, TokenEvent]] = []  # events received and not taken yet
         self._first = [0]
         for each in requests:
             self._first.append(self._first[-1] + each.n)
@@ -71,7 +71,7 @@ class Answers:
         for each in self._requests:
             self._served.metrics.arrived(each.n, each.max_new_tokens)
         if any(each.sampling.guide is not None for each in self._requests):
-            try:  # a guide that cannot be compiled is an error with a status of its own, in a stream as well
+            try:  # a guide that cannot be compiled has its own error status, in a stream as well
                 position, event = await self._submitted.__anext__()
                 self._held.append((position, event))
                 if event.error is not None:
@@ -109,14 +109,14 @@ class Answers:
 
 
 async def requests_of(served: Served, body: protocol.CompletionRequest, tenant: str) -> list[Request]:
-    """One for each prompt. Raises ApiError."""
+    """The engine's requests, one for each prompt. Raises ApiError."""
     if body.best_of not in (None, body.n):
         raise invalid(f"best_of={body.best_of} and n={body.n}: answers are not ranked here: omit best_of", "best_of")
     if body.stream and body.echo and body.logprobs is not None:
         raise invalid("echo with logprobs is not streamed: set stream or echo to false", "echo")
     prompts = await _prompts(served, body)
     guide = translate.guide(body)
-    # With max_tokens=0 the engine generates one token all the same, and the answer leaves it out.
+    # With max_tokens=0 the engine still generates one token, and the answer omits it.
     length = 16 if body.max_tokens is None else body.max_tokens
     if length == 0 and not body.echo:
         raise invalid("max_tokens=0 without echo: expected at least 1", "max_tokens")
@@ -135,7 +135,7 @@ async def _prompts(served: Served, body: protocol.CompletionRequest) -> list[lis
         raise invalid(f"prompt: {len(given)} prompts: expected 1 to {MAX_PROMPTS}", "prompt")
     found = []
     for each in given:
-        await asyncio.sleep(0)  # other requests get their turn
+        await asyncio.sleep(0)  # lets other requests run
         tokens = await served.encode(each, body.add_special_tokens) if isinstance(each, str) else list(each)
         served.check_tokens(tokens, "prompt")
         found.append(tokens)
@@ -149,7 +149,7 @@ async def complete(served: Served, body: protocol.CompletionRequest, name: str, 
         async for answer, event in answers:
             if body.logprobs is not None:
                 answer.events.append(event)
-    # The first event of a prompt has its scores, and all of its answers show them.
+    # A prompt's first event carries its scores, which all of its answers show.
     scores = {
         answer.prompt: event.prompt_logprobs
         for answer in answers.all
@@ -166,7 +166,7 @@ async def complete(served: Served, body: protocol.CompletionRequest, name: str, 
 async def stream(
     served: Served, body: protocol.CompletionRequest, name: str, tenant: str
 ) -> AsyncIterator[dict[str, Any] | None]:
-    """Chunks; first a None, once nothing more of the request itself can be wrong."""
+    """The chunks of a stream. The first is None, sent once the request itself is known to be valid."""
     requests = await requests_of(served, body, tenant)
     head = _head(served, name)
     with_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -235,7 +235,7 @@ def _finish(body: protocol.CompletionRequest, why: str | None) -> str | None:
 
 
 def logprobs(served: Served, events: Sequence[TokenEvent], offset: int) -> dict[str, Any]:
-    """OpenAI's object of some generated tokens, whose text begins at ``offset`` of the answer."""
+    """The log-probabilities of generated tokens as OpenAI's object; their text begins at the answer's ``offset``."""
     found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for event in events:
         if event.token is None:
@@ -251,18 +251,18 @@ def _score(served: Served, found: dict[str, Any], text: str, logprob: Any, top: 
     found["token_logprobs"].append(finite(logprob))
     likeliest: dict[str, float | None] = {}
     for token, score in sorted(top or (), key=lambda each: -each[1]):
-        likeliest.setdefault(served.decode([token]), finite(score))  # tokens may have one text: parts of characters do
+        likeliest.setdefault(served.decode([token]), finite(score))  # parts of characters have equal texts
     found["top_logprobs"].append(None if top is None else likeliest)
     found["text_offset"].append(offset)
 
 
 def finite(logprob: float | None) -> float | None:
-    """JSON has no infinity: what can never come has vLLM's -9999."""
+    """JSON has no infinity: impossible tokens get vLLM's -9999."""
     return None if logprob is None else max(logprob, -9999.0)
 
 
 def _echoed(served: Served, prompt: Sequence[int], scores: Any, after: dict[str, Any]) -> dict[str, Any]:
-    """The prompt's tokens before those of the answer; nothing can be said of the first one."""
+    """Put the prompt's tokens before those of the answer; the first token has no log-probability."""
     found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     offset = 0
     first = served.decode(prompt[:1])

@@ -1,4 +1,4 @@
-"""What every request passes first: its id, its key, the size of its body, and a line in the log at its end."""
+"""The middleware of every request: its id, its key, the size of its body, and a log line at its end."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .served import TOLD, ServerOptions
 
 log = logging.getLogger("shardfuse.access")
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_SWALLOW_BYTES, _SWALLOW_S, _SILENCE_S = 64 << 20, 5.0, 0.5  # of a body that is refused
-_OPEN = ("/", "/health", "/version", "/metrics", "/stats", "/openapi.json")  # without a key
-_CLOSE = {"Connection": "close"}  # the rest of the body is not read
+_SWALLOW_BYTES, _SWALLOW_S, _SILENCE_S = 64 << 20, 5.0, 0.5  # bytes read of a refused body
+_OPEN = ("/", "/health", "/version", "/metrics", "/stats", "/openapi.json")  # served without a key
+_CLOSE = {"Connection": "close"}  # for a body that is not read to its end
 
 
 class Door:
@@ -85,12 +85,12 @@ class Door:
             )
 
     def _tenant(self, path: str, authorization: bytes) -> str:
-        """What tells apart the clients' prefixes in the cache: their key's hash."""
+        """The client's cache salt: the hash of its key."""
         if not self._keys or path in _OPEN:
             return ""
         scheme, _, key = authorization.partition(b" ")
         tenant = None
-        for known, name in self._keys:  # all of them, whichever it is
+        for known, name in self._keys:  # compares all keys, to take the same time for each
             if hmac.compare_digest(key.strip(), known) and scheme.lower() == b"bearer":
                 tenant = name
         if tenant is None:
@@ -112,13 +112,13 @@ class Door:
         )
 
     def _limited(self, receive: Receive) -> Receive:
-        """``receive``, which refuses a body that is too long, or that takes too long to come."""
+        """A ``receive`` that refuses a body that is too long or arrives too slowly."""
         deadline = time.monotonic() + self._options.send_timeout_s
         taken, complete = 0, False
 
         async def limited() -> Message:
             nonlocal taken, complete
-            if complete:  # what follows is the client's end, at any time
+            if complete:  # later messages report the client's disconnect, at any time
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
@@ -140,8 +140,8 @@ class Door:
 
 
 async def _swallow(receive: Receive) -> None:
-    """Take what still comes of a body, as far as that is bearable: a client that is sending reads no answer, and where
-    the connection is closed on it, it may never see one.
+    """Read the rest of a body, up to a limit: a client reads no answer while it sends, and may never see one if the
+    connection is closed meanwhile.
     """
     taken, deadline = 0, time.monotonic() + _SWALLOW_S
     while taken < _SWALLOW_BYTES and (left := deadline - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API has them: an object with a message, a type, the parameter that is wrong, and a code."""
+"""Errors in the format of OpenAI's API: an object with a message, a type, the wrong parameter, and a code."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every answer that is not a success."""
+    """The body of every unsuccessful answer."""
 
     error: ErrorDetail
 
 
 class ApiError(HTTPException):
-    """An error that the client is told, with an HTTP ``status``."""
+    """An error to report to the client, with an HTTP ``status``."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 
 def wrong_body(error: ValidationError, body: Any) -> ApiError:
-    """400 for a ``body`` that did not come by HTTP, as :func:`install` has it for one that did."""
+    """400 for a ``body`` outside HTTP, equal to the answer of :func:`install` for one over HTTP."""
     message, param = _first([{**each, "loc": ("body", *each["loc"])} for each in error.errors()], body)
     return invalid(message, param)
 
@@ -75,7 +75,7 @@ def unavailable(message: str, code: str = "unavailable", retry_after_s: int = 1)
 
 
 def explained(error: Exception) -> ApiError:
-    """What the client is told of an ``error`` of the engine or of a request in it."""
+    """The client's error for an ``error`` of the engine or of a request in it."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
@@ -89,7 +89,7 @@ def explained(error: Exception) -> ApiError:
 
 
 def install(app: FastAPI) -> None:
-    """Have ``app`` answer every error with an :class:`ErrorBody`."""
+    """Make ``app`` answer every error with an :class:`ErrorBody`."""
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
@@ -99,7 +99,7 @@ def install(app: FastAPI) -> None:
             body = error_body(
                 404, f"there is no {request.url.path}: /openapi.json lists what there is", code="not_found"
             )
-        elif error.status_code == 400:  # FastAPI's, of a body that its parser gave up
+        elif error.status_code == 400:  # FastAPI's error for a body that its parser gave up
             body = error_body(
                 400, "the body is no JSON that can be read: expected an object in UTF-8, not nested deeply"
             )
@@ -114,7 +114,7 @@ def install(app: FastAPI) -> None:
 
 
 class Json(JSONResponse):
-    """In ASCII, so that it can repeat what a client sent and UTF-8 has not: half of a surrogate pair."""
+    """The answer is ASCII, so that it can quote a client's lone surrogates, which UTF-8 lacks."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, separators=(",", ":")).encode()
@@ -141,7 +141,7 @@ def _first(errors: Any, body: Any) -> tuple[str, str | None]:
         return f"{path}: there is no such parameter here; /openapi.json lists what there is", path
     told = [found["msg"][:1].lower() + found["msg"][1:]]
     given = "nothing" if found["type"] == "missing" else _shown(found.get("input"))
-    if kinds is not None:  # the value may be of several kinds, and is of none of them
+    if kinds is not None:  # the value matches none of several allowed kinds
         told = []
         for each in errors:
             where, of = _path(each, body)
@@ -153,7 +153,7 @@ def _first(errors: Any, body: Any) -> tuple[str, str | None]:
 
 
 def _path(error: Any, body: Any) -> tuple[str, str | None]:
-    """Where in ``body`` an ``error`` is, and where the value is whose kinds it belongs to, if there are several."""
+    """The place of an ``error`` in ``body``, and that of the value with several allowed kinds around it."""
     path: list[str] = []
     kinds, here = None, body
     *before, last = error["loc"][1:] or ("",)

@@ -1,4 +1,4 @@
-"""The last minutes of a server, a point a second: what the live page draws."""
+"""The last minutes of a server, one point per second, for the live page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class History:
         self._before = (time.time() - 1.0, Totals())
 
     async def sample(self, seconds: float) -> None:
-        """Take a point every ``seconds``, until it is cancelled."""
+        """Record a point every ``seconds`` until cancelled."""
         while True:
             self._points.append(self._point())
             await asyncio.sleep(seconds)
@@ -47,7 +47,7 @@ class History:
         return {"running": load.running, "waiting": load.waiting, "cache": load.used_blocks / load.num_blocks}
 
     def _point(self) -> dict[str, Any]:
-        """Rates and mean latencies are of the time since the last point; None where nothing came in it."""
+        """Rates and mean latencies cover the time since the last point; None if no token came in it."""
         when, now = time.time(), dataclasses.replace(self._served.metrics.totals)
         (earlier, before), self._before = self._before, (when, now)
         seconds = when - earlier

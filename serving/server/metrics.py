@@ -1,4 +1,4 @@
-"""Prometheus metrics with vLLM's names and meanings, so that its dashboards and autoscalers read them."""
+"""Prometheus metrics with vLLM's names and meanings, so that vLLM's dashboards and autoscalers work with them."""
 
 from __future__ import annotations
 
@@ -86,20 +86,20 @@ class Metrics:
         self.registry.register(_OfTheEngine(self, labels))
 
     def look(self, load: EngineLoad, stats: EngineStats) -> None:
-        """Take over what the engine says of itself, for the next scrape."""
+        """Copy the engine's statistics for the next scrape."""
         self._gauges["running"].set(load.running)
         self._gauges["waiting"].set(load.waiting)
         self._gauges["cache"].set(load.used_blocks / load.num_blocks)
         self._stats = stats
 
     def arrived(self, answers: int, max_tokens: int) -> None:
-        """A request was queued."""
+        """Count a queued request."""
         self.params_n.observe(answers)
         self.params_max_tokens.observe(max_tokens)
 
 
 class AnswerTimes:
-    """Measures one answer as its tokens come, and tells ``metrics``; ``leads`` the first one to its prompt."""
+    """Measures one answer as its tokens arrive, for ``metrics``; ``leads`` marks the first answer to its prompt."""
 
     def __init__(self, metrics: Metrics, arrived: float, prompt: int, leads: bool) -> None:
         self._metrics, self._arrived, self._prompt, self._leads = metrics, arrived, prompt, leads

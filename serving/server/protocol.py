@@ -1,7 +1,7 @@
 """The bodies of requests: OpenAI's parameters, and those that vLLM adds to them. Unknown ones are refused.
 
-A parameter that could change an answer and has no effect here is no field; those that change none are in
-:class:`Ignored`.
+A parameter that could change an answer but is not supported has no field, so it is refused; accepted parameters without
+effect on answers are in :class:`Ignored`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_-
 
 
 class Strict(BaseModel):
-    """Takes JSON's types as they are: no number for a text that looks like one."""
+    """Accepts JSON's types strictly: a text that looks like a number is not one."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class Ignored(Strict):
-    """What OpenAI's clients may send, and what changes no answer."""
+    """Parameters that OpenAI's clients may send and that change no answer."""
 
     user: str | None = None
     store: bool | None = None
@@ -64,7 +64,7 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 class StructuredOutputs(Strict):
-    """vLLM's: exactly one of them."""
+    """vLLM's structured outputs: exactly one field is set."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
@@ -73,7 +73,7 @@ class StructuredOutputs(Strict):
 
 
 class Sampled(Ignored):
-    """What both kinds of completions take."""
+    """The parameters of both kinds of completions."""
 
     model: str | None = None
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
@@ -135,7 +135,7 @@ class Message(Strict):
     refusal: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    # OpenAI's clients send a message that they got back with all of its fields.
+    # OpenAI's clients send a received message back with all of its fields.
     annotations: None = None
     audio: None = None
     function_call: None = None

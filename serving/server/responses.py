@@ -1,4 +1,4 @@
-"""How answers leave: as one JSON, or as events of a stream; a client that goes ends its request either way."""
+"""Send answers, as one JSON or as events of a stream; in both forms a client's disconnect ends its request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GONE = 499  # nginx's status for a client that closed its connection
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What ``work`` returns or raises; it is cancelled when the client goes. Raises ApiError GONE then."""
+    """Run ``work`` and return its result; a client's disconnect cancels it and raises ApiError GONE."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request.receive))
     try:
@@ -43,10 +43,10 @@ async def _ended(*tasks: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """``chunks`` as server-sent events, the first of which, a None, has been taken; "[DONE]" is the last one.
+    """``chunks`` as server-sent events, after their first element, None, has been taken; "[DONE]" is the last event.
 
-    An error after the beginning is an event, too: the status was sent by then. A client that goes, or takes nothing for
-    ``send_timeout_s``, ends its request.
+    A later error becomes an event, because the status has been sent by then. The request ends if the client
+    disconnects, or reads nothing for ``send_timeout_s``.
     """
 
     media_type = "text/event-stream"
@@ -101,7 +101,7 @@ def _event(data: dict[str, Any]) -> bytes:
 async def streamed(
     request: Request, chunks: AsyncGenerator[dict[str, Any] | None, None], send_timeout_s: float
 ) -> EventStream:
-    """A stream whose request was queued: raises ApiError where it is refused."""
+    """A stream whose request is queued. Raises ApiError if it is refused."""
     try:
         await unless_gone(request, chunks.__anext__())
     except BaseException:

@@ -22,11 +22,11 @@ from .app import create_app
 from .served import Served
 
 log = logging.getLogger("shardfuse.server")
-_LAST_S = 5.0  # from the signal that ends open requests to the end of the process
+_LAST_S = 5.0  # the time from the signal that ends open requests to the end of the process
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to ``port`` of ``host``, 0 for a free one. Raises ValueError where that cannot be."""
+    """A socket bound to ``port`` of ``host``; 0 chooses a free port. Raises ValueError if binding fails."""
     if not 0 <= port < 65536:
         raise ValueError(f"port {port}: expected a number from 0 to 65535")
     try:
@@ -42,12 +42,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(served: Served, listener: socket.socket, *, drain_s: float, started: Callable[[str], object]) -> int:
-    """Serve until SIGTERM or SIGINT, then answer what is open, for ``drain_s`` at most; the exit code.
+    """Serve until SIGTERM or SIGINT, then finish open requests for at most ``drain_s``; return the exit code.
 
     While it drains, new requests get 503. A second signal ends at once, with exit code 1, as does the end of
-    ``drain_s``. ``started`` is told the address once requests are taken.
+    ``drain_s``. ``started`` is called with the address once the server accepts requests.
     """
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # the kernel drops a connection whose client takes nothing for so long
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # the kernel drops a connection whose client reads nothing for so long
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(served.options.send_timeout_s * 1000))
     config = uvicorn.Config(
         create_app(served),
@@ -56,7 +56,7 @@ def run(served: Served, listener: socket.socket, *, drain_s: float, started: Cal
         lifespan="on",
         server_header=False,
         timeout_keep_alive=30,
-        timeout_graceful_shutdown=int(_LAST_S),  # for connections; by then all requests were answered
+        timeout_graceful_shutdown=int(_LAST_S),  # for connections; all requests have been answered by then
     )
     server = _Server(config, served, drain_s, started)
     asyncio.run(server.serve(sockets=[listener]))
@@ -66,7 +66,7 @@ def run(served: Served, listener: socket.socket, *, drain_s: float, started: Cal
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which closes its socket at the first signal; this one goes on to say 503 until all is answered."""
+    """uvicorn, but after the first signal its socket stays open and answers 503 until all requests are done."""
 
     def __init__(
         self, config: uvicorn.Config, served: Served, drain_s: float, started: Callable[[str], object]
@@ -82,7 +82,7 @@ class _Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         if self.started and sockets:
             self.began = True
-            # What is there now stays: to look through it all again, as Python does at times, would stop every answer.
+            # Objects that exist now stay: a garbage collection over all of them would stall every answer.
             gc.collect()
             gc.freeze()
             host, port = sockets[0].getsockname()[:2]
@@ -90,7 +90,7 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """uvicorn's hook for SIGINT and SIGTERM."""
-        if self._loop is None:  # before the start is over
+        if self._loop is None:  # a signal during startup
             self.should_exit = True
         elif self._served.draining:
             self._hurry(f"a second signal, {signal.Signals(sig).name}")
@@ -112,7 +112,7 @@ class _Server(uvicorn.Server):
 
     def _hurry(self, why: str) -> None:
         log.warning("%s: %d open requests are ended", why, self._served.open_requests)
-        if not self.hurried:  # a step that hangs would keep the process for ever
+        if not self.hurried:  # a hanging step would keep the process alive for ever
             timer = threading.Timer(_LAST_S, os._exit, (1,))
             timer.daemon = True
             timer.start()
@@ -125,7 +125,7 @@ class _Server(uvicorn.Server):
 
 
 class JsonLines(logging.Formatter):
-    """A line of JSON for each record: time, level, logger, message, and what the record was told beside."""
+    """A line of JSON for each record: time, level, logger, message, and the record's extra fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -141,7 +141,7 @@ class JsonLines(logging.Formatter):
 
 
 class PlainLines(logging.Formatter):
-    """The same for a reader: the message, then name=value."""
+    """A readable line for each record: the message, then the extra fields as name=value."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
@@ -154,7 +154,7 @@ class PlainLines(logging.Formatter):
 
 
 def log_to_stderr(form: str, level: str) -> None:
-    """Have the server's loggers write to standard error, as "text" or "json"."""
+    """Make the server's loggers write to standard error, as "text" or "json"."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if form == "json" else PlainLines())
     for name in ("shardfuse.server", "shardfuse.access", "uvicorn.error"):

@@ -1,4 +1,4 @@
-"""What the endpoints share: the engine behind its AsyncEngine, the tokenizer, and whether all is well."""
+"""The state that the endpoints share: the engine behind its AsyncEngine, the tokenizer, and the health."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ..request import QueueFull, Request, TokenEvent
 from .errors import ApiError, explained, invalid, unavailable
 from .metrics import Metrics
 
-TOLD: ContextVar[dict[str, Any]] = ContextVar("told")  # what the log's line of this HTTP request says beside the rest
-_PROBE_S = 5.0  # how long the answer of a probe counts
-_LONG_TEXT = 20_000  # characters, from which on a text is encoded beside the event loop
+TOLD: ContextVar[dict[str, Any]] = ContextVar("told")  # the extra fields in this HTTP request's log line
+_PROBE_S = 5.0  # how long a probe's result stays valid
+_LONG_TEXT = 20_000  # characters; longer texts are encoded in a thread
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class ServerOptions:
     """How a server behaves.
 
     Args:
-        name: of the model, as clients ask for it.
-        api_keys: of which a request has to bring one; none: anyone may ask. Requests with different keys never share a
-            prefix in the cache.
+        name: of the model, in clients' requests.
+        api_keys: the accepted keys; without any, no key is needed. Requests with different keys never share a prefix in
+        the cache.
         max_body_bytes: of a request; longer ones are refused with 413.
-        health_timeout_s: how long a step may take before ``/health`` says 503.
-        request_timeout_s: how long an answer may take; None: any time.
-        send_timeout_s: how long a client may take to read what was sent, or to send its body.
-        debug: whether there is ``/debug/leaks``.
+        health_timeout_s: how long a step may take before ``/health`` answers 503.
+        request_timeout_s: how long an answer may take; None: no limit.
+        send_timeout_s: how long a client may take to read an answer's pieces, or to send its body.
+        debug: whether to serve ``/debug/leaks``.
     """
 
     name: str = "model"
@@ -49,8 +49,8 @@ class ServerOptions:
 class Served:
     """One model, open while the application runs.
 
-    ``tokenizer`` is one of transformers, ``stop_ids`` the tokens that end an answer. ``wrong`` says what the server's
-    surroundings know to be wrong, such as a rank that has ended; "" if nothing.
+    ``tokenizer`` is one of transformers, ``stop_ids`` the tokens that end an answer. ``wrong`` returns an error known
+    outside the engine, such as a rank that has ended; "" if there is none.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class Served:
         self.vocab_size = engine.model.config.vocab_size
         self.created = int(time.time())
         self.draining = False
-        self.open_requests = 0  # HTTP requests that ask for tokens and have not been answered to the end
+        self.open_requests = 0  # unfinished HTTP requests for tokens
         self.metrics = Metrics(options.name)
         self._engine = engine
         self._serve: AsyncEngine | None = None
-        self._probed = (-_PROBE_S, "")  # when, and what was wrong
+        self._probed = (-_PROBE_S, "")  # the time of the last probe, and the error it found
         self._probe = asyncio.Lock()
         self._lost: RanksLost | None = None
         self._idle = asyncio.Event()
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """Within it, requests are served."""
+        """Serve requests within the block."""
         async with AsyncEngine(self._engine) as self._serve:
             yield
 
@@ -106,7 +106,7 @@ class Served:
             raise invalid(str(error)) from error
 
     def check(self, event: TokenEvent) -> None:
-        """ApiError where ``event`` ends its answer without success."""
+        """Raise ApiError if ``event`` ends its answer without success."""
         if event.error is not None:
             if isinstance(event.error, RanksLost):
                 self._lost = event.error
@@ -118,7 +118,7 @@ class Served:
             raise ApiError(408, f"the answer took longer than the server's limit of {limit:g} s", code="timeout")
 
     def trouble(self) -> str:
-        """What is known to be wrong, without asking the engine; "" if nothing."""
+        """A known error, without a probe of the engine; "" if there is none."""
         if wrong := self._wrong():
             return wrong
         if self._lost is not None:
@@ -133,10 +133,10 @@ class Served:
         return ""
 
     async def health(self) -> str:
-        """What is wrong; "" where a token came out within the deadline.
+        """The error; "" if the engine generated a token within the deadline.
 
-        While requests run, a step has to have ended within ``health_timeout_s``. While none do, a request for one token
-        is computed, at most one every few seconds, so a rank that has died is found.
+        While requests run, a step must have ended within ``health_timeout_s``. Otherwise this method sends a request
+        for one token, at most one every few seconds, which detects a dead rank.
         """
         if self.draining:
             return "draining: no more requests are taken"
@@ -159,7 +159,7 @@ class Served:
             )
         except asyncio.TimeoutError:
             return f"the engine took no request within {limit:g} s (--health-timeout)"
-        except QueueFull:  # requests have come, and are looked at from now on
+        except QueueFull:  # requests have arrived, and take the probe's place
             return ""
         except (RuntimeError, ValueError) as error:
             self._lost = error if isinstance(error, RanksLost) else None
@@ -180,7 +180,7 @@ class Served:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """One HTTP request that asks for tokens. Raises ApiError where no more are taken."""
+        """Count one HTTP request for tokens. Raises ApiError if the server accepts no more."""
         if self.draining:
             raise unavailable("the server is shutting down: send the request to another one", "draining", 5)
         self.open_requests += 1
@@ -192,7 +192,7 @@ class Served:
                 self._idle.set()
 
     async def drain(self) -> None:
-        """Take no more requests, and wait until those that are open have been answered."""
+        """Accept no more requests, and wait until the open ones have been answered."""
         self.draining = True
         while self.open_requests:
             self._idle.clear()
@@ -201,10 +201,10 @@ class Served:
     # --- text
 
     async def encode(self, text: str, special: bool) -> list[int]:
-        """The tokens of ``text``, with those that begin every text where ``special``. Raises ApiError for no text."""
+        """The tokens of ``text``, with ``special`` after the usual first tokens. Raises ApiError for invalid text."""
         try:
             text.encode()
-        except UnicodeEncodeError as error:  # JSON can spell half of a pair of surrogates
+        except UnicodeEncodeError as error:  # JSON can contain a lone surrogate
             raise invalid(
                 f"{text[error.start]!a} at character {error.start} is half of a surrogate pair, no text"
             ) from None
@@ -220,13 +220,13 @@ class Served:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def check_tokens(self, tokens: Iterable[int], param: str) -> None:
-        """ApiError for one that the model has not."""
+        """Raise ApiError for a token outside the vocabulary."""
         for token in tokens:
             if token >= self.vocab_size:
                 raise invalid(f"{param}: token {token}: this model has 0 to {self.vocab_size - 1}", param)
 
     def check_model(self, name: str | None) -> None:
-        """ApiError for another model's ``name``."""
+        """Raise ApiError for another model's ``name``."""
         if name is not None and name != self.options.name:
             raise ApiError(
                 404,
@@ -238,7 +238,7 @@ class Served:
 
 @contextlib.asynccontextmanager
 async def _within(seconds: float) -> AsyncIterator[None]:
-    """asyncio.timeout, which Python 3.10 has not."""
+    """asyncio.timeout, which Python 3.10 lacks."""
     task = asyncio.current_task()
     assert task is not None
     late = False
@@ -261,7 +261,7 @@ async def _within(seconds: float) -> AsyncIterator[None]:
 
 @dataclass
 class Usage:
-    """Tokens of one HTTP request."""
+    """The token counts of one HTTP request."""
 
     prompt: int = 0
     completion: int = 0

@@ -4,9 +4,9 @@
     {"name": "weather", "arguments": {"city": "Bern"}}
     </tool_call>
 
-:class:`ToolParser` reads them while the text comes, in pieces cut anywhere: a call's name comes out when it is
-complete, its arguments as they come, as the JSON text that the model wrote. What it makes of a text does not depend on
-where the text was cut. :func:`grammar` is what has a model write nothing else.
+:class:`ToolParser` reads them while the text arrives in arbitrary pieces: it returns a call's name when that is
+complete, and its arguments as they arrive, as the JSON text that the model wrote. The result does not depend on the
+cuts between pieces. :func:`grammar` makes a model write nothing but calls.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([A-Za-z0-9_-]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_MARK = re.compile(f"{END}|{BEGIN}")  # models forget the one, and go on with the other
-_LONGEST_HEAD = 1024  # characters; what has no head within them is no call
+_MARK = re.compile(f"{END}|{BEGIN}")  # models may omit the end mark and start the next call
+_LONGEST_HEAD = 1024  # characters; a call must have its head within them
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class ToolParser:
 
     def __init__(self) -> None:
         self.calls = 0
-        self._held = ""  # what cannot be told yet
-        self._space = ""  # before a call that has begun
+        self._held = ""  # text that is undecided yet
+        self._space = ""  # before a call has begun
         self._state = "content"  # then "head", "arguments", "tail"
         self._value = _Value()
 
     def push(self, text: str) -> list[str | Call]:
-        """What became certain with ``text``: pieces of content, and of calls."""
+        """The pieces of content and calls that ``text`` makes certain."""
         self._held += text
         found: list[str | Call] = []
         while (piece := self._next()) is not None:
@@ -52,7 +52,7 @@ class ToolParser:
         return found
 
     def flush(self) -> list[str | Call]:
-        """The rest at the end of the answer: text that did not become a call is content."""
+        """The rest at the end of the answer; text that did not become a call is content."""
         held, self._held = self._held, ""
         if self._state == "head":
             return [self._space + BEGIN + held]
@@ -61,7 +61,7 @@ class ToolParser:
         return [held] if held else []
 
     def _next(self) -> str | Call | None:
-        """The next piece, "" for a step without one, or None where more text is needed."""
+        """The next piece, "" for a step without one, or None if more text is needed."""
         return getattr(self, f"_{self._state}")()
 
     def _content(self) -> str | None:
@@ -111,7 +111,7 @@ class ToolParser:
 
 
 class _Value:
-    """Finds the end of a JSON object that comes in pieces."""
+    """Finds the end of a JSON object that arrives in pieces."""
 
     def __init__(self) -> None:
         self.done = False
@@ -119,7 +119,7 @@ class _Value:
         self._in_text = self._escaped = False
 
     def take(self, text: str) -> int:
-        """How many characters of ``text`` belong to the object."""
+        """The number of characters of ``text`` that belong to the object."""
         for at, letter in enumerate(text):
             if self._in_text:
                 if self._escaped:

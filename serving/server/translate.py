@@ -1,4 +1,4 @@
-"""From the body of a request to what the engine is asked for."""
+"""Translate the body of a request into the engine's requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .served import Served
 
 
 def sampling(body: protocol.Sampled, logprobs: int | None, guide: Guide | None, **more: Any) -> SamplingParams:
-    """Temperature is 1 unless it is given, and the seed a random one, as in OpenAI's API."""
+    """The sampling options. As in OpenAI's API, the default temperature is 1 and the default seed random."""
     bias: dict[int, float] | None = None
     if body.logit_bias:
         bias = {_token("logit_bias", token): value for token, value in body.logit_bias.items()}
@@ -42,7 +42,7 @@ def _token(param: str, text: str) -> int:
 def request(
     served: Served, body: protocol.Sampled, prompt: list[int], max_tokens: int, params: SamplingParams, tenant: str
 ) -> Request:
-    """Raises ApiError where prompt and answer are too long for the model, or for the cache."""
+    """Raises ApiError if prompt and answer are too long for the model or the cache."""
     if not prompt:
         raise invalid("the prompt has no token: expected one at least", "prompt")
     total = len(prompt) + max_tokens
@@ -80,7 +80,7 @@ def request(
 
 
 def guide(body: protocol.Sampled) -> Guide | None:
-    """What the answer has to be, by ``response_format`` or ``structured_outputs``. Raises ApiError for both at once."""
+    """The guide from ``response_format`` or ``structured_outputs``. Raises ApiError for both at once."""
     wanted, given = body.response_format, body.structured_outputs
     found: list[Guide] = []
     try:
@@ -109,5 +109,5 @@ def guide(body: protocol.Sampled) -> Guide | None:
 
 
 def json_guide(schema: dict[str, Any] | str) -> Guide:
-    """Without whitespace between the parts, which a weak model could go on with for ever."""
+    """A guide without whitespace between the parts, with which a weak model might continue for ever."""
     return Guide.json_schema(schema, any_whitespace=False)
