@@ -1,8 +1,9 @@
-"""What a plug-in rests on in a host's sources, and how a version differs from it.
+"""The parts of a host's sources that a plug-in relies on, and the differences of a version from them.
 
-Sources are parsed, not imported: so a version can be compared that cannot be installed here, from its unpacked wheel,
-and a registration can ask before it imports anything that may fail. What was found in the tested versions is recorded
-in ``tests/integrations/contracts.json``, which ``make test`` compares where no host is installed.
+This module parses sources and does not import them. It can therefore compare a version that cannot be installed here,
+from its unpacked wheel, and a registration can check before an import that may fail.
+``tests/integrations/contracts.json`` records the findings in the tested versions, which ``make test`` compares where no
+host is installed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-Facts = Any  # of JSON; None: there is no such thing
+Facts = Any  # JSON; None: the source lacks it
 
 
 class Takes(NamedTuple):
@@ -52,7 +53,7 @@ class Has(NamedTuple):
 
 
 class Abstract(NamedTuple):
-    """A class that leaves no methods to its subclasses but these."""
+    """A class that requires exactly these methods of its subclasses."""
 
     file: str
     name: str
@@ -75,8 +76,8 @@ class Abstract(NamedTuple):
 
 
 class Says(NamedTuple):
-    """A function or class ("" for the file) in whose code this stands, as ``ast.unparse`` writes it: for what no
-    signature shows.
+    """A function or class ("" for the file) whose code contains this text, as ``ast.unparse`` writes it; for facts that
+    no signature shows.
     """
 
     file: str
@@ -101,7 +102,7 @@ def key(expected: Expectation) -> str:
 
 
 def read(root: Path, contract: Sequence[Expectation]) -> dict[str, Facts]:
-    """What the sources below ``root``, which holds the host's package, have of ``contract``, by :func:`key`."""
+    """The findings for ``contract``, by :func:`key`, in the sources below ``root``, the package's folder."""
     found: dict[str, Facts] = {}
     for expected in contract:
         path = root / expected.file
@@ -110,7 +111,7 @@ def read(root: Path, contract: Sequence[Expectation]) -> dict[str, Facts]:
 
 
 def differences(facts: dict[str, Facts], contract: Sequence[Expectation]) -> list[str]:
-    """What of ``contract`` does not hold, a line each."""
+    """The violations of ``contract``, one line each."""
     wrong: list[str] = []
     for expected in contract:
         found = facts[key(expected)]
@@ -128,7 +129,7 @@ _Scope = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _find(tree: ast.AST, name: str) -> ast.AST | None:
-    """The last definition of a dotted name, wherever a condition or a block puts it."""
+    """The last definition of a dotted name, also inside conditions and blocks."""
     found: ast.AST | None = tree
     for part in name.split("."):
         assert found is not None
@@ -139,7 +140,7 @@ def _find(tree: ast.AST, name: str) -> ast.AST | None:
 
 
 def _definitions(scope: ast.AST) -> list[Any]:
-    """The functions and classes that belong to a scope: not those inside of others."""
+    """The functions and classes of a scope, without those nested in others."""
     return _collect(scope, lambda node: [node] if isinstance(node, _Scope) else [])
 
 

@@ -1,8 +1,8 @@
-"""Which versions of a host were tested, and what is said of the others, when a plug-in registers and not later.
+"""The tested versions of each host, and the check of others, made when a plug-in registers.
 
-A host changes what it asks of a plug-in every one or two minor versions. A version that was tested registers. Another
-one registers, with a warning, where its sources still have everything that the plug-in rests on (``contract.py``).
-Otherwise :class:`UnsupportedHost` names the difference and the versions that were tested.
+A host changes its plug-in interface every one or two minor versions. With a tested version the plug-in registers. With
+another version it registers with a warning if the sources still have everything that it relies on (``contract.py``).
+Otherwise :class:`UnsupportedHost` names the difference and the tested versions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .contract import Expectation, differences, read
 
 
 class UnsupportedHost(RuntimeError):
-    """A host that is missing, or whose version does not have what the plug-in rests on."""
+    """A host is missing, or its version lacks something that the plug-in relies on."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Host:
     """A server or library that calls our kernel."""
 
     name: str
-    package: str  # what is imported
-    distributions: tuple[str, ...]  # what pip installs, any of them
-    ran: tuple[str, ...]  # versions whose lane ran end to end
-    compared: tuple[str, ...] = ()  # versions whose sources have the contract, and which were not run
+    package: str  # the name to import
+    distributions: tuple[str, ...]  # pip's names, any of which provides it
+    ran: tuple[str, ...]  # versions tested end to end
+    compared: tuple[str, ...] = ()  # versions whose sources satisfy the contract, not run
 
     @property
     def tested(self) -> str:
@@ -39,7 +39,7 @@ class Host:
         return "; ".join(filter(None, parts))
 
     def version(self) -> str:
-        """The installed version, without its local part. UnsupportedHost where there is none."""
+        """The installed version, without its local part. UnsupportedHost if the host is not installed."""
         for distribution in self.distributions:
             try:
                 return metadata.version(distribution).partition("+")[0]
@@ -51,16 +51,16 @@ class Host:
         )
 
     def folder(self) -> Path:
-        """Where the installed package's sources lie, found without importing it."""
+        """The folder of the installed package's sources, found without importing it."""
         spec = importlib.util.find_spec(self.package)
         if spec is None or spec.origin is None:
             raise UnsupportedHost(f"{self.name} {self.version()} has no package {self.package!r} here; install it anew")
         return Path(spec.origin).parent
 
     def check(self, contract: Sequence[Expectation]) -> str:
-        """The installed version, where the plug-in can work with it; a warning where nobody tried.
+        """The installed version if the plug-in can work with it; warns for an untested one.
 
-        UnsupportedHost otherwise.
+        Raises UnsupportedHost otherwise.
         """
         version = self.version()
         if version in (*self.ran, *self.compared):

@@ -1,7 +1,8 @@
 """The kernel object that every plug-in calls: one attention layer of a host, over the host's own pages.
 
-A host keeps its cache, its block tables and its batch. What it gives is seen as :func:`~shardfuse.paged_attention`
-takes it, without a copy, and every call is counted: a layer that never reaches the kernel would otherwise go unnoticed.
+A host keeps its cache, its block tables and its batch. This module views them as the arguments of
+:func:`~shardfuse.paged_attention`, without a copy, and counts every call: a layer that never reaches the kernel would
+otherwise go unnoticed.
 
 Letters: T tokens of a step, N query heads, K KV heads, H head size of q and k, Hv of v, S sequences.
 """
@@ -28,17 +29,17 @@ QUANTISED = (torch.float8_e4m3fn, torch.int8)
 
 Cache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
-_counts: Counter[tuple[str, str]] = Counter()  # (host, what) -> how many
+_counts: Counter[tuple[str, str]] = Counter()  # (host, kind of call) -> count
 
 
 def stats(host: str | None = None) -> dict[str, int]:
-    """What ran in this process, of all hosts or of one ("vllm", "transformers", "sglang"), since it started or
-    :func:`reset_stats`.
+    """The counts of calls in this process since its start or :func:`reset_stats`, for all hosts or one ("vllm",
+    "transformers", "sglang").
 
-    ``attention`` and ``writes`` are calls of the kernel by layers, ``queries`` the tokens that attended, and
-    ``attention.triton`` or ``attention.reference`` say which implementation it was; ``rotated_writes`` are those of
-    ``writes`` that rotated too, ``copied_pages`` the calls whose pages the host had gathered before. What a captured
-    CUDA graph replays is counted once, when it is captured.
+    ``attention`` and ``writes`` count kernel calls by layers, ``queries`` the tokens that attended, and
+    ``attention.triton`` or ``attention.reference`` the calls of each implementation. ``rotated_writes`` are the
+    ``writes`` that also rotated, ``copied_pages`` the calls whose pages the host had gathered before. Calls in a
+    captured CUDA graph count once, at capture.
     """
     found: Counter[str] = Counter()
     for (name, what), times in _counts.items():
@@ -53,12 +54,12 @@ def reset_stats() -> None:
 
 
 def count(host: str, what: str, times: int = 1) -> None:
-    """Count something that a plug-in did."""
+    """Count calls of a plug-in."""
     _counts[host, what] += times
 
 
 def why_not(head_size: int, dtype: torch.dtype, *, v_head_size: int | None = None) -> str | None:
-    """Why the kernel serves no layer of these sizes, or None. The same on every device, so that a CPU says it, too."""
+    """The reason why the kernel cannot serve a layer of these sizes, or None. All devices give the same answer."""
     largest = max(head_size, v_head_size or 0)
     if largest > MAX_HEAD_SIZE:
         return f"head size {largest}: the kernel holds head sizes up to {MAX_HEAD_SIZE}"
@@ -85,14 +86,14 @@ class Batch:
     max_query_len: int | None = None
     max_seq_len: int | None = None
     causal: bool = True
-    check: bool | None = False  # the host's tables are taken at their word
+    check: bool | None = False  # the host guarantees its tables
     plans: dict[Any, Plan | cpu.Plan | None] = field(default_factory=dict, repr=False)
 
     def plan(self, q: torch.Tensor, cache: Cache, window: int | None, invariant: bool | None) -> Plan | cpu.Plan | None:
-        """The plan of all layers of this shape, made at the first one: within the graph, where one is captured."""
+        """The plan of all layers of this shape, made by the first one, inside the graph during a capture."""
         if not q.is_cuda:
             return None
-        captured = torch.cuda.is_current_stream_capturing()  # a graph replays its own plan, not one made before it
+        captured = torch.cuda.is_current_stream_capturing()  # a graph must replay its own plan, not an earlier one
         key = (q.shape, q.dtype, window, invariant, _shapes(cache), captured)
         if key not in self.plans:
             self.plans[key] = plan_attention(
@@ -108,17 +109,17 @@ def _shapes(cache: Cache) -> tuple[Any, ...]:
 
 
 class PagedLayer:
-    """One attention layer of ``host``: what stays the same from step to step.
+    """One attention layer of ``host``: the values that do not change between steps.
 
     Args:
         host: the name under which calls are counted.
         scale: of the scores.
         window: a query sees itself and the ``window - 1`` keys before it.
-        softcap: bends scores to ``softcap * tanh(score / softcap)``.
+        softcap: bounds scores to ``softcap * tanh(score / softcap)``.
         sinks: [N], a score without a value for each head. Read at each call: a host may load it later.
         alibi_slopes: [N].
-        invariant: whether a sequence's result must not depend, in any bit, on what shares its batch; None: what
-            ``row_invariance`` says.
+        invariant: whether every bit of a sequence's result is independent of the rest of its batch; None: by
+        ``row_invariance``.
         impl: "auto", "triton" or "reference".
     """
 
@@ -137,7 +138,7 @@ class PagedLayer:
         self.host = host
         self.scale = float(scale)
         self.window = window
-        self.softcap = softcap or None  # hosts write 0 for none
+        self.softcap = softcap or None  # hosts write 0 for no soft-cap
         self.sinks = sinks
         self.alibi_slopes = alibi_slopes
         self.invariant = invariant
@@ -182,7 +183,7 @@ class PagedLayer:
         v_scale: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of q [T, N, H] over the sequences' pages -> [T, N, Hv], in ``out`` where it is given."""
+        """Attention of q [T, N, H] over the sequences' pages -> [T, N, Hv], written to ``out`` if given."""
         before = dispatch.counts["paged_attention", "triton"]
         found = paged_attention(
             q, cache, batch.block_tables, batch.seq_lens, batch.query_start_loc,

@@ -36,7 +36,7 @@ class Agreement:
     sharded: tuple[float, ...]
     unsharded: tuple[float, ...]
     exact: tuple[float, ...]  # unsharded, in fp64
-    eps: float = float(torch.finfo(torch.float32).eps)  # of the products' format
+    eps: float = float(torch.finfo(torch.float32).eps)  # the dtype of the products
 
     @property
     def rounding(self) -> float:

@@ -75,7 +75,7 @@ def unigram_nats(corpus: Corpus) -> float:
 
 
 def bigram_nats(corpus: Corpus) -> float:
-    """The same for frequencies of byte pairs, backed off to the byte frequencies with one pseudo-count."""
+    """Held-out nats per byte of byte-pair frequencies, backed off to the byte frequencies with one pseudo-count."""
     train = corpus.train.numpy().astype(np.int64)
     held_out = corpus.held_out.numpy().astype(np.int64)
     unigram = np.bincount(train, minlength=VOCAB_SIZE) + 1.0

@@ -117,11 +117,11 @@ class RunFolderError(ValueError):
 class RunFolder:
     """A context that holds ``path`` for one run and refuses other runs until it ends.
 
-    Without ``resume`` it also refuses a folder that holds an earlier run; with ``resume`` it accepts both.
-    A launcher restarts processes without telling them, after a failure and where machines join or leave. ``launch``
-    names all processes of one launcher; ``job`` names a job that may be launched several times. A run that entered
-    under either name may enter again and resumes, even without ``resume``; inside the context the attribute ``resume``
-    says so. Raises RunFolderError on entry.
+    Without ``resume`` it also refuses a folder that holds an earlier run; with ``resume`` it accepts the folder. A
+    launcher restarts processes without telling them, after a failure and where machines join or leave. ``launch`` names
+    all processes of one launcher; ``job`` names a job that may be launched several times. A run that entered under
+    either name may enter again and resumes, even without ``resume``; inside the context the attribute ``resume`` says
+    so. Raises RunFolderError on entry.
     """
 
     def __init__(self, path: Path, *, resume: bool, launch: str | None = None, job: str | None = None) -> None:

@@ -22,7 +22,8 @@ from .settings import ParallelSettings, RunSettings
 def resolve(settings: RunSettings, processes: int) -> RunSettings:
     """Fill in the settings that follow from the machine, ``processes`` and the folder ``start``.
 
-    Raises ValueError where they do not fit or the model cannot be divided in this way, and as ``read_hf_config`` does.
+    Raises ValueError if they do not fit or the model cannot be divided in this way, and the errors of
+    ``read_hf_config``.
     """
     if settings.start is not None:
         settings = dataclasses.replace(settings, model=read_hf_config(settings.start))

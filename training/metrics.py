@@ -178,7 +178,7 @@ def peak_bytes(device: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     except (OSError, StopIteration):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024  # in KiB except on macOS
+        return peak if sys.platform == "darwin" else peak * 1024  # KiB, except on macOS
 
 
 LINE_EVERY = 5.0  # seconds, without a terminal

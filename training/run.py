@@ -25,7 +25,7 @@ from .settings import RunSettings, flat
 from .trainer import RunResult, Trainer
 from .trainer import train as run_trainer
 
-REFUSAL_TIMEOUT = timedelta(minutes=2)  # for the others to come, where this process does not know the run's own
+REFUSAL_TIMEOUT = timedelta(minutes=2)  # to wait for the others, before this process knows the run's own timeout
 _LAUNCH = "shardfuse/launch"  # in the store that torchrun's agent keeps
 
 
@@ -52,8 +52,8 @@ def evaluate_saved(settings: RunSettings) -> float | None:
 def settle_together(settle: Callable[[], RunSettings]) -> RunSettings:
     """The resolved settings that ``settle`` returns on all processes of this launch, which it connects.
 
-    What ``settle`` raises on one of them, all raise. Raises ValueError where they have different settings, and as
-    ``init_mesh`` does.
+    An error of ``settle`` on one process is raised on all. Raises ValueError if their settings differ, and the errors
+    of ``init_mesh``.
     """
     if int(os.environ["WORLD_SIZE"]) == 1:
         return settle()
@@ -72,7 +72,7 @@ def _refuse(error: Exception) -> None:
     def refuse() -> RunSettings:
         raise error
 
-    with contextlib.suppress(RuntimeError):  # they are gone, or do not come
+    with contextlib.suppress(RuntimeError):  # the other processes have ended or do not arrive
         connect(default_device(), REFUSAL_TIMEOUT)
         with contextlib.suppress(type(error)):
             agreement.agree_on(meshes.everyone(), refuse, flat, what="train")

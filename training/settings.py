@@ -90,7 +90,7 @@ class ParallelSettings:
             raise ValueError(f"parallel.pp = {self.pp}: a pipeline also needs a schedule, such as schedule = '1f1b'")
 
     def over(self, processes: int) -> ParallelSettings:
-        """The same with ``dp`` filled in. Raises ValueError where the degrees do not multiply to ``processes``."""
+        """A copy with ``dp`` filled in. Raises ValueError if the product of the degrees is not ``processes``."""
         others = self.dp_replicate * self.pp * self.tp
         dp = processes // others if self.dp is None else self.dp
         if not dp or dp * others != processes:

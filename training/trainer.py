@@ -68,7 +68,7 @@ class Trainer:
         self.mesh = mesh
         self.device = _device(settings)
         self.step = 0
-        self.tokens_seen = 0  # in these steps, whose batch sizes may differ
+        self.tokens_seen = 0  # tokens in these steps, whose batch sizes may differ
         data = settings.data
         self._rank, self._data_parallel_size = data_coordinate(mesh)
         self._share = settings.share(self._data_parallel_size)

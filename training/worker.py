@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when ``parent`` dies for any reason. Linux only."""
+    """Make the kernel kill this process when ``parent`` dies for any reason. Linux only."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""Equal tokens, or not: small seeded models, what transformers' ``generate`` makes of them, and any server beside it.
+"""Compare the tokens of any server with those of transformers' ``generate``, on small seeded models.
 
-``models.py`` writes a folder of each architecture with prompts and the tokens that are expected; ``server.py`` asks a
-server that speaks OpenAI's completions; ``attention.py`` judges an attention function over a matrix of paged batches.
-The command is ``shardfuse conformance``.
+``models.py`` writes a folder of each architecture with prompts and expected tokens; ``server.py`` queries a server with
+OpenAI's API; ``attention.py`` checks an attention function over a matrix of paged batches. The command is ``shardfuse
+conformance``.
 """

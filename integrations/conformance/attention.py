@@ -1,8 +1,8 @@
-"""An attention function over a matrix of paged batches, judged against fp64.
+"""Check an attention function over a matrix of paged batches against fp64.
 
-The function is called as :func:`shardfuse.paged_attention` is. The cases are those of ``docs/paged_attention.md``:
-every two values of every option meet in one of them. What must not matter is poisoned: slots that no sequence owns hold
-NaN, and the entries of tables behind a sequence's end name no block.
+The function takes the arguments of :func:`shardfuse.paged_attention`. The cases are those of
+``docs/paged_attention.md``: every pair of values of two options occurs in one of them. Data that must not matter is
+poisoned: unowned slots hold NaN, and table entries after a sequence's end name no block.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ...kernels.dev.accuracy import judge
 from ...kernels.dev.cases import paged_attention as paged
 from ...kernels.dev.cases.paged_features import pairwise
 
-# How a function says that it does not do what a case asks for.
+# The exceptions by which a function refuses a case.
 REFUSALS = (NotImplementedError, ValueError, TypeError)
-# Of an option's name: the value that a call has which does not ask for it, and is not told of it.
+# Option -> the value that means "off"; calls then omit the option.
 _UNASKED = {"causal": True, "window": None, "softcap": None, "invariant": None, "max_query_len": None}
 
 
 class Result(NamedTuple):
-    """What came of a case: "ok", "refused" or "wrong", and why."""
+    """The result of a case: "ok", "refused" or "wrong", and the reason."""
 
     case: str
     verdict: str
@@ -33,7 +33,7 @@ class Result(NamedTuple):
 
 
 def load(name: str) -> Callable[..., Any]:
-    """The function ``package.module:function``. ValueError where there is none."""
+    """The function ``package.module:function``. ValueError if it does not exist."""
     module, _, attribute = name.partition(":")
     if not attribute:
         raise ValueError(f"{name!r} names no function: expected package.module:function")
@@ -53,9 +53,9 @@ def names() -> list[str]:
 
 
 def check(attention: Callable[..., Any], device: torch.device, only: str = "") -> Iterator[Result]:
-    """Judge every case whose name holds ``only``, as it is done.
+    """Check every case whose name contains ``only``; yield each result at once.
 
-    A result is wrong where it is farther from fp64 than twice what the same maths gives in its own precision.
+    A result is wrong if its distance from fp64 exceeds twice the error of the same maths in the result's own precision.
     """
     for case in pairwise():
         if only in case.name:
@@ -77,14 +77,14 @@ def _judged(attention: Callable[..., Any], case: registry.Case, device: torch.de
         return Result(
             case.name, "refused", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         )
-    except Exception as error:  # what was called is a stranger's, and the next case is to be seen, too
+    except Exception as error:  # foreign code: report any error and go on with the next case
         return Result(case.name, "wrong", f"{type(error).__name__}: {error}")
     parts = dict(zip(("out", "lse"), (found,) if isinstance(found, torch.Tensor) else found))
     if "lse" in parts:
         parts["lse"] = parts["lse"].masked_fill(parts["lse"] == float("-inf"), -1.0)
     low = paged.run(inputs, case, "reference")
     oracle = paged.run(registry.to_double(inputs), case, "reference")
-    rows = sum(case.options["queries"])  # those behind them are padding
+    rows = sum(case.options["queries"])  # later rows are padding
     wrong = []
     for name, expected in oracle.items():
         got = parts.get(name)

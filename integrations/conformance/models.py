@@ -1,9 +1,9 @@
-"""Small seeded models as folders that any server loads, each with prompts and the tokens that greedy decoding gives.
+"""Write small seeded models as folders that any server loads, each with prompts and the tokens of greedy decoding.
 
 A folder holds the configuration, weights in safetensors, a tokenizer whose token i is the word ``t<i>``, so that text
-names tokens exactly, and ``conformance.json``: prompts and expected tokens, from transformers' ``generate`` in fp32
-with attention spelled out. Prompts differ in length and some share a prefix. Models whose best two logits come closer
-than :data:`MARGIN` anywhere are drawn again: rounding must not decide between tokens.
+identifies tokens exactly, and ``conformance.json``: prompts and expected tokens, from transformers' ``generate`` in
+fp32 with eager attention. Prompts differ in length and some share a prefix. A model whose best two logits are closer
+than :data:`MARGIN` anywhere is drawn again, because rounding must not decide between tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 EXPECTED = "conformance.json"
 VOCABULARY = 384
 NEW_TOKENS = 20
-SHARED = 130  # tokens that the longer prompts have in common: more than a block, of any usual size
+SHARED = 130  # tokens shared by the longer prompts: more than a block of any usual size
 LENGTHS = (133, 141, 160, 3, 17, 34, 97, 1)
 MARGIN = 2e-3
 _DRAWS = 40
@@ -35,7 +35,7 @@ _SIZES: dict[str, Any] = {
     "rotary_dim": 16, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
 
-# What sets an architecture apart, where its default configuration would not show it at this size.
+# The distinctive settings of each architecture that its defaults would not show at this size.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen2": ("qwen2", {}),
@@ -62,16 +62,16 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Expected(NamedTuple):
-    """What a folder's model makes of its prompts."""
+    """The expected tokens of a folder's prompts."""
 
     prompts: list[list[int]]
-    tokens: list[list[int]]  # NEW_TOKENS for each
+    tokens: list[list[int]]  # NEW_TOKENS tokens for each prompt
     margin: float  # the smallest distance between the best two logits
-    distinct: float  # of the tokens of an answer, the share that are different, on average
+    distinct: float  # the mean share of distinct tokens in an answer
 
 
 def write(kind: str, folder: Path) -> Expected:
-    """Write the folder of an architecture, one of :data:`ARCHITECTURES`, unless it is there, and return what to expect.
+    """Write the folder of an architecture, one of :data:`ARCHITECTURES`, if it is missing; return its expected tokens.
 
     Raises ValueError for an unknown architecture, and ImportError without transformers.
     """
@@ -90,12 +90,12 @@ def write(kind: str, folder: Path) -> Expected:
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
-    (folder / EXPECTED).write_text(json.dumps(expected._asdict()))  # last: it says that the folder is whole
+    (folder / EXPECTED).write_text(json.dumps(expected._asdict()))  # written last: it marks the folder as complete
     return expected
 
 
 def read(folder: Path) -> Expected:
-    """What :func:`write` recorded. ValueError where the folder is none of its."""
+    """The expected tokens that :func:`write` recorded. ValueError for a folder that it did not write."""
     path = folder / EXPECTED
     if not path.is_file():
         raise ValueError(f"{folder} has no {EXPECTED}: `shardfuse conformance models` writes such folders")
@@ -103,7 +103,7 @@ def read(folder: Path) -> Expected:
 
 
 def be_quiet() -> None:
-    """Have transformers show no bars and no warnings in this process, for programs that report by themselves."""
+    """Silence transformers' progress bars and warnings in this process, for programs with their own reports."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -111,12 +111,12 @@ def be_quiet() -> None:
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """The text that stands for tokens."""
+    """The text of tokens."""
     return " ".join(f"t{token}" for token in tokens)
 
 
 def tokens_of(text: str) -> list[int]:
-    """The tokens of a text that a model gave. ValueError for any other text."""
+    """The tokens of a text from such a model. ValueError for any other text."""
     words = text.split()
     if not all(word[:1] == "t" and word[1:].isdigit() for word in words):
         raise ValueError(f"expected words like t12 and got {text[:80]!r}: is this model's own tokenizer in use?")
@@ -136,15 +136,15 @@ def _model(kind: str, seed: int) -> Any:
     family, own = ARCHITECTURES[kind]
     default = CONFIG_MAPPING[family]()
     sizes = {name: size for name, size in _SIZES.items() if hasattr(default, name)} | own
-    options = {"attn_implementation": "eager"}  # spelled out: SDPA knows no soft-cap, and leaves Gemma 2's out
+    options = {"attn_implementation": "eager"}  # eager: SDPA has no soft-cap and would omit Gemma 2's
     options |= {"experts_implementation": "eager"} if family == "gpt_oss" else {}
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes), dtype=torch.float32, **options)
     drawn = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for param in model.parameters():  # norms and biases start as constants, which would hide mistakes
+        for param in model.parameters():  # norms and biases start constant, which would hide errors
             param.add_(torch.randn(param.shape, generator=drawn) * 0.1)
-        if sizes["tie_word_embeddings"]:  # a token is like nothing more than itself, unless the last norm turns it
+        if sizes["tie_word_embeddings"]:  # else tied embeddings would repeat the last token
             norms = ("norm.weight", "ln_f.weight")
             last = [param for name, param in model.named_parameters() if name.endswith(norms)][-1]
             last.add_(torch.randn(last.shape, generator=drawn) - 1.0)

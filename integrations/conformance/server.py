@@ -1,7 +1,7 @@
-"""A server, asked for what a small model's tokens are known to be.
+"""Compare a server's answers with the known tokens of a small model.
 
-It speaks OpenAI's API, completions or chat, and serves a folder that ``models.py`` wrote. Prompts are sent one at a
-time, then all at once, so that they share steps, and all at once again, when their prefixes are cached.
+The server has OpenAI's API, completions or chat, and serves a folder that ``models.py`` wrote. Three rounds send the
+prompts: one at a time; all at once, so that they share steps; and all at once again, with cached prefixes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 from . import models
 
-ROUNDS = {"alone": 1, "together": 0, "together, cached": 0}  # how many requests at once; 0: as many as are asked for
+ROUNDS = {"alone": 1, "together": 0, "together, cached": 0}  # requests at a time; 0: the number that the caller chooses
 APIS = ("completions", "chat/completions")
 
 
 class Result(NamedTuple):
-    """One answer: why it is wrong, or "" """
+    """One answer, with the reason why it is wrong, or "" """
 
     round: str
     prompt: int  # tokens
@@ -37,10 +37,10 @@ def check(
     at_once: int = 8,
     timeout_s: float = 60.0,
 ) -> Iterator[Result]:
-    """Ask the server at ``url`` (``http://127.0.0.1:8000/v1``) for every prompt of ``folder``, in each of the rounds.
+    """Send every prompt of ``folder`` to the server at ``url`` (``http://127.0.0.1:8000/v1``), in each round.
 
-    ``model`` is the name that the server knows it by; by default the first that it lists. Yields results as they come.
-    Raises ValueError where the folder has no expected tokens, ConnectionError where nothing answers.
+    ``model`` is the model's name on the server, by default the first that it lists. Yields results as they arrive.
+    Raises ValueError if the folder has no expected tokens, ConnectionError if no server answers.
     """
     expected = models.read(folder)
     if api not in APIS:

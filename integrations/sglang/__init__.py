@@ -1,8 +1,8 @@
 """SGLang: the attention backend ``shardfuse``, which the entry point ``sglang.srt.plugins`` registers.
 
-It is chosen like SGLang's own: ``--attention-backend shardfuse``, or for one phase with ``--prefill-attention-backend``
-or ``--decode-attention-backend``. What it serves is written in docs/integrations.md; the rest is refused when the
-server starts.
+Select it like SGLang's own backends: ``--attention-backend shardfuse``, or for one phase with
+``--prefill-attention-backend`` or ``--decode-attention-backend``. docs/integrations.md lists what it serves; the server
+refuses everything else at its start.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .contract import CONTRACT
 NAME = "shardfuse"
 HOST = Host("SGLang", "sglang", ("sglang",), ran=(), compared=("0.5.23",))
 
-Maker = Callable[[Any], Any]  # of a backend, from SGLang's ModelRunner
+Maker = Callable[[Any], Any]  # makes a backend from SGLang's ModelRunner
 
 
 def register() -> None:
-    """Register the backend, in each of SGLang's processes and as often as it likes.
+    """Register the backend; SGLang calls this in each of its processes, possibly several times.
 
-    An SGLang that does not have what the backend rests on still starts, with a warning: whoever asks for ``shardfuse``
-    there gets :class:`UnsupportedHost`, with the same text, when the model runner makes its backend.
+    An SGLang that lacks something that the backend relies on still starts, with a warning. Selecting ``shardfuse``
+    there raises :class:`UnsupportedHost`, with the same text, when the model runner makes its backend.
     """
     make: Maker = _make
     try:
@@ -43,7 +43,7 @@ def register() -> None:
         )
     except (ImportError, AttributeError) as error:
         if make is not _make:
-            return  # it was said above
+            return  # warned above
         raise UnsupportedHost(f"SGLang {HOST.version()} has no registry of backends ({error})") from error
     put(NAME)(make)
     if NAME not in names:
@@ -51,7 +51,7 @@ def register() -> None:
 
 
 def _make(runner: Any) -> Any:
-    from .backend import ShardfuseBackend  # which imports SGLang's own modules: not before a server wants them
+    from .backend import ShardfuseBackend  # imports SGLang's own modules, so not before a server needs them
 
     return ShardfuseBackend(runner)
 

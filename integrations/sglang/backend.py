@@ -1,8 +1,8 @@
-"""SGLang's attention over the cache as SGLang keeps it. Imports SGLang; ``register()`` registers it.
+"""SGLang's attention over SGLang's own cache. This module imports SGLang; ``register()`` registers its backend.
 
 SGLang stores a token's keys and values in a slot of ``[slots, K, H]`` and lists each request's slots in
-``req_to_token``. Slots come in pages of P that lie together, so every P-th entry names a page, and the buffers are seen
-as ``[slots / P, K, P, H]`` without a copy. A hybrid pool keeps windowed layers apart, under slots of their own.
+``req_to_token``. Slots form contiguous pages of P, so every P-th entry names a page, and the buffers are viewed as
+``[slots / P, K, P, H]`` without a copy. A hybrid pool stores windowed layers separately, under their own slots.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EXTENDS = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.SPLIT_PREFILL)
 
 @dataclass
 class Step:
-    """One forward pass. ``windowed`` and ``windowed_slots`` [T]: of the layers that a hybrid pool keeps apart."""
+    """One forward pass. ``windowed`` and ``windowed_slots`` [T] belong to layers that a hybrid pool stores apart."""
 
     batch: Batch
     windowed: Batch | None = None
@@ -35,10 +35,10 @@ class Step:
 class ShardfuseBackend(AttentionBackend):
     """``--attention-backend shardfuse``, made from SGLang's ``ModelRunner``.
 
-    Block tables are as wide as the longest context, and are made on the device from what the device knows: inside the
-    graph where decodes are captured, so that a replay makes them anew. Nothing waits for the device.
+    Block tables are as wide as the longest context, and the device computes them from its own data: for captured
+    decodes inside the graph, so that a replay recomputes them. Nothing waits for the device.
 
-    Raises ValueError for what the kernel cannot serve.
+    Raises ValueError for models that the kernel cannot serve.
     """
 
     needs_cpu_seq_lens: bool = False
@@ -46,7 +46,7 @@ class ShardfuseBackend(AttentionBackend):
     def __init__(self, runner: Any, *, impl: str = "auto") -> None:
         super().__init__()
         check_runner(runner)
-        self.token_to_kv_pool = pool = runner.token_to_kv_pool  # SGLang reads these two here
+        self.token_to_kv_pool = pool = runner.token_to_kv_pool  # SGLang reads these two attributes
         self.req_to_token_pool = runner.req_to_token_pool
         self.forward_metadata: Step | None = None
         self._runner = runner
@@ -63,7 +63,7 @@ class ShardfuseBackend(AttentionBackend):
     # --------------------------------------------------------------------------------------------- before a forward
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Hold what captured graphs of up to ``max_bs`` sequences read, at addresses that stay."""
+        """Allocate the inputs of captured graphs of up to ``max_bs`` sequences, at fixed addresses."""
         if max_bs >= len(self._starts):
             self._starts = self._count_to(max_bs)
 
@@ -72,7 +72,7 @@ class ShardfuseBackend(AttentionBackend):
         return 1
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Refuse what has no tables. ValueError for a mode that is not served, or not captured."""
+        """Raise ValueError for a mode that is not served, or not captured."""
         mode = forward_batch.forward_mode
         if mode.is_decode_or_idle():
             return
@@ -85,7 +85,7 @@ class ShardfuseBackend(AttentionBackend):
             )
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
-        """Make the tables of a step, on the device: this may be recorded."""
+        """Compute the tables of a step on the device; a graph may capture this."""
         fb, sequences = forward_batch, forward_batch.batch_size
         lens = fb.seq_lens[:sequences].to(torch.int32)
         firsts = self._firsts
@@ -94,7 +94,7 @@ class ShardfuseBackend(AttentionBackend):
             starts = self._starts[: sequences + 1]
         else:
             starts = torch.nn.functional.pad(fb.extend_seq_lens[:sequences].cumsum(0, dtype=torch.int32), (1, 0))
-            before, new = fb.extend_prefix_lens_cpu, fb.extend_seq_lens_cpu  # lists on the host
+            before, new = fb.extend_prefix_lens_cpu, fb.extend_seq_lens_cpu  # SGLang passes lists on the host
             queries, longest = max(new, default=0), max(map(sum, zip(before, new)), default=0)
             firsts = firsts[:, : max(1, -(-longest // self._page))]
         slots = firsts[fb.req_pool_indices[:sequences]]  # [S, pages]
@@ -106,7 +106,7 @@ class ShardfuseBackend(AttentionBackend):
         self.forward_metadata = step = Step(batch(slots))
         if self._hybrid:
             translate = self.token_to_kv_pool.translate_loc_from_full_to_swa
-            step.windowed = batch(translate(slots))  # nothing reads what the window has left
+            step.windowed = batch(translate(slots))  # no layer reads tokens before the window
             step.windowed_slots = None if fb.out_cache_loc is None else translate(fb.out_cache_loc)
 
     # ---------------------------------------------------------------------------------------------------- the layers
@@ -123,7 +123,7 @@ class ShardfuseBackend(AttentionBackend):
     ) -> torch.Tensor:
         """Write k [T, K * H] and v [T, K * Hv], unless they are None or SGLang wrote them, and attend.
 
-        ``sinks`` [N] is the one keyword that is served; others must be None. Returns [T, N * Hv].
+        ``sinks`` [N] is the only supported keyword; others must be None. Returns [T, N * Hv].
 
         Raises ValueError for another keyword, or for a layer that the kernel cannot serve.
         """
@@ -161,7 +161,7 @@ class ShardfuseBackend(AttentionBackend):
             k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)
             v = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
             if scales[0] is not None and k.dtype != buffers[0].dtype:
-                k, v = k.clone(), v.clone()  # the pool divides in place
+                k, v = k.clone(), v.clone()  # the pool divides by the scales in place
             pool.set_kv_buffer(layer, slots, k, v, *scales)
             count(_HOST, "writes")
         paged = self._layer(layer)
@@ -176,7 +176,7 @@ class ShardfuseBackend(AttentionBackend):
         return out.flatten(1)
 
     def _paged(self, buffer: torch.Tensor) -> torch.Tensor:
-        """[slots, K, H] seen as [pages, K, P, H]."""
+        """A view of [slots, K, H] as [pages, K, P, H]."""
         return buffer.unflatten(0, (-1, self._page)).transpose(1, 2)
 
     def _layer(self, layer: Any) -> PagedLayer:
@@ -187,7 +187,7 @@ class ShardfuseBackend(AttentionBackend):
             paged = self._layers[layer] = PagedLayer(
                 _HOST,
                 scale=layer.scaling,
-                window=None if window is None or window < 0 else window + 1,  # SGLang leaves the query itself out
+                window=None if window is None or window < 0 else window + 1,  # SGLang does not count the query itself
                 softcap=layer.logit_cap,
                 impl=self._impl,
             )

@@ -1,4 +1,4 @@
-"""What the backend cannot serve, said when SGLang makes it: before a graph is captured or a request comes in."""
+"""The backend's refusals, raised when SGLang makes it: before any capture of a graph or any request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OTHER = "choose another --attention-backend"
 
 
 def check_runner(runner: Any) -> None:
-    """Refuse a model, its cache or a mode of the server. ValueError with what was found and what to do."""
+    """Refuse a model, its cache or a mode of the server. The ValueError says what was found and what to do."""
     _raise_first(_of_server(runner))
     _raise_first(_of_cache(runner))
     for module in runner.model.modules():
@@ -26,7 +26,7 @@ def check_runner(runner: Any) -> None:
 
 
 def check_layer(layer: Any, runner: Any) -> None:
-    """Refuse one ``RadixAttention``. ValueError with what was found and what to do."""
+    """Refuse one ``RadixAttention``. The ValueError says what was found and what to do."""
     _raise_first(f"layer {layer.layer_id}: {reason}" for reason in _of_layer(layer, runner))
 
 

@@ -1,4 +1,4 @@
-"""What the SGLang plug-in rests on, as sglang 0.5.23 has it: every name that it overrides, calls or reads."""
+"""The contract of the SGLang plug-in, from sglang 0.5.23: every name that it overrides, calls or reads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _MODEL = (
     ),
     Says(_LAYER, "RadixAttention.forward", "forward(q, k, v, self, forward_batch, save_kv_cache, **kwargs)"),
     Has(_LAYER, "AttentionType", ("DECODER",)),
-    # A window of W keys is written as W - 1: the query itself does not count.
+    # SGLang writes a window of W keys as W - 1, without the query itself.
     Says(
         _ATTENTION + "torch_native_backend.py",
         "TorchNativeAttnBackend._make_sliding_window_mask",

@@ -1,8 +1,8 @@
-"""transformers: ``enable(model)`` has continuous batching attend with our kernel, over transformers' own pages.
+"""transformers: ``enable(model)`` makes continuous batching attend with our kernel, over transformers' own pages.
 
 ``generate_batch``, ``init_continuous_batching`` and, through ``python -m shardfuse.integrations.transformers serve``,
 ``transformers serve`` then call it in every layer; ``stats("transformers")`` counts. Everything else that the model
-does, ``forward`` and ``generate`` included, attends as before. A call goes this way:
+does, ``forward`` and ``generate`` included, attends as before. The files:
 
 ``models.py`` says whether a model can be enabled, ``attention.py`` holds the function that its layers call,
 ``step.py`` makes the block tables that all layers of a forward pass share, ``cache.py`` finds a layer's pages.
@@ -25,8 +25,8 @@ HOST = Host("transformers", "transformers", ("transformers",), ran=("5.23.0", "5
 
 
 class _Enabled(NamedTuple):
-    name: str  # of the attention that the configurations now ask for
-    before: list[tuple[Any, str]]  # configurations of the model, and what each asked for
+    name: str  # the name of the attention that the configurations now select
+    before: list[tuple[Any, str]]  # the model's configurations, and the attention that each selected
     hooks: list[Any]
 
 
@@ -34,22 +34,23 @@ _enabled: weakref.WeakKeyDictionary[nn.Module, _Enabled] = weakref.WeakKeyDictio
 
 
 def enable(model: Any) -> Any:
-    """Have continuous batching of this model attend with our kernel; return the model.
+    """Make continuous batching of this model attend with our kernel; return the model.
 
-    Nothing but this object changes: its configurations ask for another attention, and two hooks mark the start and the
-    end of its forward passes. Outside of continuous batching it attends with SDPA, or in eager mode where it did so or
-    where it has no SDPA. Enabling twice is enabling once, and :func:`disable` undoes it.
+    Only this object changes: its configurations select another attention, and two hooks mark the start and the end of
+    its forward passes. Outside of continuous batching it attends with SDPA, or in eager mode if it did so before or has
+    no SDPA. A second call changes nothing, and :func:`disable` undoes the first.
 
-    Call it before the model's first ``generate_batch`` or ``init_continuous_batching``. One token is run through the
-    model, to see that every layer reaches the kernel and what its heads are; with tensor parallelism all ranks call it.
+    Call it before the model's first ``generate_batch`` or ``init_continuous_batching``. This function runs one token
+    through the model to check that every layer reaches the kernel and to learn its heads; with tensor parallelism all
+    ranks call it.
 
     Args:
         model: a ``PreTrainedModel`` that generates, in fp16, bf16 or fp32, with head sizes up to 256. Its attention has
             to go through transformers' ``AttentionInterface``; windows, soft-caps and sinks are served.
 
     Raises:
-        UnsupportedHost: transformers is missing, or its version does not have what this rests on.
-        ValueError: the model cannot be served; the message says why. The model is as it was.
+        UnsupportedHost: transformers is missing, or its version lacks something that this plug-in relies on.
+        ValueError: the model cannot be served; the message gives the reason. The model stays unchanged.
     """
     version = HOST.check(CONTRACT)
     from . import attention  # needs transformers
@@ -63,7 +64,7 @@ def enable(model: Any) -> Any:
     configs = {id(each): each for each in (model.config, model.config.get_text_config(), *(at.config for at in layers))}
     before = [(config, config._attn_implementation) for config in configs.values()]
     for config, _ in before:
-        config._attn_implementation = {"": name}  # "": not those of a vision or audio tower below it
+        config._attn_implementation = {"": name}  # "": only the model itself, no vision or audio tower in it
     hooks = [
         model.register_forward_pre_hook(step.begin, with_kwargs=True),
         model.register_forward_hook(step.end, always_call=True),
@@ -80,7 +81,7 @@ def enable(model: Any) -> Any:
 def disable(model: Any) -> Any:
     """Make the model attend as it did before :func:`enable`; return the model.
 
-    What was set since, with ``set_attn_implementation``, stays. Raises ValueError for a model that is not enabled.
+    A later choice by ``set_attn_implementation`` stays. Raises ValueError for a model that is not enabled.
     """
     if model not in _enabled:
         raise ValueError(

@@ -1,7 +1,7 @@
 """``python -m shardfuse.integrations.transformers serve MODEL --continuous-batching ...``
 
-transformers' own command, with all of its options: every model that it loads is enabled before the first request. A
-model that cannot be is an error when it is loaded. What ran is printed when the server ends.
+Run transformers' own command, with all of its options; every model that it loads is enabled before the first request.
+Loading a model that cannot be enabled is an error. The command prints the counts of kernel calls when the server ends.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def enable_loaded_models() -> None:
-    """Have ``transformers serve``, started later in this process, enable the models that it loads."""
+    """Make ``transformers serve``, started later in this process, enable the models that it loads."""
     module: Any = importlib.import_module("transformers.cli.serving.model_manager")
     if not issubclass(module.ModelManager, _Enabling):
         module.ModelManager = type("ModelManager", (_Enabling, module.ModelManager), {})
 
 
 class _Enabling:
-    """Goes before transformers' manager of models."""
+    """Wraps transformers' manager of models."""
 
     def _load_model(self, *args: Any, **kwargs: Any) -> Any:
         return enable(super()._load_model(*args, **kwargs))  # type: ignore[misc]

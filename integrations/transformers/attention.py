@@ -1,8 +1,8 @@
 """The attention function that layers of an enabled model call, and the masks that go with it.
 
-transformers takes a function by its name. The name has to say "flash", which keeps continuous batching from making
-masks, and no number, which would have it look for a package of flash attention. There is a name for each of the two
-stock attentions that a model falls back to outside of continuous batching.
+transformers selects a function by its name. The name must contain "flash", so that continuous batching builds no masks,
+and no number, which would make it look for a package of flash attention. Each of the two stock attentions that a model
+may use outside of continuous batching has its own name.
 
 Letters: T tokens of a step, N query heads, K KV heads, H head size.
 """
@@ -23,19 +23,19 @@ from .step import Keys
 _modeling: Any = importlib.import_module("transformers.modeling_utils")
 _masking: Any = importlib.import_module("transformers.masking_utils")
 _stock_sdpa = _modeling.ALL_ATTENTION_FUNCTIONS["sdpa"]
-_eager_of: dict[type, Callable[..., Any]] = {}  # by class of layers: what its modeling file has
+_eager_of: dict[type, Callable[..., Any]] = {}  # the modeling file's eager attention, by class of layers
 
-_HOST = "transformers"  # in the counts
+_HOST = "transformers"  # the host's name in the counts
 NAMES = {"sdpa": "shardfuse_flash", "eager": "shardfuse_flash_or_eager"}
 
 
 def register(stock: str, layers: Iterable[Any], *, paged_prefix: bool = False) -> str:
-    """Make our function known to transformers, as often as one likes; return its name.
+    """Register our function with transformers and return its name; a second call changes nothing.
 
     Args:
-        stock: what it does outside of continuous batching, "sdpa" or "eager".
-        layers: that will call it.
-        paged_prefix: until 5.17 continuous batching takes names that start with "paged|" as they are, and no others.
+        stock: the attention outside of continuous batching, "sdpa" or "eager".
+        layers: the layers that will call it.
+        paged_prefix: up to 5.17 continuous batching accepts only names that start with "paged|".
     """
     if stock == "eager":
         _eager_of.update({type(layer): models.eager_attention(type(layer)) for layer in layers})
@@ -97,7 +97,7 @@ def _eager(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *
     return _eager_of[type(module)](module, query, key, value, attention_mask, **given)
 
 
-@torch.compiler.disable  # the cache is written in place, through views that a compiled graph would copy
+@torch.compiler.disable  # the function writes the cache in place, through views that a compiled graph would copy
 def _with_cache(module: Any, query: Any, key: Any, value: Any, **given: Any) -> Any:
     if isinstance(given["cache"], models.Probe):
         return given["cache"].attend(module, query, key, value)
@@ -105,7 +105,7 @@ def _with_cache(module: Any, query: Any, key: Any, value: Any, **given: Any) -> 
 
 
 def _sdpa_mask(*args: Any, **kwargs: Any) -> Any:
-    """The stock mask; none where lengths and block tables say it all."""
+    """The stock mask; None in continuous batching, where lengths and block tables define it."""
     return _masking.sdpa_mask(*args, **kwargs) if step.current() is None else None
 
 

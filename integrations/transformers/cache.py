@@ -1,7 +1,7 @@
-"""A layer's pages in transformers' paged cache, as our kernels take them: views, in the versions that were tested.
+"""Views of a layer's pages in transformers' paged cache, in our kernels' layout, for the tested versions.
 
-From 5.18 on an allocator for each kind of layer lays its pages into one tensor; until 5.17 every layer of a group has
-tensors of its own. Both keep a page as ``[page size, KV heads, head size]``, keys apart from values.
+From 5.18 on an allocator for each kind of layer puts its pages into one tensor; up to 5.17 every layer of a group has
+its own tensors. Both store a page as ``[page size, KV heads, head size]``, keys separate from values.
 
 Letters: P page size, K KV heads, H head size, T tokens of a step.
 """
@@ -16,13 +16,13 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class LayerPages(NamedTuple):
-    """Where a layer's keys and values lie."""
+    """The location of a layer's keys and values."""
 
-    group: int  # of the read and write indices: which ones are this layer's
+    group: int  # the number of the layer's group in the read and write indices
     layer_type: str  # "full_attention" or "sliding_attention": a ring of as many tokens as the window has
     pages: Pair  # keys and values, [pages, P, K, H] each
-    sentinel: int  # a read index that stands for a token of this step
-    trash: int  # a write index that stands for no place
+    sentinel: int  # the read index that means a token of this step
+    trash: int  # the write index that means no place
 
     @property
     def page_size(self) -> int:
@@ -47,7 +47,7 @@ def as_rows(keys: torch.Tensor, values: torch.Tensor) -> Pair:
 
 
 def layer_pages(cache: Any, layer: int) -> LayerPages:
-    """Where the keys and values of a layer lie in a ``PagedAttentionCache``."""
+    """The location of a layer's keys and values in a ``PagedAttentionCache``."""
     if hasattr(cache, "layer_to_allocator"):
         own = cache.layer_to_allocator[layer]
         return LayerPages(
@@ -61,8 +61,8 @@ def layer_pages(cache: Any, layer: int) -> LayerPages:
 
 
 def gather(cache: Any, layer: int, keys: torch.Tensor, values: torch.Tensor, step: dict[str, Any]) -> Pair:
-    """Have transformers write a step's keys and values [1, K, T, H], and copy what the step reads: [tokens, K, H]."""
+    """Let transformers write a step's keys and values [1, K, T, H] and copy those that it reads: [tokens, K, H]."""
     if hasattr(cache, "layer_to_allocator"):
-        found = cache.update(keys, values, layer, dict(step))  # it edits what it is given
+        found = cache.update(keys, values, layer, dict(step))  # transformers changes its arguments
         return found[0][0].transpose(0, 1), found[1][0].transpose(0, 1)
     return cache.update(keys, values, layer, step["read_index"], step["write_index"])

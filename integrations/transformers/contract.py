@@ -1,4 +1,4 @@
-"""What the plug-in rests on in transformers from 5.19 on; 5.17 is served by name."""
+"""The contract of the plug-in for transformers from 5.19 on; version 5.17 is supported by its number."""
 
 from __future__ import annotations
 

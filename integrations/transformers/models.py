@@ -1,4 +1,4 @@
-"""Which models can be enabled. Found by what they are made of, so that no list of names can be out of date."""
+"""Check which models can be enabled, by their structure, so that no list of names can be out of date."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import nn
 from ...layers.hf import attention
 from ..pages import why_not
 
-_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what modeling files call transformers' registry
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name of transformers' registry in modeling files
 _INSTEAD = "serve this model without enable, or with another server of docs/integrations.md"
-_LAYER_TYPES = ("full_attention", "sliding_attention")  # that continuous batching has pages for
+_LAYER_TYPES = ("full_attention", "sliding_attention")  # layer types for which continuous batching has pages
 
 
 def attention_layers(model: Any) -> list[Any]:
@@ -32,7 +32,7 @@ def attention_layers(model: Any) -> list[Any]:
 
 
 def check(model: Any, layers: Sequence[Any]) -> None:
-    """ValueError for a model that continuous batching or our kernel cannot serve, as far as it shows without a run."""
+    """Raise ValueError for a model that continuous batching or our kernel cannot serve, as far as its settings show."""
     what, config = type(model).__name__, model.config.get_text_config()
     if model.config.is_encoder_decoder:
         raise ValueError(f"enable: {what} has an encoder: continuous batching serves decoders only")
@@ -58,13 +58,13 @@ def check(model: Any, layers: Sequence[Any]) -> None:
 
 
 class Probe:
-    """Stands for a paged cache in one forward pass, to see what reaches the attention function of each layer."""
+    """Stands in for a paged cache in one forward pass, and records the arguments of each layer's attention function."""
 
     def __init__(self) -> None:
         self.heads: dict[int, tuple[int, int, torch.dtype]] = {}  # by layer: sizes of keys and values, dtype of keys
 
     def attend(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[Any, None]:
-        """Note a layer; zeros [1, T, N, H] for its attention."""
+        """Record a layer; return zeros [1, T, N, H] for its attention."""
         if getattr(module, "is_causal", True) is False:
             raise ValueError(
                 f"enable: {type(module).__name__} is not causal here: continuous batching serves causal models only"
@@ -74,7 +74,7 @@ class Probe:
 
     @torch.no_grad()
     def check(self, model: Any) -> None:
-        """Run one token through an enabled model; ValueError where a layer is not reached or cannot be served."""
+        """Run one token through an enabled model; raise ValueError if a layer is not reached or cannot be served."""
         what, token = type(model).__name__, torch.zeros(1, 1, dtype=torch.long, device=model.device)
         with torch.compiler.set_stance("force_eager"):
             model(input_ids=token, position_ids=token, cache=self, use_cache=False)
@@ -95,7 +95,7 @@ class Probe:
 
 
 def stock_attention(model: Any) -> str:
-    """What the model does outside of continuous batching: "sdpa" or "eager"."""
+    """The model's attention outside of continuous batching: "sdpa" or "eager"."""
     before = model.config._attn_implementation
     return before if before in ("sdpa", "eager") else "sdpa" if model._supports_sdpa else "eager"
 

@@ -1,13 +1,14 @@
-"""What the layers of one forward pass share: block tables and slots, made of transformers' indices by the first one.
+"""The block tables and slots that the layers of a forward pass share; the first layer computes them from transformers'
+indices.
 
-transformers names the place of every token that a step reads or writes. Tokens of a page follow each other, so a block
-table is every P-th read index, divided by P. A pass that reads nothing from before has no read indices; what it writes
-is then what it reads.
+transformers gives the place of every token that a step reads or writes. Tokens of a page are consecutive, so a block
+table is every P-th read index, divided by P. A pass without earlier tokens has no read indices; it then reads the
+places that it writes.
 
 A sliding layer keeps a ring of ``window`` tokens, whose order in memory is not the order of the sequence: its tables
-hold a page of one token for each. Where sequences have one query each, a query overwrites what slid out of its window,
-and the ring is read in place. A chunk of several queries overwrites what its first ones still see: transformers copies
-those keys before it writes, and tables count through the copy.
+hold a page of one token for each. If sequences have one query each, a query overwrites the token that left its window,
+and the kernel reads the ring in place. A chunk of several queries overwrites tokens that its first queries still see:
+transformers copies those keys before it writes, and tables refer to the copy.
 
 Letters: S sequences, T tokens of a step, P page size.
 """
@@ -26,7 +27,7 @@ from .cache import LayerPages
 
 
 class Keys(Enum):
-    """Where the keys and values of a group of layers are read in a step."""
+    """The places from which a group of layers reads keys and values in a step."""
 
     PAGES = "in the cache's pages"
     RING = "in the cache, token by token"
@@ -36,7 +37,7 @@ class Keys(Enum):
 
 @dataclass(frozen=True)
 class Tables:
-    """A step, as the layers of one group see it."""
+    """A step for the layers of one group."""
 
     keys: Keys
     batch: Batch
@@ -57,7 +58,7 @@ class Step:
 
 
 class _Here(threading.local):
-    step: Step | None = None  # of the pass that this thread is in
+    step: Step | None = None  # the pass of this thread
 
 
 _here = _Here()
@@ -69,12 +70,12 @@ def current() -> Step | None:
 
 
 def begin(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Before an enabled model's forward pass."""
+    """The hook before an enabled model's forward pass."""
     _here.step = Step() if kwargs.get("cache") is not None else None
 
 
 def end(module: Any, args: Any, output: Any) -> None:
-    """After an enabled model's forward pass, whether it raised or not."""
+    """The hook after an enabled model's forward pass, also after an error."""
     _here.step = None
 
 
@@ -105,7 +106,7 @@ def _make(layer: LayerPages, given: dict[str, Any]) -> Tables:
 def _every(index: torch.Tensor | None, starts: torch.Tensor, longest: int, stride: int = 1) -> torch.Tensor:
     """[S, columns]: every ``stride``-th element of ``index`` from each sequence's start on; None: the position itself.
 
-    Columns past a sequence's end hold anything that exists.
+    Columns past a sequence's end hold any valid index.
     """
     steps = torch.arange(0, max(longest, 1), stride, device=starts.device)
     at = starts[:-1].unsqueeze(1) + steps
@@ -117,7 +118,7 @@ def _take(index: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
 
 
 def _of_type(value: Any, layer: LayerPages) -> Any:
-    """Until 5.18 a value for all layers, where all are of one type."""
+    """Up to 5.18 transformers has one value for all layers if all are of one type."""
     return value[layer.layer_type] if isinstance(value, dict) else value
 
 

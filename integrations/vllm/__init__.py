@@ -1,8 +1,8 @@
 """vLLM: the attention backend ``SHARDFUSE``, which the entry point ``vllm.general_plugins`` registers.
 
-On a GPU it is chosen like vLLM's own: ``--attention-backend SHARDFUSE``. vLLM's CPU platform asks for CPU_ATTN
-whatever it is told, so there ``SHARDFUSE_VLLM_REPLACES=CPU_ATTN`` puts ours in that place. The variable is read in
-every process and takes any name of a backend.
+On a GPU select it like vLLM's own backends: ``--attention-backend SHARDFUSE``. vLLM's CPU platform always selects
+CPU_ATTN, so there ``SHARDFUSE_VLLM_REPLACES=CPU_ATTN`` replaces that backend by ours. Every process reads the variable,
+which may name any backend.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _REFUSAL = f"{__name__}.refusal.Backend"
 
 
 def register() -> None:
-    """Register the backend, in each of vLLM's processes and as often as it likes.
+    """Register the backend; vLLM calls this in each of its processes, possibly several times.
 
-    A vLLM that does not have what the backend rests on still starts, with a warning: whoever asks for SHARDFUSE there
-    is told why it cannot be had.
+    A vLLM that lacks something that the backend relies on still starts, with a warning; selecting SHARDFUSE there
+    raises an error with the reason.
     """
     path, reason = _BACKEND, ""
     try:
@@ -44,7 +44,7 @@ def register() -> None:
         warnings.warn(f"the attention backend {NAME} is not available: {reason}", stacklevel=2)
     if put is None:
         return
-    put(members.get(NAME, NAME), path)  # a member, where an earlier call made it
+    put(members.get(NAME, NAME), path)  # an existing member, if an earlier call made it
     replaced = os.environ.get(REPLACES)
     if replaced and replaced not in members:
         raise ValueError(f"{REPLACES}={replaced!r}: this vLLM has {', '.join(members)}")
@@ -53,12 +53,13 @@ def register() -> None:
 
 
 class WorkerStats:
-    """What ran in each worker: ``LLM(..., worker_extension_cls="shardfuse.integrations.vllm.WorkerStats")``, and then
-    ``llm.collective_rpc("shardfuse_stats")`` returns a dictionary for each rank, as ``integrations.stats`` has it.
+    """Counts of kernel calls in each worker: with ``LLM(...,
+    worker_extension_cls="shardfuse.integrations.vllm.WorkerStats")``, ``llm.collective_rpc("shardfuse_stats")`` returns
+    the dictionary of ``integrations.stats`` for each rank.
     """
 
     def shardfuse_stats(self) -> dict[str, int]:
-        """Calls of the kernel in this worker."""
+        """The counts of kernel calls in this worker."""
         return stats("vllm")
 
     def shardfuse_reset_stats(self) -> None:

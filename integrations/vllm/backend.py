@@ -1,7 +1,7 @@
 """The backend SHARDFUSE. vLLM imports this module when the backend is chosen.
 
-vLLM's cache is ``[blocks, KV heads, block size, 2 * head size]`` with strides of its layout: what our kernels take, so
-no byte of it is copied. vLLM writes keys and values by :meth:`ShardfuseImpl.do_kv_cache_update` or by one of the
+vLLM's cache is ``[blocks, KV heads, block size, 2 * head size]`` with strides of its layout. Our kernels read and write
+it directly, without a copy. vLLM writes keys and values by :meth:`ShardfuseImpl.do_kv_cache_update` or by one of the
 fused hooks, and then calls :meth:`ShardfuseImpl.forward`.
 
 Letters: T tokens of a step, N query heads, K KV heads, H head size, S sequences.
@@ -33,7 +33,7 @@ _E4M3 = ("fp8", "fp8_e4m3")
 
 
 class ShardfuseBackend(AttentionBackend):
-    """What vLLM asks before it takes the backend."""
+    """The properties that vLLM checks before it accepts the backend."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(pages.DTYPES)
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "float16", "bfloat16", *_E4M3]
@@ -62,7 +62,7 @@ class ShardfuseBackend(AttentionBackend):
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
         if kv_cache_dtype in _E4M3:
-            return current_platform.fp8_dtype() == torch.float8_e4m3fn  # others have another bias
+            return current_platform.fp8_dtype() == torch.float8_e4m3fn  # others have a different bias
         return super().supports_kv_cache_dtype(kv_cache_dtype)
 
     @classmethod
@@ -84,7 +84,7 @@ class ShardfuseBackend(AttentionBackend):
 
 @dataclass
 class ShardfuseMetadata(AttentionMetadata):
-    """One step, for all layers of a group of the cache; ``batch`` is what the kernel takes."""
+    """One step, for all layers of a group of the cache; ``batch`` holds the kernel's arguments."""
 
     num_actual_tokens: int  # without padding
     max_query_len: int
@@ -97,10 +97,10 @@ class ShardfuseMetadata(AttentionMetadata):
 
 
 class ShardfuseBuilder(AttentionMetadataBuilder[ShardfuseMetadata]):
-    """Makes the metadata of a step. No tensor is made or read here, so nothing waits for the device.
+    """Makes the metadata of a step. It creates and reads no tensor, so it never waits for the device.
 
-    A captured graph holds the launch that plans the work, in its first layer. It is replayed for batches of as many
-    queries for each sequence, at most, as it was captured with, and for sequences of any length.
+    A captured graph holds the launch that plans the work, in its first layer. It serves batches with at most as many
+    queries per sequence as at capture, and sequences of any length.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -126,14 +126,14 @@ class ShardfuseBuilder(AttentionMetadataBuilder[ShardfuseMetadata]):
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> ShardfuseMetadata:
         metadata = self.build(0, common_attn_metadata)
-        metadata.batch.max_seq_len = None  # of the replays, which may be longer
+        metadata.batch.max_seq_len = None  # bounds the replays, which may be longer
         return metadata
 
 
 class ShardfuseImpl(AttentionImpl[ShardfuseMetadata]):
-    """One attention layer. What it cannot compute it refuses here, when the model is built."""
+    """One attention layer. The constructor refuses unsupported options while the model is built."""
 
-    supports_kv_cache_update_bypass = True  # keys and values are read from the cache alone
+    supports_kv_cache_update_bypass = True  # this backend reads keys and values from the cache alone
 
     def __init__(
         self,
@@ -195,7 +195,7 @@ class ShardfuseImpl(AttentionImpl[ShardfuseMetadata]):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of query [T, N, H] over the pages, into output [T, N, H]; the rows of padding stay as they are."""
-        if attn_metadata is None:  # memory is being measured
+        if attn_metadata is None:  # vLLM is measuring memory
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
         out = output[:tokens].view(tokens, self.num_heads, -1)
@@ -211,7 +211,7 @@ class ShardfuseImpl(AttentionImpl[ShardfuseMetadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write key and value [T, K, H] to the slots [T' <= T]; rows behind the slots are padding."""
+        """Write key and value [T, K, H] to the slots [T' <= T]; rows after the slots are padding."""
         tokens = slot_mapping.shape[0]
         self.layer.write_(self._cache(kv_cache), key[:tokens], value[:tokens], slot_mapping, **self._scales(layer))
 
@@ -268,13 +268,13 @@ class ShardfuseImpl(AttentionImpl[ShardfuseMetadata]):
         slots: torch.Tensor,
         rotation: dict[str, Any],
     ) -> None:
-        """``slots`` may be fewer than tokens: the rest is padding, which is rotated like the others."""
+        """``slots`` may be fewer than tokens; the other tokens are padding, rotated like the others."""
         q, k, v = (part.view(part.shape[0], -1, self.head_size) for part in qkv)
         cache, scales = self._cache(kv_cache), self._scales(layer)
         padding = slots.new_full((q.shape[0] - slots.shape[0],), -1)
         slots = torch.cat([slots, padding]) if len(padding) else slots
         rotated = self.layer.rotate_and_write_(cache, q, k, v, slots, **scales, **rotation)
-        # The same arithmetic gives the keys that vLLM asks for beside those in the cache; nothing is written.
+        # The same arithmetic gives the keys that vLLM requests beside those in the cache; this call writes nothing.
         as_keys = rotation | ({"q_norm": rotation["k_norm"]} if "k_norm" in rotation else {})
         keys = self.layer.rotate_and_write_(cache, k, k, v, torch.full_like(slots, -1), **scales, **as_keys)
         into[0].copy_(rotated.view_as(into[0]))

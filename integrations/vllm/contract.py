@@ -1,4 +1,4 @@
-"""What the backend rests on in vLLM's sources."""
+"""The contract of the backend with vLLM's sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ROTATION = ("positions", "cos_sin_cache", "is_neox", "kv_cache", "layer_slot_ma
 CONTRACT: tuple[Expectation, ...] = (
     Takes(_REGISTRY, "register_backend", ("backend", "class_path", "is_mamba")),
     Has(_REGISTRY, "AttentionBackendEnum", ("CPU_ATTN", "CUSTOM")),
-    # What is derived from.
+    # The base classes.
     Has(_BACKEND, "", ("AttentionMetadata", "AttentionType", "MultipleOf")),
     Has(_BACKEND, "AttentionType", ("DECODER",)),
     Has(_BACKEND, "AttentionCGSupport", ("UNIFORM_BATCH",)),
@@ -29,7 +29,7 @@ CONTRACT: tuple[Expectation, ...] = (
     Abstract(_BACKEND, "AttentionMetadataBuilder", ("__init__", "build")),
     Abstract(_BACKEND, "AttentionImplBase", ()),
     Abstract(_BACKEND, "AttentionImpl", ("__init__", "forward")),
-    # What calls us.
+    # The callers of the backend.
     Takes(
         _BACKEND, "AttentionMetadataBuilder.__init__", ("kv_cache_spec", "layer_names", "vllm_config", "device")
     ),
@@ -61,7 +61,7 @@ CONTRACT: tuple[Expectation, ...] = (
         ("layer", "qkv", "q_out", "k_out", "positions", "q_weight", "k_weight", "rms_norm_eps", *_ROTATION[1:]),
     ),
     Has(_BACKEND, "AttentionImpl", ("fused_rope_kvcache_supported", "fused_qk_norm_rope_kvcache_supported")),
-    # What we read.
+    # The attributes that the backend reads.
     Has(
         _BACKEND,
         "CommonAttentionMetadata",

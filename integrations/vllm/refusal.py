@@ -1,4 +1,4 @@
-"""What stands for the backend in a vLLM that it was not written for: imported when somebody chooses it."""
+"""The stand-in for the backend in an unsupported vLLM; importing it, when the backend is selected, raises the error."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if (Path(__file__).parent / "kernels").is_symlink():  # in a checkout tracebacks should name the files, not the links
+if (Path(__file__).parent / "kernels").is_symlink():  # in a checkout, tracebacks should name the files, not the links
     __path__.insert(0, str((Path(__file__).parent / "kernels").resolve().parent))
 
 try:
@@ -246,7 +246,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value  # later look-ups do not reach this function
+    globals()[name] = value  # later lookups then bypass this function
     return value
 
 

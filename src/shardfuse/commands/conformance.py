@@ -1,4 +1,4 @@
-"""``shardfuse conformance``: equal tokens from any server, right numbers from any attention function."""
+"""``shardfuse conformance``: check any server's tokens, and any attention function's numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a command ends on an error: one line on standard error, and the rest of it under SHARDFUSE_DEBUG."""
+"""The end of a command on an error: one line on standard error, and the traceback under SHARDFUSE_DEBUG."""
 
 from __future__ import annotations
 

@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from ..serving.guide import Guide
     from ..serving.request import Request
 
-MOST_TOKENS = 256  # of an answer, unless it is said
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newline
+MOST_TOKENS = 256  # tokens of an answer, by default
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all control characters except tab and newline
 
 
 @dataclass(frozen=True)
 class GenerateOptions:
     """The options of ``shardfuse generate`` for one prompt.
 
-    Without ``prompt`` it is the text of standard input. ``max_tokens`` None is MOST_TOKENS, or as many as the model has
-    room for. ``sampling`` are given fields of SamplingParams: without a temperature the answer is greedy, and without a
-    seed the draws are random. ``json_schema`` is a file.
+    Without ``prompt`` the command reads the prompt from standard input. ``max_tokens`` None means MOST_TOKENS, or the
+    model's limit if that is lower. ``sampling`` holds the given fields of SamplingParams: without a temperature the
+    answer is greedy, and without a seed the draws are random. ``json_schema`` is a file.
     """
 
     model: Opening
@@ -50,9 +50,9 @@ class GenerateOptions:
 
 
 def run_generate(options: GenerateOptions) -> int:
-    """Stream the answer to standard output, and all else to standard error; 130 after Ctrl-C.
+    """Stream the answer to standard output, and everything else to standard error; return 130 after Ctrl-C.
 
-    The output is the answer's text alone; where it is a terminal, control characters are shown as escapes.
+    The output is the answer's text alone; a terminal shows control characters as escapes.
     """
     console = Console(highlight=False, stderr=True, soft_wrap=True)
 
@@ -92,14 +92,14 @@ def _guide(options: GenerateOptions) -> Guide | None:
     if options.json_schema is None:
         return None
     try:
-        # Without whitespace, as the server has it: a weak model could go on with it for ever.
+        # Without whitespace, as on the server, because a weak model might continue with it for ever.
         return Guide.json_schema(options.json_schema.read_text(encoding="utf-8"), any_whitespace=False)
     except ValueError as error:
         raise ValueError(f"--json-schema {options.json_schema}: {error}") from None
 
 
 def _request(options: GenerateOptions, opened: Opened, text: str, guide: Guide | None) -> Request:
-    """Raises ValueError for what the engine does not take."""
+    """Raises ValueError for options that the engine does not accept."""
     from ..serving.request import Request
     from ..serving.sampling_params import SamplingParams
 
@@ -149,10 +149,11 @@ def _answer(engine: Engine, request: Request, say: Callable[[str], object]) -> i
 
 @contextlib.contextmanager
 def stdout_text() -> Iterator[Callable[[str], None]]:
-    """What writes text to standard output at once. Where its reader has gone, the command ends as SIGPIPE would."""
+    """A function that writes text to standard output at once. If the reader has gone, the command ends as by
+    SIGPIPE."""
     show = visible if sys.stdout.isatty() else str
     if hasattr(sys.stdout, "reconfigure"):
-        # What a terminal's encoding has not becomes an escape; a file or a pipe gets the answer's own characters.
+        # Characters outside a terminal's encoding become escapes; a file or a pipe gets the answer's own characters.
         sys.stdout.reconfigure(**({"errors": "backslashreplace"} if sys.stdout.isatty() else {"encoding": "utf-8"}))
 
     def write(text: str) -> None:
@@ -165,7 +166,7 @@ def stdout_text() -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def ends_with_reader() -> Iterator[None]:
-    """Within it a closed standard output raises SystemExit, without the message of Python's own end."""
+    """Within the block a closed standard output raises SystemExit, without Python's message at exit."""
     try:
         yield
     except BrokenPipeError:
@@ -174,13 +175,13 @@ def ends_with_reader() -> Iterator[None]:
 
 
 def visible(text: str) -> str:
-    """``text`` with escapes in place of what a terminal would obey: a colour, a cleared screen, a new title."""
+    """``text`` with escapes instead of terminal commands, such as a colour, a cleared screen or a new title."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 @contextlib.contextmanager
 def _asked_to_stop() -> Iterator[list[int]]:
-    """The first Ctrl-C is put into the list, so that it ends no step in the middle; the second one raises."""
+    """A context that appends the first Ctrl-C to the list, so that it interrupts no step; the second one raises."""
     asked: list[int] = []
 
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -188,7 +189,7 @@ def _asked_to_stop() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.SIG_IGN:  # nohup's
+    if before is not signal.SIG_IGN:  # under nohup
         signal.signal(signal.SIGINT, stop)
     try:
         yield asked

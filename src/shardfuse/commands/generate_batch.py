@@ -1,9 +1,9 @@
-"""``shardfuse generate --input IN --output OUT``: the lines of a file, answered by the server's functions without HTTP.
+"""``shardfuse generate --input IN --output OUT``: answer the lines of a file by the server's functions, without HTTP.
 
-``serving/server/batch.py`` has the form of the lines.
+``serving/server/batch.py`` defines the format of the lines.
 
-An answer is appended to OUT, in one piece, once it is complete. So the same command, started again, finds there which
-lines are left; of an answer that was half written nothing is kept.
+The command appends an answer to OUT in one piece once it is complete. Started again, it finds there which lines are
+left, and discards an incomplete answer.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 NEEDED = ("fastapi", "prometheus_client", "transformers")
 LINE_EVERY = 5.0  # seconds, without a terminal
-_TURNS = 256  # lines that are only counted, after which signals are looked at
-_BLOCK = 1 << 16  # bytes, of a pipe
+_TURNS = 256  # lines counted between two checks for signals
+_BLOCK = 1 << 16  # bytes read from a pipe at a time
 
 
 @dataclass(frozen=True)
 class BatchOptions:
-    """The options of ``shardfuse generate --input``; ``name`` is the model's, as lines may call it."""
+    """The options of ``shardfuse generate --input``; ``name`` is the model's name in lines."""
 
     model: Opening
     name: str
@@ -56,13 +56,13 @@ class BatchOptions:
 
     @property
     def resumes(self) -> bool:
-        """Whether the output is a file, in which answers stay."""
+        """Whether the output is a file, which keeps answers."""
         return self.output != "-" and (not os.path.exists(self.output) or os.path.isfile(self.output))
 
 
 @dataclass
 class Tally:
-    """Lines so far, earlier runs' included; ``total`` is None where it is not known yet."""
+    """The lines so far, including earlier runs; ``total`` is None while it is unknown."""
 
     total: int | None = None
     answered: int = 0
@@ -77,10 +77,10 @@ class Tally:
 
 
 def run_batch(options: BatchOptions) -> int:
-    """Answer all lines: 0, 1 where some failed, 128 + the signal that ended it.
+    """Answer all lines; return 0, 1 if some failed, or 128 + the signal that ended the run.
 
     Raises ImportError without the server's packages; ValueError for an input that cannot be read to its end or has two
-    lines of one name, and for an output that another process writes, or that is not of this input.
+    lines with one name, and for an output that another process writes, or that belongs to another input.
     """
     opening.check_installed("generate --input", NEEDED)
     console = Console(highlight=False, stderr=True, soft_wrap=True)
@@ -95,14 +95,14 @@ def run_batch(options: BatchOptions) -> int:
         if options.resumes:
             stack.enter_context(_only_writer(Path(options.output)))
         tally, done = _survey(options, say)
-        if tally.done and tally.done == tally.total and not opening.by_torchrun():  # its other ranks wait for this one
+        if tally.done and tally.done == tally.total and not opening.by_torchrun():  # the other ranks wait for this one
             return _end(options, tally, say)
         write = stack.enter_context(_writer(options))
         stack.enter_context(ends_with_reader())
         try:
             ranks = stack.enter_context(opening.started_ranks(model))
             signum = _answer_all(options, model, console, ranks.wrong, tally, done, write)
-        except KeyboardInterrupt:  # while the model was loaded
+        except KeyboardInterrupt:  # a signal while the model was loading
             signum = signal.SIGINT
         if signum is not None:
             say(f"stopped by {signal.Signals(signum).name}: {_left(options, tally)}")
@@ -118,7 +118,7 @@ def _end(options: BatchOptions, tally: Tally, say: Callable[[str], object]) -> i
 
 
 def _left(options: BatchOptions, tally: Tally) -> str:
-    """What an interrupted run leaves."""
+    """The state that an interrupted run left."""
     goes_on = "; the same command goes on" if options.resumes and not options.streams else ""
     return f"{tally} are done{goes_on}"
 
@@ -147,7 +147,7 @@ def _only_writer(path: Path) -> Iterator[None]:
 
 
 def _survey(options: BatchOptions, say: Callable[[str], object]) -> tuple[Tally, set[str]]:
-    """How many lines there are, and the names of those that are answered. Where it raises, it has changed nothing."""
+    """The number of lines, and the names of those already answered. If this function raises, it has changed nothing."""
     if options.streams:
         if options.resumes and os.path.exists(options.output) and os.path.getsize(options.output):
             raise ValueError(
@@ -189,7 +189,7 @@ def _lines_of(path: str) -> Iterator[Line]:
 
 
 def _read_answers(path: str) -> tuple[dict[str, bool], int]:
-    """The names in an output, with whether each succeeded, and where the last whole line ends.
+    """The names in an output, each with its success, and the end of the last complete line.
 
     Raises ValueError for a file that this command did not write.
     """
@@ -201,7 +201,7 @@ def _read_answers(path: str) -> tuple[dict[str, bool], int]:
         for number, text in enumerate(file, 1):
             ours = text.startswith(BEGINS[: len(text)])
             if ours and not text.endswith(b"\n"):
-                break  # the last line, half written
+                break  # an incomplete last line
             try:
                 found: Any = json.loads(text) if ours else {}
                 name, succeeded = found["custom_id"], found["response"]["status_code"] == 200
@@ -221,7 +221,7 @@ def _read_answers(path: str) -> tuple[dict[str, bool], int]:
 
 @contextlib.contextmanager
 def _writer(options: BatchOptions) -> Iterator[Callable[[bytes], None]]:
-    """What appends a line to the output at once, and nothing more after it failed to."""
+    """A function that appends a line to the output at once, and nothing more after a failed write."""
     with contextlib.ExitStack() as stack:
         file: IO[bytes] = sys.stdout.buffer
         if options.output != "-":
@@ -230,7 +230,7 @@ def _writer(options: BatchOptions) -> Iterator[Callable[[bytes], None]]:
 
         def write(line: bytes) -> None:
             nonlocal failed
-            if failed is not None:  # a line after a half one would make both unreadable
+            if failed is not None:  # a line after an incomplete one would make both unreadable
                 raise failed
             rest = memoryview(line)
             try:
@@ -253,19 +253,19 @@ def _answer_all(
     done: set[str],
     write: Callable[[bytes], None],
 ) -> int | None:
-    """Load the model and answer what is left; the signal that ended it, or None."""
+    """Load the model and answer the remaining lines; return the signal that ended the run, or None."""
     from ..serving.server import Served, ServerOptions
     from ..serving.server.errors import ApiError
 
-    if os.environ.get("SHARDFUSE_DEBUG", "0") == "0":  # the output says what failed
+    if os.environ.get("SHARDFUSE_DEBUG", "0") == "0":  # the output names the failures
         logging.getLogger("shardfuse.server").setLevel(logging.CRITICAL)
     opened = opening.lead(model, lambda text: console.print(text, markup=False))
     with opened.engine as engine:
         served = Served(engine, opened.tokenizer, sorted(opened.stop_ids), ServerOptions(name=options.name), wrong)
-        # Twice what is computed at once: the next ones are there when an answer ends, and no more than that is held.
+        # Twice the number computed at a time: the next lines are ready when an answer ends, and memory stays bounded.
         window = 2 * model.folder.max_num_seqs
         run = _Run(served, tally, done, write, window)
-        plain = options.output == "-" and sys.stdout.isatty()  # a bar between the answers would be in their way
+        plain = options.output == "-" and sys.stdout.isatty()  # a bar would mix with the answers
         lines = _stream(options.input) if options.streams else _again(options.input)
         try:
             return asyncio.run(run.all(lines, _Display(console, tally, plain)))
@@ -283,7 +283,7 @@ class _Run:
         self._signals: list[int] = []
 
     async def all(self, lines: AsyncIterator[Line | None], display: _Display) -> int | None:
-        """Answer ``lines`` until a signal; which one, or None."""
+        """Answer ``lines`` until a signal; return that signal, or None."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         for each in (signal.SIGINT, signal.SIGTERM):
@@ -303,7 +303,7 @@ class _Run:
         return self._signals[0] if self._signals else None
 
     def _stop(self, signum: int, task: asyncio.Task[Any]) -> None:
-        if self._signals:  # the step that runs takes too long for someone; every answer so far is written
+        if self._signals:  # do not wait for the running step; all answers so far are written
             os._exit(128 + signum)
         self._signals.append(signum)
         task.cancel()
@@ -335,7 +335,7 @@ class _Run:
 
 
 async def _some(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    """Those that still run once one has ended. Raises what one raised."""
+    """The tasks that still run after one has ended. Raises the error of a failed one."""
     ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     for task in ended:
         task.result()
@@ -350,7 +350,7 @@ async def _again(path: str) -> AsyncIterator[Line | None]:
 
 
 async def _stream(path: str) -> AsyncIterator[Line | None]:
-    """The lines of a pipe, read in a thread as they are asked for. Of two with one name the second is wrong."""
+    """The lines of a pipe, read on demand in a thread. The second of two lines with one name is an error."""
     from ..serving.server.batch import read_line, renamed
 
     loop = asyncio.get_running_loop()
@@ -370,7 +370,8 @@ async def _stream(path: str) -> AsyncIterator[Line | None]:
         except OSError as error:
             put(error)
 
-    # A daemon, for a read that waits for ever must not keep the process; with no file object that the exit would lock.
+    # A daemon thread, because a read that waits for ever must not keep the process alive, and without a file object,
+    # which the exit would lock.
     threading.Thread(target=read, name="shardfuse-input", daemon=True).start()
     names: set[str] = set()
     number = 0
@@ -398,7 +399,7 @@ def _texts(path: str) -> Iterator[bytes]:
 
 
 class _Display:
-    """A progress bar on a terminal, else a line every few seconds."""
+    """A progress bar on a terminal, elsewhere a line every few seconds."""
 
     def __init__(self, console: Console, tally: Tally, plain: bool) -> None:
         self._console, self._tally = console, tally
@@ -406,7 +407,7 @@ class _Display:
         self._first = tally.done
 
     async def run(self, served: Served) -> None:
-        """Show how far it is, until it is cancelled."""
+        """Show the progress until cancelled."""
         began = time.monotonic()
         if not self._bar:
             while True:

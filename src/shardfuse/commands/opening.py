@@ -1,4 +1,4 @@
-"""The model of a command that serves, in one process or over tensor-parallel ranks."""
+"""Open the model of a serving command, in one process or over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..serving.folder import FolderOptions, Opened
 
-GRACE_S = 3.0  # for ranks that are told to end
-PATIENCE = timedelta(minutes=10)  # of a rank with the others, which read weights and compile at their own pace
+GRACE_S = 3.0  # for ranks to end after a signal
+PATIENCE = timedelta(minutes=10)  # a rank's patience with the others, which read weights and compile at their own pace
 
 
 @dataclass(frozen=True)
 class Opening:
-    """Which model is opened, and over what.
+    """The model to open, and its ranks.
 
-    With ``tiny`` a small random model is made, whatever folder is named. ``tp`` ranks are started, unless torchrun has
+    ``tiny`` makes a small random model, ignoring the folder. The command starts ``tp`` ranks unless torchrun has
     started them.
     """
 
@@ -38,7 +38,7 @@ class Opening:
 
 
 def check_installed(command: str, needed: tuple[str, ...]) -> None:
-    """ImportError for what ``command`` needs and is not installed."""
+    """Raise ImportError for a package that ``command`` needs and that is not installed."""
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(f"{command} needs {', '.join(missing)}: pip install 'shardfuse[serve]'")
@@ -46,15 +46,15 @@ def check_installed(command: str, needed: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def settled(opening: Opening) -> Iterator[Opening]:
-    """``opening`` with the folder of the tiny model, which lives as long as the block, and with torchrun's ranks.
+    """``opening`` with torchrun's ranks, and with the tiny model's folder, which exists during the block.
 
-    Raises FileNotFoundError for a folder that is not there.
+    Raises FileNotFoundError for a missing folder.
     """
     with contextlib.ExitStack() as stack:
         if opening.tiny:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shardfuse-")))
             opening = replace(opening, folder=replace(opening.folder, folder=_tiny(folder)))
-        elif not opening.folder.folder.is_dir():  # before anything is said, or a rank is started
+        elif not opening.folder.folder.is_dir():  # before any message, and before a rank starts
             raise FileNotFoundError(
                 f"{opening.folder.folder}: there is no such folder: expected config.json, weights and a tokenizer"
             )
@@ -64,12 +64,12 @@ def settled(opening: Opening) -> Iterator[Opening]:
 
 
 def follows() -> bool:
-    """Whether torchrun has started this process as another rank than 0: its part is to :func:`follow`."""
+    """Whether torchrun started this process as a rank other than 0, which must call :func:`follow`."""
     return by_torchrun() and os.environ["RANK"] != "0"
 
 
 def lead(opening: Opening, say: Callable[[str], object]) -> Opened:
-    """Rank 0: load the model, telling ``say`` about it."""
+    """On rank 0: load the model, reporting to ``say``."""
     from ..serving.folder import open_folder
 
     say(f"loading {opening.folder.folder}" + (f" over {opening.tp} ranks" if opening.tp > 1 else ""))
@@ -79,14 +79,14 @@ def lead(opening: Opening, say: Callable[[str], object]) -> Opened:
 
 
 def follow(opening: Opening) -> None:
-    """The other ranks: load the model, and compute what rank 0 sends."""
+    """On the other ranks: load the model, and compute the steps that rank 0 sends."""
     from ..serving.folder import open_folder
 
     open_folder(opening.folder, _mesh(opening)).engine.follow()
 
 
 def by_torchrun() -> bool:
-    """Whether torchrun has started the ranks, of which this process is one."""
+    """Whether torchrun has started the ranks, this process among them."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
@@ -99,7 +99,7 @@ def _tiny(folder: Path) -> Path:
 
 
 def _mesh(opening: Opening) -> Any:
-    """All ranks' mesh."""
+    """The mesh of all ranks."""
     if opening.tp == 1:
         return None
     from ..parallel.core.rendezvous import init_mesh
@@ -108,13 +108,13 @@ def _mesh(opening: Opening) -> Any:
 
 
 class Ranks:
-    """Processes of the ranks from 1 on."""
+    """The processes of the ranks from 1 on."""
 
     def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
 
     def wrong(self) -> str:
-        """Which has ended; "" while all live."""
+        """The rank that has ended, in words; "" while all are alive."""
         for rank, process in enumerate(self.processes, 1):
             if not process.is_alive():
                 code = process.exitcode or 0
@@ -125,7 +125,8 @@ class Ranks:
 
 @contextlib.contextmanager
 def started_ranks(opening: Opening) -> Iterator[Ranks]:
-    """Start the ranks from 1 on, unless torchrun has, and make this process rank 0; at the end none of them lives."""
+    """Start the ranks from 1 on, unless torchrun has, and make this process rank 0; the end of the block ends them
+    all."""
     import torch
 
     from ..training.launch import threads_per_process
@@ -178,7 +179,7 @@ def _rank_main(opening: Opening, rank: int, parent: int) -> None:
     from ..training.worker import die_with
 
     die_with(parent)
-    for each in (signal.SIGINT, signal.SIGTERM):  # a terminal sends it to all; rank 0 decides
+    for each in (signal.SIGINT, signal.SIGTERM):  # a terminal signals all ranks; rank 0 decides
         signal.signal(each, signal.SIG_IGN)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     try:

@@ -20,7 +20,7 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client", "transformers")
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """The options of ``shardfuse serve``: ``model`` and ``server`` say what is served and how."""
+    """The options of ``shardfuse serve``: the ``model`` to serve, and the settings of the ``server``."""
 
     model: Opening
     server: ServerOptions
@@ -33,7 +33,7 @@ class ServeOptions:
 
 
 def run_serve(options: ServeOptions) -> int:
-    """Serve until a signal; the exit code: 0 after all open requests were answered, 1 where some were ended."""
+    """Serve until a signal; return 0 if all open requests were answered, 1 if some were ended."""
     from ..serving.server.run import listen, log_to_stderr
 
     console = Console(highlight=False, stderr=True, soft_wrap=True)
@@ -47,7 +47,7 @@ def run_serve(options: ServeOptions) -> int:
 
 
 def _lead(options: ServeOptions, model: Opening, console: Console, listener: Any, wrong: Callable[[], str]) -> int:
-    """Rank 0: load the model, and serve."""
+    """On rank 0: load the model and serve."""
     from ..serving.server import Served
     from ..serving.server.run import run
 

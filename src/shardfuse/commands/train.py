@@ -70,7 +70,7 @@ class TrainOptions:
     json: bool = False
 
     def settings(self) -> RunSettings:
-        """The file's settings, overridden by the flags. Raises as ``read_settings`` does."""
+        """The file's settings, overridden by the flags. Raises the errors of ``read_settings``."""
         changes = dict(map(parse_assignment, self.assignments))
         changes |= {FLAGS[flag]: value for flag, value in self.flags.items()}
         return read_settings(self.file, changes)

@@ -1,6 +1,6 @@
 """Small seeded models and engines for tests of programs that serve: on a CPU, in seconds, without a download.
 
-Everything computes in fp64, so tokens do not depend on rounding: those of an engine equal :func:`solo_tokens` exactly,
+Everything computes in fp64, so tokens do not depend on rounding: an engine's tokens equal :func:`solo_tokens` exactly,
 in any batch. ``shardfuse.testing.fixtures`` is a plug-in for pytest; docs/serving.md shows both.
 """
 

@@ -17,13 +17,13 @@ from .models import assert_idle, tiny_engine, tiny_model
 
 @pytest.fixture(scope="session")
 def shardfuse_model() -> ParallelTransformer:
-    """A :func:`tiny_model` that all tests share: a test that changes weights works on a copy."""
+    """A :func:`tiny_model` that all tests share; a test that changes weights must copy it."""
     return tiny_model()
 
 
 @pytest.fixture
 def shardfuse_engine_options() -> dict[str, Any]:
-    """Options of ``shardfuse_engine``; a fixture of this name in a test module or class takes this one's place."""
+    """The options of ``shardfuse_engine``; override this fixture in a test module or class to change them."""
     return {}
 
 
@@ -31,7 +31,7 @@ def shardfuse_engine_options() -> dict[str, Any]:
 def shardfuse_engine(
     shardfuse_model: ParallelTransformer, shardfuse_engine_options: dict[str, Any]
 ) -> Iterator[Engine]:
-    """A fresh engine. When the test has ended, no request may live in it, and no block may be leaked."""
+    """A fresh engine. At the end of the test it must have no live request and no leaked block."""
     with tiny_engine(shardfuse_model, **shardfuse_engine_options) as engine:
         yield engine
         assert_idle(engine)

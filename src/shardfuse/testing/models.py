@@ -1,4 +1,4 @@
-"""Seeded models of some thousand parameters, engines of them, and what they have to answer."""
+"""Seeded models of some thousand parameters, engines for them, and their expected answers."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def tiny_model(
 ) -> ParallelTransformer:
     """A model with random weights that follow from ``seed`` alone, whose greedy answers vary.
 
-    ``style`` and ``config`` are :class:`TransformerConfig`'s. Its vocabulary is :func:`tiny_tokenizer`'s; torch's
-    global generator is left as it was. Raises ValueError for sizes that cannot make a model.
+    ``style`` and ``config`` are :class:`TransformerConfig`'s. The vocabulary is that of :func:`tiny_tokenizer`; torch's
+    global generator does not advance. Raises ValueError for sizes that cannot make a model.
     """
     sizes = {**_SIZES, **config}
     if sizes["vocab_size"] == VOCAB_SIZE:
@@ -54,7 +54,7 @@ def tiny_model(
 def tiny_engine(model: ServableModel | None = None, **options: Any) -> Engine:
     """An engine of ``model``, by default :func:`tiny_model`, with ``options`` of :class:`Engine`.
 
-    By default it has 64 blocks of 8 tokens: few and small, so that a test meets shared prefixes and preemptions.
+    By default it has 64 blocks of 8 tokens: few and small, so that a test reaches shared prefixes and preemptions.
     """
     return Engine(tiny_model() if model is None else model, **{"num_blocks": 64, "block_size": 8, **options})
 
@@ -63,8 +63,8 @@ def tiny_engine(model: ServableModel | None = None, **options: Any) -> Engine:
 def solo_tokens(model: ParallelTransformer, request: Request) -> list[int]:
     """The answer to ``request`` without an engine or a cache: every token recomputes the whole sequence.
 
-    Greedy and sampled; ``stop`` ends it, ``priority``, ``arrival`` and ``timeout_s`` mean nothing to it. Raises
-    ValueError for a request that no engine would take.
+    Requests may be greedy or sampled. ``stop`` ends the answer; ``priority``, ``arrival`` and ``timeout_s`` have no
+    effect. Raises ValueError for a request that no engine would accept.
     """
     request.check(model.config.vocab_size)
     device = next(model.parameters()).device
@@ -78,7 +78,8 @@ def solo_tokens(model: ParallelTransformer, request: Request) -> list[int]:
 def save_tiny_hf(
     folder: str | os.PathLike[str], style: str = "gated", seed: int = 0, *, tokenizer: bool = True, **options: Any
 ) -> Path:
-    """Write :func:`tiny_model` (``options`` are its) as ``load_hf``, transformers and other servers read it.
+    """Write :func:`tiny_model`, made with ``options``, in the form that ``load_hf``, transformers and other servers
+    read.
 
     With ``tokenizer`` the folder holds :func:`tiny_tokenizer` and a chat template too; raises ImportError without the
     package tokenizers. Returns the folder.
@@ -92,7 +93,7 @@ def save_tiny_hf(
 
 
 def assert_idle(engine: Engine) -> None:
-    """AssertionError where a request lives in ``engine``, or where a block has an owner though none does."""
+    """Raise AssertionError if ``engine`` has a live request, or a block with an owner but no live request."""
     allocator, live = engine._allocator, sorted(engine._live)
     if live:
         raise AssertionError(

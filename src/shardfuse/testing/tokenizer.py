@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = {"bos": "<|bos|>", "eos": "<|eos|>", "pad": "<|pad|>", "turn": "<|turn|>"}  # the ids from 256 on
 VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
-# Tools, calls and their results in the format of Hermes and Qwen; without them, role and text alone.
+# The chat template: tools, calls and their results in the format of Hermes and Qwen; otherwise role and text alone.
 _CHAT = (
     "{% if tools %}<|turn|>tools:{% for tool in tools %}{{ '\n' }}{{ tool | tojson }}{% endfor %}{% endif %}"
     "{% for message in messages %}<|turn|>{{ message['role'] }}: {{ message['content'] }}"
@@ -41,8 +41,8 @@ def tiny_tokenizer() -> Tokenizer:
 
 
 def _letters() -> list[str]:
-    """The letter that ByteLevel writes for each byte: the printable ones of Latin-1 for themselves (Radford et al.,
-    GPT-2), and from U+0100 on for the others.
+    """ByteLevel's character for each byte: printable Latin-1 characters for themselves (Radford et al., GPT-2), and
+    characters from U+0100 on for the other bytes.
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
