@@ -210,7 +210,7 @@ class NoList(Decoder):
 
 
 REFUSED = {
-    SharesEmbeddings: "more than hidden states of what depends on its parameters",
+    SharesEmbeddings: "arguments beside hidden states that depend on its parameters",
     SharesAnObject: "hands its layers a dict",
     SeesTokens: "depends on the tokens",
     ChangesBetween: "do not get the result of the layer before as it is",

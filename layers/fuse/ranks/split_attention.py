@@ -23,7 +23,7 @@ def split(module: Any, match: Any, group: Group) -> str | None:
     features = numbered(module)
     heads = heads_of(module, module._stock.forward, features)
     if heads is None:
-        return "what its attention function gets could not be followed"
+        return "a trial could not find the features that its heads read"
     given = given_to_heads(module._stock.forward)
     if given is None:
         return "it takes arguments that may have a part for each head"
@@ -33,12 +33,12 @@ def split(module: Any, match: Any, group: Group) -> str | None:
         return why
     wanted = {name: _wanted(heads, features[name], group.size) for name in heads.called}
     if any(not _is_division(parts, features[name]) for name, parts in wanted.items()):
-        return "its ranks' heads would share features, or some belong to no head"
+        return "some of its features belong to heads of several ranks, or to no head"
     sizes = _sizes(module, heads, group.size)
     for rank in (0, group.size - 1):
         seen = heads_of(module, module._stock.forward, {**features, **{n: p[rank] for n, p in wanted.items()}}, sizes)
         if seen != heads.of_rank(rank, group.size):
-            return "its forward does not take a part of its heads"
+            return "its forward cannot run on a part of its heads"
 
     first, last = [module._modules[name] for name in heads.called], module._modules[heads.behind]
     shard.split(first, last, group, [_exchange(wanted[name], features[name], group) for name in heads.called])

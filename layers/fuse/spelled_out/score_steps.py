@@ -160,7 +160,7 @@ def _attend(weights: Scores, v: Any) -> Any:
         return None  # computing the scores raises, or the stock product does
     mask = shared_mask(weights.steps, low) if weights.steps else None
     if mask is BLIND:
-        weights.value("some query sees no key, as padding on the left does, and its gradient would be another one")
+        weights.value("some query sees no key, as padding on the left does, and SDPA would give it another gradient")
         return None
     ranks = (1,) * (2 - len(lead)) + tuple(lead)  # the kernels need four dimensions
     q, k, v = (x.reshape(*ranks, *x.shape[-2:]).to(low) for x in (weights.q, weights.k, v))

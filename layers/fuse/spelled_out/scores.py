@@ -68,8 +68,8 @@ class Scores:
         """Compute the scores by the recorded calls. RuntimeError if gradients have been switched off since."""
         if self.mode[0] and not torch.is_grad_enabled():
             raise RuntimeError(
-                "the attention of a fused model reads its scores where gradients are off, in a torch.autograd.Function "
-                "of its own perhaps, which would not see their graph: leave the module out with fuse(filter_fn=...)"
+                "the attention of a fused model reads its scores while gradients are off, possibly in a "
+                "torch.autograd.Function, which would lose their graph: leave the module out with fuse(filter_fn=...)"
             )
         return self.compute(why)
 
@@ -162,7 +162,7 @@ def _check_alone(scores: Scores) -> None:
         others, before = max(others, before.followers - 1), before.before
     if others:
         raise RuntimeError(
-            "the attention of a fused model overwrites scores that something else was made of: leave the module out "
+            "the attention of a fused model overwrites scores from which other scores derive: leave the module out "
             "with fuse(filter_fn=...)"
         )
 

@@ -276,7 +276,7 @@ class _Trial:
         if (other := _not_plain((*args, *kwargs.values()))) is not None:
             raise Refused(f"it hands its layers a {type(other).__name__}, through which they may share values")
         if any(each.requires_grad for each in _tensors((args, kwargs))):
-            raise Refused("its layers get more than hidden states of what depends on its parameters")
+            raise Refused("its layers get arguments beside hidden states that depend on its parameters")
         self.given.append((args, kwargs))
         self.handed.append(torch.zeros_like(hidden, requires_grad=True))
         return self.cut.returned(self.handed[-1])
