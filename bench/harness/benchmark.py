@@ -71,7 +71,7 @@ class Measurement:
     (ratio > 1: ours is better), or None for a row without one. ``slow``: the peer compiles or searches for long, so a
     run with a deadline measures the row last. ``work`` is given if the metric is microseconds of a known number of
     operations. ``bf16``: its products run in 16 bits, like the product that measures the ceilings; other rows are not
-    compared with them.
+    compared with them. ``skip`` says why the row cannot be measured on this machine; it is then reported, and not run.
     """
 
     case: str
@@ -83,6 +83,7 @@ class Measurement:
     slow: bool = False
     work: Work | None = None
     bf16: bool = True
+    skip: str = ""
 
     @property
     def key(self) -> tuple[str, str, str]:

@@ -39,8 +39,14 @@ class Outcome:
 def left(
     benchmark: Benchmark, settings: Settings, *, done: Collection[RowKey] = (), slow: bool = True
 ) -> list[Measurement]:
-    """The planned rows that are not measured yet."""
-    return [row for row in benchmark.plan(settings) if row.key not in done and (slow or not row.slow)]
+    """The planned rows that this machine can measure, and that are not measured yet."""
+    plan = benchmark.plan(settings)
+    return [row for row in plan if not row.skip and row.key not in done and (slow or not row.slow)]
+
+
+def skipped(benchmark: Benchmark, settings: Settings) -> dict[RowKey, str]:
+    """The planned rows that this machine cannot measure, and why."""
+    return {row.key: row.skip for row in benchmark.plan(settings) if row.skip}
 
 
 def is_short(benchmark: Benchmark, settings: Settings) -> bool:
@@ -67,7 +73,7 @@ def header(benchmark: Benchmark, settings: Settings) -> dict[str, Any]:
 def record(
     benchmark: Benchmark, settings: Settings, outcome: Outcome, head: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The full result: header, verdicts, rows with derived figures, planned rows that were not measured.
+    """The full result: header, verdicts, rows with derived figures, planned rows that were not or cannot be measured.
 
     The gate is red if a case was; such a case has no rows.
     """
@@ -80,6 +86,7 @@ def record(
         "rows": [row.record() for row in rows],
         "missing": [row.key for row in left(benchmark, settings, done=measured)],
         "failed": [[*key, why] for key, why in outcome.failed.items()],
+        "skipped": [[*key, why] for key, why in skipped(benchmark, settings).items()],
     }
 
 

@@ -26,7 +26,7 @@ from .. import suites
 from . import provenance
 from .benchmark import Benchmark, Measurement, Settings
 from .progress import Progress
-from .records import Outcome, RowKey, check_place, earlier, header, left, record
+from .records import Outcome, RowKey, check_place, earlier, header, left, record, skipped
 from .report import DRY_NOTE, Row, console, last_line, show_red, show_rows, write_json
 from .timing import ceilings
 from .virtual_ranks import open_queues
@@ -185,6 +185,8 @@ def run_benchmark(
     errors.print(f"{name} on {where}: checking correctness, then timing", markup=False)
     if outcome.rows:
         errors.print(f"  resuming after {len(outcome.rows)} rows that {out} holds", markup=False)
+    for (case, metric, peer_name), why in skipped(benchmark, settings).items():
+        errors.print(f"  skipped: {case}: {metric}, against {peer_name}: {why}", markup=False, soft_wrap=True)
     head = header(benchmark, settings)
 
     def keep() -> None:

@@ -69,10 +69,10 @@ class StockGatedMLP(nn.Module):
 class StockAttention(nn.Module):
     """Causal attention with as many KV heads as query heads, x [B, S, D]; a parallel plan may split the heads."""
 
-    def __init__(self, hidden: int, head_dim: int) -> None:
+    def __init__(self, hidden: int, head_dim: int, *, bias: bool = True) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(hidden, hidden) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(hidden, hidden, bias=bias) for _ in range(4))
 
     def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         q, k, v = (
@@ -84,14 +84,15 @@ class StockAttention(nn.Module):
 
 
 class StockBlock(nn.Module):
-    """A pre-norm decoder block in Starcoder2's form, x [B, S, D]."""
+    """A pre-norm decoder block in Starcoder2's form, or ``gated`` in Llama's, x [B, S, D]."""
 
-    def __init__(self, hidden: int, ffn: int, head_dim: int) -> None:
+    def __init__(self, hidden: int, ffn: int, head_dim: int, *, gated: bool = False) -> None:
         super().__init__()
-        self.input_layernorm = nn.LayerNorm(hidden)
-        self.self_attn = StockAttention(hidden, head_dim)
-        self.post_attention_layernorm = nn.LayerNorm(hidden)
-        self.mlp = StockMLP(hidden, ffn)
+        norm = nn.RMSNorm if gated else nn.LayerNorm
+        self.input_layernorm = norm(hidden, eps=1e-5)
+        self.self_attn = StockAttention(hidden, head_dim, bias=not gated)
+        self.post_attention_layernorm = norm(hidden, eps=1e-5)
+        self.mlp = StockGatedMLP(hidden, ffn, "silu") if gated else StockMLP(hidden, ffn)
 
     def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rope)
