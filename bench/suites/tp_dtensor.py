@@ -9,7 +9,6 @@ projection.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -32,16 +31,15 @@ from ...kernels.runtime import processor
 from ...layers import ParallelBlock, ParallelMLP, TransformerConfig
 from ...layers.attention.rope import Rotary
 from ...layers.attention.rope import rope_tables as our_tables
-from ...training.launch import Stopped, launch, stop_signals
 from ..harness.benchmark import Benchmark, Measurement, Settings
 from ..harness.gate import check_outputs, join_layers, module_outputs
+from ..harness.ranks import compare_on_ranks, on_ranks, worst
 from ..harness.stock import StockBlock, StockMLP, rope_tables, training_step
-from ..harness.timing import Timing, compare_fixed, compare_rounds, keep_freed_memory
+from ..harness.timing import Timing, keep_freed_memory
 
 RANKS = 2
 HEAD_DIM = 64
 ROPE_THETA = 10000.0
-MIN_ROUNDS, MAX_ROUNDS = 30, 300
 SECONDS_PER_SIZE = 10.0  # more than other benchmarks: other load affects two processes more
 
 
@@ -101,11 +99,9 @@ def _sizes(settings: Settings) -> tuple[Size, ...]:
 @cache
 def _results(settings: Settings) -> dict[str, Result]:
     """Check and measure every size in one launch: the timed modules are the same objects that were checked."""
-    try:
-        with stop_signals():
-            return launch(_worker, _sizes(settings), 0.0 if settings.dry else SECONDS_PER_SIZE, processes=RANKS)[0]
-    except Stopped as stop:
-        sys.exit(128 + stop.signum)
+    seconds = 0.0 if settings.dry else SECONDS_PER_SIZE
+    found: dict[str, Result] = on_ranks(_worker, _sizes(settings), seconds, processes=RANKS)
+    return found
 
 
 def _worker(sizes: Sequence[Size], seconds: float) -> dict[str, Result]:
@@ -167,20 +163,14 @@ class Rig:
             outputs = self._outputs(module)
             for verdict in check_outputs(outputs, low=lambda: low, oracle=lambda: exact, terms=terms):
                 found.append(Verdict(f"{side}.{verdict.name}", verdict.error, verdict.budget))
-        everyone: list[list[Verdict]] = [[]] * RANKS
-        dist.all_gather_object(everyone, found)
-        return [max(same, key=lambda verdict: (not verdict.ok, verdict.error)) for same in zip(*everyone)]
+        return worst(found)
 
     def measure(self, seconds: float) -> tuple[Timing, Timing]:
         """Time forward and backward, interleaved, by rank 0's clock, over a number of rounds that ranks agree on."""
-        ours, peer = (partial(self._step, module) for module in (self.ours, self.peer))
-        ours_once, peer_once = compare_fixed(ours, peer, rounds=3, calls=1)
-        wanted = seconds / ((ours_once.value + peer_once.value) * 1e-6)
-        rounds = torch.tensor(max(MIN_ROUNDS, min(MAX_ROUNDS, int(wanted))))
-        dist.broadcast(rounds, 0)
-        return compare_rounds(ours, peer, rounds=int(rounds))
+        ours, peer = (partial(self.step, module) for module in (self.ours, self.peer))
+        return compare_on_ranks(ours, peer, seconds=seconds)
 
-    def _step(self, module: nn.Module) -> None:
+    def step(self, module: nn.Module) -> None:
         """One complete training step: DTensor's last all-reduces are pending until their results are read."""
         y = training_step(module, self.x, self.grad, **self._options(module))
         assert self.x.grad is not None
@@ -231,6 +221,7 @@ BENCHMARK = Benchmark(
     check=check,
     sources=(
         *(
+            "bench/harness/ranks.py",
             "bench/harness/stock.py",
             "layers/mlp.py",
             "layers/linear.py",
