@@ -351,7 +351,8 @@ def _python(module: str, *arguments: str) -> list[str]:
 
 
 def accept(out: Path, results: Path = stale.RESULTS) -> int:
-    """File the results of a finished run (its directory) or of one ``bench run`` (its file) under bench/results/.
+    """File the results of a finished run (its directory) or of one ``bench run`` (its file) under bench/results/, a
+    CPU's too.
 
     It prints the reason for each record that it refuses.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import provenance, roofline, stale
+from . import places, provenance, roofline, stale
 from .records import read_records, writing
 from .report import RATES, Row
 
@@ -29,9 +29,15 @@ class Result:
     complaint: str  # why its numbers must not be shown, or empty
 
     @property
+    def where(self) -> str:
+        """The device, of a CPU with its kind: "cpu (amd-zen4)"."""
+        kind = None if self.absolute else places.cpu_kind(self.origin.get("cpu") or "")
+        return self.device if kind is None else f"{self.device} ({kind})"
+
+    @property
     def absolute(self) -> bool:
         """Whether absolute times count: on a CPU only ratios do."""
-        return self.device != "cpu"
+        return self.device != places.CPU
 
 
 def publish(paths: Sequence[Path], out: Path, *, results: Path = stale.RESULTS) -> list[Path]:
@@ -57,7 +63,7 @@ def publish(paths: Sequence[Path], out: Path, *, results: Path = stale.RESULTS) 
 
 def read_all(paths: Sequence[Path], *, results: Path = stale.RESULTS) -> list[Result]:
     """The records in ``paths``, by default the committed ones; ValueError for other files, and if there is none."""
-    found = [result for path in paths or sorted(results.glob("*/*.json")) for result in read(path)]
+    found = [result for path in paths or sorted(results.rglob("*.json")) for result in read(path)]
     if not found:
         where = ", ".join(map(str, paths)) or results
         raise ValueError(f"there is no result in {where}: name files that hold some, or measure with make gpu OUT=dir")
@@ -109,7 +115,7 @@ def markdown(results: Sequence[Result], pictures: Sequence[str]) -> Iterator[str
         yield f"![{picture.removesuffix('.png')}]({picture})"
     for result in results:
         yield ""
-        yield f"## {result.bench} on {result.device}"
+        yield f"## {result.bench} on {result.where}"
         yield ""
         yield from origin_lines(result)
         yield ""

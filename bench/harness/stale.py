@@ -1,7 +1,8 @@
 """Reports which results are missing, lack rows, or are older than the code they measured.
 
-Results are in bench/results/<gpu>/<benchmark>.json with a hash of every source they depend on. A CPU has no stale
-results: only ratios count there, and every run measures its own.
+Results are in bench/results/<gpu>/<benchmark>.json with a hash of every source they depend on, a CPU's in
+bench/results/cpu/<kind>/ (``places.py``). A CPU has no stale results: only ratios count there, and every run measures
+its own.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from rich.table import Table
 
 from ...kernels.dev import registry
-from . import provenance
+from . import places, provenance
 from .benchmark import Benchmark
 from .report import console, write_json
 from .runner import benchmarks
@@ -53,7 +54,7 @@ def survey(results: Path = RESULTS, candidates: Iterable[Benchmark] | None = Non
     """Every benchmark that runs on a GPU, on every GPU with a folder of results, stalest first."""
     measurable = [b for b in (benchmarks().values() if candidates is None else candidates) if "cuda" in b.devices]
     folders = [folder.name for folder in results.iterdir() if folder.is_dir()] if results.is_dir() else []
-    gpus = sorted(name for name in folders if name != "cpu")
+    gpus = sorted(name for name in folders if name != places.CPU)
     found = [_judge(results, gpu, benchmark) for gpu in gpus or [ANY_GPU] for benchmark in measurable]
     return sorted([*found, *_without_benchmark(measurable)], key=lambda item: item.order)
 
@@ -82,21 +83,22 @@ def show(*, json: bool = False, results: Path = RESULTS) -> int:
 
 
 def accept(record: dict[str, Any], results: Path = RESULTS) -> Path:
-    """File a benchmark's record under its GPU; returns the path.
+    """File a benchmark's record under its GPU or its kind of CPU; returns the path.
 
     A record that lacks planned rows, such as those of a red case, is filed, and stays stale. Raises ValueError for
-    records that must not be filed: a dry run, one whose cases are all red, a CPU, no rows, a tree without a commit, an
-    environment that changes what "ours" is, or a short run in place of a whole plan's result.
+    records that must not be filed: a dry run, one whose cases are all red, a CPU of unknown kind, no rows, a tree
+    without a commit, an environment that changes what "ours" is, or a short run in place of a whole plan's result.
     """
     name, device, origin = record["bench"], record["device"], record["origin"]
     commit_known = origin["commit"] not in ("", "unknown")
-    path = results / provenance.slug(device) / f"{name}.json"
+    folder = places.folder(record)
+    path = results / (folder or places.CPU) / f"{name}.json"
     environment = origin["environment"]
     changed = [f"{each}={environment[each]}" for each in _NOT_WHAT_USERS_GET if environment.get(each) not in _DEFAULTS]
     refusals = {
         "it was a dry run": record["dry"],
         "its gate is red": record["gate"] != "green" and not record["rows"],
-        "it ran on a CPU": device == "cpu",
+        "it ran on a CPU whose vendor, family and model the record does not tell": folder is None,
         "it has no rows": not record["rows"],
         "its commit is unknown; measure again from a checkout, or name the tree's commit with "
         "make gpu COMMIT=<hash> DIRTY=0": not commit_known,

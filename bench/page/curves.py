@@ -36,7 +36,7 @@ def scaling_plots(shown: Iterable[Entry]) -> Element | None:
             curves.setdefault(f"against {entry.row.peer_name}", []).append(point)
         x = LogScale.over((point[1] for points in curves.values() for point in points), LEFT, WIDTH - RIGHT)
         marks = [(float(tokens), str(tokens)) for tokens in sorted({entry.tokens or 0 for entry in found})]
-        title = f"{found[0].result.bench} on {found[0].result.device}: {case}, {metric}"
+        title = f"{found[0].result.bench} on {found[0].result.where}: {case}, {metric}"
         _ratio_figure(section[-1], title, curves, x, marks, "tokens")
     return section
 
@@ -79,7 +79,7 @@ def _roofline(parent: Element, found: Sequence[Entry]) -> None:
     intensities = [intensity(entry.row) for entry in found]
     x = LogScale.over(intensities, LEFT, WIDTH - RIGHT, 1.5)
     y = LogScale.over((*heights, min(peak, x.high * copy)), HEIGHT - BOTTOM, TOP, 1.3)
-    title = f"{found[0].result.bench} on {found[0].result.device}"
+    title = f"{found[0].result.bench} on {found[0].result.where}"
     drawing = _figure(parent, title, ("c0", "ours"), ("c1 hollow", "peer"), ("roof", "ceilings"))
     _axes(drawing, x, y, [(tick, f"{tick:g}") for tick in x.ticks()], "FLOP per byte", "TFLOP/s")
     edges = sorted({x.low, min(max(peak / copy, x.low), x.high), x.high})

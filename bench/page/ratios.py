@@ -26,7 +26,7 @@ def ratio_plot(shown: Sequence[Entry]) -> Element:
     for _, group in itertools.groupby(shown, key=lambda entry: id(entry.result)):
         lines = list(group)
         card = add(section, "figure", class_="card", data_group="")
-        add(card, "figcaption", f"{lines[0].result.bench} on {lines[0].result.device}")
+        add(card, "figcaption", f"{lines[0].result.bench} on {lines[0].result.where}")
         _axis(card, scale)
         for entry in lines:
             _line(card, entry, scale)

@@ -17,7 +17,7 @@ def tables(results: Iterable[Result], shown: Sequence[Entry]) -> Element:
     section = new("section", id="tables", aria_labelledby="tables-title")
     add(section, "h2", "Results", id="tables-title")
     for result in results:
-        title = f"{result.bench} on {result.device}"
+        title = f"{result.bench} on {result.where}"
         card = add(section, "div", class_="card", **({} if result.complaint else {"data_group": ""}))
         add(card, "h3", title)
         add(card, "p", " ".join(origin_lines(result)), class_="muted")
