@@ -12,21 +12,12 @@ import time
 import urllib.request
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+
+from .latency import Times
 
 START_S = 300.0
 HOST = "127.0.0.1"
-
-
-@dataclass
-class Times:
-    """Of one load, in seconds: from a request's sending to its first token, between tokens, and of all together."""
-
-    first: list[float] = field(default_factory=list)
-    between: list[float] = field(default_factory=list)
-    whole: float = 0.0
-    texts: list[str] = field(default_factory=list)  # of the requests, in their order
 
 
 class HttpServer:

@@ -59,6 +59,13 @@ class Layout:
     def peers(self) -> tuple[str, ...]:
         return {"zero": (SHARDED, DDP), "pipeline": (PIPELINING,), "tensor": (DTENSOR,)}[self.what]
 
+    def mesh(self) -> DeviceMesh:
+        """The mesh of ZeRO's data-parallel ranks or of the pipeline's. Collective."""
+        dp, pp = (self.ranks, 1) if self.what == "zero" else (1, self.ranks)
+        mesh = init_mesh(dp=dp, pp=pp, device_type="cpu")
+        assert mesh is not None
+        return mesh
+
     @property
     def skip(self) -> str:
         """Why this machine cannot measure it, or empty."""
@@ -143,8 +150,7 @@ def measure(layout: Layout, dry: bool) -> Result:
     """Check one layout, count its bytes and time it. Collective."""
     if layout.what == "tensor":
         return _tensor(layout, dry)
-    mesh = init_mesh(**{"dp" if layout.what == "zero" else "pp": layout.ranks}, device_type="cpu")
-    assert mesh is not None
+    mesh = layout.mesh()
     model, batch = workload(layout, dry)
     sides = spread(layout, model, batch, mesh)
     verdicts = judge(sides, model, batch)

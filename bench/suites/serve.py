@@ -29,12 +29,13 @@ from ..harness import fast_mkl
 from ..harness.benchmark import Benchmark, Measurement, Settings
 from ..harness.timing import Timing, compare_rounds, keep_freed_memory
 from ..harness.vllm_side import Vllm
-from . import serve_cost
+from . import serve_cost, serve_latency
 
 VLLM = "SHARDFUSE_BENCH_VLLM"
 STATIC, BATCH, REAL = "transformers generate, left-padded", "transformers generate_batch", "vLLM, offline LLM"
 OURS, FORCED = "ours", "MKL's fast path forced"
 TARGETS = {STATIC: 2.0, BATCH: 8.0, REAL: 0.8}
+LATENCIES = {STATIC: serve_latency.static, BATCH: serve_latency.batch}
 CASE = "llama-21m-32-requests"
 ROUNDS = {STATIC: 30, BATCH: 10, REAL: 30}
 SIZES: dict[str, Any] = {
@@ -66,34 +67,41 @@ class Rig:
         self.new, count = (4, 3) if dry else (NEW, REQUESTS)
         lengths = torch.linspace(*LENGTHS, count).int().tolist()
         self.prompts = [torch.randint(1, sizes["vocab_size"], (length,)).tolist() for length in lengths]
-        self._engine = Engine(self.ours, num_blocks=2 * count + 1, max_num_seqs=count, max_num_batched_tokens=BUDGET)
+        self.rolling = Engine(self.ours, num_blocks=2 * count + 1, max_num_seqs=count, max_num_batched_tokens=BUDGET)
         self._calls = 0
 
-    def engine(self) -> list[list[int]]:
-        """The tokens that the engine adds to each prompt. A salt of its own keeps a call from the last one's blocks."""
+    def requests(self) -> list[Request]:
+        """A call's requests. A salt of its own keeps the call from the last one's blocks."""
         self._calls += 1
         options: dict[str, Any] = {"max_new_tokens": self.new, "cache_salt": str(self._calls)}
-        return self._engine.generate([Request(prompt, **options) for prompt in self.prompts])
+        return [Request(prompt, **options) for prompt in self.prompts]
+
+    def engine(self) -> list[list[int]]:
+        """The tokens that the engine adds to each prompt."""
+        return self.rolling.generate(self.requests())
 
     @torch.inference_mode()
-    def static(self) -> list[list[int]]:
+    def static(self, **options: Any) -> list[list[int]]:
         """The tokens that transformers' ``generate`` adds."""
         longest = max(map(len, self.prompts))
         ids = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in self.prompts])
-        out: Any = self.stock.generate(
-            ids, attention_mask=(ids != PAD).long(), max_new_tokens=self.new, min_new_tokens=self.new, do_sample=False
-        )
+        options |= {"max_new_tokens": self.new, "min_new_tokens": self.new, "do_sample": False}
+        out: Any = self.stock.generate(ids, attention_mask=(ids != PAD).long(), **options)
         return out[:, longest:].tolist()
 
     def batch(self) -> list[list[int]]:
         """The tokens that its ``generate_batch`` adds."""
+        return [each.generated_tokens for each in self.batch_outputs()]
+
+    def batch_outputs(self, **options: Any) -> list[Any]:
+        """What ``generate_batch`` returns of each prompt."""
         from transformers import GenerationConfig
 
         config = GenerationConfig(
             max_new_tokens=self.new, do_sample=False, eos_token_id=-1, pad_token_id=PAD, use_cuda_graph=False
         )
-        found: Any = self.stock.generate_batch(self.prompts, generation_config=config, progress_bar=False)
-        return [found[name].generated_tokens for name in sorted(found, key=lambda name: int(name.rsplit("_", 1)[1]))]
+        found: Any = self.stock.generate_batch(self.prompts, generation_config=config, progress_bar=False, **options)
+        return [found[name] for name in sorted(found, key=lambda name: int(name.rsplit("_", 1)[1]))]
 
 
 @cache
@@ -155,7 +163,7 @@ def plan(settings: Settings) -> list[Measurement]:
             partial(run, ROUNDS[peer], make_ours, make_peer),
         )
         for name, (peer, make_ours, make_peer) in _peers(settings).items()
-    ] + rows  # fmt: skip
+    ] + serve_latency.plan(settings, CASE, partial(_rig, settings.dry), LATENCIES) + rows  # fmt: skip
 
 
 def check(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, Verdict]]:
@@ -180,6 +188,13 @@ BENCHMARK = Benchmark(
     plan=plan,
     check=check,
     ops=("linear_act", "gated_linear", "paged_attention", "rms_norm", "rope"),
-    sources=("serving", "layers/attention", "layers/transformer.py", "layers/block.py", "layers/mlp.py"),
+    sources=(
+        "bench/suites/serve_latency.py",
+        "serving",
+        "layers/attention",
+        "layers/transformer.py",
+        "layers/block.py",
+        "layers/mlp.py",
+    ),
     devices=("cpu",),
 )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import random
-import statistics
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,8 @@ import torch
 
 from ...kernels.dev.accuracy import Verdict
 from ..harness.benchmark import Benchmark, Measurement, Settings
-from ..harness.http_side import HttpServer, Times, our_server, vllm_server
+from ..harness.http_side import HttpServer, our_server, vllm_server
+from ..harness.latency import Figure, Times, percentiles, timing, whole
 from ..harness.timing import Timing
 from .serve import DRY_SIZES, LENGTHS, NEW, PAD, REQUESTS, SIZES, VLLM
 
@@ -87,31 +87,18 @@ def _save_tokenizer(folder: Path, vocab_size: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
-def _percentile(share: float, pick: Callable[[Times], Sequence[float]], loads: Sequence[Times]) -> float:
-    values = sorted(value for times in loads for value in pick(times))
-    return values[min(len(values) - 1, int(share * len(values)))]
-
-
-def _measure(kind: str, figure: Callable[[Sequence[Times]], float], settings: Settings) -> tuple[Timing, Timing]:
-    """Microseconds of both sides, over all rounds together, and how far the odd and the even rounds differ."""
-    sides = []
-    for loads in _rig(settings.dry).loads(kind):
-        halves = [figure(loads[0::2]), figure(loads[1::2] or loads)]
-        sides.append(Timing(figure(loads) * 1e6, abs(halves[0] / halves[1] - 1)))
-    return sides[0], sides[1]
+def _measure(kind: str, figure: Figure, settings: Settings) -> tuple[Timing, Timing]:
+    """Microseconds of both sides, over all rounds together."""
+    ours, peer = _rig(settings.dry).loads(kind)
+    return timing(figure, ours), timing(figure, peer)
 
 
 def plan(settings: Settings) -> list[Measurement]:
     if settings.dry and not _installed():
         return []
     peer = PEER if os.environ.get(VLLM) and not settings.dry else SELF
-    figures: list[tuple[str, str, Callable[[Sequence[Times]], float]]] = [
-        ("burst", "all requests, us", lambda loads: statistics.median(times.whole for times in loads))
-    ]
-    for name, pick in (("first token", lambda times: times.first), ("token to token", lambda times: times.between)):
-        for share in (0.5, 0.99):
-            figure = partial(_percentile, share, pick)
-            figures.append(("poisson", f"{name}, percentile {share * 100:.0f}, us", figure))
+    figures = [("burst", "all requests, us", whole)]
+    figures += [("poisson", metric, figure) for metric, figure in percentiles().items()]
     return [
         Measurement(CASES[kind], metric, peer, None, partial(_measure, kind, figure, settings))
         for kind, metric, figure in figures

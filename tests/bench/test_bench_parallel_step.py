@@ -50,8 +50,7 @@ def test_gate_notices_a_side_that_computes_something_else(ranks: Any, layout: La
 
 def _judged(rank: int, world: int, layout: Layout) -> Any:
     """The verdicts where ours trains on a batch of its own."""
-    mesh = init_mesh(**{"dp" if layout.what == "zero" else "pp": world}, device_type="cpu")
-    assert mesh is not None
+    mesh = layout.mesh()
     model, batch = parallel_step.workload(layout, dry=True)
     sides = parallel_step.spread(layout, model, batch, mesh)
     other = parallel_step.Batch(batch.tokens.flip(1), batch.targets)

@@ -13,7 +13,8 @@ pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 
 from shardfuse.bench.harness.benchmark import Settings
-from shardfuse.bench.harness.http_side import HttpServer, Times
+from shardfuse.bench.harness.http_side import HttpServer
+from shardfuse.bench.harness.latency import Times, percentile
 from shardfuse.bench.suites import serve_http
 
 DRY = Settings(torch.device("cpu"), dry=True)
@@ -52,8 +53,8 @@ def test_a_server_that_does_not_start_is_told_with_what_it_said(tmp_path: Path) 
 def test_percentiles_and_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     one, two = Times([0.1, 0.3], [0.01]), Times([0.2], [0.02, 0.03])
-    assert serve_http._percentile(0.5, lambda times: times.first, [one, two]) == 0.2
-    assert serve_http._percentile(0.99, lambda times: times.between, [one, two]) == 0.03
+    assert percentile(0.5, lambda times: times.first, [one, two]) == 0.2
+    assert percentile(0.99, lambda times: times.between, [one, two]) == 0.03
 
     class Rig:
         peer_name = serve_http.PEER
