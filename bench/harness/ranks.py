@@ -32,13 +32,13 @@ def worst(found: Sequence[Verdict]) -> list[Verdict]:
     return [max(same, key=lambda verdict: (not verdict.ok, verdict.error)) for same in zip(*everyone, strict=True)]
 
 
-def compare_on_ranks(ours: Call, peer: Call, *, seconds: float, least: int = MIN_ROUNDS) -> tuple[Timing, Timing]:
+def compare_on_ranks(ours: Call, peer: Call, *, seconds: float) -> tuple[Timing, Timing]:
     """Microseconds of a call by each rank's clock, interleaved, over a number of rounds that rank 0 decides.
 
-    The rounds take about ``seconds``, but are at least ``least`` and at most MAX_ROUNDS. Collective.
+    The rounds take about ``seconds``, but are at least MIN_ROUNDS and at most MAX_ROUNDS. Collective.
     """
     ours_once, peer_once = compare_fixed(ours, peer, rounds=3, calls=1)
     wanted = seconds / ((ours_once.value + peer_once.value) * 1e-6)
-    rounds = torch.tensor(max(least, min(MAX_ROUNDS, int(wanted))))
+    rounds = torch.tensor(max(MIN_ROUNDS, min(MAX_ROUNDS, int(wanted))))
     dist.broadcast(rounds, 0)
     return compare_rounds(ours, peer, rounds=int(rounds))

@@ -16,6 +16,7 @@ from shardfuse.parallel.core.rendezvous import init_mesh
 
 DRY = Settings(torch.device("cpu"), dry=True)
 TWO = [layout for layout in parallel_step.layouts(DRY) if layout.what != "tensor"]
+NIGHTLY = {"3": [pytest.mark.nightly], "zbv": [pytest.mark.nightly]}
 
 
 def _measured(rank: int, world: int, chosen: list[Layout]) -> dict[str, parallel_step.Result]:
@@ -40,7 +41,7 @@ def test_every_row_is_measured(ranks: Any, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("layout", TWO, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [pytest.param(each, marks=NIGHTLY.get(each.how, ()), id=each.name) for each in TWO])
 def test_gate_notices_a_side_that_computes_something_else(ranks: Any, layout: Layout):
     for verdicts in ranks(2, _judged, layout):
         assert {verdict.ok for verdict in verdicts if verdict.name.startswith("ours.")} == {False}
