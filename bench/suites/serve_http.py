@@ -97,7 +97,7 @@ def plan(settings: Settings) -> list[Measurement]:
     if settings.dry and not _installed():
         return []
     peer = PEER if os.environ.get(VLLM) and not settings.dry else SELF
-    figures = [("burst", "all requests, us", whole)]
+    figures: list[tuple[str, str, Figure]] = [("burst", "all requests, us", whole)]
     figures += [("poisson", metric, figure) for metric, figure in percentiles().items()]
     return [
         Measurement(CASES[kind], metric, peer, None, partial(_measure, kind, figure, settings))

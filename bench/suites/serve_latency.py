@@ -8,7 +8,7 @@ are those of ``serve``, which its check compares.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -70,7 +70,7 @@ def _loads(rig: Rig, peer: Callable[[Rig], Times], rounds: int) -> tuple[list[Ti
 
 
 def plan(
-    settings: Settings, case: str, rig: Callable[[], Rig], peers: dict[str, Callable[[Rig], Times]]
+    settings: Settings, case: str, rig: Callable[[], Rig], peers: Mapping[str, Callable[[Rig], Times]]
 ) -> list[Measurement]:
     """Rows of ``case``: each percentile against each of ``peers``, by its name."""
 

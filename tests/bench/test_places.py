@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,17 @@ def test_a_committed_result_lies_where_it_belongs_with_date_and_noise(path: Path
     datetime.fromisoformat(record["origin"]["date"])
     timed = [row for row in record["rows"] if row["between"] is not None]
     assert all(row["noise"] is not None for row in timed)
+
+
+def test_the_page_lists_the_committed_results():
+    """The table in docs/benchmarks.md; on failure its right lines are in the error."""
+    page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+    shown = page.partition("<!-- cpu results -->\n")[2].partition("<!-- /cpu results -->")[0]
+    lines = ["| record below `bench/results/` | measured | rows | noise, median | largest |", "|---|---|---|---|---|"]
+    for path in sorted((stale.RESULTS / "cpu").rglob("*.json")):
+        record = json.loads(path.read_text())
+        noise = [row["noise"] for row in record["rows"] if row["noise"] is not None]
+        name, date = path.relative_to(stale.RESULTS).as_posix(), record["origin"]["date"][:10]
+        found = f"{statistics.median(noise):.1%} | {max(noise):.1%}"
+        lines.append(f"| `{name}` | {date} | {len(record['rows'])} | {found} |")
+    assert shown == "\n".join(lines) + "\n"
