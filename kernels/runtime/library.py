@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-_LIBRARY = torch.library.Library("shardfuse", "FRAGMENT")
+NAMESPACE = "shardfuse"  # a build for the kernel hub names its own (integrations/hub/build.py)
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 def register(schema: str, kernel: Callable[..., Any] | str, fake: Callable[..., Any]) -> Any:
@@ -29,8 +30,8 @@ def register(schema: str, kernel: Callable[..., Any] | str, fake: Callable[..., 
         kernel = _later(kernel, name)
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardfuse::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.shardfuse, name).default
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    return _op(name)
 
 
 def register_twin(op: Any, prefix: str, module: str) -> Any:
@@ -41,8 +42,12 @@ def register_twin(op: Any, prefix: str, module: str) -> Any:
     schema, fake = _REGISTERED[name]
     _LIBRARY.define(f"{prefix}_{schema}", tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(f"{prefix}_{name}", _later(module, name), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"shardfuse::{prefix}_{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.shardfuse, f"{prefix}_{name}").default
+    torch.library.register_fake(f"{NAMESPACE}::{prefix}_{name}", fake, lib=_LIBRARY)
+    return _op(f"{prefix}_{name}")
+
+
+def _op(name: str) -> Any:
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
 
 
 _REGISTERED: dict[str, tuple[str, Callable[..., Any]]] = {}  # schema and shape function, by name
