@@ -60,8 +60,8 @@ def flash_attn_forward(
     if softcap is not None or s_aux is not None:
         name = "softcap" if softcap is not None else "s_aux"
         raise ValueError(
-            f"flash_attn_forward: {name} is given outside of continuous batching, where SDPA has none; use generate_batch, "
-            'or attn_implementation="eager"'
+            f"flash_attn_forward: {name} is given outside of continuous batching, where SDPA has none; use "
+            'generate_batch, or attn_implementation="eager"'
         )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)

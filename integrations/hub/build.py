@@ -1,7 +1,7 @@
 """Writes a universal kernel for Hugging Face's ``kernels`` library: Python and Triton, for every version of torch.
 
-The folder is ``build/torch-universal/``, a package of the modules that ``exports.py`` needs. Their sources are copied as
-they are, in their places below ``shardfuse``. Three kinds of files differ:
+The folder is ``build/torch-universal/``, a package of the modules that ``exports.py`` needs. Their sources are copied
+as they are, in their places below ``shardfuse``. Three kinds of files differ:
 
 - the package's ``__init__.py`` and ``metadata.json``, which are made here;
 - the ``__init__.py`` of a package from which no module takes a name, which is empty;
@@ -122,7 +122,7 @@ def _renamed(source: bytes, namespace: str) -> bytes:
 
 def _metadata(namespace: str) -> str:
     content = {
-        "backend": {"type": "universal"},
+        "backend": {"type": "cuda"},  # the format has no word for all, and without architectures it excludes none
         "id": namespace,
         "license": "Apache-2.0",
         "name": NAME,

@@ -41,7 +41,9 @@ def closure(root: Path, start: Name) -> Closure:
             continue
         source = _source(root, name)
         if source is None:
-            raise ValueError(f"closure: there is no module {'.'.join(name)} in {root}; the package's sources are expected")
+            raise ValueError(
+                f"closure: there is no module {'.'.join(name)} in {root}; the package's sources are expected"
+            )
         found.modules[name] = source
         reader = _Reader(root, name, is_package=source.name == "__init__.py")
         reader.visit(ast.parse(source.read_bytes()))
@@ -95,8 +97,8 @@ class _Reader(ast.NodeVisitor):
                 self.needs.append(base)
             else:
                 raise ValueError(
-                    f"closure: {'.'.join(self._name)} takes {alias.name} from the root package, which a build replaces; "
-                    "import it from the module that defines it"
+                    f"closure: {'.'.join(self._name)} takes {alias.name} from the root package, whose __init__ a build "
+                    "replaces; import it from the module that defines it"
                 )
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:

@@ -1,4 +1,4 @@
-"""Layers for ``kernels.kernelize``: each gives its ``forward`` to modules that transformers marks with the layer's name.
+"""Layers for ``kernels.kernelize``: each gives its ``forward`` to the modules that transformers marks with its name.
 
 ``kernels`` takes classes without a constructor and without members of their own; a forward finds its parameters in the
 module that it was given to, and has that module's signature. All of them have a backward, and compile.
@@ -66,7 +66,7 @@ class SwiGLUMLP(nn.Module):
         return self.down_proj(gated_linear(x, gate.weight, up.weight, gate.bias, up.bias))
 
 
-class rotary_pos_emb(nn.Module):  # noqa: N801 - the name of the function that it stands for
+class rotary_pos_emb(nn.Module):
     """``apply_rotary_pos_emb`` as Llama has it: pairs are i and i + H/2, and tables hold each angle twice.
 
     ValueError for tables of another width, as gpt-oss has them.
@@ -81,8 +81,8 @@ class rotary_pos_emb(nn.Module):  # noqa: N801 - the name of the function that i
         """q [B, N, S, H], k [B, K, S, H] by cos, sin [B, S, H]; with ``unsqueeze_dim=2`` q is [B, S, N, H]."""
         if cos.shape[-1] != q.shape[-1]:
             raise ValueError(
-                f"rotary_pos_emb: the tables have {cos.shape[-1]} columns and a head {q.shape[-1]} elements, equally many "
-                "are expected; leave rotary_pos_emb out of this model's mapping"
+                f"rotary_pos_emb: the tables have {cos.shape[-1]} columns, and {q.shape[-1]} are expected, as many as a "
+                "head has elements; leave rotary_pos_emb out of this model's mapping"
             )
         cos, sin = (table[..., : table.shape[-1] // 2].float() for table in (cos, sin))
         if unsqueeze_dim == 2:
