@@ -72,6 +72,8 @@ def flash_attn_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-@torch.compiler.disable  # the cache is written in place, through views that a compiled graph would copy
+# As torch.compiler.disable, which imports the whole compiler: the cache is written in place, through views that a
+# compiled graph would copy.
+@torch._disable_dynamo
 def _paged(module: Any, query: Any, key: Any, value: Any, **given: Any) -> tuple[torch.Tensor, None]:
     return paged(module, query, key, value, **given)

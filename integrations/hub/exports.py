@@ -1,4 +1,6 @@
-"""The public names of a build for the kernel hub; those that shardfuse has, too, are its functions."""
+"""The public names of a build for the kernel hub: the ops are those of ``shardfuse``, the counts those of
+``shardfuse.integrations``; the rest is for transformers.
+"""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ class rotary_pos_emb(nn.Module):
         """q [B, N, S, H], k [B, K, S, H] by cos, sin [B, S, H]; with ``unsqueeze_dim=2`` q is [B, S, N, H]."""
         if cos.shape[-1] != q.shape[-1]:
             raise ValueError(
-                f"rotary_pos_emb: the tables have {cos.shape[-1]} columns, and {q.shape[-1]} are expected, as many as a "
-                "head has elements; leave rotary_pos_emb out of this model's mapping"
+                f"rotary_pos_emb: cos has {cos.shape[-1]} columns, {q.shape[-1]} are expected, a head's size; "
+                "leave rotary_pos_emb out of this model's mapping"
             )
         cos, sin = (table[..., : table.shape[-1] // 2].float() for table in (cos, sin))
         if unsqueeze_dim == 2:
