@@ -104,6 +104,11 @@ gpu-kernels: $(SIDE)/.installed  ## on a CPU: compile what make gpu launches, fo
 	@PYTHONPATH="$(CURDIR)/$(SIDE)$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m shardfuse.bench.gpu.ahead --out '$(OUT)' \
 	  $(if $(PHASES),--phases '$(PHASES)') $(if $(ONLY),--only '$(ONLY)')
 
+.PHONY: hub-kernel
+hub-kernel: OUT := dist/hub-kernel
+hub-kernel: install  ## a universal kernel for Hugging Face's kernels library, into OUT=dir (docs/integrations.md)
+	@$(BIN)/python -m shardfuse.integrations.hub '$(OUT)'
+
 # --- checks -----------------------------------------------------------------------------------------------------------
 
 .PHONY: gpu-rehearse
@@ -223,7 +228,7 @@ $(VLLM)/.installed: pyproject.toml | $(INSTALLED)
 	@touch $@
 
 .PHONY: test-hosts test-vllm
-test-hosts: test-vllm test-transformers test-contracts  ## the servers that call our kernel, each in its own environment
+test-hosts: test-vllm test-transformers test-hub test-contracts  ## the servers that call our kernel, each in its own environment
 
 test-vllm: $(VLLM)/.installed  ## vLLM's engine on a CPU with our backend: some 8 minutes (ARGS='--only llama')
 	@$(VLLM)/bin/python tests/support/record_contracts.py vllm 0.32.0 $(VLLM)/lib/python*/site-packages --check
@@ -246,6 +251,21 @@ test-transformers: $(TRANSFORMERS:%=.side/transformers-%/.installed)  ## its gen
 	@for version in $(TRANSFORMERS); do python=.side/transformers-$$version/bin/python; \
 	  $$python -m pytest -q tests/integrations/test_transformers.py; \
 	  $$python tests/integrations/lane_transformers.py --models .side/models $(ARGS); done
+
+# Over the packages of .venv: kernels, and a transformers that takes this version of it.
+HUB := .side/kernels-0.17.2
+
+$(HUB)/.installed: pyproject.toml | $(INSTALLED)
+	@rm -rf $(HUB); "$(PYTHON)" -m venv --without-pip $(HUB)
+	@printf '%s\n' "$(CURDIR)/src" "$(CURDIR)"/$(VENV)/lib/python*/site-packages \
+	  > "$$(echo $(HUB)/lib/python*/site-packages)"/base.pth
+	@$(HUB)/bin/python -m pip install --quiet --no-warn-conflicts kernels==0.17.2 transformers==5.22.2 psutil
+	@touch $@
+
+.PHONY: test-hub
+test-hub: $(HUB)/.installed  ## the kernel of make hub-kernel, loaded by kernels and called by transformers
+	@$(HUB)/bin/python -m pytest -q tests/integrations/test_hub.py tests/integrations/test_hub_kernels.py \
+	  tests/face/test_docs.py::test_a_kernel_of_the_hub $(ARGS)
 
 .PHONY: test-contracts
 test-contracts: install  ## the sources of versions that cannot run here, against what the plug-ins rest on

@@ -1,8 +1,9 @@
 """Floor 4: the paged kernel inside other servers. docs/integrations.md explains how to enable it in each.
 
-Each host has one module, which imports the host only on demand: ``vllm``, ``transformers``, ``sglang``. Beside them
-``pages.py`` holds the kernel object that all of them call, ``hosts.py`` the tested versions, ``contract.py`` the check
-of the host's interfaces that a plug-in uses, and ``conformance/`` the matrix of equal tokens.
+One module for each host, which imports the host when it is asked to: ``vllm``, ``transformers``, ``sglang``. Beside
+them ``pages.py`` holds the one kernel object that all of them call, ``hosts.py`` the versions that were tested,
+``contract.py`` what of a host the plug-in rests on, ``conformance/`` the matrix of equal tokens, and ``hub/`` the build
+for Hugging Face's ``kernels``.
 """
 
 from __future__ import annotations

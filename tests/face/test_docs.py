@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shardfuse as sf
+from shardfuse.integrations.hub import build
 from shardfuse.kernels.runtime import onednn
 
 DOCUMENTS = Path(__file__).parents[2] / "docs"
@@ -43,7 +44,7 @@ TRAINING = {"parallelism-0": ("pp=2", 8), "training-0": ("dp=2", 4)}
 PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY = "parallelism-1", "checkpoints-0", "checkpoints-2", "overlap-0"
 PRETRAINED, STATE_DICTS = "checkpoints-1", "checkpoints-3"
 FUSING, FOREIGN = ("fuse-0", "fuse-2", "fuse-3"), "fuse-1"
-ON_A_CPU, BATCHING, SERVING = "cpu-0", "integrations-0", "serving-0"
+ON_A_CPU, BATCHING, HUB, SERVING = "cpu-0", "integrations-0", "integrations-1", "serving-0"
 CHOICE = ("serving-1", "serving-2", "serving-3", "serving-4", "serving-5", "serving-6", "serving-7")
 ENGINE_OVER_RANKS, ASYNCIO, TESTING = "serving-8", "serving-9", "serving-10"
 SERVER = "server-0"
@@ -63,6 +64,7 @@ def test_every_snippet_is_run():
         SERVER,
         ON_A_CPU,
         BATCHING,
+        HUB,
         SERVING,
         *CHOICE,
         ENGINE_OVER_RANKS,
@@ -249,6 +251,16 @@ def test_batching_on_our_kernel():
     before = sf.integrations.stats("transformers").get("attention", 0)
     exec(PYTHON[BATCHING], {})
     assert sf.integrations.stats("transformers")["attention"] > before
+
+
+def test_a_kernel_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    kernels = pytest.importorskip("kernels", reason="kernels is not installed: make test-hub")
+    built = build.build()
+    build.write(built, tmp_path / "dist" / "hub-kernel")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCAL_KERNELS", f"another/kernel={tmp_path}")  # the snippet sets it
+    _run(PYTHON[HUB])
+    assert built.namespace in {each.metadata.id for each in kernels.get_loaded_kernels()}
 
 
 @pytest.mark.parametrize("name", CHOICE)
