@@ -4,8 +4,9 @@
 ``transformers serve`` then call it in every layer; ``stats("transformers")`` counts. Everything else that the model
 does, ``forward`` and ``generate`` included, attends as before. The files:
 
-``models.py`` says whether a model can be enabled, ``attention.py`` holds the function that its layers call,
-``step.py`` makes the block tables that all layers of a forward pass share, ``cache.py`` finds a layer's pages.
+``models.py`` says whether a model can be enabled, ``attention.py`` holds the function that its layers call, and
+``paged.py`` what that does over a paged cache: ``step.py`` makes the block tables that all layers of a forward pass
+share, ``cache.py`` finds a layer's pages.
 """
 
 from __future__ import annotations
