@@ -32,10 +32,10 @@ from typing import Any
 import filelock
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from ..kernels.dev import shapes
 from ..kernels.runtime.dtypes import short_name
+from ..kernels.runtime.printing import Sheet, console, figure, unbroken
 from ..parallel.core import collectives
 from ..parallel.core.mesh import Group, tp_group
 from ..parallel.core.rendezvous import init_mesh, shutdown
@@ -48,7 +48,7 @@ from ..training.launch import Stopped, launch, stop_signals
 from .calibrate_meter import Meter
 from .calibrate_rig import SITE, Rig, Shares, ends_of
 from .harness import provenance
-from .harness.report import DRY_NOTE, console, write_json
+from .harness.report import DRY_NOTE, write_json
 
 GATHER, SCATTER, REDUCE, NORM = OPS
 SECONDS, SHORT_SECONDS = 1.5, 0.5  # of timing for two plans in turn
@@ -374,23 +374,21 @@ def source_hash() -> str:
 def show(people: Console, outcome: Outcome, *, dry: bool) -> None:
     """Print the links, then one row for each bucket: each plan's share of plain's time, and the chosen plan."""
     profile = profiles.parse(outcome.profile, outcome.out)
-    table = Table(title=f"{profile.device}: links{DRY_NOTE if dry else ''}", title_justify="left")
-    for column in ("link", "collective", "alpha us", "GB/s"):
-        table.add_column(column, justify="right" if column in ("alpha us", "GB/s") else "left")
-    for name, collectives_ in profile.links.items():
+    columns = (unbroken("link"), unbroken("collective"), figure("alpha us"), figure("GB/s"))
+    table = Sheet(*columns, title=f"{profile.device}: links{DRY_NOTE if dry else ''}")
+    for kind, collectives_ in profile.links.items():
         for collective, link in collectives_.items():
-            table.add_row(name, collective, f"{link.alpha_s * 1e6:.1f}", f"{link.bytes_per_s / 1e9:.2f}")
+            table.add(kind, collective, f"{link.alpha_s * 1e6:.1f}", f"{link.bytes_per_s / 1e9:.2f}")
     people.print(table)
-    rows = Table(title="share of plain's time", title_justify="left", caption="< 1: faster than plain")
     counts = sorted({pieces for row in profile.rows for pieces in row.chunked_s})
-    names = ("op", "bucket", "dtype", "clock")
-    for column in (*names, "ranks", *(f"in {count}" for count in counts), "kernel", "noise", "taken"):
-        rows.add_column(column, no_wrap=True, justify="left" if column in (*names, "taken") else "right")
+    names = (unbroken("op"), unbroken("bucket"), unbroken("dtype"), unbroken("clock"))
+    figures = map(figure, ("ranks", *(f"in {count}" for count in counts), "kernel", "noise"))
+    rows = Sheet(*names, *figures, unbroken("taken"), title="share of plain's time", caption="< 1: faster than plain")
     for row in sorted(profile.rows, key=lambda row: row.key):
         shares = [row.chunked_s[count] / row.plain_s if count in row.chunked_s else None for count in counts]
         shares.append(None if row.kernel_s is None else row.kernel_s / row.plain_s)
         told = ("" if share is None else f"{share:.2f}" for share in shares)
-        rows.add_row(
+        rows.add(
             row.op, row.bucket, row.dtype, row.clock, str(row.ranks), *told, f"{row.noise:.1%}", _taken(profile, row)
         )
     people.print(rows)

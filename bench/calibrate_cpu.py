@@ -21,12 +21,12 @@ from pathlib import Path
 
 import torch
 from rich.progress import Progress
-from rich.table import Table as Shown
 
 from ..kernels.linear import cpu, linear_act
 from ..kernels.runtime import onednn, processor, tuning
+from ..kernels.runtime.printing import Sheet, console, figure, unbroken
 from .harness import provenance
-from .harness.report import DRY_NOTE, console, write_json
+from .harness.report import DRY_NOTE, write_json
 from .harness.timing import keep_freed_memory
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -165,14 +165,14 @@ def _call(kind: str, impl: str, tokens: int, features: int, depth: int) -> Calla
     return lambda: act(weight=next(weights))
 
 
-def _shown(entries: list[tuning.Entry]) -> Shown:
-    shown = Shown(caption="stock's time over oneDNN's: > 1 means oneDNN is faster")
-    for name in ("kind", "weight", *(f"{tokens} tokens" for tokens in TOKENS), "oneDNN"):
-        shown.add_column(name, justify="left" if name == "kind" else "right")
+def _shown(entries: list[tuning.Entry]) -> Sheet:
+    headings = ("weight", *(f"{tokens} tokens" for tokens in TOKENS), "oneDNN")
+    caption = "stock's time over oneDNN's: > 1 means oneDNN is faster"
+    shown = Sheet(unbroken("kind"), *map(figure, headings), caption=caption)
     sizes = {cpu.bucket(kind, F * D): (kind, f"{F} x {D}") for kind in cpu.KINDS for F, D in SIDES}
     for entry in entries:
         (ratios,) = entry.measured.values()
         tokens = (entry.config or {})["from_tokens"]
         when = f"from {tokens} tokens" if tokens else "never"
-        shown.add_row(*sizes[entry.bucket], *(f"{ratio:.2f}" for ratio in ratios.values()), when)
+        shown.add(*sizes[entry.bucket], *(f"{ratio:.2f}" for ratio in ratios.values()), when)
     return shown

@@ -33,17 +33,17 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..kernels.dev import registry, workers
 from ..kernels.runtime import device, dispatch, tuning
 from ..kernels.runtime.chips import CHIPS
+from ..kernels.runtime.printing import Sheet, console, figure, prose
 from . import workload
 from .gpu.journal import Journal
 from .harness import provenance
 from .harness.gate import Outputs, check_outputs
-from .harness.report import DRY_NOTE, console, write_json
+from .harness.report import DRY_NOTE, write_json
 from .harness.runner import default_device
 from .harness.timing import Timing, compare, input_sets
 from .tunable import KINDS, Call, answer, calls_of, ops
@@ -337,16 +337,15 @@ class Run:
 
     def _show(self) -> None:
         """Print the table's entries for the chosen launches."""
-        table = Table(title=f"tuned for {self.arch}{DRY_NOTE if self.options.dry else ''}", title_justify="left")
-        table.caption = "us; now: what ran before; stock: plain torch"
-        for column in ("launch", "configuration"):
-            table.add_column(column, overflow="fold")
-        for column in ("predicted", "measured", "now", "stock", "gain", "tried"):
-            table.add_column(column, justify="right", no_wrap=True)
+        title = f"tuned for {self.arch}{DRY_NOTE if self.options.dry else ''}"
+        headings = ("predicted", "measured", "now", "stock", "gain", "tried")
+        caption = "us; now: what ran before; stock: plain torch"
+        columns = (prose("launch"), prose("configuration"), *map(figure, headings))
+        table = Sheet(*columns, title=title, caption=caption)
         for entry in (self.entries[call.bucket] for call in self.calls if call.bucket in self.entries):
             assert entry.config is not None
             measured = entry.measured
-            table.add_row(
+            table.add(
                 entry.bucket,
                 str_of(KINDS[entry.op][0](**entry.config)),
                 *(

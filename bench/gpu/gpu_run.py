@@ -37,10 +37,11 @@ from pathlib import Path
 import torch
 
 from ...kernels.dev import registry
+from ...kernels.runtime.printing import console
 from ..harness import provenance, stale
 from ..harness.benchmark import Benchmark, Settings
 from ..harness.records import left, read_records, record
-from ..harness.report import console, write_json
+from ..harness.report import write_json
 from . import summary
 from .journal import Event, Journal, said
 from .kernels import Kernels

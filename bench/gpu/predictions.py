@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from rich.table import Table
-
+from ...kernels.runtime.printing import Sheet, figure, prose, unbroken
 from ..harness.records import RowKey
 from ..harness.report import Row
 
@@ -57,12 +56,11 @@ def compared(bench: str, rows: Iterable[Row]) -> Iterator[tuple[Prediction, Row]
     yield from ((each, found[each.key]) for each in PREDICTIONS if each.bench == bench and each.key in found)
 
 
-def table(pairs: Iterable[tuple[Prediction, Row]]) -> Table:
+def table(pairs: Iterable[tuple[Prediction, Row]]) -> Sheet:
     """The predictions beside what was found."""
-    shown = Table(title="predictions", title_justify="left")
-    for column in ("row", "peer", "expected", "found", "verdict"):
-        shown.add_column(column, overflow="fold")
+    columns = (prose("row"), prose("peer"), unbroken("expected"), figure("found"), unbroken("verdict"))
+    shown = Sheet(*columns, title="predictions")
     for each, row in pairs:
         verdict = "as expected" if each.low <= row.ratio <= each.high else "below" if row.ratio < each.low else "above"
-        shown.add_row(each.key[0], each.key[2], f"{each.low:.2f} to {each.high:.2f}", f"{row.ratio:.3f}", verdict)
+        shown.add(each.key[0], each.key[2], f"{each.low:.2f} to {each.high:.2f}", f"{row.ratio:.3f}", verdict)
     return shown

@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.text import Text
 
 from ...kernels.dev import registry
+from ...kernels.runtime.printing import Sheet, console, figure, prose, unbroken
 from . import provenance, timing
 from .commits import compare_commits
 from .gate import copy_inputs
 from .implementation import PREFIX, load
 from .records import read_records
-from .report import Row, console
+from .report import Row
 from .shift import ROUNDS, Shift, balanced_order, compare_times
 from .verify import choose, find_device, verify_case
 
@@ -216,18 +217,15 @@ def _append(path: Path, a: str, b: str, device: str, rows: Sequence[Compared]) -
 
 
 def _show(title: str, rows: Sequence[Compared]) -> None:
-    table = Table(title=title, title_justify="left", caption="ratio > 1: B is faster")
-    table.add_column("row", overflow="fold")
-    for column in ("ratio", "95 %", "p"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("verdict")
-    table.add_column("why", overflow="fold")
-    colours = {"faster": "[green]", "slower": "[red]", "refused": "[red]"}
+    figures_of = (figure("ratio"), figure("95 %"), figure("p"))
+    columns = (prose("row"), *figures_of, unbroken("verdict"), prose("why"))
+    table = Sheet(*columns, title=title, caption="ratio > 1: B is faster")
+    colours = {"faster": "green", "slower": "red", "refused": "red"}
     for row in rows:
         figures = ["", "", ""]
         if row.shift is not None:
             low, high = row.shift.between
             p = "" if row.shift.p is None else f"{row.shift.p:.1g}"
             figures = [f"{row.shift.ratio:.3f}", f"{low:.3f} to {high:.3f}", p]
-        table.add_row(" | ".join(row.key), *figures, colours.get(row.verdict, "") + row.verdict, row.why)
+        table.add(" | ".join(row.key), *figures, Text(row.verdict, colours.get(row.verdict, "")), row.why)
     console().print(table)

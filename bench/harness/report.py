@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 from ...kernels.dev.accuracy import Verdict
+from ...kernels.runtime.printing import Sheet, figure, prose, unbroken
 from .benchmark import Measurement, Work
 from .timing import Ceilings, Timing
 
@@ -125,14 +126,7 @@ class Row:
         return found
 
 
-LOG_WIDTH = 190
 DRY_NOTE = " (dry run: the path was proved, the numbers mean nothing)"
-
-
-def console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
-    """A console as wide as its terminal; for a file or a pipe, which have no width, wide enough for every table."""
-    found = Console(stderr=stderr, file=file, highlight=False)
-    return found if found.is_terminal else Console(stderr=stderr, file=file, highlight=False, width=LOG_WIDTH)
 
 
 def last_line(bench: str, green: bool, device: str, rows: Sequence[Row]) -> str:
@@ -157,18 +151,20 @@ def _with_share(rates: Mapping[str, float], name: str, share: str) -> str:
 
 def show_rows(console: Console, title: str, rows: Sequence[Row], *, absolute: bool) -> None:
     """A table of rows. Without ``absolute`` (any CPU) it shows ratios only: the times mean nothing by themselves."""
-    table = Table(
-        title=title, title_justify="left", caption=None if absolute else "ratios only: > 1 means ours is better"
-    )
     rates = RATES if absolute and any(row.work for row in rows) else {}
-    for column in ("case", "metric", "peer"):
-        table.add_column(column, overflow="fold", no_wrap=column != "peer")
-    for column in (*(("ours", "peer's") if absolute else ()), "ratio", "target", "noise", "met", *rates):
-        table.add_column(column, justify="right", no_wrap=True)
+    headings = (*(("ours", "peer's") if absolute else ()), "ratio", "target", "noise", "met", *rates)
+    table = Sheet(
+        unbroken("case"),
+        prose("metric"),
+        prose("peer"),
+        *map(figure, headings),
+        title=title,
+        caption="" if absolute else "ratios only: > 1 means ours is better",
+    )
     for row in rows:
         times = (f"{row.ours:,.4g}", f"{row.peer:,.4g}") if absolute else ()
         found = row.rates()
-        table.add_row(
+        table.add(
             row.case,
             row.metric,
             row.peer_name,
@@ -176,7 +172,7 @@ def show_rows(console: Console, title: str, rows: Sequence[Row], *, absolute: bo
             f"{row.ratio:.3f}" + (" ({:.3f} to {:.3f})".format(*row.between) if row.between else ""),
             "" if row.target is None else f"{row.target:.3f}",
             "" if row.noise is None else f"{row.noise:.1%}",
-            {None: "", True: "[green]yes", False: "[red]no"}[row.met],
+            {None: Text(), True: Text("yes", "green"), False: Text("no", "red")}[row.met],
             *(show(found) for show in rates.values()),
         )
     console.print(table)

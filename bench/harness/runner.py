@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from ...kernels.dev.accuracy import Verdict
 from ...kernels.runtime import dispatch
+from ...kernels.runtime.printing import Sheet, console, prose, unbroken
 from .. import suites
 from . import provenance
 from .benchmark import Benchmark, Measurement, Settings
 from .progress import Progress
-from .records import Outcome, RowKey, check_place, earlier, header, left, record, skipped
-from .report import DRY_NOTE, Row, console, last_line, show_red, show_rows, write_json
+from .records import Outcome, RowKey, check_place, earlier, header, left, record
+from .report import DRY_NOTE, Row, last_line, show_red, show_rows, write_json
 from .timing import ceilings
 from .virtual_ranks import open_queues
 
@@ -138,12 +138,12 @@ def list_benchmarks() -> list[Benchmark]:
 
 def show_list() -> int:
     """Print the benchmarks that can run here: name, what it measures, targets, devices."""
-    table = Table(title="benchmarks", title_justify="left")
-    for column in ("name", "measures", "devices", "targets (of the ratio, > 1: ours is better)"):
-        table.add_column(column, overflow="fold")
+    columns = (unbroken("name"), prose("measures"), prose("devices", least=5), prose("targets"))
+    caption = "a target is the least that a ratio should be; > 1: ours is better"
+    table = Sheet(*columns, title="benchmarks", caption=caption)
     for benchmark in list_benchmarks():
         targets = "\n".join(f"{what}: >= {ratio:.3g}" for what, ratio in benchmark.targets.items())
-        table.add_row(benchmark.name, benchmark.summary, ", ".join(benchmark.devices), targets)
+        table.add(benchmark.name, benchmark.summary, ", ".join(benchmark.devices), targets)
     console().print(table)
     return 0
 

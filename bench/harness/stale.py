@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from ...kernels.dev import registry
-from . import places, provenance
+from ...kernels.runtime.printing import Sheet, console, prose, unbroken
+from . import provenance
 from .benchmark import Benchmark
-from .report import console, write_json
+from .report import write_json
 from .runner import benchmarks
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -73,11 +72,10 @@ def show(*, json: bool = False, results: Path = RESULTS) -> int:
     if not due:
         console().print("nothing is stale: every result is as new as its sources")
         return 0
-    table = Table(title="stale results, stalest first", title_justify="left", caption=_HOW)
-    for column in ("GPU", "benchmark or op", "state", "why"):
-        table.add_column(column, overflow="fold")
+    columns = (prose("GPU"), unbroken("benchmark or op"), unbroken("state"), prose("why"))
+    table = Sheet(*columns, title="stale results, stalest first", caption=_HOW)
     for item in due:
-        table.add_row(item.gpu, item.name, item.state, item.why)
+        table.add(item.gpu, item.name, item.state, item.why)
     console().print(table)
     return 0
 

@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.text import Text
 
 from ...kernels.dev import registry
 from ...kernels.dev.accuracy import judge
 from ...kernels.dev.registry import Case, OpSpec, to_double
+from ...kernels.runtime.printing import Sheet, console, figure, prose, unbroken
 from .gate import copy_inputs
 from .implementation import Implementation, load
-from .report import console
 from .runner import default_device
 
 RUNS = 2
@@ -231,13 +231,10 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _show(title: str, findings: Sequence[Finding]) -> None:
-    table = Table(title=title, title_justify="left")
-    table.add_column("case", overflow="fold")
-    table.add_column("output")
-    for column in ("error", "budget", "ok"):
-        table.add_column(column, justify="right")
-    table.add_column("why", overflow="fold")
+    columns = (unbroken("case"), unbroken("output"), figure("error"), figure("budget"), figure("ok"), prose("why"))
+    table = Sheet(*columns, title=title)
     for each in findings:
         error, budget = ("" if value is None else f"{value:.2e}" for value in (each.error, each.budget))
-        table.add_row(each.case, each.name, error, budget, "[green]yes" if each.ok else "[red]no", each.why)
+        ok = Text("yes", "green") if each.ok else Text("no", "red")
+        table.add(each.case, each.name, error, budget, ok, each.why)
     console().print(table)

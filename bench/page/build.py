@@ -8,11 +8,11 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from ...kernels.runtime.printing import console
 from ..harness import stale
 from ..harness.benchmark import Benchmark
 from ..harness.publish import Result, publish, read_all, write_markdown
 from ..harness.records import writing
-from ..harness.report import console
 from ..harness.runner import benchmarks
 from . import head
 from .curves import history_plots, rooflines, scaling_plots

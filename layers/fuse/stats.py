@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from ...kernels.runtime import dispatch
+from ...kernels.runtime.printing import Sheet, figure, text_of, unbroken
 from .swap import observers
 
 Call = tuple[str, str, str]  # (path of the module, "" outside of fused ones; op; implementation)
@@ -25,18 +22,14 @@ class Stats(Counter[Call]):
         """The number of calls of ``op``, in one implementation or in all."""
         return sum(n for (_, name, ran), n in self.items() if name == op and impl in (None, ran))
 
-    def __rich__(self) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in ("module", "op", "ran", "calls"):
-            table.add_column(name, justify="right" if name == "calls" else "left", no_wrap=True)
+    def __rich__(self) -> Sheet:
+        table = Sheet(unbroken("module"), unbroken("op"), unbroken("ran"), figure("calls"))
         for (path, op, impl), calls in sorted(self.items()):
-            table.add_row(path or "(elsewhere)", op, impl, f"{calls:,}")
+            table.add(path or "(elsewhere)", op, impl, f"{calls:,}")
         return table
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=160).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+        return text_of(self)
 
 
 @contextmanager

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import io
+import math
 import re
-import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console, Group
-from rich.markup import escape
+from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 
 from .kernels.runtime.checks import type_name
 from .kernels.runtime.onednn import packed_bytes
+from .kernels.runtime.printing import Sheet, figure, prose, text_of, unbroken
 from .layers import block
 from .layers.fuse.report import readers, stayed
 from .layers.fuse.swap import Fused
@@ -29,8 +30,8 @@ from .parallel.overlap import partial_sum
 from .parallel.overlap.memory import reserve
 from .parallel.overlap.plan import OverlapPlan
 
-_NARROWEST = 60  # columns, below which tables are not readable
-_PATH = 48  # columns of a module's path before it is folded
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")  # of a layer, in a module's path
+_PER_CALL = "it depends on the number of tokens: pass an input"
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,13 @@ class Row:
     layers: int = 1
     collectives: tuple[CollectiveInfo, ...] = ()  # and how they overlap with products
     shared_by: tuple[str, ...] = ()  # other layers that share these: "k_proj", "v_proj"
+    numbers: tuple[str, ...] = ()  # of the layers, for each star: "0-31", "0-2, 5"; () where stars do not say it alone
+
+    @property
+    def where(self) -> str:
+        """The path with its layers' numbers: "model.layers.0-31.mlp.c_fc"."""
+        numbers = iter(self.numbers)
+        return re.sub(r"\*", lambda star: next(numbers, star.group()), self.path)
 
 
 @dataclass(frozen=True)
@@ -81,63 +89,80 @@ class Explanation:
         return {**asdict(self), "device": str(self.device)}
 
     def __rich__(self) -> Group:
-        notes: dict[str, int] = {}  # reasons, by their numbers: many modules share one
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-        longest = max((len(row.path) for row in self.rows), default=0)
-        table.add_column("module", overflow="fold", min_width=min(longest, _PATH))
-        table.add_column("layout", overflow="fold")
-        table.add_column("per rank", justify="right", no_wrap=True)
-        before = None
-        for row in self.rows:
-            count = f"{row.layers} x {row.parameters:,}" if row.layers > 1 else f"{row.parameters:,}"
-            why = f" [{notes.setdefault(row.why, len(notes) + 1)}]" if row.why else ""
-            runs = f"{f'{row.op}: ' if row.op else ''}{row.runs}{why}"
-            again = before is not None and (before.path, before.kind) == (row.path, row.kind)
-            before = row
-            module = f"  {runs}" if again else f"{row.path}\n  {row.kind}, {runs}"
-            table.add_row(escape(module), escape(row.layout), count if row.parameters else "")
-        told = Table.grid(padding=(0, 1))
-        for why, number in notes.items():
-            told.add_row(escape(f"[{number}]"), escape(why))
+        reasons = _Reasons()
         head = (
             f"{self.device}, {self.ranks} tensor-parallel rank{'s' if self.ranks > 1 else ''}, "
             f"{self.parameters:,} parameters, {self.parameters_per_rank:,} per rank"
             + (f", {self.packed / 1e6:,.1f} MB of weights packed for inference beside them" if self.packed else "")
         )
-        across = [self._across()] if any(row.collectives for row in self.rows) else []
-        memory = [escape(self.memory)] if self.memory else []
-        return Group(head, table, told, *across, *memory, *(self._moved() if self.batch else []))
+        shown: list[RenderableType] = [Text(head), "", self._modules(reasons)]
+        if any(row.collectives for row in self.rows):
+            shown += ["", self._across(reasons)]
+        shown += ["", reasons]
+        if self.memory:
+            shown += ["", Text(self.memory)]
+        if self.batch:
+            shown += ["", *self._moved()]
+        return Group(*shown)
 
-    def _moved(self) -> list[Table | str]:
+    def _modules(self, reasons: _Reasons) -> Sheet:
+        """The table of modules: what runs in each, its parameters' layout and their number."""
+        table = Sheet(prose("module"), prose("layout", least=20), figure("per rank"))
+        for (where, kind), ops in groupby(self.rows, key=lambda row: (row.where, row.kind)):
+            first, *others = ops
+            runs = [f"{f'{row.op}: ' if row.op else ''}{row.runs}{reasons.mark(row.why)}" for row in (first, *others)]
+            module = Group(Text(where), Padding(Text(f"{kind}, {runs[0]}"), (0, 0, 0, 2)), *_indented(runs[1:]))
+            count = f"{first.layers} x {first.parameters:,}" if first.layers > 1 else f"{first.parameters:,}"
+            table.add(module, first.layout, count if first.parameters else "")
+        return table
+
+    def _moved(self) -> list[RenderableType]:
         """The table of memory."""
         title = f"a training forward of {list(self.batch)} as on {self.device}, before and after fuse"
         if self.not_counted:
-            return [escape(f"{title}: {self.not_counted}")]
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-        table.add_column("module", overflow="fold")
-        for name in ("layers", "kept for backward", "ops", "bytes moved"):
-            table.add_column(name, justify="right", no_wrap=True)
+            return [Text(f"{title}: {self.not_counted}")]
+        columns = [figure(heading) for heading in ("layers", "kept for backward", "ops", "bytes moved")]
+        table = Sheet(unbroken("module"), *columns, title=f"{title} (counted on fake tensors, not timed)")
         for each in self.moved:
-            pairs = [(getattr(each.stock, name), getattr(each.fused, name)) for name in ("kept", "ops", "moved")]
-            shown = (_sizes(*pairs[0]), f"{pairs[1][0]:,} -> {pairs[1][1]:,}", _sizes(*pairs[2]))
-            table.add_row(escape(each.path), str(each.layers), *shown)
-        return [escape(f"{title} (counted on fake tensors, not timed)"), table]
+            kept, ops, moved = ((getattr(each.stock, of), getattr(each.fused, of)) for of in ("kept", "ops", "moved"))
+            table.add(each.path, str(each.layers), _sizes(*kept), f"{ops[0]:,} -> {ops[1]:,}", _sizes(*moved))
+        return [table]
 
-    def _across(self) -> Table:
+    def _across(self, reasons: _Reasons) -> Sheet:
         """The table of collectives."""
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-        for name in ("module", "in", "across ranks", "plan", "exposed us", "why"):
-            table.add_column(name, overflow="fold", justify="right" if "us" in name else "left")
+        columns = [unbroken(heading) for heading in ("module", "in", "across ranks", "plan")]
+        table = Sheet(*columns, figure("exposed us"))
         for row in self.rows:
             for position, collective in enumerate(row.collectives):
-                others = f"\n  with {', '.join(row.shared_by)}" if row.shared_by and position == 0 else ""
-                table.add_row(escape(row.path + others), *map(escape, _told(collective)))
+                others = row.shared_by if position == 0 else ()
+                module = Group(Text(row.where), *_indented(f"with {', '.join(others)}" for _ in others[:1]))
+                when, op, plan, exposed, why = _told(collective)
+                table.add(module, when, op, plan + reasons.mark(why), exposed)
         return table
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        Console(file=text, width=max(_NARROWEST, shutil.get_terminal_size().columns)).print(self)
-        return "\n".join(line.rstrip() for line in text.getvalue().rstrip().splitlines())
+        return text_of(self)
+
+
+class _Reasons:
+    """The reasons of one explanation, each numbered when it is first marked, and listed once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def mark(self, why: str) -> str:
+        """What stands for ``why`` in a table: " [3]"; "" for none."""
+        return f" [{self._numbers.setdefault(why, len(self._numbers) + 1)}]" if why else ""
+
+    def __rich__(self) -> Table:
+        table = Table.grid(padding=(0, 1))
+        for why, number in self._numbers.items():
+            table.add_row(Text(f"[{number}]"), Text(why))
+        return table
+
+
+def _indented(lines: Iterable[str]) -> list[Padding]:
+    return [Padding(Text(line), (0, 0, 0, 2)) for line in lines]
 
 
 def explain(
@@ -165,17 +190,17 @@ def explain(
         raise TypeError(f"explain: model is a {type_name(model)}: expected an nn.Module, such as load_hf(folder)")
     given = _given(x, batch)
     device, tokens = _device(model, x), _tokens(model, x)
-    rows: dict[Row, Row] = {}
-    for row in _rows(model, device, tokens):
-        seen = rows.get(row)
-        rows[row] = row if seen is None else replace(row, layers=seen.layers + 1)
+    alike: dict[Row, list[tuple[int, ...]]] = {}
+    for row, numbers in _rows(model, device, tokens):
+        alike.setdefault(row, []).append(numbers)
+    rows = [replace(row, layers=len(found), numbers=_ranges(found)) for row, found in alike.items()]
     specs = [spec_of(param) for param in model.parameters()]  # tied parameters once
     return Explanation(
         device=device,
         ranks=max((spec.group.size for spec in specs), default=1),
         parameters=sum(spec.logical_shape.numel() for spec in specs),
         parameters_per_rank=sum(spec.local_shape.numel() for spec in specs),
-        rows=tuple(rows.values()),
+        rows=tuple(rows),
         packed=sum(packed_bytes(unwrap([param])[0][0]) for param in model.parameters()),
         memory="\n".join(reserve.budgets(model, tokens, device)) if tokens else "",
         **({} if given is None else _counted(model, device, given)),
@@ -236,7 +261,8 @@ def _tokens(model: nn.Module, x: Any) -> int | None:
     return tokens * group.size if split else tokens
 
 
-def _rows(model: nn.Module, device: torch.device, tokens: int | None) -> Iterator[Row]:
+def _rows(model: nn.Module, device: torch.device, tokens: int | None) -> Iterator[tuple[Row, tuple[int, ...]]]:
+    """Each op of each module, and the layers' numbers in the module's path."""
     taken, fused_groups, stock = _taken(model), _fused_groups(model), _stock(model)
     names = {module: path.rpartition(".")[2] for path, module in model.named_modules()}
     for path, module in model.named_modules():
@@ -249,7 +275,7 @@ def _rows(model: nn.Module, device: torch.device, tokens: int | None) -> Iterato
             first = position == 0  # the first op's row lists the parameters
             collectives = _collectives(module, device, tokens, taken.get(module), fused_group) if first else ()
             others = fused_group.layers[1:] if fused_group and collectives else ()
-            yield Row(
+            row = Row(
                 path=_starred(path) or "(model)",
                 kind=type(module).__name__,
                 op=op,
@@ -260,6 +286,7 @@ def _rows(model: nn.Module, device: torch.device, tokens: int | None) -> Iterato
                 collectives=collectives,
                 shared_by=tuple(names[layer] for layer in others),
             )
+            yield row, tuple(int(number) for number in _NUMBER.findall(path))
 
 
 _FOREIGN = ("torch", "not a layer of this package")
@@ -267,7 +294,22 @@ _FOREIGN = ("torch", "not a layer of this package")
 
 def _starred(path: str) -> str:
     """The path without layers' numbers."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+    return _NUMBER.sub("*", path)
+
+
+def _ranges(found: list[tuple[int, ...]]) -> tuple[str, ...]:
+    """The numbers at each place of a path: "0-31"; () where ``found`` is not every combination of them."""
+    places = [sorted(set(numbers)) for numbers in zip(*found)]
+    if math.prod(map(len, places)) != len(found):
+        return ()
+    return tuple(", ".join(_runs_of(numbers)) for numbers in places)
+
+
+def _runs_of(numbers: list[int]) -> Iterator[str]:
+    """Ascending numbers as ranges: "0-2", "5"."""
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        first, *others = [number for _, number in run]
+        yield f"{first}-{others[-1]}" if others else f"{first}"
 
 
 def _stock(model: nn.Module) -> dict[str, tuple[str, str]]:
@@ -331,7 +373,7 @@ def _collectives(
 def _told(collective: CollectiveInfo) -> tuple[str, ...]:
     """When, which op, how, its exposed microseconds, and the reason."""
     if collective.plan is None:
-        return collective.when, collective.op, "per call", "", "it depends on the number of tokens: pass an input"
+        return collective.when, collective.op, "per call", "", _PER_CALL
     kind, pieces, reason, exposed_s = collective.plan
     how = f"{kind} in {pieces}" if kind == "chunked" else kind
     return collective.when, collective.op, how, "" if exposed_s is None else f"{exposed_s * 1e6:,.0f}", reason

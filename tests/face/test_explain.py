@@ -103,14 +103,14 @@ def test_fits_the_terminal_and_says_a_reason_once(columns: int, monkeypatch: pyt
         assert joined.count(why) == 1
         assert f"[{number}]" in text
     for row in explanation.rows:
-        assert row.path in text.replace("\n", "")
+        assert row.where in text.replace("\n", "")
 
 
 def test_prints_as_text_and_as_a_table():
     explanation = shardfuse.explain(shardfuse.ParallelTransformer(CONFIG))
     text = str(explanation)
     assert text.startswith("cpu, 1 tensor-parallel rank, ")
-    assert "model.layers.*.post_attention_layernorm" in text
+    assert "model.layers.0-2.post_attention_layernorm" in text
     assert "weight [16, 16], bias [16]" in text
     assert "3 x 272" in text
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115 - closed with the process

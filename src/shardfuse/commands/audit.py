@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..bench.harness.report import console
+from ..kernels.runtime.printing import Sheet, console, figure, prose, unbroken
 from ..layers.config import TransformerConfig
 from ..layers.transformer import ParallelTransformer
 from ..parallel.audit import forms, links
@@ -241,7 +240,7 @@ def _hops(options: Options, rank: int) -> int:
 
 def show(people: Console, options: Options, outcomes: Sequence[Outcome], wrong: Sequence[str]) -> None:
     """Print the tables and the differences."""
-    people.print(f"one step, {options.said()}; bytes of one rank", soft_wrap=True)
+    people.print(f"one step, {options.said()}; bytes of one rank")
     for outcome in outcomes:
         if outcome.shown:
             if options.pp > 1:
@@ -252,36 +251,29 @@ def show(people: Console, options: Options, outcomes: Sequence[Outcome], wrong: 
         people.print(line, style="red", markup=False, soft_wrap=True)
 
 
-def _counts(outcome: Outcome) -> Table:
-    table = _table(("what", "over", "collective"), ("calls", "payload", "closed form"))
-    table.add_column("")
+def _counts(outcome: Outcome) -> Sheet:
+    table = Sheet(
+        *(prose("what"), unbroken("over"), unbroken("collective")),
+        *(figure("calls"), figure("payload"), figure("closed form"), unbroken("verdict")),
+    )
     for line in outcome.lines:
-        form, verdict = line.form, "ok" if line.ok else "[red]differs[/red]"
+        form, verdict = line.form, Text("ok") if line.ok else Text("differs", "red")
         counts = f"{line.calls:,}", f"{line.counted:,}", f"{form.payload:,}"
-        table.add_row(form.what, form.group, form.kind, *counts, verdict)
+        table.add(form.what, form.group, form.kind, *counts, verdict)
     for entry in outcome.other:
-        table.add_row(entry.site, entry.group, entry.kind, f"{entry.calls:,}", f"{entry.payload:,}", "-", "")
+        table.add(entry.site, entry.group, entry.kind, f"{entry.calls:,}", f"{entry.payload:,}", "-", "")
     return table
 
 
-def _links(outcome: Outcome) -> Table:
+def _links(outcome: Outcome) -> Sheet:
     """The time of each group's traffic over each kind of link."""
     wires = links.WIRES.values()
-    table = _table(("over",), ("one way", *(wire.name for wire in wires)))
-    table.title, table.title_justify = "projected from published rates, us", "left"
+    headings = ("bytes one way", *(wire.name for wire in wires))
+    table = Sheet(unbroken("over"), *map(figure, headings), title="projected from published rates, us")
     for group in dict.fromkeys(entry.group for entry in outcome.entries):
         mine = [entry for entry in outcome.entries if entry.group == group]
         times = [sum(links.seconds(entry, wire.link) for entry in mine) for wire in wires]
-        table.add_row(group, f"{one_way(mine):,}", *(f"{time * 1e6:,.0f}" for time in times))
-    return table
-
-
-def _table(names: Iterable[str], figures: Iterable[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in names:
-        table.add_column(name, no_wrap=True)
-    for name in figures:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add(group, f"{one_way(mine):,}", *(f"{time * 1e6:,.0f}" for time in times))
     return table
 
 

@@ -7,12 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from ..bench.harness.report import console
+from ..kernels.runtime.printing import Sheet, console, figure, prose, unbroken
 from ..parallel.pipeline import timeline
 from ..parallel.pipeline.timeline import Costs, Pass, Timeline
 from .schedule_costs import Priced
@@ -22,7 +20,7 @@ COLOURS = {"F": "#3b6fb6", "B": "#e08a2c", "I": "#4fb3bf", "W": "#5a9e4b"}
 MEANS = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradients of the weights"}
 LEGEND = {kind: f"{kind} {means}" for kind, means in MEANS.items()}
 IDLE = "·"
-NARROW = 60  # the least columns of a timeline
+NARROW = 20  # the least columns of a timeline
 
 
 def schedule(
@@ -63,36 +61,28 @@ def show(people: Console, step: Timeline, form: float | None, priced: Priced) ->
     for rank, passes in enumerate(step.passes):
         people.print(Text(f"rank {rank}".ljust(label)) + line(passes, step.end, width), soft_wrap=True)
     kinds = dict.fromkeys(one.kind for passes in step.passes for one in passes)
-    people.print(", ".join([*(LEGEND[kind] for kind in kinds), f"{IDLE} idle"]), style="dim", soft_wrap=True)
+    people.print(", ".join([*(LEGEND[kind] for kind in kinds), f"{IDLE} idle"]), style="dim")
     if priced.parts:
         people.print(_parts_table(priced))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("rank")
-    for heading in ("idle", "peak activations"):
-        table.add_column(heading, justify="right")
-    if priced.stages:
-        table.add_column("stages")
+    staged = [prose("stages")] if priced.stages else []
+    table = Sheet(unbroken("rank"), figure("idle"), figure("peak activations"), *staged)
     for rank, (idle, peak) in enumerate(zip(step.idle, step.peak_activations)):
         mine = sorted({one.stage for one in step.passes[rank]})
         stages = ["; ".join(priced.stages[stage] for stage in mine)] if priced.stages else []
-        table.add_row(str(rank), f"{idle:.1%}", f"{peak:g}", *stages)
-    table.add_row("all", f"{step.idle_share:.1%}", f"{max(step.peak_activations):g}")
+        table.add(str(rank), f"{idle:.1%}", f"{peak:g}", *stages)
+    table.add("all", f"{step.idle_share:.1%}", f"{max(step.peak_activations):g}", *("" for _ in staged))
     people.print(table)
     paper = "none for these numbers" if form is None else f"{form:.1%} idle"
     people.print(
-        f"closed form: {paper}. Peaks are multiples of what one micro-batch leaves for backward in a rank's stages.",
-        soft_wrap=True,
+        f"closed form: {paper}. Peaks are multiples of what one micro-batch leaves for backward in a rank's stages."
     )
 
 
-def _parts_table(priced: Priced) -> Table:
+def _parts_table(priced: Priced) -> Sheet:
     """The cost of each part of the model."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=priced.title, title_justify="left")
-    table.add_column("part")
-    for kind in "FIW":
-        table.add_column(MEANS[kind], justify="right")
+    table = Sheet(unbroken("part"), *(figure(MEANS[kind]) for kind in "FIW"), title=priced.title)
     for part, costs in priced.parts.items():
-        table.add_row(part, *(f"{each:.3g}" for each in (costs.forward, costs.backward, costs.weight)))
+        table.add(part, *(f"{each:.3g}" for each in (costs.forward, costs.backward, costs.weight)))
     return table
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..bench.harness.report import console
+from ..kernels.runtime.printing import console
 from ..parallel.pipeline import stage_costs, timeline
 from ..parallel.pipeline.partition import balanced
 from ..parallel.pipeline.schedules import find
