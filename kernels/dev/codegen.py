@@ -8,8 +8,8 @@ While writing a kernel, in a Python started without TRITON_INTERPRET:
         print(report, codegen.problems(report))
 
 ``compile_builds`` does the same for many at once, in fresh processes, one per core; it also works where this process
-interprets its kernels (as tests do). On the command line: ``shardfuse inspect linear_act --target sm_90``, or
-``shardfuse inspect --all --json``. Compiled kernels and what was read off them are kept in Triton's own cache.
+interprets its kernels (as tests do). ``shardfuse inspect`` prints the reports (``inspection.py``). Compiled kernels and
+what was read off them are kept in Triton's own cache. ``python -m`` of this module is a worker process.
 
 Beside what was compiled stands what ``cost.py`` predicts of it, for kernels that multiply matrices: one kernel serves
 many shapes, and the prediction is for the first of them.
@@ -17,13 +17,11 @@ many shapes, and the prediction is for the first of them.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import hashlib
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from json import dumps, loads
@@ -32,7 +30,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from ..runtime import cost, dispatch
 from ..runtime.chips import CHIPS
@@ -48,7 +45,7 @@ _MEASURED = (
 _PREDICTED = ("gemm", "flops", "bytes", "waves", "predicted_us", "peak_share", "bound")
 FIELDS = (*_NAMES, *_MEASURED, "exempt", "unpipelined", *_PREDICTED)
 
-_NO_TRITON = "compiling kernels needs Triton, which is not installed here (pip install triton; Linux only)"
+NO_TRITON = "compiling kernels needs Triton, which is not installed here (pip install triton; Linux only)"
 
 
 @dataclass(frozen=True)
@@ -202,7 +199,7 @@ def _predict(build: Build) -> dict[str, Any]:
 def require_compiler() -> None:
     """RuntimeError that says what to do where this process cannot compile kernels."""
     if dispatch.triton_version() is None:
-        raise RuntimeError(_NO_TRITON)
+        raise RuntimeError(NO_TRITON)
     if dispatch.interpreting():
         raise RuntimeError(
             "this process interprets its kernels (TRITON_INTERPRET is set), so none of them can be compiled here: "
@@ -244,14 +241,14 @@ def compile_builds(
     does not compile gives a report with ``error`` set.
     """
     if dispatch.triton_version() is None and side_triton is None:
-        raise RuntimeError(_NO_TRITON)
+        raise RuntimeError(NO_TRITON)
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if side_triton is not None:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [side_triton, env.get("PYTHONPATH")]))
     requests: list[dict[str, Any]] = [
-        {"op": op, "config": config, "target": target} for op, config, target in _distinct(builds)
+        {"op": op, "config": config, "target": target} for op, config, target in distinct(builds)
     ]
-    command = [sys.executable, "-m", f"{__package__}.codegen", "--worker"]
+    command = [sys.executable, "-m", f"{__package__}.codegen"]
     reports: dict[int, Report] = {}
     for index, answer in workers.ask_all(requests, command, env, jobs or workers.cores()):
         reports[index] = Report(**(requests[index] | answer))
@@ -259,7 +256,7 @@ def compile_builds(
     return [reports[index] for index in range(len(requests))]
 
 
-def _distinct(builds: Sequence[Build]) -> list[tuple[str, str, str]]:
+def distinct(builds: Sequence[Build]) -> list[tuple[str, str, str]]:
     """What names a build: op, configuration and target, each once, in order."""
     return list(dict.fromkeys((build.op, build.config, build.target) for build in builds))
 
@@ -287,71 +284,13 @@ def _content(build: Build) -> tuple[Any, ...]:
     return (build.fn, build.specialise(), build.num_warps, build.num_stages)
 
 
-def inspect(
-    op: str | None = None,
-    target: str | None = None,
-    *,
-    json: bool = False,
-    all_ops: bool = False,
-    jobs: int | None = None,
-) -> int:
-    """``shardfuse inspect``: compile, print what came of it, say what is wrong.
-
-    One ``op`` or all of them, for one ``target`` or for all. ``json`` prints a single line to standard output, a list
-    of rows with the fields of FIELDS; everything for people then goes to standard error. Returns the exit code: 0 when
-    every build is fit to ship, 1 when some are not, 2 when the question makes no sense.
-    """
-    people = Console(stderr=True)
-    try:
-        builds = _select(op, target, all_ops)
-        if jobs is not None and jobs < 1:
-            raise ValueError(f"jobs={jobs}: expected at least 1")
-    except (ValueError, RuntimeError) as error:
-        _print_line(people, f"error: {error}")
-        return 2
-    started = time.monotonic()
-    reports = compile_with_progress(builds, jobs, people)
-    if not json:
-        # Off a terminal rich would assume 80 columns and fold every row.
-        console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 230)
-        console.print(summary(reports))
-        _print_tables(reports, console)
-    wrong = [(report, problem) for report in reports for problem in problems(report)]
-    for report, problem in wrong:
-        _print_line(people, f"{report.op} {report.config} on {report.target}: {problem}")
-    people.print(
-        f"{len(reports)} builds, {len(wrong) or 'no'} problem{'s' * (len(wrong) != 1)}, "
-        f"Triton {dispatch.triton_version()}, {time.monotonic() - started:.0f} s",
-        highlight=False,
-    )
-    if json:
-        print(dumps([report.row() for report in reports]))
-    return 1 if wrong else 0
-
-
-def _print_line(console: Console, line: str) -> None:
-    console.print(line, style="red", markup=False, highlight=False, soft_wrap=True)
-
-
-def _select(op: str | None, target: str | None, all_ops: bool) -> list[Build]:
-    """The builds asked for; ValueError where that names nothing."""
-    if (op is None) != all_ops:
-        raise ValueError(f"name one op ({', '.join(sorted(registry.ops()))}) or pass --all")
-    if target is not None and target not in registry.TARGETS:
-        raise ValueError(f"no target called {target!r}: known are {', '.join(registry.TARGETS)}")
-    specs = list(registry.ops().values()) if op is None else [registry.op(op)]
-    if dispatch.triton_version() is None:
-        raise RuntimeError(_NO_TRITON)
-    builds = [
-        build for spec in specs for name in ([target] if target else registry.TARGETS) for build in spec.builds(name)
-    ]
-    if not builds:
-        raise ValueError(f"{op or 'no op'} has no kernels for {target or 'any target'}")
-    return builds
-
-
-def compile_with_progress(builds: list[Build], jobs: int | None, people: Console) -> list[Report]:
-    """``compile_builds`` with a bar on ``people``, where that is a terminal."""
+def compile_with_progress(
+    builds: Sequence[Build],
+    jobs: int | None,
+    people: Console,
+    on_report: Callable[[Report], None] = lambda report: None,
+) -> list[Report]:
+    """``compile_builds`` with a bar on ``people``, or with a line for every tenth of the builds off a terminal."""
     columns = (
         TextColumn("compiling"),
         BarColumn(),
@@ -359,111 +298,20 @@ def compile_with_progress(builds: list[Build], jobs: int | None, people: Console
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
+    total, done = len(distinct(builds)), 0
     with Progress(*columns, console=people, transient=True, disable=not people.is_terminal) as progress:
-        task = progress.add_task("", total=len(_distinct(builds)))
+        task = progress.add_task("", total=total)
 
         def advance(report: Report) -> None:
+            nonlocal done
+            done += 1
             progress.update(task, advance=1, description=f"{report.op} {report.config} {report.target}")
+            if not people.is_terminal and done * 10 // total > (done - 1) * 10 // total:
+                people.print(f"compiled {done} of {total}", highlight=False, soft_wrap=True)
+            on_report(report)
 
         return compile_builds(builds, jobs=jobs, on_report=advance)
 
 
-def summary(reports: Sequence[Report]) -> Table:
-    """A line for each op and target: how many builds there are, what is wrong with how many, and their extremes."""
-    table = Table(title="summary, each configuration below", title_justify="left")
-    table.add_column("op on target", overflow="fold")
-    for heading in ("builds", "wrong", "exempt", "registers", "shared KiB", "occupancy", "wgmma", "TMA"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for op, target in dict.fromkeys((report.op, report.target) for report in reports):
-        chosen = [report for report in reports if (report.op, report.target) == (op, target)]
-        compiled = [report for report in chosen if report.error is None]
-        table.add_row(
-            f"{op} on {target}",
-            str(len(chosen)),
-            str(sum(bool(problems(report)) for report in chosen)),
-            str(sum(report.exempt is not None for report in chosen)),
-            _range([report.registers for report in compiled], "{:.0f}"),
-            _range([report.shared_bytes / 1024 for report in compiled], "{:.0f}"),
-            _range([report.occupancy for report in compiled], "{:.0%}"),
-            str(sum(report.wgmma for report in compiled)),
-            str(sum(report.tma for report in compiled)),
-        )
-    return table
-
-
-def _range(values: Sequence[float], form: str) -> str:
-    """As in 32-255; "" for none."""
-    shown = dict.fromkeys(form.format(value) for value in (min(values), max(values))) if values else {}
-    return "-".join(shown)
-
-
-def _print_tables(reports: list[Report], console: Console) -> None:
-    """One table per op and target."""
-    for op, target in dict.fromkeys((report.op, report.target) for report in reports):
-        chosen = [report for report in reports if (report.op, report.target) == (op, target)]
-        modelled = any(report.gemm is not None for report in chosen)
-        table = Table(title=f"{op} on {target} ({CHIPS[target].name})", title_justify="left")
-        if modelled:
-            table.caption = (
-                "GEMM and what follows it: predicted for the first shape that runs this kernel, not measured"
-            )
-        table.add_column("configuration", overflow="fold", min_width=40)
-        for heading in ("registers", "spills", "shared KiB", "wgmma", "TMA", "blocks x warps", "occupancy"):
-            table.add_column(heading, justify="right")
-        for heading in ("GEMM", "GFLOP", "MB", "waves", "us", "of peak", "bound by") if modelled else ():
-            table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("exemption", overflow="fold", max_width=44)
-        for report in chosen:
-            predicted = _predicted_cells(report) if modelled else []
-            table.add_row(report.config, *_cells(report), *predicted, report.exempt or "")
-        console.print(table)
-
-
-def _cells(report: Report) -> list[str]:
-    """The measured columns."""
-    if report.error is not None:
-        return ["failed", *[""] * 6]
-    return [
-        str(report.registers),
-        str(report.spills),
-        f"{report.shared_bytes / 1024:.1f}",
-        "yes" if report.wgmma else "no",
-        "yes" if report.tma else "no",
-        f"{report.blocks_per_sm} x {report.num_warps}",
-        f"{report.occupancy:.0%}",
-    ]
-
-
-def _predicted_cells(report: Report) -> list[str]:
-    """The columns of the cost model."""
-    if report.gemm is None or report.flops is None or report.bytes is None or report.peak_share is None:
-        return [""] * len(_PREDICTED)
-    return [
-        report.gemm,
-        f"{report.flops / 1e9:,.1f}",
-        f"{report.bytes / 1e6:,.1f}",
-        str(report.waves),
-        f"{report.predicted_us:,.1f}",
-        f"{report.peak_share:.0%}",
-        report.bound or "",
-    ]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m shardfuse.kernels.dev.codegen``: what ``shardfuse inspect`` does, and the worker processes' entry."""
-    parser = argparse.ArgumentParser(prog="python -m shardfuse.kernels.dev.codegen", description=__doc__)
-    parser.add_argument("op", nargs="?", help="one op by name")
-    parser.add_argument("--target", help=", ".join(registry.TARGETS))
-    parser.add_argument("--all", action="store_true", help="every op")
-    parser.add_argument("--json", action="store_true", help="print one line of JSON to standard output")
-    parser.add_argument("--jobs", type=int, help="processes (default: one per core)")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.worker:
-        workers.serve(_answer)
-        return 0
-    return inspect(options.op, options.target, json=options.json, all_ops=options.all, jobs=options.jobs)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    workers.serve(_answer)

@@ -471,13 +471,14 @@ def inspect(
     op: Annotated[str | None, typer.Argument(help="An op, such as linear_act.")] = None,
     target: Annotated[str | None, typer.Option(help="A GPU architecture, such as sm_90; default: all.")] = None,
     all_ops: Annotated[bool, typer.Option("--all", help="Every op.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="A row for each kernel, too.")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Compile an op's kernels ahead of time and show what the compiler made of them. Needs no GPU."""
-    from .kernels.dev import codegen
+    from .kernels.dev import inspection
 
-    raise typer.Exit(codegen.inspect(op, target, json=json, all_ops=all_ops))
+    raise typer.Exit(inspection.inspect(op, target, json=json, verbose=verbose, all_ops=all_ops))
 
 
 @bench_app.command("list")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from shardfuse.kernels.dev import codegen, codegen_report, registry
+from shardfuse.kernels.dev import codegen, codegen_report, inspection, registry
 from shardfuse.kernels.dev.codegen import Report, problems
 from shardfuse.kernels.runtime import dispatch
 from shardfuse.kernels.runtime.chips import CHIPS
@@ -265,7 +265,7 @@ def test_a_build_that_cannot_be_made_becomes_a_report(capsys):
 @pytest.mark.codegen
 @needs_triton
 def test_inspect_ends_with_one_line_of_json(installed, capfd):
-    assert codegen.inspect("rms_norm", "sm_90", json=True) == 0
+    assert inspection.inspect("rms_norm", "sm_90", json=True) == 0
     out, err = capfd.readouterr()
     rows = json.loads(out)
     assert out.count("\n") == 1
@@ -275,22 +275,99 @@ def test_inspect_ends_with_one_line_of_json(installed, capfd):
     assert f"{len(rows)} builds, no problems" in err
 
 
+_SPILLED = Report("linear_act", "fwd-128", "sm_90", registers=255, spills=46, shared_bytes=1024, blocks_per_sm=1)
+_BROKEN = Report("linear_act", "fwd-256", "sm_90", error="CompilationError: no")
+_MODELLED = Report(
+    "linear_act", "fwd-64", "sm_90", registers=90, shared_bytes=232448, blocks_per_sm=1, occupancy=0.25,
+    wgmma=True, wants_wgmma=True, wgmma_pending=1, gemm="nt 16x64x32", flops=65536, bytes=9216, waves=1,
+    predicted_us=3.25, peak_share=0.5, bound="memory",
+)  # fmt: skip
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """compiled(report, ...): the reports that inspect gets in place of compiling."""
+
+    def put(*reports: Report) -> None:
+        def compile_builds(builds, *, jobs, on_report):
+            for report in reports:
+                on_report(report)
+            return list(reports)
+
+        monkeypatch.setattr(codegen, "compile_builds", compile_builds)
+
+    return put
+
+
 @needs_triton
-def test_inspect_prints_a_table_and_fails_on_problems(monkeypatch, capsys):
-    spilled = Report("linear_act", "fwd-128", "sm_90", registers=255, spills=46, shared_bytes=1024, blocks_per_sm=1)
-    broken = Report("linear_act", "fwd-256", "sm_90", error="CompilationError: no")
-    monkeypatch.setattr(codegen, "compile_builds", lambda builds, **options: [spilled, broken])
-    assert codegen.inspect("linear_act", "sm_90") == 1
+def test_inspect_prints_a_table_and_fails_on_problems(compiled, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "160")
+    compiled(_SPILLED, _BROKEN)
+    assert inspection.inspect("linear_act", "sm_90", verbose=True) == 1
     out, err = capsys.readouterr()
     assert "linear_act on sm_90 (NVIDIA H100)" in out
-    first = [cell.strip() for cell in _line_with("linear_act on sm_90", out).split("│")[1:5]]
-    assert first == ["linear_act on sm_90", "2", "2", "0"]  # builds, wrong ones, exemptions
-    assert len(out[: out.index("(NVIDIA H100)")].splitlines()) <= 10
-    assert [cell.strip() for cell in _line_with("fwd-128", out).split("│")[1:5]] == ["fwd-128", "255", "46", "1.0"]
-    assert "failed" in _line_with("fwd-256", out)
+    assert _line_with("linear_act on sm_90", out).split()[3:6] == ["2", "2", "0"]  # builds, unfit ones, exemptions
+    cells = out[out.index("(NVIDIA H100)") :]
+    assert _line_with("fwd-128", cells).split()[:4] == ["fwd-128", "255", "46", "1.0"]
+    assert "failed" in _line_with("fwd-256", cells)
     assert "linear_act fwd-128 on sm_90: spills: 46 instructions" in err
     assert "linear_act fwd-256 on sm_90: does not compile: CompilationError: no" in err
     assert "2 builds, 2 problems" in err
+
+
+@needs_triton
+def test_inspect_begins_with_ten_lines(compiled, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    compiled(_SPILLED, _BROKEN, _MODELLED)
+    assert inspection.inspect("linear_act", "sm_90") == 1
+    out, err = capsys.readouterr()
+    summary, _, table = out.partition("\n\n")
+    lines = [line.split(maxsplit=1) for line in summary.splitlines() if line.strip()]
+    assert len(lines) <= 10
+    said = " ".join(out.split())
+    for line in (
+        "kernels 3 of linear_act, for sm_90",
+        "verdict 2 unfit to ship; what fails: spills (1), compilation (1)",
+        "spills 46 at most: fwd-128",
+        "registers 255 of 255 per thread at most: fwd-128",
+        "shared memory 227.0 of 227.0 KiB per block at most: fwd-64",
+        "matrix units wgmma in 1 of 1 that multiply matrices on sm_90; 0 exempt",
+        "prediction 50% of peak; slowest 3.2 us, nt 16x64x32, bound by memory: fwd-64 (modelled, not measured)",
+    ):
+        assert line in said
+    assert "fwd-256" not in table  # --verbose lists every kernel
+    assert "--verbose lists every kernel" in err
+
+
+@needs_triton
+def test_every_problem_belongs_to_a_budget():
+    wants = {"wants_wgmma": True, "wants_tma": True, "wants_copies": True}
+    faults = (
+        _SPILLED, _BROKEN,
+        Report("linear_act", "a", "sm_90", shared_bytes=1 << 20),
+        Report("linear_act", "b", "sm_90", registers=255),
+        Report("linear_act", "c", "sm_90", blocks_per_sm=1, **wants),
+        Report("linear_act", "d", "sm_90", blocks_per_sm=1, exempt="of wgmma", wgmma=True, wants_wgmma=True),
+        Report("linear_act", "e", "sm_90", blocks_per_sm=1, unpipelined="it waits"),
+        dataclasses.replace(_MODELLED, wgmma_pending=0),
+    )  # fmt: skip
+    said = inspection._verdict(faults)
+    assert said.startswith("8 unfit to ship; what fails: ")
+    assert set(said.partition("fails: ")[2].split(", ")) == {
+        *("pipelining (2)", "exemptions (2)", "spills (1)", "compilation (1)", "shared memory (1)", "registers (1)"),
+        *("wgmma (1)", "TMA (1)"),
+    }
+
+
+@needs_triton
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_inspect_fits_the_terminal(compiled, monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    compiled(_SPILLED, _BROKEN, _MODELLED)
+    inspection.inspect("linear_act", "sm_90", verbose=True)
+    out, _ = capsys.readouterr()
+    assert max(map(len, out.splitlines())) <= columns
+    assert all(word in out for word in ("fwd-128", "fwd-256", "fwd-64", "227.0", "nt 16x64x32", "failed"))
 
 
 def _line_with(words: str, text: str) -> str:
@@ -309,7 +386,7 @@ def _line_with(words: str, text: str) -> str:
     ],
 )
 def test_inspect_refuses_what_makes_no_sense(question, complaint, capsys):
-    assert codegen.inspect(**question) == 2
+    assert inspection.inspect(**question) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"error: {complaint}")
@@ -318,7 +395,7 @@ def test_inspect_refuses_what_makes_no_sense(question, complaint, capsys):
 
 def test_inspect_without_triton_says_what_to_do(monkeypatch, capsys):
     monkeypatch.setattr(dispatch, "triton_version", lambda: None)
-    assert codegen.inspect("linear_act") == 2
+    assert inspection.inspect("linear_act") == 2
     assert "pip install triton" in capsys.readouterr().err
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardfuse.kernels.dev import codegen, registry
+from shardfuse.kernels.dev import codegen, inspection, registry
 from shardfuse.kernels.dev.candidates import VARIANT_PENALTY, candidates, predicted_us
 from shardfuse.kernels.linear.config import pick_config
 from shardfuse.kernels.linear.gemm import Gemm, GemmConfig
@@ -297,10 +297,11 @@ def test_inspect_prints_the_prediction(monkeypatch, capsys):
     report = codegen.Report(build.op, build.config, "sm_90", blocks_per_sm=1, **codegen._predict(build))
     plain = codegen.Report("linear_act", "act_grad-8x256", "sm_90", blocks_per_sm=1)
     monkeypatch.setattr(codegen, "compile_builds", lambda builds, **options: [report, plain])
-    assert codegen.inspect("linear_act", "sm_90") == 0
+    monkeypatch.setenv("COLUMNS", "200")
+    assert inspection.inspect("linear_act", "sm_90", verbose=True) == 0
     out = capsys.readouterr().out
     assert "not measured" in out
-    line = next(line for line in out.splitlines() if build.config in line)
+    line = next(line for line in out.splitlines() if line.startswith(build.config))
     assert report.gemm in line
     assert report.bound in line
     assert report.row()["flops"] == 2 * build.gemm.M * build.gemm.N * build.gemm.K * (
