@@ -76,7 +76,14 @@ def test_demo_from_training_to_serving(leftovers: Any, tmp_path: Path):
     leftovers.assert_none()
     assert os.listdir(tmp_path) == ["shardfuse-demo"]
     out = tmp_path / "shardfuse-demo"
-    assert sorted(os.listdir(out)) == ["checkpoints", "metrics.jsonl", "model", "report.json", "settings.json"]
+    assert sorted(os.listdir(out)) == [
+        "checkpoints",
+        "metrics.jsonl",
+        "model",
+        "report.html",
+        "report.json",
+        "settings.json",
+    ]
 
     report = json.loads((out / "report.json").read_text())
     assert all(check["ok"] for check in report["checks"])

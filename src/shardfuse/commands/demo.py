@@ -1,7 +1,7 @@
 """``shardfuse demo``: train a small sharded transformer on real text, check it, save it, serve it.
 
 The steps end in checks; a failed check makes the exit code non-zero. All output goes to one folder, which appears only
-when it is complete.
+when it is complete; ``report.html`` in it shows the run.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import cast
 import torch
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table
 
 from .. import __version__
-from ..explanation import explain
+from ..explanation import Explanation, explain
 from ..kernels.dev import registry
 from ..kernels.runtime import dispatch
+from ..kernels.runtime.printing import Sheet, prose, unbroken
 from ..layers.config import TransformerConfig
 from ..layers.transformer import ParallelTransformer
 from ..training.checks import FACTOR, Agreement, compare_with_transformers, compare_with_unsharded, same_weights
@@ -45,8 +45,9 @@ from ..training.settings import (
 )
 from ..training.trainer import RunResult
 from . import errors
+from .demo_page import PAGE, write_page
 from .demo_serving import BLOCK_SIZE, DemoServing, serve
-from .env import by_choice
+from .env import OPS, by_choice, collect
 
 MAKER = "shardfuse demo"
 MODEL = TransformerConfig(
@@ -123,11 +124,11 @@ class _Demo:
         began = time.monotonic()
         check_port(self.options.port)
         corpus = load_corpus(self.settings.data.path, seq=self.settings.data.seq)
-        names = (SETTINGS, METRICS, CHECKPOINTS, EXPORT)
+        names = (SETTINGS, METRICS, CHECKPOINTS, EXPORT, PAGE)
         with output_folder(self.options.out, maker=MAKER, names=names, need_bytes=NEED_BYTES) as folder:
             self.settings = dataclasses.replace(self.settings, out=str(folder))
             with self._step("1/5", "What is here"):
-                self._show_found(corpus)
+                explanation, serving_ops = self._show_found(corpus)
             with self._step("2/5", f"Train, tensor-parallel over {self.tp} process{'es' if self.tp > 1 else ''}"):
                 ranks = self._train(folder, corpus)
             with self._step("3/5", "Repeat the first steps in one process, unsharded"):
@@ -138,7 +139,14 @@ class _Demo:
                 serving = self._serve(model, corpus)
             self.settings = dataclasses.replace(self.settings, out=str(self.options.out))
             (folder / SETTINGS).write_text(self.settings.to_json() + "\n", encoding="utf-8")
-            write_report(folder, MAKER, self._report(ranks, agreement, serving))
+            report = self._report(ranks, agreement, serving) | {
+                "text": corpus.source,
+                "baselines": {"unigram": unigram_nats(corpus), "bigram": bigram_nats(corpus)},
+                "model": explanation.record(),
+                "serving_ops": serving_ops,
+            }
+            write_report(folder, MAKER, report)
+            write_page(folder, report, [line["loss"] for line in read_lines(folder / METRICS)])
         self._summary(ranks, serving, time.monotonic() - began)
         return all(ok for _, ok in self.checks)
 
@@ -165,8 +173,11 @@ class _Demo:
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
-    def _show_found(self, corpus: Corpus) -> None:
-        """Show device, versions and text, and for each op the chosen implementation with the reason."""
+    def _show_found(self, corpus: Corpus) -> tuple[Explanation, dict[str, tuple[str, str]]]:
+        """Show device, versions and text, and for each op the chosen implementation with the reason.
+
+        Returns what the model's modules run, and by op what the other ops do, serving's among them.
+        """
         device = torch.device(self.device)
         self._say(f"device   {_device_line(device)}")
         self._say(
@@ -181,15 +192,13 @@ class _Demo:
             f"{shape.hidden_size}, {shape.num_heads} heads ({shape.num_kv_heads} KV), bytes as tokens"
         )
         runs = {row.op: (row.runs, row.why) for row in explanation.rows if row.op}
-        for op in sorted(registry.ops()):  # includes serving's ops
-            choice = dispatch.choose(op, device)
-            runs.setdefault(op, (choice.impl, choice.reason))
-        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for name in ("runs", "ops", "why"):
-            table.add_column(name, overflow="fold", no_wrap=name == "runs")
-        for (impl, why), ops in by_choice(runs).items():
-            table.add_row(impl, ", ".join(ops), why)
+        others = {op: dispatch.choose(op, device) for op in sorted(registry.ops()) if op not in runs}
+        rest = {op: (choice.impl, choice.reason) for op, choice in others.items()}
+        table = Sheet(unbroken("runs"), prose("ops"), prose("why"))
+        for (impl, why), ops in by_choice(runs | rest).items():
+            table.add(impl, ", ".join(ops), why)
         self.console.print(Padding(table, (0, 0, 0, 2)))
+        return explanation, rest
 
     def _train(self, folder: Path, corpus: Corpus) -> list[RunResult]:
         # This process owns the folder: no rank has to lock it, and a stop signal ends all ranks at once.
@@ -264,12 +273,13 @@ class _Demo:
     def _serve(self, model: ParallelTransformer, corpus: Corpus) -> DemoServing:
         serving = serve(model, corpus, self.console, seed=self.options.seed)
         self._say(
-            f"{serving.requests} requests, max_num_seqs={serving.max_num_seqs}: {serving.stats.generated_tokens} "
+            f"{len(serving.requests)} requests, max_num_seqs={serving.max_num_seqs}: {serving.stats.generated_tokens} "
             f"tokens in {serving.stats.steps} steps, at most {serving.stats.peak_seqs} at once"
         )
+        total = len(serving.requests)
         self._check(
-            serving.equal == serving.requests,
-            f"{serving.equal} of {serving.requests} answers equal a solo forward's without a cache, except for ties",
+            serving.equal == total,
+            f"{serving.equal} of {total} answers equal a solo forward's without a cache, except for ties",
         )
         return serving
 
@@ -288,7 +298,7 @@ class _Demo:
             f"{stats.peak_blocks} blocks of {BLOCK_SIZE} at the peak"
         )
         out = self.options.out
-        for name in (CHECKPOINTS, EXPORT, REPORT):
+        for name in (CHECKPOINTS, EXPORT, REPORT, PAGE):
             self._say(f"written      {out / name} ({_size(out / name) / 1e6:.1f} MB)")
         failed = [text for text, ok in self.checks if not ok]
         mark = "[bold green]ok[/]" if not failed else "[bold red]FAILED[/]"
@@ -301,9 +311,11 @@ class _Demo:
             "agreement": dataclasses.asdict(agreement)
             | {"difference": agreement.difference, "budget": agreement.budget},
             "serving": dataclasses.asdict(serving.stats) | {"kv_waste": serving.stats.kv_waste},
+            "requests": [dataclasses.asdict(request) for request in serving.requests],
             "checks": [{"check": text, "ok": ok} for text, ok in self.checks],
             "seconds": self.seconds,
             "torch": torch.__version__,
+            "environment": {name: content for name, content in collect().items() if not name.startswith(OPS)},
         }
 
     @contextmanager

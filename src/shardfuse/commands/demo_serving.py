@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,10 +33,20 @@ ARRIVAL_STEPS = 10  # between one request and the next
 
 
 @dataclass(frozen=True)
+class Served:
+    """One request in engine steps, from 1: it arrives after step ``arrival``, and step ``tokens[i]`` gives token i."""
+
+    prompt_tokens: int
+    arrival: int
+    tokens: tuple[int, ...]
+    finish: str
+
+
+@dataclass(frozen=True)
 class DemoServing:
     """The result of serving. ``equal`` counts the answers that agree with a solo forward."""
 
-    requests: int
+    requests: tuple[Served, ...]
     max_num_seqs: int
     equal: int
     stats: EngineStats
@@ -49,20 +60,30 @@ def serve(model: ParallelTransformer, corpus: Corpus, console: Console, *, seed:
     blocks = MAX_NUM_SEQS * -(-longest // BLOCK_SIZE)
     engine = Engine(model, num_blocks=blocks, block_size=BLOCK_SIZE, max_num_seqs=MAX_NUM_SEQS, max_model_len=longest)
     answers: list[list[int]] = [[] for _ in requests]
+    steps: list[list[int]] = [[] for _ in requests]  # of each token
+    finish = ["" for _ in requests]
     for request in requests:
         engine.add(request)
     with _streaming(console, requests, answers) as show:
-        while engine.busy:
+        for step in itertools.count(1):
+            if not engine.busy:
+                break
             events = engine.step()
             for event in events:
                 if event.error is not None:
                     raise event.error
                 if event.token is not None:
                     answers[event.request].append(event.token)
+                    steps[event.request].append(step)
+                finish[event.request] = event.finish or ""
             show(events)
     exact = copy.deepcopy(model).double()
     equal = sum(agrees(model, exact, request, answer) for request, answer in zip(requests, answers))
-    return DemoServing(len(requests), MAX_NUM_SEQS, equal, engine.stats)
+    served = (
+        Served(len(request.prompt), request.arrival, tuple(tokens), reason)
+        for request, tokens, reason in zip(requests, steps, finish)
+    )
+    return DemoServing(tuple(served), MAX_NUM_SEQS, equal, engine.stats)
 
 
 def make_requests(corpus: Corpus, seed: int) -> list[Request]:
