@@ -128,7 +128,7 @@ class _Demo:
         with output_folder(self.options.out, maker=MAKER, names=names, need_bytes=NEED_BYTES) as folder:
             self.settings = dataclasses.replace(self.settings, out=str(folder))
             with self._step("1/5", "What is here"):
-                explanation, serving_ops = self._show_found(corpus)
+                explanation = self._show_found(corpus)
             with self._step("2/5", f"Train, tensor-parallel over {self.tp} process{'es' if self.tp > 1 else ''}"):
                 ranks = self._train(folder, corpus)
             with self._step("3/5", "Repeat the first steps in one process, unsharded"):
@@ -143,7 +143,6 @@ class _Demo:
                 "text": corpus.source,
                 "baselines": {"unigram": unigram_nats(corpus), "bigram": bigram_nats(corpus)},
                 "model": explanation.record(),
-                "serving_ops": serving_ops,
             }
             write_report(folder, MAKER, report)
             write_page(folder, report, [line["loss"] for line in read_lines(folder / METRICS)])
@@ -173,10 +172,10 @@ class _Demo:
 
     # --- the steps ----------------------------------------------------------------------------------------------------
 
-    def _show_found(self, corpus: Corpus) -> tuple[Explanation, dict[str, tuple[str, str]]]:
+    def _show_found(self, corpus: Corpus) -> Explanation:
         """Show device, versions and text, and for each op the chosen implementation with the reason.
 
-        Returns what the model's modules run, and by op what the other ops do, serving's among them.
+        Returns what the model's modules run.
         """
         device = torch.device(self.device)
         self._say(f"device   {_device_line(device)}")
@@ -192,13 +191,14 @@ class _Demo:
             f"{shape.hidden_size}, {shape.num_heads} heads ({shape.num_kv_heads} KV), bytes as tokens"
         )
         runs = {row.op: (row.runs, row.why) for row in explanation.rows if row.op}
-        others = {op: dispatch.choose(op, device) for op in sorted(registry.ops()) if op not in runs}
-        rest = {op: (choice.impl, choice.reason) for op, choice in others.items()}
+        for op in sorted(registry.ops()):  # includes serving's ops
+            choice = dispatch.choose(op, device)
+            runs.setdefault(op, (choice.impl, choice.reason))
         table = Sheet(unbroken("runs"), prose("ops"), prose("why"))
-        for (impl, why), ops in by_choice(runs | rest).items():
+        for (impl, why), ops in by_choice(runs).items():
             table.add(impl, ", ".join(ops), why)
         self.console.print(Padding(table, (0, 0, 0, 2)))
-        return explanation, rest
+        return explanation
 
     def _train(self, folder: Path, corpus: Corpus) -> list[RunResult]:
         # This process owns the folder: no rank has to lock it, and a stop signal ends all ranks at once.
@@ -311,6 +311,9 @@ class _Demo:
             "agreement": dataclasses.asdict(agreement)
             | {"difference": agreement.difference, "budget": agreement.budget},
             "serving": dataclasses.asdict(serving.stats) | {"kv_waste": serving.stats.kv_waste},
+            "serving_calls": [
+                {"op": op, "runs": impl, "calls": calls} for (op, impl), calls in sorted(serving.calls.items())
+            ],
             "requests": [dataclasses.asdict(request) for request in serving.requests],
             "checks": [{"check": text, "ok": ok} for text, ok in self.checks],
             "seconds": self.seconds,

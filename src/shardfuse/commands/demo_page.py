@@ -30,7 +30,7 @@ def page(report: Mapping[str, Any], losses: Sequence[float | None]) -> str:
         _checks(report["checks"]),
         _training(report, losses),
         _requests(report["requests"], report["serving"]),
-        _ran(report["model"], report["serving_ops"]),
+        _ran(report["model"], report["serving_calls"]),
         _environment(report["environment"]),
     )
     return _TEMPLATE.read_text(encoding="utf-8").replace("{main}", render(sections))
@@ -139,9 +139,12 @@ def _plot(
         add(drawing, "path", d=f"M0 {y(tick):.2f}H100", class_="grid")
     for level in levels:
         add(drawing, "path", d=f"M0 {y(level):.2f}H100", class_="level")
-    curve = "L".join(f"{x(step):.2f} {y(value):.2f}" for step, value in points)
+    curve, before = "", 0
+    for step, value in points:  # with a gap where a loss was not finite
+        curve += f"L{x(step):.2f} {y(value):.2f}" if step == before + 1 > 1 else f"M{x(step):.2f} {y(value):.2f}h0"
+        before = step
     add(drawing, "path", d="".join(f"M{x(step):.2f} {y(value):.2f}h0" for step, value in alone), class_="unsharded")
-    add(drawing, "path", d=f"M{curve}", class_="sharded")
+    add(drawing, "path", d=curve, class_="sharded")
     _along(plot, "step", 1, last, x)
 
 
@@ -209,18 +212,23 @@ def _requests(requests: Sequence[Mapping[str, Any]], serving: Mapping[str, Any])
 # --- what ran, and where ----------------------------------------------------------------------------------------------
 
 
-def _ran(model: Mapping[str, Any], serving_ops: Mapping[str, Sequence[str]]) -> Element:
+def _ran(model: Mapping[str, Any], calls: Iterable[Mapping[str, Any]]) -> Element:
     found = _section(
         "What ran",
-        "By module of the model, in this process and in each process of the training: a kernel (triton), its twin in "
-        "plain torch (reference), oneDNN, or a function of torch. Layers that differ in their number share a row.",
+        "By module, as explain answers for the model in one process: a kernel (triton), its twin in plain torch "
+        "(reference), oneDNN, or a function of torch. A star stands for a layer's number.",
     )
     reasons: dict[str, int] = {}
-    rows = [(row["path"], row["kind"], row["op"], row["runs"], _mark(reasons, row["why"])) for row in model["rows"]]
-    rows += [("(serving)", "", op, runs, _mark(reasons, why)) for op, (runs, why) in serving_ops.items()]
-    _table(found, "implementations by module", ("module", "class", "op", "runs", "why"), rows)
+    rows = [
+        (row["path"], str(row["layers"]), row["kind"], row["op"], row["runs"], _mark(reasons, row["why"]))
+        for row in model["rows"]
+    ]
+    _table(found, "implementations by module", ("module", "layers", "class", "op", "runs", "why"), rows)
     for why, number in reasons.items():
         add(found, "p", f"[{number}] {why}", class_="muted")
+    add(found, "p", "The calls that were counted while the engine served:")
+    counted = [(call["op"], call["runs"], f"{call['calls']:,}") for call in calls]
+    _table(found, "calls while serving", ("op", "ran", "calls"), counted, figures=1)
     return found
 
 

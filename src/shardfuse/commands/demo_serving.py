@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..kernels.dev.accuracy import FACTOR
+from ..kernels.runtime import dispatch
 from ..layers.transformer import ParallelTransformer
 from ..serving.engine import Engine
 from ..serving.request import Request, TokenEvent
@@ -50,6 +51,7 @@ class DemoServing:
     max_num_seqs: int
     equal: int
     stats: EngineStats
+    calls: dict[tuple[str, str], int]  # of each (op, implementation), in the engine's steps
 
 
 def serve(model: ParallelTransformer, corpus: Corpus, console: Console, *, seed: int) -> DemoServing:
@@ -64,6 +66,7 @@ def serve(model: ParallelTransformer, corpus: Corpus, console: Console, *, seed:
     finish = ["" for _ in requests]
     for request in requests:
         engine.add(request)
+    before = dispatch.counts.copy()
     with _streaming(console, requests, answers) as show:
         for step in itertools.count(1):
             if not engine.busy:
@@ -77,13 +80,14 @@ def serve(model: ParallelTransformer, corpus: Corpus, console: Console, *, seed:
                     steps[event.request].append(step)
                 finish[event.request] = event.finish or ""
             show(events)
+    calls = dict(dispatch.counts - before)
     exact = copy.deepcopy(model).double()
     equal = sum(agrees(model, exact, request, answer) for request, answer in zip(requests, answers))
     served = (
         Served(len(request.prompt), request.arrival, tuple(tokens), reason)
         for request, tokens, reason in zip(requests, steps, finish)
     )
-    return DemoServing(tuple(served), MAX_NUM_SEQS, equal, engine.stats)
+    return DemoServing(tuple(served), MAX_NUM_SEQS, equal, engine.stats, calls)
 
 
 def make_requests(corpus: Corpus, seed: int) -> list[Request]:

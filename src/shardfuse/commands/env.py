@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 C = TypeVar("C")
 OPS = "ops on"  # the beginning of a section's name
-_INDENT: Any = {"initial_indent": "    ", "subsequent_indent": "    ", "break_on_hyphens": False}
 _PACKAGES = ("shardfuse", "torch", "triton", "numpy", "einops", "safetensors", "rich", "typer", "transformers")
 # Variables that change what runs. No others are shown: an environment holds secrets.
 _PREFIXES = (
@@ -45,17 +44,24 @@ def show(*, json: bool = False) -> None:
         return
     for section, content in report.items():
         if not isinstance(content, dict):
-            print(f"{section}: {content}")
+            _print(f"{section}: {content}", hang=2)
             continue
         print(f"{section}:{'' if content else ' none'}")
         if section.startswith(OPS):
             for choice, ops in by_choice(content).items():
-                print(f"  {choice}")
-                print(textwrap.fill(", ".join(ops), shutil.get_terminal_size().columns, **_INDENT))
+                _print(f"  {choice}", hang=2)
+                _print(f"    {', '.join(ops)}", hang=4)
             continue
         width = max(map(len, content), default=0)
         for name, value in content.items():
-            print(f"  {name:{width}}  {value}")
+            _print(f"  {name:{width}}  {value}", hang=4)
+
+
+def _print(line: str, hang: int) -> None:
+    """Print a line in as many as the terminal needs; all but the first start with ``hang`` spaces."""
+    columns = shutil.get_terminal_size().columns
+    wrapped = textwrap.wrap(line, columns, subsequent_indent=" " * hang, break_on_hyphens=False)
+    print("\n".join(wrapped))
 
 
 def by_choice(choices: Mapping[str, C]) -> dict[C, list[str]]:
