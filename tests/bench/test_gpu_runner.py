@@ -364,7 +364,7 @@ def test_predictions_stand_beside_what_was_found():
     rows = [Row(*first.key[:2], 1.0, 0.95, first.key[2], ratio, None, None) for ratio in (first.low, first.high + 1)]
     for row, verdict in zip(rows, ("as expected", "above")):
         shown = predictions.table(predictions.compared(first.bench, [row]))
-        assert list(shown.columns[-1].cells) == [verdict]
+        assert [str(cells[-1]) for cells in shown.rows] == [verdict]
     assert not list(predictions.compared("another", rows))
 
 
