@@ -16,7 +16,8 @@ from shardfuse.cli import app
 from shardfuse.training.settings import parse_assignment, read_settings
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = {file.stem: file.read_text() for file in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+FILES = (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+DOCUMENTS = {file.relative_to(ROOT).as_posix(): file.read_text() for file in FILES}
 NEWER = {"--shutdown-timeout"}  # options that torchrun does not have in torch 2.11
 # Of vLLM and SGLang, which are not here to ask.
 HOSTS = {
@@ -88,7 +89,7 @@ def test_every_option_that_is_named_exists():
 
 
 def test_the_settings_are_all_of_them_and_their_defaults(tmp_path: Path):
-    (source,) = (body for language, body in BLOCK.findall(DOCUMENTS["training"]) if language == "toml")
+    (source,) = (body for language, body in BLOCK.findall(DOCUMENTS["docs/training.md"]) if language == "toml")
     (tmp_path / "run.toml").write_text(source)
     defaults = read_settings(None, {})
     assert read_settings(tmp_path / "run.toml", {}) == defaults
