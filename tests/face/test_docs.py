@@ -1,4 +1,4 @@
-"""The Python that the files below docs/ show runs.
+"""The Python that the files in docs/ show runs; test_tutorials.py runs that of docs/tutorials/.
 
 What a process alone can run, runs as it stands. What wants a mesh runs over two processes, with other degrees in the
 place of its own; over as many processes as it says in ``make test-all``.
@@ -47,7 +47,7 @@ FUSING, FOREIGN = ("fuse-0", "fuse-2", "fuse-3"), "fuse-1"
 ON_A_CPU, BATCHING, HUB, SERVING = "cpu-0", "integrations-0", "integrations-1", "serving-0"
 CHOICE = ("serving-1", "serving-2", "serving-3", "serving-4", "serving-5", "serving-6", "serving-7")
 ENGINE_OVER_RANKS, ASYNCIO, TESTING = "serving-8", "serving-9", "serving-10"
-SERVER = "server-0"
+SERVER, START = "server-0", "index-0"
 
 
 def test_every_snippet_is_run():
@@ -62,6 +62,7 @@ def test_every_snippet_is_run():
         *FUSING,
         FOREIGN,
         SERVER,
+        START,
         ON_A_CPU,
         BATCHING,
         HUB,
@@ -244,6 +245,13 @@ def test_a_foreign_model_trains():
     left = _run(PYTHON[FOREIGN])
     model, text = left["model"], left["text"]
     assert model.evaluate(text[:, :-1], text[:, 1:]) < left["loss"]
+
+
+def test_the_first_page(capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("transformers")
+    model = _run(PYTHON[START])["model"]
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert "gated_linear" in capsys.readouterr().out
 
 
 def test_batching_on_our_kernel():
