@@ -176,7 +176,7 @@ fuzz: install  ## random layouts, starts and faults (SEED=, SECONDS= for each fu
 	  $(PYTEST) -q -s -m fuzz $(ARGS)
 
 .PHONY: test-all
-test-all: test test-nightly codegen-all test-portable test-oldest test-newest test-hosts test-server  ## everything, once a night
+test-all: test test-nightly codegen-all test-portable test-oldest test-newest test-hosts test-server docs  ## everything, once a night
 
 # --- other machines ---------------------------------------------------------------------------------------------------
 
@@ -313,6 +313,21 @@ front: install  ## the README's picture and its results, from the committed resu
 
 # --- housekeeping -----------------------------------------------------------------------------------------------------
 
+# An environment of its own: it reads the sources and imports none, so torch is not in it.
+DOCS := .side/docs
+
+$(DOCS)/.installed: Makefile | $(INSTALLED)
+	@echo "installing mkdocs into $(DOCS)"
+	@rm -rf $(DOCS); "$(PYTHON)" -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install --quiet mkdocs==1.6.1 mkdocs-material==9.8.2 mkdocstrings==1.0.8 \
+	  mkdocstrings-python==2.0.11 'ruff>=0.9,<1'
+	@touch $@
+
+.PHONY: docs
+docs: $(DOCS)/.installed  ## the documentation site into site/; a dead link fails it
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet
+	@echo "site/index.html is the first page; to search, python -m http.server --directory site --bind 127.0.0.1"
+
 .PHONY: wheel
 wheel: install  ## build dist/*.whl
 	@rm -rf build dist
@@ -324,5 +339,5 @@ release-check: install  ## whether this commit can be released (docs/releasing.m
 
 .PHONY: clean
 clean:  ## remove what was built, except .venv and .side
-	@rm -rf build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
+	@rm -rf build dist site src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .benchmarks
 	@find $(FLOORS) src/shardfuse tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,66 @@
+"""What mkdocs calls while it builds the site: pages of files outside ``docs/``, the API reference, the final check."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import links
+import reference
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+# Warnings of loggers below "mkdocs" end a strict build.
+_log = logging.getLogger("mkdocs.hooks.site")
+# What a browser loads by itself; a link (<a href>) is not loaded.
+_LOADED = re.compile(
+    r"<(?:script|img|iframe|source|audio|video|embed)\b[^>]*?\bsrc=[\"']?(?:https?:)?//[^\"'\s>]+"
+    r"|<link\b(?![^>]*rel=[\"']?(?:canonical|prev|next))[^>]*?\bhref=[\"']?(?:https?:)?//[^\"'\s>]+"
+    r"|(?:@import|url\()\s*[\"']?(?:https?:)?//[^\"')\s]+"
+)
+_LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".yml": "yaml"}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are made: of repository files that documents link, and of the public names."""
+    try:
+        linked = links.linked_files(links.read_documents())
+        made = reference.pages()
+    except ValueError as error:
+        raise PluginError(str(error)) from error
+    for path in sorted(linked):
+        level = InclusionLevel.UNDEFINED if path in links.PROJECT else InclusionLevel.NOT_IN_NAV
+        files.append(File.generated(config, links.page_of(path), content=_content(path), inclusion=level))
+    for page, content in made.items():
+        files.append(File.generated(config, page, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """The page's text with links to files of the repository turned into links to their pages."""
+    source = page.file.src_uri
+    if source.startswith("reference/"):
+        return markdown
+    if source.startswith("repository/"):
+        path = source.removeprefix("repository/")
+        return links.for_the_site(markdown, path) if path in links.PROJECT else markdown
+    return links.for_the_site(markdown, links.DOCUMENTS + source)
+
+
+def on_post_build(config: Any) -> None:
+    """Warn of each file of another host that a page would load: the site has to work without a network."""
+    for file in sorted(Path(config["site_dir"]).rglob("*")):
+        if file.suffix in (".html", ".css"):
+            for found in sorted(set(_LOADED.findall(file.read_text(encoding="utf-8")))):
+                _log.warning("%s loads something from another host: %s", file.relative_to(config["site_dir"]), found)
+
+
+def _content(path: str) -> str:
+    """A page for the file at ``path``: a document as it is, other text as code."""
+    text = (links.ROOT / path).read_text(encoding="utf-8")
+    if path.endswith(".md"):
+        return text
+    language = _LANGUAGES.get(Path(path).suffix, "text")
+    return f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n`````{language}\n{text.rstrip()}\n`````\n"

@@ -1,0 +1,110 @@
+"""The site: its links, its reference and its page of proofs, by text alone.
+
+The site is built where mkdocs is installed (``make docs``).
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import shardfuse
+from shardfuse import testing
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS_PYTHON = ROOT / ".side" / "docs" / "bin" / "python"
+HOOKS = str(ROOT / "docs" / "hooks")
+sys.path.insert(0, HOOKS)
+try:
+    import links
+    import reference
+finally:
+    sys.path.remove(HOOKS)
+
+DOCUMENTS = links.read_documents()
+
+
+def test_every_link_leads_somewhere():
+    """Of all documents, outside docs/ too, whether they are read in the site or on a code host."""
+    assert {"examples/train_over_ranks.py", "README.md"} <= links.linked_files(DOCUMENTS)
+    with pytest.raises(ValueError, match=r"docs/new\.md links docs/nowhere\.md"):
+        links.linked_files({"docs/new.md": "[x](nowhere.md)"})
+
+
+def test_links_become_links_to_pages():
+    text = "[a](../README.md#x) [b](fuse.md) [c](../bench/a.py) [d](https://e.org) `[e](f)`\n"
+    there = "[a](repository/README.md#x) [b](fuse.md) [c](repository/bench/a.py.md) [d](https://e.org) `[e](f)`\n"
+    assert links.for_the_site(text, "docs/cpu.md") == there
+    assert links.for_the_site("[a](docs/fuse.md) [b](LICENSE)", "README.md") == "[a](../fuse.md) [b](LICENSE.md)"
+    block = "```text\n[a](b.md)\n```\n"
+    assert links.for_the_site(block, "README.md") == block
+
+
+@pytest.mark.parametrize("path", DOCUMENTS)
+def test_lists_begin_after_an_empty_line(path: str):
+    """A code host shows a list without one; Python-Markdown shows a paragraph."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", DOCUMENTS[path], flags=re.DOTALL | re.MULTILINE)
+    assert re.findall(r"^(?! *(?:[-*]|\d+\.) )\S.*\n(?:[-*]|\d+\.) .*", text, re.MULTILINE) == []
+
+
+def test_every_public_name_has_one_entry():
+    entries = Counter(re.findall(r"^::: shardfuse\.(\S+)$", "\n".join(reference.pages().values()), re.MULTILINE))
+    names = [*shardfuse.__all__, *(f"testing.{name}" for name in testing.__all__)]
+    assert entries == Counter([*names, "testing"]) - Counter(["__version__"])
+    index = reference.pages()["reference/index.md"]
+    assert [name for name in names if f"#shardfuse.{name})" not in index and name != "__version__"] == []
+    assert "sf.__version__" in index
+
+
+def test_the_navigation_names_every_page_once():
+    """By text: mkdocs.yml names a function, so that a loader of plain YAML refuses it."""
+    _, _, navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")
+    named = Counter(re.findall(r"[\w/]+\.md$", navigation, re.MULTILINE))
+    pages = [links.page_of(path) for path in DOCUMENTS]
+    assert named == Counter([*pages, *reference.pages()])
+
+
+def _marks(path: str) -> dict[str, list[str]]:
+    """The decorators of each function in a file, as text."""
+    tree = ast.parse((ROOT / path).read_text())
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {node.name: [ast.unparse(each) for each in node.decorator_list] for node in found}
+
+
+def test_every_proof_exists():
+    rows = [line for line in DOCUMENTS["docs/proof.md"].splitlines() if line.startswith("| ")]
+    text = "\n".join(rows)
+    cited = re.findall(r"\[`([\w/.-]+)(?:::(\w+))?`\]\(\.\./([\w/.-]+)\)", text)
+    assert len(cited) > 40
+    for path, test, target in cited:
+        assert path == target
+        assert (ROOT / path).is_file(), path
+        if test:
+            assert test in _marks(path), f"{path} has no {test}"
+    for row in rows:  # a row says of a test that make test does not run, that it does not
+        for path, test in re.findall(r"`([\w/.-]+)::(\w+)`", row):
+            marks = _marks(path)[test]
+            assert "pytest.mark.nightly" not in marks or "nightly" in row, row
+            assert "pytest.mark.gpu" not in marks or "GPU" in row, row
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)", DOCUMENTS["docs/proof.md"])) <= targets | {"test-nightly"}
+
+
+@pytest.mark.skipif(not DOCS_PYTHON.exists(), reason="mkdocs is not installed (make docs)")
+def test_the_site_builds(tmp_path: Path):
+    """Strictly: a dead link or anchor, or a file of another host that a page would load, fails it."""
+    command = [str(DOCS_PYTHON), "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = set(shardfuse.__all__) - {"__version__"}
+    html = "".join(file.read_text() for file in (tmp_path / "site" / "reference").glob("*.html"))
+    anchors = Counter(re.findall(r'<h\d id="shardfuse\.(\w+)"', html))
+    assert {name: count for name, count in anchors.items() if name != "testing"} == dict.fromkeys(names, 1)
