@@ -316,7 +316,7 @@ front: install  ## the README's picture and its results, from the committed resu
 # An environment of its own: it reads the sources and imports none, so torch is not in it.
 DOCS := .side/docs
 
-$(DOCS)/.installed: Makefile | $(INSTALLED)
+$(DOCS)/.installed: Makefile
 	@echo "installing mkdocs into $(DOCS)"
 	@rm -rf $(DOCS); "$(PYTHON)" -m venv $(DOCS)
 	@$(DOCS)/bin/python -m pip install --quiet mkdocs==1.6.1 mkdocs-material==9.8.2 mkdocstrings==1.0.8 \

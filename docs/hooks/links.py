@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,11 +29,16 @@ def page_of(path: str) -> str:
     return f"repository/{path}" if path.endswith(".md") else f"repository/{path}.md"
 
 
-def targets(markdown: str, path: str) -> Iterator[str]:
+def targets(markdown: str, path: str) -> list[str]:
     """The path of each file that the document at ``path`` links, without anchors; links elsewhere are left out."""
     found: list[str] = []
-    _replace(markdown, lambda link: (found.append(_target(link, path)[0]), link)[1])
-    yield from found
+
+    def note(link: str) -> str:
+        found.append(_target(link, path)[0])
+        return link
+
+    _replace(markdown, note)
+    return found
 
 
 def for_the_site(markdown: str, path: str, page: str = "") -> str:

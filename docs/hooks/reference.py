@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 from links import ROOT, for_the_site
 
@@ -57,7 +58,9 @@ def pages() -> dict[str, str]:
     }
     testing = public_names(_PACKAGE / "testing")
     entries = "\n".join(_entry(f"testing.{name}") for name in testing)
-    found[_page(TESTING)] = f"# {TESTING}\n\n::: shardfuse.testing\n    options: {{members: false}}\n\n{entries}"
+    found[_page(TESTING)] = (
+        f"# {TESTING}\n\n::: shardfuse.testing\n    options: {{heading_level: 2, members: false}}\n\n{entries}"
+    )
     return {"reference/index.md": _index(testing), **found}
 
 
@@ -80,12 +83,15 @@ def _index(testing: list[str]) -> str:
 
 
 def _section(names: list[str], what: str) -> str:
+    """A group: its names below a heading of their own, or a name alone."""
+    if len(names) == 1:
+        return _entry(names[0], level=2)
     heading = ", ".join(f"`{name}`" for name in names)
     return f"## {heading}\n\n{what[0].upper()}{what[1:]}.\n\n" + "\n".join(_entry(name) for name in names)
 
 
-def _entry(name: str) -> str:
-    return f"::: shardfuse.{name}\n"
+def _entry(name: str, level: int = 3) -> str:
+    return f"::: shardfuse.{name}\n    options: {{heading_level: {level}}}\n"
 
 
 def _page(title: str) -> str:
@@ -96,7 +102,7 @@ def _file(title: str) -> str:
     return f"{title.lower().replace(' ', '_')}.md"
 
 
-def _assigned(package: Path, name: str) -> object:
+def _assigned(package: Path, name: str) -> Any:
     """The literal that a package's ``__init__.py`` assigns to ``name``."""
     tree = ast.parse((package / "__init__.py").read_text(encoding="utf-8"))
     for node in tree.body:

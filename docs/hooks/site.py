@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import re
 from pathlib import Path
 from typing import Any
 
+import hosts
 import links
 import reference
 from mkdocs.exceptions import PluginError
@@ -14,12 +14,6 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 # Warnings of loggers below "mkdocs" end a strict build.
 _log = logging.getLogger("mkdocs.hooks.site")
-# What a browser loads by itself; a link (<a href>) is not loaded.
-_LOADED = re.compile(
-    r"<(?:script|img|iframe|source|audio|video|embed)\b[^>]*?\bsrc=[\"']?(?:https?:)?//[^\"'\s>]+"
-    r"|<link\b(?![^>]*rel=[\"']?(?:canonical|prev|next))[^>]*?\bhref=[\"']?(?:https?:)?//[^\"'\s>]+"
-    r"|(?:@import|url\()\s*[\"']?(?:https?:)?//[^\"')\s]+"
-)
 _LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".yml": "yaml"}
 
 
@@ -53,8 +47,8 @@ def on_post_build(config: Any) -> None:
     """Warn of each file of another host that a page would load: the site has to work without a network."""
     for file in sorted(Path(config["site_dir"]).rglob("*")):
         if file.suffix in (".html", ".css"):
-            for found in sorted(set(_LOADED.findall(file.read_text(encoding="utf-8")))):
-                _log.warning("%s loads something from another host: %s", file.relative_to(config["site_dir"]), found)
+            for address in hosts.loaded_from(file.read_text(encoding="utf-8")):
+                _log.warning("%s loads %s: take it out, or keep a copy", file.relative_to(config["site_dir"]), address)
 
 
 def _content(path: str) -> str:

@@ -23,6 +23,7 @@ DOCS_PYTHON = ROOT / ".side" / "docs" / "bin" / "python"
 HOOKS = str(ROOT / "docs" / "hooks")
 sys.path.insert(0, HOOKS)
 try:
+    import hosts
     import links
     import reference
 finally:
@@ -45,6 +46,14 @@ def test_links_become_links_to_pages():
     assert links.for_the_site("[a](docs/fuse.md) [b](LICENSE)", "README.md") == "[a](../fuse.md) [b](LICENSE.md)"
     block = "```text\n[a](b.md)\n```\n"
     assert links.for_the_site(block, "README.md") == block
+
+
+def test_what_a_page_loads_from_other_hosts_is_found():
+    quiet = '<a href="https://e.org">x</a><link rel="canonical" href="https://e.org/"><img src="a.png">url(#x)'
+    assert hosts.loaded_from(quiet) == []
+    loud = '<script defer src="https://a.org/x.js"></script><link rel=stylesheet href="//b.org/x.css">'
+    loud += "@import 'http://c.org/x';" + quiet + "a { background: url(https://d.org/x.png) } url(https://d.org/x.png)"
+    assert hosts.loaded_from(loud) == ["https://a.org/x.js", "//b.org/x.css", "http://c.org/x", "https://d.org/x.png"]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS)
