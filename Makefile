@@ -325,7 +325,8 @@ $(DOCS)/.installed: Makefile
 
 .PHONY: docs
 docs: $(DOCS)/.installed  ## the documentation site into site/; a dead link fails it
-	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --quiet
+	@# Not --quiet, with which warnings are not counted, and a strict build passes.
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build
 	@echo "site/index.html is the first page; to search, python -m http.server --directory site --bind 127.0.0.1"
 
 .PHONY: wheel

@@ -45,9 +45,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 def on_post_build(config: Any) -> None:
     """Warn of each file of another host that a page would load: the site has to work without a network."""
+    find = {".html": hosts.loaded_by_page, ".css": hosts.loaded_by_style}
     for file in sorted(Path(config["site_dir"]).rglob("*")):
-        if file.suffix in (".html", ".css"):
-            for address in hosts.loaded_from(file.read_text(encoding="utf-8")):
+        if file.suffix in find:
+            for address in find[file.suffix](file.read_text(encoding="utf-8")):
                 _log.warning("%s loads %s: take it out, or keep a copy", file.relative_to(config["site_dir"]), address)
 
 
