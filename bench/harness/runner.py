@@ -26,7 +26,7 @@ from .. import suites
 from . import provenance
 from .benchmark import Benchmark, Measurement, Settings
 from .progress import Progress
-from .records import Outcome, RowKey, check_place, earlier, header, left, record
+from .records import Outcome, RowKey, check_place, earlier, header, left, record, skipped
 from .report import DRY_NOTE, Row, last_line, show_red, show_rows, write_json
 from .timing import ceilings
 from .virtual_ranks import open_queues

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...kernels.dev import registry
 from ...kernels.runtime.printing import Sheet, console, prose, unbroken
-from . import provenance
+from . import places, provenance
 from .benchmark import Benchmark
 from .report import write_json
 from .runner import benchmarks

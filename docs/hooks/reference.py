@@ -36,13 +36,13 @@ def groups() -> dict[str, list[tuple[list[str], str]]]:
     Raises ValueError for a public name that is in no row of README's table, or in two.
     """
     homes = _assigned(_PACKAGE, "_HOMES")
-    _, _, after = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Public names")
+    _, _, after = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8").partition("## Public names")
     table, _, _ = after.partition("\n## ")
     found: dict[str, list[tuple[list[str], str]]] = {title: [] for title in TITLES.values()}
     for cell, what in re.findall(r"^\| (`.*?`) \| (.*) \|$", table, re.MULTILINE):
         names = re.findall(r"`(\w+)`", cell)
         title = TITLES[homes[names[0]].split(".")[0]]
-        found[title].append((names, for_the_site(what, "README.md", _page(title))))
+        found[title].append((names, for_the_site(what, "docs/reference.md", _page(title))))
     listed = sorted(name for rows in found.values() for names, _ in rows for name in names)
     if listed != sorted(public_names()):
         wrong = {name for name in {*listed, *public_names()} if listed.count(name) != 1 or name not in public_names()}

@@ -20,7 +20,8 @@ class Layout:
 
     ``interleave`` is the number of stages on each pipeline rank (virtual stages), ``zero`` the stage of ZeRO over
     ``dp`` ranks of ``replicas`` replicas. ``recompute``: "none", "selective" (attention's core), "ops" (all
-    but attention and every second product: torchtitan's) or "full" (each block). Raises ValueError for degrees below 1, unknown choices, and a batch that does not divide.
+    but attention and every second product: torchtitan's) or "full" (each block). Raises ValueError for degrees
+    below 1, unknown choices, and a batch that does not divide.
     """
 
     tp: int = 1
@@ -86,7 +87,7 @@ class Layout:
 
     def why_not(self, shape: ModelShape) -> str:
         """Why ``shape`` cannot be laid out like this; empty if it can."""
-        if shape.heads % self.tp or shape.kv_heads % self.tp and self.tp % shape.kv_heads:
+        if shape.heads % self.tp or (shape.kv_heads % self.tp and self.tp % shape.kv_heads):
             return f"tp={self.tp} does not divide {shape.heads} heads, {shape.kv_heads} of keys and values"
         if shape.ffn % self.tp or shape.vocab % self.tp:
             return f"tp={self.tp} does not divide a feed-forward width of {shape.ffn}, or {shape.vocab} tokens"

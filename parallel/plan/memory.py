@@ -14,7 +14,8 @@ the general form: 34 h for GPT, of which 10 h are whole on every tensor-parallel
 
 Where software does not gather the inputs of products again in backward (``Software.regathers``), it keeps 4 h of those
 whole. Recomputation keeps none of the scores ("selective"), or the block's input alone ("full", plus one whole block
-while it is recomputed). One block's backward works on the gradients of its MLP's intermediates beside them. Stage i of p keeps p - i micro-batches; an interleaved schedule's first rank keeps the activations of
+while it is recomputed). One block's backward works on the gradients of its MLP's intermediates beside them. Stage i of
+p keeps p - i micro-batches; an interleaved schedule's first rank keeps the activations of
 its layers 1 + (p - 1) / (p v) times.
 """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 ATTENTION_BACKWARD = 2.5
 
@@ -51,7 +52,7 @@ CUDNN = {"a100": 0.55, "h100": 0.50, "b200": 0.45, "mi300x": 0.30}
 FUSED_PASSES, EAGER_PASSES = 14.0, 26.0
 
 # Megatron-LM's mixed precision: weights in 16 bits, gradients in fp32, a master copy and two moments in fp32.
-_MIXED: dict[str, float] = {"weight_bytes": 2, "gradient_bytes": 4, "optimizer_bytes": 12, "logit_bytes": 4}
+_MIXED: dict[str, Any] = {"weight_bytes": 2, "gradient_bytes": 4, "optimizer_bytes": 12, "logit_bytes": 4}
 # What CUDA's caching allocator reserves beyond what is allocated, where a run reports what is reserved.
 RESERVED = 0.12
 
@@ -61,12 +62,12 @@ BLOOM = Software(
 )
 MEGATRON = Software("Megatron-Core", CUDNN, FUSED_PASSES, 2.0, hides_tp=0.6, hides_dp=0.8, **_MIXED)
 FOUNDRY = Software("llm-foundry, eager FSDP", FA1, EAGER_PASSES, 2.0, hides_dp=1.0)
-_TITAN = {"hides_dp": 1.0, "margin": RESERVED, "regathers": False, "logit_bytes": 4}
+_TITAN: dict[str, Any] = {"hides_dp": 1.0, "margin": RESERVED, "regathers": False}
 TITAN_EAGER = Software("torchtitan, eager", FA2, EAGER_PASSES, 6.0, **_TITAN)
 TITAN = Software("torchtitan, compiled", FA2, FUSED_PASSES, 3.0, **_TITAN)
 TITAN_ASYNC = Software("torchtitan, compiled, async TP", FA2, FUSED_PASSES, 3.0, 0.7, **_TITAN, async_tp=True)
 # FSDP2 runs every stage: from the first one on a rank keeps its share of the fp32 weights and gradients.
-_OURS = {
+_OURS: dict[str, Any] = {
     "hides_tp": 0.6,
     "hides_dp": 0.8,
     "async_tp": True,
