@@ -1,8 +1,7 @@
 """What a cluster is to the planner: GPUs, the links within a node, and the network between nodes.
 
-Peaks are dense, from the vendors' data sheets; rates of links are those of one direction, in bytes per second and GPU.
-What of them a step can use is measured by nobody here: ``SHARES`` are assumptions, and what they are good for is shown
-by the check against published runs (``check.py``).
+Peaks are dense, from the vendors' data sheets. A link's rate is that of one direction, in bytes per second and GPU.
+``step_time.py`` assumes the share of both that a step reaches; ``check.py`` compares the result with published runs.
 """
 
 from __future__ import annotations

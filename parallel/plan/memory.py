@@ -15,8 +15,8 @@ the general form: 34 h for GPT, of which 10 h are whole on every tensor-parallel
 Where software does not gather the inputs of products again in backward (``Software.regathers``), it keeps 4 h of those
 whole. Recomputation keeps none of the scores ("selective"), or the block's input alone ("full", plus one whole block
 while it is recomputed). One block's backward works on the gradients of its MLP's intermediates beside them. Stage i of
-p keeps p - i micro-batches; an interleaved schedule's first rank keeps the activations of
-its layers 1 + (p - 1) / (p v) times.
+p keeps p - i micro-batches; an interleaved schedule's first rank keeps the activations of its layers
+1 + (p - 1) / (p v) times.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Memory:
 
 
 def of_rank(shape: ModelShape, layout: Layout, software: Software, rank: int) -> Memory:
-    """Of pipeline rank ``rank``."""
+    """What pipeline rank ``rank`` holds."""
     layers = shape.layers / layout.pp
     first, last = rank == 0, rank == layout.pp - 1
     ends = (shape.embedding_parameters if first else 0) + (shape.head_parameters if last else 0)
@@ -67,9 +67,7 @@ def of_rank(shape: ModelShape, layout: Layout, software: Software, rank: int) ->
     kept = _kept(layout, rank) * layers * block_bytes(shape, layout, software)
     working = layout.tokens * layout.itemsize * (3 if shape.gated else 2) * shape.ffn / layout.tp
     if layout.tp > 1 and not software.async_tp:
-        working += (
-            2 * layout.tokens * layout.itemsize * shape.hidden
-        )  # a gathered input, and a partial sum of the result
+        working += 2 * layout.tokens * layout.itemsize * shape.hidden  # a gathered input, and a partial sum
     if layout.recompute in ("full", "ops"):
         working += block_bytes(shape, layout, software, recompute="none")
     logits = layout.tokens * shape.vocab / layout.tp * software.logit_bytes if last else 0.0
@@ -91,7 +89,7 @@ def _gathered(shape: ModelShape, layout: Layout, software: Software, owned: floa
 
 
 def predict(shape: ModelShape, layout: Layout, software: Software) -> Memory:
-    """Of the fullest rank: the first or the last of a pipeline."""
+    """What the fullest rank holds: the first or the last of a pipeline."""
     ranks = {0, layout.pp - 1}
     return max((of_rank(shape, layout, software, rank) for rank in ranks), key=lambda memory: memory.total)
 
@@ -103,16 +101,15 @@ def block_bytes(shape: ModelShape, layout: Layout, software: Software, *, recomp
     whole = tp if layout.sequence_parallel else 1
     if recompute == "full":
         return tokens * layout.itemsize * h / whole
-    divided = (
-        layout.itemsize * (2 * shape.q_width + 2 * shape.kv_width)
-        + layout.itemsize * (3 + software.extra_ffn if shape.gated else 2) * shape.ffn
-    )
+    ffn = (3 + software.extra_ffn if shape.gated else 2) * shape.ffn
+    divided = layout.itemsize * (2 * shape.q_width + 2 * shape.kv_width + ffn)
     if recompute == "ops":
         outputs = shape.q_width + 2 * shape.kv_width + (2 if shape.gated else 1) * shape.ffn
         halves = (outputs / tp + 2 * h / whole) / 2
         return tokens * layout.itemsize * (halves + shape.q_width / tp + h / whole)
     inputs = layout.itemsize * 2 * h
-    norms = layout.itemsize * (2 + software.extra_norms) * h + (2 * h if software.dropout else 0)
+    extra = software.extra_norms if shape.gated else 0
+    norms = layout.itemsize * (2 + extra) * h + (2 * h if software.dropout else 0)
     scores = 0.0
     if not software.attention and recompute == "none":
         scores = (5 if software.dropout else layout.itemsize) * shape.heads * layout.length

@@ -1,7 +1,8 @@
 """Published runs of dense decoders, as the planner's inputs and the time or memory that was reported.
 
-``published.csv`` holds one run a line with its source. What a line leaves open and its source says elsewhere stands in
-``_SOURCES``. A speed is turned into a step's seconds by the source's own count of FLOPs, so the count cancels.
+``published.csv`` holds one run a line with its source. ``_micro``, ``_interleave`` and ``_software`` add what a line
+leaves open and its source says elsewhere. A speed is turned into a step's seconds by the source's own count of FLOPs,
+so the count cancels.
 """
 
 from __future__ import annotations

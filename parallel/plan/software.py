@@ -2,7 +2,8 @@
 
 The planner's own is ``OURS``. Published runs name theirs, and ``published.py`` says which of these that is. Shares of
 the peak are from the kernels' papers: FlashAttention reaches 25 to 40 % of an A100's peak and FlashAttention-2 50 to
-73 % (Dao, arXiv:2307.08691), on an H100 35 % at most; FlashAttention-3 and cuDNN about twice that, forward (Shah et
+73 % (Dao, arXiv:2307.08691), on an H100 34 % at most, for which 0.28 stands here: it was chosen with torchtitan's runs
+in view, and is no independent figure. FlashAttention-3 and cuDNN about twice that, forward (Shah et
 al., arXiv:2407.08608). Backward has five products instead of two, at a little less of the peak.
 """
 

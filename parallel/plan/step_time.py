@@ -23,6 +23,7 @@ leave a node together share its adapters: k of them in a node have k adapters.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from ...kernels.runtime.chips import CHIPS
@@ -91,7 +92,7 @@ def link_rate(cluster: Cluster, size: int, inner: int) -> float:
 def predict(
     shape: ModelShape, layout: Layout, cluster: Cluster, software: Software, efficiency: Efficiency
 ) -> StepTime:
-    """Of a step of ``layout`` on ``cluster``."""
+    """The time of a step of ``layout`` on ``cluster``."""
     gpu = cluster.gpu
     bytes_s = gpu.bandwidth * MEMORY
     T, tp, h = layout.tokens, layout.tp, shape.hidden
@@ -103,10 +104,8 @@ def predict(
     passes = T * layout.itemsize * width / bytes_s
     collectives = 0.0
     if tp > 1:
-        sent = (
-            2 * T * layout.itemsize * h * 2 * (tp - 1) / tp
-        )  # two all-reduces, or as many bytes in gathers and scatters
-        collectives = sent / link_rate(cluster, tp, 1)
+        # Two all-reduces, or as many bytes in gathers and scatters.
+        collectives = 4 * T * layout.itemsize * h * (tp - 1) / tp / link_rate(cluster, tp, 1)
     exposed = collectives * (1 - software.hides_tp)
     if layout.cp > 1:
         exposed += _ring(shape, layout, cluster)
@@ -114,16 +113,15 @@ def predict(
     again = {"none": 0.0, "selective": attention, "ops": products / 2 + passes, "full": forward}[layout.recompute]
 
     layers = -(-shape.layers // (layout.pp * layout.interleave)) * layout.interleave  # of the rank with the most
-    loss = (
-        3 * _seconds(T, shape.vocab // tp, h, cluster, "nt", efficiency.bf16)
-        + T * shape.vocab / tp * LOSS_BYTES / bytes_s
-    )
+    head = 3 * _seconds(T, shape.vocab // tp, h, cluster, "nt", efficiency.bf16)
+    loss = head + T * shape.vocab / tp * LOSS_BYTES / bytes_s
     block = forward + products_back + attention_back + 2 * passes + exposed + again
     gathers = 0.0
     if layout.zero == 3 and layout.pp == 1 and layout.shards > 1:
         gathers = _exposed_gathers(shape, layout, cluster, software, forward, block - forward)
     m = layout.microbatches
-    slowest = layers * block + loss if layout.pp == 1 else max(layers * block, _with_loss(layers, block, loss))
+    # A pipeline's partition gives the rank with the head fewer blocks, down to none.
+    slowest = layers * block + loss if layout.pp == 1 else max(layers * block, loss)
     hop = 2 * T * layout.itemsize * h / divided / (LINKS * cluster.network.outside) + 2 * cluster.network.latency
     bubble = 0.0
     if layout.pp > 1:
@@ -132,15 +130,9 @@ def predict(
     reduced = 0.0
     if layout.zero < 3 and layout.shards * layout.replicas > 1:
         n = layout.shards * layout.replicas
-        sent = (
-            owned
-            * 2
-            * layout.itemsize
-            * (2 if software.gradient_bytes > layout.itemsize and not software.hides_dp else 1)
-            * (n - 1)
-            / n
-        )
-        reduced = sent / link_rate(cluster, n, tp) * (1 - software.hides_dp)
+        # Megatron-LM of 2021 and its like reduce gradients in fp32, behind the last backward.
+        itemsize = layout.itemsize if software.hides_dp else software.gradient_bytes
+        reduced = 2 * owned * itemsize * (n - 1) / n / link_rate(cluster, n, tp) * (1 - software.hides_dp)
     return StepTime(
         products=m * layers * (products + products_back),
         attention=m * layers * (attention + attention_back),
@@ -158,18 +150,13 @@ def predict(
 def _ring(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
     """Seconds of a pass that context parallelism adds to attention: nothing hides them.
 
-    Keys and values go around once forward; backward they go around with their gradients, in fp32: 3 of 4 bytes more,
-    of which half count here and half there. Each arrival's result is merged with the others', in fp32.
+    Keys and values go around once forward, and once more backward, with their gradients in fp32. Each pass counts half
+    of both. Each arrival's result is merged with the others' in fp32.
     """
     others = layout.cp - 1
-    sent = 2 * layout.tokens * shape.kv_width / layout.tp * others * (2 * layout.itemsize + 2 * layout.itemsize) / 2
+    sent = 2 * layout.tokens * shape.kv_width / layout.tp * others * (2 * layout.itemsize + 4) / 2
     merged = others * layout.tokens * shape.q_width / layout.tp * (3 * 4 + layout.itemsize)
     return sent / link_rate(cluster, layout.cp, layout.tp) + merged / (cluster.gpu.bandwidth * MEMORY)
-
-
-def _with_loss(layers: float, block: float, loss: float) -> float:
-    """The last rank of a pipeline, which has the head: partitions give it fewer blocks, down to none."""
-    return max(loss, layers * block)
 
 
 def _products(shape: ModelShape, layout: Layout, cluster: Cluster, efficiency: Efficiency) -> tuple[float, float]:
@@ -189,7 +176,7 @@ def _products(shape: ModelShape, layout: Layout, cluster: Cluster, efficiency: E
 
 
 def _seconds(T: int, F: int, D: int, cluster: Cluster, kind: str, share: float) -> float:
-    """Of a product of x [T, D] and W [F, D], or of a gradient of it."""
+    """The time of a product of x [T, D] and W [F, D], or of one of its gradients."""
     chip = CHIPS[_ARCHS[cluster.gpu.name[0]]]
     scale = chip.flops["bf16"] / cluster.gpu.flops["bf16"]
     return product_us(_ARCHS[cluster.gpu.name[0]], kind, T, max(1, F), max(1, D)) * 1e-6 * scale / share
@@ -210,17 +197,16 @@ def _attention(
     return forward, 2 * forward
 
 
-def _of_family(shares: object, name: str) -> float:
+def _of_family(shares: Mapping[str, float], name: str) -> float:
     """The share of the GPU's family: "a100-40" is an "a100", "h200" an "h100", "gb200" a "b200"."""
-    assert isinstance(shares, dict)
     family = {"h": "h100", "a": "a100", "b": "b200", "g": "b200", "m": "mi300x"}[name[0]]
-    return float(shares.get(family, min(shares.values())))
+    return shares.get(family, min(shares.values()))
 
 
 def _exposed_gathers(
     shape: ModelShape, layout: Layout, cluster: Cluster, software: Software, forward: float, backward: float
 ) -> float:
-    """Of one block and micro-batch: its weights twice, its gradients once, less what the block's passes hide."""
+    """Seconds a block and micro-batch: its weights twice, its gradients once, less what the block's passes hide."""
     n = layout.shards
     weights = shape.layer_parameters / layout.tp * layout.itemsize * (n - 1) / n / link_rate(cluster, n, layout.tp)
     hidden_forward, hidden_backward = software.hides_dp * forward, software.hides_dp * backward

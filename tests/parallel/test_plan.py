@@ -1,10 +1,13 @@
-"""The planner's memory and step time beside published runs, one by one."""
+"""The planner's memory and step time beside published runs, one by one, and what it refuses."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from shardfuse.parallel.plan import check, efficiency, published
+from shardfuse.parallel.plan import check, efficiency, published, shapes
+from shardfuse.parallel.plan.hardware import cluster
 from shardfuse.parallel.plan.layout import Layout
 
 
@@ -35,3 +38,48 @@ def test_what_ships_is_fitted_to_all_runs() -> None:
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="use a multiple of 8"):
         Layout(dp=4, micro=2, batch=12)
+
+
+@pytest.mark.parametrize(
+    ("layout", "why"),
+    [
+        (Layout(tp=8, length=2048), ""),
+        (Layout(tp=5), "does not divide 32 heads"),
+        (Layout(cp=4, length=2052), "in halves"),
+        (Layout(tp=8, sequence_parallel=True, length=2052), "does not divide 2052 tokens"),
+        (Layout(pp=64), "more than 32 blocks"),
+    ],
+)
+def test_a_layout_says_why_a_model_does_not_fit_it(layout: Layout, why: str) -> None:
+    found = layout.why_not(shapes.find("llama3-8b"))
+    assert (why in found) if why else not found
+
+
+def test_the_parameters_of_published_models() -> None:
+    billions = {"llama3-8b": 8.03, "llama3-70b": 70.6, "llama3-405b": 405.9, "gpt3-175b": 174.6, "bloom-176b": 176.2}
+    assert {name: shapes.find(name).parameters / 1e9 for name in billions} == pytest.approx(billions, rel=1e-3)
+
+
+def test_a_folders_config_gives_the_shape() -> None:
+    llama = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    llama |= {"num_key_value_heads": 8, "vocab_size": 128256, "hidden_act": "silu"}
+    assert shapes.from_config(llama).parameters == shapes.find("llama3-8b").parameters
+    with pytest.raises(ValueError, match="dense decoders only"):
+        shapes.from_config(llama | {"num_local_experts": 8})
+    with pytest.raises(ValueError, match="none of vocab_size"):
+        shapes.from_config({name: size for name, size in llama.items() if name != "vocab_size"})
+    with pytest.raises(ValueError, match="or one of bloom-176b"):
+        shapes.find("no such model")
+
+
+def test_a_file_changes_the_network(tmp_path: Path) -> None:
+    file = tmp_path / "network.toml"
+    file.write_text("outside_gb_s = 12.5\nmemory_gib = 64")
+    changed = cluster("a100", 16, file)
+    assert (changed.network.outside, changed.gpu.memory) == (12.5e9, 64 * 2**30)
+    for text, why in (("outside = 1", "expected some of"), ("node = 0", "a number above 0"), ("= 1", "not TOML")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=why):
+            cluster("a100", 16, file)
+    with pytest.raises(ValueError, match="expected one of a100-40"):
+        cluster("v100", 8)
