@@ -1,1 +1,1 @@
-"""The work of ``shardfuse``'s commands; ``cli.py`` parses their arguments."""
+"""The work of ``shardfuse``'s commands, and the arguments of those that ``cli.py`` does not parse itself."""

