@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from ...kernels.dev import registry
 from ...kernels.runtime.printing import Sheet, console, figure, prose, unbroken
 from . import provenance, timing
 from .commits import compare_commits
 from .gate import copy_inputs
 from .implementation import PREFIX, load
+from .ops import find_op
 from .records import read_records
 from .report import Row
 from .shift import ROUNDS, Shift, balanced_order, compare_times
-from .verify import choose, find_device, verify_case
+from .verify import choose, find_device, split, verify_case
 
 Key = tuple[str, ...]
 COMMIT = "commit:"
@@ -32,8 +32,8 @@ COMMIT = "commit:"
 
 @dataclass(frozen=True)
 class Options:
-    """``op`` belongs to a comparison of implementations, ``bench`` to one of commits, ``cases``, ``device`` and
-    ``seed`` to both.
+    """``op`` and ``rivals`` (files, each a PATH:NAME) belong to a comparison of implementations, ``bench`` to one of
+    commits, ``cases``, ``device`` and ``seed`` to both.
     """
 
     op: str | None = None
@@ -43,6 +43,7 @@ class Options:
     seed: int | None = None
     fail_on_regression: bool = False
     history: Path | None = None
+    rivals: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,13 +112,27 @@ def compare_rows(a: Row, b: Row, *, absolute: bool) -> Compared:
 
 
 def compare_implementations(
-    op: str, a: str, b: str, cases: Sequence[str], device: torch.device, seed: int, *, rounds: int = ROUNDS
+    op: str,
+    a: str,
+    b: str,
+    cases: Sequence[str],
+    device: torch.device,
+    seed: int,
+    *,
+    rivals: Sequence[str] = (),
+    rounds: int = ROUNDS,
 ) -> Iterator[Compared]:
-    """Verify both on each case, then time them in ``rounds`` rounds; a side that is wrong is refused, not timed."""
-    spec = registry.op(op)
-    sides = load(spec, a), load(spec, b)
-    for case in choose(spec, cases):
-        key = (op, case.name)
+    """Verify both on each case, then time them in ``rounds`` rounds; a side that is wrong is refused, not timed.
+
+    Raises ValueError before anything is timed if a side has no answer to a case.
+    """
+    spec = find_op(op)
+    sides = load(spec, a, device, rivals), load(spec, b, device, rivals)
+    chosen = choose(spec, cases)
+    for implementation in sides:
+        split(chosen, implementation, named=True)
+    for case in chosen:
+        key = (spec.name, case.name)
         wrong = [
             f"{side.name}: {each.name} is wrong {each.why}".rstrip()
             for side in sides
@@ -128,7 +143,7 @@ def compare_implementations(
             yield Compared(key, None, "; ".join(dict.fromkeys(wrong)))
             continue
         inputs = spec.make_inputs(case, device, seed)
-        calls = tuple(_call(side.run, copy_inputs(inputs), case) for side in sides)
+        calls = tuple(side.call(copy_inputs(inputs), case) for side in sides)
         sample = timing.sampler((calls[0], calls[1]), device)
         samples: tuple[list[float], list[float]] = ([], [])
         for order in balanced_order(rounds, random.Random(seed)):  # noqa: S311 - an order, not a secret
@@ -137,22 +152,18 @@ def compare_implementations(
         yield Compared(key, compare_times(*samples))
 
 
-def _call(run: Any, inputs: dict[str, Any], case: registry.Case) -> timing.Call:
-    return lambda: run(inputs, case)
-
-
 def _of_implementations(a: str, b: str, options: Options) -> tuple[str, list[Compared]]:
     for text in (a, b):
         if text.startswith(COMMIT) or not (text.startswith(PREFIX) or ":" in text):
             raise ValueError(
-                f"{text}: expected two result files (FILE.json), two implementations (impl:NAME or PATH:NAME), or two "
-                "commits (commit:REF)"
+                f"{text}: expected two result files (FILE.json), two implementations (impl:NAME, rival:NAME or "
+                "PATH:NAME), or two commits (commit:REF)"
             )
     if options.op is None or not options.cases:
         raise ValueError("two implementations are compared on an op's cases: pass --op OP --case NAME")
     device = find_device(options.device)
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
-    rows = list(compare_implementations(options.op, a, b, options.cases, device, seed))
+    rows = list(compare_implementations(options.op, a, b, options.cases, device, seed, rivals=options.rivals))
     return provenance.device_name(device), rows
 
 

@@ -1,21 +1,23 @@
-"""The implementations that ``bench verify`` and ``bench compare`` judge: the project's own, or a function in a file."""
+"""The implementations that ``bench verify`` and ``bench compare`` judge: the project's own, a rival, or a function in a
+file.
+"""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ...kernels.dev.registry import Case, OpSpec
 from ...kernels.runtime.dispatch import IMPLS
+from .loading import from_file
+from .rivals import Prepared, Rival, find_rival
 
 PREFIX = "impl:"
-_EXPECTED = f"expected one of {', '.join(IMPLS)}, or PATH:NAME, a function in a Python file"
+RIVAL = "rival:"
+_EXPECTED = f"one of {', '.join(IMPLS)}, rival:NAME, or PATH:NAME, a function in a Python file"
 
 
 @dataclass(frozen=True)
@@ -23,45 +25,50 @@ class Implementation:
     """One implementation of an op.
 
     ``run(inputs, case)`` returns outputs and gradients by name, as ``OpSpec.run`` does: ``inputs`` are those that the
-    op's ``make_inputs`` makes, ``case.sizes`` and ``case.options`` say what to compute. ``foreign``: it comes from a
-    file, so an exception in it is a finding.
+    op's ``make_inputs`` makes, ``case.sizes`` and ``case.options`` say what to compute. ``foreign``: it is other
+    people's code, so an exception in it is a finding. ``refuses(case)`` and ``prepare`` are those of a ``Rival``.
     """
 
     name: str
     run: Callable[[dict[str, Any], Case], Mapping[str, torch.Tensor]]
     foreign: bool = False
+    refuses: Callable[[Case], str] = lambda case: ""
+    prepare: Callable[[dict[str, Any], Case], Prepared] | None = None
+
+    def call(self, inputs: dict[str, Any], case: Case) -> Callable[[], object]:
+        """The call to time, over operands in the layout that the implementation wants."""
+        if self.prepare is not None:
+            return self.prepare(inputs, case).call
+        return lambda: self.run(inputs, case)
 
 
-def load(spec: OpSpec, text: str) -> Implementation:
-    """The implementation that ``text`` names: "triton", "impl:triton" or "kernel.py:function".
+def load(spec: OpSpec, text: str, device: torch.device | None = None, rivals: Sequence[str] = ()) -> Implementation:
+    """The implementation that ``text`` names: "triton", "impl:triton", "rival:liger" or "kernel.py:function".
 
-    Raises ValueError if there is none of that name, RuntimeError if its file cannot be imported.
+    ``rivals`` are files that define more rivals, each a "PATH:NAME"; a rival has to run on ``device``, by default a
+    CPU. Raises ValueError if there is none of that name, RuntimeError if it cannot be used here.
     """
+    if text.startswith(RIVAL):
+        name = text.removeprefix(RIVAL)
+        return of_rival(find_rival(spec.name, name, device or torch.device("cpu"), rivals))
     text = text.removeprefix(PREFIX)
     if text in IMPLS:
         return Implementation(text, lambda inputs, case: spec.run(inputs, case, text))
-    path, _, name = text.rpartition(":")
-    if not path or not name:
-        raise ValueError(f"--impl {text}: {_EXPECTED}")
-    if not Path(path).is_file():
-        raise ValueError(f"--impl {text}: there is no file {path}; {_EXPECTED}")
-    function = getattr(_module(Path(path)), name, None)
+    function = from_file(text, "--impl", _EXPECTED)
     if not callable(function):
-        raise ValueError(f"--impl {text}: {path} defines no function {name}; it needs `def {name}(inputs, case)`")
+        raise ValueError(f"--impl {text}: is no function; it needs `def {text.rpartition(':')[2]}(inputs, case)`")
     return Implementation(text, function, foreign=True)
 
 
-def _module(path: Path) -> Any:
-    """The module in ``path``, registered under a name of its own: Triton looks kernels up by module."""
-    name = f"_implementation_{path.stem}_{abs(hash(path.resolve()))}"
-    found = importlib.util.spec_from_file_location(name, path)
-    if found is None or found.loader is None:
-        raise ValueError(f"--impl {path}: expected a Python file, NAME.py")
-    module = importlib.util.module_from_spec(found)
-    sys.modules[name] = module
-    try:
-        found.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise RuntimeError(f"--impl {path}: its import raised {type(error).__name__}: {error}") from error
-    return module
+def of_rival(rival: Rival) -> Implementation:
+    """The rival as an implementation, whether or not it is found here."""
+    name, prepare = f"{RIVAL}{rival.name}", rival.prepare
+    if prepare is None:
+        assert rival.run is not None
+        return Implementation(name, rival.run, foreign=True, refuses=rival.refuses)
+
+    def run(inputs: dict[str, Any], case: Case) -> Mapping[str, torch.Tensor]:
+        prepared = prepare(inputs, case)
+        return prepared.outputs(prepared.call())
+
+    return Implementation(name, run, foreign=True, refuses=rival.refuses, prepare=prepare)

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from ...kernels.dev import registry
 from ...kernels.dev.accuracy import judge
 from ...kernels.dev.registry import Case, OpSpec, to_double
 from ...kernels.runtime.printing import Sheet, console, figure, prose, unbroken
 from .gate import copy_inputs
 from .implementation import Implementation, load
+from .ops import find_op
 from .runner import default_device
 
 RUNS = 2
@@ -51,18 +51,20 @@ def verify(
     cases: Sequence[str] = (),
     seed: int | None = None,
     device: str | None = None,
+    rivals: Sequence[str] = (),
     json: bool = False,
 ) -> int:
     """Print a verdict for every output of the named cases (default: those of the tests, odd and empty shapes included).
 
+    Cases that a rival refuses are listed with its reason. ``rivals`` are files with more rivals, each a PATH:NAME.
     Returns the exit code: 0 if all are right, 1 if not, 2 if nothing could run. The seed is random unless given.
     """
     errors = console(stderr=True)
     try:
-        spec = registry.op(op)
+        spec = find_op(op)
         on = find_device(device)
-        chosen = choose(spec, cases)
-        implementation = load(spec, impl)
+        implementation = load(spec, impl, on, rivals)
+        chosen, refused = split(choose(spec, cases), implementation, named=bool(cases))
         seed = secrets.randbelow(2**31) if seed is None else seed
         findings = [each for case in chosen for each in verify_case(spec, case, implementation, on, seed)]
     except (ValueError, RuntimeError) as error:
@@ -71,10 +73,11 @@ def verify(
         return 2
     good = all(finding.ok for finding in findings)
     if json:
-        result = {"op": op, "impl": implementation.name, "device": str(on), "seed": seed, "ok": good}
+        result = {"op": spec.name, "impl": implementation.name, "device": str(on), "seed": seed, "ok": good}
+        result |= {"refused": refused}
         print(jsonlib.dumps(result | {"findings": [asdict(each) for each in findings]}), flush=True)
     else:
-        _show(f"{op}, {implementation.name} on {on}, seed {seed}", findings)
+        _show(f"{spec.name}, {implementation.name} on {on}, seed {seed}", findings, refused)
     return 0 if good else 1
 
 
@@ -98,6 +101,18 @@ def choose(spec: OpSpec, names: Sequence[str]) -> list[Case]:
     if unknown:
         raise ValueError(f"{spec.name} has no case called {', '.join(unknown)}; it has {', '.join(by_name)}")
     return [by_name[name] for name in names] or spec.tagged("test")
+
+
+def split(cases: Sequence[Case], implementation: Implementation, *, named: bool) -> tuple[list[Case], dict[str, str]]:
+    """The cases that the implementation takes, and the names of the others with its reasons.
+
+    Raises ValueError if it takes none, or refuses one that the user has ``named``.
+    """
+    refused = {case.name: why for case in cases if (why := implementation.refuses(case))}
+    if refused and (named or len(refused) == len(cases)):
+        name, why = next(iter(refused.items()))
+        raise ValueError(f"{implementation.name} has no answer to the case {name}: {why}")
+    return [case for case in cases if case.name not in refused], refused
 
 
 def verify_case(
@@ -230,11 +245,13 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.detach().reshape(-1).contiguous().view(torch.uint8)
 
 
-def _show(title: str, findings: Sequence[Finding]) -> None:
+def _show(title: str, findings: Sequence[Finding], refused: Mapping[str, str]) -> None:
     columns = (unbroken("case"), unbroken("output"), figure("error"), figure("budget"), figure("ok"), prose("why"))
     table = Sheet(*columns, title=title)
     for each in findings:
         error, budget = ("" if value is None else f"{value:.2e}" for value in (each.error, each.budget))
         ok = Text("yes", "green") if each.ok else Text("no", "red")
         table.add(each.case, each.name, error, budget, ok, each.why)
+    for name, why in refused.items():
+        table.add(name, "", "", "", "refused", why)
     console().print(table)

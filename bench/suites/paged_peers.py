@@ -58,13 +58,13 @@ SDPA, SDPA_FLASH, SDPA_CUDNN = "SDPA, contiguous KV", "SDPA FlashAttention, cont
 
 def peers(settings: Settings) -> dict[str, Peer]:
     """The peers that run here, by name. A dry run has SDPA, and vLLM's kernel, interpreted if there is no GPU."""
-    found = [Peer(SDPA, sdpa, _dense)]
+    found = [Peer(SDPA, sdpa, dense)]
     unified_attention = load_vllm()
     if unified_attention is not None:
         found.append(Peer(VLLM, partial(vllm, launcher=unified_attention)))
     if settings.cuda and not settings.dry:
-        found.append(Peer(SDPA_FLASH, partial(sdpa, backend=SDPBackend.FLASH_ATTENTION), _dense))
-        found.append(Peer(SDPA_CUDNN, partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION), _dense))
+        found.append(Peer(SDPA_FLASH, partial(sdpa, backend=SDPBackend.FLASH_ATTENTION), dense))
+        found.append(Peer(SDPA_CUDNN, partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION), dense))
         found.append(Peer(VARLEN, varlen, lambda step: not step.quantised))
         if importlib.util.find_spec("flashinfer") is not None:
             found.append(Peer(FLASHINFER, flashinfer, lambda step: step.scales != "token_head", slow=True))
@@ -72,7 +72,7 @@ def peers(settings: Settings) -> dict[str, Peer]:
     return {peer.name: peer for peer in found}
 
 
-def _dense(step: Step) -> bool:
+def dense(step: Step) -> bool:
     """Whether one dense call computes the same: no mask but the causal one that begins at the first query."""
     return step.uniform and not step.quantised and (max(step.queries) == 1 or max(step.context) == 0)
 

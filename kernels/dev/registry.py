@@ -109,7 +109,7 @@ class OpSpec:
     # (inputs, case, impl) -> outputs and gradients by name. The reference in fp64 is run(double inputs, "reference").
     run: Callable[[dict[str, Any], Case, str], dict[str, torch.Tensor]]
     # target -> the builds that its configuration function returns over the cases tagged "codegen".
-    builds: Callable[[str], list[Build]]
+    builds: Callable[[str], list[Build]] = lambda target: []
     sources: tuple[str, ...] = ()  # files (relative to kernels/) whose change makes a measured result stale
     # case -> the length of the longest sum behind any number of the results, for ``accuracy.judge``.
     terms: Callable[[Case], int] = _largest_size

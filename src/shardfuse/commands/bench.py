@@ -11,6 +11,11 @@ import typer
 
 from .options import Debug, Json
 
+Rivals = Annotated[
+    list[str] | None,
+    typer.Option("--rival", metavar="PATH:NAME", help="A Rival in a Python file, beside those known; may be repeated."),
+]
+
 app = typer.Typer(help="Benchmarks: correctness first, then timing against peers.", no_args_is_help=True)
 
 
@@ -43,29 +48,48 @@ def run(
 
 @app.command()
 def verify(
-    op: Annotated[str, typer.Argument(help="An op, such as linear_act.")],
+    op: Annotated[str, typer.Argument(help="An op, such as linear_act, or PATH:NAME, an OpSpec in a Python file.")],
     impl: Annotated[
-        str, typer.Option(help="auto, triton, onednn or reference, or PATH:NAME, a function in a Python file.")
+        str,
+        typer.Option(help="auto, triton, onednn or reference, rival:NAME, or PATH:NAME, a function in a Python file."),
     ] = "auto",
     cases: Annotated[
         list[str] | None, typer.Option("--case", help="A case; may be repeated. Default: the cases of the tests.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the inputs. Default: a random one, printed.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
+    rivals: Rivals = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
     """Check an implementation of an op, ours or yours, against the fp64 oracle. Exit code 1: it is wrong."""
     from ..bench.harness.verify import verify as run_verify
 
-    raise typer.Exit(run_verify(op, impl, cases=cases or (), seed=seed, device=device, json=json))
+    raise typer.Exit(run_verify(op, impl, cases=cases or (), seed=seed, device=device, rivals=rivals or (), json=json))
+
+
+@app.command()
+def rivals(
+    op: Annotated[str | None, typer.Argument(help="An op; default: all.")] = None,
+    rivals: Rivals = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """List other libraries' implementations of an op: found, with its version, or skipped with the reason."""
+    from ..bench.harness.rival_list import show
+
+    raise typer.Exit(show(op, device=device, files=rivals or (), json=json))
 
 
 @app.command()
 def compare(
     a: Annotated[
         str,
-        typer.Argument(help="A result file; impl:NAME (triton, ...) or PATH:NAME with --op; commit:REF with --bench."),
+        typer.Argument(
+            help="A result file; impl:NAME (triton, ...), rival:NAME (eager, ...) or PATH:NAME with --op; "
+            "commit:REF with --bench."
+        ),
     ],
     b: Annotated[str, typer.Argument(help="The same kind, judged against A.")],
     op: Annotated[str | None, typer.Option(help="Of two implementations: their op.")] = None,
@@ -79,6 +103,7 @@ def compare(
         bool, typer.Option("--fail-on-regression", help="Exit code 1 if a row is slower.")
     ] = False,
     history: Annotated[Path | None, typer.Option(help="Append a line of JSON for each row to this file.")] = None,
+    rivals: Rivals = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -86,7 +111,7 @@ def compare(
     from ..bench.harness.compare import Options
     from ..bench.harness.compare import compare as run_compare
 
-    options = Options(op, bench, tuple(cases or ()), device, seed, fail_on_regression, history)
+    options = Options(op, bench, tuple(cases or ()), device, seed, fail_on_regression, history, tuple(rivals or ()))
     raise typer.Exit(run_compare(a, b, options, json=json))
 
 
