@@ -50,7 +50,7 @@ def tokens_first(out: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("step", [decodes(3, 9, **FP32), prompts(2, 7, **FP32)], ids=lambda step: step.name)
 def test_sdpa_computes_the_same(step):
-    assert paged_peers._dense(step)
+    assert paged_peers.dense(step)
     operands = Operands.of(step, CPU, 0)
     agree(operands, tokens_first(paged_peers.sdpa(operands)()))
 
@@ -70,7 +70,7 @@ def test_packed_sdpa_computes_the_same():
     ids=["behind a context", "ragged", "quantised"],
 )
 def test_dense_calls_take_no_other_steps(step):
-    assert not paged_peers._dense(step)
+    assert not paged_peers.dense(step)
 
 
 def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

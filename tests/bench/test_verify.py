@@ -197,7 +197,7 @@ def test_a_strangers_file_is_judged_and_its_defect_named(tmp_path: Path, capsys:
     ("arguments", "message"),
     [
         (("no_such_op",), "no op called 'no_such_op'"),
-        (("dropout", "fast"), "expected one of auto, triton, onednn, reference, or PATH:NAME"),
+        (("dropout", "fast"), "expected one of auto, triton, onednn, reference, rival:NAME, or PATH:NAME"),
         (("dropout", "missing.py:run"), "there is no file missing.py"),
         (("dropout", "{file}:other"), "defines no function other"),
         (("dropout", "{broken}:run"), "its import raised ZeroDivisionError"),
