@@ -18,8 +18,10 @@ from rich.text import Text
 from ...kernels.runtime.printing import Sheet, console, figure, prose, unbroken
 from . import provenance, timing
 from .commits import compare_commits
+from .drawn import check_drawn, tensors
 from .gate import copy_inputs
 from .implementation import PREFIX, load
+from .least import impossible, work_of
 from .ops import find_op
 from .records import read_records
 from .report import Row
@@ -124,7 +126,10 @@ def compare_implementations(
 ) -> Iterator[Compared]:
     """Verify both on each case, then time them in ``rounds`` rounds; a side that is wrong is refused, not timed.
 
-    Raises ValueError before anything is timed if a side has no answer to a case.
+    On a GPU the calls rotate over input sets larger than its L2 cache together. A side that is faster than the device's
+    measured ceilings allow is refused, too.
+
+    Raises ValueError before anything is timed if a side has no answer to a case, and for inputs that prove nothing.
     """
     spec = find_op(op)
     sides = load(spec, a, device, rivals), load(spec, b, device, rivals)
@@ -132,6 +137,7 @@ def compare_implementations(
     for implementation in sides:
         split(chosen, implementation, named=True)
     for case in chosen:
+        check_drawn(spec, case, device, seed)
         key = (spec.name, case.name)
         wrong = [
             f"{side.name}: {each.name} is wrong {each.why}".rstrip()
@@ -143,13 +149,19 @@ def compare_implementations(
             yield Compared(key, None, "; ".join(dict.fromkeys(wrong)))
             continue
         inputs = spec.make_inputs(case, device, seed)
-        calls = tuple(side.call(copy_inputs(inputs), case) for side in sides)
-        sample = timing.sampler((calls[0], calls[1]), device)
+        work = work_of(spec, case, inputs, spec.run(copy_inputs(inputs), case, "reference"))
+        count = timing.input_sets(sum(x.numel() * x.element_size() for x in tensors(inputs)), device)
+        drawn = [inputs, *(spec.make_inputs(case, device, seed + number) for number in range(1, count))]
+        a_calls, b_calls = ([side.call(copy_inputs(each), case) for each in drawn] for side in sides)
+        sample = timing.sampler((a_calls, b_calls), device)
         samples: tuple[list[float], list[float]] = ([], [])
         for order in balanced_order(rounds, random.Random(seed)):  # noqa: S311 - an order, not a secret
             for side in order:
                 samples[side].append(sample(side))
-        yield Compared(key, compare_times(*samples))
+        ceilings = timing.ceilings(device)
+        claims = [impossible(each.name, times, work, ceilings, device) for each, times in zip(sides, samples)]
+        shift = None if any(claims) else compare_times(*samples)
+        yield Compared(key, shift, "; ".join(filter(None, claims)))
 
 
 def _of_implementations(a: str, b: str, options: Options) -> tuple[str, list[Compared]]:

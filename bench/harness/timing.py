@@ -111,23 +111,24 @@ def keep_freed_memory() -> None:
             ctypes.CDLL(None).mallopt(option, 1 << 30)
 
 
-def sampler(sides: tuple[Call, Call], device: torch.device) -> Callable[[int], float]:
+def sampler(sides: tuple[Sequence[Call], Sequence[Call]], device: torch.device) -> Callable[[int], float]:
     """A function that times side 0 or 1 once: microseconds per call, device time on a GPU, elsewhere the host's.
 
-    It warms both sides first, and makes so many calls a sample that each lasts long enough for the clock.
+    Each side is one call per input set; they rotate as in :func:`compare`. It warms both sides first, and makes so many
+    calls a sample that each lasts long enough for the clock.
     """
-    rotations = _Rotation([sides[0]]), _Rotation([sides[1]])
+    rotations = _Rotation(sides[0]), _Rotation(sides[1], len(sides[1]) // 2)
     calls = [max(1, round(MIN_SAMPLE_US / _warm(side))) for side in rotations]
     if device.type != "cuda":
-        return lambda side: _per_call(sides[side], calls[side])
-    spin = [count * _spin_cycles(side) for side, count in zip(sides, calls)]
+        return lambda side: _per_call(rotations[side], calls[side])
+    spin = [count * _spin_cycles(side) for side, count in zip(rotations, calls)]
 
     def sample(side: int) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()  # work that a side left on another stream counts for neither
         torch.cuda._sleep(spin[side])
         begin.record()
-        _per_call(sides[side], calls[side])
+        _per_call(rotations[side], calls[side])
         end.record()
         torch.cuda.synchronize()
         return begin.elapsed_time(end) * 1e3 / calls[side]
@@ -202,13 +203,19 @@ class Ceilings:
 
 @cache
 def ceilings(device: torch.device) -> Ceilings:
-    """The ceilings, measured once per process: cuBLAS's plain bf16 product of 8192^3, and a copy of 1 GiB."""
+    """The ceilings, measured once per process: cuBLAS's plain bf16 product of 8192^3, and a copy of 1 GiB.
+
+    On a CPU, whose caches hold most operands, the better of a bf16 and an fp32 product, and the best of several copies.
+    """
+    if device.type == "cpu":
+        flops = max(gemm_peak(device, size=512, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+        return Ceilings(flops, max(copy_bandwidth(device, size=1 << bits) for bits in (16, 18, 20, 22)))
     return Ceilings(gemm_peak(device), copy_bandwidth(device))
 
 
-def gemm_peak(device: torch.device, *, size: int = 8192) -> float:
-    """Operations per second of torch's plain bf16 product of two random [size, size] matrices."""
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+def gemm_peak(device: torch.device, *, size: int = 8192, dtype: torch.dtype = torch.bfloat16) -> float:
+    """Operations per second of torch's plain product of two random [size, size] matrices, by default in bf16."""
+    a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
     product, _ = compare([lambda: a @ b], [lambda: a @ b], device, seconds=0.5)
     return 2 * size**3 / (product.value * 1e-6)
 

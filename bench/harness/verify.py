@@ -21,6 +21,7 @@ from rich.text import Text
 from ...kernels.dev.accuracy import judge
 from ...kernels.dev.registry import Case, OpSpec, to_double
 from ...kernels.runtime.printing import Sheet, console, figure, prose, unbroken
+from .drawn import check_drawn, tensors
 from .gate import copy_inputs
 from .implementation import Implementation, load
 from .ops import find_op
@@ -66,6 +67,8 @@ def verify(
         implementation = load(spec, impl, on, rivals)
         chosen, refused = split(choose(spec, cases), implementation, named=bool(cases))
         seed = secrets.randbelow(2**31) if seed is None else seed
+        for case in chosen:
+            check_drawn(spec, case, on, seed)
         findings = [each for case in chosen for each in verify_case(spec, case, implementation, on, seed)]
     except (ValueError, RuntimeError) as error:
         errors.print("[red]error:[/]", end=" ")
@@ -142,7 +145,7 @@ def verify_case(
         if changed:
             why = "this input was changed, and the op's OpSpec does not declare it"
             return [Finding(case.name, name, False, why=why) for name in changed]
-    own = {value.untyped_storage().data_ptr() for value in _tensors(inputs)}  # a gradient may be an input itself
+    own = {value.untyped_storage().data_ptr() for value in tensors(inputs)}  # a gradient may be an input itself
     lost = [
         name
         for name, value in returned[0].items()
@@ -231,14 +234,6 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bytes(a), _bytes(b))
     return bool(a == b)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

@@ -116,6 +116,8 @@ class OpSpec:
     # (case, device) -> the relative error that the device's own arithmetic may make, where it exceeds that rule's.
     allowed: Callable[[Case, torch.device], float] = lambda case, device: 0.0
     mutates: tuple[str, ...] = ()  # the inputs that ``run`` writes into
+    # case -> (operations of the products, bytes to and from memory) that ``run`` needs at least; None: unknown.
+    work: Callable[[Case], tuple[int, int]] | None = None
 
     def tagged(self, tag: str) -> list[Case]:
         return [case for case in self.cases if tag in case.tags]

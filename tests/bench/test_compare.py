@@ -15,10 +15,12 @@ import torch
 from shardfuse.bench.harness import timing
 from shardfuse.bench.harness.benchmark import Measurement, Work
 from shardfuse.bench.harness.compare import Options, compare, compare_implementations, compare_rows
+from shardfuse.bench.harness.least import work_of
 from shardfuse.bench.harness.report import Row
 from shardfuse.bench.harness.shift import ROUNDS, balanced_order, compare_times, hodges_lehmann, mann_whitney
 from shardfuse.bench.harness.timing import Ceilings, Timing
 from shardfuse.bench.page.history import read_history
+from shardfuse.kernels.dev import registry
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results" / "cpu"
 ROW = Row("case", "us", 100.0, 150.0, "peer", 1.5, None, None, noise=0.01)
@@ -107,6 +109,65 @@ def test_a_row_above_the_roofline_is_refused():
     assert (found.verdict, found.why) == ("refused", "B claims 200% of the peak that was measured beside it")
 
 
+@pytest.mark.parametrize(
+    ("op", "case", "least"),
+    [
+        ("rms_norm", "t9-d80-fp32", 5 * 9 * 80 * 4),  # bytes of five passes over x, at one a microsecond
+        ("linear_act", "t33-d40-f72-fp32-identity", 6 * 33 * 40 * 72),  # FLOP of three products, at one a microsecond
+    ],
+)
+@pytest.mark.parametrize(("claimed", "verdict"), [(0.4, "refused"), (0.6, "noise")])
+def test_an_implementation_faster_than_the_roofline_is_refused(op, case, least, claimed, verdict, monkeypatch):
+    """On a CPU only one that claims less than half of the least time: its ceilings may be measured while it is busy."""
+    ceilings = Ceilings(1e6, 1e18) if op == "linear_act" else Ceilings(1e18, 1e6)
+    monkeypatch.setattr(timing, "sampler", lambda sides, device: lambda side: claimed * least)
+    monkeypatch.setattr(timing, "ceilings", lambda device: ceilings)
+    (row,) = compare_implementations(op, "impl:reference", "impl:reference", [case], torch.device("cpu"), 0)
+    assert row.verdict == verdict
+    assert row.why.startswith("reference claims") == (verdict == "refused")
+
+
+def test_an_op_that_does_not_say_its_work_has_to_write_its_outputs():
+    spec = registry.op("dropout")
+    case = next(case for case in spec.cases if case.name == "r9-c40-fp32-p0.1-residual")
+    inputs = spec.make_inputs(case, torch.device("cpu"), 0)
+    out = torch.empty(9, 40)
+    assert work_of(spec, case, inputs, {"y": out, "same": inputs["x"].detach()}) == Work(0, 9 * 40 * 4)
+
+
+def test_an_honest_implementation_is_slower_than_the_measured_ceilings_allow():
+    (row,) = compare_implementations(
+        "linear_act", "impl:reference", "impl:reference", ["t100-d64-f64-bf16-identity-nobias"], torch.device("cpu"), 0
+    )
+    assert row.verdict != "refused"
+
+
+def test_calls_rotate_over_input_sets_on_a_device_with_a_cache(monkeypatch):
+    """A working set that stays in the cache would be timed at the cache's speed."""
+    seen: list[int] = []
+
+    def sampler(sides, device):
+        seen.extend(map(len, sides))
+        return lambda side: 100.0
+
+    monkeypatch.setattr(timing, "input_sets", lambda size, device: 4 if size > 1000 else 1)
+    monkeypatch.setattr(timing, "sampler", sampler)
+    monkeypatch.setattr(timing, "ceilings", lambda device: Ceilings(1e18, 1e18))
+    list(
+        compare_implementations("rms_norm", "impl:reference", "impl:reference", ["t9-d80-fp32"], torch.device("cpu"), 0)
+    )
+    assert seen == [4, 4]
+
+
+def test_a_noisy_implementation_is_not_called_slower_or_faster():
+    """Of the same speed at its best, but up to three times as slow, at random."""
+    generator = random.Random(22)
+    quiet = [100.0 * math.exp(generator.gauss(0, 0.01)) for _ in range(ROUNDS)]
+    noisy = [100.0 * math.exp(generator.choice((-1.0, 1.0)) * generator.uniform(0, 1.1)) for _ in range(ROUNDS)]
+    assert compare_times(quiet, noisy).verdict == "noise"
+    assert compare_times(noisy, quiet).verdict == "noise"
+
+
 def test_a_row_above_the_roofline_meets_no_target():
     def met(flops: int) -> bool | None:
         planned = Measurement("case", "us", "peer", 1.0, lambda: (Timing(1.0), Timing(1.0)), work=Work(flops, 10**6))
@@ -191,7 +252,7 @@ def test_real_calls_of_one_version_are_noise_and_a_planted_slowdown_is_found():
         return lambda: sum(range(count * 20))
 
     def verdict(count: int) -> str:
-        sample = timing.sampler((loop(400), loop(count)), torch.device("cpu"))
+        sample = timing.sampler(([loop(400)], [loop(count)]), torch.device("cpu"))
         samples: tuple[list[float], list[float]] = ([], [])
         for order in balanced_order(ROUNDS, random.Random(count)):
             for side in order:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from shardfuse.bench.harness import timing
+from shardfuse.bench.harness.drawn import check_drawn
 from shardfuse.bench.harness.implementation import Implementation, load
 from shardfuse.bench.harness.verify import verify, verify_case
 from shardfuse.kernels.dev import registry
@@ -60,6 +62,11 @@ def _unwritten(inputs: dict[str, Any], case: registry.Case) -> dict[str, torch.T
     return outputs | {"y": y}
 
 
+def _recycled(inputs: dict[str, Any], case: registry.Case) -> dict[str, torch.Tensor]:
+    """Memory as it comes, in the hope that somebody left the right answer there."""
+    return {name: torch.empty_like(out) for name, out in _right(inputs, case).items()}
+
+
 def _forward_only(inputs: dict[str, Any], case: registry.Case) -> dict[str, torch.Tensor]:
     return {"y": _right(inputs, case)["y"]}
 
@@ -103,6 +110,7 @@ CHEATS = {
     "lower precision": (_half, "y", "is torch.bfloat16, expected torch.float32"),
     "changed input": (_shifting, "residual", "this input was changed"),
     "unwritten elements": (_unwritten, "y", ""),
+    "memory that others freed": (_recycled, "y", ""),
     "no gradients": (_forward_only, "dx", "not returned"),
     "an exception": (_raising, "run", "raised NotImplementedError: odd sizes"),
     "a subclass": (_lazy, "run", "expected a plain torch.Tensor"),
@@ -140,6 +148,56 @@ def test_an_element_that_is_never_written_holds_nan():
     seen: list[bool] = []
     _failed(run)
     assert seen[-1]
+
+
+def test_work_left_to_another_thread_is_found_out():
+    """Where there is no stream to leave it on: the answers arrive after the call has returned."""
+    judged, late = threading.Event(), []
+
+    def run(inputs: dict[str, Any], case: registry.Case) -> dict[str, torch.Tensor]:
+        outputs = _right(inputs, case)
+        empty = {name: torch.zeros_like(out) for name, out in outputs.items()}
+
+        def write() -> None:
+            judged.wait()
+            for name, out in outputs.items():
+                empty[name].copy_(out)
+
+        late.append(threading.Thread(target=write))
+        late[-1].start()
+        return empty
+
+    failed = _failed(run)
+    judged.set()
+    for thread in late:
+        thread.join()
+    assert "y" in failed
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x, seed: torch.zeros_like(x), "whole numbers only"),
+        (lambda x, seed: x.round(), "whole numbers only"),
+        (lambda x, seed: torch.linspace(0.1, 0.9, x.numel()).view_as(x), "the same numbers for every seed"),
+    ],
+    ids=["zeros", "integers", "one draw"],
+)
+def test_an_op_whose_inputs_prove_nothing_is_refused(change: Any, message: str):
+    def make_inputs(case: registry.Case, device: torch.device, seed: int) -> dict[str, Any]:
+        return {"x": change(torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)), seed)}
+
+    case = registry.Case("case", torch.float32, {"T": 8})
+    spec = registry.OpSpec("planted", "", (case,), make_inputs, lambda inputs, case, impl: {"y": inputs["x"] * 2})
+    with pytest.raises(ValueError, match=message):
+        check_drawn(spec, case, CPU, 0)
+
+
+@pytest.mark.parametrize("name", registry.ops())
+def test_our_own_inputs_pass_that_check(name: str):
+    spec = registry.op(name)
+    for case in spec.tagged("test"):
+        check_drawn(spec, case, CPU, 0)
 
 
 @pytest.mark.gpu

@@ -151,6 +151,13 @@ def _launch_projection(size: shapes.Projection) -> None:
     launch.linear_wgrad(tuple(ys), x, [size.bias] * len(weights))
 
 
+def _work(case: Case) -> tuple[int, int]:
+    """Three products, with y = x @ W^T, dx and dW; each operand is read once and each result written once."""
+    T, D, F = (case.sizes[letter] for letter in "TDF")
+    width = sum(max(F // 2**i, 1) for i in range(case.options["weights"]))
+    return 6 * T * D * width, 2 * (T * D + D * width + T * width) * case.dtype.itemsize
+
+
 SPEC: OpSpec = OpSpec(
     name="linear_act",
     summary="act(x @ W^T + b) for up to three weights, forward and backward",
@@ -166,5 +173,6 @@ SPEC: OpSpec = OpSpec(
         _launch_projection,
     ),
     sources=SOURCES,
+    work=_work,
 )
 SPECS = (SPEC, GATED, DGRAD_ACT, DGRAD_GATED, WGRAD_ACCUMULATE)

@@ -140,6 +140,12 @@ def _gated_launch_projection(size: shapes.Projection) -> None:
     launch.gated_linear_fwd(x, weights, (None, None), size.activation, True)
 
 
+def _gated_work(case: Case) -> tuple[int, int]:
+    """Six products, three for each weight; each operand is read once and each result written once."""
+    T, D, F = _sizes(case)
+    return 12 * T * D * F, 2 * (T * D + 2 * D * F + T * F) * case.dtype.itemsize
+
+
 GATED: OpSpec = OpSpec(
     name="gated_linear",
     summary="act(x @ Wg^T) * (x @ Wu^T), both products in one launch, forward and backward",
@@ -155,6 +161,7 @@ GATED: OpSpec = OpSpec(
         _gated_launch_projection,
     ),
     sources=SOURCES,
+    work=_gated_work,
 )
 
 # ------------------------------------------------------------------------------------------------ dgrad_act

@@ -187,6 +187,15 @@ def _builds(name: str, target: str) -> Iterator[Build]:
                 yield Build(name, config, target, item.fn, item.args, item.num_warps, item.num_stages)
 
 
+def _work(case: Case) -> tuple[int, int]:
+    """Forward reads x (and the residual), writes y (and the sum). Backward, counted where both results have gradients,
+    reads these and the normalised tensor, and writes one gradient.
+    """
+    forward, backward = (4, 4) if case.options["residual"] is not None else (2, 3)
+    passes = forward + (backward if case.options["upstream"] == "both" else 0)
+    return 0, passes * case.sizes["T"] * case.sizes["D"] * case.dtype.itemsize
+
+
 def _spec(name: str, summary: str) -> OpSpec:
     return OpSpec(
         name=name,
@@ -200,6 +209,7 @@ def _spec(name: str, summary: str) -> OpSpec:
             *(f"dropout/{part}.py" for part in ("triton", "reference")),
             "runtime/autograd.py",
         ),
+        work=_work,
     )
 
 

@@ -147,6 +147,12 @@ def _build(item: device.Launch, target: str, case: Case) -> Build:
     )
 
 
+def _work(case: Case) -> tuple[int, int]:
+    """Forward and backward each read and write the rotated elements."""
+    B, S, N, K, P = (case.sizes[letter] for letter in "BSNKP")
+    return 0, 4 * max(B, 1) * S * (N + K) * P * case.dtype.itemsize
+
+
 SPEC = OpSpec(
     name="rope",
     summary="rotary position embedding of q and k in one launch, forward and backward, in place or not",
@@ -159,4 +165,5 @@ SPEC = OpSpec(
         *("runtime/device.py", "runtime/dispatch.py", "runtime/autograd.py"),
     ),
     terms=lambda case: 2,
+    work=_work,
 )
