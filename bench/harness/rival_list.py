@@ -6,10 +6,10 @@ import json as jsonlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from rich.table import Table
+from rich.text import Text
 
+from ...kernels.runtime.printing import Sheet, console, prose, unbroken
 from .ops import find_op
-from .report import console
 from .rivals import Listed, listed
 from .verify import find_device
 
@@ -40,14 +40,11 @@ def show(op: str | None, *, device: str | None = None, files: Sequence[str] = ()
     if json:
         print(jsonlib.dumps({"device": str(on), "rivals": [asdict(line) for line in lines]}), flush=True)
         return 0
-    table = Table(title=f"rivals on {on}", title_justify="left")
-    for column in ("op", "rival", "version"):
-        table.add_column(column)
-    table.add_column("from", overflow="fold")
-    table.add_column("", overflow="fold")
+    columns = (unbroken("op"), unbroken("rival"), unbroken("version"), prose("from"), prose("here"))
+    table = Sheet(*columns, title=f"rivals on {on}")
     for line in sorted(lines, key=lambda line: (line.op, bool(line.why))):
-        status = f"[yellow]skipped:[/] {line.why}" if line.why else "[green]found"
-        table.add_row(line.op, line.name, line.version, line.source, status)
+        here = Text(f"skipped: {line.why}", "yellow") if line.why else Text("found", "green")
+        table.add(line.op, line.name, line.version or "", line.source, here)
     console().print(table)
     return 0
 

@@ -1,4 +1,4 @@
-"""The pages of the API reference: the public names, in the groups and the order of README's table of them.
+"""The pages of the API reference: the public names, in the groups and the order of `docs/reference.md`'s table of them.
 
 Nothing is imported: names come from the source of ``shardfuse/__init__.py`` and ``shardfuse/testing/__init__.py``, and
 mkdocstrings reads the docstrings without running the package. So a page needs neither torch nor a GPU.
@@ -31,9 +31,9 @@ def public_names(package: Path = _PACKAGE) -> list[str]:
 
 
 def groups() -> dict[str, list[tuple[list[str], str]]]:
-    """By the title of a page, its groups: the names and what README says of them.
+    """By the title of a page, its groups: the names and what that table says of them.
 
-    Raises ValueError for a public name that is in no row of README's table, or in two.
+    Raises ValueError for a public name that is in no row of the table, or in two.
     """
     homes = _assigned(_PACKAGE, "_HOMES")
     _, _, after = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8").partition("## Public names")
@@ -46,7 +46,7 @@ def groups() -> dict[str, list[tuple[list[str], str]]]:
     listed = sorted(name for rows in found.values() for names, _ in rows for name in names)
     if listed != sorted(public_names()):
         wrong = {name for name in {*listed, *public_names()} if listed.count(name) != 1 or name not in public_names()}
-        raise ValueError(f"README's table of public names should have each once, and these it has not: {sorted(wrong)}")
+        raise ValueError(f"docs/reference.md: expected each public name once in the table; correct {sorted(wrong)}")
     return found
 
 
