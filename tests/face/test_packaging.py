@@ -78,11 +78,12 @@ def test_wheel_holds_every_module_and_nothing_else(wheel):
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"shardfuse"}
 
 
-def test_wheel_holds_the_tables_of_measured_configurations(wheel):
+def test_wheel_holds_the_tables_that_its_modules_read(wheel):
     with zipfile.ZipFile(wheel) as archive:
-        tables = {name for name in archive.namelist() if name.endswith(".json")}
-    folders = ("kernels/tuned", "parallel/overlap/profiles")
-    shipped = {f"shardfuse/{folder}/{file.name}" for folder in folders for file in (ROOT / folder).glob("*.json")}
+        tables = {name for name in archive.namelist() if name.endswith((".csv", ".json"))}
+    folders = ("kernels/tuned", "parallel/overlap/profiles", "parallel/plan")
+    files = [file for folder in folders for kind in ("csv", "json") for file in (ROOT / folder).glob(f"*.{kind}")]
+    shipped = {f"shardfuse/{file.relative_to(ROOT)}" for file in files}
     assert tables == shipped | {"shardfuse/kernels/tuned/planted.json"}
 
 

@@ -423,7 +423,7 @@ def test_a_mask_that_is_not_causal_is_refused() -> None:
 
 def _example() -> str:
     """The code in the docstring of the protocol."""
-    found = re.search(r"A whole one::\n\n(.*?)\n\s*$", ServableModel.__doc__ or "", re.DOTALL)
+    found = re.search(r"A complete example::\n\n(.*?)\n\s*$", ServableModel.__doc__ or "", re.DOTALL)
     assert found is not None
     return textwrap.dedent(found[1])
 
