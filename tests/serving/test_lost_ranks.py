@@ -46,8 +46,15 @@ def _two_ranks() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("lost", [1, 0])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("how", "lost"),
+    [
+        (signal.SIGKILL, 1),
+        (signal.SIGKILL, 0),
+        (signal.SIGSTOP, 1),
+        pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.nightly),
+    ],
+)
 def test_the_others_say_so_in_time(lost: int, how: signal.Signals) -> None:
     with _two_ranks() as ranks:
         assert ranks[0].stdout is not None
