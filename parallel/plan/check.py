@@ -3,26 +3,32 @@
 Each source is judged with shares (``efficiency.py``) that were fitted without it, beside a baseline that knows no more
 than a constant model FLOPs utilization (MFU) for each GPU and precision, fitted likewise. A source with at least five
 runs passes if 80 % of its steps are predicted within 15 %, and more than the baseline predicts so. Memory is judged
-where it was reported: within 1 % where states and activations were given apart, 10 % of peaks.
+where it was reported: within 1 % where states and activations were given apart, 10 % of peaks. A published layout was
+chosen by people who measured: its predicted step may take at most 10 % longer than that of the best layout that the
+search finds for the same software, recomputation, sequence parallelism and precision.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from . import efficiency
 from .memory import Memory, of_rank
 from .memory import predict as predict_memory
+from .layout import Layout
 from .published import Run, runs
+from .search import SCHEDULES, Search, Space
+from .software import OURS
 from .step_time import predict
 
 WITHIN = 0.15
 SHARE = 0.8
 JUDGED = 5  # runs of a source, at least
 SPLIT_WITHIN, PEAK_WITHIN = 0.01, 0.10
+LAYOUT_WITHIN = 0.10
 GIB = 1 << 30
 
 
@@ -159,3 +165,59 @@ def _blocks(run: Run) -> tuple[float, float]:
     blocks = run.shape.layers * run.shape.layer_parameters / run.layout.pp
     last = run.shape.head_parameters if run.layout.pp == 1 else 0
     return held.states * blocks / (blocks + run.shape.embedding_parameters + last), held.activations
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A published layout beside the best that the search finds: with the same choices, and with none made.
+
+    ``over`` is the share by which the published one is predicted to take longer than ``best``. ``free`` is None where
+    no layout of this library fits.
+    """
+
+    run: Run
+    over: float
+    best: Layout
+    free: Layout | None
+
+    @property
+    def passed(self) -> bool:
+        return self.over <= LAYOUT_WITHIN
+
+
+def layouts(found: Sequence[Run] | None = None) -> list[Chosen]:
+    """Every judged run with a time whose layout the planner says fits, beside the best layouts."""
+    results = []
+    for run in runs() if found is None else found:
+        if run.informative or run.seconds is None:
+            continue
+        rates = efficiency.of(run.cluster.gpu.name)
+        layout = run.layout
+        mine = predict(run.shape, layout, run.cluster, run.software, rates).total
+        search = Search(
+            run.shape, run.cluster, run.software, rates, layout.batch, layout.length, layout.precision, _space(run)
+        )
+        best = search.best(1).found
+        if not best:
+            continue
+        free = replace(search, software=OURS, space=Space()).best(1).found
+        results.append(Chosen(run, mine / best[0].time.total - 1, best[0].layout, free[0].layout if free else None))
+    return results
+
+
+def _space(run: Run) -> Space:
+    """What the run's software offers, with the run's recomputation and sequence parallelism."""
+    layout, offers = run.layout, run.software.offers
+    parallel = (layout.sequence_parallel,) if layout.tp > 1 else (True, False)
+    return Space(
+        tp=() if "tp" in offers else (1,),
+        pp=() if "pp" in offers else (1,),
+        cp=(1, 2, 4, 8, 16) if "cp" in offers else (1,),
+        replicas=(1,),
+        zero=tuple(stage for stage in range(4) if f"zero{stage}" in offers),
+        schedule=tuple(name for name in SCHEDULES if name in offers),
+        interleave=(2, 3, 4, 6, 8, 12),
+        recompute=(layout.recompute,),
+        sequence_parallel=parallel,
+        offload=(False,),
+    )

@@ -22,12 +22,24 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. ``flops`` by precision, without sparsity; ``memory`` in bytes, ``bandwidth`` in bytes per second."""
+    """One GPU. ``flops`` by precision, without sparsity; ``memory`` in bytes, ``bandwidth`` in bytes per second.
+
+    The host has ``host_memory`` bytes for it, which it reaches at ``host_link`` bytes per second, and whose own speed,
+    shared by the node's GPUs, is ``host_bandwidth``.
+    """
 
     name: str
     memory: float
     flops: Mapping[str, float]
     bandwidth: float
+    host_memory: float = 120 * GIB  # of the 1 TB of a DGX A100; other hosts have at least as much
+    host_link: float = 25e9  # PCI Express 4
+    host_bandwidth: float = 40e9  # an eighth of what 16 channels of DDR4-3200 give
+
+    @property
+    def peak(self) -> float:
+        """The dense peak in 16 bits; in fp32 where it has no other."""
+        return self.flops["bf16" if "bf16" in self.flops else "fp32"]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A layout: how a model and its batch are spread over GPUs.
 
-Ranks are numbered as Megatron-LM and torch's meshes number them: tensor-parallel ranks are neighbours, then
-context-parallel, data-parallel and pipeline ranks.
+Ranks are numbered so that tensor-parallel ranks are neighbours, then context-parallel ranks. Megatron-LM and torchtitan
+go on with data-parallel ranks, this library with the stages of a pipeline (``Software.stages_apart``).
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .shapes import ModelShape
+from .software import Software
 
-RECOMPUTE = ("none", "selective", "ops", "full")
+RECOMPUTE = ("none", "selective", "ops", "full")  # each keeps less than the one before it and takes longer
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 
 
@@ -19,9 +20,11 @@ class Layout:
     """Degrees and choices of a step; ``batch`` and ``length`` in sequences and tokens.
 
     ``interleave`` is the number of stages on each pipeline rank (virtual stages), ``zero`` the stage of ZeRO over
-    ``dp`` ranks of ``replicas`` replicas. ``recompute``: "none", "selective" (attention's core), "ops" (all
-    but attention and every second product: torchtitan's) or "full" (each block). Raises ValueError for degrees
-    below 1, unknown choices, and a batch that does not divide.
+    ``dp`` ranks of ``replicas`` replicas. ``schedule`` is the pipeline's (``pipeline/schedules.py``); "" is 1F1B, or
+    its interleaved form for several stages on a rank. ``recompute``: "none", "selective" (attention's core), "ops" (all
+    but attention and every second product: torchtitan's) or "full" (each block). ``offload`` keeps weights, gradients
+    and the optimizer's state in host memory. Raises ValueError for degrees below 1, unknown choices, and a batch that
+    does not divide.
     """
 
     tp: int = 1
@@ -37,7 +40,8 @@ class Layout:
     sequence_parallel: bool = False
     recompute: str = "none"
     precision: str = "bf16"
-    offload: bool = False  # the optimizer's state in host memory
+    offload: bool = False
+    schedule: str = ""
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "dp", "replicas", "interleave", "micro", "batch", "length"):
@@ -56,6 +60,10 @@ class Layout:
             )
         if self.interleave > 1 and self.pp == 1:
             raise ValueError(f"interleave={self.interleave} with pp=1: only a pipeline has several stages on a rank")
+        if self.schedule and self.pp == 1:
+            raise ValueError(f"schedule={self.schedule!r} with pp=1: only a pipeline has a schedule")
+        if self.pp > 1 and not self.schedule:
+            object.__setattr__(self, "schedule", "interleaved_1f1b" if self.interleave > 1 else "1f1b")
 
     @property
     def gpus(self) -> int:
@@ -85,6 +93,10 @@ class Layout:
         """Ranks over which ZeRO splits: context-parallel ranks hold the same weights, so they take part."""
         return self.dp * self.cp
 
+    def apart(self, software: Software) -> int:
+        """How many ranks lie from a shard of ZeRO to the next."""
+        return self.tp if software.stages_apart else self.tp * self.pp
+
     def why_not(self, shape: ModelShape) -> str:
         """Why ``shape`` cannot be laid out like this; empty if it can."""
         if shape.heads % self.tp or (shape.kv_heads % self.tp and self.tp % shape.kv_heads):
@@ -104,6 +116,7 @@ class Layout:
         parts = [
             f"{name} {getattr(self, name)}" for name in ("tp", "pp", "cp", "dp", "replicas") if getattr(self, name) > 1
         ]
+        parts += [self.schedule] if self.pp > 1 else []
         parts += [f"{self.interleave} stages a rank"] if self.interleave > 1 else []
         parts += [f"ZeRO {self.zero}"] if self.zero else []
         parts += ["sequence parallel"] if self.sequence_parallel else []

@@ -21,11 +21,16 @@ p keeps p - i micro-batches; an interleaved schedule's first rank keeps the acti
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from dataclasses import dataclass, fields
 
+from ..pipeline.timeline import simulate
 from .layout import Layout
 from .shapes import ModelShape
 from .software import Software
+
+V_SHAPED = ("zbv", "dualpipev")  # schedules whose first rank has both ends of the model
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,8 @@ class Memory:
 
 def of_rank(shape: ModelShape, layout: Layout, software: Software, rank: int) -> Memory:
     """What pipeline rank ``rank`` holds."""
-    layers = shape.layers / layout.pp
-    first, last = rank == 0, rank == layout.pp - 1
+    layers = -(-shape.layers // layout.pp)
+    first, last = rank == 0, rank == (0 if layout.schedule in V_SHAPED else layout.pp - 1)
     ends = (shape.embedding_parameters if first else 0) + (shape.head_parameters if last else 0)
     if shape.tied and last and not first:
         ends += shape.vocab * shape.hidden  # a copy of the embedding
@@ -62,7 +67,9 @@ def of_rank(shape: ModelShape, layout: Layout, software: Software, rank: int) ->
     shards = layout.shards
     weights = owned * software.weight_bytes / (shards if layout.zero >= software.shards_weights else 1)
     gradients = owned * software.gradient_bytes / (shards if layout.zero >= software.shards_gradients else 1)
-    optimizer = 0.0 if layout.offload else owned * software.optimizer_bytes / (shards if layout.zero else 1)
+    optimizer = owned * software.optimizer_bytes / (shards if layout.zero else 1)
+    if layout.offload:
+        weights = gradients = optimizer = 0.0
     gathered = _gathered(shape, layout, software, owned, ends)
     kept = _kept(layout, rank) * layers * block_bytes(shape, layout, software)
     working = layout.tokens * layout.itemsize * (3 if shape.gated else 2) * shape.ffn / layout.tp
@@ -80,7 +87,7 @@ def _gathered(shape: ModelShape, layout: Layout, software: Software, owned: floa
 
     There FSDP also adds up a step's gradients before it divides them.
     """
-    if layout.zero == 3 and layout.shards > 1:
+    if layout.zero == 3 and (layout.shards > 1 or layout.offload):
         if layout.pp > 1:
             return owned * (layout.itemsize + software.gradient_bytes)
         return (2 * shape.layer_parameters + ends) / layout.tp * layout.itemsize
@@ -92,6 +99,12 @@ def predict(shape: ModelShape, layout: Layout, software: Software) -> Memory:
     """What the fullest rank holds: the first or the last of a pipeline."""
     ranks = {0, layout.pp - 1}
     return max((of_rank(shape, layout, software, rank) for rank in ranks), key=lambda memory: memory.total)
+
+
+def on_host(shape: ModelShape, layout: Layout, software: Software) -> float:
+    """What the fullest rank's host holds where weights, gradients and the optimizer's state are offloaded, in bytes."""
+    there = dataclasses.replace(layout, offload=False)
+    return max(of_rank(shape, there, software, rank).states for rank in {0, layout.pp - 1})
 
 
 def block_bytes(shape: ModelShape, layout: Layout, software: Software, *, recompute: str | None = None) -> float:
@@ -120,7 +133,15 @@ def _kept(layout: Layout, rank: int) -> float:
     """How many micro-batches of its layers a rank keeps at a time."""
     if layout.pp == 1:
         return 1.0
+    if layout.schedule not in ("1f1b", "interleaved_1f1b"):
+        return _peaks(layout.schedule, layout.pp, layout.microbatches)[rank]
     if layout.interleave == 1:
         return float(min(layout.pp - rank, layout.microbatches))
     kept = layout.pp * (1 + (layout.pp - 1 - 2 * rank) / (layout.pp * layout.interleave))
     return min(kept, float(layout.microbatches))
+
+
+@functools.lru_cache(4096)
+def _peaks(schedule: str, ranks: int, microbatches: int) -> tuple[float, ...]:
+    """The same of each rank, counted in the order in which torch runs the schedule's passes."""
+    return simulate(schedule, ranks, min(microbatches, 4 * ranks)).peak_activations

@@ -33,6 +33,7 @@ class Software:
     weight_bytes: float = 4.0  # of a parameter; the other two likewise
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 8.0
+    reduce_bytes: float = 2.0  # of a gradient on its way
     logit_bytes: float = 10.0  # of a logit at the loss: in 16 bits, in fp32, and the gradient
     margin: float = 0.0
     dropout: bool = False
@@ -43,6 +44,8 @@ class Software:
     shards_gradients: int = 2
     async_tp: bool = False
     causal: bool = True  # whether attention leaves out masked scores
+    offers: tuple[str, ...] = ()  # the degrees, stages of ZeRO and schedules that its runs could have chosen
+    stages_apart: bool = True  # whether all data-parallel ranks of a stage lie between it and the next one
 
 
 FA1 = {"a100": 0.32, "h100": 0.20}
@@ -54,16 +57,35 @@ FUSED_PASSES, EAGER_PASSES = 14.0, 26.0
 
 # Megatron-LM's mixed precision: weights in 16 bits, gradients in fp32, a master copy and two moments in fp32.
 _MIXED: dict[str, Any] = {"weight_bytes": 2, "gradient_bytes": 4, "optimizer_bytes": 12, "logit_bytes": 4}
+_FP32: dict[str, Any] = {"reduce_bytes": 4}  # Megatron-LM of 2021 and its like reduce gradients in fp32
 # What CUDA's caching allocator reserves beyond what is allocated, where a run reports what is reserved.
 RESERVED = 0.12
 
-MEGATRON_2021 = Software("Megatron-LM of 2021", {}, FUSED_PASSES, 2.0, **_MIXED, dropout=True)
+_PTD = ("tp", "pp", "zero0", "1f1b", "interleaved_1f1b")
+_CORE = (*_PTD, "zero1", "cp")
+_FSDP = ("zero3",)
+_FOUR = ("tp", "pp", "cp", "zero3", "1f1b", "interleaved_1f1b")
+
+MEGATRON_2021 = Software("Megatron-LM of 2021", {}, FUSED_PASSES, 2.0, **_MIXED, **_FP32, dropout=True, offers=_PTD)
 BLOOM = Software(
-    "Megatron-DeepSpeed, BF16Optimizer", {}, FUSED_PASSES, 2.0, 0.0, 0.0, 2, 6, 12, 4, margin=RESERVED, dropout=True
+    "Megatron-DeepSpeed, BF16Optimizer",
+    {},
+    FUSED_PASSES,
+    2.0,
+    0.0,
+    0.0,
+    2,
+    6,
+    12,
+    4,
+    4,
+    margin=RESERVED,
+    dropout=True,
+    offers=("tp", "pp", "zero1", "1f1b"),
 )
-MEGATRON = Software("Megatron-Core", CUDNN, FUSED_PASSES, 2.0, hides_tp=0.6, hides_dp=0.8, **_MIXED)
-FOUNDRY = Software("llm-foundry, eager FSDP", FA1, EAGER_PASSES, 2.0, hides_dp=1.0)
-_TITAN: dict[str, Any] = {"hides_dp": 1.0, "margin": RESERVED, "regathers": False}
+MEGATRON = Software("Megatron-Core", CUDNN, FUSED_PASSES, 2.0, hides_tp=0.6, hides_dp=0.8, **_MIXED, offers=_CORE)
+FOUNDRY = Software("llm-foundry, eager FSDP", FA1, EAGER_PASSES, 2.0, hides_dp=1.0, offers=_FSDP)
+_TITAN: dict[str, Any] = {"hides_dp": 1.0, "margin": RESERVED, "regathers": False, "offers": _FOUR}
 TITAN_EAGER = Software("torchtitan, eager", FA2, EAGER_PASSES, 6.0, **_TITAN)
 TITAN = Software("torchtitan, compiled", FA2, FUSED_PASSES, 3.0, **_TITAN)
 TITAN_ASYNC = Software("torchtitan, compiled, async TP", FA2, FUSED_PASSES, 3.0, 0.7, **_TITAN, async_tp=True)
@@ -76,6 +98,9 @@ _OURS: dict[str, Any] = {
     "shards_gradients": 1,
     "regathers": False,
     "logit_bytes": 4,
+    "reduce_bytes": 4,
+    "margin": RESERVED,
+    "stages_apart": False,
 }
 OURS = Software("shardfuse", FA2, 8.0, 0.0, **_OURS)
 # Without kernels gated blocks keep both norms' results before their weights, and the activation of the gate.

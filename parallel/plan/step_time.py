@@ -12,10 +12,13 @@ A micro-batch's forward through one block takes
 
 and backward twice the products, 2.5 times the attention of FlashAttention's kind, twice the passes, and the collectives
 again; recomputation repeats the part of forward that it does not keep. Embedding, head and loss are added on the ranks
-that have them: the slowest rank sets a pipeline's pace. A pipeline's step is m micro-batches and (p - 1) / v of them
-for filling it (Narayanan et al., arXiv:2104.04473, section 2.2). ZeRO 3 gathers a block's weights while the one before
-it runs, forward and backward, and reduces gradients so; what does not fit under the block is exposed. Other gradients
-are reduced once a step. The optimizer reads and writes its state once.
+that have them: the slowest rank sets a pipeline's pace. A pipeline's step is m micro-batches and the bubble of its
+schedule: (p - 1) / v of them for 1F1B and its interleaved form (Narayanan et al., arXiv:2104.04473, section 2.2), for
+the others that of ``pipeline/timeline.py``. ZeRO 3 gathers a block's weights while the one before it runs, forward and
+backward, and reduces gradients so; what does not fit under the block is exposed. In a pipeline it gathers a stage's
+weights once a step, as the other stages of ZeRO do. Other gradients are reduced once a step. The optimizer reads and
+writes its state once. With offloading weights and gradients cross the host's link, and the optimizer runs at the speed
+of the host's memory: both rates are assumed, no published run shows them.
 
 A collective over n ranks sends (n - 1) / n of its bytes at the rate of the slowest link that it crosses. Ranks that
 leave a node together share its adapters: k of them in a node have k adapters.
@@ -23,12 +26,14 @@ leave a node together share its adapters: k of them in a node have k adapters.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from ...kernels.runtime.chips import CHIPS
 from ..pipeline.stage_costs import product_us
-from .hardware import Cluster
+from ..pipeline.timeline import Costs, simulate
+from .hardware import Cluster, Gpu
 from .layout import Layout
 from .shapes import ModelShape
 from .software import ATTENTION_BACKWARD, Software
@@ -98,7 +103,7 @@ def predict(
     T, tp, h = layout.tokens, layout.tp, shape.hidden
     divided = tp if layout.sequence_parallel else 1
 
-    products, products_back = _products(shape, layout, cluster, efficiency)
+    products, products_input, products_weight = _products(shape, layout, cluster, efficiency)
     attention, attention_back = _attention(shape, layout, cluster, software, efficiency)
     width = software.passes * h / divided + software.ffn_passes * (2 if shape.gated else 1) * shape.ffn / tp
     passes = T * layout.itemsize * width / bytes_s
@@ -111,30 +116,28 @@ def predict(
         exposed += _ring(shape, layout, cluster)
     forward = products + attention + passes + exposed
     again = {"none": 0.0, "selective": attention, "ops": products / 2 + passes, "full": forward}[layout.recompute]
+    backward = products_input + attention_back + 2 * passes + exposed + again
 
     layers = -(-shape.layers // (layout.pp * layout.interleave)) * layout.interleave  # of the rank with the most
     head = 3 * _seconds(T, shape.vocab // tp, h, cluster, "nt", efficiency.bf16)
     loss = head + T * shape.vocab / tp * LOSS_BYTES / bytes_s
-    block = forward + products_back + attention_back + 2 * passes + exposed + again
+    block = forward + backward + products_weight
     gathers = 0.0
     if layout.zero == 3 and layout.pp == 1 and layout.shards > 1:
         gathers = _exposed_gathers(shape, layout, cluster, software, forward, block - forward)
     m = layout.microbatches
     # A pipeline's partition gives the rank with the head fewer blocks, down to none.
     slowest = layers * block + loss if layout.pp == 1 else max(layers * block, loss)
-    hop = 2 * T * layout.itemsize * h / divided / (LINKS * cluster.network.outside) + 2 * cluster.network.latency
+    near = cluster.gpus if software.stages_apart else tp * layout.cp * layout.pp
+    rate = cluster.network.inside if near <= cluster.network.node else cluster.network.outside
+    hop = 2 * T * layout.itemsize * h / divided / (LINKS * rate) + 2 * cluster.network.latency
     bubble = 0.0
     if layout.pp > 1:
-        bubble = (layout.pp - 1) / layout.interleave * slowest + m * layout.interleave * hop * 0.5
+        costs = Costs(forward / block, backward / block, products_weight / block)
+        bubble = _bubble(layout, costs) * slowest + m * layout.interleave * hop * 0.5
     state, owned = _state(shape, layout, software)
-    reduced = 0.0
-    if layout.zero < 3 and layout.shards * layout.replicas > 1:
-        n = layout.shards * layout.replicas
-        # Megatron-LM of 2021 and its like reduce gradients in fp32, behind the last backward.
-        itemsize = layout.itemsize if software.hides_dp else software.gradient_bytes
-        reduced = 2 * owned * itemsize * (n - 1) / n / link_rate(cluster, n, tp) * (1 - software.hides_dp)
     return StepTime(
-        products=m * layers * (products + products_back),
+        products=m * layers * (products + products_input + products_weight),
         attention=m * layers * (attention + attention_back),
         passes=m * layers * 3 * passes,
         recompute=m * layers * again,
@@ -142,9 +145,58 @@ def predict(
         gathers=m * layers * gathers,
         loss=m * (slowest - layers * block),
         bubble=bubble,
-        gradients=reduced,
-        optimizer=state * 2 / bytes_s,
+        gradients=_reduced(layout, cluster, software, owned),
+        optimizer=_offloaded(layout, gpu, software, state, owned) if layout.offload else state * 2 / bytes_s,
     )
+
+
+def block_seconds(
+    shape: ModelShape, layout: Layout, cluster: Cluster, software: Software, efficiency: Efficiency
+) -> float:
+    """Of a micro-batch's products and attention in one block: what no recomputation, ZeRO or schedule changes."""
+    attention = _attention(shape, layout, cluster, software, efficiency)
+    return sum(_products(shape, layout, cluster, efficiency)) + sum(attention)
+
+
+def _bubble(layout: Layout, costs: Costs) -> float:
+    """The idle time of a pipeline's step, as a multiple of a micro-batch's time on one rank; ``costs`` sum to 1."""
+    if layout.schedule in ("1f1b", "interleaved_1f1b"):
+        return (layout.pp - 1) / layout.interleave
+    parts = (round(each, 2) for each in (costs.forward, costs.backward, costs.weight))
+    return _simulated(layout.schedule, layout.pp, layout.microbatches, *parts)
+
+
+@functools.lru_cache(4096)
+def _simulated(schedule: str, ranks: int, microbatches: int, forward: float, backward: float, weight: float) -> float:
+    """The same by simulation: what the bubble is at four micro-batches a rank, it is at more."""
+    fewer = min(microbatches, 4 * ranks)
+    step = simulate(schedule, ranks, fewer, Costs(forward, backward, weight))
+    return step.end / (step.stages_per_rank * (forward + backward + weight)) - fewer
+
+
+def _reduced(layout: Layout, cluster: Cluster, software: Software, owned: float) -> float:
+    """Exposed seconds a step of what data-parallel ranks exchange once: gradients, and the weights of ZeRO's shards."""
+    seconds, n, apart = 0.0, layout.shards, layout.apart(software)
+    if layout.zero == 0:
+        n *= layout.replicas
+        if n > 1:
+            seconds = 2 * owned * software.reduce_bytes * (n - 1) / n / link_rate(cluster, n, apart)
+    else:
+        if n > 1 and (layout.zero < 3 or layout.pp > 1):  # else every block gathers and reduces its own
+            sent = owned * (software.reduce_bytes + layout.itemsize) * (n - 1) / n
+            seconds = sent / link_rate(cluster, n, apart)
+        if layout.replicas > 1:
+            sent = 2 * owned / n * software.reduce_bytes * (layout.replicas - 1) / layout.replicas
+            seconds += sent / link_rate(cluster, layout.replicas, apart * n)
+    return seconds * (1 - software.hides_dp)
+
+
+def _offloaded(layout: Layout, gpu: Gpu, software: Software, state: float, owned: float) -> float:
+    """Seconds a step that weights, gradients and the optimizer take where they live in the host's memory."""
+    again = 2 if layout.zero == 3 and layout.pp == 1 else 1
+    held = owned / (layout.shards if layout.zero else 1)
+    moved = held * layout.microbatches * (again * software.weight_bytes + software.gradient_bytes)
+    return moved / gpu.host_link + 2 * state / gpu.host_bandwidth
 
 
 def _ring(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
@@ -159,8 +211,10 @@ def _ring(shape: ModelShape, layout: Layout, cluster: Cluster) -> float:
     return sent / link_rate(cluster, layout.cp, layout.tp) + merged / (cluster.gpu.bandwidth * MEMORY)
 
 
-def _products(shape: ModelShape, layout: Layout, cluster: Cluster, efficiency: Efficiency) -> tuple[float, float]:
-    """Seconds of one block's products, forward and backward."""
+def _products(
+    shape: ModelShape, layout: Layout, cluster: Cluster, efficiency: Efficiency
+) -> tuple[float, float, float]:
+    """Seconds of one block's products: forward, and backward for inputs and for weights."""
     tp, h = layout.tp, shape.hidden
     sizes = (
         ((shape.q_width + 2 * shape.kv_width) // tp, h),
@@ -168,18 +222,20 @@ def _products(shape: ModelShape, layout: Layout, cluster: Cluster, efficiency: E
         ((2 if shape.gated else 1) * shape.ffn // tp, h),
         (h, shape.ffn // tp),
     )
-    share = efficiency.of(layout.precision) * cluster.gpu.flops[layout.precision] / cluster.gpu.flops["bf16"]
+    share = efficiency.of(layout.precision) * cluster.gpu.flops[layout.precision] / cluster.gpu.peak
     passes = {
         kind: sum(_seconds(layout.tokens, F, D, cluster, kind, share) for F, D in sizes) for kind in ("nt", "nn", "tn")
     }
-    return passes["nt"], passes["nn"] + passes["tn"]
+    return passes["nt"], passes["nn"], passes["tn"]
 
 
 def _seconds(T: int, F: int, D: int, cluster: Cluster, kind: str, share: float) -> float:
     """The time of a product of x [T, D] and W [F, D], or of one of its gradients."""
-    chip = CHIPS[_ARCHS[cluster.gpu.name[0]]]
-    scale = chip.flops["bf16"] / cluster.gpu.flops["bf16"]
-    return product_us(_ARCHS[cluster.gpu.name[0]], kind, T, max(1, F), max(1, D)) * 1e-6 * scale / share
+    arch = _ARCHS.get(cluster.gpu.name[0])
+    if arch is None:  # no chip model: the rate was measured
+        return 2 * T * F * D / (cluster.gpu.peak * share)
+    scale = CHIPS[arch].flops["bf16"] / cluster.gpu.peak
+    return product_us(arch, kind, T, max(1, F), max(1, D)) * 1e-6 * scale / share
 
 
 def _attention(
@@ -187,7 +243,7 @@ def _attention(
 ) -> tuple[float, float]:
     """Seconds of one block's attention, forward and backward."""
     flops = 4.0 * layout.tokens * layout.length * shape.q_width / layout.tp
-    peak = cluster.gpu.flops["bf16"]
+    peak = cluster.gpu.peak
     if software.attention:
         share = _of_family(software.attention, cluster.gpu.name) * efficiency.bf16 / efficiency.reference
         forward = flops / (2 if software.causal else 1) / (peak * share)
@@ -199,7 +255,7 @@ def _attention(
 
 def _of_family(shares: Mapping[str, float], name: str) -> float:
     """The share of the GPU's family: "a100-40" is an "a100", "h200" an "h100", "gb200" a "b200"."""
-    family = {"h": "h100", "a": "a100", "b": "b200", "g": "b200", "m": "mi300x"}[name[0]]
+    family = {"h": "h100", "a": "a100", "b": "b200", "g": "b200", "m": "mi300x"}.get(name[0], name)
     return shares.get(family, min(shares.values()))
 
 
@@ -208,9 +264,17 @@ def _exposed_gathers(
 ) -> float:
     """Seconds a block and micro-batch: its weights twice, its gradients once, less what the block's passes hide."""
     n = layout.shards
-    weights = shape.layer_parameters / layout.tp * layout.itemsize * (n - 1) / n / link_rate(cluster, n, layout.tp)
+    weights = (
+        shape.layer_parameters
+        / layout.tp
+        * layout.itemsize
+        * (n - 1)
+        / n
+        / link_rate(cluster, n, layout.apart(software))
+    )
+    back = weights * (1 + software.reduce_bytes / layout.itemsize)
     hidden_forward, hidden_backward = software.hides_dp * forward, software.hides_dp * backward
-    return max(0.0, weights - hidden_forward) + max(0.0, 2 * weights - hidden_backward)
+    return max(0.0, weights - hidden_forward) + max(0.0, back - hidden_backward)
 
 
 def _state(shape: ModelShape, layout: Layout, software: Software) -> tuple[float, float]:

@@ -1,0 +1,239 @@
+"""The quickest layouts that fit: enumerate, drop what does not fit, and time the rest.
+
+The search is exhaustive over its :class:`Space`, and prunes in three ways that cannot lose the best layout:
+
+    what fits without it    recomputation and offloading only cost time: of each, the first that fits is the only one
+                            timed; the same holds for no sequence parallelism, where sequence parallelism divides
+    a bound                 the products and attention of a layout's blocks take the same time whatever its ZeRO stage,
+                            schedule, recomputation and offloading: where that alone is slower than what was found,
+                            all of those are skipped
+    one of each mesh        of the layouts with the same degrees only the quickest is kept, so that the few that are
+                            shown differ
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..pipeline.schedules import check_microbatches, find
+from . import memory, step_time
+from .hardware import Cluster
+from .layout import RECOMPUTE, Layout
+from .memory import Memory
+from .shapes import ModelShape
+from .software import Software
+from .step_time import Efficiency, StepTime
+
+SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zb", "zbv")
+_LARGEST_TP = 64
+Mesh = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a search chooses from: the values of each field of a ``Layout``; an empty tuple leaves a field free.
+
+    ``interleave`` None gives each schedule the stages that this library runs it with. ZeRO 2 is no choice of its own:
+    from stage 1 on FSDP2 shards gradients too.
+    """
+
+    tp: tuple[int, ...] = ()
+    pp: tuple[int, ...] = ()
+    cp: tuple[int, ...] = (1,)
+    dp: tuple[int, ...] = ()
+    replicas: tuple[int, ...] = ()
+    zero: tuple[int, ...] = (0, 1, 3)
+    micro: tuple[int, ...] = ()
+    schedule: tuple[str, ...] = SCHEDULES
+    interleave: tuple[int, ...] | None = None
+    recompute: tuple[str, ...] = ("none", "full")
+    sequence_parallel: tuple[bool, ...] = (True, False)
+    offload: tuple[bool, ...] = (False, True)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout that fits, what its fullest rank holds, and the time of its step."""
+
+    layout: Layout
+    memory: Memory
+    time: StepTime
+
+
+@dataclass(frozen=True)
+class Result:
+    """The quickest layouts, best first; how many layouts were considered, and how many of them timed."""
+
+    found: tuple[Found, ...]
+    considered: int
+    timed: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Search:
+    """The question: ``batch`` sequences of ``length`` tokens a step, for ``shape`` on ``cluster``."""
+
+    shape: ModelShape
+    cluster: Cluster
+    software: Software
+    efficiency: Efficiency
+    batch: int
+    length: int
+    precision: str = "bf16"
+    space: Space = Space()
+
+    def best(self, count: int = 5) -> Result:
+        """The ``count`` quickest layouts that fit, of different degrees; none where nothing fits."""
+        begun = time.perf_counter()
+        best: dict[Mesh, Found] = {}
+        considered = timed = 0
+        for mesh, micro in self._meshes():
+            worst = self._worst(best, mesh, count)
+            if self._bound(mesh, micro) >= worst:
+                continue
+            for layout, held in self._fitting(mesh, micro):
+                considered += 1
+                if held is None:
+                    continue
+                timed += 1
+                took = step_time.predict(self.shape, layout, self.cluster, self.software, self.efficiency)
+                if mesh not in best or took.total < best[mesh].time.total:
+                    best[mesh] = Found(layout, held, took)
+        found = sorted(best.values(), key=lambda each: each.time.total)[:count]
+        return Result(tuple(found), considered, timed, time.perf_counter() - begun)
+
+    def fits(self) -> bool:
+        """Whether any layout fits."""
+        return any(held is not None for at in self._meshes() for _, held in self._fitting(*at))
+
+    @staticmethod
+    def _worst(best: dict[Mesh, Found], mesh: Mesh, count: int) -> float:
+        """What a layout of ``mesh`` has to beat to be shown."""
+        times = sorted(each.time.total for each in best.values())
+        last = times[count - 1] if len(times) >= count else float("inf")
+        return min(last, best[mesh].time.total) if mesh in best else last
+
+    def _meshes(self) -> Iterator[tuple[Mesh, int]]:
+        """Degrees (tp, pp, cp, data-parallel ranks) and micro-batches that divide, small micro-batches first."""
+        gpus, space = self.cluster.gpus, self.space
+        largest = min(_LARGEST_TP, self.shape.heads)
+        for tp in _allowed(space.tp, [n for n in _divisors(gpus) if n <= largest], gpus):
+            for pp in _allowed(space.pp, [n for n in _divisors(gpus // tp) if n <= self.shape.layers], gpus // tp):
+                for cp in _allowed(space.cp, [1], gpus // tp // pp):
+                    shares = gpus // tp // pp // cp
+                    if self.batch % shares:
+                        continue
+                    mine = self.batch // shares
+                    for micro in space.micro or [n for n in _divisors(mine) if n & (n - 1) == 0]:
+                        if mine % micro == 0:
+                            yield (tp, pp, cp, shares), micro
+
+    def _bound(self, mesh: Mesh, micro: int) -> float:
+        """Seconds that no layout of these degrees and micro-batches can do without."""
+        tp, pp, cp, shares = mesh
+        layout = Layout(tp, pp, cp, shares, micro=micro, batch=self.batch, length=self.length, precision=self.precision)
+        block = step_time.block_seconds(self.shape, layout, self.cluster, self.software, self.efficiency)
+        return layout.microbatches * -(-self.shape.layers // pp) * block
+
+    def _fitting(self, mesh: Mesh, micro: int) -> Iterator[tuple[Layout, Memory | None]]:
+        """The layouts worth timing, each with what it holds; None beside those that do not fit."""
+        shares = mesh[3]
+        schedules = self._schedules(mesh[1], self.batch // shares // micro)
+        for schedule, zero, dp in itertools.product(schedules, self.space.zero, self._shards(shares)):
+            if (zero == 0 and dp != shares) or (zero == 3 and splits(schedule[0])):
+                continue
+            yield from self._cheapest(mesh, micro, schedule, zero, dp)
+
+    def _cheapest(
+        self, mesh: Mesh, micro: int, schedule: tuple[str, int], zero: int, dp: int
+    ) -> Iterator[tuple[Layout, Memory | None]]:
+        """Layouts that keep less and less and take longer and longer, up to the first that fits."""
+        tp, pp, cp, shares = mesh
+        for offload, recompute in itertools.product(sorted(self.space.offload), self._recomputations()):
+            # ZeRO over one rank shards nothing: it serves to bring offloaded weights block by block.
+            if (zero and dp * cp == 1 and not (offload and zero == 3)) or (offload and not zero and shares > 1):
+                continue
+            layout = Layout(
+                tp, pp, cp, dp, shares // dp, schedule[1], zero, micro, self.batch, self.length, False, recompute,
+                self.precision, offload, schedule[0],
+            )  # fmt: skip
+            divided = replace(layout, sequence_parallel=True)
+            if tp > 1 and True in self.space.sequence_parallel and not divided.why_not(self.shape):
+                layout = divided
+            elif layout.why_not(self.shape) or (tp > 1 and False not in self.space.sequence_parallel):
+                return
+            held = self._held(layout)
+            yield layout, held
+            if held is not None:
+                return
+
+    def _held(self, layout: Layout) -> Memory | None:
+        """What the fullest rank holds; None if that is more than there is, on the GPU or its host."""
+        held = memory.predict(self.shape, layout, self.software)
+        if held.total > self.cluster.gpu.memory:
+            return None
+        if layout.offload and memory.on_host(self.shape, layout, self.software) > self.cluster.gpu.host_memory:
+            return None
+        return held
+
+    def _recomputations(self) -> list[str]:
+        return [each for each in RECOMPUTE if each in self.space.recompute]
+
+    def _schedules(self, pp: int, microbatches: int) -> list[tuple[str, int]]:
+        """The schedules that run with so many micro-batches, and their stages on a rank."""
+        if pp == 1:
+            return [("", 1)]
+        found = []
+        for name in self.space.schedule:
+            try:
+                check_microbatches(name, microbatches, pp)
+            except ValueError:
+                continue
+            several = self.space.interleave if name == "interleaved_1f1b" and self.space.interleave else None
+            found += [(name, each) for each in several or (find(name).stages_per_rank,)]
+        return found
+
+    def _shards(self, shares: int) -> list[int]:
+        """Over how many ranks ZeRO may shard: all, or whole nodes of them, the others being replicas."""
+        if self.space.dp:
+            return [dp for dp in self.space.dp if shares % dp == 0]
+        if self.space.replicas:
+            return [shares // each for each in self.space.replicas if shares % each == 0]
+        return [
+            dp for dp in _divisors(shares) if dp == shares or (dp >= self.cluster.network.node and dp & (dp - 1) == 0)
+        ]
+
+
+def splits(schedule: str) -> bool:
+    """Whether a schedule splits backward, which ZeRO 3 cannot do (``compatibility.py``)."""
+    return bool(schedule) and find(schedule).splits_backward
+
+
+def smallest(search: Search, *, most: int = 1 << 17) -> Found | None:
+    """The quickest layout on the fewest GPUs that hold the model; None if ``most`` do not.
+
+    Counts are 1, 2, 4, ... within a node, whole nodes up to 64 of them, and doubled nodes from there.
+    """
+    for gpus in _counts(search.cluster.network.node, most):
+        smaller = replace(search, cluster=replace(search.cluster, gpus=gpus))
+        if smaller.fits():
+            return smaller.best(1).found[0]
+    return None
+
+
+def _counts(node: int, most: int) -> Iterator[int]:
+    within = itertools.takewhile(lambda n: n < node, (1 << n for n in itertools.count()))
+    beyond = itertools.takewhile(lambda n: n <= most, (64 * node << n for n in itertools.count(1)))
+    yield from itertools.chain(within, range(node, 64 * node + 1, node), beyond)
+
+
+def _divisors(n: int) -> list[int]:
+    return [each for each in range(1, n + 1) if n % each == 0] if n else []
+
+
+def _allowed(wanted: tuple[int, ...], free: list[int], whole: int) -> list[int]:
+    return [each for each in wanted if whole % each == 0] if wanted else free

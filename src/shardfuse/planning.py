@@ -1,0 +1,312 @@
+"""``plan``: the quickest layouts of a model on a cluster, from the planner of ``parallel/plan/``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .kernels.runtime.checks import whole_number
+from .layers.config import TransformerConfig
+from .layers.hf.folders import read_hf_config
+from .parallel.plan import efficiency, shapes, software
+from .parallel.plan.hardware import GPUS, Cluster, cluster
+from .parallel.plan.layout import Layout
+from .parallel.plan.memory import Memory, of_rank
+from .parallel.plan.search import Found, Search, Space, smallest
+from .parallel.plan.shapes import ModelShape
+from .parallel.plan.software import Software
+from .parallel.plan.step_time import StepTime
+from .parallel.plan.this_machine import this_machine
+from .parallel.plan.traffic import Flow, traffic
+from .training.settings import RunSettings, read_settings
+
+TOKENS = 1 << 22  # of a step, unless the batch is given: what models of 100 billion parameters are trained with
+CPU_BATCH = 8
+PARTS = {
+    "products": "products",
+    "attention": "attention",
+    "passes": "norms and activations",
+    "recompute": "recomputation",
+    "tensor": "exposed tensor-parallel exchange",
+    "gathers": "exposed gathers of ZeRO",
+    "loss": "head and loss",
+    "bubble": "idle pipeline",
+    "gradients": "exposed reduction of gradients",
+    "optimizer": "optimizer",
+}
+
+
+class DoesNotFit(ValueError):
+    """No layout fits the cluster. ``smallest`` is the layout on the fewest GPUs that would, or None."""
+
+    def __init__(self, message: str, found: Found | None) -> None:
+        super().__init__(message)
+        self.smallest = found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The quickest layouts of a model on a cluster, best first; made by :func:`plan`.
+
+    ``found`` holds for each its layout, what its fullest rank keeps in memory, in bytes by kind, and its step's time,
+    in seconds by part. All figures are predictions: ``docs/plan.md`` says how they are checked.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    software: Software
+    settings: RunSettings | None  # of the file or folder that named the model
+    found: tuple[Found, ...]
+    considered: int
+    timed: int
+    seconds: float
+
+    @property
+    def best(self) -> Found:
+        return self.found[0]
+
+    def tokens_per_second(self, found: Found) -> float:
+        """Of all GPUs together."""
+        return found.layout.batch * found.layout.length / found.time.total
+
+    def utilization(self, found: Found) -> float:
+        """Model FLOPs utilization (MFU): the share of the dense peak, recomputation and masked scores not counted."""
+        flops = self.shape.flops(found.layout.batch * found.layout.length, found.layout.length)
+        return flops / (found.time.total * self.cluster.gpu.flops[found.layout.precision] * self.cluster.gpus)
+
+    def memory_of(self, found: Found) -> list[Memory]:
+        """What each pipeline rank holds."""
+        return [of_rank(self.shape, found.layout, self.software, rank) for rank in range(found.layout.pp)]
+
+    def traffic(self, found: Found) -> list[Flow]:
+        """What the first rank sends in a step, by collective and link."""
+        return traffic(self.shape, found.layout, self.cluster, self.software)
+
+    def reasons(self) -> list[str]:
+        """Why each layout beats the next, a line for each pair."""
+        return [_reason(one.time, other.time) for one, other in zip(self.found, self.found[1:])]
+
+    def toml(self, found: Found | None = None) -> str:
+        """The settings of ``shardfuse train`` for a layout, the best one by default.
+
+        Raises ValueError for a layout that ``shardfuse train`` cannot run: with context parallelism, or in fp8.
+        """
+        return _toml(self, self.best if found is None else found)
+
+    def record(self) -> dict[str, Any]:
+        """The same for a program: plain values, times in seconds, memory in bytes."""
+        return {
+            "model": dataclasses.asdict(self.shape),
+            "gpu": self.cluster.gpu.name,
+            "gpus": self.cluster.gpus,
+            "network": self.cluster.network.name,
+            "considered": self.considered,
+            "layouts": [
+                {
+                    "layout": dataclasses.asdict(each.layout),
+                    "step": {**dataclasses.asdict(each.time), "total": each.time.total},
+                    "memory": {**dataclasses.asdict(each.memory), "total": each.memory.total},
+                    "tokens_per_second": self.tokens_per_second(each),
+                    "mfu": self.utilization(each),
+                    "traffic": [dataclasses.asdict(flow) for flow in self.traffic(each)],
+                }
+                for each in self.found
+            ],
+            "reasons": self.reasons(),
+        }
+
+
+def plan(
+    model: str | Path | ModelShape | TransformerConfig,
+    *,
+    gpus: int,
+    gpu: str = "h100",
+    network: str | Path | None = None,
+    batch: int | None = None,
+    seq: int | None = None,
+    precision: str | None = None,
+    count: int = 5,
+    **choices: Any,
+) -> Plan:
+    """The quickest layouts of ``model`` on ``gpus`` GPUs that fit their memory, by prediction.
+
+    Args:
+        model: a known model, such as "llama3-405b" (``parallel/plan/shapes.json``), a folder of transformers, a TOML
+            file of ``shardfuse train``, or a configuration.
+        gpus: number of GPUs, or of processes for ``gpu="cpu"``.
+        gpu: a kind of ``parallel/plan/hardware.py``; "cpu" is this machine, whose speed is measured first.
+        network: TOML file of links that differ from those of the GPU's reference system: see ``docs/plan.md``.
+        batch: sequences of a step over all GPUs. Default: the TOML file's, or as many as make four million tokens.
+        seq: tokens of a sequence. Default: the TOML file's, or 2048.
+        precision: "bf16", "fp16" or "fp8"; "fp32" on CPUs. Default: the first that the kind has.
+        count: layouts to return.
+        **choices: values that a field of ``Space`` may have, one or several: ``tp=8``, ``pp=(1, 2, 4)``,
+            ``recompute="none"``. What is left out is free.
+
+    Raises ValueError for invalid values, and :class:`DoesNotFit`, which names the smallest layout that would.
+    """
+    shape, settings = _resolved(model)
+    seq = whole_number("seq", seq or (settings.data.seq if settings else 2048))
+    where, how, rates = _hardware(gpu, whole_number("gpus", gpus), None if network is None else Path(network))
+    if batch is None:
+        batch = settings.data.batch if settings else CPU_BATCH if gpu == "cpu" else max(1, TOKENS // seq)
+    if precision is None:
+        precision = "fp32" if gpu == "cpu" else "bf16"
+    if precision not in where.gpu.flops:
+        raise ValueError(f"precision={precision!r}: {gpu} has a rate in {', '.join(where.gpu.flops)}")
+    search = Search(shape, where, how, rates, whole_number("batch", batch), seq, precision, _space(choices))
+    result = search.best(whole_number("count", count))
+    if not result.found:
+        raise _refusal(search, bool(choices))
+    return Plan(shape, where, how, settings, result.found, result.considered, result.timed, result.seconds)
+
+
+def _resolved(model: str | Path | ModelShape | TransformerConfig) -> tuple[ModelShape, RunSettings | None]:
+    if isinstance(model, ModelShape):
+        return model, None
+    if isinstance(model, TransformerConfig):
+        return _shape(model, "model"), RunSettings(model=model)
+    path = Path(model)
+    if path.suffix == ".toml":
+        settings = read_settings(path, {})
+        if settings.start is not None:
+            settings = replace(settings, model=read_hf_config(settings.start))
+        return _shape(settings.model, path.stem), settings
+    return shapes.find(str(model)), None
+
+
+def _shape(config: TransformerConfig, name: str) -> ModelShape:
+    return ModelShape(
+        name,
+        config.hidden_size,
+        config.num_layers,
+        config.num_heads,
+        config.num_kv_heads,
+        config.intermediate_size,
+        config.vocab_size,
+        gated=config.style == "gated",
+        biases=config.style == "gelu",
+        tied=config.tie_embeddings,
+        head_dim=config.head_dim,
+    )
+
+
+def _hardware(gpu: str, gpus: int, network: Path | None) -> tuple[Cluster, Software, efficiency.Efficiency]:
+    if gpu != "cpu":
+        if gpu not in GPUS:
+            raise ValueError(f"gpu={gpu!r}: expected one of {', '.join(GPUS)}, or cpu for this machine")
+        return cluster(gpu, gpus, network), software.OURS, efficiency.of(gpu)
+    if network is not None:
+        raise ValueError(f"network={str(network)!r} with gpu='cpu': this machine's links are known; leave it out")
+    return this_machine(gpus)
+
+
+def _space(choices: Mapping[str, Any]) -> Space:
+    names = {each.name for each in dataclasses.fields(Space)}
+    unknown = sorted(choices.keys() - names)
+    if unknown:
+        raise ValueError(f"{unknown[0]}: expected some of {', '.join(sorted(names))}")
+    several = {
+        name: tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+        for name, value in choices.items()
+        if value is not None
+    }
+    return Space(**several)
+
+
+def _refusal(search: Search, chosen: bool) -> DoesNotFit:
+    found = smallest(search)
+    where = f"{search.cluster.gpus} {search.cluster.gpu.name}"
+    what = f"{search.shape.name} in batches of {search.batch} sequences of {search.length} tokens"
+    if found is None:
+        hint = "leave out some of the choices" if chosen else "use a larger batch, which more GPUs can divide"
+        return DoesNotFit(f"{what}: no layout fits on {where}, nor on more of them; {hint}", None)
+    fits = f"{found.layout.gpus}: {found.layout.described()}, {found.memory.total / 2**30:.1f} GiB on the fullest GPU"
+    return DoesNotFit(f"{what}: no layout fits on {where}; the smallest number that holds it is {fits}", found)
+
+
+def _reason(one: StepTime, other: StepTime) -> str:
+    """What the quicker step saves over the other, and what it pays."""
+    differences = {name: getattr(other, name) - getattr(one, name) for name in PARTS}
+    whole = other.total - one.total
+    saved = sorted((name for name in PARTS if differences[name] > 0.1 * whole), key=lambda name: -differences[name])
+    paid = sorted((name for name in PARTS if differences[name] < -0.1 * whole), key=lambda name: differences[name])
+    text = f"{_seconds(whole)} quicker: " if whole > 0 else "as quick: "
+    text += ", ".join(f"{PARTS[name]} {_seconds(differences[name])} less" for name in saved[:2]) or "a little of all"
+    if paid:
+        text += f"; against {PARTS[paid[0]]} {_seconds(-differences[paid[0]])} more"
+    return text
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _toml(made: Plan, found: Found) -> str:
+    layout, shape = found.layout, made.shape
+    if layout.cp > 1 or layout.precision == "fp8":
+        raise ValueError(
+            f"{layout.described()} in {layout.precision}: shardfuse train has no context parallelism and no fp8; "
+            "plan with cp=1 and precision='bf16'"
+        )
+    head = [f"# {shapes.described(shape)}", f"# {layout.described()}: predicted {_seconds(found.time.total)} a step"]
+    parallel: dict[str, Any] = {
+        "dp_replicate": layout.replicas,
+        "dp": layout.dp,
+        "pp": layout.pp,
+        "tp": layout.tp,
+        "zero": layout.zero,
+        "schedule": layout.schedule or None,
+        "microbatches": layout.microbatches,
+        "precision": layout.precision,
+        "recompute": layout.recompute == "full",
+        "sequence_parallel": layout.sequence_parallel,
+        "offload": layout.offload,
+    }
+    settings = made.settings
+    top: dict[str, Any] = {}
+    sections: dict[str, Mapping[str, Any]] = {}
+    if settings is None:
+        if shape.positions:
+            head.append("# shardfuse train has rotary positions in the place of this model's learned ones")
+        sections["model"] = _model(shape, layout.length)
+    else:
+        given = json.loads(settings.to_json())
+        defaults = json.loads(RunSettings(start="-").to_json())
+        top = {name: value for name, value in given.items() if not isinstance(value, Mapping)}
+        top = {name: value for name, value in top.items() if value != defaults[name]}
+        for name in ("model", "data", "optimizer", "checkpoint", "log"):
+            sections[name] = {key: value for key, value in given[name].items() if value != defaults[name].get(key)}
+        if settings.start is not None:
+            sections.pop("model")
+    sections["data"] = {**sections.get("data", {}), "seq": layout.length, "batch": layout.batch}
+    sections["parallel"] = parallel
+    return "\n".join([*head, *_lines(top), *(_section(name, values) for name, values in sections.items() if values)])
+
+
+def _model(shape: ModelShape, length: int) -> dict[str, Any]:
+    return {
+        "style": "gated" if shape.gated else "gelu",
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_layers": shape.layers,
+        "num_heads": shape.heads,
+        "num_kv_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "max_positions": length,
+        "tie_embeddings": shape.tied,
+    }
+
+
+def _section(name: str, values: Mapping[str, Any]) -> str:
+    return "\n".join([f"\n[{name}]", *_lines(values)]) + ("\n" if name == "parallel" else "")
+
+
+def _lines(values: Mapping[str, Any]) -> list[str]:
+    """Lines of TOML; JSON writes its scalars and lists alike, and false stands for none."""
+    return [f"{key} = {json.dumps(False if value is None else value)}" for key, value in values.items()]
