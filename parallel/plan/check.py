@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from . import efficiency
+from .layout import Layout
 from .memory import Memory, of_rank
 from .memory import predict as predict_memory
-from .layout import Layout
 from .published import Run, runs
 from .search import SCHEDULES, Search, Space
 from .software import OURS
@@ -185,8 +185,8 @@ class Chosen:
         return self.over <= LAYOUT_WITHIN
 
 
-def layouts(found: Sequence[Run] | None = None) -> list[Chosen]:
-    """Every judged run with a time whose layout the planner says fits, beside the best layouts."""
+def layouts(found: Sequence[Run] | None = None, *, free: bool = True) -> list[Chosen]:
+    """Every judged run with a time, beside the best layouts; with ``free`` False without those of a free search."""
     results = []
     for run in runs() if found is None else found:
         if run.informative or run.seconds is None:
@@ -200,8 +200,8 @@ def layouts(found: Sequence[Run] | None = None) -> list[Chosen]:
         best = search.best(1).found
         if not best:
             continue
-        free = replace(search, software=OURS, space=Space()).best(1).found
-        results.append(Chosen(run, mine / best[0].time.total - 1, best[0].layout, free[0].layout if free else None))
+        ours = replace(search, software=OURS, space=Space()).best(1).found if free else ()
+        results.append(Chosen(run, mine / best[0].time.total - 1, best[0].layout, ours[0].layout if ours else None))
     return results
 
 

@@ -134,7 +134,7 @@ def _kept(layout: Layout, rank: int) -> float:
     if layout.pp == 1:
         return 1.0
     if layout.schedule not in ("1f1b", "interleaved_1f1b"):
-        return _peaks(layout.schedule, layout.pp, layout.microbatches)[rank]
+        return _peaks(layout.schedule, layout.pp, min(layout.microbatches, 2 * layout.pp))[rank]
     if layout.interleave == 1:
         return float(min(layout.pp - rank, layout.microbatches))
     kept = layout.pp * (1 + (layout.pp - 1 - 2 * rank) / (layout.pp * layout.interleave))
@@ -144,4 +144,4 @@ def _kept(layout: Layout, rank: int) -> float:
 @functools.lru_cache(4096)
 def _peaks(schedule: str, ranks: int, microbatches: int) -> tuple[float, ...]:
     """The same of each rank, counted in the order in which torch runs the schedule's passes."""
-    return simulate(schedule, ranks, min(microbatches, 4 * ranks)).peak_activations
+    return simulate(schedule, ranks, microbatches).peak_activations

@@ -45,6 +45,7 @@ class Software:
     async_tp: bool = False
     causal: bool = True  # whether attention leaves out masked scores
     offers: tuple[str, ...] = ()  # the degrees, stages of ZeRO and schedules that its runs could have chosen
+    balances: bool = False  # whether the rank of a pipeline that has the head gets fewer blocks
     stages_apart: bool = True  # whether all data-parallel ranks of a stage lie between it and the next one
 
 
@@ -67,22 +68,11 @@ _FSDP = ("zero3",)
 _FOUR = ("tp", "pp", "cp", "zero3", "1f1b", "interleaved_1f1b")
 
 MEGATRON_2021 = Software("Megatron-LM of 2021", {}, FUSED_PASSES, 2.0, **_MIXED, **_FP32, dropout=True, offers=_PTD)
+_BLOOM: dict[str, Any] = {"weight_bytes": 2, "gradient_bytes": 6, "optimizer_bytes": 12, "logit_bytes": 4, **_FP32}
 BLOOM = Software(
-    "Megatron-DeepSpeed, BF16Optimizer",
-    {},
-    FUSED_PASSES,
-    2.0,
-    0.0,
-    0.0,
-    2,
-    6,
-    12,
-    4,
-    4,
-    margin=RESERVED,
-    dropout=True,
+    "Megatron-DeepSpeed, BF16Optimizer", {}, FUSED_PASSES, 2.0, **_BLOOM, margin=RESERVED, dropout=True,
     offers=("tp", "pp", "zero1", "1f1b"),
-)
+)  # fmt: skip
 MEGATRON = Software("Megatron-Core", CUDNN, FUSED_PASSES, 2.0, hides_tp=0.6, hides_dp=0.8, **_MIXED, offers=_CORE)
 FOUNDRY = Software("llm-foundry, eager FSDP", FA1, EAGER_PASSES, 2.0, hides_dp=1.0, offers=_FSDP)
 _TITAN: dict[str, Any] = {"hides_dp": 1.0, "margin": RESERVED, "regathers": False, "offers": _FOUR}
@@ -100,6 +90,7 @@ _OURS: dict[str, Any] = {
     "logit_bytes": 4,
     "reduce_bytes": 4,
     "margin": RESERVED,
+    "balances": True,
     "stages_apart": False,
 }
 OURS = Software("shardfuse", FA2, 8.0, 0.0, **_OURS)

@@ -27,12 +27,13 @@ leave a node together share its adapters: k of them in a node have k adapters.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
 from ...kernels.runtime.chips import CHIPS
 from ..pipeline.stage_costs import product_us
-from ..pipeline.timeline import Costs, simulate
+from ..pipeline.timeline import Costs, closed_form, simulate
 from .hardware import Cluster, Gpu
 from .layout import Layout
 from .shapes import ModelShape
@@ -126,8 +127,9 @@ def predict(
     if layout.zero == 3 and layout.pp == 1 and layout.shards > 1:
         gathers = _exposed_gathers(shape, layout, cluster, software, forward, block - forward)
     m = layout.microbatches
-    # A pipeline's partition gives the rank with the head fewer blocks, down to none.
-    slowest = layers * block + loss if layout.pp == 1 else max(layers * block, loss)
+    slowest = layers * block + loss
+    if layout.pp > 1 and software.balances:
+        slowest = min(slowest, _balanced(shape.layers, layout.pp, block, loss))
     near = cluster.gpus if software.stages_apart else tp * layout.cp * layout.pp
     rate = cluster.network.inside if near <= cluster.network.node else cluster.network.outside
     hop = 2 * T * layout.itemsize * h / divided / (LINKS * rate) + 2 * cluster.network.latency
@@ -150,6 +152,14 @@ def predict(
     )
 
 
+def _balanced(layers: int, ranks: int, block: float, loss: float) -> float:
+    """The slowest rank's seconds where the last one has so many fewer blocks that the head does not hold it up."""
+    most = -(-layers // ranks)
+    while (ranks - 1) * most + max(0, math.floor(most - loss / block)) < layers:
+        most += 1
+    return max(most * block, loss)
+
+
 def block_seconds(
     shape: ModelShape, layout: Layout, cluster: Cluster, software: Software, efficiency: Efficiency
 ) -> float:
@@ -162,16 +172,18 @@ def _bubble(layout: Layout, costs: Costs) -> float:
     """The idle time of a pipeline's step, as a multiple of a micro-batch's time on one rank; ``costs`` sum to 1."""
     if layout.schedule in ("1f1b", "interleaved_1f1b"):
         return (layout.pp - 1) / layout.interleave
-    parts = (round(each, 2) for each in (costs.forward, costs.backward, costs.weight))
-    return _simulated(layout.schedule, layout.pp, layout.microbatches, *parts)
+    idle = closed_form(layout.schedule, layout.pp, layout.microbatches, costs)
+    if idle is not None:
+        return layout.microbatches * idle / (1 - idle)
+    parts = (round(each, 1) for each in (costs.forward, costs.backward, costs.weight))
+    return _simulated(layout.schedule, layout.pp, min(layout.microbatches, 2 * layout.pp), *parts)
 
 
 @functools.lru_cache(4096)
 def _simulated(schedule: str, ranks: int, microbatches: int, forward: float, backward: float, weight: float) -> float:
-    """The same by simulation: what the bubble is at four micro-batches a rank, it is at more."""
-    fewer = min(microbatches, 4 * ranks)
-    step = simulate(schedule, ranks, fewer, Costs(forward, backward, weight))
-    return step.end / (step.stages_per_rank * (forward + backward + weight)) - fewer
+    """The same by simulation, where no formula holds. With two micro-batches a rank it is what it is with more."""
+    step = simulate(schedule, ranks, microbatches, Costs(forward, backward, weight))
+    return step.end / (step.stages_per_rank * (forward + backward + weight)) - microbatches
 
 
 def _reduced(layout: Layout, cluster: Cluster, software: Software, owned: float) -> float:

@@ -1,9 +1,9 @@
-"""The command line: ``shardfuse demo | train | serve | generate | audit | schedule | env | inspect | bench |
+"""The command line: ``shardfuse demo | train | plan | serve | generate | audit | schedule | env | inspect | bench |
 conformance``.
 
 It parses arguments and reports errors, and so do the modules of ``commands/`` that it adds: ``bench``, ``conformance``,
-``serving``. Each command's work is near its floor and is imported when the command runs, so that ``shardfuse --help``
-is fast.
+``plan``, ``serving``. Each command's work is near its floor and is imported when the command runs, so that
+``shardfuse --help`` is fast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from .commands import bench, conformance, errors, serving
+from .commands import bench, conformance, errors, plan, serving
 from .commands.options import Debug, Json
 
 app = typer.Typer(
@@ -155,6 +155,9 @@ def train(
         file, flags, tuple(assignments or ()), processes, port, restarts=restarts, resume=resume, json=json
     )
     raise typer.Exit(run_train(options))
+
+
+app.command()(plan.plan)
 
 
 @app.command()

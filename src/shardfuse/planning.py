@@ -14,7 +14,6 @@ from .layers.config import TransformerConfig
 from .layers.hf.folders import read_hf_config
 from .parallel.plan import efficiency, shapes, software
 from .parallel.plan.hardware import GPUS, Cluster, cluster
-from .parallel.plan.layout import Layout
 from .parallel.plan.memory import Memory, of_rank
 from .parallel.plan.search import Found, Search, Space, smallest
 from .parallel.plan.shapes import ModelShape

@@ -119,8 +119,8 @@ def show(people: Console, made: Plan) -> None:
         people.print()
         people.print(table)
     people.print(
-        f"\npredicted from {made.considered} layouts in {made.seconds:.1f} s, {made.timed} of which fit; how predictions "
-        "are checked: docs/plan.md",
+        f"\n{made.considered} layouts were considered in {made.seconds:.1f} s and {made.timed} of them fit. All "
+        "figures are predictions; docs/plan.md says how they are checked.",
         style="dim",
     )
 
