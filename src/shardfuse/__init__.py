@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from .parallel.parallel_model import ParallelModel
     from .parallel.parallelize import parallelize
     from .parallel.zero.main_grad import attach_main_grads, main_grads_to_grads, zero_main_grads
+    from .planning import DoesNotFit, Plan, plan
     from .serving.aio import AsyncEngine
     from .serving.engine import Engine
     from .serving.guide import Guide
@@ -75,6 +76,7 @@ __all__ = [
     "Checkpointer",
     "ColumnParallel",
     "ColumnParallelLinear",
+    "DoesNotFit",
     "Engine",
     "Fp8Linear",
     "FusedMLP",
@@ -90,6 +92,7 @@ __all__ = [
     "ParallelMLP",
     "ParallelModel",
     "ParallelTransformer",
+    "Plan",
     "QueueFull",
     "RMSNorm",
     "Request",
@@ -131,6 +134,7 @@ __all__ = [
     "norm_rope_write_kv_",
     "paged_attention",
     "parallelize",
+    "plan",
     "plan_attention",
     "plan_write",
     "quantize",
@@ -162,6 +166,7 @@ _HOMES = {
     "Checkpointer": "parallel.checkpoint.manager",
     "ColumnParallel": "layers.style",
     "ColumnParallelLinear": "layers.linear",
+    "DoesNotFit": "planning",
     "Engine": "serving.engine",
     "Fp8Linear": "layers.fp8",
     "FusedMLP": "layers.style",
@@ -177,6 +182,7 @@ _HOMES = {
     "ParallelMLP": "layers.mlp",
     "ParallelModel": "parallel.parallel_model",
     "ParallelTransformer": "layers.transformer",
+    "Plan": "planning",
     "QueueFull": "serving.request",
     "RMSNorm": "layers.norm",
     "Request": "serving.request",
@@ -218,6 +224,7 @@ _HOMES = {
     "plan_write": "kernels.kv_cache",
     "paged_attention": "kernels.paged_attention",
     "parallelize": "parallel.parallelize",
+    "plan": "planning",
     "plan_attention": "kernels.paged_attention",
     "quantize": "kernels.scaled_linear",
     "read_extra": "parallel.checkpoint.checkpoint",
