@@ -22,9 +22,9 @@ class Layout:
     ``interleave`` is the number of stages on each pipeline rank (virtual stages), ``zero`` the stage of ZeRO over
     ``dp`` ranks of ``replicas`` replicas. ``schedule`` is the pipeline's (``pipeline/schedules.py``); "" is 1F1B, or
     its interleaved form for several stages on a rank. ``recompute``: "none", "selective" (attention's core), "ops" (all
-    but attention and every second product: torchtitan's) or "full" (each block). ``offload`` keeps weights, gradients
-    and the optimizer's state in host memory. Raises ValueError for degrees below 1, unknown choices, and a batch that
-    does not divide.
+    but attention and every second product: torchtitan's) or "full" (each block). ``mlp_recompute`` is ParallelMLP's
+    ``recompute``, 0 to 2. ``offload`` keeps weights, gradients and the optimizer's state in host memory. Raises
+    ValueError for degrees below 1, unknown choices, and a batch that does not divide.
     """
 
     tp: int = 1
@@ -42,6 +42,7 @@ class Layout:
     precision: str = "bf16"
     offload: bool = False
     schedule: str = ""
+    mlp_recompute: int = 0
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "dp", "replicas", "interleave", "micro", "batch", "length"):
@@ -51,6 +52,8 @@ class Layout:
             raise ValueError(f"zero={self.zero!r}: expected 0, 1, 2 or 3")
         if self.recompute not in RECOMPUTE:
             raise ValueError(f"recompute={self.recompute!r}: expected one of {', '.join(RECOMPUTE)}")
+        if self.mlp_recompute not in range(3):
+            raise ValueError(f"mlp_recompute={self.mlp_recompute!r}: expected 0, 1 or 2")
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision={self.precision!r}: expected one of {', '.join(PRECISIONS)}")
         if self.batch % (self.shares * self.micro):
@@ -121,5 +124,6 @@ class Layout:
         parts += [f"ZeRO {self.zero}"] if self.zero else []
         parts += ["sequence parallel"] if self.sequence_parallel else []
         parts += [f"recompute {self.recompute}"] if self.recompute != "none" else []
+        parts += [f"MLP recompute {self.mlp_recompute}"] if self.mlp_recompute else []
         parts += ["offload"] if self.offload else []
         return ", ".join((*parts, f"micro-batch {self.micro}"))

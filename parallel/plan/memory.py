@@ -5,32 +5,26 @@ precision (2 + 4 + 12), 16 where FSDP keeps weights in fp32 and gathers them in 
 state by the shards in stage 1, gradients in stage 2, weights in stage 3 (Rajbhandari et al., arXiv:1910.02054), where
 the weights of two blocks are gathered at a time.
 
-A block keeps for its backward, in 16 bits, per token (Korthikanti et al., arXiv:2205.05198, section 4, of which this is
-the general form: 34 h for GPT, of which 10 h are whole on every tensor-parallel rank without sequence parallelism):
+What micro-batches leave for their backward is in ``activations.py``, how many of them a rank keeps in ``stages.py``.
+One block's backward works on the gradients of its MLP's intermediates beside them, and with recomputation on one whole
+block. Norms, and biases added after a sum over tensor-parallel ranks, are whole on each of these.
 
-    whole       the inputs of both norms and of both products behind them   8 h   and 2 h of dropout masks
-    divided     q, k, v, attention's result and its MLP's intermediates     2 (2 q + 2 kv) + 4 f (gated: 6 f)
-    scores      of attention that stores them                               5 a s, with dropout; none in FlashAttention
-
-Where software does not gather the inputs of products again in backward (``Software.regathers``), it keeps 4 h of those
-whole. Recomputation keeps none of the scores ("selective"), or the block's input alone ("full", plus one whole block
-while it is recomputed). One block's backward works on the gradients of its MLP's intermediates beside them. Stage i of
-p keeps p - i micro-batches; an interleaved schedule's first rank keeps the activations of its layers
-1 + (p - 1) / (p v) times.
+FSDP keeps the whole gradients of a step with several micro-batches until the last one, and torch's pipeline stages have
+a buffer for every micro-batch's input, whose gradient stays until the next step, and for every result's gradient.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from ..pipeline.timeline import simulate
+from .activations import block_bytes, handed_bytes, head_bytes, stage_bytes
 from .layout import Layout
 from .shapes import ModelShape
 from .software import Software
-
-V_SHAPED = ("zbv", "dualpipev")  # schedules whose first rank has both ends of the model
+from .stages import Stage, in_flight
+from .stages import of_rank as stages_of
 
 
 @dataclass(frozen=True)
@@ -40,10 +34,11 @@ class Memory:
     weights: float
     gradients: float
     optimizer: float
-    activations: float
+    activations: float  # of all micro-batches that the rank keeps, without ``logits``
     working: float  # of the block whose backward runs
-    logits: float
-    gathered: float
+    logits: float  # what the last norm, the head and the loss keep
+    gathered: float  # whole weights, and whole gradients of a step's first micro-batches
+    buffers: float  # of a pipeline's stages
     margin: float
 
     @property
@@ -58,12 +53,11 @@ class Memory:
 
 def of_rank(shape: ModelShape, layout: Layout, software: Software, rank: int) -> Memory:
     """What pipeline rank ``rank`` holds."""
-    layers = -(-shape.layers // layout.pp)
-    first, last = rank == 0, rank == (0 if layout.schedule in V_SHAPED else layout.pp - 1)
-    ends = (shape.embedding_parameters if first else 0) + (shape.head_parameters if last else 0)
-    if shape.tied and last and not first:
-        ends += shape.vocab * shape.hidden  # a copy of the embedding
-    owned = (layers * shape.layer_parameters + ends) / layout.tp
+    stages = stages_of(shape, layout, software, rank)
+    first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
+    blocks = sum(stage.blocks for stage in stages)
+    ends = _end_parameters(shape, first, last) / layout.tp + (shape.norm_parameters if last else 0)
+    owned = blocks * _block_parameters(shape, layout) + ends
     shards = layout.shards
     weights = owned * software.weight_bytes / (shards if layout.zero >= software.shards_weights else 1)
     gradients = owned * software.gradient_bytes / (shards if layout.zero >= software.shards_gradients else 1)
@@ -71,77 +65,73 @@ def of_rank(shape: ModelShape, layout: Layout, software: Software, rank: int) ->
     if layout.offload:
         weights = gradients = optimizer = 0.0
     gathered = _gathered(shape, layout, software, owned, ends)
-    kept = _kept(layout, rank) * layers * block_bytes(shape, layout, software)
+    logits = head_bytes(shape, layout, software) if last else 0.0
+    sizes = [stage_bytes(shape, layout, software, stage) + (logits if stage.last else 0.0) for stage in stages]
+    counts = in_flight(sizes, layout, rank)
+    kept = sum(count * size for count, size in zip(counts, sizes)) - logits
     working = layout.tokens * layout.itemsize * (3 if shape.gated else 2) * shape.ffn / layout.tp
     if layout.tp > 1 and not software.async_tp:
         working += 2 * layout.tokens * layout.itemsize * shape.hidden  # a gathered input, and a partial sum
     if layout.recompute in ("full", "ops"):
         working += block_bytes(shape, layout, software, recompute="none")
-    logits = layout.tokens * shape.vocab / layout.tp * software.logit_bytes if last else 0.0
-    held = weights + gradients + optimizer + gathered + kept + working + logits
-    return Memory(weights, gradients, optimizer, kept, working, logits, gathered, software.margin * held)
+    buffers = _buffers(shape, layout, stages, counts) if software.torch_stages else 0.0
+    held = weights + gradients + optimizer + gathered + kept + working + logits + buffers
+    return Memory(weights, gradients, optimizer, kept, working, logits, gathered, buffers, software.margin * held)
+
+
+def _end_parameters(shape: ModelShape, first: bool, last: bool) -> int:
+    """Of embedding and head, which tensor-parallel ranks divide."""
+    count = shape.embedding_parameters if first else 0
+    if last:
+        count += shape.head_parameters - shape.norm_parameters
+        count += shape.vocab * shape.hidden if shape.tied and not first else 0  # a copy of the embedding
+    return count
+
+
+def _block_parameters(shape: ModelShape, layout: Layout) -> float:
+    """Of a block on one tensor-parallel rank."""
+    return (shape.layer_parameters - shape.layer_repeated) / layout.tp + shape.layer_repeated
 
 
 def _gathered(shape: ModelShape, layout: Layout, software: Software, owned: float, ends: float) -> float:
-    """Weights in 16 bits where others are kept, and what ZeRO 3 gathers: two blocks, or in a pipeline all of a stage.
+    """Weights in 16 bits where others are kept, and what FSDP gathers and adds up, see this module's text.
 
-    There FSDP also adds up a step's gradients before it divides them.
+    ZeRO 3 gathers two blocks at a time, or in a pipeline all of a stage. FSDP2 also copies weights that it replicates.
     """
-    if layout.zero == 3 and (layout.shards > 1 or layout.offload):
-        if layout.pp > 1:
-            return owned * (layout.itemsize + software.gradient_bytes)
-        return (2 * shape.layer_parameters + ends) / layout.tp * layout.itemsize
-    whole = layout.zero < software.shards_weights or layout.shards == 1
-    return 0.0 if whole and software.weight_bytes <= layout.itemsize else owned * layout.itemsize
+    split = layout.shards > 1 or layout.offload
+    accumulated = 0.0
+    if split and layout.microbatches > 1 and layout.zero >= max(1, software.shards_gradients):
+        accumulated = owned * software.gradient_bytes
+    if layout.zero == 3 and split and layout.pp == 1:
+        return (2 * _block_parameters(shape, layout) + ends) * layout.itemsize + accumulated
+    copies = layout.offload or (layout.zero >= software.shards_weights and split)
+    copies = copies or (software.copies_replicas and layout.shares > 1)
+    return (owned * layout.itemsize if copies or software.weight_bytes > layout.itemsize else 0.0) + accumulated
+
+
+def _buffers(shape: ModelShape, layout: Layout, stages: Sequence[Stage], counts: Sequence[int]) -> float:
+    """Inputs that no backward needs, their gradients and those of results: of every micro-batch of a step."""
+    if layout.pp == 1:
+        return 0.0
+    m = layout.microbatches
+    slots = sum(
+        (0 if stage.first else 2 * (m - count)) + (0 if stage.last else m) for stage, count in zip(stages, counts)
+    )
+    return slots * handed_bytes(shape, layout)
 
 
 def predict(shape: ModelShape, layout: Layout, software: Software) -> Memory:
-    """What the fullest rank holds: the first or the last of a pipeline."""
-    ranks = {0, layout.pp - 1}
+    """What the fullest rank holds."""
+    ranks = _fullest(layout, software)
     return max((of_rank(shape, layout, software, rank) for rank in ranks), key=lambda memory: memory.total)
 
 
 def on_host(shape: ModelShape, layout: Layout, software: Software) -> float:
     """What the fullest rank's host holds where weights, gradients and the optimizer's state are offloaded, in bytes."""
     there = dataclasses.replace(layout, offload=False)
-    return max(of_rank(shape, there, software, rank).states for rank in {0, layout.pp - 1})
+    return max(of_rank(shape, there, software, rank).states for rank in _fullest(there, software))
 
 
-def block_bytes(shape: ModelShape, layout: Layout, software: Software, *, recompute: str | None = None) -> float:
-    """What a micro-batch leaves in one block for backward, on one rank."""
-    recompute = layout.recompute if recompute is None else recompute
-    tokens, h, tp = layout.tokens, shape.hidden, layout.tp
-    whole = tp if layout.sequence_parallel else 1
-    if recompute == "full":
-        return tokens * layout.itemsize * h / whole
-    ffn = (3 + software.extra_ffn if shape.gated else 2) * shape.ffn
-    divided = layout.itemsize * (2 * shape.q_width + 2 * shape.kv_width + ffn)
-    if recompute == "ops":
-        outputs = shape.q_width + 2 * shape.kv_width + (2 if shape.gated else 1) * shape.ffn
-        halves = (outputs / tp + 2 * h / whole) / 2
-        return tokens * layout.itemsize * (halves + shape.q_width / tp + h / whole)
-    inputs = layout.itemsize * 2 * h
-    extra = software.extra_norms if shape.gated else 0
-    norms = layout.itemsize * (2 + extra) * h + (2 * h if software.dropout else 0)
-    scores = 0.0
-    if not software.attention and recompute == "none":
-        scores = (5 if software.dropout else layout.itemsize) * shape.heads * layout.length
-    return tokens * (norms / whole + inputs / (whole if software.regathers else 1) + (divided + scores) / tp)
-
-
-def _kept(layout: Layout, rank: int) -> float:
-    """How many micro-batches of its layers a rank keeps at a time."""
-    if layout.pp == 1:
-        return 1.0
-    if layout.schedule not in ("1f1b", "interleaved_1f1b"):
-        return _peaks(layout.schedule, layout.pp, min(layout.microbatches, 2 * layout.pp))[rank]
-    if layout.interleave == 1:
-        return float(min(layout.pp - rank, layout.microbatches))
-    kept = layout.pp * (1 + (layout.pp - 1 - 2 * rank) / (layout.pp * layout.interleave))
-    return min(kept, float(layout.microbatches))
-
-
-@functools.lru_cache(4096)
-def _peaks(schedule: str, ranks: int, microbatches: int) -> tuple[float, ...]:
-    """The same of each rank, counted in the order in which torch runs the schedule's passes."""
-    return simulate(schedule, ranks, microbatches).peak_activations
+def _fullest(layout: Layout, software: Software) -> Iterable[int]:
+    """The pipeline ranks among which the fullest one is."""
+    return range(layout.pp) if software.balances else {0, layout.pp - 1}

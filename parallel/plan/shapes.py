@@ -66,9 +66,19 @@ class ModelShape:
     @property
     def layer_vectors(self) -> int:
         """Elements of one block's norms and biases."""
-        norms = 2 * self.hidden * (2 if self.biases else 1)
+        norms = 2 * self.norm_parameters
         biases = self.q_width + 2 * self.kv_width + self.hidden + (2 if self.gated else 1) * self.ffn + self.hidden
         return norms + (biases if self.biases else 0)
+
+    @property
+    def norm_parameters(self) -> int:
+        """Of one norm."""
+        return self.hidden * (2 if self.biases else 1)
+
+    @property
+    def layer_repeated(self) -> int:
+        """Elements of a block that every tensor-parallel rank has: norms, and biases added to a sum over the ranks."""
+        return 2 * self.norm_parameters + (2 * self.hidden if self.biases else 0)
 
     @property
     def layer_parameters(self) -> int:
@@ -81,7 +91,7 @@ class ModelShape:
     @property
     def head_parameters(self) -> int:
         """Of the last norm, and of the head unless it is tied."""
-        return self.hidden * (2 if self.biases else 1) + (0 if self.tied else self.vocab * self.hidden)
+        return self.norm_parameters + (0 if self.tied else self.vocab * self.hidden)
 
     @property
     def parameters(self) -> int:

@@ -38,14 +38,18 @@ class Software:
     margin: float = 0.0
     dropout: bool = False
     regathers: bool = True
-    extra_norms: int = 0  # activations as wide as the model that a gated block keeps beside the formula's
-    extra_ffn: int = 0  # and as wide as its MLP
+    composed_norms: bool = False  # gated blocks' norms keep their input and its normalised form in fp32
+    extra_ffn: int = 0  # activations as wide as the MLP that a gated one keeps beside three, in one process
+    tables: int = 0  # as wide as a head in fp32: cosines and sines that a stage's forward keeps for each micro-batch
+    fused_loss: int = 0  # bytes in fp32: more logits are never stored; 0: they always are
     shards_weights: int = 3  # the stage of ZeRO from which on weights are divided
     shards_gradients: int = 2
+    copies_replicas: bool = False  # whether the whole weights of a step are copies where ZeRO does not divide them
+    balances: bool = False  # whether stages are cut by cost, with fewer blocks beside the head
+    torch_stages: bool = False  # whether torch.distributed.pipelining runs the pipeline: see memory.py
     async_tp: bool = False
     causal: bool = True  # whether attention leaves out masked scores
     offers: tuple[str, ...] = ()  # the degrees, stages of ZeRO and schedules that its runs could have chosen
-    balances: bool = False  # whether the rank of a pipeline that has the head gets fewer blocks
     stages_apart: bool = True  # whether all data-parallel ranks of a stage lie between it and the next one
 
 
@@ -92,7 +96,11 @@ _OURS: dict[str, Any] = {
     "margin": RESERVED,
     "balances": True,
     "stages_apart": False,
+    "fused_loss": 64 << 20,
+    "copies_replicas": True,
+    "torch_stages": True,
 }
-OURS = Software("shardfuse", FA2, 8.0, 0.0, **_OURS)
-# Without kernels gated blocks keep both norms' results before their weights, and the activation of the gate.
-PLAIN = Software("shardfuse, plain torch", FA2, 8.0, 0.0, **_OURS, extra_norms=2, extra_ffn=1)
+OURS = Software("shardfuse", FA2, 8.0, 0.0, **_OURS, tables=1)
+# Without kernels torch composes RMSNorm of smaller operations, a gated MLP in one process keeps the gate's activation,
+# and the tables of cosines and sines are as wide as a head, each.
+PLAIN = Software("shardfuse, plain torch", FA2, 8.0, 0.0, **_OURS, tables=2, composed_norms=True, extra_ffn=1)

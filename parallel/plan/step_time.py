@@ -117,6 +117,9 @@ def predict(
         exposed += _ring(shape, layout, cluster)
     forward = products + attention + passes + exposed
     again = {"none": 0.0, "selective": attention, "ops": products / 2 + passes, "full": forward}[layout.recompute]
+    if layout.mlp_recompute == 2 and layout.recompute != "full":
+        wide = (2 if shape.gated else 1) * shape.ffn // tp
+        again += _seconds(T, wide, h, cluster, "nt", _share(layout, cluster, efficiency))
     backward = products_input + attention_back + 2 * passes + exposed + again
 
     layers = -(-shape.layers // (layout.pp * layout.interleave)) * layout.interleave  # of the rank with the most
@@ -234,11 +237,16 @@ def _products(
         ((2 if shape.gated else 1) * shape.ffn // tp, h),
         (h, shape.ffn // tp),
     )
-    share = efficiency.of(layout.precision) * cluster.gpu.flops[layout.precision] / cluster.gpu.peak
+    share = _share(layout, cluster, efficiency)
     passes = {
         kind: sum(_seconds(layout.tokens, F, D, cluster, kind, share) for F, D in sizes) for kind in ("nt", "nn", "tn")
     }
     return passes["nt"], passes["nn"], passes["tn"]
+
+
+def _share(layout: Layout, cluster: Cluster, efficiency: Efficiency) -> float:
+    """Of the chip model's speed in bf16 that a block's products reach in the layout's precision."""
+    return efficiency.of(layout.precision) * cluster.gpu.flops[layout.precision] / cluster.gpu.peak
 
 
 def _seconds(T: int, F: int, D: int, cluster: Cluster, kind: str, share: float) -> float:
