@@ -2,8 +2,8 @@
 
 The search is exhaustive over its :class:`Space`, and prunes in three ways that cannot lose the best layout:
 
-    what fits without it    recomputation and offloading only cost time: of each, the first that fits is the only one
-                            timed; the same holds for no sequence parallelism, where sequence parallelism divides
+    what fits without it    recomputation and offloading only cost time: where a layout fits without, it is not timed
+                            with it; the same holds for no sequence parallelism, where sequence parallelism divides
     a bound                 the products and attention of a layout's blocks take the same time whatever its ZeRO stage,
                             schedule, recomputation and offloading: where that alone is slower than what was found,
                             all of those are skipped
@@ -118,7 +118,7 @@ class Search:
         return min(last, best[mesh].time.total) if mesh in best else last
 
     def _meshes(self) -> Iterator[tuple[Mesh, int]]:
-        """Degrees (tp, pp, cp, data-parallel ranks) and micro-batches that divide, small micro-batches first."""
+        """Degrees (tp, pp, cp, data-parallel ranks) and micro-batches that divide, large micro-batches first."""
         gpus, space = self.cluster.gpus, self.space
         largest = min(_LARGEST_TP, self.shape.heads)
         for tp in _allowed(space.tp, [n for n in _divisors(gpus) if n <= largest], gpus):
@@ -128,7 +128,7 @@ class Search:
                     if self.batch % shares:
                         continue
                     mine = self.batch // shares
-                    for micro in space.micro or [n for n in _divisors(mine) if n & (n - 1) == 0]:
+                    for micro in space.micro or [n for n in reversed(_divisors(mine)) if n & (n - 1) == 0]:
                         if mine % micro == 0:
                             yield (tp, pp, cp, shares), micro
 
@@ -142,21 +142,27 @@ class Search:
     def _fitting(self, mesh: Mesh, micro: int) -> Iterator[tuple[Layout, Memory | None]]:
         """The layouts worth timing, each with what it holds; None beside those that do not fit."""
         shares = mesh[3]
-        schedules = self._schedules(mesh[1], self.batch // shares // micro)
-        for schedule, zero, dp in itertools.product(schedules, self.space.zero, self._shards(shares)):
-            if (zero == 0 and dp != shares) or (zero == 3 and splits(schedule[0])):
-                continue
-            yield from self._cheapest(mesh, micro, schedule, zero, dp)
+        for schedule in self._schedules(mesh[1], self.batch // shares // micro):
+            for offload in sorted(self.space.offload):
+                fits = False
+                for zero, dp in itertools.product(self.space.zero, self._shards(shares)):
+                    if (zero == 0 and dp != shares) or (zero == 3 and splits(schedule[0])):
+                        continue
+                    # ZeRO over one rank shards nothing: it serves to bring offloaded weights block by block.
+                    if (zero and dp * mesh[2] == 1 and not (offload and zero == 3)) or (offload and not zero):
+                        continue
+                    for layout, held in self._cheapest(mesh, micro, schedule, zero, dp, offload):
+                        fits = fits or held is not None
+                        yield layout, held
+                if fits:
+                    break
 
     def _cheapest(
-        self, mesh: Mesh, micro: int, schedule: tuple[str, int], zero: int, dp: int
+        self, mesh: Mesh, micro: int, schedule: tuple[str, int], zero: int, dp: int, offload: bool
     ) -> Iterator[tuple[Layout, Memory | None]]:
         """Layouts that keep less and less and take longer and longer, up to the first that fits."""
         tp, pp, cp, shares = mesh
-        for offload, recompute in itertools.product(sorted(self.space.offload), self._recomputations()):
-            # ZeRO over one rank shards nothing: it serves to bring offloaded weights block by block.
-            if (zero and dp * cp == 1 and not (offload and zero == 3)) or (offload and not zero and shares > 1):
-                continue
+        for recompute in self._recomputations():
             layout = Layout(
                 tp, pp, cp, dp, shares // dp, schedule[1], zero, micro, self.batch, self.length, False, recompute,
                 self.precision, offload, schedule[0],
@@ -226,9 +232,10 @@ def smallest(search: Search, *, most: int = 1 << 17) -> Found | None:
 
 
 def _counts(node: int, most: int) -> Iterator[int]:
-    within = itertools.takewhile(lambda n: n < node, (1 << n for n in itertools.count()))
-    beyond = itertools.takewhile(lambda n: n <= most, (64 * node << n for n in itertools.count(1)))
-    yield from itertools.chain(within, range(node, 64 * node + 1, node), beyond)
+    within = [1 << power for power in range(node.bit_length()) if 1 << power < node]
+    beyond = (64 * node << power for power in itertools.count(1))
+    counts = itertools.chain(within, range(node, 64 * node + 1, node), beyond)
+    yield from itertools.takewhile(lambda gpus: gpus <= most, counts)
 
 
 def _divisors(n: int) -> list[int]:

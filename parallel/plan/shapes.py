@@ -164,7 +164,9 @@ def from_config(config: Mapping[str, Any], *, name: str = "model") -> ModelShape
 def described(shape: ModelShape) -> str:
     """A line for people."""
     sizes = dataclasses.asdict(shape)
+    many = shape.parameters
+    number = f"{many / 1e9:.3g} billion" if many >= 1e9 else f"{many / 1e6:.3g} million"
     return (
-        f"{shape.name}: {shape.parameters / 1e9:.3g} billion parameters, {sizes['layers']} blocks of width "
+        f"{shape.name}: {number} parameters, {sizes['layers']} blocks of width "
         f"{sizes['hidden']}, {sizes['heads']} heads ({sizes['kv_heads']} of keys and values)"
     )

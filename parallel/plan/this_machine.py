@@ -1,7 +1,7 @@
 """This machine's processors as a cluster: the rates that the planner needs, measured in about a second.
 
-Processes stand for GPUs. They share the cores, the memory and its bandwidth evenly. The links are those of the shipped
-profile for CPUs (``overlap/profiles/cpu.json``).
+Processes stand for GPUs. They share the cores, the memory and its bandwidth evenly. The rate of gloo over loopback is
+assumed.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from ..overlap.link_profile import shipped
 from .hardware import Cluster, Gpu, Network
 from .software import PLAIN, Software
 from .step_time import LINKS, MEMORY, Efficiency
 
+LOOPBACK = 1.5e9  # bytes per second that each process sends
 _ROWS, _WIDTH = 512, 1024
 _HEADS, _HEAD_DIM = 8, 64
 
@@ -38,11 +38,9 @@ def this_machine(processes: int) -> tuple[Cluster, Software, Efficiency]:
     memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / processes
     # The model takes shares of a rate: what was measured is that share already.
     gpu = Gpu("cpu", memory, {"fp32": product * share}, copied * mine / cores / MEMORY)
-    profile = shipped("cpu")
-    assert profile is not None
-    rate = min(link.bytes_per_s for link in profile.links["node"].values()) / LINKS
-    network = Network(f"{cores} cores of this machine", max(8, processes), rate, rate)
-    software = replace(PLAIN, attention={"cpu": attention / product}, margin=0.0)
+    network = Network(f"{cores} cores of this machine", max(8, processes), LOOPBACK / LINKS, LOOPBACK / LINKS)
+    # gloo's threads work on the cores that form the products: they hide nothing.
+    software = replace(PLAIN, attention={"cpu": attention / product}, margin=0.0, hides_tp=0.0, hides_dp=0.0)
     return Cluster(gpu, network, processes), software, Efficiency(1.0, 1.0, 1.0)
 
 

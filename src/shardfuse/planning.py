@@ -157,10 +157,11 @@ def plan(
         precision = "fp32" if gpu == "cpu" else "bf16"
     if precision not in where.gpu.flops:
         raise ValueError(f"precision={precision!r}: {gpu} has a rate in {', '.join(where.gpu.flops)}")
+    choices = {"offload": False, **choices} if gpu == "cpu" else choices  # the host's memory is the device's
     search = Search(shape, where, how, rates, whole_number("batch", batch), seq, precision, _space(choices))
     result = search.best(whole_number("count", count))
     if not result.found:
-        raise _refusal(search, bool(choices))
+        raise _refusal(search, bool(choices.keys() - {"offload"}))
     return Plan(shape, where, how, settings, result.found, result.considered, result.timed, result.seconds)
 
 
@@ -277,7 +278,7 @@ def _toml(made: Plan, found: Found) -> str:
         given = json.loads(settings.to_json())
         defaults = json.loads(RunSettings(start="-").to_json())
         top = {name: value for name, value in given.items() if not isinstance(value, Mapping)}
-        top = {name: value for name, value in top.items() if value != defaults[name]}
+        top = {name: value for name, value in top.items() if value not in (defaults[name], None)}
         for name in ("model", "data", "optimizer", "checkpoint", "log"):
             sections[name] = {key: value for key, value in given[name].items() if value != defaults[name].get(key)}
         if settings.start is not None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..bench.page.markup import Element, add, new, render
 from ..parallel.pipeline.timeline import Costs, Timeline, simulate
 from ..parallel.plan.search import Found
+from ..parallel.plan.shapes import described
 from ..planning import PARTS, Plan
 from .schedule import COLOURS, LEGEND
 
@@ -126,7 +127,7 @@ def page(made: Plan) -> str:
     add(
         head,
         "p",
-        f"{made.shape.parameters / 1e9:.3g} billion parameters, batches of {best.layout.batch} sequences of "
+        f"{described(made.shape)}; batches of {best.layout.batch} sequences of "
         f"{best.layout.length} tokens in {best.layout.precision}; {made.cluster.network.name}. All figures are "
         "predictions.",
     )

@@ -1,0 +1,165 @@
+"""The planner's search: what it leaves out cannot be better, and what it accepts fits."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardfuse.parallel.pipeline.timeline import Costs, simulate
+from shardfuse.parallel.plan import check, efficiency, memory, published, shapes, step_time
+from shardfuse.parallel.plan.hardware import cluster
+from shardfuse.parallel.plan.layout import RECOMPUTE, Layout
+from shardfuse.parallel.plan.search import SCHEDULES, Search, Space, smallest, splits
+from shardfuse.parallel.plan.shapes import ModelShape
+from shardfuse.parallel.plan.software import MEGATRON, OURS
+from shardfuse.parallel.plan.traffic import traffic
+
+SMALL = ModelShape("small", 2048, 8, 16, 8, 5632, 32000, gated=True)
+
+
+def _search(shape: ModelShape, gpu: str, gpus: int, batch: int, **fields: Any) -> Search:
+    return Search(shape, cluster(gpu, gpus), OURS, efficiency.of(gpu), batch, 2048, **fields)
+
+
+@pytest.mark.parametrize("gib", [79.3, 3.0, 1.2])
+def test_the_search_finds_the_best_of_all_layouts(gib: float) -> None:
+    """At three capacities: all fits, recomputation and sharding are needed, offloading is."""
+    search = _search(SMALL, "a100", 8, 32)
+    gpu = replace(search.cluster.gpu, memory=gib * 2**30)
+    search = replace(search, cluster=replace(search.cluster, gpu=gpu))
+    best = min(_all(search), default=None)
+    found = search.best(3).found
+    assert best is not None
+    assert found
+    assert found[0].time.total == pytest.approx(best, rel=1e-12)
+    assert [each.time.total for each in found] == sorted(each.time.total for each in found)
+    assert len({(each.layout.tp, each.layout.pp, each.layout.shares) for each in found}) == len(found)
+
+
+def _all(search: Search) -> list[float]:
+    """The times of all layouts that fit, by trying every combination of every field."""
+    times = []
+    powers = (1, 2, 4, 8, 16, 32)
+    choices = itertools.product(
+        powers,
+        powers,
+        powers,
+        powers,
+        (0, 1, 3),
+        powers,
+        ("", *SCHEDULES),
+        RECOMPUTE[::3],
+        (True, False),
+        (True, False),
+    )
+    for tp, pp, dp, replicas, zero, micro, schedule, recompute, parallel, offload in choices:
+        if tp * pp * dp * replicas != 8 or bool(schedule) != (pp > 1) or (parallel and tp == 1):
+            continue
+        if (zero == 3 and splits(schedule)) or (zero == 0 and replicas > 1) or (offload and not zero):
+            continue
+        if replicas > 1 and dp < 8:  # shards within a node are not replicated within it
+            continue
+        if zero and dp == 1 and not (offload and zero == 3):
+            continue
+        try:
+            layout = Layout(
+                tp, pp, 1, dp, replicas, 1 if schedule in ("", "1f1b") else 2, zero, micro, search.batch,
+                search.length, parallel, recompute, offload=offload, schedule=schedule,
+            )  # fmt: skip
+        except ValueError:
+            continue
+        few = layout.microbatches < pp or (schedule.startswith("interleaved") and layout.microbatches % pp)
+        if few or layout.why_not(search.shape):
+            continue
+        if memory.predict(search.shape, layout, search.software).total > search.cluster.gpu.memory:
+            continue
+        took = step_time.predict(search.shape, layout, search.cluster, search.software, search.efficiency)
+        times.append(took.total)
+    return times
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu", "gpus"), [("llama3-8b", "h100", 8), ("llama3-70b", "mi300x", 16), ("gpt3-175b", "a100", 64)]
+)
+def test_no_accepted_layout_is_above_the_capacity(model: str, gpu: str, gpus: int) -> None:
+    search = _search(shapes.find(model), gpu, gpus, 128)
+    result = search.best(20)
+    assert len(result.found) >= 3
+    for each in result.found:
+        whole = [memory.of_rank(search.shape, each.layout, OURS, rank).total for rank in range(each.layout.pp)]
+        assert max(whole) == each.memory.total <= search.cluster.gpu.memory
+        assert each.layout.gpus == gpus
+
+
+def test_the_smallest_number_of_gpus_is_named() -> None:
+    search = _search(shapes.find("llama3-70b"), "h100", 1, 64, space=Space(offload=(False,)))
+    assert not search.fits()
+    found = smallest(search)
+    assert found is not None
+    assert 8 < found.layout.gpus <= 32
+    fewer = replace(search, cluster=replace(search.cluster, gpus=found.layout.gpus - 8))
+    assert not fewer.fits()
+    assert smallest(search, most=8) is None
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved_zb"])
+@pytest.mark.parametrize("microbatches", [8, 16, 40])
+def test_a_schedules_bubble_is_that_of_its_simulation(schedule: str, microbatches: int) -> None:
+    layout = Layout(pp=4, interleave=2, batch=microbatches, schedule=schedule)
+    for costs in (Costs(0.3, 0.4, 0.3), Costs(0.2, 0.6, 0.2)):
+        step = simulate(schedule, 4, microbatches, costs)
+        bubble = step_time._bubble(layout, costs)
+        assert bubble == pytest.approx(step.end / 2 - microbatches, rel=0.02)
+
+
+def test_what_a_rank_sends_is_the_closed_form() -> None:
+    layout = Layout(tp=2, pp=2, dp=2, zero=1, micro=1, batch=8, length=1024, sequence_parallel=True)
+    flows = {(each.what, each.kind): each for each in traffic(SMALL, layout, cluster("h100", 8), OURS)}
+    owned = (4 * SMALL.layer_parameters + SMALL.embedding_parameters) // 2
+    assert flows["gradients", "reduce_scatter"].bytes == owned * 4 / 2
+    assert flows["parameters", "all_gather"].bytes == owned * 2 / 2
+    activation = 1024 * 2048 * 2
+    assert flows["blocks", "all_gather"].bytes == 4 * 4 * 4 * activation / 2
+    assert flows["between stages", "send"].bytes == 4 * activation / 2
+    assert {each.link for each in flows.values()} == {"node"}
+    apart = traffic(SMALL, replace(layout, dp=16, batch=64), cluster("h100", 64), OURS)
+    assert {each.group: each.link for each in apart} == {"dp": "network", "tp": "node", "pp": "node"}
+
+
+def test_replicas_and_the_host_cost_time() -> None:
+    where, rates = cluster("h100", 32), efficiency.of("h100")
+
+    def took(**fields: object) -> step_time.StepTime:
+        layout = Layout(**{"dp": 32, "zero": 3, "batch": 64, **fields})  # type: ignore[arg-type]
+        return step_time.predict(SMALL, layout, where, OURS, rates)
+
+    assert took(dp=8, replicas=4).gradients > took().gradients == 0
+    assert took(offload=True).optimizer > 10 * took().optimizer
+
+
+@pytest.mark.parametrize("source", ["megatron2021-T2", "2205.05198-T5", "bridge25.11"])
+def test_published_layouts_are_near_the_best_or_it_is_said_why(source: str) -> None:
+    runs = [run for run in published.runs() if run.source == source and run.cluster.gpus <= 1024]
+    chosen = check.layouts(runs, free=False)
+    assert len(chosen) >= 2
+    assert all(each.passed for each in chosen)
+
+
+@pytest.mark.nightly
+def test_every_published_layout_is_near_the_best_or_it_is_said_why() -> None:
+    chosen = check.layouts(free=False)
+    assert len(chosen) >= 280
+    assert [each.run.name for each in chosen if not each.passed] == []
+    assert {(each.run.source, each.run.shape.name) for each in chosen if not each.near} == check.FAR.keys()
+
+
+def test_a_published_layout_far_from_the_best_is_found() -> None:
+    """Without its reason: the search is no comparison of a layout with itself."""
+    run = next(run for run in published.runs() if run.source == "mcore0.8" and run.cluster.gpus == 96)
+    poor = replace(run, layout=replace(run.layout, tp=8, dp=12, batch=192), software=MEGATRON)
+    (chosen,) = check.layouts([poor], free=False)
+    assert chosen.over > check.LAYOUT_WITHIN
+    assert not chosen.passed
