@@ -15,7 +15,7 @@ its input (2), of which each rank then keeps its share.
 
 A stage with the head keeps beside its blocks the inputs of the last norm and of the head, and the softmax. A head of
 this library that never stores its logits (``Software.fused_loss``) keeps two gradients instead: its input's, and the
-weight's in fp32. A stage whose result another one reads keeps that result where torch runs the pipeline.
+weight's in fp32. Where torch runs the pipeline, a stage keeps the result that it sends to another rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def stage_bytes(shape: ModelShape, layout: Layout, software: Software, stage: St
         kept += software.tables * layout.length // layout.cp * shape.head_dim * FP32
     if stage.first and layout.tp > 1:
         kept += layout.tokens * LOOKUP_BYTES
-    if software.torch_stages and not stage.last:
+    if software.torch_stages and stage.sends:
         kept += handed_bytes(shape, layout)
     return kept
 
@@ -75,13 +75,20 @@ def head_bytes(shape: ModelShape, layout: Layout, software: Software) -> float:
     tokens, h, itemsize = layout.tokens, shape.hidden, layout.itemsize
     shares = _shares(layout)
     norm = _norm_bytes(shape, layout, software)
-    logits = tokens * shape.vocab / layout.tp
-    if software.fused_loss and logits * FP32 > software.fused_loss:
+    softmax = softmax_bytes(shape, layout, software)
+    if not softmax:
         gradients = tokens * itemsize * h + shape.vocab / layout.tp * h * FP32
         return tokens * norm / shares + gradients
     head = itemsize * h / (shares if software.regathers else 1)
-    loss = LOSS_BYTES if layout.tp > 1 else 0
-    return tokens * (norm / shares + head + loss) + logits * software.logit_bytes
+    return tokens * (norm / shares + head) + softmax
+
+
+def softmax_bytes(shape: ModelShape, layout: Layout, software: Software) -> float:
+    """The softmax of a micro-batch, and what the loss keeps of its targets; 0 where logits are never stored."""
+    logits = layout.tokens * shape.vocab / layout.tp
+    if software.fused_loss and logits * FP32 > software.fused_loss:
+        return 0.0
+    return logits * software.logit_bytes + layout.tokens * (LOSS_BYTES if layout.tp > 1 else 0)
 
 
 def _shares(layout: Layout) -> int:

@@ -19,11 +19,11 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from .activations import block_bytes, handed_bytes, head_bytes, stage_bytes
+from .activations import block_bytes, handed_bytes, head_bytes, softmax_bytes, stage_bytes
 from .layout import Layout
 from .shapes import ModelShape
 from .software import Software
-from .stages import Stage, in_flight
+from .stages import Stage, fullest
 from .stages import of_rank as stages_of
 
 
@@ -67,8 +67,9 @@ def of_rank(shape: ModelShape, layout: Layout, software: Software, rank: int) ->
     gathered = _gathered(shape, layout, software, owned, ends)
     logits = head_bytes(shape, layout, software) if last else 0.0
     sizes = [stage_bytes(shape, layout, software, stage) + (logits if stage.last else 0.0) for stage in stages]
-    counts = in_flight(sizes, layout, rank)
-    kept = sum(count * size for count, size in zip(counts, sizes)) - logits
+    early = [softmax_bytes(shape, layout, software) if stage.last else 0.0 for stage in stages]
+    most, counts = fullest(sizes, early, layout, rank)
+    kept = most - logits
     working = layout.tokens * layout.itemsize * (3 if shape.gated else 2) * shape.ffn / layout.tp
     if layout.tp > 1 and not software.async_tp:
         working += 2 * layout.tokens * layout.itemsize * shape.hidden  # a gathered input, and a partial sum

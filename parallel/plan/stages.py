@@ -25,7 +25,7 @@ PERIODS = 3  # rounds of an interleaved schedule, after which it repeats itself
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage's number of blocks, and whether it has the embedding and the head.
+    """A stage's number of blocks, whether it has the embedding and the head, and whether another rank has the next one.
 
     The number is a fraction where software divides blocks that do not divide, and is not known to do it otherwise.
     """
@@ -33,23 +33,28 @@ class Stage:
     blocks: float
     first: bool
     last: bool
+    sends: bool
 
 
 def of_rank(shape: ModelShape, layout: Layout, software: Software, rank: int) -> list[Stage]:
     """The stages of pipeline rank ``rank``, in order."""
     count = layout.pp * layout.interleave
     if layout.pp == 1:
-        return [Stage(shape.layers, True, True)]
+        return [Stage(shape.layers, True, True, False)]
     kind = find(layout.schedule).layout
-    own = [stage for stage, owner in enumerate(owners(count, layout.pp, kind)) if owner == rank]
-    if not software.balances:
-        blocks = -(-shape.layers // layout.pp) / layout.interleave
-        return [Stage(blocks, stage == 0, stage == count - 1) for stage in own]
-    ranges = _cut(shape.layers, _block_cost(shape, layout.length), shape.hidden * shape.vocab, count, layout.pp, kind)
-    end = shape.layers + 1  # the head's place among the parts; the embedding is the first
+    owner = owners(count, layout.pp, kind)
+    if software.balances:
+        head = shape.hidden * shape.vocab
+        ranges = _cut(shape.layers, _block_cost(shape, layout.length), head, count, layout.pp, kind)
+        end = shape.layers + 1  # the head's place among the parts; the embedding is the first
+        blocks: list[float] = [min(each.stop, end) - max(each.start, 1) for each in ranges]
+    else:
+        blocks = [-(-shape.layers // layout.pp) / layout.interleave] * count
+    last = count - 1
     return [
-        Stage(min(ranges[stage].stop, end) - max(ranges[stage].start, 1), stage == 0, stage == count - 1)
-        for stage in own
+        Stage(blocks[stage], stage == 0, stage == last, stage < last and owner[stage + 1] != rank)
+        for stage in range(count)
+        if owner[stage] == rank
     ]
 
 
@@ -64,46 +69,45 @@ def _cut(layers: int, block: int, head: int, stages: int, ranks: int, kind: str)
     return balanced([0.0, *[float(block)] * layers, float(head)], stages, layout=kind, ranks=ranks)
 
 
-def in_flight(sizes: Sequence[float], layout: Layout, rank: int) -> list[int]:
-    """The micro-batches of each stage that pipeline rank ``rank`` keeps at its fullest moment.
+def fullest(sizes: Sequence[float], early: Sequence[float], layout: Layout, rank: int) -> tuple[float, list[int]]:
+    """The most bytes that pipeline rank ``rank`` keeps at a time, and the micro-batches of each stage that it has then.
 
-    ``sizes`` are the bytes of one micro-batch in each of the rank's stages.
+    A micro-batch leaves ``sizes`` in each of the rank's stages, of which a backward for the inputs alone frees
+    ``early``.
     """
-    if layout.pp == 1:
-        return [1]
-    if layout.schedule == "1f1b":
-        return [min(layout.pp - rank, layout.microbatches)]
-    if layout.schedule == "interleaved_1f1b":
-        changes = _interleaved(layout.pp, layout.interleave, layout.microbatches, rank)
-    else:
-        changes = _in_torchs_order(layout.schedule, layout.pp, min(layout.microbatches, 4 * layout.pp), rank)
+    changes = _changes(layout.schedule, layout.pp, layout.interleave, layout.microbatches, rank)
     held = [0] * len(sizes)
-    fullest, most, now = list(held), 0.0, 0.0
-    for stage, change in changes:
-        held[stage] += change
-        now += change * sizes[stage]
+    counts, most, now = list(held), 0.0, 0.0
+    for kind, stage in changes:
+        now += {"F": sizes[stage], "I": -early[stage], "W": early[stage] - sizes[stage]}.get(kind, -sizes[stage])
+        held[stage] += {"F": 1, "I": 0}.get(kind, -1)
         if now > most:
-            most, fullest = now, list(held)
-    return fullest
+            most, counts = now, list(held)
+    return most, counts
 
 
 @functools.lru_cache(4096)
-def _interleaved(ranks: int, stages: int, microbatches: int, rank: int) -> list[tuple[int, int]]:
-    """How many micro-batches more of which stage each pass of a rank keeps, up to the last forward."""
+def _changes(schedule: str, ranks: int, stages: int, microbatches: int, rank: int) -> list[tuple[str, int]]:
+    """The passes of a rank, each with its stage among the rank's; those of ``timeline.KINDS``."""
+    if ranks == 1:
+        return [("F", 0)]
+    if schedule == "1f1b":
+        return [("F", 0)] * min(ranks - rank, microbatches)
+    if schedule == "interleaved_1f1b":
+        return _interleaved(ranks, stages, microbatches, rank)
+    passes = [one for together in order(schedule, ranks, min(microbatches, 4 * ranks))[rank] for one in together]
+    own = sorted({one.stage for one in passes})
+    return [(one.kind, own.index(one.stage)) for one in passes]
+
+
+def _interleaved(ranks: int, stages: int, microbatches: int, rank: int) -> list[tuple[str, int]]:
+    """Up to the last forward: 1F1B repeats itself, and only frees what is left from there."""
     rounds = max(1, microbatches // ranks)
     together = microbatches // rounds  # micro-batches of one stage before the next one's turn
     total = together * min(rounds, PERIODS) * stages
     ahead = min((stages - 1) * together + 2 * (ranks - 1 - rank), total)
-    changes = [(step // together % stages, 1) for step in range(ahead)]
+    passes = [("F", step // together % stages) for step in range(ahead)]
     for step in range(total - ahead):
-        changes.append(((ahead + step) // together % stages, 1))
-        changes.append((stages - 1 - step // together % stages, -1))
-    return changes
-
-
-@functools.lru_cache(4096)
-def _in_torchs_order(schedule: str, ranks: int, microbatches: int, rank: int) -> list[tuple[int, int]]:
-    """The same in the order in which torch runs a schedule's passes; a weight's gradient frees what is kept."""
-    passes = [one for together in order(schedule, ranks, microbatches)[rank] for one in together]
-    own = sorted({one.stage for one in passes})
-    return [(own.index(one.stage), {"F": 1, "I": 0}.get(one.kind, -1)) for one in passes]
+        passes.append(("F", (ahead + step) // together % stages))
+        passes.append(("B", stages - 1 - step // together % stages))
+    return passes

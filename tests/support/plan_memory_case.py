@@ -76,6 +76,8 @@ CASES = [
     case(GATED, 4, pp=2),
     case(UNEVEN, 2, pp=2, micro=2),
     case(GELU, 4, pp=2, interleave=2),
+    case(GATED, 4, pp=2, interleave=2, schedule="zbv"),
+    case(GELU, 4, pp=2, interleave=2, schedule="interleaved_zb"),
     case(GATED, tp=4, sequence_parallel=True, micro=2),
     case(GATED, 2, tp=2, dp=2, zero=2, sequence_parallel=True, recompute="full"),
     case(GELU, 4, tp=2, pp=2, sequence_parallel=True),
@@ -123,10 +125,13 @@ class Saved:
 
 
 class Reference:
-    """A tensor that a node of a graph holds, or a pipeline's stage."""
+    """A tensor that a node of a graph holds, or a pipeline's stage.
+
+    It is detached: a node that torch is about to free would otherwise hold others of its graph.
+    """
 
     def __init__(self, saved: Saved, tensor: torch.Tensor) -> None:
-        self.saved, self.tensor = saved, tensor
+        self.saved, self.tensor = saved, tensor.detach()
         storage = local_tensor(tensor.detach()).untyped_storage()
         self.key = storage._cdata
         self.bytes = 0 if self.key in saved.uncounted else storage.nbytes()
