@@ -101,7 +101,12 @@ def _gathered(shape: ModelShape, layout: Layout, software: Software, owned: floa
     """
     split = layout.shards > 1 or layout.offload
     accumulated = 0.0
-    if split and layout.microbatches > 1 and layout.zero >= max(1, software.shards_gradients):
+    if (
+        split
+        and layout.microbatches > 1
+        and (layout.pp > 1 or software.sums_whole)
+        and layout.zero >= max(1, software.shards_gradients)
+    ):
         accumulated = owned * software.gradient_bytes
     if layout.zero == 3 and split and layout.pp == 1:
         return (2 * _block_parameters(shape, layout) + ends) * layout.itemsize + accumulated

@@ -44,6 +44,7 @@ class Software:
     fused_loss: int = 0  # bytes in fp32: more logits are never stored; 0: they always are
     shards_weights: int = 3  # the stage of ZeRO from which on weights are divided
     shards_gradients: int = 2
+    sums_whole: bool = False  # whether FSDP adds micro-batches' gradients up before it divides them, without a pipeline
     copies_replicas: bool = False  # whether the whole weights of a step are copies where ZeRO does not divide them
     balances: bool = False  # whether stages are cut by cost, with fewer blocks beside the head
     torch_stages: bool = False  # whether torch.distributed.pipelining runs the pipeline: see memory.py
@@ -98,6 +99,7 @@ _OURS: dict[str, Any] = {
     "stages_apart": False,
     "fused_loss": 64 << 20,
     "copies_replicas": True,
+    "sums_whole": True,
     "torch_stages": True,
 }
 OURS = Software("shardfuse", FA2, 8.0, 0.0, **_OURS, tables=1)
