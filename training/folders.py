@@ -71,8 +71,9 @@ def output_folder(path: Path, *, maker: str, names: Collection[str], need_bytes:
 
 
 def write_report(folder: Path, maker: str, content: dict[str, Any]) -> None:
-    """Write ``report.json``, which also marks the folder as ``maker``'s."""
-    (folder / REPORT).write_text(json.dumps({"made_by": maker, **content}, indent=2) + "\n", encoding="utf-8")
+    """Write ``report.json``, which also marks the folder as ``maker``'s; NaN and infinity become null."""
+    text = json.dumps(metrics.finite({"made_by": maker, **content}), indent=2, allow_nan=False)
+    (folder / REPORT).write_text(text + "\n", encoding="utf-8")
 
 
 def _refuse_foreign(target: Path, maker: str, names: Collection[str]) -> None:

@@ -69,12 +69,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
+def finite(value: Any) -> Any:
+    """``value`` with None for each float that is NaN or infinite, which JSON has not; also within dicts and lists."""
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _line(values: dict[str, Any]) -> str:
-    # JSON has no NaN, and a reader must be able to parse the line that reports one.
-    clean = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()
-    }
-    return json.dumps(clean) + "\n"
+    return json.dumps(finite(values), allow_nan=False) + "\n"
 
 
 class TensorBoard:

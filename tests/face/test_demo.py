@@ -85,11 +85,13 @@ def test_demo_from_training_to_serving(leftovers: Any, tmp_path: Path):
         "settings.json",
     ]
 
-    report = json.loads((out / "report.json").read_text())
+    report = json.loads((out / "report.json").read_text(), parse_constant=pytest.fail)  # JSON has no NaN
     assert all(check["ok"] for check in report["checks"])
     first, second = report["ranks"]
     assert first["held_out"] < 2.35
     assert first["steps"] == second["steps"] == 240
+    assert 0 < first["loss"] < 2.5
+    assert second["loss"] is None  # the first rank reports
     agreement = report["agreement"]
     assert len(agreement["sharded"]) == COMPARED_STEPS
     assert 0 < agreement["budget"] < 1e-4

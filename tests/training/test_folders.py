@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,15 @@ def test_output_appears_when_complete_and_replaces_its_own(tmp_path: Path):
     _write(out, "two")
     assert (out / "data").read_text() == "two"
     assert [entry.name for entry in out.parent.iterdir()] == ["out"]
+
+
+def test_report_is_json_where_a_number_is_not_finite(tmp_path: Path):
+    """The ranks beside the first report no loss: NaN, for which JSON has no word."""
+    content = {"ranks": [{"loss": 2.5, "steps": 3}, {"loss": math.nan}], "span": (1, math.inf), "why": "NaN"}
+    write_report(tmp_path, "a test", content)
+    read = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    ranks = [{"loss": 2.5, "steps": 3}, {"loss": None}]
+    assert read == {"made_by": "a test", "ranks": ranks, "span": [1, None], "why": "NaN"}
 
 
 def test_failure_keeps_the_earlier_output(tmp_path: Path):
