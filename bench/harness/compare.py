@@ -1,4 +1,4 @@
-"""``shardfuse bench compare``: of two result files, implementations of an op, or commits, which is faster."""
+"""``shardfuse bench compare``: of two result files, implementations of an op, or versions, which is faster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from rich.text import Text
 
 from ...kernels.runtime.printing import Sheet, console, figure, prose, unbroken
 from . import provenance, timing
-from .commits import compare_commits
 from .drawn import check_drawn, tensors
 from .gate import copy_inputs
 from .implementation import PREFIX, load
@@ -27,15 +26,15 @@ from .records import read_records
 from .report import Row
 from .shift import ROUNDS, Shift, balanced_order, compare_times
 from .verify import choose, find_device, split, verify_case
+from .versions import EXPECTED, PREFIXES, compare_versions
 
 Key = tuple[str, ...]
-COMMIT = "commit:"
 
 
 @dataclass(frozen=True)
 class Options:
     """``op`` and ``rivals`` (files, each a PATH:NAME) belong to a comparison of implementations, ``bench`` to one of
-    commits, ``cases``, ``device`` and ``seed`` to both.
+    versions, ``cases``, ``device`` and ``seed`` to both.
     """
 
     op: str | None = None
@@ -65,6 +64,15 @@ class Compared:
         return {"key": self.key, **shift, "verdict": self.verdict, "why": self.why}
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """All rows; ``versions`` is what the two versions stand for, a release's number or a commit's hash."""
+
+    device: str
+    rows: list[Compared]
+    versions: tuple[str, str] | None = None
+
+
 def compare(a: str, b: str, options: Options, *, json: bool = False) -> int:
     """Print a verdict on every row that both sides have.
 
@@ -74,23 +82,26 @@ def compare(a: str, b: str, options: Options, *, json: bool = False) -> int:
         if options.history is not None and not options.history.parent.is_dir():
             raise ValueError(f"--history {options.history}: there is no folder {options.history.parent}; make it first")
         if a.endswith(".json") and b.endswith(".json"):
-            device, rows = _of_files(Path(a), Path(b))
-        elif a.startswith(COMMIT) and b.startswith(COMMIT):
-            device, rows = _of_commits(a, b, options)
+            found = _of_files(Path(a), Path(b))
+        elif a.startswith(PREFIXES) and b.startswith(PREFIXES):
+            found = _of_versions(a, b, options)
         else:
-            device, rows = _of_implementations(a, b, options)
+            found = _of_implementations(a, b, options)
         if options.history is not None:
-            _append(options.history, a, b, device, rows)
+            _append(options.history, a, b, found)
     except (ValueError, RuntimeError, OSError) as error:
         errors = console(stderr=True)
         errors.print("[red]error:[/]", end=" ")
         errors.print(str(error), markup=False)
         return 2
+    rows = found.rows
     if json:
-        result = {"a": a, "b": b, "device": device, "rows": [row.record() for row in rows]}
+        records = [row.record() for row in rows]
+        result = {"a": a, "b": b, "versions": found.versions, "device": found.device, "rows": records}
         print(jsonlib.dumps(result), flush=True)
     else:
-        _show(f"{b} against {a} on {device}", rows)
+        of_a, of_b = (f" ({each})" for each in found.versions) if found.versions else ("", "")
+        _show(f"{b}{of_b} against {a}{of_a} on {found.device}", rows)
     verdicts = {row.verdict for row in rows}
     return int("refused" in verdicts or (options.fail_on_regression and "slower" in verdicts))
 
@@ -164,37 +175,37 @@ def compare_implementations(
         yield Compared(key, shift, "; ".join(filter(None, claims)))
 
 
-def _of_implementations(a: str, b: str, options: Options) -> tuple[str, list[Compared]]:
+def _of_implementations(a: str, b: str, options: Options) -> Comparison:
     for text in (a, b):
-        if text.startswith(COMMIT) or not (text.startswith(PREFIX) or ":" in text):
+        if text.startswith(PREFIXES) or not (text.startswith(PREFIX) or ":" in text):
             raise ValueError(
                 f"{text}: expected two result files (FILE.json), two implementations (impl:NAME, rival:NAME or "
-                "PATH:NAME), or two commits (commit:REF)"
+                f"PATH:NAME), or two versions ({EXPECTED})"
             )
     if options.op is None or not options.cases:
         raise ValueError("two implementations are compared on an op's cases: pass --op OP --case NAME")
     device = find_device(options.device)
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     rows = list(compare_implementations(options.op, a, b, options.cases, device, seed, rivals=options.rivals))
-    return provenance.device_name(device), rows
+    return Comparison(provenance.device_name(device), rows)
 
 
-def _of_commits(a: str, b: str, options: Options) -> tuple[str, list[Compared]]:
+def _of_versions(a: str, b: str, options: Options) -> Comparison:
     if options.bench is None:
-        raise ValueError("two commits are compared on a benchmark: pass --bench NAME")
-    found = compare_commits(
+        raise ValueError("two versions are compared on a benchmark: pass --bench NAME")
+    found = compare_versions(
         provenance.package_folder("bench").parent,
-        (a.removeprefix(COMMIT), b.removeprefix(COMMIT)),
+        (a, b),
         options.bench,
         cases=options.cases,
         device=options.device,
         seed=secrets.randbelow(2**31) if options.seed is None else options.seed,
     )
-    measured = list(found)
-    return measured[0][0], [Compared((options.bench, *key), shift, why) for _, key, shift, why in measured]
+    rows = [Compared((options.bench, *key), shift, why) for key, shift, why in found.rows]
+    return Comparison(found.device, rows, found.numbers)
 
 
-def _of_files(a: Path, b: Path) -> tuple[str, list[Compared]]:
+def _of_files(a: Path, b: Path) -> Comparison:
     sides = [{record["bench"]: record for record in read_records(path)} for path in (a, b)]
     shared = [name for name in sides[0] if name in sides[1]]
     rows: list[Compared] = []
@@ -212,7 +223,7 @@ def _of_files(a: Path, b: Path) -> tuple[str, list[Compared]]:
                 rows.append(Compared((name, *found.key), found.shift, found.why))
     if not rows:
         raise ValueError(f"{a} and {b} have no row in common")
-    return devices.pop(), rows
+    return Comparison(devices.pop(), rows)
 
 
 def _half_width(row: Row) -> float:
@@ -224,19 +235,20 @@ def _half_width(row: Row) -> float:
     return math.log1p(row.noise)
 
 
-def _append(path: Path, a: str, b: str, device: str, rows: Sequence[Compared]) -> None:
+def _append(path: Path, a: str, b: str, found: Comparison) -> None:
     commit, dirty = provenance.revision()
     head = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit,
         "dirty": dirty,
-        "device": device,
+        "device": found.device,
         "processor": provenance.processor.description(),
         "a": a,
         "b": b,
+        "versions": found.versions,
     }
     with path.open("a") as file:
-        file.writelines(jsonlib.dumps(head | row.record()) + "\n" for row in rows)
+        file.writelines(jsonlib.dumps(head | row.record()) + "\n" for row in found.rows)
 
 
 def _show(title: str, rows: Sequence[Compared]) -> None:

@@ -88,12 +88,13 @@ def compare(
         str,
         typer.Argument(
             help="A result file; impl:NAME (triton, ...), rival:NAME (eager, ...) or PATH:NAME with --op; "
-            "commit:REF with --bench."
+            "a version with --bench: commit:REF, tree:FOLDER (a checkout), release:NUMBER (pip installs it) or "
+            "wheel:FILE (a wheel or sdist)."
         ),
     ],
     b: Annotated[str, typer.Argument(help="The same kind, judged against A.")],
     op: Annotated[str | None, typer.Option(help="Of two implementations: their op.")] = None,
-    bench: Annotated[str | None, typer.Option(help="Of two commits: the benchmark.")] = None,
+    bench: Annotated[str | None, typer.Option(help="Of two versions: the benchmark.")] = None,
     cases: Annotated[
         list[str] | None, typer.Option("--case", help="A case; may be repeated. Default of a benchmark: all.")
     ] = None,

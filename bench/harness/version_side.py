@@ -1,7 +1,7 @@
-"""One commit's side of ``bench compare commit:A commit:B``, as a process: ``python commit_side.py BENCH [DEVICE]``.
+"""One version's side of ``bench compare commit:A release:B``, as a process: ``python version_side.py BENCH [DEVICE]``.
 
 It answers one line of JSON for each line on standard input: {"keys": true}, {"check": CASE} or {"time": KEY}. Another
-commit's package is on the path, whose modules may differ from those beside this file: hence the absolute imports, and
+version's package is on the path, whose modules may differ from those beside this file: hence the absolute imports, and
 so few of them.
 """
 
