@@ -11,6 +11,7 @@ from pathlib import Path
 from ...kernels.runtime.printing import console
 from ..harness import stale
 from ..harness.benchmark import Benchmark
+from ..harness.flashinfer_traces import export
 from ..harness.publish import Result, publish, read_all, write_markdown
 from ..harness.records import writing
 from ..harness.runner import benchmarks
@@ -31,21 +32,23 @@ def report(
     html: Path | None,
     markdown: Path | None,
     out: Path | None,
+    trace: Path | None = None,
     results: Path = stale.RESULTS,
 ) -> list[Path]:
     """Write the reports that are asked for; returns the files.
 
     ``html`` is a page and ``markdown`` its tables, both of the same rows; ``out`` is the folder of
-    :func:`~..harness.publish.publish`. ``paths`` hold records, or with ``html`` earlier comparisons (.jsonl); without
-    any the committed results are shown. Raises ValueError for other files and places that cannot be written to.
+    :func:`~..harness.publish.publish`, ``trace`` that of :func:`~..harness.flashinfer_traces.export`. ``paths`` hold
+    records, or with ``html`` earlier comparisons (.jsonl); without any the committed results are shown. Raises
+    ValueError for other files and places that cannot be written to.
     """
     histories = [path for path in paths if path.suffix == SUFFIX]
     records = [path for path in paths if path.suffix != SUFFIX]
     if histories and html is None:
         raise ValueError(f"{histories[0]} holds earlier comparisons, which only a page shows: name one with --html")
-    if histories and not records and (markdown or out):
+    if histories and not records and (markdown or out or trace):
         raise ValueError(
-            f"{histories[0]} holds earlier comparisons and no record: name records for --markdown and --out"
+            f"{histories[0]} holds earlier comparisons and no record: name records for --markdown, --out and --trace"
         )
     found = [] if histories and not records else read_all(records, results=results)
     history = [each for path in histories for each in read_history(path)]
@@ -60,12 +63,16 @@ def report(
         written.append(markdown)
     if out is not None:
         written += publish(records, out, results=results)
+    if trace is not None:
+        written.append(export(records, trace, results=results))
     return written
 
 
-def show(paths: Sequence[Path], *, html: Path | None, markdown: Path | None, out: Path | None) -> int:
+def show(
+    paths: Sequence[Path], *, html: Path | None, markdown: Path | None, out: Path | None, trace: Path | None
+) -> int:
     """Write the reports and print their files; returns the process's exit code."""
-    for path in report(paths, html=html, markdown=markdown, out=out):
+    for path in report(paths, html=html, markdown=markdown, out=out, trace=trace):
         console().print(str(path), markup=False, soft_wrap=True)
     return 0
 

@@ -161,16 +161,21 @@ def report(
     ] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables, in Markdown, to this file.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for tables and plots. Default: bench-report, without the other two.")
+        Path | None, typer.Option(help="Folder for tables and plots. Default: bench-report, without the other three.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the rows in time to this new folder, in FlashInfer-Bench's Trace format.")
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Report measured results: a folder of Markdown and roofline plots (PNG), a page of HTML, or Markdown alone."""
+    """Report measured results: a folder of Markdown and roofline plots (PNG), a page of HTML, Markdown alone, or
+    traces.
+    """
     from ..bench.page.build import show
 
-    if out is None and html is None and markdown is None:
+    if all(place is None for place in (out, html, markdown, trace)):
         out = Path("bench-report")
-    raise typer.Exit(show(files or [], html=html, markdown=markdown, out=out))
+    raise typer.Exit(show(files or [], html=html, markdown=markdown, out=out, trace=trace))
 
 
 @app.command()
