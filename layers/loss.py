@@ -25,6 +25,7 @@ def vocab_parallel_cross_entropy(
     *,
     ignore_index: int = -100,
     reduction: str = "mean",
+    vocab_size: int | None = None,
 ) -> torch.Tensor:
     """``F.cross_entropy`` of ``logits`` [T, V/R] against ``targets`` [T] (ids in the whole vocabulary).
 
@@ -36,12 +37,21 @@ def vocab_parallel_cross_entropy(
     A target outside the vocabulary that is not ``ignore_index`` raises on a CPU. On a GPU a check would make the host
     wait, so there it makes the loss NaN, and raises only under ``SHARDFUSE_DEBUG=1``.
 
+    Gathered logits [T, V] on every rank would count every score R times, which their shape alone does not show: pass
+    ``vocab_size``, V, to have them refused.
+
     Raises ValueError for shapes that do not fit, an unknown ``reduction``, or a target outside the vocabulary.
     """
     if logits.dim() != 2 or targets.shape != logits.shape[:1]:
         raise ValueError(
             f"cross-entropy wants logits [T, V/R] and targets [T], but got {list(logits.shape)} and "
             f"{list(targets.shape)}; flatten batch and sequence first"
+        )
+    if vocab_size is not None and logits.shape[1] * group.size != vocab_size:
+        raise ValueError(
+            f"cross-entropy: logits {list(logits.shape)} on each of {group.size} ranks for vocab_size={vocab_size}: "
+            f"expected [{len(logits)}, {vocab_size // group.size}], this rank's part of the vocabulary; for gathered "
+            "logits use F.cross_entropy"
         )
     check_reduction("cross-entropy", reduction)
     check_targets("cross-entropy", targets, logits.shape[1] * group.size, ignore_index)

@@ -164,7 +164,10 @@ class ParallelTransformer(Layer):
         if targets.numel() * head.weight.shape[0] // self.group.size * 4 <= FUSED_LOSS_BYTES or not is_plain_module(
             head
         ):
-            return vocab_parallel_cross_entropy(head(y), targets.long(), self.group, reduction=reduction)
+            size = None if self.group.size == 1 else self.config.vocab_size  # a replaced head may have gathered
+            return vocab_parallel_cross_entropy(
+                head(y), targets.long(), self.group, reduction=reduction, vocab_size=size
+            )
         return linear_cross_entropy(
             y,
             head.weight,
