@@ -169,7 +169,9 @@ class SpelledOut:
                 child = children.get(act[0])
                 activation = None if child is None else activation_of(child.forward)
                 if activation is not None:
-                    behind = last[0] if last and last[1] == act[1] and named.count(last[0]) == 1 else None
+                    behind = None
+                    if last and last[1] == act[1] and last[0] in linears and named.count(last[0]) == 1:
+                        behind = last[0]
                     return _SpelledOut(module, linear[0], act[0], activation, behind)
         return None
 
