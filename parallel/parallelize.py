@@ -19,7 +19,7 @@ from . import compatibility
 from .core import collectives
 from .core.agreement import agree_on, checksum
 from .core.first_calls import agree_on_processors, leave_to_caller
-from .core.mesh import SINGLE, Group, check_dims, data_coordinate, degree, everyone, tp_group, whole_group
+from .core.mesh import Group, along, check_dims, data_coordinate, degree, everyone, ranks_of, whole_group
 from .core.rendezvous import init_mesh
 from .core.sharding import local_tensors, spec_of
 from .materialize import allocate, device_of, place
@@ -229,14 +229,10 @@ def _check_values(model: nn.Module, mesh: DeviceMesh | None) -> None:
         return {f"the checksum of {name}": str(checksum(local_tensors(param)[0])) for name, param in params.items()}
 
     repeated = {name: param for name, param in named.items() if spec_of(param).shard_dim is None}
-    for group, held in ((group_of(model), repeated), (_along(mesh, "pp"), named)):
+    tp = group_of(model) if mesh is None else along(mesh, "tp")
+    for group, held in ((tp, repeated), (along(mesh, "pp"), named)):
         if group.size > 1:
             agree_on(group, lambda held=held: held, values, what="parallelize")  # type: ignore[misc]
-
-
-def _along(mesh: DeviceMesh | None, dim: str) -> Group:
-    """The group of ``mesh``'s ranks that differ along ``dim`` alone."""
-    return SINGLE if mesh is None or degree(mesh, dim) == 1 else tp_group(mesh, dim)
 
 
 def _mesh_of_one(device: torch.device) -> DeviceMesh:
@@ -282,6 +278,12 @@ def _check_built_for(model: nn.Module, mesh: DeviceMesh | None) -> None:
         raise ValueError(
             f"the model was built for {group.size} tensor-parallel rank(s) and the mesh has tp={wanted}: build it with "
             "mesh=mesh, or fuse(model, mesh)"
+        )
+    built, given = ranks_of(group), ranks_of(along(mesh, "tp"))
+    if built != given:
+        raise ValueError(
+            f"the model was built for tensor-parallel ranks {built} and the mesh has {given} along tp: build it with "
+            "this mesh, or fuse(model, mesh)"
         )
 
 

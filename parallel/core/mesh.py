@@ -121,6 +121,13 @@ def tp_group(mesh: MeshLike, dim: str = "tp") -> Group:
     return Group(mesh.get_group(), mesh.get_local_rank(), mesh.size(), mesh)
 
 
+def ranks_of(group: Group) -> list[int]:
+    """The global ranks of ``group``, in its order; [this rank] for a single process."""
+    if group.pg is None:
+        return [dist.get_rank() if dist.is_initialized() else 0]
+    return dist.get_process_group_ranks(group.pg)
+
+
 def everyone() -> Group:
     """All processes, as a group without a mesh."""
     if not dist.is_initialized():
@@ -156,6 +163,11 @@ def check_dims(mesh: DeviceMesh | None) -> None:
                 f"{', '.join(map(repr, HYBRID_DIMS))}; rename it, or pass the sub-mesh without it if its ranks are "
                 "yours to keep alike"
             )
+
+
+def along(mesh: DeviceMesh | None, dim: str) -> Group:
+    """The group of ``mesh``'s ranks that differ along ``dim`` alone."""
+    return SINGLE if mesh is None or degree(mesh, dim) == 1 else tp_group(mesh, dim)
 
 
 def data_coordinate(mesh: DeviceMesh | None) -> tuple[int, int]:
