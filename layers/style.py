@@ -101,7 +101,8 @@ class VocabParallel(_Style):
 class SequenceParallelNorm(_Style):
     """Makes an ``nn.LayerNorm`` or ``nn.RMSNorm`` over the last dimension ours, for this rank's tokens [T/R, D].
 
-    Backward sums its parameters' gradients over the ranks. ``options`` are those of :class:`LayerNorm`.
+    It also suits a norm over each head that all heads share, for this rank's heads [..., N/R, H]. Backward sums its
+    parameters' gradients over the ranks. ``options`` are those of :class:`LayerNorm`.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -16,9 +16,10 @@ from ..kernels.runtime.checks import expect_tensor
 from .core import collectives
 from .core.agreement import checksum, global_rank
 from .core.first_calls import compare_call
-from .core.mesh import SINGLE, Group, data_coordinate, data_group, degree, whole_group
+from .core.mesh import SINGLE, Group, along, data_coordinate, data_group, degree, whole_group
 from .cross_entropy import IGNORE_INDEX
 from .materialize import device_of
+from .whole_grads import check_whole_grads
 from .zero import zero as zeros
 from .zero.clip import GradientClipper
 from .zero.loss_scale import LossScale
@@ -27,7 +28,7 @@ from .zero.zero import PRECISIONS
 if TYPE_CHECKING:
     from .pipeline.pipeline import Pipeline
 
-CHECKED_CALLS = 3  # the number of first calls that compare the data of ranks that share it
+CHECKED_CALLS = 3  # the number of first calls that compare ranks' data and, for plain modules, gradients
 
 
 class ParallelModel(nn.Module):
@@ -58,6 +59,7 @@ class ParallelModel(nn.Module):
         self._divisible = hasattr(module, "pipeline_parts")
         self._share, self._data_parallel_size = data_coordinate(mesh)
         self._data: Group = data_group(mesh)
+        self._tp = along(mesh, "tp")
         self._group = whole_group(group_of(module) if mesh is None else mesh)
         self._copies = self._group.size // self._data_parallel_size  # ranks with one share of the data
         self._weight = _weight(self._share, self._group.rank if mesh is None else _place(mesh), self._copies)
@@ -85,8 +87,9 @@ class ParallelModel(nn.Module):
         Raises ValueError, on every rank, if one rank's batch does not suit the model, if no target is valid, if a
         module that cannot exclude sequences from its mean gets fewer sequences than micro-batches, or if ranks that
         share their data pass different shapes; in the first calls of this method and :meth:`evaluate`, and with
-        ``check_data`` in all calls, also if they pass different elements. Raises TypeError for arguments that are not
-        tensors.
+        ``check_data`` in all calls, also if they pass different elements. In the first calls with a plain module over
+        tensor-parallel ranks, also if these form different gradients of a parameter that each holds whole
+        (``whole_grads.py``). Raises TypeError for arguments that are not tensors.
         """
         inputs, targets, scale = self._agreed(batch, positions)
         factor = 1.0 if self.loss_scale is None else self.loss_scale.factor
@@ -106,6 +109,8 @@ class ParallelModel(nn.Module):
             self.loss_scale.unscale(self._parameters_here)
             for param, grad in earlier.items():
                 param.grad = grad if param.grad is None else grad.add_(param.grad)
+        if self._calls <= CHECKED_CALLS and not self._divisible:
+            check_whole_grads(self.module.named_parameters(), self._tp, self._group)
         return loss
 
     @torch.no_grad()
