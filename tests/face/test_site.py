@@ -107,6 +107,14 @@ def test_every_proof_exists():
     assert set(re.findall(r"`make ([a-z-]+)", DOCUMENTS["docs/proof.md"])) <= targets | {"test-nightly"}
 
 
+def test_every_composed_case_names_its_test():
+    rows = [line for line in DOCUMENTS["docs/composed.md"].splitlines() if line.startswith("| ")]
+    named = re.findall(r"`(test_\w+)`", "\n".join(rows))
+    assert set(named) == {name for name in _marks("tests/parallel/test_composed.py") if name.startswith("test_")}
+    for row in rows[1:]:
+        assert re.search(r"`test_\w+`", row), row
+
+
 @pytest.mark.skipif(not DOCS_PYTHON.exists(), reason="mkdocs is not installed (make docs)")
 def test_the_site_builds(tmp_path: Path):
     """Strictly: a dead link or anchor, or a file of another host that a page would load, fails it."""
