@@ -72,7 +72,7 @@ def _smoothing(rank: int, world: int, sequence_parallel: bool) -> list[float]:
         grads = list(torch.autograd.grad(expected, exact))
         grads[0] = local_slice(grads[0], group, 0) if sequence_parallel else grads[0]
         for ours, theirs in ((loss, expected), (own.grad, grads[0]), (part.grad, grads[1][spec.index])):
-            errors.append(_error(ours.detach(), theirs.detach()))  # type: ignore[union-attr]
+            errors.append(_error(ours.detach(), theirs.detach()))
     return errors
 
 
@@ -102,9 +102,9 @@ def _gathered(rank: int, world: int) -> tuple[float, float]:
         ValueError, match=r"logits \[12, 24\] on each of 2 ranks for vocab_size=24: expected \[12, 12\]"
     ):
         model(*batch)
-    grad = exact.grad[:, 2 * group.rank : 2 * group.rank + 2]  # type: ignore[index]
+    grad = exact.grad[:, 2 * group.rank : 2 * group.rank + 2]
     assert float(expected.detach()) == pytest.approx(0.4401897, abs=1e-7)
-    return _error(loss.detach(), expected.detach()), _error(part.grad, grad)  # type: ignore[arg-type]
+    return _error(loss.detach(), expected.detach()), _error(part.grad, grad)
 
 
 def test_gathered_logits_are_refused_by_the_split_loss(ranks: Any):
