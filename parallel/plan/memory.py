@@ -101,12 +101,8 @@ def _gathered(shape: ModelShape, layout: Layout, software: Software, owned: floa
     """
     split = layout.shards > 1 or layout.offload
     accumulated = 0.0
-    if (
-        split
-        and layout.microbatches > 1
-        and (layout.pp > 1 or software.sums_whole)
-        and layout.zero >= max(1, software.shards_gradients)
-    ):
+    sums_whole = layout.microbatches > 1 and (layout.pp > 1 or software.sums_whole)
+    if split and sums_whole and layout.zero >= max(1, software.shards_gradients):
         accumulated = owned * software.gradient_bytes
     if layout.zero == 3 and split and layout.pp == 1:
         return (2 * _block_parameters(shape, layout) + ends) * layout.itemsize + accumulated
