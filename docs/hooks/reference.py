@@ -20,6 +20,7 @@ TITLES = {
     "layers": "Layers and models",
     "serving": "Serving",
     "explanation": "Explain",
+    "planning": "Plan",
 }
 TESTING = "Testing"
 _PACKAGE = ROOT / "src" / "shardfuse"

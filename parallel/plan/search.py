@@ -37,7 +37,7 @@ class Space:
     """What a search chooses from: the values of each field of a ``Layout``; an empty tuple leaves a field free.
 
     ``interleave`` None gives each schedule the stages that this library runs it with. ZeRO 2 is no choice of its own:
-    from stage 1 on FSDP2 shards gradients too.
+    from stage 1 on FSDP2 shards gradients too. Raises ValueError for schedules and recomputation that are unknown.
     """
 
     tp: tuple[int, ...] = ()
@@ -52,6 +52,12 @@ class Space:
     recompute: tuple[str, ...] = ("none", "full")
     sequence_parallel: tuple[bool, ...] = (True, False)
     offload: tuple[bool, ...] = (False, True)
+
+    def __post_init__(self) -> None:
+        for name, known in (("schedule", SCHEDULES), ("recompute", RECOMPUTE), ("zero", (0, 1, 2, 3))):
+            unknown = [each for each in getattr(self, name) if each not in known]
+            if unknown:
+                raise ValueError(f"{name}={unknown[0]!r}: expected some of {', '.join(map(str, known))}")
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,10 @@ def _space(choices: Mapping[str, Any]) -> Space:
         for name, value in choices.items()
         if value is not None
     }
-    return Space(**several)
+    space = Space(**several)
+    if not {"none", "full"}.issuperset(space.recompute):
+        raise ValueError(f"recompute={', '.join(space.recompute)}: this library recomputes none or full blocks")
+    return space
 
 
 def _refusal(search: Search, chosen: bool) -> DoesNotFit:

@@ -47,7 +47,7 @@ FUSING, FOREIGN = ("fuse-0", "fuse-2", "fuse-3"), "fuse-1"
 ON_A_CPU, BATCHING, HUB, SERVING = "cpu-0", "integrations-0", "integrations-1", "serving-0"
 CHOICE = ("serving-1", "serving-2", "serving-3", "serving-4", "serving-5", "serving-6", "serving-7")
 ENGINE_OVER_RANKS, ASYNCIO, TESTING = "serving-8", "serving-9", "serving-10"
-SERVER, START = "server-0", "index-0"
+SERVER, START, PLANNING = "server-0", "index-0", "plan-0"
 
 
 def test_every_snippet_is_run():
@@ -63,6 +63,7 @@ def test_every_snippet_is_run():
         FOREIGN,
         SERVER,
         START,
+        PLANNING,
         ON_A_CPU,
         BATCHING,
         HUB,
@@ -85,6 +86,13 @@ def test_products_on_a_cpu(capsys: pytest.CaptureFixture[str]):
     mlp = _run(PYTHON[ON_A_CPU])["mlp"]
     assert mlp.c_fc.weight.grad is not None
     assert "asked for" in capsys.readouterr().out
+
+
+def test_a_plan(capsys: pytest.CaptureFixture[str]):
+    plan = _run(PYTHON[PLANNING])["plan"]
+    printed = capsys.readouterr().out
+    assert printed.startswith(plan.best.layout.described())
+    assert f"\nzero = {plan.best.layout.zero}\n" in printed
 
 
 # --- over processes ---------------------------------------------------------------------------------------------------

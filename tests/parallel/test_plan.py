@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import plan_page
 import pytest
 
 from shardfuse.parallel.plan import check, efficiency, published, shapes
@@ -22,6 +23,11 @@ def test_a_wrong_prediction_fails_its_source() -> None:
     runs = [run for run in published.runs() if run.source == "mcore0.8" and run.seconds is not None]
     steps = tuple(check.Step(run, 1.2 * (run.seconds or 0.0), run.seconds or 0.0) for run in runs)
     assert check.Source("mcore0.8", steps).passed is False
+
+
+@pytest.mark.parametrize("table", ["steps", "reasons", pytest.param("layouts", marks=pytest.mark.nightly)])
+def test_the_pages_tables_are_the_checks(table: str) -> None:
+    assert plan_page.shown(table) == plan_page.TABLES[table]()
 
 
 def test_memory_is_that_of_every_published_split_and_peak() -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 _ROUNDS = 3  # micro-batches a rank that a timeline shows at most: the middle of a long step repeats
 _RANKS = 16  # bars of memory at most
-_KINDS = ("#3b6fb6", "#6f9bd8", "#a9c4ec", "#e08a2c", "#f2bd83", "#b8860b", "#8a6fb0", "#c9c9c9")
+_KINDS = ("#3b6fb6", "#6f9bd8", "#a9c4ec", "#e08a2c", "#f2bd83", "#b8860b", "#8a6fb0", "#9a9a9a", "#dcdcdc")
 _TEMPLATE = Path(__file__).with_name("plan_page.html")
 
 
@@ -108,7 +108,7 @@ def _draw_memory(axes: Axes, made: Plan) -> None:
         if any(values):
             axes.barh(range(len(ranks)), values, left=left, label=kind, color=colour)
             left = [so_far + value for so_far, value in zip(left, values)]
-    axes.axvline(made.cluster.gpu.memory / GIB, color="#ad1f2b", label=f"all of a {made.cluster.gpu.name}")
+    axes.axvline(made.cluster.gpu.memory / GIB, color="#ad1f2b", label=f"{made.cluster.gpu.name}, whole")
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" if len(held) > 1 else "each GPU" for rank in ranks])
     axes.invert_yaxis()
     axes.set_xlabel("GiB")

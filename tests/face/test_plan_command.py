@@ -1,0 +1,178 @@
+"""``shardfuse plan`` and ``sf.plan``: what they print, write, draw and refuse."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import shardfuse as sf
+from shardfuse.cli import app
+from shardfuse.parallel.plan import check, shapes
+from shardfuse.parallel.plan.search import Space
+from shardfuse.training.layout import resolve
+from shardfuse.training.settings import read_settings
+
+BASE = ["plan", "--model", "llama3-8b", "--gpus", "16", "--batch", "64", "--tp", "1,2,4", "--schedule", "1f1b"]
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "120"})
+
+
+@pytest.fixture(scope="module")
+def plan() -> sf.Plan:
+    return sf.plan("llama3-8b", gpus=16, batch=64, tp=(1, 2, 4), schedule="1f1b")
+
+
+def test_it_prints_layouts_reasons_memory_step_and_traffic() -> None:
+    result = run(*BASE)
+    assert result.exit_code == 0, result.output
+    for text in ("16 x h100", "1 beats 2: ", "Memory of the best layout", "Step of the best layout", "all_gather"):
+        assert text in result.output
+    assert max(map(len, result.output.splitlines())) <= 120
+
+
+def test_json_holds_the_same(plan: sf.Plan) -> None:
+    result = run(*BASE, "--json")
+    record = json.loads(result.stdout)
+    assert record["layouts"][0]["step"]["total"] == plan.best.time.total
+    assert [each["layout"]["tp"] for each in record["layouts"]] == [each.layout.tp for each in plan.found]
+    assert len(record["reasons"]) == len(record["layouts"]) - 1
+
+
+def test_figures_follow_from_the_step(plan: sf.Plan) -> None:
+    seconds = plan.best.time.total
+    assert plan.tokens_per_second(plan.best) == 64 * 2048 / seconds
+    flops = shapes.find("llama3-8b").flops(64 * 2048, 2048)
+    assert plan.utilization(plan.best) == pytest.approx(flops / (seconds * 16 * 989e12))
+    assert 0.2 < plan.utilization(plan.best) < 0.9
+
+
+@pytest.mark.parametrize(
+    "options", [("--tp", "2", "--pp", "1"), ("--pp", "2", "--zero", "1"), ("--zero", "3", "--recompute", "full")]
+)
+def test_train_takes_the_file(options: tuple[str, ...], tmp_path: Path) -> None:
+    """Of a known model, with the model's sizes in it."""
+    file = tmp_path / "new" / "run.toml"
+    result = run("plan", "--model", "llama3-8b", "--gpus", "16", "--batch", "64", *options, "--out", str(file))
+    assert result.exit_code == 0, result.output
+    settings = read_settings(file, {"device": "cpu"})
+    parallel = settings.parallel
+    assert parallel.dp_replicate * (parallel.dp or 0) * parallel.pp * parallel.tp == 16
+    assert settings.model.hidden_size == 4096
+    assert resolve(settings, 16).parallel == parallel
+
+
+def test_the_file_keeps_what_a_file_said(tmp_path: Path) -> None:
+    given = tmp_path / "given.toml"
+    given.write_text(
+        "steps = 7\n[model]\nstyle = 'gated'\nhidden_size = 128\nnum_heads = 4\n[data]\nseq = 64\nbatch = 16\n"
+        "[optimizer]\nlr = 3e-4\nclip = false\n[parallel]\ntp = 4\n"
+    )
+    made = sf.plan(given, gpus=2, gpu="cpu")
+    planned = tmp_path / "planned.toml"
+    planned.write_text(made.toml())
+    settings, before = read_settings(planned, {}), read_settings(given, {})
+    assert made.best.layout.batch == 16
+    assert replace(settings, parallel=before.parallel) == before
+    assert (
+        settings.parallel.dp_replicate * (settings.parallel.dp or 0) * settings.parallel.pp * settings.parallel.tp == 2
+    )
+
+
+@pytest.mark.parametrize("name", ["plan.png", "plan.html"])
+def test_it_draws(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / name
+    result = run(*BASE, "--pp", "4", "--draw", str(file))
+    assert result.exit_code == 0, result.output
+    content = file.read_bytes()
+    if name.endswith("png"):
+        assert content.startswith(b"\x89PNG")
+        return
+    page = content.decode()
+    assert page.count("<table") == 4
+    assert "data:image/svg+xml;base64," in page
+    assert "<script" not in page
+    assert "http" not in page.replace("http-equiv", "")
+
+
+def test_what_does_not_fit_names_the_smallest_that_does() -> None:
+    with pytest.raises(sf.DoesNotFit, match="no layout fits on 8 h100; the smallest number that holds it is") as raised:
+        sf.plan("llama3-70b", gpus=8, batch=64, offload=False)
+    found = raised.value.smallest
+    assert found is not None
+    assert f"holds it is {found.layout.gpus}: " in str(raised.value)
+    assert sf.plan("llama3-70b", gpus=found.layout.gpus, batch=64, offload=False).best.time.total <= found.time.total
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"model": "gpt-9"}, "expected a folder with config.json, a TOML file"),
+        ({"gpus": 0}, "gpus"),
+        ({"gpu": "v100"}, "expected one of a100-40"),
+        ({"precision": "fp32"}, "has a rate in bf16, fp16, fp8"),
+        ({"sizes": 3}, "sizes: expected some of"),
+        ({"gpu": "cpu", "network": "x.toml"}, "leave it out"),
+        ({"tp": 3}, "leave out some of the choices"),
+        ({"schedule": "fastest"}, "schedule='fastest': expected some of 1f1b"),
+        ({"recompute": "selective"}, "recomputes none or full blocks"),
+    ],
+)
+def test_bad_questions_are_refused(arguments: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        sf.plan(**{"model": "llama3-8b", "gpus": 8, "batch": 8, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["plan"], "needs --model and --gpus"),
+        ([*BASE, "--micro", "a"], "--micro a: expected whole numbers"),
+        ([*BASE, "--pp", "0"], "--pp 0: expected numbers of at least 1"),
+        ([*BASE, "--draw", "x.gif"], "expected a name that ends in .png"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: list[str], why: str) -> None:
+    result = run(*arguments)
+    assert isinstance(result.exception, ValueError)
+    assert why in str(result.exception)
+
+
+def test_what_train_cannot_run_is_not_written() -> None:
+    made = sf.plan("llama3-8b", gpus=8, batch=8, precision="fp8", tp=1, pp=1)
+    with pytest.raises(ValueError, match="no context parallelism and no fp8"):
+        made.toml()
+
+
+def test_the_check_prints_every_source_and_fails_for_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources, held = check.steps(), check.memory()
+    run_of = sources[0].steps[0].run
+    layout = replace(run_of.layout, micro=1)
+    monkeypatch.setattr(check, "steps", lambda: sources)
+    monkeypatch.setattr(check, "layouts", lambda: [check.Chosen(run_of, 0.01, layout, None)])
+    result = run("plan", "--check")
+    assert result.exit_code == 0, result.output
+    assert "megatron2021-T1: 10 of 10 steps within 15%, a constant MFU 6: holds" in " ".join(result.output.split())
+    assert "all judged predictions hold" in result.output
+    monkeypatch.setattr(check, "memory", lambda: [replace(each, predicted=2 * each.reported) for each in held])
+    assert run("plan", "--check").exit_code == 1
+    monkeypatch.setattr(check, "memory", lambda: held)
+    monkeypatch.setattr(check, "layouts", lambda: [check.Chosen(run_of, 0.3, layout, None)])
+    result = run("plan", "--check")
+    assert result.exit_code == 1
+    assert "off: layout of" in result.output
+
+
+def test_a_space_is_what_the_choices_say() -> None:
+    made = sf.plan("llama3-8b", gpus=8, batch=16, tp=2, zero=[1], recompute="full")
+    for each in made.found:
+        assert (each.layout.tp, each.layout.recompute) == (2, "full")
+        assert each.layout.zero == 1
+    assert Space().cp == (1,)

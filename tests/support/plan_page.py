@@ -1,0 +1,65 @@
+"""The tables of docs/plan.md that the planner's check fills: ``python tests/support/plan_page.py --write``."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from shardfuse.parallel.plan import check, published
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "plan.md"
+
+
+def steps_table() -> str:
+    """A row for each source."""
+    lines = ["| source | steps within 15 % | a constant MFU's | largest error | verdict |", "|---|---|---|---|---|"]
+    for source in check.steps():
+        verdict = {True: "holds", False: "**fails**", None: "not judged"}[source.passed]
+        worst = max((step.error for step in source.steps), key=abs)
+        hits = f"{source.hits} of {len(source.steps)}"
+        lines.append(f"| {source.name} | {hits} | {source.baseline_hits} | {worst:+.0%} | {verdict} |")
+    return "\n".join(lines)
+
+
+def layouts_table() -> str:
+    """A row for each published layout that is further from the best than the limit."""
+    runs = [run for run in published.runs() if (run.source, run.shape.name) in check.FAR]
+    reasons = list(dict.fromkeys(check.FAR.values()))
+    lines = ["| run | published | longer by | best found | why |", "|---|---|---|---|---|"]
+    for each in check.layouts(runs, free=False):
+        if not each.near:
+            run, number = each.run, reasons.index(each.reason) + 1
+            lines.append(
+                f"| {run.source}: {run.name} | {run.layout.described()} | {each.over:.0%} | {each.best.described()} | "
+                f"{number} |"
+            )
+    return "\n".join(lines)
+
+
+def reasons_list() -> str:
+    """The reasons, in the order of the table's numbers."""
+    return "\n".join(f"{number}. {why}" for number, why in enumerate(dict.fromkeys(check.FAR.values()), 1))
+
+
+TABLES = {"steps": steps_table, "layouts": layouts_table, "reasons": reasons_list}
+
+
+def shown(name: str) -> str:
+    """The table as the page has it."""
+    found = re.search(rf"<!-- {name} -->\n\n(.*?)\n\n", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert found, f"docs/plan.md has no table of {name}"
+    return found[1]
+
+
+def write() -> None:
+    """Replace the page's tables."""
+    text = PAGE.read_text(encoding="utf-8")
+    for name, table in TABLES.items():
+        before, mark, rest = text.partition(f"<!-- {name} -->\n\n")
+        text = before + mark + table() + "\n\n" + re.sub(r"\A(?:[|\d].*\n)*\n?", "", rest)
+    PAGE.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(write() if sys.argv[1:] == ["--write"] else __doc__)
