@@ -15,7 +15,8 @@ its input (2), of which each rank then keeps its share.
 
 A stage with the head keeps beside its blocks the inputs of the last norm and of the head, and the softmax. A head of
 this library that never stores its logits (``Software.fused_loss``) keeps two gradients instead: its input's, and the
-weight's in fp32. Where torch runs the pipeline, a stage keeps the result that it sends to another rank.
+weight's in fp32. Where torch runs the pipeline, a stage keeps its result for the next one. If that is on the same rank,
+it is the input that the next one keeps.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def stage_bytes(shape: ModelShape, layout: Layout, software: Software, stage: St
         kept += software.tables * layout.length // layout.cp * shape.head_dim * FP32
     if stage.first and layout.tp > 1:
         kept += layout.tokens * LOOKUP_BYTES
-    if software.torch_stages and stage.sends:
-        kept += handed_bytes(shape, layout)
+    if software.torch_stages:
+        kept += handed_bytes(shape, layout) * ((not stage.last) - stage.follows)
     return kept
 
 

@@ -9,21 +9,23 @@ What micro-batches leave for their backward is in ``activations.py``, how many o
 One block's backward works on the gradients of its MLP's intermediates beside them, and with recomputation on one whole
 block. Norms, and biases added after a sum over tensor-parallel ranks, are whole on each of these.
 
-FSDP keeps the whole gradients of a step with several micro-batches until the last one, and torch's pipeline stages have
-a buffer for every micro-batch's input, whose gradient stays until the next step, and for every result's gradient.
+FSDP keeps the whole gradients of a step with several micro-batches until the last one. Torch's pipeline stages have a
+buffer for every micro-batch's input and for the gradient of its result. Where backward is split, the inputs' gradients
+stay until the next step.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from ..pipeline.schedules import find
 from .activations import block_bytes, handed_bytes, head_bytes, softmax_bytes, stage_bytes
 from .layout import Layout
 from .shapes import ModelShape
 from .software import Software
-from .stages import Stage, fullest
+from .stages import Stage, among_fullest, fullest
 from .stages import of_rank as stages_of
 
 
@@ -112,28 +114,23 @@ def _gathered(shape: ModelShape, layout: Layout, software: Software, owned: floa
 
 
 def _buffers(shape: ModelShape, layout: Layout, stages: Sequence[Stage], counts: Sequence[int]) -> float:
-    """Inputs that no backward needs, their gradients and those of results: of every micro-batch of a step."""
+    """What no backward needs of the buffers of a step's micro-batches; ``counts`` of each stage have inputs in use."""
     if layout.pp == 1:
         return 0.0
-    m = layout.microbatches
+    m, each = layout.microbatches, 2 if find(layout.schedule).splits_backward else 1
     slots = sum(
-        (0 if stage.first else 2 * (m - count)) + (0 if stage.last else m) for stage, count in zip(stages, counts)
+        (0 if stage.first else each * (m - count)) + (0 if stage.last else m) for stage, count in zip(stages, counts)
     )
     return slots * handed_bytes(shape, layout)
 
 
 def predict(shape: ModelShape, layout: Layout, software: Software) -> Memory:
     """What the fullest rank holds."""
-    ranks = _fullest(layout, software)
+    ranks = among_fullest(shape, layout, software)
     return max((of_rank(shape, layout, software, rank) for rank in ranks), key=lambda memory: memory.total)
 
 
 def on_host(shape: ModelShape, layout: Layout, software: Software) -> float:
     """What the fullest rank's host holds where weights, gradients and the optimizer's state are offloaded, in bytes."""
     there = dataclasses.replace(layout, offload=False)
-    return max(of_rank(shape, there, software, rank).states for rank in _fullest(there, software))
-
-
-def _fullest(layout: Layout, software: Software) -> Iterable[int]:
-    """The pipeline ranks among which the fullest one is."""
-    return range(layout.pp) if software.balances else {0, layout.pp - 1}
+    return max(of_rank(shape, there, software, rank).states for rank in among_fullest(shape, there, software))

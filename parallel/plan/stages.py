@@ -25,7 +25,7 @@ PERIODS = 3  # rounds of an interleaved schedule, after which it repeats itself
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage's number of blocks, whether it has the embedding and the head, and whether another rank has the next one.
+    """A stage's number of blocks, whether it has embedding and head, and whether it follows a stage of its own rank.
 
     The number is a fraction where software divides blocks that do not divide, and is not known to do it otherwise.
     """
@@ -33,40 +33,52 @@ class Stage:
     blocks: float
     first: bool
     last: bool
-    sends: bool
+    follows: bool
 
 
-def of_rank(shape: ModelShape, layout: Layout, software: Software, rank: int) -> list[Stage]:
+def of_rank(shape: ModelShape, layout: Layout, software: Software, rank: int) -> tuple[Stage, ...]:
     """The stages of pipeline rank ``rank``, in order."""
-    count = layout.pp * layout.interleave
+    return _of_ranks(shape, layout, software)[rank]
+
+
+def among_fullest(shape: ModelShape, layout: Layout, software: Software) -> list[int]:
+    """Pipeline ranks among which the fullest one is: of ranks with equal stages the first and the last."""
+    ranks = _of_ranks(shape, layout, software)
+    first = {stages: rank for rank, stages in reversed(list(enumerate(ranks)))}
+    last = {stages: rank for rank, stages in enumerate(ranks)}
+    return sorted({*first.values(), *last.values()})
+
+
+def _of_ranks(shape: ModelShape, layout: Layout, software: Software) -> tuple[tuple[Stage, ...], ...]:
     if layout.pp == 1:
-        return [Stage(shape.layers, True, True, False)]
+        return ((Stage(shape.layers, True, True, False),),)
     kind = find(layout.schedule).layout
-    owner = owners(count, layout.pp, kind)
-    if software.balances:
-        head = shape.hidden * shape.vocab
-        ranges = _cut(shape.layers, _block_cost(shape, layout.length), head, count, layout.pp, kind)
-        end = shape.layers + 1  # the head's place among the parts; the embedding is the first
-        blocks: list[float] = [min(each.stop, end) - max(each.start, 1) for each in ranges]
-    else:
-        blocks = [-(-shape.layers // layout.pp) / layout.interleave] * count
-    last = count - 1
-    return [
-        Stage(blocks[stage], stage == 0, stage == last, stage < last and owner[stage + 1] != rank)
-        for stage in range(count)
-        if owner[stage] == rank
-    ]
+    costs = (_block_cost(shape, layout.length), shape.hidden * shape.vocab) if software.balances else None
+    return _divided(shape.layers, costs, layout.pp, layout.interleave, kind)
+
+
+@functools.lru_cache(1024)
+def _divided(
+    layers: int, costs: tuple[int, int] | None, ranks: int, stages: int, kind: str
+) -> tuple[tuple[Stage, ...], ...]:
+    """The stages of every rank; ``costs`` are those of a block and of the head, None for blocks divided evenly."""
+    count = ranks * stages
+    owner, last = owners(count, ranks, kind), count - 1
+    blocks: list[float] = [-(-layers // ranks) / stages] * count
+    if costs is not None:  # the library's own cut of embedding, blocks and head
+        block, head = map(float, costs)
+        cut = balanced([0.0, *[block] * layers, head], count, layout=kind, ranks=ranks)
+        blocks = [min(each.stop, layers + 1) - max(each.start, 1) for each in cut]
+    found: list[list[Stage]] = [[] for _ in range(ranks)]
+    for stage in range(count):
+        follows = stage > 0 and owner[stage - 1] == owner[stage]
+        found[owner[stage]].append(Stage(blocks[stage], stage == 0, stage == last, follows))
+    return tuple(map(tuple, found))
 
 
 def _block_cost(shape: ModelShape, length: int) -> int:
     """Multiplications of a token's forward through a block; causal attention computes half of the scores."""
     return shape.layer_matrices + length * shape.q_width
-
-
-@functools.lru_cache(1024)
-def _cut(layers: int, block: int, head: int, stages: int, ranks: int, kind: str) -> list[range]:
-    """The library's own cut of embedding, blocks and head: ``pipeline.partition``."""
-    return balanced([0.0, *[float(block)] * layers, float(head)], stages, layout=kind, ranks=ranks)
 
 
 def fullest(sizes: Sequence[float], early: Sequence[float], layout: Layout, rank: int) -> tuple[float, list[int]]:

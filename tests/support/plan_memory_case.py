@@ -15,15 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 
+from shardfuse.kernels.runtime import dispatch
 from shardfuse.layers import ParallelTransformer, TransformerConfig, transformer
+from shardfuse.layers.fuse.traffic import _off_meta
 from shardfuse.parallel.core.mesh import data_coordinate
 from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.core.sharding import local_tensor
 from shardfuse.parallel.parallel_model import ParallelModel
 from shardfuse.parallel.parallelize import parallelize
+from shardfuse.parallel.pipeline.schedules import find
 from shardfuse.parallel.plan import memory
 from shardfuse.parallel.plan.layout import Layout
 from shardfuse.parallel.plan.shapes import ModelShape
@@ -54,6 +58,10 @@ class Case:
         precision = [layout.precision] if layout.precision != "fp32" else []
         loss = ["fused loss"] if self.fused_loss else []
         return ", ".join([self.shape.name, layout.described(), *several, *precision, *loss])
+
+    @property
+    def splits_backward(self) -> bool:
+        return bool(self.layout.schedule) and find(self.layout.schedule).splits_backward
 
 
 def case(shape: ModelShape, m: int = 1, *, fused_loss: bool = False, **fields: Any) -> Case:
@@ -94,7 +102,7 @@ def predicted(case: Case, rank: int) -> Bytes:
     layout = case.layout
     software = dataclasses.replace(PLAIN, fused_loss=1) if case.fused_loss else PLAIN
     held = memory.of_rank(case.shape, layout, software, rank // layout.tp % layout.pp)
-    found = {name: getattr(held, name) for name in (*KINDS, "gathered")}
+    found = {name: getattr(held, name) for name in (*KINDS, "gathered", "buffers")}
     return found | {"activations": held.activations + held.logits}
 
 
@@ -104,7 +112,8 @@ def predicted(case: Case, rank: int) -> Bytes:
 class Saved:
     """The distinct storages that autograd's graphs hold within :meth:`watching`, and their most bytes at a time.
 
-    ``gathered`` is what FSDP2 holds beside its shards at that time, in ``model``.
+    ``gathered`` is what FSDP2 holds beside its shards at that time, ``buffers`` what the stages of a pipeline hold
+    beside what counts already, both in ``model``.
     """
 
     def __init__(self, model: ParallelModel, apart: Iterable[torch.Tensor]) -> None:
@@ -112,7 +121,7 @@ class Saved:
         self.apart = [each.untyped_storage() for each in apart]  # held, so that no address is used again
         self.uncounted = {storage._cdata for storage in self.apart}
         self.held: Counter[int] = Counter()
-        self.now = self.most = self.gathered = 0
+        self.now = self.most = self.gathered = self.buffers = 0
 
     def watching(self) -> saved_tensors_hooks:
         return saved_tensors_hooks(lambda tensor: Reference(self, tensor), lambda reference: reference.tensor)
@@ -122,6 +131,8 @@ class Saved:
         if self.now >= self.most:
             self.most = self.now
             self.gathered = sum(tensor.untyped_storage().nbytes() for tensor in whole(self.model))
+            storages = [tensor.untyped_storage() for tensor in received(self.model)]
+            self.buffers = sum(storage.nbytes() for storage in storages if not self.held[storage._cdata])
 
 
 class Reference:
@@ -209,6 +220,7 @@ def measured(rank: int, world: int, shape: ModelShape, layout: Layout, fused_los
         "optimizer": nbytes(state),
         "activations": saved.most,
         "gathered": saved.gathered,
+        "buffers": saved.buffers,
     }
 
 
@@ -235,6 +247,15 @@ def pipeline_stages(model: ParallelModel) -> list[Any]:
     return [schedule._stage] if hasattr(schedule, "_stage") else list(schedule._stages)
 
 
+def received(model: ParallelModel) -> Iterator[torch.Tensor]:
+    """The tensors into which torch's stages receive inputs and gradients, and the gradients of the inputs."""
+    for stage in pipeline_stages(model):
+        for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+            for buffer in (getattr(info, "buffer", None) for info in infos):
+                if buffer is not None:
+                    yield from (each for each in (buffer, buffer.grad) if each is not None)
+
+
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
     """Of this rank's parts."""
     return sum(local_tensor(tensor.detach()).nbytes for tensor in tensors)
@@ -249,6 +270,30 @@ def whole(model: ParallelModel) -> Iterator[torch.Tensor]:
                 if not isinstance(getattr(type(param), "unsharded_accumulated_grad", None), property):  # torch 2.15
                     given.append(param.unsharded_accumulated_grad)
                 yield from (local_tensor(tensor.detach()) for tensor in given if tensor is not None)
+
+
+def kept_by_kernels(case: Case) -> int:
+    """The bytes that autograd saves in a forward of one process where kernels run; nothing is computed."""
+    layout, dtype = case.layout, torch.float32 if case.layout.precision == "fp32" else torch.bfloat16
+    options: dict[str, Any] = {"recompute": layout.recompute == "full", "mlp_recompute": layout.mlp_recompute}
+    model = ParallelTransformer(config_of(case.shape, layout), dtype=dtype, device="meta", **options)
+    stage = model.stage(range(case.shape.layers + 2))
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    _off_meta(model, fake)
+    found: dict[int, tuple[torch.UntypedStorage, int]] = {}
+
+    def keep(tensor: torch.Tensor, counts: bool = True) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        found.setdefault(storage._cdata, (storage, storage.nbytes() if counts else 0))
+        return tensor
+
+    with fake:
+        tokens, targets = torch.zeros(2, layout.micro, layout.length, dtype=torch.int64).unbind()
+    for tensor in (*model.parameters(), tokens):
+        keep(tensor, counts=False)
+    with fake, saved_tensors_hooks(keep, lambda tensor: tensor), dispatch.choosing_for(torch.device("cuda")):
+        stage(tokens, targets)
+    return sum(size for _, size in found.values())
 
 
 # ------------------------------------------------------------------------------------------------------------ the table
