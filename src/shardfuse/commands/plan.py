@@ -190,7 +190,12 @@ def _traffic_table(made: Plan, found: Found) -> Any:
         title="What the first rank sends in a step",
     )  # fmt: skip
     for flow in made.traffic(found):
-        table.add(flow.what, flow.kind, flow.group, flow.link, f"{flow.bytes / GIB:.3g}")
+        table.add(flow.what, flow.kind, flow.group, flow.link, gib(flow.bytes))
     if not table.rows:
         table.add("nothing", "", "", "", "0")
     return table
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB, with as many digits as are worth reading."""
+    return f"{size / GIB:,.0f}" if size >= 100 * GIB else f"{size / GIB:.3g}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import io
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from ..parallel.pipeline.timeline import Costs, Timeline, simulate
 from ..parallel.plan.search import Found
 from ..parallel.plan.shapes import described
 from ..planning import PARTS, Plan
+from .plan import gib
 from .schedule import COLOURS, LEGEND
 
 if TYPE_CHECKING:
@@ -144,7 +146,7 @@ def _section(title: str) -> Element:
     return found
 
 
-def _table(section: Element, headings: tuple[str, ...], rows: list[tuple[str, ...]], words: int = 1) -> None:
+def _table(section: Element, headings: Sequence[str], rows: Sequence[Sequence[str]], words: int = 1) -> None:
     """A table whose first ``words`` columns are text and whose others are numbers."""
     table = add(add(section, "div", class_="scroll"), "table")
     line = add(table, "tr")
@@ -194,8 +196,6 @@ def _memory(made: Plan) -> Element:
 
 def _traffic(made: Plan) -> Element:
     found = _section("What its first rank sends in a step")
-    rows = [
-        (flow.what, flow.kind, flow.group, flow.link, f"{flow.bytes / GIB:.3g}") for flow in made.traffic(made.best)
-    ]
+    rows = [(flow.what, flow.kind, flow.group, flow.link, gib(flow.bytes)) for flow in made.traffic(made.best)]
     _table(found, ("what", "collective", "over", "link", "GiB"), rows, words=4)
     return found
