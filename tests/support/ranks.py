@@ -6,7 +6,7 @@ a module-level function of a test file; workers find it by the file's path and i
 Processes start once (importing torch takes seconds) and serve worlds of any size; every call creates and destroys a
 default process group. ``ranks(1, ...)`` runs a single process without a process group. Reference cycles, compiled
 graphs and FSDP2's hooks keep some groups alive, with gloo's threads, each of which wakes a hundred times a second:
-workers with many threads collect such groups, and are finally replaced.
+workers whose threads have become many more collect such groups, and are finally replaced.
 
 A rank that raises closes its process group, so the others' collectives fail instead of waiting, and the call raises
 RankError with the first rank's traceback. A dead rank, or a call past its timeout, ends the pool; the next call starts
@@ -36,8 +36,8 @@ from typing import Any
 START_TIMEOUT = 300.0  # seconds to import torch on a busy machine
 TIMEOUT = 120.0  # seconds for a call
 GRACE = 10.0  # seconds for the other ranks to fail after the first
-THREADS = 24  # of a worker; above this it collects unused process groups
-MOST_THREADS = 96  # above this the workers are replaced
+THREADS = 24  # of a worker: so many more than the last collection left, and it collects unused process groups
+MOST_THREADS = 72  # above this the workers are replaced
 PR_SET_PDEATHSIG = 1
 LOST_WHILE_CONNECTING = "Gloo connectFullMesh failed"
 
@@ -235,8 +235,7 @@ def _process_group(rank: int, world: int, port: int, call: int, stores: dict[int
         if dist.is_initialized():
             dist.destroy_process_group()
         _forget_meshes()
-        if len(os.listdir("/proc/self/task")) > THREADS:
-            _collect_groups()
+        _collect_groups()
 
 
 def _forget_meshes() -> None:
@@ -247,13 +246,23 @@ def _forget_meshes() -> None:
         _clear_sharding_prop_cache()
 
 
+_left_threads = 0  # by the last collection
+
+
 def _collect_groups() -> None:
-    """Destroy the process groups that only compiled graphs and reference cycles still hold."""
+    """Destroy the process groups that only compiled graphs and reference cycles still hold, once they are many.
+
+    It takes as long as some tests do, and what it leaves, the next one leaves too.
+    """
+    global _left_threads
+    if len(os.listdir("/proc/self/task")) <= _left_threads + THREADS:
+        return
     if "torch._dynamo" in sys.modules:
         import torch
 
         torch._dynamo.reset()
     gc.collect()
+    _left_threads = len(os.listdir("/proc/self/task"))
 
 
 _modules: dict[str, Any] = {}
