@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -165,28 +166,33 @@ def _check_downstream(folder: Path, package: Path) -> None:
         "mypy": ["mypy", "--follow-imports=silent", "--cache-dir", str(folder / "cache")],
         "basedpyright": ["basedpyright", "--level", "error"],
     }
+    wrong = {}  # by file: the misspelt word, if any
+    for argument, option, misspelt in (
+        ("activation", "sequence_parallel", None),
+        ("activatoin", "sequence_parallel", "activatoin"),
+        ("activation", "sequence_paralel", "sequence_paralel"),
+    ):
+        name = f"downstream_{argument}_{option}.py"
+        (folder / name).write_text(_DOWNSTREAM.format(argument=argument, option=option))
+        wrong[name] = misspelt
     for name, command in checkers.items():
-        for argument, option, wrong in (
-            ("activation", "sequence_parallel", None),
-            ("activatoin", "sequence_parallel", "activatoin"),
-            ("activation", "sequence_paralel", "sequence_paralel"),
-        ):
-            file = folder / f"downstream_{argument}_{option}.py"
-            file.write_text(_DOWNSTREAM.format(argument=argument, option=option))
-            environment = {**os.environ, "MYPYPATH": str(package)}
-            done = subprocess.run(
-                [sys.executable, "-m", *command, file.name],
-                cwd=folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-            assert (done.returncode == 0) is (wrong is None), f"{name}: {done.stdout}{done.stderr}"
-            if wrong is not None:
-                said = [line for line in done.stdout.splitlines() if "error" in line and file.name in line]
-                assert said, done.stdout
-                assert wrong in done.stdout or "No overload" in done.stdout, done.stdout
+        done = subprocess.run(
+            [sys.executable, "-m", *command, *wrong],
+            cwd=folder,
+            env={**os.environ, "MYPYPATH": str(package)},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 1, f"{name}: {done.stdout}{done.stderr}"
+        _, *errors = re.split(r"^(?=.* error: )", done.stdout, flags=re.MULTILINE)
+        of_file = {file: [error for error in errors if file in error.splitlines()[0]] for file in wrong}
+        assert sum(map(len, of_file.values())) == len(errors), done.stdout
+        for file, misspelt in wrong.items():
+            assert bool(of_file[file]) is (misspelt is not None), done.stdout
+            if misspelt is not None:
+                said = "".join(of_file[file])
+                assert misspelt in said or "No overload" in said, done.stdout
 
 
 def test_a_checkout_without_links_says_so(tmp_path):
