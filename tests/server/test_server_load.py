@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -78,59 +80,56 @@ def _stream(process: Process, lines: list[str], began: threading.Event, most: in
                 began.set()
 
 
-@pytest.fixture
-def streaming() -> Iterator[tuple[list[str], threading.Event, list[threading.Thread]]]:
-    threads: list[threading.Thread] = []
-    yield [], threading.Event(), threads
+@contextlib.contextmanager
+def _streaming(process: Process, most: int, count: int = 1) -> Iterator[list[str]]:
+    """``count`` streams of answers of ``most`` tokens, from the first line on; they have ended at the block's end."""
+    lines: list[str] = []
+    began = threading.Event()
+    threads = [threading.Thread(target=_stream, args=(process, lines, began, most)) for _ in range(count)]
     for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+        thread.start()
+    try:
+        assert began.wait(30)
+        yield lines
+    finally:
+        for thread in threads:
+            thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
 
 
-def test_sigterm_drains_and_the_port_is_free_again(folder: Path, long: Path, streaming: tuple) -> None:
-    lines, began, threads = streaming
+def test_sigterm_drains_and_a_second_signal_ends_at_once(long: Path) -> None:
+    """And the port is free again for the next server, but not beside it."""
     with serving(str(long), "--no-warmup") as process:
         port = str(process.port)
-        threads.append(threading.Thread(target=_stream, args=(process, lines, began, 200)))
-        threads[0].start()
-        assert began.wait(30)
-        process.popen.send_signal(signal.SIGTERM)
-        refused = None
-        while threads[0].is_alive():
-            try:
-                answer = process.post("/v1/completions", prompt="x", max_tokens=1)
-            except httpx.ConnectError:
-                break
-            refused = answer.status_code if answer.status_code != 200 else refused
-        assert refused == 503
-        assert process.ended() == 0, process.said()
-        threads[0].join(30)
+        with _streaming(process, 200) as lines:
+            process.popen.send_signal(signal.SIGTERM)
+            refused = None
+            while "data: [DONE]" not in lines:
+                try:
+                    answer = process.post("/v1/completions", prompt="x", max_tokens=1)
+                except httpx.ConnectError:
+                    break
+                refused = answer.status_code if answer.status_code != 200 else refused
+            assert refused == 503
+            assert process.ended() == 0, process.said()
         assert lines[-1] == "data: [DONE]"
         assert json.loads(lines[-2][6:])["choices"][0]["finish_reason"] == "length"
-    with serving(str(folder), "--port", port) as process:
+    with serving(str(long), "--no-warmup", "--port", port) as process:
         assert process.post("/v1/completions", prompt="x", max_tokens=1).status_code == 200
-        taken = Process(str(folder), "--port", port)
+        taken = Process(str(long), "--port", port)
         assert taken.ended() == 1
         assert taken.said().count("\n") == 1
         assert f"error: port {port} on 127.0.0.1 cannot be used" in taken.said()
         taken.log.close()
-
-
-def test_a_second_signal_ends_at_once(long: Path, streaming: tuple) -> None:
-    lines, began, threads = streaming
-    with serving(str(long), "--no-warmup") as process:
-        threads.append(threading.Thread(target=_stream, args=(process, lines, began, 90_000)))
-        threads[0].start()
-        assert began.wait(30)
-        process.popen.send_signal(signal.SIGTERM)
-        until = time.monotonic() + 30
-        while process.get("/health").status_code != 503:
-            assert time.monotonic() < until
-        refused = process.post("/v1/completions", prompt="x", max_tokens=1)
-        assert refused.status_code == 503
-        assert int(refused.headers["Retry-After"]) > 0
-        assert process.ended(signal.SIGTERM) == 1
-        threads[0].join(30)
+        with _streaming(process, 90_000) as lines:
+            process.popen.send_signal(signal.SIGTERM)
+            until = time.monotonic() + 30
+            while process.get("/health").status_code != 503:
+                assert time.monotonic() < until
+            answer = process.post("/v1/completions", prompt="x", max_tokens=1)
+            assert answer.status_code == 503
+            assert int(answer.headers["Retry-After"]) > 0
+            assert process.ended(signal.SIGTERM) == 1
         assert "error" in json.loads(lines[-2][6:])
         assert "1 open requests are ended" in process.said()
 
@@ -144,31 +143,32 @@ def test_a_folder_that_is_none_is_refused_in_a_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_rank_that_is_lost_under_load(how: signal.Signals, folder: Path, streaming: tuple) -> None:
-    lines, began, threads = streaming
-    ranks = ("--tp", "2", "--device", "cpu", "--health-timeout", "8")
+def test_a_rank_that_is_lost_under_load(folder: Path) -> None:
+    """Killed in one server and stopped in the next: each server takes the port and gives the answers of the last."""
+    ranks, port = ("--tp", "2", "--device", "cpu", "--health-timeout", "8"), "0"
     with serving(str(folder)) as process:
         alone = process.post("/v1/completions", prompt="once", max_tokens=16, temperature=0).json()["choices"]
-    with serving(str(folder), *ranks) as process:
-        port = str(process.port)
-        assert process.post("/v1/completions", prompt="once", max_tokens=16, temperature=0).json()["choices"] == alone
-        assert process.get("/health").status_code == 200
-        (child,) = process.children()
-        threads += [threading.Thread(target=_stream, args=(process, lines, began, 240)) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        assert began.wait(30)
-        os.kill(child, how)
-        for thread in threads:
-            thread.join(60)
-        ends = [line for line in lines if '"error"' in line]
-        assert len(ends) == 3, lines[-6:]
-        assert all(json.loads(line[6:])["error"]["code"] == "ranks_lost" for line in ends)
-        assert process.get("/health").status_code == 503
-        assert process.post("/v1/completions", prompt="x", max_tokens=1).status_code == 503
-        os.kill(child, signal.SIGCONT) if how is signal.SIGSTOP else None
-        assert process.ended(signal.SIGTERM) == 0
-        assert not Path(f"/proc/{child}").exists()
+    for how in (signal.SIGKILL, signal.SIGSTOP):
+        with serving(str(folder), *ranks, "--port", port) as process:
+            port = str(process.port)
+            _lose(process, how, alone)
     with serving(str(folder), *ranks, "--port", port) as process:
         assert process.post("/v1/completions", prompt="once", max_tokens=16, temperature=0).json()["choices"] == alone
+
+
+def _lose(process: Process, how: signal.Signals, alone: list[dict[str, Any]]) -> None:
+    """Send ``how`` to the other rank under a load, and expect errors, 503 and a clean end."""
+    assert process.post("/v1/completions", prompt="once", max_tokens=16, temperature=0).json()["choices"] == alone
+    assert process.get("/health").status_code == 200
+    (child,) = process.children()
+    with _streaming(process, 240, count=3) as lines:
+        os.kill(child, how)
+    ends = [line for line in lines if '"error"' in line]
+    assert len(ends) == 3, lines[-6:]
+    assert all(json.loads(line[6:])["error"]["code"] == "ranks_lost" for line in ends)
+    assert process.get("/health").status_code == 503
+    assert process.post("/v1/completions", prompt="x", max_tokens=1).status_code == 503
+    if how is signal.SIGSTOP:
+        os.kill(child, signal.SIGCONT)
+    assert process.ended(signal.SIGTERM) == 0
+    assert not Path(f"/proc/{child}").exists()
