@@ -39,6 +39,8 @@ MAKEFLAGS += --no-print-directory
 
 # Without it the folder kernels/ would shadow an installed package of that name.
 export PYTHONSAFEPATH := 1
+# Where it is set, each of the tests' many processes would compile the project's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 # Some virtual machines advertise AMX and trap on it: oneDNN's bf16 matrix product would kill the process.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
@@ -59,13 +61,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 	  echo "error: $(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2; \
 	  exit 1; }
 	@echo "installing into $(VENV): a few minutes the first time, most of it torch"
-	@$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,hf,bench,serve]'
+	@$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dev,hf,bench,serve]'
+	@# On all cores, where pip would use one. Some packages ship templates that are no Python.
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > $(VENV)/compiled.log 2>&1 || true
 	@touch $@
 
 $(SIDE)/.installed: | $(INSTALLED)
 	@rm -rf $(SIDE)
 	@echo "installing Triton 3.6.0 into $(SIDE)"
-	@$(BIN)/python -m pip install --quiet --no-deps --target $(SIDE) triton==3.6.0
+	@$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $(SIDE) triton==3.6.0
 	@touch $@
 
 # --- use --------------------------------------------------------------------------------------------------------------
@@ -139,16 +143,17 @@ ALONE := codegen interpret ranks rest demo nightly
 $(ALONE:%=test-%): test-%: install $(SIDE)/.installed
 	@$(PYTEST) -q -m "$(MARKS_$*)" $(ARGS)
 
-# `make test` runs jobs of about a lane each, as many at a time as there are cores, the two longest first. One thread
-# each, or they would take the cores from each other.
+# `make test` runs jobs of about a lane each, the two longest first, and one more at a time than there are cores, since
+# some tests wait. One thread each, or they would take the cores from each other.
 JOBS := ranks rest interpret-1 interpret-2 interpret-3 interpret-4 demo codegen-1 codegen-2
-AT_ONCE ?= $(shell nproc 2>/dev/null || echo 2)
+AT_ONCE ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1)))
 kind = $(firstword $(subst -, ,$*))
 part = $(word 2,$(subst -, ,$*))
 SELECT_interpret = --part $(part)/4
 SELECT_codegen = --part $(part)/2
 
 .PHONY: $(JOBS:%=job-%)
+$(filter job-interpret-% job-codegen-%,$(JOBS:%=job-%)): $(SIDE)/.installed
 $(JOBS:%=job-%): job-%:
 	@mkdir -p $(LOGS); SECONDS=0; result=ok; \
 	export OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}"; \
@@ -163,7 +168,7 @@ check-%:
 
 # What failed is named again at the end; where pytest did not come to name it, the job's last lines are.
 .PHONY: test
-test: install $(SIDE)/.installed  ## what CI runs: every lane and lint, with the time of each
+test: install  ## what CI runs: every lane and lint, with the time of each
 	@rm -rf $(LOGS); mkdir $(LOGS); SECONDS=0; result=ok; \
 	$(MAKE) -k -j$(AT_ONCE) $(JOBS:%=job-%) $(CHECKS:%=check-%) || result=FAILED; \
 	echo "lanes:"; cat $(LOGS)/times; printf '  %-12s %4d s  %s\n' together $$SECONDS $$result; \
@@ -190,7 +195,7 @@ test-portable: install $(SIDE)/.installed  ## numeric tests as other processors 
 	"$$base"/bin/python -m pip --version >/dev/null 2>&1 || { \
 	  echo "installing into $$base: some 5 GB, for all checkouts"; \
 	  mkdir -p "$(CACHE)" && "$(PYTHON)" -m venv --clear "$$base"; }; \
-	"$$base"/bin/python -m pip install --quiet $(PINS_$*) '.[dev,hf,bench,serve]'; \
+	"$$base"/bin/python -m pip install --quiet --no-compile $(PINS_$*) '.[dev,hf,bench,serve]'; \
 	"$$base"/bin/python -m pip uninstall --quiet --yes shardfuse; \
 	rm -rf .side/$*; "$(PYTHON)" -m venv --without-pip .side/$*; \
 	echo "$$base"/lib/python*/site-packages > "$$(echo .side/$*/lib/python*/site-packages)"/base.pth; \
