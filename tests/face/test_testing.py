@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -186,7 +187,8 @@ def test_the_fixtures_turn_a_leak_red(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["shardfuse.testing.fixtures"]\n')
     (tmp_path / "test_server.py").write_text(_TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "."]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # others' plugins take a while
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1, done.stdout + done.stderr
     red = dict(re.findall(r"^ERROR test_server\.py::(\w+) - (.*)$", done.stdout, re.MULTILINE))
     assert red.keys() == {"test_left_waiting", "test_left_running", "test_leaked"}
