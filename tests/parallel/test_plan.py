@@ -25,7 +25,9 @@ def test_a_wrong_prediction_fails_its_source() -> None:
     assert check.Source("mcore0.8", steps).passed is False
 
 
-@pytest.mark.parametrize("table", ["steps", "reasons", pytest.param("layouts", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "table", ["steps", "reasons", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("examples", "layouts"))]
+)
 def test_the_pages_tables_are_the_checks(table: str) -> None:
     assert plan_page.shown(table) == plan_page.TABLES[table]()
 

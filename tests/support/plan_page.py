@@ -6,9 +6,34 @@ import re
 import sys
 from pathlib import Path
 
+import shardfuse as sf
 from shardfuse.parallel.plan import check, published
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "plan.md"
+
+
+# Model, kind and number of GPUs, sequences of a step, tokens of a sequence.
+EXAMPLES = (
+    ("gpt3-175b", "a100", 64, 1536, 2048),
+    ("gpt3-175b", "a100", 384, 1536, 2048),
+    ("gpt3-175b", "a100", 1536, 1536, 2048),
+    ("gpt3-175b", "h100", 1024, 2048, 2048),
+    ("llama3-405b", "h100", 8192, 2048, 8192),
+    ("llama3-405b", "h100", 16384, 2048, 8192),
+)
+
+
+def examples_table() -> str:
+    """A row for each example: the best layout."""
+    lines = ["| model | on | batch | best layout | step | MFU | GiB | tried |", "|---|---|---|---|---|---|---|---|"]
+    for model, gpu, gpus, batch, seq in EXAMPLES:
+        made = sf.plan(model, gpus=gpus, gpu=gpu, batch=batch, seq=seq, count=1)
+        best = made.best
+        lines.append(
+            f"| {model} | {gpus:,} {gpu} | {batch:,} x {seq:,} | {best.layout.described()} | {best.time.total:.3g} s | "
+            f"{made.utilization(best):.0%} | {best.memory.total / 2**30:.1f} | {made.considered:,} |"
+        )
+    return "\n".join(lines)
 
 
 def steps_table() -> str:
@@ -42,7 +67,7 @@ def reasons_list() -> str:
     return "\n".join(f"{number}. {why}" for number, why in enumerate(dict.fromkeys(check.FAR.values()), 1))
 
 
-TABLES = {"steps": steps_table, "layouts": layouts_table, "reasons": reasons_list}
+TABLES = {"examples": examples_table, "steps": steps_table, "layouts": layouts_table, "reasons": reasons_list}
 
 
 def shown(name: str) -> str:
