@@ -21,6 +21,7 @@ from .shapes import ModelShape
 from .software import Software
 
 PERIODS = 3  # rounds of an interleaved schedule, after which it repeats itself
+FILLED = 2  # micro-batches a rank: with more no rank keeps more at a time
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,10 @@ def fullest(sizes: Sequence[float], early: Sequence[float], layout: Layout, rank
     A micro-batch leaves ``sizes`` in each of the rank's stages, of which a backward for the inputs alone frees
     ``early``.
     """
-    changes = _changes(layout.schedule, layout.pp, layout.interleave, layout.microbatches, rank)
+    microbatches = layout.microbatches
+    if layout.schedule not in ("1f1b", "interleaved_1f1b"):
+        microbatches = min(microbatches, FILLED * layout.pp)
+    changes = _changes(layout.schedule, layout.pp, layout.interleave, microbatches, rank)
     held = [0] * len(sizes)
     counts, most, now = list(held), 0.0, 0.0
     for kind, stage in changes:
@@ -107,7 +111,7 @@ def _changes(schedule: str, ranks: int, stages: int, microbatches: int, rank: in
         return [("F", 0)] * min(ranks - rank, microbatches)
     if schedule == "interleaved_1f1b":
         return _interleaved(ranks, stages, microbatches, rank)
-    passes = [one for together in order(schedule, ranks, min(microbatches, 4 * ranks))[rank] for one in together]
+    passes = [one for together in order(schedule, ranks, microbatches)[rank] for one in together]
     own = sorted({one.stage for one in passes})
     return [(one.kind, own.index(one.stage)) for one in passes]
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardfuse.parallel.pipeline.timeline import Costs, simulate
-from shardfuse.parallel.plan import check, efficiency, memory, published, shapes, step_time
+from shardfuse.parallel.plan import check, efficiency, memory, published, shapes, stages, step_time
 from shardfuse.parallel.plan.hardware import cluster
 from shardfuse.parallel.plan.layout import RECOMPUTE, Layout
 from shardfuse.parallel.plan.search import SCHEDULES, Search, Space, smallest, splits
@@ -113,6 +113,18 @@ def test_a_schedules_bubble_is_that_of_its_simulation(schedule: str, microbatche
         step = simulate(schedule, 4, microbatches, costs)
         bubble = step_time._bubble(layout, costs)
         assert bubble == pytest.approx(step.end / 2 - microbatches, rel=0.02)
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "interleaved_zb"])
+def test_a_filled_pipeline_keeps_no_more(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(pp=4, interleave=2, batch=32, schedule=schedule)
+
+    def kept() -> list[float]:
+        return [stages.fullest(sizes, [0.0, 0.5], layout, rank)[0] for sizes in ([3, 2], [1, 4]) for rank in range(4)]
+
+    counted = kept()
+    monkeypatch.setattr(stages, "FILLED", 8)
+    assert kept() == counted
 
 
 def test_what_a_rank_sends_is_the_closed_form() -> None:
