@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import os
 import re
@@ -89,6 +90,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if part:
         paths = _files_of_part(items, *map(int, part.split("/")))
         _keep(config, items, {item for item in items if item.path in paths})
+
+
+def pytest_collection_finish() -> None:
+    """No collection of garbage traverses again what the test files have imported: with torch it takes a second."""
+    gc.freeze()
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[pytest.Item]) -> None:

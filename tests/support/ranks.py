@@ -6,7 +6,7 @@ a module-level function of a test file; workers find it by the file's path and i
 Processes start once (importing torch takes seconds) and serve worlds of any size; every call creates and destroys a
 default process group. ``ranks(1, ...)`` runs a single process without a process group. Reference cycles, compiled
 graphs and FSDP2's hooks keep some groups alive, with gloo's threads, each of which wakes a hundred times a second:
-workers whose threads have become many more collect such groups, and are finally replaced.
+a worker whose threads have become many more collects such groups, and is finally replaced.
 
 A rank that raises closes its process group, so the others' collectives fail instead of waiting, and the call raises
 RankError with the first rank's traceback. A dead rank, or a call past its timeout, ends the pool; the next call starts
@@ -37,7 +37,7 @@ START_TIMEOUT = 300.0  # seconds to import torch on a busy machine
 TIMEOUT = 120.0  # seconds for a call
 GRACE = 10.0  # seconds for the other ranks to fail after the first
 THREADS = 24  # of a worker: so many more than the last collection left, and it collects unused process groups
-MOST_THREADS = 72  # above this the workers are replaced
+MOST_THREADS = 96  # above this a worker is replaced
 PR_SET_PDEATHSIG = 1
 LOST_WHILE_CONNECTING = "Gloo connectFullMesh failed"
 
@@ -54,7 +54,7 @@ class Pool:
     """Workers in order of rank; ``pool(world, body, *args)`` uses the first ``world`` of them."""
 
     def __init__(self) -> None:
-        self._workers: list[_Worker] = []
+        self._workers: list[_Worker | None] = []  # by rank; None: one that was ended
         self._store: Any = None
         self._calls = 0
 
@@ -79,8 +79,7 @@ class Pool:
         task = pickle.dumps((*locate(body), args, kwargs, os.environ.get("PYTEST_CURRENT_TEST", "")))
         self._calls += 1
         try:
-            self._grow(world)
-            workers = self._workers[:world]
+            workers = self._grow(world)
             for worker in workers:
                 worker.start(task, world, self._store.port, self._calls)
             answers = _collect(workers, timeout)
@@ -90,21 +89,27 @@ class Pool:
         for rank, (ok, value, _) in sorted(enumerate(answers), key=lambda item: item[1][2]):
             if not ok:
                 raise RankError(rank, world, value)
-        if any(worker.threads() > MOST_THREADS for worker in self._workers):
-            self.close()
+        for worker in workers:
+            if worker.threads() > MOST_THREADS:
+                worker.kill()
+                self._workers[worker.rank] = None
         return [value for _, value, _ in answers]
 
-    def _grow(self, world: int) -> None:
+    def _grow(self, world: int) -> list[_Worker]:
+        """The first ``world`` workers; those that are not there are started."""
         if self._store is None:
             import torch.distributed as dist
 
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        fresh = [_Worker(rank) for rank in range(len(self._workers), world)]
-        self._workers += fresh
+        self._workers += [None] * (world - len(self._workers))
+        fresh = [_Worker(rank) for rank, worker in enumerate(self._workers[:world]) if worker is None]
+        for worker in fresh:
+            self._workers[worker.rank] = worker
         _collect(fresh, START_TIMEOUT)
+        return [worker for worker in self._workers[:world] if worker is not None]
 
     def close(self) -> None:
-        for worker in self._workers:
+        for worker in filter(None, self._workers):
             worker.kill()
         self._workers.clear()
 
