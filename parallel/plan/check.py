@@ -11,11 +11,12 @@ search finds for the same software, recomputation, sequence parallelism and prec
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
 from . import efficiency
+from .known_misses import FAR, MISSED
 from .layout import Layout
 from .memory import Memory, of_rank
 from .memory import predict as predict_memory
@@ -30,27 +31,6 @@ JUDGED = 5  # runs of a source, at least
 SPLIT_WITHIN, PEAK_WITHIN = 0.01, 0.10
 LAYOUT_WITHIN = 0.10
 GIB = 1 << 30
-_RULE = (
-    "its degrees follow the paper's rule, tensor parallelism up to the GPUs of a node and then stages "
-    "(arXiv:2104.04473, section 3), and no search"
-)
-_TWO_D = "the source's subject is tensor parallelism beside FSDP, and it reports no run without it on these GPUs"
-_FOUR_D = (
-    "the source shows one technique after the other on tp 8 and pp 8; with as few micro-batches the pipeline idles, "
-    "and its own interleaved run is 28 % quicker than its 1F1B"
-)
-# Published layouts that the planner can beat by more than LAYOUT_WITHIN, by source and model, and why it may be so.
-FAR = {
-    ("megatron2021-T1", "gpt-7.5b"): _RULE,
-    ("megatron2021-T1", "gpt-18b"): _RULE,
-    ("megatron2021-T1", "gpt-39b"): _RULE,
-    ("megatron2021-T2", "gpt3-175b"): _RULE + "; the same degrees serve three numbers of GPUs",
-    ("2205.05198-T5", "gpt-22b"): "the paper compares recomputation on one node, with tensor parallelism alone",
-    ("torchtitan2412", "llama3-70b"): _TWO_D,
-    ("torchtitan2506", "llama3-70b"): _TWO_D,
-    ("torchtitan2506", "llama3-8b"): _TWO_D,
-    ("torchtitan2412", "llama3-405b"): _FOUR_D,
-}
 
 
 @dataclass(frozen=True)
@@ -71,6 +51,15 @@ class Step:
         return self.predicted / self.reported - 1
 
     @property
+    def near(self) -> bool:
+        return abs(self.error) <= WITHIN
+
+    @property
+    def reason(self) -> str:
+        """Why the step may be further off than that; empty for one that is not, or that nothing explains."""
+        return "" if self.near else MISSED.get((self.run.source, self.run.shape.name, self.run.cluster.gpu.name), "")
+
+    @property
     def baseline_error(self) -> float:
         return self.baseline / self.reported - 1
 
@@ -84,7 +73,7 @@ class Source:
 
     @property
     def hits(self) -> int:
-        return sum(abs(step.error) <= WITHIN for step in self.steps)
+        return sum(step.near for step in self.steps)
 
     @property
     def baseline_hits(self) -> int:
@@ -130,6 +119,12 @@ def steps(found: Sequence[Run] | None = None) -> list[Source]:
         shares, constant = efficiency.fit(others), _utilizations(others)
         results.append(Source(name, tuple(_step(run, shares, constant) for run in mine)))
     return results
+
+
+def unexplained(sources: Iterable[Source]) -> list[Step]:
+    """The steps of published runs, informative ones apart, that are off without a known reason."""
+    steps = (step for source in sources for step in source.steps)
+    return [step for step in steps if not (step.near or step.reason or step.run.informative)]
 
 
 def _step(run: Run, shares: efficiency.Table, constant: dict[str, float]) -> Step:
@@ -215,7 +210,7 @@ class Chosen:
         return self.near or bool(self.reason)
 
 
-def layouts(found: Sequence[Run] | None = None, *, free: bool = True) -> list[Chosen]:
+def layouts(found: Iterable[Run] | None = None, *, free: bool = True) -> list[Chosen]:
     """Every judged run with a time, beside the best layouts; with ``free`` False without those of a free search."""
     results = []
     for run in runs() if found is None else found:

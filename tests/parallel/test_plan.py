@@ -19,6 +19,13 @@ def test_every_judged_source_is_predicted_without_its_own_runs() -> None:
     assert all(judged.values()), judged
 
 
+def test_every_miss_has_a_reason_and_every_reason_a_miss() -> None:
+    sources = check.steps()
+    assert check.unexplained(sources) == []
+    steps = [step for source in sources for step in source.steps if step.reason and not step.run.informative]
+    assert {(step.run.source, step.run.shape.name, step.run.cluster.gpu.name) for step in steps} == check.MISSED.keys()
+
+
 def test_a_wrong_prediction_fails_its_source() -> None:
     runs = [run for run in published.runs() if run.source == "mcore0.8" and run.seconds is not None]
     steps = tuple(check.Step(run, 1.2 * (run.seconds or 0.0), run.seconds or 0.0) for run in runs)
@@ -26,7 +33,13 @@ def test_a_wrong_prediction_fails_its_source() -> None:
 
 
 @pytest.mark.parametrize(
-    "table", ["steps", "reasons", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("examples", "layouts"))]
+    "table",
+    [
+        "steps",
+        "misses",
+        "reasons",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("examples", "layouts")),
+    ],
 )
 def test_the_pages_tables_are_the_checks(table: str) -> None:
     assert plan_page.shown(table) == plan_page.TABLES[table]()

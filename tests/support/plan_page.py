@@ -47,6 +47,21 @@ def steps_table() -> str:
     return "\n".join(lines)
 
 
+def misses_table() -> str:
+    """A row for each model of a source whose steps are off by more than the limit."""
+    errors: dict[tuple[str, str, str], list[float]] = {}
+    for source in check.steps():
+        for step in source.steps:
+            if not (step.near or step.run.informative):
+                key = (source.name, step.run.shape.name, step.run.cluster.gpu.name)
+                errors.setdefault(key, []).append(step.error)
+    lines = ["| source | model | GPU | steps off | errors | likely reason |", "|---|---|---|---|---|---|"]
+    for (name, model, gpu), mine in errors.items():
+        span = " to ".join(dict.fromkeys(f"{each:+.0%}" for each in (min(mine), max(mine))))
+        lines.append(f"| {name} | {model} | {gpu} | {len(mine)} | {span} | {check.MISSED[name, model, gpu]} |")
+    return "\n".join(lines)
+
+
 def layouts_table() -> str:
     """A row for each published layout that is further from the best than the limit."""
     runs = [run for run in published.runs() if (run.source, run.shape.name) in check.FAR]
@@ -67,7 +82,13 @@ def reasons_list() -> str:
     return "\n".join(f"{number}. {why}" for number, why in enumerate(dict.fromkeys(check.FAR.values()), 1))
 
 
-TABLES = {"examples": examples_table, "steps": steps_table, "layouts": layouts_table, "reasons": reasons_list}
+TABLES = {
+    "examples": examples_table,
+    "steps": steps_table,
+    "misses": misses_table,
+    "layouts": layouts_table,
+    "reasons": reasons_list,
+}
 
 
 def shown(name: str) -> str:

@@ -5,26 +5,30 @@ from __future__ import annotations
 import json as jsonlib
 from typing import Any
 
+from rich.progress import track
+
 from ..kernels.runtime.printing import Sheet, console, figure, prose, unbroken
-from ..parallel.plan import check
+from ..parallel.plan import check, published
 
 _SHOWN = 12  # rows of a source; a source with more shows its misses and a summary
 
 
 def run_check(*, json: bool = False) -> int:
-    """Print every comparison; 1 if a source that is judged fails, a memory is off or a layout is far from the best."""
-    sources, held = check.steps(), check.memory()
-    layouts = check.layouts()
+    """Print every comparison; 1 if a source that is judged fails, a miss has no reason or a memory is off."""
     people = console(stderr=json)
+    sources, held = check.steps(), check.memory()
     for source in sources:
         people.print(_source_table(source))
         people.print()
     people.print(_memory_table(held))
     people.print()
+    runs = track(published.runs(), "layouts", console=people, transient=True, disable=not people.is_terminal)
+    layouts = check.layouts(runs)
     people.print(_layout_table(layouts))
     failed = [source.name for source in sources if source.passed is False]
+    failed += [f"step of {step.run.name}" for step in check.unexplained(sources)]
     failed += [f"memory of {each.run.name}" for each in held if not each.passed]
-    failed += [f"layout of {each.run.name}" for each in layouts if each.passed is False]
+    failed += [f"layout of {each.run.name}" for each in layouts if not each.passed]
     people.print("all judged predictions hold" if not failed else f"off: {'; '.join(failed)}")
     if json:
         print(jsonlib.dumps(_record(sources, held, layouts, failed)))
@@ -33,19 +37,20 @@ def run_check(*, json: bool = False) -> int:
 
 def _source_table(source: check.Source) -> Sheet:
     verdict = {True: "holds", False: "FAILS", None: "not judged"}[source.passed]
-    table = Sheet(
-        unbroken("run"), prose("layout", 30), figure("reported"), figure("predicted"), figure("error"), figure("MFU"),
-        title=f"{source.name}: {source.hits} of {len(source.steps)} steps within {check.WITHIN:.0%}, a constant MFU "
-        f"{source.baseline_hits}: {verdict}",
-    )  # fmt: skip
     rows = source.steps
     if len(rows) > _SHOWN:
-        rows = tuple(step for step in rows if abs(step.error) > check.WITHIN)
-        table.caption = "Only the misses are shown."
+        rows = tuple(step for step in rows if not step.near)
+    reasons = [prose("likely reason", 30)] if any(step.reason for step in rows) else []
+    table = Sheet(
+        unbroken("run"), prose("layout", 30), figure("reported"), figure("predicted"), figure("error"), figure("MFU"),
+        *reasons, title=f"{source.name}: {source.hits} of {len(source.steps)} steps within {check.WITHIN:.0%}, a constant "
+        f"MFU {source.baseline_hits}: {verdict}",
+        caption="Only the misses are shown." if len(rows) < len(source.steps) else "",
+    )  # fmt: skip
     for step in rows:
         table.add(
             step.run.name, step.run.layout.described(), f"{step.reported:.3g} s", f"{step.predicted:.3g} s",
-            f"{step.error:+.0%}", f"{step.baseline_error:+.0%}",
+            f"{step.error:+.0%}", f"{step.baseline_error:+.0%}", *([step.reason] if reasons else []),
         )  # fmt: skip
     return table
 
@@ -65,14 +70,15 @@ def _memory_table(held: list[check.Held]) -> Sheet:
 
 def _layout_table(layouts: list[check.Chosen]) -> Sheet:
     table = Sheet(
-        unbroken("run"), prose("published", 24), figure("over the best"), prose("best found", 24), prose("free", 24),
+        unbroken("run"), prose("published", 24), figure("longer by"), prose("best found", 24), prose("free search", 24),
+        prose("why", 24),
         title=f"Published layouts beside the best that the planner finds for the same choices, within "
         f"{check.LAYOUT_WITHIN:.0%} of it",
     )  # fmt: skip
     for each in layouts:
         table.add(
             each.run.name, each.run.layout.described(), f"{each.over:+.1%}", each.best.described(),
-            each.free.described() if each.free else "",
+            each.free.described() if each.free else "", each.reason,
         )  # fmt: skip
     return table
 
