@@ -144,18 +144,20 @@ $(ALONE:%=test-%): test-%: install $(SIDE)/.installed
 	@$(PYTEST) -q -m "$(MARKS_$*)" $(ARGS)
 
 # `make test` runs jobs of about a lane each, the two longest first, and one more at a time than there are cores, since
-# some tests wait. One thread each, or they would take the cores from each other.
+# some tests wait. One thread each, or they would take the cores from each other; where no test waits, with less of a
+# claim to them than where some have limits of time.
 JOBS := ranks rest interpret-1 interpret-2 interpret-3 interpret-4 demo codegen-1 codegen-2
 AT_ONCE ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1)))
 kind = $(firstword $(subst -, ,$*))
 part = $(word 2,$(subst -, ,$*))
 SELECT_interpret = --part $(part)/4
 SELECT_codegen = --part $(part)/2
+YIELDS = $(if $(filter interpret codegen,$(kind)),renice -n 5 $$$$ > /dev/null;)
 
 .PHONY: $(JOBS:%=job-%)
 $(filter job-interpret-% job-codegen-%,$(JOBS:%=job-%)): $(SIDE)/.installed
 $(JOBS:%=job-%): job-%:
-	@mkdir -p $(LOGS); SECONDS=0; result=ok; \
+	@mkdir -p $(LOGS); SECONDS=0; result=ok; $(YIELDS) \
 	export OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}"; \
 	$(PYTEST) -q -m "$(MARKS_$(kind))" $(SELECT_$(kind)) $(ARGS) > $(LOGS)/$*.log 2>&1 || [ $$? = 5 ] || result=FAILED; \
 	echo "--- $*"; cat $(LOGS)/$*.log; printf '  %-12s %4d s  %s\n' $* $$SECONDS $$result | tee -a $(LOGS)/times; \
