@@ -144,8 +144,8 @@ $(ALONE:%=test-%): test-%: install $(SIDE)/.installed
 	@$(PYTEST) -q -m "$(MARKS_$*)" $(ARGS)
 
 # `make test` runs jobs of about a lane each, the two longest first, and one more at a time than there are cores, since
-# some tests wait. One thread each, or they would take the cores from each other; where no test waits, with less of a
-# claim to them than where some have limits of time.
+# some tests wait. One thread each, or they would take the cores from each other. The lanes that compute throughout yield
+# to those whose tests have limits of time.
 JOBS := ranks rest interpret-1 interpret-2 interpret-3 interpret-4 demo codegen-1 codegen-2
 AT_ONCE ?= $(shell echo $$(($$(nproc 2>/dev/null || echo 2) + 1)))
 kind = $(firstword $(subst -, ,$*))
