@@ -156,7 +156,7 @@ def test_the_check_prints_every_source_and_fails_for_a_miss(monkeypatch: pytest.
     run_of = sources[0].steps[0].run
     layout = replace(run_of.layout, micro=1)
     monkeypatch.setattr(check, "steps", lambda: sources)
-    monkeypatch.setattr(check, "layouts", lambda: [check.Chosen(run_of, 0.01, layout, None)])
+    monkeypatch.setattr(check, "layouts", lambda runs: [check.Chosen(run_of, 0.01, layout, None)])
     result = run("plan", "--check")
     assert result.exit_code == 0, result.output
     assert "megatron2021-T1: 10 of 10 steps within 15%, a constant MFU 6: holds" in " ".join(result.output.split())
@@ -164,7 +164,7 @@ def test_the_check_prints_every_source_and_fails_for_a_miss(monkeypatch: pytest.
     monkeypatch.setattr(check, "memory", lambda: [replace(each, predicted=2 * each.reported) for each in held])
     assert run("plan", "--check").exit_code == 1
     monkeypatch.setattr(check, "memory", lambda: held)
-    monkeypatch.setattr(check, "layouts", lambda: [check.Chosen(run_of, 0.3, layout, None)])
+    monkeypatch.setattr(check, "layouts", lambda runs: [check.Chosen(run_of, 0.3, layout, None)])
     result = run("plan", "--check")
     assert result.exit_code == 1
     assert "off: layout of" in result.output

@@ -32,15 +32,10 @@ def test_a_wrong_prediction_fails_its_source() -> None:
     assert check.Source("mcore0.8", steps).passed is False
 
 
-@pytest.mark.parametrize(
-    "table",
-    [
-        "steps",
-        "misses",
-        "reasons",
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("examples", "layouts")),
-    ],
-)
+SLOW = [pytest.param(name, marks=pytest.mark.nightly) for name in ("examples", "layouts")]
+
+
+@pytest.mark.parametrize("table", ["steps", "misses", "reasons", *SLOW])
 def test_the_pages_tables_are_the_checks(table: str) -> None:
     assert plan_page.shown(table) == plan_page.TABLES[table]()
 

@@ -41,10 +41,10 @@ def _source_table(source: check.Source) -> Sheet:
     if len(rows) > _SHOWN:
         rows = tuple(step for step in rows if not step.near)
     reasons = [prose("likely reason", 30)] if any(step.reason for step in rows) else []
+    hits = f"{source.hits} of {len(source.steps)} steps within {check.WITHIN:.0%}"
     table = Sheet(
         unbroken("run"), prose("layout", 30), figure("reported"), figure("predicted"), figure("error"), figure("MFU"),
-        *reasons, title=f"{source.name}: {source.hits} of {len(source.steps)} steps within {check.WITHIN:.0%}, a constant "
-        f"MFU {source.baseline_hits}: {verdict}",
+        *reasons, title=f"{source.name}: {hits}, a constant MFU {source.baseline_hits}: {verdict}",
         caption="Only the misses are shown." if len(rows) < len(source.steps) else "",
     )  # fmt: skip
     for step in rows:
