@@ -114,18 +114,46 @@ class Cluster:
             raise ValueError(f"gpus={self.gpus}: expected at least 1")
 
 
-def cluster(kind: str, gpus: int, network: Path | None = None) -> Cluster:
-    """A cluster of a known kind of GPU, over its reference system's links or those of a TOML file.
+# Links by name, as what they change: bytes/s in one direction, of each GPU; with "node" of all of a node's together.
+LINKS: dict[str, dict[str, float]] = {
+    "pcie-4": {"inside": 25e9},  # 16 lanes, between GPUs without NVLink
+    "pcie-5": {"inside": 50e9},
+    "infiniband-hdr": {"outside": 25e9},  # an adapter of 200 Gbit/s for each GPU, and so on
+    "infiniband-ndr": {"outside": 50e9},
+    "infiniband-xdr": {"outside": 100e9},
+    "roce-200": {"outside": 25e9, "latency": 10e-6},
+    "roce-400": {"outside": 50e9, "latency": 10e-6},
+    "ethernet-25": {"node": 3.125e9, "latency": 30e-6},  # one adapter of 25 Gbit/s for a node, over TCP
+    "ethernet-100": {"node": 12.5e9, "latency": 30e-6},
+}
 
-    The file changes what it names: ``node``, ``inside_gb_s``, ``outside_gb_s``, ``latency_us``, ``pod``,
-    ``oversubscription``, and of the GPU ``memory_gib``. Raises ValueError for an unknown kind, file or key.
+
+def cluster(kind: str, gpus: int, network: str | Path | None = None) -> Cluster:
+    """A cluster of a known kind of GPU, over its reference system's links or others.
+
+    ``network`` is one or more of :data:`LINKS`, separated by commas, or a TOML file, which changes what it names:
+    ``node``, ``inside_gb_s``, ``outside_gb_s``, ``latency_us``, ``pod``, ``oversubscription``, and of the GPU
+    ``memory_gib``. Raises ValueError for an unknown kind, name, file or key.
     """
     if kind not in GPUS:
         raise ValueError(f"gpu={kind!r}: expected one of {', '.join(GPUS)}")
     found, links = GPUS[kind], NETWORKS[kind]
-    if network is not None:
-        found, links = _changed(found, links, network)
+    names = str(network).split(",") if network is not None else []
+    if names and set(names) <= LINKS.keys():
+        links = _named(links, names)
+    elif network is not None:
+        found, links = _changed(found, links, Path(network))
     return Cluster(found, links, gpus)
+
+
+def _named(links: Network, names: list[str]) -> Network:
+    links = replace(links, name=f"nodes of {links.node} over {', '.join(names)}")
+    for name in names:
+        change = dict(LINKS[name])
+        if "node" in change:
+            change["outside"] = change.pop("node") / links.node
+        links = replace(links, **change)  # type: ignore[arg-type]
+    return links
 
 
 _KEYS = {
@@ -143,7 +171,10 @@ def _changed(gpu: Gpu, links: Network, path: Path) -> tuple[Gpu, Network]:
     try:
         table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{path}: it cannot be read ({error.strerror}); give a TOML file of a network") from None
+        raise ValueError(
+            f"network {path}: it cannot be read ({error.strerror}); give a TOML file of a network, or some of "
+            f"{', '.join(LINKS)}"
+        ) from None
     except ValueError as error:
         raise ValueError(f"{path}: not TOML ({' '.join(str(error).split())})") from None
     gib = table.pop("memory_gib", None)

@@ -138,7 +138,8 @@ def plan(
             file of ``shardfuse train``, or a configuration.
         gpus: number of GPUs, or of processes for ``gpu="cpu"``.
         gpu: a kind of ``parallel/plan/hardware.py``; "cpu" is this machine, whose speed is measured first.
-        network: TOML file of links that differ from those of the GPU's reference system: see ``docs/plan.md``.
+        network: links that differ from those of the GPU's reference system, such as "pcie-5,ethernet-100", or a TOML
+            file of them: see ``docs/plan.md``.
         batch: sequences of a step over all GPUs. Default: the TOML file's, or as many as make four million tokens.
         seq: tokens of a sequence. Default: the TOML file's, or 2048.
         precision: "bf16", "fp16" or "fp8"; "fp32" on CPUs. Default: the first that the kind has.
@@ -150,7 +151,7 @@ def plan(
     """
     shape, settings = _resolved(model)
     seq = whole_number("seq", seq or (settings.data.seq if settings else 2048))
-    where, how, rates = _hardware(gpu, whole_number("gpus", gpus), None if network is None else Path(network))
+    where, how, rates = _hardware(gpu, whole_number("gpus", gpus), network)
     if batch is None:
         batch = settings.data.batch if settings else CPU_BATCH if gpu == "cpu" else max(1, TOKENS // seq)
     if precision is None:
@@ -195,7 +196,7 @@ def _shape(config: TransformerConfig, name: str) -> ModelShape:
     )
 
 
-def _hardware(gpu: str, gpus: int, network: Path | None) -> tuple[Cluster, Software, efficiency.Efficiency]:
+def _hardware(gpu: str, gpus: int, network: str | Path | None) -> tuple[Cluster, Software, efficiency.Efficiency]:
     if gpu != "cpu":
         if gpu not in GPUS:
             raise ValueError(f"gpu={gpu!r}: expected one of {', '.join(GPUS)}, or cpu for this machine")

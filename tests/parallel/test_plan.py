@@ -99,3 +99,11 @@ def test_a_file_changes_the_network(tmp_path: Path) -> None:
             cluster("a100", 16, file)
     with pytest.raises(ValueError, match="expected one of a100-40"):
         cluster("v100", 8)
+
+
+def test_names_change_the_network() -> None:
+    changed = cluster("h100", 16, "pcie-5,ethernet-100").network
+    assert (changed.inside, changed.outside, changed.latency) == (50e9, 12.5e9 / 8, 30e-6)
+    assert changed.name == "nodes of 8 over pcie-5, ethernet-100"
+    with pytest.raises(ValueError, match="or some of pcie-4, pcie-5"):
+        cluster("h100", 16, "token-ring")

@@ -27,7 +27,9 @@ def plan(
     ] = None,
     gpus: Annotated[int | None, typer.Option(help="GPUs; with --gpu cpu, processes on this machine.")] = None,
     gpu: Annotated[str, typer.Option(help="a100, a100-40, h100, h200, b200, gb200, mi300x, ..., or cpu.")] = "h100",
-    network: Annotated[Path | None, typer.Option(help="TOML file of other links; see docs/plan.md.")] = None,
+    network: Annotated[
+        str | None, typer.Option(help="Other links: names such as pcie-5,ethernet-100, or a TOML file; docs/plan.md.")
+    ] = None,
     batch: Annotated[
         int | None, typer.Option(help="Sequences of a step. Default: the file's, or four million tokens.")
     ] = None,
