@@ -18,7 +18,7 @@ from ..parallel.core.mesh import Group
 from ..parallel.core.options import TPOptions
 from ..parallel.core.sharding import (
     ShardSpec,
-    draw_shard,
+    draw_part,
     local_tensors,
     make_parameter,
     named_seed,
@@ -174,10 +174,14 @@ class ShardedModule(Layer):
         if shape is None:
             self.register_parameter(name, None)
             return
-        spec = ShardSpec(name, torch.Size(shape), shard_dim, self.group)
+        spec = self.spec(name, torch.Size(shape), shard_dim)
         local = torch.empty(spec.local_shape, dtype=self._dtype, device=self._device)
         self.register_parameter(name, make_parameter(local, spec, self._params))
         self._declared[name] = (spec, init)
+
+    def spec(self, name: str, shape: torch.Size, shard_dim: int | None) -> ShardSpec:
+        """How the ranks split a parameter."""
+        return ShardSpec(name, shape, shard_dim, self.group)
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
@@ -197,11 +201,9 @@ class ShardedModule(Layer):
                 continue
             assert seed is not None
             local.copy_(
-                draw_shard(
+                draw_part(
                     spec.logical_shape,
-                    spec.shard_dim,
-                    self.group.rank,
-                    self.group.size,
+                    spec.index,
                     seed=named_seed(seed, name),
                     std=init.std,
                     bound=init.bound,

@@ -16,7 +16,7 @@ from ..kernels.runtime.checks import expect_tensor
 from .core import collectives
 from .core.agreement import checksum, global_rank
 from .core.first_calls import compare_call
-from .core.mesh import SINGLE, Group, along, data_coordinate, data_group, degree, whole_group
+from .core.mesh import GRID_DIMS, SINGLE, Group, along, data_coordinate, data_group, degree, whole_group
 from .cross_entropy import IGNORE_INDEX
 from .materialize import device_of
 from .whole_grads import check_whole_grads
@@ -356,7 +356,7 @@ _NUMBERS = 1 << 20  # hashes of a batch's shapes and elements
 def _place(mesh: DeviceMesh) -> int:
     """This rank's place among those with the same share of the data."""
     place = 0
-    for dim in ("pp", "tp"):
+    for dim in ("pp", "tp", *GRID_DIMS):
         if degree(mesh, dim) > 1:
             place = place * degree(mesh, dim) + mesh.get_local_rank(dim)
     return place

@@ -19,7 +19,19 @@ from . import compatibility
 from .core import collectives
 from .core.agreement import agree_on, checksum
 from .core.first_calls import agree_on_processors, leave_to_caller
-from .core.mesh import Group, along, check_dims, data_coordinate, degree, everyone, ranks_of, whole_group
+from .core.mesh import (
+    GRID_DIMS,
+    SINGLE,
+    Group,
+    along,
+    check_dims,
+    data_coordinate,
+    degree,
+    everyone,
+    ranks_of,
+    tp_group,
+    whole_group,
+)
 from .core.rendezvous import init_mesh
 from .core.sharding import local_tensors, spec_of
 from .materialize import allocate, device_of, place
@@ -56,12 +68,12 @@ def parallelize(
     The result trains by ``step(tokens, targets)``; make the optimizer from its ``parameters()``.
 
     Args:
-        model: a ParallelTransformer built with the same mesh, best with ``device="meta"``, so that a rank allocates
-            memory for its own part only. Or a causal language model of transformers after ``fuse(model, mesh)``. Or any
-            module that returns the mean loss of its valid targets (all but -100) when called as
-            ``model(*inputs, targets)``; a pipeline requires the methods that :class:`pipeline.Divisible` lists.
-            Parameters on meta are materialised, and ``model.init_weights(seed)`` draws them; those of
-            ``load_pretrained(..., device="meta")`` are read from its folder, each rank's share.
+        model: a ParallelTransformer (over a grid a GridTransformer) built with the same mesh, best with
+            ``device="meta"``, so that a rank allocates memory for its own part only. Or a causal language model of
+            transformers after ``fuse(model, mesh)``. Or any module that returns the mean loss of its valid targets
+            (all but -100) when called as ``model(*inputs, targets)``; a pipeline requires the methods that
+            :class:`pipeline.Divisible` lists. Parameters on meta are materialised, and ``model.init_weights(seed)``
+            draws them; those of ``load_pretrained(..., device="meta")`` are read from its folder, each rank's share.
         zero: 0 replicas, 1 and 2 shards of optimizer state and gradients, 3 of parameters as well (``zero.py``).
         schedule: of the pipeline, where the mesh has ``pp`` > 1: one of ``pipeline.SCHEDULES``.
         microbatches: the number of parts in which a rank's batch is processed; gradients travel once. None: 1, with a
@@ -273,18 +285,27 @@ def _check_built_for(model: nn.Module, mesh: DeviceMesh | None) -> None:
     group = getattr(model, "group", None)
     if mesh is None or not isinstance(group, Group):
         return
-    wanted = degree(mesh, "tp")
-    if group.size != wanted:
-        raise ValueError(
-            f"the model was built for {group.size} tensor-parallel rank(s) and the mesh has tp={wanted}: build it with "
-            "mesh=mesh, or fuse(model, mesh)"
+    wanted, theirs = _grid_dims(mesh), _grid_dims(group.mesh)
+    if wanted != theirs:
+        built, given = (
+            ", ".join(f"{name}={size}" for name, size in dims.items()) or "no grid" for dims in (theirs, wanted)
         )
-    built, given = ranks_of(group), ranks_of(along(mesh, "tp"))
-    if built != given:
         raise ValueError(
-            f"the model was built for tensor-parallel ranks {built} and the mesh has {given} along tp: build it with "
-            "this mesh, or fuse(model, mesh)"
+            f"the model was built for {built} and the mesh has {given}: build a GridTransformer with mesh=mesh"
         )
+    if wanted:
+        return
+    built_ranks, given_ranks = ranks_of(group), ranks_of(along(mesh, "tp"))
+    if built_ranks != given_ranks:
+        raise ValueError(
+            f"the model was built for tensor-parallel ranks {built_ranks} and the mesh has {given_ranks} along tp: build "
+            "it with this mesh, or fuse(model, mesh)"
+        )
+
+
+def _grid_dims(mesh: DeviceMesh | None) -> dict[str, int]:
+    """The dimensions of ``mesh`` that make a grid, with their sizes."""
+    return {name: degree(mesh, name) for name in GRID_DIMS if mesh is not None and name in (mesh.mesh_dim_names or ())}
 
 
 def _configure(model: nn.Module, **options: Any) -> None:

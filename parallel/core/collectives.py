@@ -168,16 +168,14 @@ def all_gather(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) -> tor
     else:
         out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
         Flight("all_gather", site, lambda: _all_gather_single(out, x.contiguous(), group.pg)).wait()
-    if dim == 0:
-        return out
-    # [R * a, ..., n/R, ...] -> [a, ..., R, n/R, ...] -> [a, ..., n, ...]
-    return out.unflatten(0, (group.size, x.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
+    return _concatenated(out, group, dim)
 
 
-def start_all_gather(x: torch.Tensor, group: Group, *, site: str) -> Callable[[], torch.Tensor]:
-    """Begin :func:`all_gather` along dimension 0; the returned function waits and returns the whole. Eager only."""
+def start_all_gather(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) -> Callable[[], torch.Tensor]:
+    """Begin :func:`all_gather`; the returned function waits and returns the whole. Eager only."""
     if group.size == 1:
         return lambda: x
+    dim = _dimension(x, dim, site)
     _count("all_gather", x, site)
     shard = x.contiguous()  # kept alive until it is sent
     out = x.new_empty((group.size * x.shape[0], *x.shape[1:]))
@@ -185,9 +183,18 @@ def start_all_gather(x: torch.Tensor, group: Group, *, site: str) -> Callable[[]
 
     def finish() -> torch.Tensor:
         flight.wait()
-        return out
+        return _concatenated(out, group, dim)
 
     return finish
+
+
+def _concatenated(stacked: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
+    """The ranks' shards, which ``stacked`` holds one after the other, side by side along ``dim``."""
+    if dim == 0:
+        return stacked
+    # [R * a, ..., n/R, ...] -> [a, ..., R, n/R, ...] -> [a, ..., n, ...]
+    rows = stacked.shape[0] // group.size
+    return stacked.unflatten(0, (group.size, rows)).movedim(0, dim).flatten(dim, dim + 1)
 
 
 def reduce_scatter(x: torch.Tensor, group: Group, *, dim: int = 0, site: str) -> torch.Tensor:
@@ -248,16 +255,45 @@ def all_to_all(
 
 def broadcast(x: torch.Tensor, group: Group, *, src: int = 0, site: str) -> torch.Tensor:
     """The ``x`` of the group's rank ``src``, on every rank; ``x`` has the same shape and dtype on all."""
-    if not 0 <= src < group.size:
-        raise ValueError(f"{site}: src={src} is not a rank of a group of {group.size}")
+    _check_rank("src", src, group, site)
     if group.size == 1:
         return x
-    _count("broadcast", x, site)
     if torch.compiler.is_compiling():
         return functional.broadcast(x.contiguous(), src, group.pg)
+    return start_broadcast(x, group, src=src, site=site)()
+
+
+def start_broadcast(x: torch.Tensor, group: Group, *, src: int, site: str) -> Callable[[], torch.Tensor]:
+    """Begin :func:`broadcast`; the returned function waits and returns the tensor. Eager only."""
+    _check_rank("src", src, group, site)
+    if group.size == 1:
+        return lambda: x
+    _count("broadcast", x, site)
     out = x.clone(memory_format=torch.contiguous_format)
-    Flight("broadcast", site, lambda: dist.broadcast(out, group_src=src, group=group.pg)).wait()
-    return out
+    flight = Flight("broadcast", site, lambda: dist.broadcast(out, group_src=src, group=group.pg, async_op=True))
+
+    def finish() -> torch.Tensor:
+        flight.wait()
+        return out
+
+    return finish
+
+
+def start_reduce(x: torch.Tensor, group: Group, *, dst: int, site: str) -> Callable[[], torch.Tensor | None]:
+    """Begin to sum ``x``, which the caller gives up, over the ranks; the returned function waits for it and returns the
+    sum on the group's rank ``dst``, None elsewhere. Eager only."""
+    _check_rank("dst", dst, group, site)
+    if group.size == 1:
+        return lambda: x
+    _count("reduce", x, site)
+    total = x.contiguous()
+    flight = Flight("reduce", site, lambda: dist.reduce(total, group_dst=dst, group=group.pg, async_op=True))
+
+    def finish() -> torch.Tensor | None:
+        flight.wait()
+        return total if group.rank == dst else None
+
+    return finish
 
 
 def gather_number(value: int, group: Group, *, site: str) -> list[int]:
@@ -308,6 +344,11 @@ def check_rows(tokens: int, group: Group, site: str) -> None:
             f"{site}: {tokens} rows do not divide by the group's {group.size} ranks; make them a multiple of "
             f"{group.size}"
         )
+
+
+def _check_rank(name: str, rank: int, group: Group, site: str) -> None:
+    if not 0 <= rank < group.size:
+        raise ValueError(f"{site}: {name}={rank} is not a rank of a group of {group.size}")
 
 
 def _dimension(x: torch.Tensor, dim: int, site: str) -> int:

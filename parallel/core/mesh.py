@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 MESH_DIMS = ("dp", "pp", "tp")
 HYBRID_DIMS = ("dp_replicate", *MESH_DIMS)
 DATA_DIMS = ("dp_replicate", "dp")  # the dimensions over which batches differ
+GRID_DIMS = ("grid_depth", "grid_j", "grid_k", "grid_i")  # those of a grid, in their order in a mesh
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ def check_dims(mesh: DeviceMesh | None) -> None:
             "the mesh has a dimension 'dp_replicate', which repeats the shards of 'dp', and no 'dp': name it 'dp'"
         )
     for name, size in zip(names or (), mesh.shape):
-        if size > 1 and name not in HYBRID_DIMS:
+        if size > 1 and name not in (*HYBRID_DIMS, *GRID_DIMS):
             raise ValueError(
                 f"the mesh has a dimension {name!r} of {size} ranks, over which nothing would be spread: expected "
                 f"{', '.join(map(repr, HYBRID_DIMS))}; rename it, or pass the sub-mesh without it if its ranks are "

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import collectives
-from .mesh import Group
+from .mesh import GRID_DIMS, Group
 from .sharding import named_seed
 
 
@@ -28,13 +28,13 @@ def manual_seed(
     """Seed torch's generators for this rank, and return the seed.
 
     It depends on ``seed``, ``step`` and the rank's coordinates in every dimension of ``mesh`` (of ``init_mesh``, say)
-    except ``tp_dim`` and ``pp_dim``. Call it with the step's number at the start of every step: a run resumed from a
-    checkpoint then draws the same numbers as an uninterrupted one. It also seeds the generator that draws parameters:
-    build the model before, or seed its weights separately (``init_weights``).
+    except ``tp_dim``, ``pp_dim`` and those of a grid. Call it with the step's number at the start of every step: a run
+    resumed from a checkpoint then draws the same numbers as an uninterrupted one. It also seeds the generator that
+    draws parameters: build the model before, or seed its weights separately (``init_weights``).
     """
     places = []
     if mesh is not None:
-        names, alike = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim))), (tp_dim, pp_dim)
+        names, alike = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim))), (tp_dim, pp_dim, *GRID_DIMS)
         places = [
             f"{name}={mesh.get_local_rank(name)}" for name in names if name not in alike and mesh[name].size() > 1
         ]

@@ -9,13 +9,14 @@ start either, because each machine's agent counts its own (pytorch issue 135712)
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import socket
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -28,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...kernels.runtime.checks import whole_number
 from .agreement import agree_on
-from .mesh import HYBRID_DIMS, MESH_DIMS, everyone, share_timeout, shared_options
+from .mesh import everyone, share_timeout, shared_options
 
 T = TypeVar("T")
 
@@ -45,11 +46,17 @@ def init_mesh(
     dp: int = 1,
     pp: int = 1,
     tp: int | None = None,
+    grid: Sequence[int] | None = None,
+    depth: int = 1,
     device_type: str | None = None,
     timeout: timedelta | None = None,
     alone: bool = False,
 ) -> DeviceMesh | None:
     """The mesh ``("dp", "pp", "tp")`` over all processes, with a dimension ``"dp_replicate"`` in front if that is > 1.
+
+    ``grid`` (i, j, k), or (rows, columns) with copies over ``depth``, takes the place of ``tp`` (``parallel/grid/``):
+    the mesh then ends in the dimensions ("grid_j", "grid_k", "grid_i"), or ("grid_depth", "grid_k", "grid_i") of i rows
+    and k columns.
 
     None for a single process. With ``alone`` it gets a mesh of one instead (FSDP2 needs one to offload):
     torch.distributed is initialised, and the mesh uses the current GPU.
@@ -61,15 +68,15 @@ def init_mesh(
     groups made of it later; None is the default process group's timeout, which is torch's default if this call starts
     it.
 
-    Raises ValueError where ``dp_replicate * dp * pp * tp`` is not the world size, a variable of torchrun's is missing,
-    the machine has no such device or fewer GPUs than processes, or the ranks ask for different meshes; RuntimeError
-    where the processes cannot connect. An error on one rank is raised on all.
+    Raises ValueError where the product of the degrees is not the world size, ``grid`` has another form, a variable of
+    torchrun's is missing, the machine has no such device or fewer GPUs than processes, or the ranks ask for different
+    meshes; RuntimeError where the processes cannot connect. An error on one rank is raised on all.
     """
     world = _world_size()
     single = world == 1 and not dist.is_initialized()
     device_type = default_device() if device_type is None else device_type
     if single:
-        shape = _mesh_shape(dp_replicate, dp, pp, tp, world)
+        shape = _mesh_shape(dp_replicate, dp, pp, tp, grid, depth, world)
         _check_device(device_type)
         if not alone:
             return None
@@ -78,26 +85,24 @@ def init_mesh(
     connect(device_type if torch.cuda.is_available() else "cpu", timeout)
     if not single:  # connected first, so that one rank's error reaches the others
 
-        def work() -> tuple[int, int, int, int]:
-            found = _mesh_shape(dp_replicate, dp, pp, tp, world)
+        def work() -> dict[str, int]:
+            found = _mesh_shape(dp_replicate, dp, pp, tp, grid, depth, world)
             _check_device(device_type)
             if device_type == "cuda":
                 _select_gpu()
             return found
 
-        def facts(shape: tuple[int, int, int, int]) -> dict[str, str]:
+        def facts(shape: dict[str, int]) -> dict[str, str]:
             given = {"device_type": device_type, "timeout": str(timeout), **_surroundings()}
-            return dict(zip(HYBRID_DIMS, map(str, shape))) | given
+            return {name: str(size) for name, size in shape.items()} | given
 
         shape = agree_on(everyone(), work, facts, what="init_mesh")
-    names = MESH_DIMS if dp_replicate == 1 else HYBRID_DIMS
     options = shared_options(device_type)
-    smaller: Any = (
-        {} if options is None else {name: options for name, n in zip(names, shape[-len(names) :]) if n < world}
-    )
+    smaller: Any = {} if options is None else {name: options for name, n in shape.items() if n < world}
 
     def make() -> DeviceMesh:
-        return init_device_mesh(device_type, shape[-len(names) :], mesh_dim_names=names, backend_override=smaller)
+        sizes = tuple(shape.values())
+        return init_device_mesh(device_type, sizes, mesh_dim_names=tuple(shape), backend_override=smaller)
 
     try:
         # A new thread would have another current GPU.
@@ -269,26 +274,55 @@ def _check_variables(world: int) -> None:
         )
 
 
-def _mesh_shape(dp_replicate: int, dp: int, pp: int, tp: int | None, world: int) -> tuple[int, int, int, int]:
-    for name, degree in (("dp_replicate", dp_replicate), ("dp", dp), ("pp", pp), ("tp", tp)):
+def _mesh_shape(
+    dp_replicate: int, dp: int, pp: int, tp: int | None, grid: Sequence[int] | None, depth: int, world: int
+) -> dict[str, int]:
+    """The mesh's dimensions, in order, each with its size."""
+    for name, degree in (("dp_replicate", dp_replicate), ("dp", dp), ("pp", pp), ("tp", tp), ("depth", depth)):
         if degree is not None:
             whole_number(f"init_mesh: {name}", degree)
-    others = f"dp_replicate={dp_replicate} * dp={dp} * pp={pp}" if dp_replicate > 1 else f"dp={dp} * pp={pp}"
-    rest = dp_replicate * dp * pp
-    if tp is None:
-        if world % rest:
-            raise ValueError(
-                f"init_mesh: {others} does not divide the {world} processes that were started; "
-                f"change the degrees, or start a multiple of {rest} processes"
-            )
-        tp = world // rest
-    if rest * tp != world:
+    hybrid = {"dp_replicate": dp_replicate} if dp_replicate > 1 else {}
+    outer = {**hybrid, "dp": dp, "pp": pp}
+    others = " * ".join(f"{name}={size}" for name, size in outer.items())
+    rest = math.prod(outer.values())
+    if grid is not None:
+        inner, said = _grid_shape(grid, depth, tp)
+    elif depth != 1:
+        raise ValueError(f"init_mesh: depth={depth} without a grid: pass grid=(rows, columns) as well")
+    else:
+        if tp is None:
+            if world % rest:
+                raise ValueError(
+                    f"init_mesh: {others} does not divide the {world} processes that were started; "
+                    f"change the degrees, or start a multiple of {rest} processes"
+                )
+            tp = world // rest
+        inner, said = {"tp": tp}, f"tp={tp}"
+    total = rest * math.prod(inner.values())
+    if total != world:
         raise ValueError(
-            f"init_mesh: {others} * tp={tp} = {rest * tp}, but {world} "
+            f"init_mesh: {others} * {said} = {total}, but {world} "
             f"{'process was' if world == 1 else 'processes were'} started; change the degrees, or start "
-            f"{rest * tp} processes (torchrun --nproc-per-node {rest * tp} ...)"
+            f"{total} processes (torchrun --nproc-per-node {total} ...)"
         )
-    return dp_replicate, dp, pp, tp
+    return outer | inner
+
+
+def _grid_shape(grid: Sequence[int], depth: int, tp: int | None) -> tuple[dict[str, int], str]:
+    """The dimensions of a grid in a mesh, and how errors call it."""
+    if tp not in (None, 1):
+        raise ValueError(f"init_mesh: tp={tp} and grid={tuple(grid)}: a grid takes the place of tp; pass one of them")
+    for size in grid:
+        whole_number("init_mesh: each size of the grid", size)
+    if len(grid) == 3 and depth == 1:
+        i, j, k = grid
+        return {"grid_j": j, "grid_k": k, "grid_i": i}, f"grid={tuple(grid)}"
+    if len(grid) == 2:
+        i, k = grid
+        return {"grid_depth": depth, "grid_k": k, "grid_i": i}, f"grid={tuple(grid)} * depth={depth}"
+    raise ValueError(
+        f"init_mesh: grid={tuple(grid)} with depth={depth}: expected (i, j, k) without a depth, or (rows, columns)"
+    )
 
 
 def _check_device(device_type: str) -> None:

@@ -9,6 +9,7 @@ Both modes start from the same bits and save the same logical tensors.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,10 @@ import torch.distributed
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from .mesh import DATA_DIMS, SINGLE, Group, tp_group
+from .mesh import DATA_DIMS, GRID_DIMS, SINGLE, Group, tp_group
 
 if TYPE_CHECKING:  # imports sympy: takes half as long as importing torch
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from typing_extensions import TypeIs
 
@@ -75,10 +77,60 @@ class ShardSpec:
         return torch.Size(shape)
 
     @property
-    def placements(self) -> tuple[Shard | Replicate]:
+    def placements(self) -> tuple[Shard | Replicate, ...]:
         from torch.distributed.tensor import Replicate, Shard
 
-        return (Replicate() if self.shard_dim is None else Shard(self.shard_dim),)
+        return tuple(Replicate() if dim is None else Shard(dim) for dim in self.mesh_shard_dims)
+
+    @property
+    def mesh_shard_dims(self) -> tuple[int | None, ...]:
+        """The dimension that each dimension of the group's mesh splits."""
+        return (self.shard_dim,)
+
+
+@dataclass(frozen=True)
+class GridSpec(ShardSpec):
+    """A logical tensor that a mesh of several dimensions splits, ``group``'s.
+
+    ``grid_shard_dims`` names for each dimension of the mesh the tensor's dimension that it splits, None where its ranks
+    hold copies. Where two split the same one, the first cuts it and the second cuts the pieces.
+    """
+
+    grid_shard_dims: tuple[int | None, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "logical_shape", torch.Size(self.logical_shape))
+        object.__setattr__(self, "shard_dim", next((dim for dim in self.grid_shard_dims if dim is not None), None))
+        for dim, length in enumerate(self.logical_shape):
+            parts = math.prod(size for size, at in zip(self._sizes, self.grid_shard_dims) if at == dim)
+            if length % parts:
+                raise ValueError(
+                    f"{self.name}: dimension {dim} of {list(self.logical_shape)} does not divide by the {parts} ranks "
+                    f"of a grid; use a size that is a multiple of {parts}, or fewer ranks"
+                )
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        assert self.group.mesh is not None
+        return tuple(self.group.mesh.shape)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        assert self.group.mesh is not None
+        spans = [(0, length) for length in self.logical_shape]
+        for size, place, dim in zip(self._sizes, self.group.mesh.get_coordinate() or (), self.grid_shard_dims):
+            if dim is not None:
+                start, length = spans[dim]
+                spans[dim] = start + place * (length // size), length // size
+        return tuple(slice(start, start + length) for start, length in spans)
+
+    @property
+    def local_shape(self) -> torch.Size:
+        return torch.Size([part.stop - part.start for part in self.index])
+
+    @property
+    def mesh_shard_dims(self) -> tuple[int | None, ...]:
+        return self.grid_shard_dims
 
 
 def make_parameter(local: torch.Tensor, spec: ShardSpec, params: str = "dtensor") -> nn.Parameter:
@@ -129,10 +181,22 @@ def spec_of(param: torch.Tensor) -> ShardSpec:
         return ShardSpec("", param.shape) if spec is None else spec
     if set(param.device_mesh.mesh_dim_names or ("tp",)) <= _FSDP_DIMS:
         return ShardSpec("", param.shape)
-    group = tp_group(param.device_mesh)
-    placement = param.placements[-1]  # tensor-parallel ranks are the innermost dimension of a mesh
-    shard_dim = placement.dim if isinstance(placement, torch.distributed.tensor.Shard) else None
-    return ShardSpec("", param.shape, shard_dim, group)
+    inner = [name for name in param.device_mesh.mesh_dim_names or () if name in GRID_DIMS]
+    # Tensor-parallel ranks are the innermost dimension of a mesh, or its innermost ones in a grid.
+    placements = param.placements[-max(1, len(inner)) :]
+    dims = [each.dim if isinstance(each, torch.distributed.tensor.Shard) else None for each in placements]
+    if inner:
+        mesh = param.device_mesh if len(inner) == param.device_mesh.ndim else param.device_mesh[tuple(inner)]
+        return GridSpec("", param.shape, group=grid_ranks(mesh), grid_shard_dims=tuple(dims))
+    return ShardSpec("", param.shape, dims[0], tp_group(param.device_mesh))
+
+
+def grid_ranks(mesh: DeviceMesh, pg: Any = None) -> Group:
+    """The ranks of a grid, ``mesh``, as a group; without ``pg`` it describes them and cannot send."""
+    rank = 0
+    for size, place in zip(mesh.shape, mesh.get_coordinate() or ()):
+        rank = rank * size + place
+    return Group(pg, rank, mesh.size(), mesh)
 
 
 def local_tensor(param: torch.Tensor) -> torch.Tensor:
@@ -290,8 +354,6 @@ def draw_shard(
     dimension) have generators of their own, so a rank with a slice of the rows draws only the blocks it touches, and
     a rank with a slice of the columns draws whole rows and keeps its part.
     """
-    if (std is None) == (bound is None):
-        raise ValueError(f"draw_shard: expected either std or bound, got std={std}, bound={bound}")
     shape = torch.Size(logical_shape)
     if shard_dim is not None and shape[shard_dim] % size:
         raise ValueError(f"draw_shard: dimension {shard_dim} of {list(shape)} does not divide by {size} ranks")
@@ -299,6 +361,22 @@ def draw_shard(
     if shard_dim is not None:
         length = shape[shard_dim] // size
         index[shard_dim] = slice(rank * length, (rank + 1) * length)
+    return draw_part(shape, index, seed=seed, std=std, bound=bound)
+
+
+def draw_part(
+    logical_shape: tuple[int, ...] | torch.Size,
+    parts: Sequence[slice],
+    *,
+    seed: int,
+    std: float | None = None,
+    bound: float | None = None,
+) -> torch.Tensor:
+    """:func:`draw_shard` of any ``parts``, one slice for each dimension."""
+    if (std is None) == (bound is None):
+        raise ValueError(f"draw_shard: expected either std or bound, got std={std}, bound={bound}")
+    shape = torch.Size(logical_shape)
+    index = [slice(*part.indices(n)) for part, n in zip(parts, shape)]
     rows = index[0]
     out = torch.empty([part.stop - part.start for part in index], dtype=torch.float32, device="cpu")
     generator = torch.Generator()

@@ -84,12 +84,13 @@ def test_degrees_that_do_not_fit_one_process(degrees: dict[str, Any], message: s
     ],
 )
 def test_what_is_left_of_the_world_is_tensor_parallel(degrees: dict[str, int], shape: tuple[int, ...] | None) -> None:
-    arguments = {"dp_replicate": 1, "dp": 1, "pp": 1, "tp": None, **degrees}
+    arguments = {"dp_replicate": 1, "dp": 1, "pp": 1, "tp": None, "grid": None, "depth": 1, **degrees}
     if shape is None:
         with pytest.raises(ValueError, match="8 processes"):
             rendezvous._mesh_shape(**arguments, world=8)
     else:
-        assert rendezvous._mesh_shape(**arguments, world=8) == shape
+        found = {"dp_replicate": 1, **rendezvous._mesh_shape(**arguments, world=8)}
+        assert found == dict(zip(("dp_replicate", "dp", "pp", "tp"), shape))
 
 
 def _coordinates(rank: int, world: int) -> tuple[Any, ...]:

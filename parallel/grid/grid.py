@@ -1,0 +1,198 @@
+"""A grid of ranks: what each of its axes splits, in one product and from layer to layer.
+
+A product y = x @ W^T of sizes T (tokens), K and N runs on axes that split one size each: ``tokens`` T, ``inner`` K,
+``outer`` N. Each matrix has two of the three sizes, so the third axis holds copies of it while the product runs.
+Between products that axis splits the matrix as well: x and W are gathered, and y is summed and scattered.
+
+    matrix   in the product         stored                            travels, per rank
+    x        [T/i, K/j]             [T/i/k, K/j] or [T/i, K/j/k]      all-gather over outer (k)
+    W        [N/k, K/j]             [N/k, K/j/i]                      all-gather over tokens (i)
+    y        [T/i, N/k], partial    [T/i/j, N/k] or [T/i, N/k/j]      reduce-scatter over inner (j)
+
+This is 3D tensor parallelism (Bian et al., arXiv:2105.14450). The next layer swaps the roles of j and k, so that y is
+stored as it wants its x. With axes of one rank it becomes
+
+    grid (1, 1, k)    tensor parallelism with sequence parallelism, 1D
+    grid (i, 1, 1)    weights sharded over data (ZeRO-3)
+    grid (i, 1, k)    ZeRO-3 x tensor parallelism
+    grid (i, k)       2D (Optimus, arXiv:2104.05343): every layer has the roles (tokens i, outer k) and no inner axis,
+                      and k splits the features of x, not its tokens. The all-gathers are SUMMA's, in one message
+                      each; ``overlap="summa"`` sends panel by panel (summa.py)
+    the same, depth d 2.5D (Tesseract, arXiv:2105.14500): d splits the tokens once more and holds copies of the weights
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..core import collectives
+from ..core.mesh import GRID_DIMS, SINGLE, Group, tp_group, whole_group
+from ..core.sharding import GridSpec, ShardSpec, grid_ranks
+from ..overlap.policy import check_overlap
+
+SUMMA = "summa"  # the value of ``overlap`` that sends panels; for two axes alone
+
+
+class Axes(NamedTuple):
+    """The axes of one product."""
+
+    tokens: Group
+    inner: Group
+    outer: Group
+    depth: Group
+    spare: int  # the dimension of x that ``outer`` splits, and of y that ``inner`` does: 0 tokens, 1 features
+
+
+class GridOptions(NamedTuple):
+    """The options of a layer's call besides its operands, as in ``core/options.py``."""
+
+    axes: Axes
+    impl: str = "auto"
+    overlap: str = "none"  # or SUMMA
+    strict: bool = False
+    site: str = "linear"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The axes of a grid, and all its ranks. ``flat`` has two axes, i and k, whose layers all have the same roles."""
+
+    i: Group = SINGLE
+    j: Group = SINGLE
+    k: Group = SINGLE
+    depth: Group = SINGLE
+    whole: Group = SINGLE
+    flat: bool = False
+
+    @classmethod
+    def of(cls, mesh: Any) -> Grid:
+        """The grid of a mesh of ``init_mesh(grid=...)``; a Grid itself; None: one process.
+
+        The first call for a mesh with other dimensions beside those of the grid creates a process group: every rank
+        calls it. Raises ValueError for a mesh without a grid, TypeError for anything else.
+        """
+        if isinstance(mesh, Grid):
+            return mesh
+        if mesh is None or mesh is SINGLE:
+            return cls()
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh: expected a mesh with a grid, a Grid or None, not {type(mesh).__name__}")
+        names = mesh.mesh_dim_names or ()
+        found = tuple(name for name in GRID_DIMS if name in names)
+        if not {"grid_i", "grid_k"} <= set(found):
+            raise ValueError(f"mesh: its dimensions {names} hold no grid: make it by init_mesh(grid=(i, j, k))")
+        axes = {name.removeprefix("grid_"): tp_group(mesh[name]) for name in found}
+        ranks = mesh if len(found) == mesh.ndim else mesh[found]
+        whole = grid_ranks(ranks, whole_group(ranks).pg if ranks.size() > 1 else None)
+        return cls(**axes, whole=whole, flat="grid_j" not in found)
+
+    def __str__(self) -> str:
+        if self.flat:
+            return f"({self.i.size} rows, {self.k.size} columns, depth {self.depth.size})"
+        return f"(i={self.i.size}, j={self.j.size}, k={self.k.size})"
+
+    # --- roles --------------------------------------------------------------------------------------------------------
+
+    @property
+    def hidden(self) -> Group:
+        """The axis that splits the model width D between layers."""
+        return self.k if self.flat else self.j
+
+    def axes(self, turned: bool = False) -> Axes:
+        """The axes of a layer from the model width; ``turned``: back to it."""
+        if self.flat:
+            return Axes(self.i, SINGLE, self.k, self.depth, 1)
+        inner, outer = (self.k, self.j) if turned else (self.j, self.k)
+        return Axes(self.i, inner, outer, self.depth, 0)
+
+    @property
+    def rows(self) -> tuple[Group, ...]:
+        """The axes that split the tokens between layers, the first one first."""
+        return (self.depth, self.i) if self.flat else (self.depth, self.i, self.k)
+
+    @property
+    def sequences(self) -> tuple[Group, ...]:
+        """The axes that split whole sequences, in attention and in the loss."""
+        return self.depth, self.i, self.j
+
+    def spec(self, name: str, shape: torch.Size, split: Sequence[tuple[Group, int]]) -> ShardSpec:
+        """How the grid stores a parameter, of which each axis in ``split`` splits a dimension."""
+        mesh = self.whole.mesh
+        if mesh is None:
+            return ShardSpec(name, shape)
+        dims = {axis.mesh.mesh_dim_names[0]: dim for axis, dim in split if axis.mesh is not None}  # type: ignore[index]
+        return GridSpec(
+            name, shape, group=self.whole, grid_shard_dims=tuple(dims.get(each) for each in mesh.mesh_dim_names or ())
+        )
+
+    # --- sizes --------------------------------------------------------------------------------------------------------
+
+    def check_width(self, name: str, value: int, *, turned: bool = False) -> None:
+        """ValueError unless features of this number can be split: the model width, ``turned``: those between the two
+        layers of an MLP or attention."""
+        axis = self.k if turned else self.j
+        parts = math.lcm(self.i.size, self.k.size) if self.flat else self.i.size * axis.size
+        if value % parts:
+            raise ValueError(
+                f"{name}={value} does not divide by the {parts} parts that a grid of {self} stores weights in: make it "
+                f"a multiple, such as {_near(value, parts)}, or use fewer ranks along its axes"
+            )
+
+    def check_count(self, name: str, value: int, axis: Group | None = None) -> None:
+        """ValueError unless ``axis``, k where None, can split ``value`` heads, words of a vocabulary or features."""
+        parts = (self.k if axis is None else axis).size
+        if value % parts:
+            raise ValueError(
+                f"{name}={value} does not divide by the {parts} ranks along an axis of a grid of {self}: make it a "
+                f"multiple, such as {_near(value, parts)}, or use fewer of them"
+            )
+
+    def check_batch(self, batch: int, length: int) -> None:
+        """ValueError unless a batch of sequences can be split."""
+        wanted = size_of(self.sequences)
+        if batch % wanted:
+            raise ValueError(
+                f"a batch of {batch} sequences does not divide by {wanted}: a grid of {self} attends over whole "
+                f"sequences, each on the ranks of one k; pass a multiple, such as {_near(batch, wanted)}"
+            )
+        rows = size_of(self.rows)
+        if batch * length % rows:
+            raise ValueError(
+                f"{batch} sequences of {length} tokens do not divide by the {rows} ranks over which a grid of {self} "
+                f"splits tokens: pass sequences of a multiple of {rows // math.gcd(batch, rows)} tokens, or a multiple "
+                f"of {math.lcm(wanted, rows // math.gcd(length, rows))} sequences"
+            )
+
+
+def size_of(axes: Sequence[Group]) -> int:
+    """The number of parts into which ``axes`` split a dimension together."""
+    return math.prod(axis.size for axis in axes)
+
+
+def local_rows(x: torch.Tensor, axes: Sequence[Group]) -> torch.Tensor:
+    """This rank's rows of ``x``, which ``axes`` split, the first one first."""
+    for axis in axes:
+        x = collectives.local_slice(x, axis, 0)
+    return x
+
+
+def check_grid_overlap(overlap: str, grid: Grid) -> None:
+    """ValueError unless a layer over ``grid`` knows ``overlap``."""
+    if overlap != SUMMA:
+        check_overlap(overlap)
+    elif not grid.flat and grid.whole.size > 1:
+        raise ValueError(
+            f"overlap={SUMMA!r} over a grid of {grid}: panels want features that both axes split, so make the mesh by "
+            "init_mesh(grid=(rows, columns))"
+        )
+
+
+def _near(value: int, parts: int) -> str:
+    lower = value - value % parts
+    return f"{lower} or {lower + parts}" if lower else str(parts)

@@ -1,0 +1,185 @@
+"""A linear layer over a grid, as one autograd function; :mod:`grid` names the axes and the layouts.
+
+    x, dx     [T/i/k, K/j]    with spare = 1: [T/i, K/k]
+    w_n, dw_n [N_n/k, K/j/i]
+    b_n, db_n [N_n/k]
+    y_n, dy_n [T/i/j, N_n/k]
+
+    forward    x = all_gather(x, outer);  w = all_gather(w, tokens);  y = reduce_scatter(x @ w^T, inner) + b
+    backward   dy = all_gather(dy, inner);  w, x gathered again
+               dx = reduce_scatter(dy @ w, outer)
+               dw = reduce_scatter(dy^T @ x, tokens), all-reduced over depth;  db = sum_T dy over tokens and depth
+
+Only what a rank stores is kept for backward. Weights that share x (q, k and v, gate and up) travel and multiply as one.
+The gather or the sum of rows runs under the product that follows or precedes it where ``overlap`` says so
+(``parallel/overlap/``); where a product has both, the sum does. A collective in backward counts at ``site + ".grad"``,
+a gather for the second time at ``site + ".again"``. Not under torch.compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...kernels.linear import Product, functional
+from ...kernels.runtime import autograd
+from ...kernels.runtime.dispatch import Choice
+from ..core import collectives
+from ..core.mesh import Group
+from ..core.operands import Params, close_grads, open_params
+from ..overlap.policy import select
+from ..overlap.strategies import InFlight, Pending, Plain, Strategy
+from . import summa
+from .grads import bias_grad, weight_grad
+from .grid import SUMMA, GridOptions
+
+
+def grid_linear(x: torch.Tensor, weights: Params, biases: Params, options: GridOptions) -> tuple[torch.Tensor, ...]:
+    """x @ W_n^T + b_n, laid out as above. Raises ValueError for operands that do not fit, before anything is sent."""
+    return GridLinearFunction.apply(options, len(weights), x, *weights, *biases)
+
+
+class GridLinearFunction(torch.autograd.Function):
+    """See the module's docstring."""
+
+    @staticmethod
+    def forward(ctx: Any, options: GridOptions, n: int, x: torch.Tensor, *params: Any) -> tuple[torch.Tensor, ...]:
+        plain = open_params(ctx, x, params, False)
+        _check(x, plain[:n], options)
+        dtype = functional.autocast_dtype(x) or x.dtype
+        x, *operands = functional.cast((x, *plain), [dtype] * (1 + len(plain)))
+        weight, bias = _joined(operands[:n]), _joined(operands[n:])
+        choice = _choose(x, weight, options)
+        y = (summa.forward if options.overlap == SUMMA else _forward)(x, weight, bias, options, choice)
+        ctx.options, ctx.choice, ctx.n, ctx.rows = options, choice, n, [each.shape[0] for each in operands[:n]]
+        ctx.save_for_backward(x, *operands[:n])
+        return (y,) if n == 1 else tuple(part.contiguous() for part in y.split(ctx.rows, 1))
+
+    @staticmethod
+    @autograd.first_order
+    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
+        options, n = ctx.options, ctx.n
+        x, *weights = ctx.saved_tensors
+        weight, dy = _joined(weights), _joined(list(dys), dim=1)
+        _, _, want_x, *want = autograd.needed_grads(ctx)
+        run = summa.backward if options.overlap == SUMMA else _backward
+        dx, dw, db = run(x, weight, dy, options, ctx.choice, (want_x, any(want[:n]), any(want[n:])))
+        dws = [None] * n if dw is None else dw.split(ctx.rows, 0)
+        dbs = [None] * n if db is None else db.split(ctx.rows, 0)
+        grads = [grad if wanted else None for grad, wanted in zip((*dws, *dbs), want)]
+        return None, None, *close_grads(ctx, dx, grads)
+
+
+def _forward(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: GridOptions, choice: Choice
+) -> torch.Tensor:
+    axes, site = options.axes, options.site
+    whole = collectives.all_gather(weight, axes.tokens, dim=1, site=f"{site}.weight")
+    product = Product.linear_act(x, [whole], [None], "identity", choice)
+    y, _ = _run(product, axes.outer, axes.inner, options, f"{site}.in", f"{site}.out", bias)
+    return y.wait()
+
+
+def _backward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    dy: torch.Tensor,
+    options: GridOptions,
+    choice: Choice,
+    want: tuple[bool, bool, bool],
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of x, the weight and the bias, None where ``want`` is False."""
+    axes, site = options.axes, options.site
+    want_x, want_weight, want_bias = want
+    dx = dw = db = None
+    with InFlight() as flights:
+        if want_weight:
+            again = collectives.start_all_gather(x, axes.outer, dim=axes.spare, site=f"{site}.in.again")
+            gathered_x = flights.add(Pending(again))
+        if want_x:
+            whole = collectives.all_gather(weight, axes.tokens, dim=1, site=f"{site}.weight.again")
+            product = Product.input_grad([dy], [whole], choice)
+            dx_sum, dy = _run(product, axes.inner, axes.outer, options, f"{site}.out.grad", f"{site}.in.grad")
+            summing = flights.add(dx_sum)
+        else:
+            dy = collectives.all_gather(dy, axes.inner, dim=axes.spare, site=f"{site}.out.grad")
+        if want_weight:
+            dw = weight_grad(dy, gathered_x.wait(), choice)
+            dw = collectives.reduce_scatter(dw, axes.tokens, dim=1, site=f"{site}.weight.grad")
+            dw = collectives.all_reduce(dw, axes.depth, site=f"{site}.depth.grad", inplace=True)
+        if want_bias:
+            db = bias_grad(dy, axes, site)
+        if want_x:
+            dx = summing.wait()
+    return dx, dw, db
+
+
+def _run(
+    product: Product,
+    gather: Group,
+    scatter: Group,
+    options: GridOptions,
+    gather_site: str,
+    scatter_site: str,
+    bias: torch.Tensor | None = None,
+) -> tuple[Pending, torch.Tensor]:
+    """Gather the product's rows over one axis, and sum its results over the other: (the sum, the gathered rows)."""
+    (rows,), spare = product.rows, options.axes.spare
+    if spare == 0 and scatter.size == 1:
+        strategy = _strategy("all_gather_linear", gather, product, rows.shape[0] * gather.size, options)
+        (y,), whole = strategy.all_gather_linear(product, site=gather_site)
+        return Pending(lambda: y, bias), whole
+    whole = collectives.all_gather(rows, gather, dim=spare, site=gather_site)
+    product = product.of(whole)
+    if spare == 0:
+        strategy = _strategy("linear_reduce_scatter", scatter, product, whole.shape[0], options)
+        return strategy.linear_reduce_scatter(product, bias=bias, site=scatter_site), whole
+    (y,) = product.compute()
+    return Pending(collectives.start_reduce_scatter(y, scatter, dim=1, site=scatter_site), bias), whole
+
+
+def _strategy(op: str, group: Group, product: Product, tokens: int, options: GridOptions) -> Strategy:
+    if group.size == 1 or options.overlap == "none":
+        return Plain(group)
+    like = product.rows[0]
+    return select(
+        op,
+        group,
+        tokens=tokens,
+        features_in=like.shape[1],
+        features_out=product.width,
+        dtype=like.dtype,
+        device=like.device,
+        overlap=options.overlap,
+        strict=options.strict,
+        impl=options.impl,
+    ).strategy(group)
+
+
+def _joined(tensors: Sequence[Any], dim: int = 0) -> Any:
+    """One tensor of all; None where there are none (either all layers have a bias, or none has)."""
+    return tensors[0] if len(tensors) == 1 or tensors[0] is None else torch.cat(list(tensors), dim)
+
+
+def _choose(x: torch.Tensor, weight: torch.Tensor, options: GridOptions) -> Choice:
+    """What multiplies, by the sizes of the product that this rank will form."""
+    axes = options.axes
+    tokens = x.shape[0] * (1 if axes.spare else axes.outer.size)
+    features = weight.shape[1] * axes.tokens.size
+    like, blocks = x.new_empty(1, 1), weight.new_empty(1, 1)
+    _, choice = functional.prepare(
+        like.expand(tokens, features), [blocks.expand(len(weight), features)], [None], "identity", options.impl
+    )
+    return choice
+
+
+def _check(x: torch.Tensor, weights: Sequence[torch.Tensor], options: GridOptions) -> None:
+    axes = options.axes
+    features = weights[0].shape[1] * axes.tokens.size
+    wanted = features // axes.outer.size if axes.spare else features
+    if x.dim() != 2 or x.shape[1] != wanted:
+        raise ValueError(f"{options.site}: x is {list(x.shape)}: expected this rank's tokens of {wanted} features")
+    if axes.spare == 0:
+        collectives.check_rows(x.shape[0] * axes.outer.size, axes.inner, f"{options.site}.out")
