@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +39,10 @@ class ParallelBlock(Layer):
     return a :class:`~shardfuse.parallel.overlap.partial_sum.PartialSum`.
     """
 
+    attention: Callable[..., Any] = ParallelAttention
+    feed_forward: Callable[..., Any] = ParallelMLP
+    norms: tuple[Callable[..., Any], Callable[..., Any]] = (LayerNorm, RMSNorm)
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -52,8 +57,8 @@ class ParallelBlock(Layer):
         self.group, self.sequence_parallel, self.impl = shared.group, shared.sequence_parallel, shared.impl
         self.recompute = recompute
         self.dropout_p = config.residual_dropout
-        self.input_layernorm = make_norm(config, **shared.kwargs(NormKwargs))
-        self.self_attn = ParallelAttention(
+        self.input_layernorm = make_norm(config, self.norms, **shared.kwargs(NormKwargs))
+        self.self_attn = type(self).attention(
             config.hidden_size,
             config.num_heads,
             config.num_kv_heads,
@@ -68,8 +73,8 @@ class ParallelBlock(Layer):
             init_std=config.init_std,
             **shared.kwargs(ModelKwargs),
         )
-        self.post_attention_layernorm = make_norm(config, **shared.kwargs(NormKwargs))
-        self.mlp = ParallelMLP(
+        self.post_attention_layernorm = make_norm(config, self.norms, **shared.kwargs(NormKwargs))
+        self.mlp = type(self).feed_forward(
             config.hidden_size,
             config.intermediate_size,
             gated=config.gated,
@@ -195,9 +200,11 @@ def joined(x: ResidualStream, stream: int = MLP, *, impl: str) -> torch.Tensor:
     return x + branch if dropout is None else dropout.apply(branch, stream, x, impl=impl)
 
 
-def make_norm(config: TransformerConfig, **options: Unpack[NormKwargs]) -> LayerNorm | RMSNorm:
-    """The norm of the config's style."""
-    kind = RMSNorm if config.gated else LayerNorm
+def make_norm(
+    config: TransformerConfig, kinds: Sequence[Callable[..., Any]] = (LayerNorm, RMSNorm), **options: Unpack[NormKwargs]
+) -> Any:
+    """The norm of the config's style: of the two ``kinds`` the second where it is gated."""
+    kind = kinds[config.gated]
     return kind(config.hidden_size, eps=config.norm_eps, weight_offset=config.norm_offset, **options)
 
 

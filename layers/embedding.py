@@ -38,7 +38,7 @@ class VocabParallelEmbedding(ShardedModule):
     ) -> None:
         shared = LayerOptions.of(type(self), options, EmbeddingKwargs)
         super().__init__(shared)
-        check_divides("vocab_size", vocab_size, self.group)
+        self.check_sizes(vocab_size)
         whole_number("hidden_size", hidden_size)
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
@@ -48,10 +48,19 @@ class VocabParallelEmbedding(ShardedModule):
         self.add_parameter("weight", (vocab_size, hidden_size), 0, Init(std=std))
         self.reset_parameters()
 
+    def check_sizes(self, vocab_size: int) -> None:
+        """ValueError for a vocabulary that the ranks cannot divide."""
+        check_divides("vocab_size", vocab_size, self.group)
+
+    @property
+    def vocab_ranks(self) -> Group:
+        """The ranks that divide the vocabulary."""
+        return self.group
+
     def _row_of_padding(self) -> int | None:
         """The row of ``padding_idx`` on this rank; None if another rank has it."""
-        rows = self.vocab_size // self.group.size
-        if self.padding_idx is None or self.padding_idx // rows != self.group.rank:
+        rows = self.vocab_size // self.vocab_ranks.size
+        if self.padding_idx is None or self.padding_idx // rows != self.vocab_ranks.rank:
             return None
         return self.padding_idx % rows
 
@@ -109,15 +118,20 @@ def look_up(
     """``module``'s embeddings of ``tokens``, where this rank has the rows ``weight`` [V/R, D] of the table."""
     compare_call(module, group, values=True, tokens=tokens)
     check_tokens(tokens, vocab_size)
+    x = look_up_slice(tokens, weight, group, padding_idx)
+    if sequence_parallel:
+        return mappings.reduce_scatter_to(x, group, dim=0, site="embedding")
+    return mappings.reduce_from(x, group, site="embedding")
+
+
+def look_up_slice(tokens: torch.Tensor, weight: torch.Tensor, group: Group, padding_idx: int | None) -> torch.Tensor:
+    """The embeddings of the ``tokens`` in this rank's slice ``weight`` [V/R, D] of the table; 0 for the others."""
     first = group.rank * weight.shape[0]
     rows = tokens - first
     elsewhere = (rows < 0) | (rows >= weight.shape[0])
     padding = None if padding_idx is None or not first <= padding_idx < first + weight.shape[0] else padding_idx - first
     x = F.embedding(rows.masked_fill(elsewhere, 0), weight, padding)
-    x = x.masked_fill(elsewhere[..., None], 0)
-    if sequence_parallel:
-        return mappings.reduce_scatter_to(x, group, dim=0, site="embedding")
-    return mappings.reduce_from(x, group, site="embedding")
+    return x.masked_fill(elsewhere[..., None], 0)
 
 
 def check_tokens(tokens: torch.Tensor, vocab_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,6 +43,9 @@ class ParallelMLP(TensorParallel, Layer):
     ``recompute``.
     """
 
+    column: Callable[..., Any] = ColumnParallelLinear
+    row: Callable[..., Any] = RowParallelLinear
+
     def __init__(
         self,
         hidden_size: int,
@@ -66,19 +70,24 @@ class ParallelMLP(TensorParallel, Layer):
                 "the input only)"
             )
         whole_number("hidden_size", hidden_size)
-        check_divides("ffn_size", ffn_size, self.group)
         self.recompute = recompute
+        self.check_sizes(hidden_size, ffn_size, shared)
         bias = not gated if bias is None else bias
         kwargs = shared.kwargs(LayerKwargs)
+        column, row = type(self).column, type(self).row
         if gated:
-            self.gate_proj = ColumnParallelLinear(hidden_size, ffn_size, bias, site=SITE, **kwargs)
-            self.up_proj = ColumnParallelLinear(hidden_size, ffn_size, bias, site=SITE, **kwargs)
-            self.down_proj = RowParallelLinear(ffn_size, hidden_size, bias, site=SITE, **kwargs)
+            self.gate_proj = column(hidden_size, ffn_size, bias, site=SITE, **kwargs)
+            self.up_proj = column(hidden_size, ffn_size, bias, site=SITE, **kwargs)
+            self.down_proj = row(ffn_size, hidden_size, bias, site=SITE, **kwargs)
             self.gate_proj.op = self.up_proj.op = "gated_linear"
         else:
             activation = self.activation
-            self.c_fc = ColumnParallelLinear(hidden_size, ffn_size, bias, activation=activation, site=SITE, **kwargs)
-            self.c_proj = RowParallelLinear(ffn_size, hidden_size, bias, site=SITE, **kwargs)
+            self.c_fc = column(hidden_size, ffn_size, bias, activation=activation, site=SITE, **kwargs)
+            self.c_proj = row(ffn_size, hidden_size, bias, site=SITE, **kwargs)
+
+    def check_sizes(self, hidden_size: int, ffn_size: int, shared: LayerOptions) -> None:
+        """ValueError for widths that the ranks cannot divide."""
+        check_divides("ffn_size", ffn_size, self.group)
 
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
         """The last product's epilogue adds ``residual``, of the result's shape and dtype (one rank only)."""

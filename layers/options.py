@@ -18,6 +18,7 @@ import torch
 from ..kernels.runtime.checks import check_impl
 from ..parallel.core.mesh import Group, MeshLike, tp_group
 from ..parallel.core.sharding import PARAM_MODES
+from ..parallel.grid.grid import Grid, check_grid_overlap
 from ..parallel.overlap.policy import check_overlap
 
 if sys.version_info >= (3, 11):
@@ -31,7 +32,7 @@ __all__ = ["EmbeddingKwargs", "LayerKwargs", "LayerOptions", "ModelKwargs", "Nor
 class ParameterKwargs(TypedDict, total=False):
     """The options of every layer with parameters; :class:`LayerOptions` documents the keys."""
 
-    mesh: MeshLike
+    mesh: MeshLike | Grid
     params: str
     dtype: torch.dtype | None
     device: torch.device | str | None
@@ -74,13 +75,13 @@ class LayerOptions:
 
     Args:
         mesh: the tensor-parallel ranks, as a mesh with a dimension "tp", any one-dimensional mesh or a process group;
-            None for one process.
+            None for one process. Layers over a grid take a mesh of ``init_mesh(grid=...)``.
         sequence_parallel: shard the activations between the parallel layers over tokens, [T/R, D]: less memory, the
             same results. It changes nothing in a group of one.
         fuse_wgrad_accumulation: add the gradients of the linear layers' parameters to their ``main_grad`` (see
             ``attach_main_grads``).
         overlap: how collectives overlap the products beside them: "auto", "kernel", "chunked" or "none"
-            (``parallel/overlap/policy.py``).
+            (``parallel/overlap/policy.py``); over a grid of two axes also "summa" (``parallel/grid/summa.py``).
         strict: raise RuntimeError where ``overlap`` is unavailable, in place of falling back to "none".
         params: "dtensor" for parameters that are DTensors (FSDP2, distributed checkpoints), "local" for plain tensors.
         impl: "auto", "triton", "onednn" (on CPUs) or "reference" for every op of the layer
@@ -94,7 +95,7 @@ class LayerOptions:
     ``overlap``, ``params`` or ``impl``.
     """
 
-    mesh: MeshLike = None  # a Group after __post_init__
+    mesh: MeshLike | Grid = None  # a Group or a Grid after __post_init__
     sequence_parallel: bool = False
     fuse_wgrad_accumulation: bool = False
     overlap: str = "auto"
@@ -106,13 +107,19 @@ class LayerOptions:
     device: torch.device | str | None = None
 
     def __post_init__(self) -> None:
-        check_overlap(self.overlap)
         check_impl(self.impl)
         if self.params not in PARAM_MODES:
             raise ValueError(f"params={self.params!r}: expected one of {', '.join(PARAM_MODES)}")
-        group = tp_group(self.mesh)
-        object.__setattr__(self, "mesh", group)
-        object.__setattr__(self, "sequence_parallel", self.sequence_parallel and group.size > 1)
+        if has_grid(self.mesh):
+            object.__setattr__(self, "mesh", Grid.of(self.mesh))
+            check_grid_overlap(self.overlap, self.grid)
+            for name in ("sequence_parallel", "fuse_wgrad_accumulation"):
+                if getattr(self, name):
+                    raise ValueError(f"{name}=True over a grid, which splits tokens anyway and adds to no main_grad")
+        else:
+            object.__setattr__(self, "mesh", tp_group(cast(MeshLike, self.mesh)))
+            check_overlap(self.overlap)
+        object.__setattr__(self, "sequence_parallel", self.sequence_parallel and self.group.size > 1)
 
     @classmethod
     def of(cls, layer: Callable[..., Any], given: Mapping[str, object], accepted: type[Kwargs]) -> LayerOptions:
@@ -124,6 +131,11 @@ class LayerOptions:
         for name in given:
             if name not in taken:
                 raise TypeError(_unexpected(layer, name, taken))
+        if has_grid(given.get("mesh")) and not getattr(layer, "takes_grid", False):
+            raise ValueError(
+                f"{_name(layer)}: mesh: a grid, over which this layer cannot be split: build GridLinear, GridMLP, "
+                "GridAttention or GridTransformer, or make a mesh with tp in place of grid"
+            )
         try:
             return cls(**cast(Any, given))
         except (TypeError, ValueError) as error:
@@ -131,11 +143,22 @@ class LayerOptions:
 
     @property
     def group(self) -> Group:
-        return tp_group(self.mesh)
+        """All ranks that share the layer's tensors."""
+        return self.mesh.whole if isinstance(self.mesh, Grid) else tp_group(self.mesh)
+
+    @property
+    def grid(self) -> Grid:
+        """The grid of a layer over one, or of one process."""
+        return self.mesh if isinstance(self.mesh, Grid) else Grid.of(self.mesh)
 
     def kwargs(self, accepted: type[Kwargs]) -> Kwargs:
         """The fields that are keys of ``accepted``, as the keyword arguments of a child that takes those."""
         return cast(Kwargs, {name: getattr(self, name) for name in _keys(accepted)})
+
+
+def has_grid(mesh: object) -> bool:
+    """Whether ``mesh`` is a grid, or a mesh with its dimensions."""
+    return isinstance(mesh, Grid) or set(getattr(mesh, "mesh_dim_names", None) or ()) >= {"grid_i", "grid_k"}
 
 
 def _name(layer: Callable[..., Any]) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..parallel.core import collectives
-from ..parallel.core.mesh import whole_group
+from ..parallel.core.mesh import MeshLike, whole_group
 from ..parallel.pipeline.stage_costs import measured_parts, slowest
 from ..parallel.pipeline.timeline import Costs
 from .config import TransformerConfig
@@ -35,7 +36,7 @@ def measured_costs(
     states. With ``mesh`` this is a collective of its ranks, and the slowest rank's time of each pass counts.
     """
     mesh, device = options.get("mesh"), options.get("device")
-    group = whole_group(mesh)
+    group = whole_group(cast(MeshLike, mesh))
     if device is None:
         device = mesh.device_type if isinstance(mesh, DeviceMesh) else "cpu"
     device = torch.device(device)

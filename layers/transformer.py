@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -34,6 +34,7 @@ from .embedding import VocabParallelEmbedding, check_tokens
 from .linear import ColumnParallelLinear, RowParallelLinear
 from .loss import linear_cross_entropy, vocab_parallel_cross_entropy
 from .module import Absent, Layer, ShardedModule, hooked_everywhere, is_plain_module
+from .norm import LayerNorm, RMSNorm
 from .options import EmbeddingKwargs, LayerOptions, ModelKwargs, NormKwargs, Unpack
 
 
@@ -50,20 +51,22 @@ FUSED_LOSS_BYTES = 64 << 20
 class Decoder(nn.Module):
     """Embedding, blocks and the last norm."""
 
+    embedding: Callable[..., Any] = VocabParallelEmbedding
+    block: Callable[..., Any] = ParallelBlock
+    norms: tuple[Callable[..., Any], Callable[..., Any]] = (LayerNorm, RMSNorm)
+
     def __init__(
         self, config: TransformerConfig, *, recompute: bool, mlp_recompute: int, **options: Unpack[ModelKwargs]
     ) -> None:
         shared = LayerOptions.of(type(self), options, ModelKwargs)
         super().__init__()
-        embedding = dataclasses.replace(shared, init_std=config.init_std).kwargs(EmbeddingKwargs)
-        self.embed_tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, config.pad_token_id, **embedding
-        )
+        kinds, embedding = type(self), dataclasses.replace(shared, init_std=config.init_std).kwargs(EmbeddingKwargs)
+        self.embed_tokens = kinds.embedding(config.vocab_size, config.hidden_size, config.pad_token_id, **embedding)
         self.layers = nn.ModuleList(
-            ParallelBlock(config, index, recompute=recompute, mlp_recompute=mlp_recompute, **shared.kwargs(ModelKwargs))
+            kinds.block(config, index, recompute=recompute, mlp_recompute=mlp_recompute, **shared.kwargs(ModelKwargs))
             for index in range(config.num_layers)
         )
-        self.norm = make_norm(config, **shared.kwargs(NormKwargs))
+        self.norm = make_norm(config, kinds.norms, **shared.kwargs(NormKwargs))
 
 
 class ParallelTransformer(Layer):
@@ -77,6 +80,8 @@ class ParallelTransformer(Layer):
     Raises ValueError where heads, KV heads, feed-forward width or vocabulary do not divide by the group's size.
     """
 
+    decoder: Callable[..., Any] = Decoder
+    head: Callable[..., Any] = ColumnParallelLinear
     loaded_from: Path | None = None  # the Hugging Face folder of the weights, which has their tokenizer
 
     def __init__(
@@ -94,10 +99,13 @@ class ParallelTransformer(Layer):
         self.rotary = Rotary.of(config)
         self.kept = set(range(config.num_layers + 2))  # parts, see pipeline_parts
         self._drew = False  # whether the ranks have checked that their generators agree
-        self.model = Decoder(config, recompute=recompute, mlp_recompute=mlp_recompute, **shared.kwargs(ModelKwargs))
+        kinds = type(self)
+        self.model = kinds.decoder(
+            config, recompute=recompute, mlp_recompute=mlp_recompute, **shared.kwargs(ModelKwargs)
+        )
         if config.tie_embeddings:
             shared = dataclasses.replace(shared, device="meta")  # the embedding's weight takes its place
-        self.lm_head = ColumnParallelLinear(
+        self.lm_head = kinds.head(
             config.hidden_size,
             config.vocab_size,
             bias=False,
@@ -149,15 +157,28 @@ class ParallelTransformer(Layer):
                 positions = packed_positions(cu_seqlens, len(tokens))
             elif positions.shape != tokens.shape:
                 raise ValueError(f"positions {list(positions.shape)}: expected {list(tokens.shape)}")
-        rope = rope_tables(positions, self.rotary, length=length)
+        rope = rope_tables(self._local_positions(positions), self.rotary, length=length)
         x: ResidualStream = self._dropped(self.model.embed_tokens(tokens.reshape(-1)))
         for block, follower in zip(self.model.layers, self._followers()):
             x = block(x, rope=rope, join=False, **follower, **how)
         y, _ = normed(self.model.norm, x, MLP, impl=self.impl)
         if targets is None:
-            logits = self.lm_head(y)
+            logits = self._logits(y)
             return logits.view(*tokens.shape, logits.shape[-1])
         return self._loss(y, targets.reshape(-1))
+
+    def _logits(self, y: torch.Tensor) -> torch.Tensor:
+        """[T, V/R], of all tokens."""
+        return self.lm_head(y)
+
+    def _local_positions(self, positions: torch.Tensor) -> torch.Tensor:
+        """The ``positions`` of the tokens over which this rank attends."""
+        return positions
+
+    @property
+    def _token_ranks(self) -> int:
+        """The number of ranks over which the tokens of x are spread between blocks."""
+        return self.group.size if self.sequence_parallel else 1
 
     def _loss(self, y: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
         head = self.lm_head
@@ -326,7 +347,11 @@ class ParallelTransformer(Layer):
             if recompute is not None and isinstance(module, ParallelBlock):
                 module.recompute = recompute
             if overlap is not None and "overlap" in vars(module):
-                vars(module)["overlap"] = check_overlap(overlap)
+                self._check_overlap(overlap)
+                vars(module)["overlap"] = overlap
+
+    def _check_overlap(self, overlap: str) -> None:
+        check_overlap(overlap)
 
     # ------------------------------------------------------------------------------------------------ in a pipeline
     # These methods implement the protocol Divisible of parallel/pipeline/partition.py. Part 0 is the embedding, part i
@@ -452,10 +477,10 @@ class TransformerStage(ParallelTransformer):
         elif batch_size is None:
             raise ValueError("a stage behind the first one wants batch_size, the number of sequences in x")
         else:
-            length = x.shape[0] * (self.group.size if self.sequence_parallel else 1) // batch_size
+            length = x.shape[0] * self._token_ranks // batch_size
         if positions is None:
             positions = torch.arange(length, device=x.device)
-        rope = rope_tables(positions, self.rotary, length=length)
+        rope = rope_tables(self._local_positions(positions), self.rotary, length=length)
         row = 0 if draws is None else draws.pass_by(self.parts.start, batch_size * length)
         places = {part: None if draws is None else draws.place(part, row) for part in self.parts}
         stream: ResidualStream = self._embedded(x, places[0]) if self.first else x
@@ -466,7 +491,7 @@ class TransformerStage(ParallelTransformer):
             return joined(stream, impl=self.impl)
         y, _ = normed(self.model.norm, stream, MLP, impl=self.impl)
         if targets is None:
-            return self.lm_head(y)
+            return self._logits(y)
         return torch.stack((self._loss(y, targets.reshape(-1), "sum") * scale,))  # not a view: FSDP2 warns about views
 
     def _embedded(self, tokens: torch.Tensor, place: masks.RngOffset | None) -> torch.Tensor:

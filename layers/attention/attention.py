@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -60,6 +61,8 @@ class ParallelAttention(ShardedModule):
     """
 
     sinks: torch.Tensor | None
+    column: Callable[..., Any] = ColumnParallelLinear
+    row: Callable[..., Any] = RowParallelLinear
 
     def __init__(
         self,
@@ -83,12 +86,12 @@ class ParallelAttention(ShardedModule):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         whole_number("hidden_size", hidden_size)
         check_heads(num_heads, num_kv_heads)
-        check_divides("num_heads", num_heads, self.group)
-        check_divides("num_kv_heads", num_kv_heads, self.group)
+        self.check_sizes(num_heads, num_kv_heads)
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = default_head_dim(hidden_size, num_heads) if head_dim is None else head_dim
         whole_number("head_dim", self.head_dim)
+        self.check_widths(hidden_size, num_heads * self.head_dim)
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd: rotary positions turn pairs of elements")
         self.scale = self.head_dim**-0.5
@@ -98,12 +101,21 @@ class ParallelAttention(ShardedModule):
         self.layer_index = layer_index
         width, kv_width = num_heads * self.head_dim, num_kv_heads * self.head_dim
         kwargs = shared.kwargs(LayerKwargs)
-        self.q_proj = ColumnParallelLinear(hidden_size, width, bias, site=SITE, **kwargs)
-        self.k_proj = ColumnParallelLinear(hidden_size, kv_width, bias, site=SITE, **kwargs)
-        self.v_proj = ColumnParallelLinear(hidden_size, kv_width, bias, site=SITE, **kwargs)
-        self.o_proj = RowParallelLinear(width, hidden_size, bias, site=SITE, **kwargs)
+        column, row = type(self).column, type(self).row
+        self.q_proj = column(hidden_size, width, bias, site=SITE, **kwargs)
+        self.k_proj = column(hidden_size, kv_width, bias, site=SITE, **kwargs)
+        self.v_proj = column(hidden_size, kv_width, bias, site=SITE, **kwargs)
+        self.o_proj = row(width, hidden_size, bias, site=SITE, **kwargs)
         self.add_parameter("sinks", (num_heads,) if sinks else None, 0, Init(constant=0.0))
         self.reset_parameters()
+
+    def check_sizes(self, num_heads: int, num_kv_heads: int) -> None:
+        """ValueError for heads that the ranks cannot divide."""
+        check_divides("num_heads", num_heads, self.group)
+        check_divides("num_kv_heads", num_kv_heads, self.group)
+
+    def check_widths(self, hidden_size: int, width: int) -> None:
+        """ValueError for numbers of features, of x and of all heads together, that the ranks cannot divide."""
 
     def forward(
         self,
@@ -233,6 +245,10 @@ class ParallelAttention(ShardedModule):
         )
         return out.reshape(shape)
 
+    def local_sinks(self) -> Any:
+        """This rank's sinks [N/R], or None."""
+        return self.local("sinks")[0]
+
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         """[..., heads * H] -> [T, heads, H]."""
         return x.view(x.shape[:-1].numel(), x.shape[-1] // self.head_dim, self.head_dim)
@@ -242,7 +258,7 @@ class ParallelAttention(ShardedModule):
         return q, k
 
     def _mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **packed: Any) -> torch.Tensor:
-        (sinks,) = self.local("sinks")
+        sinks = self.local_sinks()
         options = {"scale": self.scale, "window": self.window, "softcap": self.softcap, "sinks": sinks, **packed}
         if not (self.training and self.dropout_p):
             return attend(q, k, v, **options)

@@ -13,7 +13,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -56,7 +56,7 @@ def load_hf(
     Raises FileNotFoundError for a missing folder or file, ValueError for one that is cut short, corrupt, or of
     another model.
     """
-    group = options["mesh"] = tp_group(options.get("mesh"))
+    group = options["mesh"] = tp_group(cast(MeshLike, options.get("mesh")))
     folder = Path(directory)
     sums = _check_files(folder, group)
     return agree(group, lambda: _load(folder, sums, recompute, mlp_recompute, options))
