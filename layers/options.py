@@ -148,8 +148,8 @@ class LayerOptions:
 
     @property
     def grid(self) -> Grid:
-        """The grid of a layer over one, or of one process."""
-        return self.mesh if isinstance(self.mesh, Grid) else Grid.of(self.mesh)
+        """The grid, of one process where the ranks form none."""
+        return self.mesh if isinstance(self.mesh, Grid) else Grid()
 
     def kwargs(self, accepted: type[Kwargs]) -> Kwargs:
         """The fields that are keys of ``accepted``, as the keyword arguments of a child that takes those."""

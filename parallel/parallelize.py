@@ -34,6 +34,7 @@ from .core.mesh import (
 )
 from .core.rendezvous import init_mesh
 from .core.sharding import local_tensors, spec_of
+from .grid.grid import Grid
 from .materialize import allocate, device_of, place
 from .parallel_model import ParallelModel, group_of
 from .zero import zero as zeros
@@ -285,7 +286,9 @@ def _check_built_for(model: nn.Module, mesh: DeviceMesh | None) -> None:
     group = getattr(model, "group", None)
     if mesh is None or not isinstance(group, Group):
         return
-    wanted, theirs = _grid_dims(mesh), _grid_dims(group.mesh)
+    names, grid = mesh.mesh_dim_names or (), getattr(model, "grid", None)
+    wanted = {name: degree(mesh, name) for name in GRID_DIMS if name in names}
+    theirs = grid.dims if isinstance(grid, Grid) else {}
     if wanted != theirs:
         built, given = (
             ", ".join(f"{name}={size}" for name, size in dims.items()) or "no grid" for dims in (theirs, wanted)
@@ -301,11 +304,6 @@ def _check_built_for(model: nn.Module, mesh: DeviceMesh | None) -> None:
             f"the model was built for tensor-parallel ranks {built_ranks} and the mesh has {given_ranks} along tp: build "
             "it with this mesh, or fuse(model, mesh)"
         )
-
-
-def _grid_dims(mesh: DeviceMesh | None) -> dict[str, int]:
-    """The dimensions of ``mesh`` that make a grid, with their sizes."""
-    return {name: degree(mesh, name) for name in GRID_DIMS if mesh is not None and name in (mesh.mesh_dim_names or ())}
 
 
 def _configure(model: nn.Module, **options: Any) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 
-from ...parallel.core.mesh import Group
-from ...parallel.grid.grid import local_rows, size_of
+from ...parallel.grid.grid import ACROSS, local_rows, size_of
 from ..attention.attention import ParallelAttention
 from ..attention.rope import Rope
 from .linear import GridLinear, grid_project
@@ -37,8 +36,8 @@ class GridAttention(ParallelAttention, GridModule):
         self.grid.check_width("hidden_size", hidden_size)
         self.grid.check_width("num_heads * head_dim", width, turned=True)
 
-    def split(self, name: str) -> Sequence[tuple[Group, int]]:
-        return [(self.grid.k, 0)]  # sinks, one for each head
+    def split(self, name: str) -> Mapping[str, int]:
+        return {ACROSS: 0}  # sinks, one for each head
 
     def local_sinks(self) -> Any:
         return self.summed_local("sinks", axes=self.grid.sequences, site="attention.sinks")[0]

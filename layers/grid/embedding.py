@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 
 from ...parallel.core import mappings
 from ...parallel.core.first_calls import compare_call
 from ...parallel.core.mesh import Group
-from ...parallel.grid.grid import local_rows
+from ...parallel.grid.grid import ACROSS, WITHIN, local_rows
 from ..embedding import VocabParallelEmbedding, check_tokens, look_up_slice
 from .module import GridModule
 
@@ -29,8 +29,8 @@ class GridEmbedding(VocabParallelEmbedding, GridModule):
     def vocab_ranks(self) -> Group:
         return self.grid.k
 
-    def split(self, name: str) -> Sequence[tuple[Group, int]]:
-        return [(self.grid.k, 0), (self.grid.j, 1), (self.grid.i, 1)]
+    def split(self, name: str) -> Mapping[str, int]:
+        return {ACROSS: 0, WITHIN: 1}
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         compare_call(self, self.group, values=True, tokens=tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ from torch import nn
 from ...kernels.linear import ACTIVATIONS, apply_activation, functional
 from ...kernels.runtime.checks import whole_number
 from ...parallel.core.first_calls import compare_call
-from ...parallel.core.mesh import Group
-from ...parallel.grid.grid import GridOptions
+from ...parallel.grid.grid import ACROSS, WITHIN, GridOptions
 from ...parallel.grid.linear import grid_linear
 from ..linear import linear_init
 from ..module import Runs
@@ -25,7 +24,7 @@ class GridLinear(GridModule):
 
     x [T/i/k, D/j] -> [T/i/j, F/k]; ``turned``, for the layer after it, [T/i/j, F/k] -> [T/i/k, D/j]. Over a grid of two
     axes both are [T/i, D/k] -> [T/i, F/k], and a depth splits the tokens once more. Weights [F, D] are stored as
-    [F/k, D/j/i], turned as [F/j, D/k/i], and biases as [F/k] or [F/j]. ``site`` names the layer's collectives. The
+    [F/k, D/j/i], turned as [F/j/i, D/k], and biases as the rows of weights. ``site`` names the layer's collectives. The
     other keyword arguments are documented in :class:`~shardfuse.layers.options.LayerOptions`.
 
     Raises ValueError for sizes that the grid cannot divide, with those next to them that it can.
@@ -51,7 +50,10 @@ class GridLinear(GridModule):
         super().__init__(shared)
         self.axes = self.grid.axes(turned)
         self.grid.check_width("in_features", whole_number("in_features", in_features), turned=turned)
-        self.grid.check_count("out_features", whole_number("out_features", out_features), self.axes.outer)
+        if self.grid.flat:
+            self.grid.check_count("out_features", whole_number("out_features", out_features))
+        else:
+            self.grid.check_width("out_features", whole_number("out_features", out_features), turned=not turned)
         self.in_features, self.out_features = in_features, out_features
         self.turned, self.activation, self.site = turned, activation, site
         self.impl, self.overlap, self.strict = shared.impl, shared.overlap, shared.strict
@@ -60,9 +62,9 @@ class GridLinear(GridModule):
         self.add_parameter("bias", (out_features,) if bias else None, None, bias_init)
         self.reset_parameters()
 
-    def split(self, name: str) -> Sequence[tuple[Group, int]]:
-        outer = (self.axes.outer, 0)
-        return [outer] if name == "bias" else [outer, (self.axes.inner, 1), (self.axes.tokens, 1)]
+    def split(self, name: str) -> Mapping[str, int]:
+        rows, columns = (ACROSS, WITHIN) if self.axes.weight_dim else (WITHIN, ACROSS)
+        return {rows: 0} if name == "bias" else {rows: 0, columns: 1}
 
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
         """``residual``, of the result's layout, is added to it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,15 @@ class GridModule(ShardedModule):
 
     def __init__(self, shared: LayerOptions, /) -> None:
         super().__init__(shared)
+        if shared.group.size > 1 and not isinstance(shared.mesh, Grid):
+            raise ValueError(
+                f"{type(self).__name__}: mesh: it holds no grid, but {shared.group.size} ranks: make it by "
+                "init_mesh(grid=(i, j, k))"
+            )
         self.grid = shared.grid
 
-    def split(self, name: str) -> Sequence[tuple[Group, int]]:
-        """The axes that split the parameter ``name``, each with the dimension that it splits."""
+    def split(self, name: str) -> Mapping[str, int]:
+        """The dimensions of the parameter ``name`` that ACROSS and WITHIN split, by these names."""
         raise NotImplementedError
 
     def spec(self, name: str, shape: torch.Size, shard_dim: int | None) -> ShardSpec:

@@ -2,51 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ...kernels.norm import layer_norm, rms_norm
-from ...parallel.core.mesh import Group
+from ...parallel.core import mappings
+from ...parallel.grid.grid import ACROSS, WITHIN
 from ...parallel.grid.norm import split_norm
 from ..norm import LayerNorm, RMSNorm
 from .module import GridModule
 
 
-class GridLayerNorm(LayerNorm, GridModule):
-    """:class:`~shardfuse.layers.norm.LayerNorm` of x [T/i/k, D/j], or [T/i, D/k] over two axes.
+class _GridNorm(GridModule):
+    """The parameters [D] of both norms, stored as rows of the weights that form x; gradients sum over all tokens."""
 
-    Parameters [D] are split as x is, and their gradients summed over all tokens.
-    """
+    def split(self, name: str) -> Mapping[str, int]:
+        return {ACROSS if self.grid.flat else WITHIN: 0}
 
-    def split(self, name: str) -> Sequence[tuple[Group, int]]:
-        return [(self.grid.hidden, 0)]
+    def blocks(self, *names: str) -> tuple[Any, ...]:
+        """This rank's features of the parameters, [D/j] or over two axes [D/k]."""
+        others = [axis for axis in self.grid.rows if self.grid.flat or axis is not self.grid.i]
+        blocks = self.summed_local(*names, axes=others, site="norm")
+        if self.grid.flat:
+            return blocks
+        return tuple(
+            None if each is None else mappings.all_gather_from(each, self.grid.i, site="norm.weight") for each in blocks
+        )
+
+
+class GridLayerNorm(LayerNorm, _GridNorm):
+    """:class:`~shardfuse.layers.norm.LayerNorm` of x [T/i/k, D/j], or [T/i, D/k] over two axes."""
 
     def _norm(self, x: torch.Tensor, **options: Any) -> Any:
-        weight, bias = self.summed_local("weight", "bias", axes=self.grid.rows, site="norm")
-        return _normed(self, x, weight, bias, **options)
+        return _normed(self, x, self.blocks("weight", "bias"), **options)
 
 
-class GridRMSNorm(RMSNorm, GridModule):
+class GridRMSNorm(RMSNorm, _GridNorm):
     """:class:`~shardfuse.layers.norm.RMSNorm`, likewise."""
 
-    def split(self, name: str) -> Sequence[tuple[Group, int]]:
-        return [(self.grid.hidden, 0)]
-
     def _norm(self, x: torch.Tensor, **options: Any) -> Any:
-        (weight,) = self.summed_local("weight", axes=self.grid.rows, site="norm")
-        return _normed(self, x, weight, None, **options)
+        return _normed(self, x, self.blocks("weight"), **options)
 
 
 def _normed(
-    norm: Any, x: torch.Tensor, weight: Any, bias: Any, *, residual: torch.Tensor | None = None, carry: bool = False
+    norm: Any, x: torch.Tensor, params: tuple[Any, ...], *, residual: torch.Tensor | None = None, carry: bool = False
 ) -> Any:
     centre = norm.op == "layer_norm"
     shared: dict[str, Any] = {"eps": norm.eps, "weight_offset": norm.weight_offset}
     if norm.grid.hidden.size == 1:
         shared |= {"impl": norm.impl, "residual": residual, "carry": carry}
-        return layer_norm(x, weight, bias, **shared) if centre else rms_norm(x, weight, **shared)
+        return layer_norm(x, *params, **shared) if centre else rms_norm(x, *params, **shared)
     stream = x if residual is None else residual + x
-    y = split_norm(stream, weight, bias, centre=centre, group=norm.grid.hidden, **shared)
+    y = split_norm(stream, *params, centre=centre, group=norm.grid.hidden, **shared)
     return (y, stream) if carry or residual is not None else y

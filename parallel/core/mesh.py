@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 MESH_DIMS = ("dp", "pp", "tp")
 HYBRID_DIMS = ("dp_replicate", *MESH_DIMS)
 DATA_DIMS = ("dp_replicate", "dp")  # the dimensions over which batches differ
-GRID_DIMS = ("grid_depth", "grid_j", "grid_k", "grid_i")  # those of a grid, in their order in a mesh
+# Those of a grid, in their order in a mesh; "grid_ji" is the last two, flattened.
+GRID_DIMS = ("grid_depth", "grid_k", "grid_j", "grid_i", "grid_ji")
 
 
 @dataclass(frozen=True)
@@ -205,8 +206,21 @@ def whole_group(mesh: MeshLike) -> Group:
     return _flattened(mesh)
 
 
-def _flattened(mesh: DeviceMesh) -> Group:
+def _flattened(mesh: DeviceMesh, name: str | None = None) -> Group:
     options = shared_options(mesh.device_type) if mesh.size() < dist.get_world_size() else None
-    group = tp_group(mesh._flatten(backend_override=options))
+    group = tp_group(mesh._flatten(name, backend_override=options))
     share_timeout(group.pg)
     return group
+
+
+def grid_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The sub-mesh of ``mesh`` over which a grid's parameters are placed.
+
+    FSDP2 (torch 2.13) takes parameters that two dimensions of a mesh split, and no more: i and j become one. The first
+    call creates a process group, so every rank calls it.
+    """
+    names = [name for name in GRID_DIMS if name in (mesh.mesh_dim_names or ())]
+    if "grid_j" in names:
+        within = _flattened(mesh["grid_j", "grid_i"], "grid_ji").mesh
+        return DeviceMesh._concatenate([mesh["grid_k"], within])
+    return mesh if len(names) == mesh.ndim else mesh[tuple(names)]

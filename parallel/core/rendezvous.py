@@ -55,8 +55,8 @@ def init_mesh(
     """The mesh ``("dp", "pp", "tp")`` over all processes, with a dimension ``"dp_replicate"`` in front if that is > 1.
 
     ``grid`` (i, j, k), or (rows, columns) with copies over ``depth``, takes the place of ``tp`` (``parallel/grid/``):
-    the mesh then ends in the dimensions ("grid_j", "grid_k", "grid_i"), or ("grid_depth", "grid_k", "grid_i") of i rows
-    and k columns.
+    the mesh then ends in the dimensions ("grid_k", "grid_j", "grid_i"), or ("grid_k", "grid_i") of i rows and k
+    columns, with "grid_depth" in front if that is > 1.
 
     None for a single process. With ``alone`` it gets a mesh of one instead (FSDP2 needs one to offload):
     torch.distributed is initialised, and the mesh uses the current GPU.
@@ -287,6 +287,11 @@ def _mesh_shape(
     rest = math.prod(outer.values())
     if grid is not None:
         inner, said = _grid_shape(grid, depth, tp)
+        if depth > 1 and dp_replicate * dp > 1:
+            raise ValueError(
+                f"init_mesh: depth={depth} and dp={dp_replicate * dp}: FSDP2 cannot place parameters over a depth; "
+                f"dp={dp_replicate * dp * depth} over the same grid makes as many copies of the weights"
+            )
     elif depth != 1:
         raise ValueError(f"init_mesh: depth={depth} without a grid: pass grid=(rows, columns) as well")
     else:
@@ -316,10 +321,11 @@ def _grid_shape(grid: Sequence[int], depth: int, tp: int | None) -> tuple[dict[s
         whole_number("init_mesh: each size of the grid", size)
     if len(grid) == 3 and depth == 1:
         i, j, k = grid
-        return {"grid_j": j, "grid_k": k, "grid_i": i}, f"grid={tuple(grid)}"
+        return {"grid_k": k, "grid_j": j, "grid_i": i}, f"grid={tuple(grid)}"
     if len(grid) == 2:
         i, k = grid
-        return {"grid_depth": depth, "grid_k": k, "grid_i": i}, f"grid={tuple(grid)} * depth={depth}"
+        copies = {} if depth == 1 else {"grid_depth": depth}
+        return copies | {"grid_k": k, "grid_i": i}, f"grid={tuple(grid)} * depth={depth}"
     raise ValueError(
         f"init_mesh: grid={tuple(grid)} with depth={depth}: expected (i, j, k) without a depth, or (rows, columns)"
     )

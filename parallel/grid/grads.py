@@ -18,8 +18,10 @@ def weight_grad(dy: torch.Tensor, x: torch.Tensor, choice: Choice) -> torch.Tens
 
 
 def bias_grad(dy: torch.Tensor, axes: Axes, site: str) -> torch.Tensor:
-    """The sum over all tokens of ``dy`` [T/i, N/k]."""
+    """The sum over all tokens of ``dy`` [T/i, N/k], as the bias is stored."""
     db = dy.sum(0)
-    for axis in (axes.tokens, axes.depth):
-        db = collectives.all_reduce(db, axis, site=f"{site}.bias.grad", inplace=True)
-    return db
+    if axes.weight_dim == 0:
+        db = collectives.reduce_scatter(db, axes.tokens, site=f"{site}.bias.grad")
+    else:
+        db = collectives.all_reduce(db, axes.tokens, site=f"{site}.bias.grad", inplace=True)
+    return collectives.all_reduce(db, axes.depth, site=f"{site}.bias.grad", inplace=True)

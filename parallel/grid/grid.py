@@ -6,11 +6,11 @@ Between products that axis splits the matrix as well: x and W are gathered, and 
 
     matrix   in the product         stored                            travels, per rank
     x        [T/i, K/j]             [T/i/k, K/j] or [T/i, K/j/k]      all-gather over outer (k)
-    W        [N/k, K/j]             [N/k, K/j/i]                      all-gather over tokens (i)
+    W        [N/k, K/j]             [N/k, K/j/i], turned [N/j/i, K/k] all-gather over tokens (i)
     y        [T/i, N/k], partial    [T/i/j, N/k] or [T/i, N/k/j]      reduce-scatter over inner (j)
 
-This is 3D tensor parallelism (Bian et al., arXiv:2105.14450). The next layer swaps the roles of j and k, so that y is
-stored as it wants its x. With axes of one rank it becomes
+This is 3D tensor parallelism (Bian et al., arXiv:2105.14450). The next layer is turned: it swaps the roles of j and k,
+so that y is stored as it wants its x. With axes of one rank it becomes
 
     grid (1, 1, k)    tensor parallelism with sequence parallelism, 1D
     grid (i, 1, 1)    weights sharded over data (ZeRO-3)
@@ -24,7 +24,7 @@ stored as it wants its x. With axes of one rank it becomes
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,9 +32,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core import collectives
-from ..core.mesh import GRID_DIMS, SINGLE, Group, tp_group, whole_group
+from ..core.mesh import SINGLE, Group, grid_mesh, tp_group, whole_group
 from ..core.sharding import GridSpec, ShardSpec, grid_ranks
 from ..overlap.policy import check_overlap
+
+ACROSS, WITHIN = "k", "j, i"  # the axes that split stored parameters; over two axes the second one is i
 
 SUMMA = "summa"  # the value of ``overlap`` that sends panels; for two axes alone
 
@@ -47,6 +49,7 @@ class Axes(NamedTuple):
     outer: Group
     depth: Group
     spare: int  # the dimension of x that ``outer`` splits, and of y that ``inner`` does: 0 tokens, 1 features
+    weight_dim: int  # the dimension of W that ``tokens`` splits; where it is 0 the bias is split as well
 
 
 class GridOptions(NamedTuple):
@@ -84,18 +87,24 @@ class Grid:
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(f"mesh: expected a mesh with a grid, a Grid or None, not {type(mesh).__name__}")
         names = mesh.mesh_dim_names or ()
-        found = tuple(name for name in GRID_DIMS if name in names)
-        if not {"grid_i", "grid_k"} <= set(found):
+        if not {"grid_i", "grid_k"} <= set(names):
             raise ValueError(f"mesh: its dimensions {names} hold no grid: make it by init_mesh(grid=(i, j, k))")
-        axes = {name.removeprefix("grid_"): tp_group(mesh[name]) for name in found}
-        ranks = mesh if len(found) == mesh.ndim else mesh[found]
+        axes = {axis: tp_group(mesh[f"grid_{axis}"]) for axis in ("i", "j", "k", "depth") if f"grid_{axis}" in names}
+        ranks = grid_mesh(mesh)
         whole = grid_ranks(ranks, whole_group(ranks).pg if ranks.size() > 1 else None)
-        return cls(**axes, whole=whole, flat="grid_j" not in found)
+        return cls(**axes, whole=whole, flat="j" not in axes)
 
     def __str__(self) -> str:
         if self.flat:
             return f"({self.i.size} rows, {self.k.size} columns, depth {self.depth.size})"
         return f"(i={self.i.size}, j={self.j.size}, k={self.k.size})"
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """The dimensions that ``init_mesh`` gives a mesh with this grid, and their sizes."""
+        sizes = {"grid_depth": self.depth.size, "grid_k": self.k.size, "grid_j": self.j.size, "grid_i": self.i.size}
+        absent = {"grid_depth"} if self.depth.size == 1 else set()
+        return {name: size for name, size in sizes.items() if name not in absent | ({"grid_j"} if self.flat else set())}
 
     # --- roles --------------------------------------------------------------------------------------------------------
 
@@ -107,9 +116,9 @@ class Grid:
     def axes(self, turned: bool = False) -> Axes:
         """The axes of a layer from the model width; ``turned``: back to it."""
         if self.flat:
-            return Axes(self.i, SINGLE, self.k, self.depth, 1)
+            return Axes(self.i, SINGLE, self.k, self.depth, 1, 1)
         inner, outer = (self.k, self.j) if turned else (self.j, self.k)
-        return Axes(self.i, inner, outer, self.depth, 0)
+        return Axes(self.i, inner, outer, self.depth, 0, 0 if turned else 1)
 
     @property
     def rows(self) -> tuple[Group, ...]:
@@ -121,23 +130,23 @@ class Grid:
         """The axes that split whole sequences, in attention and in the loss."""
         return self.depth, self.i, self.j
 
-    def spec(self, name: str, shape: torch.Size, split: Sequence[tuple[Group, int]]) -> ShardSpec:
-        """How the grid stores a parameter, of which each axis in ``split`` splits a dimension."""
+    def spec(self, name: str, shape: torch.Size, split: Mapping[str, int]) -> ShardSpec:
+        """How the grid stores a parameter: ``split`` names the dimensions that :data:`ACROSS` and :data:`WITHIN` do."""
         mesh = self.whole.mesh
         if mesh is None:
             return ShardSpec(name, shape)
-        dims = {axis.mesh.mesh_dim_names[0]: dim for axis, dim in split if axis.mesh is not None}  # type: ignore[index]
-        return GridSpec(
-            name, shape, group=self.whole, grid_shard_dims=tuple(dims.get(each) for each in mesh.mesh_dim_names or ())
-        )
+        names = {"grid_k": ACROSS, "grid_i": WITHIN, "grid_ji": WITHIN}
+        dims = [split.get(names.get(each, "")) for each in mesh.mesh_dim_names or ()]
+        return GridSpec(name, shape, group=self.whole, grid_shard_dims=tuple(dims))
 
     # --- sizes --------------------------------------------------------------------------------------------------------
 
     def check_width(self, name: str, value: int, *, turned: bool = False) -> None:
         """ValueError unless features of this number can be split: the model width, ``turned``: those between the two
         layers of an MLP or attention."""
-        axis = self.k if turned else self.j
-        parts = math.lcm(self.i.size, self.k.size) if self.flat else self.i.size * axis.size
+        parts = self.k.size if turned else self.i.size * self.j.size
+        if self.flat:
+            parts = math.lcm(self.i.size, self.k.size)
         if value % parts:
             raise ValueError(
                 f"{name}={value} does not divide by the {parts} parts that a grid of {self} stores weights in: make it "

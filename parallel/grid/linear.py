@@ -1,7 +1,7 @@
 """A linear layer over a grid, as one autograd function; :mod:`grid` names the axes and the layouts.
 
     x, dx     [T/i/k, K/j]    with spare = 1: [T/i, K/k]
-    w_n, dw_n [N_n/k, K/j/i]
+    w_n, dw_n [N_n/k, K/j/i]  turned: one weight [N/j/i, K/k], and its bias [N/j/i], gathered with it
     b_n, db_n [N_n/k]
     y_n, dy_n [T/i/j, N_n/k]
 
@@ -33,7 +33,7 @@ from ..overlap.policy import select
 from ..overlap.strategies import InFlight, Pending, Plain, Strategy
 from . import summa
 from .grads import bias_grad, weight_grad
-from .grid import SUMMA, GridOptions
+from .grid import SUMMA, Axes, GridOptions
 
 
 def grid_linear(x: torch.Tensor, weights: Params, biases: Params, options: GridOptions) -> tuple[torch.Tensor, ...]:
@@ -51,6 +51,7 @@ class GridLinearFunction(torch.autograd.Function):
         dtype = functional.autocast_dtype(x) or x.dtype
         x, *operands = functional.cast((x, *plain), [dtype] * (1 + len(plain)))
         weight, bias = _joined(operands[:n]), _joined(operands[n:])
+        assert n == 1 or options.axes.weight_dim == 1
         choice = _choose(x, weight, options)
         y = (summa.forward if options.overlap == SUMMA else _forward)(x, weight, bias, options, choice)
         ctx.options, ctx.choice, ctx.n, ctx.rows = options, choice, n, [each.shape[0] for each in operands[:n]]
@@ -76,7 +77,9 @@ def _forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: GridOptions, choice: Choice
 ) -> torch.Tensor:
     axes, site = options.axes, options.site
-    whole = collectives.all_gather(weight, axes.tokens, dim=1, site=f"{site}.weight")
+    whole = collectives.all_gather(weight, axes.tokens, dim=axes.weight_dim, site=f"{site}.weight")
+    if bias is not None and axes.weight_dim == 0:
+        bias = collectives.all_gather(bias, axes.tokens, site=f"{site}.bias")
     product = Product.linear_act(x, [whole], [None], "identity", choice)
     y, _ = _run(product, axes.outer, axes.inner, options, f"{site}.in", f"{site}.out", bias)
     return y.wait()
@@ -99,7 +102,7 @@ def _backward(
             again = collectives.start_all_gather(x, axes.outer, dim=axes.spare, site=f"{site}.in.again")
             gathered_x = flights.add(Pending(again))
         if want_x:
-            whole = collectives.all_gather(weight, axes.tokens, dim=1, site=f"{site}.weight.again")
+            whole = collectives.all_gather(weight, axes.tokens, dim=axes.weight_dim, site=f"{site}.weight.again")
             product = Product.input_grad([dy], [whole], choice)
             dx_sum, dy = _run(product, axes.inner, axes.outer, options, f"{site}.out.grad", f"{site}.in.grad")
             summing = flights.add(dx_sum)
@@ -107,7 +110,7 @@ def _backward(
             dy = collectives.all_gather(dy, axes.inner, dim=axes.spare, site=f"{site}.out.grad")
         if want_weight:
             dw = weight_grad(dy, gathered_x.wait(), choice)
-            dw = collectives.reduce_scatter(dw, axes.tokens, dim=1, site=f"{site}.weight.grad")
+            dw = collectives.reduce_scatter(dw, axes.tokens, dim=axes.weight_dim, site=f"{site}.weight.grad")
             dw = collectives.all_reduce(dw, axes.depth, site=f"{site}.depth.grad", inplace=True)
         if want_bias:
             db = bias_grad(dy, axes, site)
@@ -167,17 +170,23 @@ def _choose(x: torch.Tensor, weight: torch.Tensor, options: GridOptions) -> Choi
     """What multiplies, by the sizes of the product that this rank will form."""
     axes = options.axes
     tokens = x.shape[0] * (1 if axes.spare else axes.outer.size)
-    features = weight.shape[1] * axes.tokens.size
+    rows, features = _gathered_shape(weight, axes)
     like, blocks = x.new_empty(1, 1), weight.new_empty(1, 1)
     _, choice = functional.prepare(
-        like.expand(tokens, features), [blocks.expand(len(weight), features)], [None], "identity", options.impl
+        like.expand(tokens, features), [blocks.expand(rows, features)], [None], "identity", options.impl
     )
     return choice
 
 
+def _gathered_shape(weight: torch.Tensor, axes: Axes) -> tuple[int, int]:
+    rows, features = weight.shape
+    parts = axes.tokens.size
+    return (rows, features * parts) if axes.weight_dim else (rows * parts, features)
+
+
 def _check(x: torch.Tensor, weights: Sequence[torch.Tensor], options: GridOptions) -> None:
     axes = options.axes
-    features = weights[0].shape[1] * axes.tokens.size
+    _, features = _gathered_shape(weights[0], axes)
     wanted = features // axes.outer.size if axes.spare else features
     if x.dim() != 2 or x.shape[1] != wanted:
         raise ValueError(f"{options.site}: x is {list(x.shape)}: expected this rank's tokens of {wanted} features")

@@ -1,8 +1,8 @@
 """What a layer over a grid sends and receives, in closed form, and which grid of a number of ranks moves least.
 
 All numbers are elements that each rank sends (and receives) in rings, where a gather or a scatter of n elements over R
-ranks moves (R - 1) / R * n and an all-reduce twice that. Of a product of T tokens, K and N features, with axes ``inner``
-and ``outer`` of :mod:`grid` (j and k, or turned k and j; over two axes 1 and k):
+ranks moves (R - 1) / R * n and an all-reduce twice that. Of a product of T tokens, K and N features, with the axes
+``inner`` and ``outer`` of :mod:`grid` (j and k, or turned k and j; over two axes 1 and k):
 
     in       x         (outer - 1) / outer * T K / (i d inner)
     weight   W         (i - 1) / i * K N / (inner outer)

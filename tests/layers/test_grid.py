@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from grid_case import SEED, alone, batches, config, differences, train
+from grid_case import BUDGET, SEED, alone, batches, config, differences, logits, train, whole
 
+from shardfuse.layers import ParallelMLP, ParallelTransformer
+from shardfuse.layers.grid.linear import GridLinear
 from shardfuse.layers.grid.transformer import GridTransformer
+from shardfuse.parallel.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from shardfuse.parallel.core.mesh import data_coordinate
 from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.parallelize import parallelize
 
@@ -22,45 +27,191 @@ class Case(NamedTuple):
     overlap: str = "auto"
     dp: int = 1
     zero: int = 0
+    pp: int = 1
     recompute: bool = False
 
     @property
     def world(self) -> int:
-        return self.dp * self.depth * torch.Size(self.grid).numel()
+        return self.dp * self.pp * self.depth * torch.Size(self.grid).numel()
 
     def __str__(self) -> str:
-        said = ["x".join(map(str, self.grid)), self.style, self.overlap]
-        said += [f"{name}{getattr(self, name)}" for name in ("depth", "dp", "zero") if getattr(self, name) != 1]
+        said = ["x".join(map(str, self.grid)), self.style]
+        said += [
+            f"{name}{value}" for name, value in self._asdict().items() if name in ("depth", "dp", "pp") and value > 1
+        ]
+        said += [f"zero{self.zero}"] * (self.dp > 1) + [self.overlap] * (self.overlap != "auto")
         return "-".join(said + ["recompute"] * self.recompute)
 
 
 def _train_body(rank: int, world: int, fields: tuple[Any, ...]) -> list[str]:
     case = Case(*fields)
-    mesh = init_mesh(dp=case.dp, grid=case.grid, depth=case.depth)
+    mesh = init_mesh(dp=case.dp, pp=case.pp, grid=case.grid, depth=case.depth)
     with torch.device("meta"):
         model = GridTransformer(config(case.style), mesh=mesh, dtype=torch.float64, overlap=case.overlap)
-    spread = parallelize(model, mesh, seed=SEED, zero=case.zero, recompute=case.recompute)
-    share = mesh.get_local_rank("dp")
+    schedule = {"schedule": "1f1b", "microbatches": 2} if case.pp > 1 else {}
+    spread = parallelize(model, mesh, seed=SEED, zero=case.zero, recompute=case.recompute, **schedule)
+    share, shares = data_coordinate(mesh)
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return spread.step(tokens.chunk(case.dp)[share], targets.chunk(case.dp)[share])
+        return spread.step(tokens.chunk(shares)[share], targets.chunk(shares)[share])
 
-    ours = train(model, step, 3, {})
-    logits = model.gather_logits(spread(batches()[0][0])).detach()
-    return differences(ours | {"logits": logits}, alone(case.style))
+    ours = train(spread.module, step, lambda: spread.clip_grad_norm_(float("inf")), 3)
+    theirs = alone(case.style)
+    if case.pp == 1:
+        ours |= logits(spread, model.gather_logits)
+    else:
+        theirs = {name: value for name, value in theirs.items() if name in ours}
+    return differences(ours, theirs)
 
 
 CHOSEN = [
-    Case((2, 2)),
+    Case((2, 2), recompute=True),
     Case((2, 2), style="gelu", overlap="summa"),
     Case((1, 2, 2), style="gelu"),
-    Case((2, 1, 2), recompute=True),
+    Case((2, 1, 2), overlap="chunked"),
     Case((2, 2, 2), style="gelu"),
     Case((2, 2), depth=2, overlap="summa"),
+    Case((1, 2, 1), dp=2, zero=3, style="gelu"),
+]
+BESIDE = [
+    Case((1, 1, 2), style="gelu"),
+    Case((2, 2, 1), style="gelu", recompute=True),
+    Case((4, 1), style="gelu"),
+    Case((1, 2), dp=2, zero=2),
+    Case((2, 1, 1), dp=2),
+    Case((2, 1, 1), pp=2, style="gelu"),
+    Case((1, 2, 1), pp=2),
+    Case((2, 2), dp=2, zero=3, style="gelu"),
+    Case((1, 2, 2), dp=2, zero=1),
+    Case((1, 2, 2), pp=2, style="gelu"),
+    Case((2, 2, 2), overlap="chunked"),
+    Case((4, 1, 2)),
+    Case((2, 2), depth=2, style="gelu"),
 ]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", CHOSEN, ids=str)
+@pytest.mark.parametrize(
+    "case", [*CHOSEN, *(pytest.param(case, marks=pytest.mark.nightly) for case in BESIDE)], ids=str
+)
 def test_a_grid_trains_as_one_process_does(ranks: Any, case: Case):
+    """The same fresh bits from a seed; then losses, gradients, their norm, logits, and parameters after three steps."""
     assert ranks(case.world, _train_body, tuple(case)) == [[]] * case.world
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"grid": (1, 2, 2)},
+    {"dp": 2, "tp": 2},
+    {"grid": (2, 2)},
+    {"dp": 2, "grid": (1, 2, 1)},
+    {},
+]
+
+
+def _hop(rank: int, world: int, layout: dict[str, Any], folder: Path, step: int) -> tuple[float, dict[str, Any]]:
+    """Load the last checkpoint, train a step, save; returns the loss and the parameters."""
+    mesh = init_mesh(**layout)
+    kind = GridTransformer if "grid" in layout else ParallelTransformer
+    with torch.device("meta"):
+        model = kind(config("gelu"), mesh=mesh, dtype=torch.float64)
+    spread = parallelize(model, mesh, seed=SEED, zero=2 if "dp" in layout else 0)
+    optimizer = torch.optim.AdamW(spread.parameters(), lr=0.01)
+    if step:
+        load_checkpoint(folder, spread.module, optimizer)
+    share, shares = data_coordinate(mesh)
+    loss = spread.step(*(rows.chunk(shares)[share] for rows in batches(len(LAYOUTS))[step]))
+    optimizer.step()
+    save_checkpoint(folder, spread.module, optimizer)
+    return loss.item(), {name: whole(param) for name, param in model.named_parameters()}
+
+
+@pytest.mark.ranks
+def test_checkpoints_pass_between_grids_one_axis_and_one_process(ranks: Any, tmp_path: Path):
+    expected = alone("gelu", len(LAYOUTS))
+    for step, layout in enumerate(LAYOUTS):
+        world = layout.get("dp", 1) * layout.get("tp", 1) * torch.Size(layout.get("grid", ())).numel()
+        (loss, params), *_ = ranks(world, _hop, layout, tmp_path / "run", step)
+        assert loss == pytest.approx(float(expected[f"loss {step}"]), rel=BUDGET), layout
+    assert not differences(params, {name: expected[name] for name in params})
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def _refusals(rank: int, world: int) -> dict[str, str]:
+    found = {}
+
+    def refused(name: str, call: Any) -> None:
+        with pytest.raises((ValueError, TypeError)) as caught:
+            call()
+        found[name] = str(caught.value)
+
+    cube, flat = init_mesh(grid=(2, 2, 1)), init_mesh(grid=(2, 2))
+    tp = init_mesh(tp=4)
+    make = lambda mesh, **sizes: GridTransformer(config("gated", **sizes), mesh=mesh, device="meta")
+    refused("hidden", lambda: make(cube, hidden_size=18, head_dim=4))
+    refused("intermediate", lambda: make(flat, intermediate_size=33))
+    refused("heads", lambda: make(flat, num_heads=3, num_kv_heads=3, head_dim=4))
+    refused("vocabulary", lambda: make(flat, vocab_size=25))
+    refused("features", lambda: GridLinear(6, 8, mesh=cube, device="meta"))
+    refused("dropout", lambda: make(flat, residual_dropout=0.1))
+    refused("summa", lambda: GridTransformer(config("gated"), mesh=cube, overlap="summa"))
+    refused("sequence", lambda: GridTransformer(config("gated"), mesh=cube, sequence_parallel=True))
+    refused("layer", lambda: ParallelMLP(8, 16, mesh=cube))
+    refused("no grid", lambda: GridLinear(8, 16, mesh=tp))
+    model = GridTransformer(config("gated"), mesh=cube, dtype=torch.float64)
+    tokens, targets = batches(1)[0]
+    refused("batch", lambda: model(tokens[:3], targets[:3]))
+    refused("packed", lambda: model(tokens[0], cu_seqlens=torch.tensor([0, 4])))
+    thin = GridTransformer(config("gated"), mesh=init_mesh(dp=2, grid=(1, 1, 2)), dtype=torch.float64)
+    refused("tokens", lambda: thin(tokens[:1, :3], targets[:1, :3]))
+    refused("other mesh", lambda: parallelize(model, flat))
+    refused("other kind", lambda: parallelize(ParallelTransformer(config("gated", num_kv_heads=4), mesh=tp), cube))
+    refused("both", lambda: init_mesh(grid=(2, 2), tp=2))
+    refused("four axes", lambda: init_mesh(grid=(2, 2, 1, 1)))
+    refused("copies", lambda: init_mesh(dp=2, grid=(1, 1), depth=2))
+    refused("depth", lambda: init_mesh(depth=2))
+    refused("world", lambda: init_mesh(grid=(2, 2, 2)))
+    return found
+
+
+@pytest.mark.ranks
+def test_what_a_grid_cannot_divide_is_refused_with_what_would_fit(ranks: Any):
+    said = ranks(4, _refusals)[0]
+    expected = {
+        "hidden": "hidden_size=18 does not divide by the 4 parts that a grid of (i=2, j=2, k=1) stores weights in: "
+        "make it a multiple, such as 16 or 20,",
+        "intermediate": "intermediate_size=33 does not divide by the 2 parts that a grid of (2 rows, 2 columns, depth "
+        "1) stores weights in",
+        "heads": "num_heads=3 does not divide by the 2 ranks along an axis",
+        "vocabulary": "vocab_size=25 does not divide by the 2 ranks along an axis of a grid of (2 rows, 2 columns, "
+        "depth 1): make it a multiple, such as 24 or 26,",
+        "features": "in_features=6 does not divide by the 4 parts",
+        "dropout": "residual_dropout: a grid has no dropout; set it to 0",
+        "summa": "GridTransformer: overlap='summa' over a grid of (i=2, j=2, k=1): panels want features that both axes "
+        "split, so make the mesh by init_mesh(grid=(rows, columns))",
+        "sequence": "GridTransformer: sequence_parallel=True over a grid",
+        "layer": "ParallelMLP: mesh: a grid, over which this layer cannot be split: build GridLinear, GridMLP,",
+        "no grid": "GridLinear: mesh: it holds no grid, but 4 ranks: make it by init_mesh(grid=(i, j, k))",
+        "batch": "a batch of 3 sequences does not divide by 4: a grid of (i=2, j=2, k=1) attends over whole sequences, "
+        "each on the ranks of one k; pass a multiple, such as 4",
+        "packed": "cu_seqlens: a grid divides a batch into whole sequences",
+        "tokens": "1 sequences of 3 tokens do not divide by the 2 ranks over which a grid of (i=1, j=1, k=2) splits "
+        "tokens: pass sequences of a multiple of 2 tokens, or a multiple of 2 sequences",
+        "other mesh": "the model was built for grid_k=1, grid_j=2, grid_i=2 and the mesh has grid_k=2, grid_i=2: build "
+        "a GridTransformer with mesh=mesh",
+        "other kind": "the model was built for no grid and the mesh has grid_k=1, grid_j=2, grid_i=2: build a "
+        "GridTransformer",
+        "both": "init_mesh: tp=2 and grid=(2, 2): a grid takes the place of tp",
+        "four axes": "init_mesh: grid=(2, 2, 1, 1) with depth=1: expected (i, j, k) without a depth, or (rows, "
+        "columns)",
+        "copies": "init_mesh: depth=2 and dp=2: FSDP2 cannot place parameters over a depth; dp=4 over the same grid",
+        "depth": "init_mesh: depth=2 without a grid",
+        "world": "init_mesh: dp=1 * pp=1 * grid=(2, 2, 2) = 8, but 4 processes were started",
+    }
+    assert said.keys() == expected.keys()
+    for name, part in expected.items():
+        assert part in said[name], name

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardfuse.layers import ParallelTransformer, TransformerConfig
 from shardfuse.parallel.core.sharding import gather
@@ -46,25 +46,48 @@ def batches(count: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def alone(style: str, steps: int = 3) -> dict[str, torch.Tensor]:
-    """Losses, logits, the first step's gradients, and the parameters after ``steps`` of AdamW."""
+    """What :func:`train` and :func:`logits` find in one process."""
     model = ParallelTransformer(config(style), dtype=torch.float64)
     model.init_weights(SEED)
-    return train(model, model.forward, steps, {}) | {"logits": model(batches()[0][0]).detach()}
+
+    def step(*batch: torch.Tensor) -> torch.Tensor:
+        loss = model(*batch)
+        loss.backward()
+        return loss.detach()
+
+    def norm() -> torch.Tensor:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
+
+    return train(model, step, norm, steps) | logits(model)
 
 
-def train(model: torch.nn.Module, loss_of: Any, steps: int, found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Train ``model`` by ``loss_of(tokens, targets)``, which for a :class:`ParallelModel` runs backward as well."""
+def train(
+    model: torch.nn.Module, step: Callable[..., torch.Tensor], norm: Callable[[], torch.Tensor], steps: int
+) -> dict[str, torch.Tensor]:
+    """Losses of ``steps`` of AdamW, the first gradients and their norm, and the parameters before and after.
+
+    ``step(tokens, targets)`` runs forward and backward.
+    """
+    found = {f"fresh {name}": whole(param) for name, param in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step, batch in enumerate(batches(steps)):
+    for index, batch in enumerate(batches(steps)):
         optimizer.zero_grad()
-        loss = loss_of(*batch)
-        if loss.requires_grad:
-            loss.backward()
-        found[f"loss {step}"] = loss.detach()
-        if step == 0:
+        found[f"loss {index}"] = step(*batch)
+        if index == 0:
+            found["norm"] = norm().double()
             found |= {f"gradient of {name}": whole(param.grad) for name, param in model.named_parameters()}
         optimizer.step()
     return found | {name: whole(param) for name, param in model.named_parameters()}
+
+
+@torch.no_grad()
+def logits(
+    model: Any, gathered: Callable[[torch.Tensor], torch.Tensor] = lambda found: found
+) -> dict[str, torch.Tensor]:
+    """The logits of the first batch, and of the same tokens at other positions."""
+    tokens = batches(1)[0][0]
+    moved = torch.arange(tokens.numel()).view(tokens.shape) % 3
+    return {"logits": gathered(model(tokens)), "moved logits": gathered(model(tokens, positions=moved))}
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -75,18 +98,14 @@ def differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
     """What differs by more than ``budget``; gradients relative to the norm of all of them."""
     if ours.keys() != theirs.keys():
         return [f"other names: {sorted(ours.keys() ^ theirs.keys())}"]
-    grads = torch.stack([value.norm() for name, value in theirs.items() if name.startswith("gradient")]).norm()
+    squares = [value.square().sum() for name, value in theirs.items() if name.startswith("gradient")]
+    grads = sum(squares, torch.zeros(())).sqrt()
     found = []
     for name, value in ours.items():
+        if name.startswith("fresh") and not torch.equal(value, theirs[name]):
+            found.append(f"{name}: other bits")
         scale = grads if name.startswith("gradient") else theirs[name].norm().clamp(min=1.0)
         error = (value - theirs[name]).norm() / scale
         if not error <= budget:
             found.append(f"{name}: {error:.1e} off")
     return found
-
-
-def everyone_holds(found: list[str]) -> list[str]:
-    """The differences of all ranks."""
-    held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, found)
-    return [each for theirs in held for each in theirs]
