@@ -21,7 +21,6 @@ from .core.agreement import agree_on, checksum
 from .core.first_calls import agree_on_processors, leave_to_caller
 from .core.mesh import (
     GRID_DIMS,
-    SINGLE,
     Group,
     along,
     check_dims,
@@ -29,7 +28,6 @@ from .core.mesh import (
     degree,
     everyone,
     ranks_of,
-    tp_group,
     whole_group,
 )
 from .core.rendezvous import init_mesh
@@ -301,8 +299,8 @@ def _check_built_for(model: nn.Module, mesh: DeviceMesh | None) -> None:
     built_ranks, given_ranks = ranks_of(group), ranks_of(along(mesh, "tp"))
     if built_ranks != given_ranks:
         raise ValueError(
-            f"the model was built for tensor-parallel ranks {built_ranks} and the mesh has {given_ranks} along tp: build "
-            "it with this mesh, or fuse(model, mesh)"
+            f"the model was built for tensor-parallel ranks {built_ranks} and the mesh has {given_ranks} along tp: "
+            "build it with this mesh, or fuse(model, mesh)"
         )
 
 

@@ -83,6 +83,8 @@ class GridLinear(GridModule):
 
 def grid_project(x: torch.Tensor, *layers: Any) -> tuple[torch.Tensor, ...]:
     """Several layers of equal options on one ``x``, without their activations: one gather of x and one product."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError("a layer over a grid runs eagerly: leave it out of torch.compile, or out of fullgraph=True")
     first = layers[0]
     compare_call(first, first.group, x=x)
     options = GridOptions(first.axes, first.impl, first.overlap, first.strict, first.site)

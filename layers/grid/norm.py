@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from ...kernels.norm import layer_norm, rms_norm
+from ...kernels.runtime.dispatch import Choice
 from ...parallel.core import mappings
 from ...parallel.grid.grid import ACROSS, WITHIN
 from ...parallel.grid.norm import split_norm
+from ..module import Runs
 from ..norm import LayerNorm, RMSNorm
 from .module import GridModule
 
@@ -38,12 +40,23 @@ class GridLayerNorm(LayerNorm, _GridNorm):
     def _norm(self, x: torch.Tensor, **options: Any) -> Any:
         return _normed(self, x, self.blocks("weight", "bias"), **options)
 
+    def runs(self, device: torch.device) -> Runs:
+        return _runs(self) or super().runs(device)
+
 
 class GridRMSNorm(RMSNorm, _GridNorm):
     """:class:`~shardfuse.layers.norm.RMSNorm`, likewise."""
 
     def _norm(self, x: torch.Tensor, **options: Any) -> Any:
         return _normed(self, x, self.blocks("weight"), **options)
+
+    def runs(self, device: torch.device) -> Runs:
+        return _runs(self) or super().runs(device)
+
+
+def _runs(norm: Any) -> Runs:
+    """What runs where the features are split, else nothing."""
+    return [(norm.op, Choice("reference", "the features are split over ranks"))] if norm.grid.hidden.size > 1 else []
 
 
 def _normed(

@@ -113,6 +113,11 @@ def tp_group(mesh: MeshLike, dim: str = "tp") -> Group:
     names = mesh.mesh_dim_names or ()
     if dim in names and mesh.ndim > 1:
         mesh = mesh[dim]
+    if mesh.ndim != 1 and "grid_i" in names:
+        raise ValueError(
+            f"mesh: its dimensions {names} hold a grid and no {dim!r}: only GridTransformer and its layers are split "
+            "over one; build those, or make a mesh with tp in the place of the grid"
+        )
     if mesh.ndim != 1:
         raise ValueError(
             f"mesh: its dimensions {names or mesh.ndim} hold no {dim!r}, so the ranks that share a tensor are unknown; "

@@ -17,7 +17,8 @@ Forward moves each once. Backward moves dx, dW and dy likewise and gathers x and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 
@@ -64,11 +65,9 @@ def step(tokens: int, features_in: int, features_out: int, split: Split, *, turn
     return Moved(3 * once.inputs, 3 * once.weights, 2 * once.outputs, 2 * _ring(split.depth) * stored)
 
 
-def block(tokens: int, width: int, split: Split, *, ffn: int | None = None) -> float:
-    """What the four products of a decoder's block move in a step: q, k and v as one of N = 3 D, o, up to ``ffn`` (4 D),
-    down."""
-    ffn = 4 * width if ffn is None else ffn
-    pairs = ((width, 3 * width), (width, width), (width, ffn), (ffn, width))
+def block(tokens: int, width: int, split: Split) -> float:
+    """What the four products of a decoder's block move in a step: q, k and v as one of N = 3 D, o, up to 4 D, down."""
+    pairs = ((width, 3 * width), (width, width), (width, 4 * width), (4 * width, width))
     return sum(sum(step(tokens, *sizes, split, turned=bool(n % 2))) for n, sizes in enumerate(pairs))
 
 
@@ -80,14 +79,70 @@ def splits(ranks: int) -> Iterator[Split]:
                 yield Split(i, j, ranks // (i * j))
 
 
-def best(tokens: int, width: int, ranks: int, *, sequences: int, heads: int, inner: int | None = None) -> Split | None:
-    """The grid that moves least among those that can hold ``sequences`` (whole on i and j) and ``heads`` (on k).
+def fits(split: Split, sequences: int, heads: int) -> bool:
+    """Whether the grid divides whole ``sequences`` (over i, j and depth) and ``heads`` (over k)."""
+    return not (sequences % (split.i * split.j * split.depth) or heads % split.k)
 
-    With ``inner=1`` of ZeRO-3 x tensor parallelism alone. None where no grid can.
-    """
-    able = (split for split in splits(ranks) if not (sequences % (split.i * split.j) or heads % split.k))
-    chosen = [split for split in able if inner is None or split.j == inner]
-    return min(chosen, key=lambda split: block(tokens, width, split), default=None)
+
+class Layouts(NamedTuple):
+    """The grids of a number of ranks to compare; None where the ranks form none that fits."""
+
+    tp: Split | None  # 1D, with sequence parallelism
+    flat: Split | None  # 2D, as many rows as columns
+    cube: Split | None  # 3D, three axes of one size
+    zero_tp: Split | None  # the ZeRO-3 x tensor parallelism that moves least
+    best: Split | None  # the grid of three axes that moves least
+
+
+def layouts(tokens: int, width: int, ranks: int, *, sequences: int, heads: int) -> Layouts:
+    """The grids that are worth comparing for a block of ``width`` and ``tokens`` in ``sequences``."""
+
+    def least(found: Iterable[Split]) -> Split | None:
+        able = (split for split in found if split.ranks == ranks and fits(split, sequences, heads))
+        return min(able, key=lambda split: block(tokens, width, split), default=None)
+
+    square, third = math.isqrt(ranks), round(ranks ** (1 / 3))
+    every = list(splits(ranks))
+    return Layouts(
+        least([Split(k=ranks)]),
+        least([Split(square, 1, square, flat=True)]),
+        least([Split(third, third, third)]),
+        least(split for split in every if split.j == 1),
+        least(every),
+    )
+
+
+WIDTH, HEADS, LENGTH = 16384, 128, 2048  # of the table below
+RANKS, SEQUENCES = (8, 64, 512), (2, 8, 32, 128, 512)
+
+
+def table() -> str:
+    """The Markdown table of ``docs/grid.md``: millions of elements that a rank sends for a block in a step."""
+    lines = [
+        "| ranks | sequences | 1D | 2D | 3D | ZeRO-3 x TP | best grid | moves less by | FLOP per element |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for ranks in RANKS:
+        for sequences in SEQUENCES:
+            tokens = sequences * LENGTH
+            found = layouts(tokens, WIDTH, ranks, sequences=sequences, heads=HEADS)
+            if found.best is None:
+                continue
+            moved = [None if split is None else block(tokens, WIDTH, split) for split in found]
+            *cells, least = [_cell(amount, split) for amount, split in zip(moved, found)]
+            rival, ours = moved[-2:]
+            assert ours is not None
+            gain = "-" if rival is None else "nothing" if found.best.j == 1 else f"{1 - ours / rival:.0%}"
+            flop = 3 * 2 * 12 * tokens * WIDTH**2 / ranks / ours
+            lines.append(f"| {ranks} | {sequences} | {' | '.join(cells)} | {least} | {gain} | {flop:,.0f} |")
+    return "\n".join(lines)
+
+
+def _cell(amount: float | None, split: Split | None) -> str:
+    if amount is None or split is None:
+        return "-"
+    axes = (split.i, split.k) if split.flat else (split.i, split.j, split.k)
+    return f"{amount / 1e6:,.0f} ({', '.join(map(str, axes))})"
 
 
 def _ring(ranks: int) -> float:

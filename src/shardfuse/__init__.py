@@ -41,6 +41,10 @@ if TYPE_CHECKING:
     from .layers.embedding import VocabParallelEmbedding
     from .layers.fp8 import Fp8Linear
     from .layers.fuse import fuse, stats, unfuse
+    from .layers.grid.attention import GridAttention
+    from .layers.grid.linear import GridLinear
+    from .layers.grid.mlp import GridMLP
+    from .layers.grid.transformer import GridTransformer
     from .layers.hf.folders import export_hf, load_hf
     from .layers.hf.pretrained import load_pretrained
     from .layers.hf.saving import save_pretrained
@@ -80,6 +84,10 @@ __all__ = [
     "Engine",
     "Fp8Linear",
     "FusedMLP",
+    "GridAttention",
+    "GridLinear",
+    "GridMLP",
+    "GridTransformer",
     "Guide",
     "LayerKwargs",
     "LayerNorm",
@@ -170,6 +178,10 @@ _HOMES = {
     "Engine": "serving.engine",
     "Fp8Linear": "layers.fp8",
     "FusedMLP": "layers.style",
+    "GridAttention": "layers.grid.attention",
+    "GridLinear": "layers.grid.linear",
+    "GridMLP": "layers.grid.mlp",
+    "GridTransformer": "layers.grid.transformer",
     "Guide": "serving.guide",
     "LayerKwargs": "layers.options",
     "LayerNorm": "layers.norm",

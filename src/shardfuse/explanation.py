@@ -382,8 +382,8 @@ def _told(collective: CollectiveInfo) -> tuple[str, ...]:
 def _layout(name: str, param: torch.Tensor) -> str:
     spec = spec_of(param)
     sizes = [
-        f"{size}/{spec.group.size}" if dim == spec.shard_dim and spec.group.size > 1 else str(size)
-        for dim, size in enumerate(spec.logical_shape)
+        f"{size}/{size // here}" if here < size else str(size)
+        for size, here in zip(spec.logical_shape, spec.local_shape)
     ]
     return f"{name} [{', '.join(sizes)}]"
 

@@ -41,7 +41,7 @@ CONFIG: dict[str, Any] = {
     "max_positions": 8,
 }
 # What init_mesh is given where there are two processes, and how many the snippet asks for by itself.
-TRAINING = {"parallelism-0": ("pp=2", 8), "training-0": ("dp=2", 4)}
+TRAINING = {"parallelism-0": ("pp=2", 8), "training-0": ("dp=2", 4), "grid-0": ("grid=(1, 2, 1)", 8)}
 PLAIN, CHECKPOINTS, HUGGING_FACE, MEMORY = "parallelism-1", "checkpoints-0", "checkpoints-2", "overlap-0"
 PRETRAINED, STATE_DICTS = "checkpoints-1", "checkpoints-3"
 FUSING, FOREIGN = ("fuse-0", "fuse-2", "fuse-3"), "fuse-1"
@@ -111,7 +111,7 @@ def _training_body(rank: int, world: int, source: str) -> float:
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["two", "as-it-stands"])
 def test_what_trains_over_a_mesh(ranks: Any, name: str, whole: bool):
     degrees, world = TRAINING[name]
-    source, meshes = re.subn(r"(?<=init_mesh\()[^)]+", degrees, PYTHON[name])
+    source, meshes = re.subn(r"(?<=init_mesh\()([^()]|\([^()]*\))+", degrees, PYTHON[name])
     assert meshes == 1
     losses = ranks(world, _training_body, PYTHON[name]) if whole else ranks(2, _training_body, source)
     assert len(set(losses)) == 1

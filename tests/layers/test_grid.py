@@ -9,13 +9,17 @@ import pytest
 import torch
 from grid_case import BUDGET, SEED, alone, batches, config, differences, logits, train, whole
 
+from shardfuse.explanation import explain
 from shardfuse.layers import ParallelMLP, ParallelTransformer
 from shardfuse.layers.grid.linear import GridLinear
 from shardfuse.layers.grid.transformer import GridTransformer
-from shardfuse.parallel.checkpoint.checkpoint import load_checkpoint, save_checkpoint
+from shardfuse.layers.hf.folders import export_hf, load_hf
+from shardfuse.parallel.checkpoint.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
 from shardfuse.parallel.core.mesh import data_coordinate
 from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.parallelize import parallelize
+
+PLAIN = config("gated", attention_sinks=False, attention_window=None)  # a folder of Llama's has neither
 
 
 class Case(NamedTuple):
@@ -138,6 +142,34 @@ def test_checkpoints_pass_between_grids_one_axis_and_one_process(ranks: Any, tmp
     assert not differences(params, {name: expected[name] for name in params})
 
 
+# --- what else reads a model over a grid ------------------------------------------------------------------------------
+
+
+def _readers(rank: int, world: int, folder: Path) -> list[str]:
+    whole_model = ParallelTransformer(PLAIN)
+    whole_model.init_weights(SEED)
+    mesh = init_mesh(grid=(1, 2, 2))
+    model = GridTransformer(PLAIN, mesh=mesh, params="local" if folder.name == "local" else "dtensor")
+    model.load_state_dict(whole_model.state_dict())  # each rank keeps its part of whole tensors
+    found = full_state_dict(model)
+    wrong = [name for name, value in whole_model.state_dict().items() if not torch.equal(value, found[name])]
+    export_hf(model, folder)
+    said = str(explain(model))
+    for line in ("weight [24/2, 16/2]", "weight [16/2, 32/2]", "rms_norm: reference"):
+        wrong += [line] * (line not in said)
+    return wrong
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("params", ["dtensor", "local"])
+def test_whole_tensors_go_in_and_out(ranks: Any, tmp_path: Path, params: str):
+    assert ranks(4, _readers, tmp_path / params) == [[]] * 4
+    tokens, targets = batches(1)[0]
+    expected = ParallelTransformer(PLAIN)
+    expected.init_weights(SEED)
+    assert torch.equal(load_hf(tmp_path / params)(tokens, targets), expected(tokens, targets))
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -145,7 +177,7 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     found = {}
 
     def refused(name: str, call: Any) -> None:
-        with pytest.raises((ValueError, TypeError)) as caught:
+        with pytest.raises((ValueError, RuntimeError)) as caught:
             call()
         found[name] = str(caught.value)
 
@@ -170,6 +202,8 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     refused("tokens", lambda: thin(tokens[:1, :3], targets[:1, :3]))
     refused("other mesh", lambda: parallelize(model, flat))
     refused("other kind", lambda: parallelize(ParallelTransformer(config("gated", num_kv_heads=4), mesh=tp), cube))
+    refused("folder", lambda: load_hf("nowhere", mesh=cube))
+    refused("compiled", lambda: torch.compile(GridLinear(8, 16, mesh=flat), fullgraph=True)(torch.zeros(2, 4)))
     refused("both", lambda: init_mesh(grid=(2, 2), tp=2))
     refused("four axes", lambda: init_mesh(grid=(2, 2, 1, 1)))
     refused("copies", lambda: init_mesh(dp=2, grid=(1, 1), depth=2))
@@ -205,6 +239,8 @@ def test_what_a_grid_cannot_divide_is_refused_with_what_would_fit(ranks: Any):
         "a GridTransformer with mesh=mesh",
         "other kind": "the model was built for no grid and the mesh has grid_k=1, grid_j=2, grid_i=2: build a "
         "GridTransformer",
+        "folder": "hold a grid and no 'tp': only GridTransformer and its layers are split over one",
+        "compiled": "a layer over a grid runs eagerly",
         "both": "init_mesh: tp=2 and grid=(2, 2): a grid takes the place of tp",
         "four axes": "init_mesh: grid=(2, 2, 1, 1) with depth=1: expected (i, j, k) without a depth, or (rows, "
         "columns)",

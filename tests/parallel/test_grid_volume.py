@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from math import isclose
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,6 +177,32 @@ def _decoder_body(rank: int, world: int, grid: tuple[int, ...], depth: int, styl
 def test_a_decoder_moves_what_its_layers_do(ranks: Any, grid: tuple[int, ...], depth: int, style: str):
     world = depth * torch.Size(grid).numel()
     assert ranks(world, _decoder_body, grid, depth, style) == [[]] * world
+
+
+def test_the_page_shows_the_table_of_the_closed_forms():
+    page = (Path(__file__).parents[2] / "docs" / "grid.md").read_text()
+    assert page.partition("<!-- volumes -->\n")[2].partition("\n<!-- /volumes -->")[0] == volume.table()
+    for said in (f"width {volume.WIDTH:,} with {volume.HEADS} heads", f"sequences of {volume.LENGTH:,} tokens"):
+        assert said in page
+
+
+def test_what_the_page_says_of_the_rivals():
+    """Of every row: a square and a cube never move less than ZeRO-3 x tensor parallelism, the best grid never more."""
+    gains = {}
+    for ranks in volume.RANKS:
+        for sequences in volume.SEQUENCES:
+            tokens = sequences * volume.LENGTH
+            found = volume.layouts(tokens, volume.WIDTH, ranks, sequences=sequences, heads=volume.HEADS)
+            moved = {
+                name: volume.block(tokens, volume.WIDTH, s) for name, s in found._asdict().items() if s is not None
+            }
+            if "zero_tp" not in moved:
+                continue
+            assert all(moved[name] > moved["zero_tp"] for name in ("flat", "cube") if name in moved)
+            gains[ranks, sequences] = 1 - moved["best"] / moved["zero_tp"]
+    assert all(gain >= 0 for gain in gains.values())
+    assert max(gains, key=lambda row: gains[row]) == (512, 32)  # many ranks, few tokens
+    assert gains[8, 128] == gains[64, 512] == 0
 
 
 class _Largest(TorchDispatchMode):
