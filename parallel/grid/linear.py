@@ -10,7 +10,8 @@
                dx = reduce_scatter(dy @ w, outer)
                dw = reduce_scatter(dy^T @ x, tokens), all-reduced over depth;  db = sum_T dy over tokens and depth
 
-Only what a rank stores is kept for backward. Weights that share x (q, k and v, gate and up) travel and multiply as one.
+Only what a rank stores is kept for backward. A pass over a graph that an earlier pass has walked forms what is missing,
+and repeats no product and no collective. Weights that share x (q, k and v, gate and up) travel and multiply as one.
 The gather or the sum of rows runs under the product that follows or precedes it where ``overlap`` says so
 (``parallel/overlap/``); where a product has both, the sum does. A collective in backward counts at ``site + ".grad"``,
 a gather for the second time at ``site + ".again"``. Not under torch.compile.
@@ -27,7 +28,7 @@ from ...kernels.linear import Product, functional
 from ...kernels.runtime import autograd
 from ...kernels.runtime.dispatch import Choice
 from ..core import collectives
-from ..core.mesh import Group
+from ..core.mesh import SINGLE, Group
 from ..core.operands import Params, close_grads, open_params
 from ..overlap.policy import select
 from ..overlap.strategies import InFlight, Pending, Plain, Strategy
@@ -63,13 +64,20 @@ class GridLinearFunction(torch.autograd.Function):
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
         options, n = ctx.options, ctx.n
         x, *weights = ctx.saved_tensors
-        weight, dy = _joined(weights), _joined(list(dys), dim=1)
-        _, _, want_x, *want = autograd.needed_grads(ctx)
+        wanted = autograd.needed_grads(ctx)
+        _, _, want_x, *want = wanted
+        dy = autograd.load_saved(ctx, dys)
+        if dy is None:
+            dy = _joined(list(dys), dim=1)
+        else:  # an earlier pass has gathered it
+            options = options._replace(axes=options.axes._replace(inner=SINGLE))
         run = summa.backward if options.overlap == SUMMA else _backward
-        dx, dw, db = run(x, weight, dy, options, ctx.choice, (want_x, any(want[:n]), any(want[n:])))
+        needs = want_x, any(want[:n]), any(want[n:])
+        dx, dw, db, dy = run(x, _joined(weights), dy, options, ctx.choice, needs)
+        autograd.save_for_next_pass(ctx, dys, dy, wanted)
         dws = [None] * n if dw is None else dw.split(ctx.rows, 0)
         dbs = [None] * n if db is None else db.split(ctx.rows, 0)
-        grads = [grad if wanted else None for grad, wanted in zip((*dws, *dbs), want)]
+        grads = [grad if asked else None for grad, asked in zip((*dws, *dbs), want)]
         return None, None, *close_grads(ctx, dx, grads)
 
 
@@ -92,8 +100,8 @@ def _backward(
     options: GridOptions,
     choice: Choice,
     want: tuple[bool, bool, bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of x, the weight and the bias, None where ``want`` is False."""
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """The gradients of x, the weight and the bias, None where ``want`` is False, and dy gathered."""
     axes, site = options.axes, options.site
     want_x, want_weight, want_bias = want
     dx = dw = db = None
@@ -116,7 +124,7 @@ def _backward(
             db = bias_grad(dy, axes, site)
         if want_x:
             dx = summing.wait()
-    return dx, dw, db
+    return dx, dw, db, dy
 
 
 def _run(

@@ -47,8 +47,8 @@ def backward(
     options: GridOptions,
     choice: Choice,
     want: tuple[bool, bool, bool],
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of x, the weight and the bias, None where ``want`` is False."""
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """The gradients of x, the weight and the bias, None where ``want`` is False, and dy."""
     axes, site = options.axes, options.site
     want_x, want_weight, want_bias = want
     count, dx, dw = _count(axes), None, None
@@ -62,7 +62,7 @@ def backward(
         for p, x_panel in enumerate(_panels(x, axes.outer, count, f"{site}.in.again")):
             sums.add(p, weight_grad(dy, x_panel, choice))
         dw = collectives.all_reduce(sums.mine(), axes.depth, site=f"{site}.depth.grad", inplace=True)
-    return dx, dw, bias_grad(dy, axes, site) if want_bias else None
+    return dx, dw, bias_grad(dy, axes, site) if want_bias else None, dy
 
 
 def _count(axes: Axes) -> int:

@@ -32,6 +32,7 @@ class Case(NamedTuple):
     dp: int = 1
     zero: int = 0
     pp: int = 1
+    schedule: str = "1f1b"  # where there are stages
     recompute: bool = False
 
     @property
@@ -44,6 +45,7 @@ class Case(NamedTuple):
             f"{name}{value}" for name, value in self._asdict().items() if name in ("depth", "dp", "pp") and value > 1
         ]
         said += [f"zero{self.zero}"] * (self.dp > 1) + [self.overlap] * (self.overlap != "auto")
+        said += [self.schedule] * (self.pp > 1)
         return "-".join(said + ["recompute"] * self.recompute)
 
 
@@ -52,7 +54,7 @@ def _train_body(rank: int, world: int, fields: tuple[Any, ...]) -> list[str]:
     mesh = init_mesh(dp=case.dp, pp=case.pp, grid=case.grid, depth=case.depth)
     with torch.device("meta"):
         model = GridTransformer(config(case.style), mesh=mesh, dtype=torch.float64, overlap=case.overlap)
-    schedule = {"schedule": "1f1b", "microbatches": 2} if case.pp > 1 else {}
+    schedule = {"schedule": case.schedule, "microbatches": 2} if case.pp > 1 else {}
     spread = parallelize(model, mesh, seed=SEED, zero=case.zero, recompute=case.recompute, **schedule)
     share, shares = data_coordinate(mesh)
 
@@ -84,7 +86,7 @@ BESIDE = [
     Case((1, 2), dp=2, zero=2),
     Case((2, 1, 1), dp=2),
     Case((2, 1, 1), pp=2, style="gelu"),
-    Case((1, 2, 1), pp=2),
+    Case((1, 2, 1), pp=2, schedule="interleaved_zb"),
     Case((2, 2), dp=2, zero=3, style="gelu"),
     Case((1, 2, 2), dp=2, zero=1),
     Case((1, 2, 2), pp=2, style="gelu"),

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardfuse.layers.grid.linear import GridLinear
 from shardfuse.layers.grid.transformer import GridTransformer
 from shardfuse.parallel.audit.audit import Audit, Entry
+from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.grid import volume
 from shardfuse.parallel.grid.grid import size_of
@@ -94,6 +95,26 @@ def _linear_body(rank: int, world: int, grids: list[tuple[tuple[int, ...], int]]
 )
 def test_a_layer_moves_what_the_closed_forms_say(ranks: Any, world: int, grids: list[Any]):
     assert ranks(world, _linear_body, grids) == [[]] * world
+
+
+def _two_passes_body(rank: int, world: int) -> dict[str, int]:
+    mesh = init_mesh(grid=(1, 2, 2))
+    layer = GridLinear(K, N, mesh=mesh, params="local", dtype=torch.float64, site="it")
+    x = torch.randn(T // 2, K // 2, dtype=torch.float64, requires_grad=True)
+    y = layer(x)
+    dy, params = torch.randn_like(y), list(layer.parameters())
+    together = torch.autograd.grad(y, [x, *params], dy, retain_graph=True)
+    collectives.reset_counts()
+    first = torch.autograd.grad(y, x, dy, retain_graph=True)
+    then = torch.autograd.grad(y, params, dy)
+    assert all(map(torch.equal, together, (*first, *then)))
+    return {site: count for (_, site), count in collectives.calls.items()}
+
+
+@pytest.mark.ranks
+def test_a_split_backward_repeats_no_collective(ranks: Any):
+    sites = ("it.in.again", "it.out.grad", "it.in.grad")  # i has one rank, so no weight travels
+    assert ranks(4, _two_passes_body) == [dict.fromkeys(sites, 1)] * 4
 
 
 @pytest.mark.parametrize("q", [2, 3, 8])
