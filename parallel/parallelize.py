@@ -296,6 +296,11 @@ def _check_built_for(model: nn.Module, mesh: DeviceMesh | None) -> None:
         )
     if wanted:
         return
+    if group.size != degree(mesh, "tp"):
+        raise ValueError(
+            f"the model was built for {group.size} tensor-parallel rank(s) and the mesh has tp={degree(mesh, 'tp')}: "
+            "build it with mesh=mesh, or fuse(model, mesh)"
+        )
     built_ranks, given_ranks = ranks_of(group), ranks_of(along(mesh, "tp"))
     if built_ranks != given_ranks:
         raise ValueError(
