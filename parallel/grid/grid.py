@@ -96,7 +96,7 @@ class Grid:
 
     def __str__(self) -> str:
         if self.flat:
-            return f"({self.i.size} rows, {self.k.size} columns, depth {self.depth.size})"
+            return f"(i={self.i.size}, k={self.k.size}, depth {self.depth.size})"
         return f"(i={self.i.size}, j={self.j.size}, k={self.k.size})"
 
     @property
@@ -142,8 +142,8 @@ class Grid:
     # --- sizes --------------------------------------------------------------------------------------------------------
 
     def check_width(self, name: str, value: int, *, turned: bool = False) -> None:
-        """ValueError unless features of this number can be split: the model width, ``turned``: those between the two
-        layers of an MLP or attention."""
+        """ValueError unless a number of features can be split: of the model width, or with ``turned`` of what lies
+        between the two layers of an MLP or of attention."""
         parts = self.k.size if turned else self.i.size * self.j.size
         if self.flat:
             parts = math.lcm(self.i.size, self.k.size)
@@ -153,13 +153,13 @@ class Grid:
                 f"a multiple, such as {_near(value, parts)}, or use fewer ranks along its axes"
             )
 
-    def check_count(self, name: str, value: int, axis: Group | None = None) -> None:
-        """ValueError unless ``axis``, k where None, can split ``value`` heads, words of a vocabulary or features."""
-        parts = (self.k if axis is None else axis).size
+    def check_count(self, name: str, value: int) -> None:
+        """ValueError unless k can split ``value`` heads, words of a vocabulary or features."""
+        parts = self.k.size
         if value % parts:
             raise ValueError(
-                f"{name}={value} does not divide by the {parts} ranks along an axis of a grid of {self}: make it a "
-                f"multiple, such as {_near(value, parts)}, or use fewer of them"
+                f"{name}={value} does not divide by the {parts} ranks along k of a grid of {self}: make it a multiple, "
+                f"such as {_near(value, parts)}, or use fewer of them"
             )
 
     def check_batch(self, batch: int, length: int) -> None:

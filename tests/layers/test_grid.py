@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from grid_case import BUDGET, SEED, alone, batches, config, differences, logits, train, whole
+from wire import omit, sites_seen
 
 from shardfuse.explanation import explain
 from shardfuse.layers import ParallelMLP, ParallelTransformer
@@ -15,6 +17,7 @@ from shardfuse.layers.grid.linear import GridLinear
 from shardfuse.layers.grid.transformer import GridTransformer
 from shardfuse.layers.hf.folders import export_hf, load_hf
 from shardfuse.parallel.checkpoint.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
+from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.mesh import data_coordinate
 from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.parallelize import parallelize
@@ -144,6 +147,77 @@ def test_checkpoints_pass_between_grids_one_axis_and_one_process(ranks: Any, tmp
     assert not differences(params, {name: expected[name] for name in params})
 
 
+# --- each collective is needed ----------------------------------------------------------------------------------------
+
+
+def _omit_body(rank: int, world: int, grid: tuple[int, ...], depth: int) -> dict[str, list[str]]:
+    """Site -> what is wrong on this rank when the collectives there are left out; "" leaves none out."""
+    generator = torch.Generator().manual_seed(0)
+    one = ParallelTransformer(config("gelu"), dtype=torch.float64)
+    with torch.no_grad():
+        for param in one.parameters():  # fresh biases are zeros and norms ones, whose parts are all alike
+            param.copy_(torch.randn(param.shape, generator=generator, dtype=param.dtype) * 0.3)
+    model = GridTransformer(config("gelu"), mesh=init_mesh(grid=grid, depth=depth), dtype=torch.float64)
+    model.load_state_dict(one.state_dict())
+
+    def results(model: Any) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        loss = model(*batches(1)[0])
+        loss.backward()
+        grads = {f"gradient of {name}": whole(param.grad) for name, param in model.named_parameters()}
+        return {"loss": loss.detach(), **grads}
+
+    expected = results(one)
+
+    def step() -> list[str]:
+        return differences(results(model), expected)
+
+    step()
+    collectives.reset_counts()
+    step()
+    found = {}
+    for site in ["", *sites_seen()]:
+        with omit(site) if site else contextlib.nullcontext():
+            found[site] = step()
+    return found
+
+
+LINEAR = {"in", "in.again", "in.grad", "weight", "weight.again", "weight.grad", "bias.grad"}
+CUBE = LINEAR | {"out", "out.grad", "bias"}  # a turned layer gathers its bias
+
+
+def _sites(linear: set[str], *others: str) -> set[str]:
+    """Those of the layers, of which the head has no bias, and ``others``."""
+    layers = {f"{layer}.{site}" for layer in ("attention", "mlp", "head") for site in linear}
+    both = {"norm.numbers", "norm.numbers.grad", "embedding.weight", "embedding.weight.grad", "loss.tokens"}
+    return (layers | both | set(others)) - {"head.bias", "head.bias.grad"}
+
+
+OVER_K = ("loss.max", "loss.sum", "embedding", "embedding.grad", "norm.grad")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("grid", "depth", "sites"),
+    [
+        ((2, 2, 1), 1, _sites(CUBE, "norm.weight", "norm.weight.grad") - {"head.in", "head.in.again", "head.in.grad"}),
+        pytest.param(
+            *((2, 2, 2), 1, _sites(CUBE, *OVER_K, "norm.weight", "norm.weight.grad")), marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            *((2, 2), 2, _sites(LINEAR | {"depth.grad"}, *OVER_K, "embedding.depth.grad")), marks=pytest.mark.nightly
+        ),
+    ],
+    ids=["2x2x1", "2x2x2", "2x2-depth2"],
+)
+def test_every_collective_is_needed(ranks: Any, grid: tuple[int, ...], depth: int, sites: set[str]):
+    found = ranks(depth * torch.Size(grid).numel(), _omit_body, grid, depth)
+    assert found[0].keys() == sites | {""}
+    assert not found[0][""]
+    for site in sites:
+        assert any(wrong[site] for wrong in found), f"no rank notices that {site} is missing"
+
+
 # --- what else reads a model over a grid ------------------------------------------------------------------------------
 
 
@@ -220,11 +294,11 @@ def test_what_a_grid_cannot_divide_is_refused_with_what_would_fit(ranks: Any):
     expected = {
         "hidden": "hidden_size=18 does not divide by the 4 parts that a grid of (i=2, j=2, k=1) stores weights in: "
         "make it a multiple, such as 16 or 20,",
-        "intermediate": "intermediate_size=33 does not divide by the 2 parts that a grid of (2 rows, 2 columns, depth "
+        "intermediate": "intermediate_size=33 does not divide by the 2 parts that a grid of (i=2, k=2, depth "
         "1) stores weights in",
-        "heads": "num_heads=3 does not divide by the 2 ranks along an axis",
-        "vocabulary": "vocab_size=25 does not divide by the 2 ranks along an axis of a grid of (2 rows, 2 columns, "
-        "depth 1): make it a multiple, such as 24 or 26,",
+        "heads": "num_heads=3 does not divide by the 2 ranks along k",
+        "vocabulary": "vocab_size=25 does not divide by the 2 ranks along k of a grid of (i=2, k=2, depth 1): make "
+        "it a multiple, such as 24 or 26,",
         "features": "in_features=6 does not divide by the 4 parts",
         "dropout": "residual_dropout: a grid has no dropout; set it to 0",
         "summa": "GridTransformer: overlap='summa' over a grid of (i=2, j=2, k=1): panels want features that both axes "
