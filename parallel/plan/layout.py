@@ -102,7 +102,7 @@ class Layout:
 
     def why_not(self, shape: ModelShape) -> str:
         """Why ``shape`` cannot be laid out like this; empty if it can."""
-        if shape.heads % self.tp or (shape.kv_heads % self.tp and self.tp % shape.kv_heads):
+        if shape.heads % self.tp or shape.kv_heads % self.tp:
             return f"tp={self.tp} does not divide {shape.heads} heads, {shape.kv_heads} of keys and values"
         if shape.ffn % self.tp or shape.vocab % self.tp:
             return f"tp={self.tp} does not divide a feed-forward width of {shape.ffn}, or {shape.vocab} tokens"

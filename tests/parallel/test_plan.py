@@ -61,6 +61,7 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
     [
         (Layout(tp=8, length=2048), ""),
         (Layout(tp=5), "does not divide 32 heads"),
+        (Layout(tp=16), "does not divide 32 heads, 8 of keys and values"),
         (Layout(cp=4, length=2052), "in halves"),
         (Layout(tp=8, sequence_parallel=True, length=2052), "does not divide 2052 tokens"),
         (Layout(pp=64), "more than 32 blocks"),
