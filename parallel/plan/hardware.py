@@ -113,6 +113,17 @@ class Cluster:
         if self.gpus < 1:
             raise ValueError(f"gpus={self.gpus}: expected at least 1")
 
+    def within_node(self, span: int) -> bool:
+        """Whether every group of ``span`` neighbouring ranks lies within one node: they fill nodes in order."""
+        return self._divides(self.network.node, span)
+
+    def within_pod(self, span: int) -> bool:
+        """The same of pods."""
+        return not self.network.pod or self._divides(self.network.pod, span)
+
+    def _divides(self, size: int, span: int) -> bool:
+        return span <= size if self.gpus <= size else size % span == 0
+
 
 # Links by name, as what they change: bytes/s in one direction, of each GPU; with "node" of all of a node's together.
 LINKS: dict[str, dict[str, float]] = {

@@ -56,14 +56,14 @@ class Memory:
 def of_rank(shape: ModelShape, layout: Layout, software: Software, rank: int) -> Memory:
     """What pipeline rank ``rank`` holds."""
     stages = stages_of(shape, layout, software, rank)
-    first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
-    blocks = sum(stage.blocks for stage in stages)
-    ends = _end_parameters(shape, first, last) / layout.tp + (shape.norm_parameters if last else 0)
-    owned = blocks * _block_parameters(shape, layout) + ends
+    last = any(stage.last for stage in stages)
+    ends = _end_parameters(shape, layout, stages)
+    owned = parameters(shape, layout, stages)
     shards = layout.shards
     weights = owned * software.weight_bytes / (shards if layout.zero >= software.shards_weights else 1)
     gradients = owned * software.gradient_bytes / (shards if layout.zero >= software.shards_gradients else 1)
-    optimizer = owned * software.optimizer_bytes / (shards if layout.zero else 1)
+    optimized = owned - (_copied(shape, stages) / layout.tp if stages[0].first else 0)
+    optimizer = optimized * software.optimizer_bytes / (shards if layout.zero else 1)
     if layout.offload:
         weights = gradients = optimizer = 0.0
     gathered = _gathered(shape, layout, software, owned, ends)
@@ -82,13 +82,24 @@ def of_rank(shape: ModelShape, layout: Layout, software: Software, rank: int) ->
     return Memory(weights, gradients, optimizer, kept, working, logits, gathered, buffers, software.margin * held)
 
 
-def _end_parameters(shape: ModelShape, first: bool, last: bool) -> int:
-    """Of embedding and head, which tensor-parallel ranks divide."""
-    count = shape.embedding_parameters if first else 0
-    if last:
-        count += shape.head_parameters - shape.norm_parameters
-        count += shape.vocab * shape.hidden if shape.tied and not first else 0  # a copy of the embedding
-    return count
+def parameters(shape: ModelShape, layout: Layout, stages: Sequence[Stage]) -> float:
+    """Of a pipeline rank's ``stages`` on one tensor-parallel rank."""
+    blocks = sum(stage.blocks for stage in stages)
+    return blocks * _block_parameters(shape, layout) + _end_parameters(shape, layout, stages)
+
+
+def _end_parameters(shape: ModelShape, layout: Layout, stages: Sequence[Stage]) -> float:
+    """Of embedding and head, which tensor-parallel ranks divide, and of the last norm."""
+    count = shape.embedding_parameters if stages[0].first else 0
+    if not any(stage.last for stage in stages):
+        return count / layout.tp
+    count += shape.head_parameters - shape.norm_parameters + _copied(shape, stages)
+    return count / layout.tp + shape.norm_parameters
+
+
+def _copied(shape: ModelShape, stages: Sequence[Stage]) -> int:
+    """Of the last stage's copy of a tied embedding. On the first stage's rank the optimizer does not see it."""
+    return shape.vocab * shape.hidden if shape.tied and any(each.last and not each.first for each in stages) else 0
 
 
 def _block_parameters(shape: ModelShape, layout: Layout) -> float:

@@ -42,6 +42,13 @@ def of_rank(shape: ModelShape, layout: Layout, software: Software, rank: int) ->
     return _of_ranks(shape, layout, software)[rank]
 
 
+def slowest(shape: ModelShape, layout: Layout, software: Software, loss: float) -> tuple[float, bool]:
+    """The blocks of the rank that takes the longest, and whether it has the head; ``loss`` is its time in blocks."""
+    ranks = _of_ranks(shape, layout, software)
+    loads = ((sum(each.blocks for each in rank), any(each.last for each in rank)) for rank in ranks)
+    return max(loads, key=lambda load: load[0] + load[1] * loss)
+
+
 def among_fullest(shape: ModelShape, layout: Layout, software: Software) -> list[int]:
     """Pipeline ranks among which the fullest one is: of ranks with equal stages the first and the last."""
     ranks = _of_ranks(shape, layout, software)

@@ -12,13 +12,14 @@ A micro-batch's forward through one block takes
 
 and backward twice the products, 2.5 times the attention of FlashAttention's kind, twice the passes, and the collectives
 again; recomputation repeats the part of forward that it does not keep. Embedding, head and loss are added on the ranks
-that have them: the slowest rank sets a pipeline's pace. A pipeline's step is m micro-batches and the bubble of its
-schedule: (p - 1) / v of them for 1F1B and its interleaved form (Narayanan et al., arXiv:2104.04473, section 2.2), for
-the others that of ``pipeline/timeline.py``. ZeRO 3 gathers a block's weights while the one before it runs, forward and
-backward, and reduces gradients so; what does not fit under the block is exposed. In a pipeline it gathers a stage's
-weights once a step, as the other stages of ZeRO do. Other gradients are reduced once a step. The optimizer reads and
-writes its state once. With offloading weights and gradients cross the host's link, and the optimizer runs at the speed
-of the host's memory: both rates are assumed, no published run shows them.
+that have them. The slowest rank sets a pipeline's pace; in this library that is the slowest of its own cut. A
+pipeline's step is m micro-batches and the bubble of its schedule: (p - 1) / v of them for 1F1B and its interleaved form
+(Narayanan et al., arXiv:2104.04473, section 2.2), for the others that of ``pipeline/timeline.py``. ZeRO 3 gathers a
+block's weights while the one before it runs, forward and backward, and reduces gradients so; what does not fit under
+the block is exposed. In a pipeline it gathers a stage's weights once a step, as the other stages of ZeRO do, and in
+torch's stages m + 1 times (``audit/forms.py``). Other gradients are reduced once a step. The optimizer reads and writes
+its state once. With offloading weights and gradients cross the host's link, and the optimizer runs at the speed of the
+host's memory: both rates are assumed, no published run shows them.
 
 A collective over n ranks sends (n - 1) / n of its bytes at the rate of the slowest link that it crosses. Ranks that
 leave a node together share its adapters: k of them in a node have k adapters.
@@ -27,7 +28,6 @@ leave a node together share its adapters: k of them in a node have k adapters.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -38,6 +38,7 @@ from .hardware import Cluster, Gpu
 from .layout import Layout
 from .shapes import ModelShape
 from .software import ATTENTION_BACKWARD, Software
+from .stages import slowest
 
 LINKS = 0.8  # of a link's rate that a large collective reaches: NCCL's own tests on such systems show 75 to 85 %
 MEMORY = 0.8  # of the memory's bandwidth that a pass over an activation reaches
@@ -68,7 +69,7 @@ class StepTime:
     recompute: float
     tensor: float  # exposed communication of tensor and context parallelism
     gathers: float  # exposed gathers and reductions of ZeRO 3
-    loss: float  # head and loss
+    loss: float  # head and loss, where the slowest rank has them
     bubble: float  # idle in the pipeline, and its sends
     gradients: float  # exposed reduction of gradients
     optimizer: float
@@ -86,11 +87,11 @@ class StepTime:
 def link_rate(cluster: Cluster, size: int, inner: int) -> float:
     """Bytes/s of a collective over ``size`` ranks, each ``inner`` ranks apart from the next."""
     network = cluster.network
-    if size * inner <= network.node:
+    if cluster.within_node(size * inner):
         return LINKS * network.inside
     together = max(1, network.node // inner)
     outside = network.outside * min(together, size)
-    if network.pod and size * inner > network.pod:
+    if not cluster.within_pod(size * inner):
         outside /= network.oversubscription
     return LINKS * min(network.inside, outside)
 
@@ -122,7 +123,6 @@ def predict(
         again += _seconds(T, wide, h, cluster, "nt", _share(layout, cluster, efficiency))
     backward = products_input + attention_back + 2 * passes + exposed + again
 
-    layers = -(-shape.layers // (layout.pp * layout.interleave)) * layout.interleave  # of the rank with the most
     head = 3 * _seconds(T, shape.vocab // tp, h, cluster, "nt", efficiency.bf16)
     loss = head + T * shape.vocab / tp * LOSS_BYTES / bytes_s
     block = forward + backward + products_weight
@@ -130,16 +130,17 @@ def predict(
     if layout.zero == 3 and layout.pp == 1 and layout.shards > 1:
         gathers = _exposed_gathers(shape, layout, cluster, software, forward, block - forward)
     m = layout.microbatches
-    slowest = layers * block + loss
+    layers, last = float(-(-shape.layers // (layout.pp * layout.interleave)) * layout.interleave), True
     if layout.pp > 1 and software.balances:
-        slowest = min(slowest, _balanced(shape.layers, layout.pp, block, loss))
+        layers, last = slowest(shape, layout, software, loss / block)
+    loss *= last
     near = cluster.gpus if software.stages_apart else tp * layout.cp * layout.pp
-    rate = cluster.network.inside if near <= cluster.network.node else cluster.network.outside
+    rate = cluster.network.inside if cluster.within_node(near) else cluster.network.outside
     hop = 2 * T * layout.itemsize * h / divided / (LINKS * rate) + 2 * cluster.network.latency
     bubble = 0.0
     if layout.pp > 1:
         costs = Costs(forward / block, backward / block, products_weight / block)
-        bubble = _bubble(layout, costs) * slowest + m * layout.interleave * hop * 0.5
+        bubble = _bubble(layout, costs) * (layers * block + loss) + m * layout.interleave * hop * 0.5
     state, owned = _state(shape, layout, software)
     return StepTime(
         products=m * layers * (products + products_input + products_weight),
@@ -148,19 +149,11 @@ def predict(
         recompute=m * layers * again,
         tensor=m * layers * 2 * exposed,
         gathers=m * layers * gathers,
-        loss=m * (slowest - layers * block),
+        loss=m * loss,
         bubble=bubble,
         gradients=_reduced(layout, cluster, software, owned),
         optimizer=_offloaded(layout, gpu, software, state, owned) if layout.offload else state * 2 / bytes_s,
     )
-
-
-def _balanced(layers: int, ranks: int, block: float, loss: float) -> float:
-    """The slowest rank's seconds where the last one has so many fewer blocks that the head does not hold it up."""
-    most = -(-layers // ranks)
-    while (ranks - 1) * most + max(0, math.floor(most - loss / block)) < layers:
-        most += 1
-    return max(most * block, loss)
 
 
 def block_seconds(
@@ -198,7 +191,8 @@ def _reduced(layout: Layout, cluster: Cluster, software: Software, owned: float)
             seconds = 2 * owned * software.reduce_bytes * (n - 1) / n / link_rate(cluster, n, apart)
     else:
         if n > 1 and (layout.zero < 3 or layout.pp > 1):  # else every block gathers and reduces its own
-            sent = owned * (software.reduce_bytes + layout.itemsize) * (n - 1) / n
+            gathers = layout.microbatches + 1 if layout.zero == 3 and software.torch_stages else 1
+            sent = owned * (software.reduce_bytes + gathers * layout.itemsize) * (n - 1) / n
             seconds = sent / link_rate(cluster, n, apart)
         if layout.replicas > 1:
             sent = 2 * owned / n * software.reduce_bytes * (layout.replicas - 1) / layout.replicas

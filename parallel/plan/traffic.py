@@ -10,8 +10,10 @@ from ..pipeline.partition import owners
 from ..pipeline.schedules import find
 from .hardware import Cluster
 from .layout import Layout
+from .memory import parameters
 from .shapes import ModelShape
 from .software import Software
+from .stages import of_rank
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,13 @@ class Flow:
 
 def traffic(shape: ModelShape, layout: Layout, cluster: Cluster, software: Software) -> list[Flow]:
     """What the first pipeline rank of ``layout`` sends, in this library; attention over cp ranks is left out."""
-    matrices = -(-shape.layers // layout.pp) * shape.layer_parameters + shape.embedding_parameters
-    owned = (matrices + (shape.head_parameters if layout.pp == 1 else 0)) // layout.tp
-    activation = layout.tokens * shape.hidden * layout.itemsize
-    blocks = -(-shape.layers // layout.pp)
+    stages = of_rank(shape, layout, software, 0)
+    blocks, last = int(sum(each.blocks for each in stages)), any(each.last for each in stages)
+    owned = parameters(shape, layout, stages)
+    tied = 0.0
+    if shape.tied and not last:
+        tied = shape.vocab * shape.hidden * software.gradient_bytes / layout.tp
+        tied /= layout.shards if layout.zero >= software.shards_gradients else 1
     plan = Plan(
         dp=layout.shards,
         dp_replicate=layout.replicas,
@@ -39,14 +44,14 @@ def traffic(shape: ModelShape, layout: Layout, cluster: Cluster, software: Softw
         zero=layout.zero,
         microbatches=layout.microbatches,
         pipelined=layout.pp > 1,
-        parameters=owned * layout.itemsize,
+        parameters=int(owned * layout.itemsize),
         gradients=int(owned * software.reduce_bytes),
-        activation=activation,
+        activation=layout.tokens * shape.hidden * layout.itemsize,
         tokens=layout.tokens,
         blocks=blocks,
-        first=True,
-        last=layout.pp == 1,
-        norms=4 * (2 * blocks + 1) * shape.hidden,
+        last=last,
+        norms=(2 * blocks + last) * shape.norm_parameters * layout.itemsize,
+        tied=int(tied),
         hops=_hops(layout),
         sequence_parallel=layout.sequence_parallel,
         recompute=layout.recompute == "full",
@@ -58,9 +63,9 @@ def traffic(shape: ModelShape, layout: Layout, cluster: Cluster, software: Softw
     reach = {"tp": layout.tp, "dp": apart * layout.shards, "pp": between * layout.pp}
     flows = []
     for form in expected(plan):
-        spans = reach.get(form.group, cluster.gpus)
-        link = "node" if spans <= cluster.network.node else "network"
-        flows.append(Flow(form.what, form.group, form.kind, sent(form.kind, form.payload, sizes[form.group]), link))
+        link = "node" if cluster.within_node(reach.get(form.group, cluster.gpus)) else "network"
+        ranks = 2 if form.what == "tied embedding" else sizes[form.group]
+        flows.append(Flow(form.what, form.group, form.kind, sent(form.kind, form.payload, ranks), link))
     return flows
 
 

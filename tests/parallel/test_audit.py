@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from typer.testing import CliRunner
 from wire import omit
 
+from shardfuse import planning
 from shardfuse.cli import app
 from shardfuse.commands import audit as command
 from shardfuse.commands.audit import Options, Outcome, count_step
@@ -28,6 +29,10 @@ from shardfuse.parallel.core.pieces import GatherPieces
 from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.pipeline.partition import owners
 from shardfuse.parallel.pipeline.schedules import SCHEDULES, find
+from shardfuse.parallel.plan.hardware import cluster
+from shardfuse.parallel.plan.layout import Layout
+from shardfuse.parallel.plan.software import OURS
+from shardfuse.parallel.plan.traffic import traffic
 
 ENTRY = Entry(step=0, group="dp", ranks=4, kind="all_reduce", site=TORCH, calls=2, payload=1000)
 
@@ -177,10 +182,45 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_sends_what_the_closed_form_says(ranks: Any, name: str):
-    for (outcome,) in ranks(4, _step_body, STEPS[name]):
+    found = ranks(4, _step_body, STEPS[name])
+    for (outcome,) in found:
         assert outcome.wrong == []
         assert all(line.counted for line in outcome.lines)
         assert {entry.group for entry in outcome.entries} >= {line.form.group for line in outcome.lines}
+    assert _planned(STEPS[name]) == {
+        (line.form.what, line.form.kind): line.form.payload
+        for (outcome,) in found
+        if not outcome.rank
+        for line in outcome.lines
+    }
+
+
+def _planned(options: Options) -> dict[tuple[str, str], float]:
+    """The payloads that the planner predicts of the first rank."""
+    layout = Layout(
+        tp=options.tp,
+        pp=options.pp,
+        dp=options.dp,
+        replicas=options.dp_replicate,
+        interleave=options.stages // options.pp,
+        zero=options.zero,
+        micro=command.ROWS,
+        batch=command.ROWS * options.passes * options.dp * options.dp_replicate,
+        length=command.LENGTH,
+        sequence_parallel=options.sequence_parallel,
+        recompute="full" if options.recompute else "none",
+        precision=options.precision or "fp32",
+        offload=options.offload,
+        schedule=options.schedule or "",
+    )
+    sizes = {"dp": options.dp, "dp_replicate": options.dp_replicate, "tp": options.tp, "pp": options.pp}
+    sizes |= {"dp_replicate x dp": options.dp * options.dp_replicate, "tied embedding": 2}
+    flows = traffic(planning._shape(options.config(), "tiny"), layout, cluster("h100", options.processes), OURS)
+    # sent() is linear in the payload.
+    return {
+        (flow.what, flow.kind): round(flow.bytes / sent(flow.kind, 1, sizes.get(flow.what) or sizes[flow.group]))
+        for flow in flows
+    }
 
 
 def _product() -> list[Any]:

@@ -130,15 +130,50 @@ def test_a_filled_pipeline_keeps_no_more(schedule: str, monkeypatch: pytest.Monk
 def test_what_a_rank_sends_is_the_closed_form() -> None:
     layout = Layout(tp=2, pp=2, dp=2, zero=1, micro=1, batch=8, length=1024, sequence_parallel=True)
     flows = {(each.what, each.kind): each for each in traffic(SMALL, layout, cluster("h100", 8), OURS)}
-    owned = (4 * SMALL.layer_parameters + SMALL.embedding_parameters) // 2
+    blocks = 5  # of 8: the head takes longer than a block
+    divided = blocks * (SMALL.layer_parameters - SMALL.layer_repeated) + SMALL.embedding_parameters
+    owned = divided // 2 + blocks * SMALL.layer_repeated
     assert flows["gradients", "reduce_scatter"].bytes == owned * 4 / 2
     assert flows["parameters", "all_gather"].bytes == owned * 2 / 2
     activation = 1024 * 2048 * 2
-    assert flows["blocks", "all_gather"].bytes == 4 * 4 * 4 * activation / 2
+    assert flows["blocks", "all_gather"].bytes == 4 * blocks * 4 * activation / 2
     assert flows["between stages", "send"].bytes == 4 * activation / 2
     assert {each.link for each in flows.values()} == {"node"}
     apart = traffic(SMALL, replace(layout, dp=16, batch=64), cluster("h100", 64), OURS)
     assert {each.group: each.link for each in apart} == {"dp": "network", "tp": "node", "pp": "node"}
+
+
+def test_groups_that_do_not_divide_a_node_leave_it() -> None:
+    """Of 12 ranks on nodes of 8 the second six lie on both."""
+    layout = Layout(tp=2, dp=6, zero=1, batch=12, length=1024, sequence_parallel=True)
+    assert {each.group: each.link for each in traffic(SMALL, layout, cluster("h100", 12), OURS)}["dp"] == "network"
+    where = cluster("h100", 12)
+    assert [span for span in range(1, 13) if where.within_node(span)] == [1, 2, 4, 8]
+    assert cluster("h100", 6).within_node(6)
+    assert step_time.link_rate(where, 6, 1) < step_time.link_rate(cluster("h100", 6), 6, 1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_slowest_rank_is_that_of_the_cut(schedule: str) -> None:
+    """No part of a step is negative, and all products are those of a whole number of blocks."""
+    shape = replace(SMALL, layers=20)
+    layout = Layout(pp=8, interleave=1 if schedule == "1f1b" else 2, batch=16, schedule=schedule)
+    where, rates = cluster("h100", 8), efficiency.of("h100")
+    step = step_time.predict(shape, layout, where, OURS, rates)
+    assert min(vars(step).values()) >= 0
+    cut = [stages.of_rank(shape, layout, OURS, rank) for rank in range(8)]
+    blocks = step.products / 16 / sum(step_time._products(shape, layout, where, rates))
+    assert blocks == pytest.approx(max(sum(each.blocks for each in rank) for rank in cut))
+
+
+def test_zero_3_in_a_pipeline_gathers_for_every_micro_batch() -> None:
+    where, rates = cluster("h100", 32), efficiency.of("h100")
+
+    def took(zero: int) -> float:
+        layout = Layout(pp=2, dp=16, zero=zero, batch=16 * 7)
+        return step_time.predict(SMALL, layout, where, OURS, rates).gradients
+
+    assert took(3) / took(1) == pytest.approx((4 + 8 * 2) / (4 + 2))
 
 
 def test_replicas_and_the_host_cost_time() -> None:
