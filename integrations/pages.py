@@ -119,7 +119,7 @@ class PagedLayer:
         sinks: [N], a score without a value for each head. Read at each call: a host may load it later.
         alibi_slopes: [N].
         invariant: whether every bit of a sequence's result is independent of the rest of its batch; None: by
-        ``row_invariance``.
+            ``row_invariance``.
         impl: "auto", "triton" or "reference".
     """
 

@@ -61,12 +61,12 @@ class Engine:
             answers together. :meth:`add` refuses more with :class:`QueueFull`; a request that finds an empty queue is
             never refused. None: no limit.
         max_overtakes: how many later requests of better priority may overtake a request, beside those that it found
-        waiting; ``scheduler.py`` has the exact rule.
+            waiting; ``scheduler.py`` has the exact rule.
         num_host_blocks: blocks in host memory, on every rank, for the keys and values of preempted requests. The engine
-        brings these back if that is faster than recomputing them (``host_space.py``).
+            brings these back if that is faster than recomputing them (``host_space.py``).
         enforce_eager: whether the model's own Python runs in every step. Otherwise steps without prefill replay
-        captured graphs on a GPU (``graphs.py``), or recorded ops on a CPU if one process holds the model
-        (``recording.py``).
+            captured graphs on a GPU (``graphs.py``), or recorded ops on a CPU if one process holds the model
+            (``recording.py``).
         invariant: whether every bit of a request's answer is independent of the other requests in its steps, of the
             division of its prompt into chunks, of preemption and of the prefix cache. This costs speed. On a GPU every
             matrix product and attention then computes a token the same way in any batch
@@ -74,7 +74,7 @@ class Engine:
             thread (``windows.py``). Roundings still differ between numbers of ranks, processors, libraries and dtypes.
         impl: of the paged attention and the cache write; see ``kernels/runtime/dispatch.py``.
         tokenizer: the model's tokenizer, of ``tokenizers`` or transformers, or any object with ``decode(ids) -> str``.
-        With it events carry text, and requests may have stop strings and guides.
+            With it events carry text, and requests may have stop strings and guides.
 
     ``stats`` is an :class:`EngineStats`. Raises ValueError for sizes that cannot work, TypeError for another kind of
     model or tokenizer.

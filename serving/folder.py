@@ -33,10 +33,10 @@ class FolderOptions:
         dtype: of weights and computation, one of DTYPES; None: the folder's.
         device: "cpu" or "cuda".
         cache_gib: the size of the cache of keys and values on each rank. None: on a GPU 85 % of the memory that is free
-        after loading, on a CPU 1 GiB; never more than ``max_num_seqs`` answers of full length need.
-        chat_template: a file with a template that replaces the tokenizer's. max_num_seqs, max_model_len,
-        max_num_batched_tokens, max_queued_requests, block_size, kv_dtype, num_host_blocks,
-            enforce_eager, invariant: :class:`Engine`'s.
+            after loading, on a CPU 1 GiB; never more than ``max_num_seqs`` answers of full length need.
+        chat_template: a file with a template that replaces the tokenizer's.
+        max_num_seqs, max_model_len, max_num_batched_tokens, max_queued_requests, block_size, kv_dtype: those of
+            :class:`Engine`, as are num_host_blocks, enforce_eager and invariant.
     """
 
     folder: Path

@@ -34,11 +34,11 @@ class Request:
         priority: lower ones are served first; equal ones in the order of their arrival.
         arrival: the engine's step at which the request arrives (0: at once).
         timeout_s: the time limit in seconds from :meth:`Engine.add`; then the request ends with the tokens generated so
-        far. None: no limit.
+            far. None: no limit.
         cache_salt: requests with equal salts share the keys and values of equal beginnings. A salt per tenant keeps
-        tenants from inferring other tenants' prompts from response times.
+            tenants from inferring other tenants' prompts from response times.
         stop_strings: texts that end the answer, in any tokenization; the engine needs a tokenizer. The answer ends with
-        the token that completes the first of them.
+            the token that completes the first of them.
         include_stop_str_in_output: whether the answer's text includes the stop string.
         n: the number of answers. They share the prompt's keys and values; answer i draws with ``sampling.seed + i``.
     """

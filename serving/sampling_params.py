@@ -34,12 +34,12 @@ class SamplingParams:
         logit_bias: token -> a number added to its logit.
         allowed_tokens: the only tokens that may be chosen; None: all.
         logprobs: the number of likeliest tokens that an event lists with their log-probabilities, beside the chosen
-        one's; None: no log-probabilities. They belong to the model's own logits, before the options above.
+            one's; None: no log-probabilities. They belong to the model's own logits, before the options above.
         prompt_logprobs: the same for the prompt's own tokens from the second one on, in the request's first event. Such
-        a request computes its whole prompt, without the prefix cache.
+            a request computes its whole prompt, without the prefix cache.
         guide: the required form of the answer, see :class:`Guide`; the engine needs a tokenizer.
         seed: of the draws. A token's draw depends only on the seed and the number of tokens in the answer, not on other
-        requests, ranks, preemptions or devices.
+            requests, ranks, preemptions or devices.
     """
 
     temperature: float = 0.0

@@ -43,10 +43,12 @@ def all_reduce_rmsnorm(
         peers: each rank's slot for this exchange in x's dtype, of :func:`all_reduce_rmsnorm_shape`; where the device
             counts, both slots, [2, ...].
         signals: the exchange's flags. ``SymmetricMemoryPool.channel(...)`` makes both
-        (``parallel/overlap/memory/pool.py``). residual: [T, D] or None; the same on every rank, as are bias and weight.
-        bias: [D] or None, added once: that of a row-parallel layer. eps, weight_offset: as in ``rms_norm``. shots: 1 or
-        2 rounds; None takes what :func:`all_reduce_rmsnorm_shape` chose. programs: how many programs a rank runs, the
-        same on all; None takes 64. Fewer are for ranks that share a GPU,
+            (``parallel/overlap/memory/pool.py``).
+        residual: [T, D] or None; the same on every rank, as are bias and weight.
+        bias: [D] or None, added once: that of a row-parallel layer.
+        eps, weight_offset: as in ``rms_norm``.
+        shots: 1 or 2 rounds; None takes what :func:`all_reduce_rmsnorm_shape` chose.
+        programs: how many programs a rank runs, the same on all; None takes 64. Fewer are for ranks that share a GPU,
             whose programs must all fit on it at once.
         impl: "auto", "triton" or "reference". The reference waits for nobody: it is for ranks in one process, when all
             their addends (``reduce_reference.send_addend``, with two shots then ``send_sums``) are in place.

@@ -67,20 +67,21 @@ def fuse(
     Args:
         model: on any device, the meta device included; before or after adapters and DDP, before FSDP2.
         mesh: None for a single process. Otherwise feed-forward parts and attention are split over its tensor-parallel
-        ranks, each of which gets its part of rank 0's values. All ranks make this call, and later process the same
-        batches.
+            ranks, each of which gets its part of rank 0's values. All ranks make this call, and later process the same
+            batches.
         filter_fn: called with each module and its path; a module for which it returns False stays as it is.
         matchers: your own matchers, tried before ours; ``docs/fuse.md`` shows one.
         strict: raise if a module with parameters stays stock that could have been fused.
         check: a batch (a mapping of keyword arguments, a sequence of arguments, or one tensor) to run through the stock
-        model; each module is compared with its fused version on the way. If one exceeds the budget of
-        ``kernels/dev/accuracy.py``, this function changes nothing and raises. The check leaves out head and loss.
+            model; each module is compared with its fused version on the way. If one exceeds the budget of
+            ``kernels/dev/accuracy.py``, this function changes nothing and raises. The check leaves out head and loss.
         sequence_parallel: over a mesh, in training, the layers also divide each sequence among the ranks, so norms and
-        residuals save R times less for backward. S must divide by R.
+            residuals save R times less for backward. S must divide by R.
 
     Raises:
-        TypeError: ``model`` is not a module, or ``mesh`` not a mesh. ValueError: ``strict`` or ``check`` fails, or
-        ``mesh`` is given for a model that was fused without one. The model stays unchanged.
+        TypeError: ``model`` is not a module, or ``mesh`` not a mesh.
+        ValueError: ``strict`` or ``check`` fails, or ``mesh`` is given for a model that was fused without one. The
+            model stays unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse: model is a {type_name(model)}: expected an nn.Module")

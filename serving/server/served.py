@@ -29,7 +29,7 @@ class ServerOptions:
     Args:
         name: of the model, in clients' requests.
         api_keys: the accepted keys; without any, no key is needed. Requests with different keys never share a prefix in
-        the cache.
+            the cache.
         max_body_bytes: of a request; longer ones are refused with 413.
         health_timeout_s: how long a step may take before ``/health`` answers 503.
         request_timeout_s: how long an answer may take; None: no limit.
