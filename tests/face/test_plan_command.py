@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import plan_page
 import pytest
 from typer.testing import CliRunner
 
@@ -152,7 +153,7 @@ def test_what_train_cannot_run_is_not_written() -> None:
 
 
 def test_the_check_prints_every_source_and_fails_for_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    sources, held = check.steps(), check.memory()
+    sources, held = plan_page.sources(), check.memory()
     run_of = sources[0].steps[0].run
     layout = replace(run_of.layout, micro=1)
     monkeypatch.setattr(check, "steps", lambda: sources)

@@ -13,14 +13,14 @@ from shardfuse.parallel.plan.layout import Layout
 
 
 def test_every_judged_source_is_predicted_without_its_own_runs() -> None:
-    sources = check.steps()
+    sources = plan_page.sources()
     judged = {source.name: source.passed for source in sources if source.passed is not None}
     assert {"megatron2021-T1", "mcore0.8", "torchtitan2412", "torchtitan2506", "llm-foundry"} <= judged.keys()
     assert all(judged.values()), judged
 
 
 def test_every_miss_has_a_reason_and_every_reason_a_miss() -> None:
-    sources = check.steps()
+    sources = plan_page.sources()
     assert check.unexplained(sources) == []
     steps = [step for source in sources for step in source.steps if step.reason and not step.run.informative]
     assert {(step.run.source, step.run.shape.name, step.run.cluster.gpu.name) for step in steps} == check.MISSED.keys()

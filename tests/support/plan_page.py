@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from pathlib import Path
@@ -23,6 +24,12 @@ EXAMPLES = (
 )
 
 
+@functools.cache
+def sources() -> list[check.Source]:
+    """Every source's steps, computed once: it takes seconds."""
+    return check.steps()
+
+
 def examples_table() -> str:
     """A row for each example: the best layout."""
     lines = ["| model | on | batch | best layout | step | MFU | GiB | tried |", "|---|---|---|---|---|---|---|---|"]
@@ -39,7 +46,7 @@ def examples_table() -> str:
 def steps_table() -> str:
     """A row for each source."""
     lines = ["| source | steps within 15 % | a constant MFU's | largest error | verdict |", "|---|---|---|---|---|"]
-    for source in check.steps():
+    for source in sources():
         verdict = {True: "holds", False: "**fails**", None: "not judged"}[source.passed]
         worst = max((step.error for step in source.steps), key=abs)
         hits = f"{source.hits} of {len(source.steps)}"
@@ -50,7 +57,7 @@ def steps_table() -> str:
 def misses_table() -> str:
     """A row for each model of a source whose steps are off by more than the limit."""
     errors: dict[tuple[str, str, str], list[float]] = {}
-    for source in check.steps():
+    for source in sources():
         for step in source.steps:
             if not (step.near or step.run.informative):
                 key = (source.name, step.run.shape.name, step.run.cluster.gpu.name)
