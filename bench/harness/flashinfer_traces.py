@@ -9,9 +9,9 @@ whose ``TraceSet.from_path`` reads the folder::
         solutions/BENCH/DEFINITION/NAME.json    shardfuse at one commit
         traces/BENCH/DEFINITION.jsonl           the rows that were measured in time
 
-A result names its cases and peers, and holds neither tensors nor code, which the format requires. Nothing is made up in
-their place: a definition has no axes, inputs and outputs, its reference and the solutions' code raise an error that
-says so, and the two errors by element that the format has are NaN. ``docs/benchmarks.md`` has the whole mapping.
+The format requires tensors and code. Our results have neither: they only name their cases and peers. The export invents
+nothing instead. A definition has no axes, inputs or outputs, its reference and the solutions' code raise an error that
+says so, and the format's two elementwise errors are NaN. ``docs/benchmarks.md`` has the whole mapping.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .records import read_records, writing
 from .report import Row
 
 AUTHOR = "shardfuse"
-UNKNOWN = "NaN"  # how the format writes a float that is not known
+UNKNOWN = "NaN"  # how the format writes an unknown float
 _TIME = re.compile(r", us\b")  # "forward, us", "a step of 32 running, us of the host"
 _LIBRARIES = {"torch": "torch", "triton": "triton", "cuda": "cuda", "shardfuse": "shardfuse", "liger": "liger-kernel"}
 _STAND_IN = "def run(*args, **kwargs):\n    raise NotImplementedError({!r})\n"
@@ -81,7 +81,7 @@ class _Dataset:
         self._names: dict[tuple[str, ...], str] = {}  # of the definitions, by benchmark, metric and peer
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add the rows of a record that are in time; those that were only planned become workloads without a trace."""
+        """Add the rows of a record that are times; rows that were only planned become workloads without a trace."""
         bench = record["bench"]
         folder = provenance.slug(bench)
         for (case, metric, peer), row in _planned(record):
@@ -102,7 +102,7 @@ class _Dataset:
             lines.append(line)
 
     def _name(self, *parts: str) -> str:
-        """The definition's name, which is also a file's; it has a number where another one reads the same."""
+        """The definition's name, which also names its files; it ends in a number if another definition has the name."""
         if parts not in self._names:
             name = plain = provenance.slug(" ".join(parts))
             count = 1
@@ -114,7 +114,7 @@ class _Dataset:
 
 
 def _planned(record: Mapping[str, Any]) -> Iterator[tuple[Key, Row | None]]:
-    """The rows in time, measured or only planned; a row that the machine cannot measure counts as planned."""
+    """The rows that are times, measured or only planned; a row that the machine cannot measure counts as planned."""
     measured = {row.key: row for row in map(Row.from_record, record["rows"])}
     planned = [tuple(each[:3]) for each in (*record["missing"], *record.get("skipped", ()))]
     for case, metric, peer in dict.fromkeys((*measured, *planned)):
@@ -164,14 +164,15 @@ def _solution(definition: str, record: Mapping[str, Any]) -> dict[str, Any]:
         ],
         "description": f"{tree}. sources.json has the first 16 digits of the SHA-256 of every file that was measured.",
     }
-    # Two that differ in anything need two names: a set of traces holds each name once.
+    # A trace set holds each name once, so solutions that differ in anything need different names.
     digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:8]
     return {"name": f"{definition}-{origin['commit'][:12]}-{digest}", **content}
 
 
 def _evaluation(record: Mapping[str, Any], case: str, row: Row | None) -> dict[str, Any] | None:
-    """What was found of a row; None for one that was not measured or claims more than the device's peak, unless its
-    case is wrong, and for one that nothing judged.
+    """The evaluation of a row; None if no verdict covers its case.
+
+    If the case is right, it is also None for a row that was not measured or that claims more than the device's peak.
     """
     verdicts = [each for each in record["verdicts"] if each["case"] == case]
     wrong = any(not each["ok"] for each in verdicts)

@@ -2,7 +2,8 @@
 
 A version shares torch and Triton with this process, so only the package itself is installed, below
 ``$XDG_CACHE_HOME/shardfuse/versions`` (``~/.cache`` without the variable). A release has a folder named by its number,
-a file on disk one named by its SHA-256. pip writes into a folder beside it, which is renamed when it is complete.
+a file on disk one named by its SHA-256. pip installs into a temporary folder beside it, which is renamed when it is
+complete.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def release(number: str) -> tuple[Path, str]:
 def wheel(path: Path) -> tuple[Path, str]:
     """The folder that holds the wheel or sdist at ``path``, installed, and its version.
 
-    An sdist is built with this environment's setuptools, where it has one. Raises ValueError for a file that is missing
+    An sdist is built with this environment's setuptools, if it has one. Raises ValueError for a file that is missing
     or of another kind, RuntimeError if pip cannot install it.
     """
     text = f"wheel:{path}"
@@ -99,7 +100,7 @@ def _install(folder: Path, requirement: Sequence[str], text: str, remedy: str) -
 
 
 def _why(said: str, remedy: str) -> str:
-    """pip's error output as one line that says what to do."""
+    """pip's error output as one line with a remedy."""
     if "No module named pip" in said:
         return f"{sys.executable} has no pip to install it with; run {sys.executable} -m ensurepip"
     listed = re.search(r"\(from versions: (.*)\)", said)

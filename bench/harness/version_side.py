@@ -1,8 +1,8 @@
 """One version's side of ``bench compare commit:A release:B``, as a process: ``python version_side.py BENCH [DEVICE]``.
 
-It answers one line of JSON for each line on standard input: {"keys": true}, {"check": CASE} or {"time": KEY}. Another
-version's package is on the path, whose modules may differ from those beside this file: hence the absolute imports, and
-so few of them.
+It answers each line of standard input with one line of JSON. A line is {"keys": true}, {"check": CASE} or
+{"time": KEY}. The package on the path is another version, whose modules may differ from those beside this file. So this
+file has few imports, and they are absolute.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 from typing import IO, Any
 
-SECONDS = 0.1  # for the timing of one row, once
+SECONDS = 0.1  # for one timing of a row
 
 
 def serve(bench: str, device: str | None, answers: IO[str]) -> None:
@@ -45,7 +45,7 @@ def serve(bench: str, device: str | None, answers: IO[str]) -> None:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a benchmark prints is no answer
+    os.dup2(2, 1)  # what a benchmark prints must not mix with the answers
     try:
         serve(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None, answers)
     except Exception as error:

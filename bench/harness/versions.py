@@ -1,4 +1,4 @@
-"""Two versions' measurements of one benchmark, each version in a process of its own.
+"""Measures one benchmark in two versions of this package, each version in a process of its own.
 
 A version is a commit (in a temporary worktree), a folder with a checkout, a release of the package index, or a wheel or
 sdist on disk (``installed.py``).
@@ -22,15 +22,15 @@ from typing import Any
 from . import installed, version_side
 from .shift import Shift, balanced_order, compare_times
 
-ROUNDS = 16  # each sample is itself a figure of many calls
+ROUNDS = 16  # each sample is a figure from many calls
 PREFIXES = ("commit:", "tree:", "release:", "wheel:")
 EXPECTED = "commit:REF, tree:FOLDER, release:NUMBER or wheel:FILE"
 
 
 @dataclass(frozen=True)
 class Version:
-    """``text`` as the user gave it ("release:0.1.0"), what it stands for ("0.1.0", a commit's hash), and the folder
-    that holds the package ``shardfuse``.
+    """One side of the comparison: ``text`` as the user gave it ("release:0.1.0"), the ``number`` that it stands for
+    ("0.1.0", a commit's hash), and the folder at ``path`` that holds the package ``shardfuse``.
     """
 
     text: str
@@ -40,9 +40,9 @@ class Version:
 
 @dataclass(frozen=True)
 class Measured:
-    """The device's name, what the two versions stand for, and (key, shift, why) of every row that both plan.
+    """The device's name, the versions' numbers, and (key, shift, why) of every row that both versions plan.
 
-    A row that a version gets wrong has no shift, and ``why`` says so.
+    A row that fails the check in a version has no shift, and ``why`` says so.
     """
 
     device: str
@@ -54,7 +54,7 @@ class Measured:
 def version(repository: Path, text: str) -> Iterator[Version]:
     """The version that ``text`` names; a commit's worktree lasts as long as the context.
 
-    Raises ValueError if there is none of that name, RuntimeError if it cannot be had.
+    Raises ValueError if no version has that name, RuntimeError if it cannot be checked out or installed.
     """
     prefix, _, name = text.partition(":")
     if prefix == "commit":
@@ -150,7 +150,7 @@ def compare_versions(
 ) -> Measured:
     """Check and time every row of ``bench`` that both versions plan; ``repository`` has the commits.
 
-    Raises RuntimeError for a version whose benchmark cannot run, ValueError where the versions share no row.
+    Raises RuntimeError for a version whose benchmark cannot run, ValueError if the versions share no row.
     """
     with contextlib.ExitStack() as stack:
         versions = [stack.enter_context(version(repository, text)) for text in texts]
@@ -188,6 +188,6 @@ def _commit(folder: Path) -> str:
 
 
 def _git(repository: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    # git's subcommands are written out by the callers; Ctrl-C must not interrupt the removal of a worktree.
+    # The callers write out git's subcommands. Ctrl-C must not interrupt the removal of a worktree, hence the session.
     command = ["git", "-C", str(repository), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)  # noqa: S603
