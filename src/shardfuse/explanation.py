@@ -41,16 +41,17 @@ class Row:
     path: str  # "model.layers.*.mlp.c_fc": the star stands for a layer's number
     kind: str  # the module's class
     op: str
-    # "triton", "reference", or "refused" if the requested implementation cannot run; of other packages' modules
-    # "torch", or "with its parent" where a fused one reads them
+    # "triton", "reference", or "refused" if the requested implementation cannot run. For modules of other packages
+    # "torch", or "with its parent" if a fused module reads their parameters.
     runs: str
     why: str
     layout: str  # "weight [1024/2, 256], bias [1024/2]"
     parameters: int  # on this rank, in one layer
     layers: int = 1
-    collectives: tuple[CollectiveInfo, ...] = ()  # and how they overlap with products
-    shared_by: tuple[str, ...] = ()  # other layers that share these: "k_proj", "v_proj"
-    numbers: tuple[str, ...] = ()  # of the layers, for each star: "0-31", "0-2, 5"; () where stars do not say it alone
+    collectives: tuple[CollectiveInfo, ...] = ()  # with their overlap with products
+    shared_by: tuple[str, ...] = ()  # other layers that share the first collective: "k_proj", "v_proj"
+    # The layers' numbers for each star: "0-31", "0-2, 5". () if not all combinations of them occur.
+    numbers: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
@@ -61,7 +62,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Moved:
-    """A fused module in a training forward, as it was and as it is, in all layers together."""
+    """A fused module's traffic in a training forward before and after ``fuse``, summed over its layers."""
 
     path: str
     layers: int
@@ -79,13 +80,13 @@ class Explanation:
     parameters_per_rank: int
     rows: tuple[Row, ...]
     packed: int = 0  # bytes of weights packed for inference on a CPU, beside the parameters
-    memory: str = ""  # a table of its symmetric memory, for an input if ranks could use such memory
-    batch: tuple[int, ...] = ()  # of which a training forward was counted
+    memory: str = ""  # a table of the symmetric memory, if an input was given and the ranks could use such memory
+    batch: tuple[int, ...] = ()  # shape of the input whose training forward was counted
     moved: tuple[Moved, ...] = ()  # the last one is the whole model
-    not_counted: str = ""  # why it was not
+    not_counted: str = ""  # the reason if counting failed
 
     def record(self) -> dict[str, Any]:
-        """The same in JSON's types."""
+        """The explanation as values that JSON can hold."""
         return {**asdict(self), "device": str(self.device)}
 
     def __rich__(self) -> Group:
@@ -151,7 +152,7 @@ class _Reasons:
         self._numbers: dict[str, int] = {}
 
     def mark(self, why: str) -> str:
-        """What stands for ``why`` in a table: " [3]"; "" for none."""
+        """The mark that stands for ``why`` in a table, such as " [3]"; "" without a reason."""
         return f" [{self._numbers.setdefault(why, len(self._numbers) + 1)}]" if why else ""
 
     def __rich__(self) -> Table:
@@ -173,18 +174,19 @@ def explain(
 ) -> Explanation:
     """Tell for each module of ``model`` which implementation runs and why, how it is sharded, and what a rank holds.
 
-    ``x`` is an input or a device; None: the device of the parameters. It runs nothing and asks no other rank. The
-    overlap of collectives with products, and the symmetric memory for it, depend on the number of tokens: pass an input
-    to see them. For a model under autocast call it under autocast, which decides the dtype. A collective that several
-    layers share is listed at the first. Other packages' modules are listed if they own parameters; in a model that
-    ``fuse`` went through, with the reason why they stayed as they are.
+    ``x`` is an input or a device; None means the device of the parameters. ``explain`` runs nothing and asks no other
+    rank. The overlap of collectives with products, and the symmetric memory for it, depend on the number of tokens:
+    pass an input to see them. If the model runs under autocast, call ``explain`` under autocast, which decides the
+    dtype. A collective that several layers share is listed at the first of them. Modules of other packages are listed
+    if they own parameters. In a fused model the table also says why they stayed stock.
 
-    For a fused model and an input, or ``batch``, the shape of its token ids (4, 2048), it also tells what each fused
-    module keeps for backward, how many ops it runs and how many bytes they move, before and after ``fuse``: counted on
-    fake tensors, for the ops that run on the device that was asked about, which need not be there.
+    For a fused model, pass an input or ``batch``, the shape of its token ids, such as (4, 2048). A second table then
+    shows for each fused module, before and after ``fuse``, the bytes that it keeps for backward, the number of its ops
+    and the bytes that these move. They are counted on fake tensors, for the ops of the requested device, which this
+    machine need not have.
 
-    Raises TypeError for a ``model`` that is no module, ValueError for an ``x`` that is no input and no device, and for
-    a ``batch`` that is no shape or comes beside an input.
+    Raises TypeError for a ``model`` that is no module. Raises ValueError for an ``x`` that is neither an input nor a
+    device, and for a ``batch`` that is no shape or is given beside an input.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"explain: model is a {type_name(model)}: expected an nn.Module, such as load_hf(folder)")
@@ -208,7 +210,7 @@ def explain(
 
 
 def _given(x: Any, batch: Any) -> torch.Tensor | None:
-    """The model's argument, or an empty one of its shape."""
+    """The input to count with: ``x``, or an empty tensor of the shape ``batch``; None without either."""
     if batch is None:
         return x if isinstance(x, torch.Tensor) else None
     if isinstance(x, torch.Tensor):
@@ -262,7 +264,7 @@ def _tokens(model: nn.Module, x: Any) -> int | None:
 
 
 def _rows(model: nn.Module, device: torch.device, tokens: int | None) -> Iterator[tuple[Row, tuple[int, ...]]]:
-    """Each op of each module, and the layers' numbers in the module's path."""
+    """Each op of each module, with the layers' numbers in the module's path."""
     taken, fused_groups, stock = _taken(model), _fused_groups(model), _stock(model)
     names = {module: path.rpartition(".")[2] for path, module in model.named_modules()}
     for path, module in model.named_modules():
@@ -298,7 +300,7 @@ def _starred(path: str) -> str:
 
 
 def _ranges(found: list[tuple[int, ...]]) -> tuple[str, ...]:
-    """The numbers at each place of a path: "0-31"; () where ``found`` is not every combination of them."""
+    """The numbers at each place of a path: "0-31"; () if ``found`` does not have every combination of them."""
     places = [sorted(set(numbers)) for numbers in zip(*found)]
     if math.prod(map(len, places)) != len(found):
         return ()
@@ -313,7 +315,7 @@ def _runs_of(numbers: list[int]) -> Iterator[str]:
 
 
 def _stock(model: nn.Module) -> dict[str, tuple[str, str]]:
-    """What runs the modules of a fused model that are not fused, and why, by path."""
+    """By path: what runs each module of a fused model that is not fused itself, and why."""
     if not any(isinstance(module, Fused) for module in model.modules()):
         return {}
     paths = {module: path for path, module in model.named_modules()}
@@ -333,7 +335,7 @@ def _ops(module: nn.Module, device: torch.device) -> list[tuple[str, str, str]]:
 
 
 def _taken(model: nn.Module) -> dict[nn.Module, RowParallelLinear]:
-    """By norm the layer whose all-reduce may be deferred to it."""
+    """By norm: the layer whose all-reduce may be deferred to it."""
     found: dict[nn.Module, RowParallelLinear] = {}
     for module in model.modules():
         deferred_sums: Any = getattr(module, "deferred_sums", None)
@@ -342,7 +344,7 @@ def _taken(model: nn.Module) -> dict[nn.Module, RowParallelLinear]:
 
 
 def _fused_groups(model: nn.Module) -> dict[nn.Module, FusedGroup]:
-    """By layer the layers that run as one with it."""
+    """By layer: the group of layers that run as one with it."""
     found: dict[nn.Module, FusedGroup] = {}
     for module in model.modules():
         groups: Any = getattr(module, "fused_groups", None)
@@ -371,7 +373,7 @@ def _collectives(
 
 
 def _told(collective: CollectiveInfo) -> tuple[str, ...]:
-    """When, which op, how, its exposed microseconds, and the reason."""
+    """When the collective runs, its op, how it overlaps, its exposed microseconds, and the reason."""
     if collective.plan is None:
         return collective.when, collective.op, "per call", "", _PER_CALL
     kind, pieces, reason, exposed_s = collective.plan
@@ -389,7 +391,7 @@ def _layout(name: str, param: torch.Tensor) -> str:
 
 
 def _sizes(before: int, after: int) -> str:
-    """As in 12.3 -> 4.1 MB."""
+    """Two sizes in bytes as one text, such as "12.3 -> 4.1 MB"."""
     power = next((power for power in (3, 2, 1) if max(before, after) >= 1000**power), 0)
     figures = [f"{size / 1000**power:,.{1 if power else 0}f}" for size in (before, after)]
     return f"{' -> '.join(figures)} {('B', 'kB', 'MB', 'GB')[power]}"

@@ -23,7 +23,7 @@ from .parallel.plan.this_machine import this_machine
 from .parallel.plan.traffic import Flow, traffic
 from .training.settings import RunSettings, read_settings
 
-TOKENS = 1 << 22  # of a step, unless the batch is given: what models of 100 billion parameters are trained with
+TOKENS = 1 << 22  # per step, if no batch is given: usual for models of 100 billion parameters
 CPU_BATCH = 8
 PARTS = {
     "products": "products",
@@ -51,8 +51,8 @@ class DoesNotFit(ValueError):
 class Plan:
     """The quickest layouts of a model on a cluster, best first; made by :func:`plan`.
 
-    ``found`` holds for each its layout, what its fullest rank keeps in memory, in bytes by kind, and its step's time,
-    in seconds by part. All figures are predictions: ``docs/plan.md`` says how they are checked.
+    For each layout ``found`` holds the memory of its fullest rank, in bytes by kind, and the time of its step, in
+    seconds by part. All figures are predictions: ``docs/plan.md`` says how they are checked.
     """
 
     shape: ModelShape
@@ -69,20 +69,20 @@ class Plan:
         return self.found[0]
 
     def tokens_per_second(self, found: Found) -> float:
-        """Of all GPUs together."""
+        """The tokens per second of all GPUs together."""
         return found.layout.batch * found.layout.length / found.time.total
 
     def utilization(self, found: Found) -> float:
-        """Model FLOPs utilization (MFU): the share of the dense peak, recomputation and masked scores not counted."""
+        """The model FLOPs utilization (MFU): a share of the dense peak, without recomputation and masked scores."""
         flops = self.shape.flops(found.layout.batch * found.layout.length, found.layout.length)
         return flops / (found.time.total * self.cluster.gpu.flops[found.layout.precision] * self.cluster.gpus)
 
     def memory_of(self, found: Found) -> list[Memory]:
-        """What each pipeline rank holds."""
+        """The memory of each pipeline rank, in bytes by kind."""
         return [of_rank(self.shape, found.layout, self.software, rank) for rank in range(found.layout.pp)]
 
     def traffic(self, found: Found) -> list[Flow]:
-        """What the first rank sends in a step, by collective and link."""
+        """The bytes that the first rank sends in a step, by collective and link."""
         return traffic(self.shape, found.layout, self.cluster, self.software)
 
     def reasons(self) -> list[str]:
@@ -97,7 +97,7 @@ class Plan:
         return _toml(self, self.best if found is None else found)
 
     def record(self) -> dict[str, Any]:
-        """The same for a program: plain values, times in seconds, memory in bytes."""
+        """The plan as values that JSON can hold, with times in seconds and memory in bytes."""
         return {
             "model": dataclasses.asdict(self.shape),
             "gpu": self.cluster.gpu.name,
@@ -131,23 +131,24 @@ def plan(
     count: int = 5,
     **choices: Any,
 ) -> Plan:
-    """The quickest layouts of ``model`` on ``gpus`` GPUs that fit their memory, by prediction.
+    """Predict the quickest layouts of ``model`` on ``gpus`` GPUs, among those that fit in memory.
 
     Args:
         model: a known model, such as "llama3-405b" (``parallel/plan/shapes.json``), a folder of transformers, a TOML
             file of ``shardfuse train``, or a configuration.
         gpus: number of GPUs, or of processes for ``gpu="cpu"``.
-        gpu: a kind of ``parallel/plan/hardware.py``; "cpu" is this machine, whose speed is measured first.
+        gpu: a kind of GPU in ``parallel/plan/hardware.py``, or "cpu" for this machine, whose speed is measured first.
         network: links that differ from those of the GPU's reference system, such as "pcie-5,ethernet-100", or a TOML
             file of them: see ``docs/plan.md``.
-        batch: sequences of a step over all GPUs. Default: the TOML file's, or as many as make four million tokens.
-        seq: tokens of a sequence. Default: the TOML file's, or 2048.
-        precision: "bf16", "fp16" or "fp8"; "fp32" on CPUs. Default: the first that the kind has.
-        count: layouts to return.
-        **choices: values that a field of ``Space`` may have, one or several: ``tp=8``, ``pp=(1, 2, 4)``,
-            ``recompute="none"``. What is left out is free.
+        batch: sequences per step over all GPUs. Default: the TOML file's, else 8 on CPUs, and on GPUs as many as make
+            four million tokens.
+        seq: tokens per sequence. Default: the TOML file's, else 2048.
+        precision: "bf16", "fp16" or "fp8" on GPUs, "fp32" on CPUs. Default: "bf16", and "fp32" on CPUs.
+        count: the number of layouts to return.
+        **choices: one or several allowed values of a part of the layout: ``tp=8``, ``pp=(1, 2, 4)``,
+            ``recompute="none"``. ``Space`` in ``parallel/plan/search.py`` lists the names. The search chooses the rest.
 
-    Raises ValueError for invalid values, and :class:`DoesNotFit`, which names the smallest layout that would.
+    Raises ValueError for invalid values, and :class:`DoesNotFit` if no layout fits, with the smallest one that would.
     """
     shape, settings = _resolved(model)
     seq = whole_number("seq", seq or (settings.data.seq if settings else 2048))
@@ -157,8 +158,8 @@ def plan(
     if precision is None:
         precision = "fp32" if gpu == "cpu" else "bf16"
     if precision not in where.gpu.flops:
-        raise ValueError(f"precision={precision!r}: {gpu} has a rate in {', '.join(where.gpu.flops)}")
-    choices = {"offload": False, **choices} if gpu == "cpu" else choices  # the host's memory is the device's
+        raise ValueError(f"precision={precision!r}: expected one that {gpu} has, {', '.join(where.gpu.flops)}")
+    choices = {"offload": False, **choices} if gpu == "cpu" else choices  # host and device share one memory
     search = Search(shape, where, how, rates, whole_number("batch", batch), seq, precision, _space(choices))
     result = search.best(whole_number("count", count))
     if not result.found:
@@ -218,7 +219,7 @@ def _space(choices: Mapping[str, Any]) -> Space:
     }
     space = Space(**several)
     if not {"none", "full"}.issuperset(space.recompute):
-        raise ValueError(f"recompute={', '.join(space.recompute)}: this library recomputes none or full blocks")
+        raise ValueError(f"recompute={', '.join(space.recompute)}: expected none or full, for whole blocks")
     return space
 
 
@@ -234,15 +235,17 @@ def _refusal(search: Search, chosen: bool) -> DoesNotFit:
 
 
 def _reason(one: StepTime, other: StepTime) -> str:
-    """What the quicker step saves over the other, and what it pays."""
+    """The parts that the quicker step saves time in, and the part that takes it longer."""
     differences = {name: getattr(other, name) - getattr(one, name) for name in PARTS}
     whole = other.total - one.total
     saved = sorted((name for name in PARTS if differences[name] > 0.1 * whole), key=lambda name: -differences[name])
     paid = sorted((name for name in PARTS if differences[name] < -0.1 * whole), key=lambda name: differences[name])
     text = f"{_seconds(whole)} quicker: " if whole > 0 else "as quick: "
-    text += ", ".join(f"{PARTS[name]} {_seconds(differences[name])} less" for name in saved[:2]) or "a little of all"
+    text += (
+        ", ".join(f"{PARTS[name]} {_seconds(differences[name])} less" for name in saved[:2]) or "a little in every part"
+    )
     if paid:
-        text += f"; against {PARTS[paid[0]]} {_seconds(-differences[paid[0]])} more"
+        text += f", but {PARTS[paid[0]]} {_seconds(-differences[paid[0]])} more"
     return text
 
 
@@ -276,7 +279,7 @@ def _toml(made: Plan, found: Found) -> str:
     sections: dict[str, Mapping[str, Any]] = {}
     if settings is None:
         if shape.positions:
-            head.append("# shardfuse train has rotary positions in the place of this model's learned ones")
+            head.append("# shardfuse train uses rotary positions instead of this model's learned ones")
         sections["model"] = _model(shape, layout.length)
     else:
         given = json.loads(settings.to_json())
@@ -312,5 +315,5 @@ def _section(name: str, values: Mapping[str, Any]) -> str:
 
 
 def _lines(values: Mapping[str, Any]) -> list[str]:
-    """Lines of TOML; JSON writes its scalars and lists alike, and false stands for none."""
+    """Lines of TOML, whose scalars and lists look as in JSON; false stands for None."""
     return [f"{key} = {json.dumps(False if value is None else value)}" for key, value in values.items()]

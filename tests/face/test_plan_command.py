@@ -118,12 +118,12 @@ def test_what_does_not_fit_names_the_smallest_that_does() -> None:
         ({"model": "gpt-9"}, "expected a folder with config.json, a TOML file"),
         ({"gpus": 0}, "gpus"),
         ({"gpu": "v100"}, "expected one of a100-40"),
-        ({"precision": "fp32"}, "has a rate in bf16, fp16, fp8"),
+        ({"precision": "fp32"}, "expected one that h100 has, bf16, fp16, fp8"),
         ({"sizes": 3}, "sizes: expected some of"),
         ({"gpu": "cpu", "network": "x.toml"}, "leave it out"),
         ({"tp": 3}, "leave out some of the choices"),
         ({"schedule": "fastest"}, "schedule='fastest': expected some of 1f1b"),
-        ({"recompute": "selective"}, "recomputes none or full blocks"),
+        ({"recompute": "selective"}, "expected none or full"),
     ],
 )
 def test_bad_questions_are_refused(arguments: dict[str, Any], why: str) -> None:

@@ -23,38 +23,49 @@ GIB = 1 << 30
 def plan(
     model: Annotated[
         str | None,
-        typer.Option(help="A known model, such as llama3-405b, a folder of transformers, or a TOML file of train."),
+        typer.Option(
+            help="A known model, such as llama3-405b, a folder of transformers, or a TOML file of shardfuse train."
+        ),
     ] = None,
-    gpus: Annotated[int | None, typer.Option(help="GPUs; with --gpu cpu, processes on this machine.")] = None,
-    gpu: Annotated[str, typer.Option(help="a100, a100-40, h100, h200, b200, gb200, mi300x, ..., or cpu.")] = "h100",
+    gpus: Annotated[
+        int | None, typer.Option(help="Number of GPUs, or with --gpu cpu of processes on this machine.")
+    ] = None,
+    gpu: Annotated[
+        str, typer.Option(help="Kind of GPU: a100, a100-40, h100, h200, b200, gb200, mi300x, ..., or cpu.")
+    ] = "h100",
     network: Annotated[
         str | None, typer.Option(help="Other links: names such as pcie-5,ethernet-100, or a TOML file; docs/plan.md.")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Sequences of a step. Default: the file's, or four million tokens.")
+        int | None, typer.Option(help="Sequences per step. Default: the file's, else four million tokens (cpu: 8).")
     ] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence. Default: the file's, or 2048.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens per sequence. Default: the file's, else 2048.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp8; fp32 with --gpu cpu.")] = None,
     tp: Annotated[str | None, typer.Option(help="Allowed tensor-parallel degrees, such as 4,8. Default: any.")] = None,
     pp: Annotated[str | None, typer.Option(help="Allowed numbers of pipeline ranks. Default: any.")] = None,
-    dp: Annotated[str | None, typer.Option(help="Allowed numbers of ZeRO's shards. Default: any.")] = None,
-    zero: Annotated[str | None, typer.Option(help="Allowed stages of ZeRO. Default: 0,1,3.")] = None,
-    micro: Annotated[str | None, typer.Option(help="Allowed sequences of a micro-batch. Default: any.")] = None,
+    dp: Annotated[str | None, typer.Option(help="Allowed numbers of ZeRO shards. Default: any.")] = None,
+    zero: Annotated[str | None, typer.Option(help="Allowed ZeRO stages. Default: 0,1,3.")] = None,
+    micro: Annotated[
+        str | None, typer.Option(help="Allowed sizes of a micro-batch, in sequences. Default: any.")
+    ] = None,
     schedule: Annotated[str | None, typer.Option(help="Allowed pipeline schedules, such as 1f1b,zbv.")] = None,
     recompute: Annotated[str | None, typer.Option(help="Allowed recomputation: none, full, or both.")] = None,
     sequence_parallel: Annotated[
-        bool | None, typer.Option("--sequence-parallel/--no-sequence-parallel", help="Default: where it divides.")
+        bool | None,
+        typer.Option(
+            "--sequence-parallel/--no-sequence-parallel", help="Default: if the sequence divides by the degree."
+        ),
     ] = None,
     offload: Annotated[
-        bool | None, typer.Option("--offload/--no-offload", help="Default: where nothing else fits.")
+        bool | None, typer.Option("--offload/--no-offload", help="Default: only if nothing else fits.")
     ] = None,
-    count: Annotated[int, typer.Option(help="Layouts to show.")] = 5,
+    count: Annotated[int, typer.Option(help="Number of layouts to show.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Write the best layout as a TOML file for shardfuse train.")] = None,
     draw: Annotated[
-        Path | None, typer.Option(help="Draw timeline and memory: .png, .svg or .pdf, or a page (.html).")
+        Path | None, typer.Option(help="Draw timeline and memory as a picture (.png, .svg, .pdf) or a page (.html).")
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Compare predictions with published runs. Exit code 1: one is off.")
+        bool, typer.Option("--check", help="Compare predictions with published runs. Exit code 1: a judged one is off.")
     ] = False,
     json: Json = False,
     debug: Debug = False,
@@ -128,7 +139,7 @@ def show(people: Console, made: Plan) -> None:
 
 
 def layouts_table(made: Plan) -> Any:
-    """A row for each layout, best first."""
+    """A table with a row for each layout, best first."""
     from ..kernels.runtime.printing import Sheet, figure, prose, unbroken
 
     table = Sheet(
@@ -199,5 +210,5 @@ def _traffic_table(made: Plan, found: Found) -> Any:
 
 
 def gib(size: float) -> str:
-    """Bytes in GiB, with as many digits as are worth reading."""
+    """Bytes in GiB, rounded for reading."""
     return f"{size / GIB:,.0f}" if size >= 100 * GIB else f"{size / GIB:.3g}"

@@ -14,7 +14,7 @@ _SHOWN = 12  # rows of a source; a source with more shows its misses and a summa
 
 
 def run_check(*, json: bool = False) -> int:
-    """Print every comparison; 1 if a source that is judged fails, a miss has no reason or a memory is off."""
+    """Print every comparison; return 1 if a judged source fails, a miss has no reason or a memory is off."""
     people = console(stderr=json)
     sources, held = check.steps(), check.memory()
     for source in sources:
@@ -72,8 +72,8 @@ def _layout_table(layouts: list[check.Chosen]) -> Sheet:
     table = Sheet(
         unbroken("run"), prose("published", 24), figure("longer by"), prose("best found", 24), prose("free search", 24),
         prose("why", 24),
-        title=f"Published layouts beside the best that the planner finds for the same choices, within "
-        f"{check.LAYOUT_WITHIN:.0%} of it",
+        title=f"Published layouts beside the best that the planner finds for the same choices; allowed: "
+        f"{check.LAYOUT_WITHIN:.0%} longer",
     )  # fmt: skip
     for each in layouts:
         table.add(

@@ -1,6 +1,6 @@
-"""The best layout as a picture: its pipeline's timeline and its memory; as a page, with the tables beside it.
+"""The best layout as a picture of its pipeline's timeline and its memory, or as a page of picture and tables.
 
-The page is one file without scripts, which opens from a disk without a network.
+The page is one file without scripts, which opens from disk without a network.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GIB = 1 << 30
-_ROUNDS = 3  # micro-batches a rank that a timeline shows at most: the middle of a long step repeats
-_RANKS = 16  # bars of memory at most
+_ROUNDS = 3  # the most micro-batches per rank in a timeline: the middle of a long step repeats itself
+_RANKS = 16  # the most bars of memory
 _KINDS = ("#3b6fb6", "#6f9bd8", "#a9c4ec", "#e08a2c", "#f2bd83", "#b8860b", "#8a6fb0", "#9a9a9a", "#dcdcdc")
 _TEMPLATE = Path(__file__).with_name("plan_page.html")
 
@@ -46,7 +46,7 @@ def write(made: Plan, path: Path) -> None:
 
 
 def picture(made: Plan) -> Figure:
-    """The timeline of the best layout's pipeline, if it has one, above what each of its ranks holds."""
+    """The timeline of the best layout's pipeline, if it has one, above the memory of each of its ranks."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -68,7 +68,8 @@ def _timeline(found: Found) -> Timeline | None:
     layout, time = found.layout, found.time
     if layout.pp == 1:
         return None
-    # Products are three equal parts, of which one is the weights' gradients; of the rest a third is forward.
+    # Forward, input gradients and weight gradients each take a third of the products. Forward takes a third of the
+    # rest, and the input gradients take the other two.
     rest = time.total - time.bubble - time.gradients - time.optimizer - time.products
     parts = (time.products / 3 + rest / 3, time.products / 3 + rest * 2 / 3, time.products / 3)
     scale = layout.microbatches * layout.interleave
