@@ -1,8 +1,8 @@
 """The command line: ``shardfuse demo | train | plan | serve | generate | audit | schedule | env | inspect | bench |
 conformance``.
 
-It parses arguments and reports errors, and so do the modules of ``commands/`` that it adds: ``bench``, ``conformance``,
-``plan``, ``serving``. Each command's work is near its floor and is imported when the command runs, so that
+This module parses arguments and reports errors. The modules ``bench``, ``conformance``, ``plan`` and ``serving`` of
+``commands/`` parse those of their own commands. A command imports the code that does its work when it runs, so that
 ``shardfuse --help`` is fast.
 """
 
@@ -68,10 +68,10 @@ def demo(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the output. Default: shardfuse-demo.")] = None,
     tp: Annotated[
-        int | None, typer.Option(help="Processes that share the model. Default: 2, or 1 where there is one GPU.")
+        int | None, typer.Option(help="Tensor-parallel processes. Default: 2, or 1 with a single GPU.")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of training at most.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Seconds of training at most.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Limit of the training steps.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Time limit of the training, in seconds.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of weights and batches. Default: 0.")] = None,
     port: Annotated[int | None, typer.Option(help="Port where the processes meet. Default: any free one.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")] = None,
@@ -105,29 +105,31 @@ def train(
     context: typer.Context,
     file: Annotated[Path | None, typer.Argument(help="TOML file of settings; see docs/training.md.")] = None,
     steps: Annotated[int | None, typer.Option(help="Steps of the run.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of weights, order of the data and dropout.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the weights, the data's order and dropout.")] = None,
     out: Annotated[str | None, typer.Option(help="Folder of the run. Default: run.")] = None,
     start: Annotated[str | None, typer.Option(help="Hugging Face folder to start from.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")] = None,
-    data: Annotated[str | None, typer.Option(help="Text, or a .npy file of token numbers.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences of a step, over all processes.")] = None,
+    data: Annotated[str | None, typer.Option(help="Text, or a .npy file of token ids.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences per step, over all processes.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate after the warm-up.")] = None,
     dp_replicate: Annotated[
         int | None, typer.Option(help="Replicas of the data-parallel shards (hybrid sharding).")
     ] = None,
-    dp: Annotated[int | None, typer.Option(help="Data-parallel degree. Default: what the others leave.")] = None,
+    dp: Annotated[
+        int | None, typer.Option(help="Data-parallel degree. Default: the processes that the other degrees leave.")
+    ] = None,
     pp: Annotated[int | None, typer.Option(help="Pipeline stages.")] = None,
     tp: Annotated[int | None, typer.Option(help="Tensor-parallel degree.")] = None,
     zero: Annotated[int | None, typer.Option(help="ZeRO stage, 0 to 3.")] = None,
     schedule: Annotated[str | None, typer.Option(help="Pipeline schedule, such as 1f1b or zbv.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Micro-batches of a batch.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Micro-batches per batch.")] = None,
     precision: Annotated[str | None, typer.Option(help="fp32, or bf16 or fp16 products over fp32 parameters.")] = None,
     recompute: Annotated[
         bool | None, typer.Option("--recompute/--no-recompute", help="Keep only each block's input for backward.")
     ] = None,
     offload: Annotated[
-        bool | None, typer.Option("--offload/--no-offload", help="Parameters and optimizer state in host memory.")
+        bool | None, typer.Option("--offload/--no-offload", help="Keep parameters and optimizer state in host memory.")
     ] = None,
     overlap: Annotated[
         str | None, typer.Option(help="How collectives overlap with products; see docs/reference.md.")
@@ -142,7 +144,7 @@ def train(
         int | None, typer.Option(help="Processes to start. Default: the product of the degrees.")
     ] = None,
     port: Annotated[int | None, typer.Option(help="Port where the processes meet. Default: any free one.")] = None,
-    restarts: Annotated[int, typer.Option(help="Restarts after a process was killed.")] = 3,
+    restarts: Annotated[int, typer.Option(help="Limit of restarts after a process was killed.")] = 3,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the folder, if there is one.")] = False,
     json: Json = False,
     debug: Debug = False,
@@ -173,7 +175,7 @@ def audit(
     zero: Annotated[int, typer.Option(help="ZeRO stage, 0 to 3.")] = 0,
     schedule: Annotated[str | None, typer.Option(help="Pipeline schedule, such as 1f1b or zbv.")] = None,
     microbatches: Annotated[
-        int | None, typer.Option(help="Micro-batches of a batch. Default: the schedule's own number.")
+        int | None, typer.Option(help="Micro-batches per batch. Default: the schedule's own number.")
     ] = None,
     style: Annotated[str, typer.Option(help="gelu or gated.")] = "gated",
     sequence_parallel: Annotated[
@@ -184,14 +186,17 @@ def audit(
     overlap: Annotated[
         str | None, typer.Option(help="auto, kernel, chunked or none: how collectives overlap with products.")
     ] = None,
-    offload: Annotated[bool, typer.Option("--offload", help="Parameters and gradients in the host's memory.")] = False,
+    offload: Annotated[bool, typer.Option("--offload", help="Keep parameters and gradients in host memory.")] = False,
     tie_embeddings: Annotated[
         bool, typer.Option("--tie-embeddings", help="The head shares the embedding's weight.")
     ] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Count what a small model's training step sends and compare it with the closed form. Exit code 1: it differs."""
+    """Count the bytes that a small model's training step sends and compare them with the closed form.
+
+    Exit code 1: they differ.
+    """
     from .commands.audit import Options
     from .commands.audit import audit as run_audit
 
@@ -217,34 +222,36 @@ def audit(
 def schedule(
     name: Annotated[str, typer.Argument(help="A schedule, such as 1f1b, interleaved_zb or zbv.")],
     stages: Annotated[int, typer.Option(help="Pipeline ranks; some schedules put two stages on each.")] = 4,
-    microbatches: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 8,
+    microbatches: Annotated[int, typer.Option(help="Micro-batches per step.")] = 8,
     forward_cost: Annotated[
-        float | None, typer.Option(help="Of a micro-batch in one stage, in any unit. Default of each cost: 1.")
+        float | None,
+        typer.Option(help="Forward cost of a micro-batch in one stage, in any unit. Default of each cost: 1."),
     ] = None,
-    backward_cost: Annotated[float | None, typer.Option(help="Of the gradient of a stage's input.")] = None,
-    weight_cost: Annotated[float | None, typer.Option(help="Of the gradients of a stage's weights.")] = None,
+    backward_cost: Annotated[float | None, typer.Option(help="Cost of the gradient of a stage's input.")] = None,
+    weight_cost: Annotated[float | None, typer.Option(help="Cost of the gradients of a stage's weights.")] = None,
     held: Annotated[
-        float | None, typer.Option(help="Memory kept between the two, as a share of what forward keeps. Default: 1.")
+        float | None,
+        typer.Option(help="Memory kept between these two passes, as a share of what forward keeps. Default: 1."),
     ] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Backward runs forward again first.")] = False,
     model: Annotated[
-        str | None, typer.Option(help="Model the costs of a block of a model, such as llama3-8b, in us.")
+        str | None, typer.Option(help="Instead: modelled costs, in us, of a block of this model, such as llama3-8b.")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="With --model: tokens of a micro-batch. Default: 8192.")] = None,
-    length: Annotated[int | None, typer.Option(help="With --model: tokens of a sequence. Default: 8192.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="With --model: tokens per micro-batch. Default: 8192.")] = None,
+    length: Annotated[int | None, typer.Option(help="With --model: tokens per sequence. Default: 8192.")] = None,
     tp: Annotated[int | None, typer.Option(help="With --model: tensor-parallel degree. Default: 1.")] = None,
     target: Annotated[str | None, typer.Option(help="With --model: a GPU architecture. Default: sm_90.")] = None,
     measure: Annotated[
         Path | None,
         typer.Option(
-            help="Measure the costs here, in ms, for the run that this TOML file of shardfuse train describes. A dp "
-            "that the file leaves open counts as 1."
+            help="Instead: costs measured on this machine, in ms, for the run that this TOML file of shardfuse train "
+            "describes. A dp that the file leaves open counts as 1."
         ),
     ] = None,
     assignments: Annotated[
         list[str] | None, typer.Option("--set", metavar="SETTING=VALUE", help="With --measure: overrides the file.")
     ] = None,
-    draw: Annotated[Path | None, typer.Option(help="Write the timeline to this picture (.png, .svg, .pdf).")] = None,
+    draw: Annotated[Path | None, typer.Option(help="Draw the timeline into this file (.png, .svg, .pdf).")] = None,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -274,7 +281,7 @@ app.command()(serving.generate)
 
 @app.command()
 def env(json: Json = False, debug: Debug = False) -> None:
-    """Print versions, devices and choices, for a bug report."""
+    """Print versions, devices and the chosen implementations, for a bug report."""
     from .commands.env import show
 
     show(json=json)
@@ -284,8 +291,8 @@ def env(json: Json = False, debug: Debug = False) -> None:
 def inspect(
     op: Annotated[str | None, typer.Argument(help="An op, such as linear_act.")] = None,
     target: Annotated[str | None, typer.Option(help="A GPU architecture, such as sm_90; default: all.")] = None,
-    all_ops: Annotated[bool, typer.Option("--all", help="Every op.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="A row for each kernel, too.")] = False,
+    all_ops: Annotated[bool, typer.Option("--all", help="Inspect every op.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also print a row for each kernel.")] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:

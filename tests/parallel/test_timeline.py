@@ -291,7 +291,7 @@ def test_the_command_takes_modelled_costs():
     result = _run("gpipe", "--microbatches", "4", "--model", "llama3-8b", "--length", "1024", "--recompute", "--json")
     costs = stage_costs.modelled("llama3-8b", 8192, length=1024).recomputed()
     assert json.loads(result.stdout.splitlines()[-1])["end"] == simulate("gpipe", 4, 4, costs).end
-    with pytest.raises(ValueError, match="leave out --forward-cost, or --model"):
+    with pytest.raises(ValueError, match="--forward-cost and --model both give costs"):
         price("gpipe", 4, 4, given={"forward": 1.0, "held": 1.0}, model="llama3-8b")
     with pytest.raises(ValueError, match="--tp needs a --model"):
         price("gpipe", 4, 4, given={}, shape={"tp": 2})

@@ -134,7 +134,7 @@ def test_the_text_of_stdin(command, solo, monkeypatch):
     code, out, err = command()
     assert (code, out) == (1, "")
     assert err.count("\n") == 1
-    assert err.startswith("error: standard input is no text in UTF-8")
+    assert err.startswith("error: standard input is not text in UTF-8")
 
 
 def test_a_terminal_for_stdin_is_no_prompt(command, monkeypatch):
@@ -232,7 +232,7 @@ def test_the_tiny_model(command):
         (("--prompt", "x", "--tiny"), 2, "expected the folder of a model, or --tiny"),
         (("--input", "in.jsonl"), 2, "expected --output OUT.jsonl too"),
         (("--output", "out.jsonl"), 2, "expected --input IN.jsonl too"),
-        (("--input", "a", "--output", "b", "--top-k", "3"), 2, "--top-k is of one prompt"),
+        (("--input", "a", "--output", "b", "--top-k", "3"), 2, "--top-k belongs to a single prompt"),
         (("--input", "missing.jsonl", "--output", "out.jsonl"), 1, "missing.jsonl"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
@@ -304,7 +304,7 @@ def test_it_goes_on_after_a_half_written_answer(command, tmp_path):
     out.write_bytes(b"".join(answers[:3]) + answers[3][:-20])
     code, _, err = command("--input", file, "--output", out)
     assert code == 0
-    assert "3 of 8 lines are done, and a half-written one is done again" in err
+    assert "3 of 8 lines are done, and a half-written one will be repeated" in err
     assert out.read_bytes().startswith(b"".join(answers[:3]))
     assert {name: _text(each) for name, each in _read(out).items()} == {
         name: _text(each) for name, each in whole.items()
@@ -329,7 +329,7 @@ def test_what_is_refused_before_anything_is_written(command, tmp_path):
     assert "is the --input" in refused("--input", file, "--output", file)
     answer = '{"id": "batch_req_1", "custom_id": "other", "response": {"status_code": 200}, "error": null}\n'
     out.write_text(answer)
-    assert "is of another input: it answers 'other'" in refused("--input", file, "--output", out)
+    assert "belongs to another input: it answers 'other'" in refused("--input", file, "--output", out)
     out.write_text(answer * 2)
     assert "line 2 answers 'other' again" in refused("--input", file, "--output", out)
     for foreign in ("a diary", "a diary\n", '{"id": "batch_req_1"}\n', '{"id": "batch_req_\n' + answer):
@@ -439,6 +439,6 @@ def test_a_pipe_to_its_end(command, monkeypatch, tmp_path, solo):
         assert "1 line: 1 answered" in err
         code, _, err = command("--input", f"/dev/fd/{read}", "--output", out)
         assert (code, err.count("\n")) == (1, 1)
-        assert "cannot be read again" in err
+        assert "can be read only once" in err
     finally:
         os.close(read)

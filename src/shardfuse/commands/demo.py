@@ -173,7 +173,7 @@ class _Demo:
     # --- the steps ----------------------------------------------------------------------------------------------------
 
     def _show_found(self, corpus: Corpus) -> Explanation:
-        """Show device, versions and text, and for each op the chosen implementation with the reason.
+        """Show device, versions and text, and the implementation chosen for each op, with the reason.
 
         Returns what the model's modules run.
         """
@@ -201,7 +201,7 @@ class _Demo:
         return explanation
 
     def _train(self, folder: Path, corpus: Corpus) -> list[RunResult]:
-        # This process owns the folder: no rank has to lock it, and a stop signal ends all ranks at once.
+        # This process owns the folder, so no rank has to lock it. A stop signal ends all ranks at once.
         unasked = StopFile(folder / "stop")
         ranks = launch(
             train_run, self.settings, False, unasked, processes=self.tp, port=self.options.port, folder=folder

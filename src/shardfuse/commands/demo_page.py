@@ -1,6 +1,6 @@
-"""The demo's page, ``report.html``: what ``report.json`` and ``metrics.jsonl`` hold, for people.
+"""The demo's page, ``report.html``, which shows the contents of ``report.json`` and ``metrics.jsonl``.
 
-It is one file without scripts, which opens from a disk without a network. Drawings stretch to the window's width, and
+It is one file without scripts, which opens from disk without a network. Drawings stretch to the window's width, and
 their labels are text beside them, so that a telephone shows both at a readable size.
 """
 
@@ -15,16 +15,16 @@ from ..bench.page.markup import Element, add, new, render
 
 PAGE = "report.html"
 _TEMPLATE = Path(__file__).with_name("demo_page.html")
-_TICKS = 5  # of an axis, about
+_TICKS = 5  # about so many on an axis
 
 
 def write_page(folder: Path, report: Mapping[str, Any], losses: Sequence[float | None]) -> None:
-    """Write ``report.html`` into ``folder``; ``losses`` are those of the steps, None where one is not finite."""
+    """Write ``report.html`` into ``folder``; ``losses`` has the loss of each step, None if it is not finite."""
     (folder / PAGE).write_text(page(report, losses), encoding="utf-8")
 
 
 def page(report: Mapping[str, Any], losses: Sequence[float | None]) -> str:
-    """The page of the content of ``report.json``."""
+    """The page that shows ``report``, the content of ``report.json``."""
     sections = (
         _head(report),
         _checks(report["checks"]),
@@ -199,7 +199,7 @@ def _requests(requests: Sequence[Mapping[str, Any]], serving: Mapping[str, Any])
         drawing = add(lane, "svg", viewBox="0 0 100 10", preserveAspectRatio="none", role="img", aria_label=said)
         add(drawing, "path", d="M0 10H100", class_="grid")
         if steps:
-            # A step is as wide as its share of the axis: step n lies between n - 1 and n.
+            # Step n takes the part of the axis from n - 1 to n.
             arrival, first, end = (x(step) for step in (request["arrival"], steps[0] - 1, steps[-1]))
             add(drawing, "rect", x=f"{arrival:.2f}", width=f"{first - arrival:.2f}", height=10, class_="waits")
             add(drawing, "rect", x=f"{first:.2f}", width=f"{end - first:.2f}", height=10, class_="runs")

@@ -1,4 +1,4 @@
-"""The demo's serving: more requests than fit at once, streamed, then checked against a forward without a cache."""
+"""The demo's serving: it streams more requests than run at once, then checks them against a forward without a cache."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ARRIVAL_STEPS = 10  # between one request and the next
 
 @dataclass(frozen=True)
 class Served:
-    """One request in engine steps, from 1: it arrives after step ``arrival``, and step ``tokens[i]`` gives token i."""
+    """A request in engine steps, which count from 1: it arrives after ``arrival``, and ``tokens[i]`` gives token i."""
 
     prompt_tokens: int
     arrival: int
@@ -91,7 +91,7 @@ def serve(model: ParallelTransformer, corpus: Corpus, console: Console, *, seed:
 
 
 def make_requests(corpus: Corpus, seed: int) -> list[Request]:
-    """Prompts of different lengths from the held-out text, each starting at a line, arriving one after another.
+    """Prompts of different lengths from the held-out text, which start at a line and arrive one after another.
 
     Every fourth request is greedy; the rest sample, each with its own seed.
     """
@@ -116,10 +116,10 @@ def make_requests(corpus: Corpus, seed: int) -> list[Request]:
 def agrees(model: ParallelTransformer, exact: ParallelTransformer, request: Request, answer: list[int]) -> bool:
     """Whether one forward without a cache, over this request alone, picks the tokens of ``answer`` after its prefixes.
 
-    The first token depends only on the prompt, each later one also on the tokens before it: an agreeing answer is one
-    that the model could have given alone. A batch of another size rounds the logits differently, which can decide
-    between tokens of nearly equal probability. ``exact`` is the model in fp64; its distance from ``model`` bounds that
-    difference.
+    The first token depends only on the prompt, and each later one also on the tokens before it. So the model could have
+    given an agreeing answer to this request alone. A batch of another size rounds the logits differently, which can
+    decide between tokens of nearly equal probability. ``exact`` is the model in fp64; its distance from ``model``
+    bounds that difference.
     """
     prompt = list(request.prompt)
     tokens = torch.tensor([prompt + answer[:-1]], device=next(model.parameters()).device)
@@ -132,8 +132,9 @@ def agrees(model: ParallelTransformer, exact: ParallelTransformer, request: Requ
 
 
 def could_pick(logits: torch.Tensor, token: int, error: float, temperature: float, drawn: float) -> bool:
-    """Whether ``sample`` picks ``token`` at the number ``drawn``, from some logits [V] that differ from these, in fp64,
-    by at most ``error``.
+    """Whether ``sample`` could pick ``token`` with the random number ``drawn``.
+
+    ``logits`` [V] are in fp64. The logits that ``sample`` saw may differ from them by at most ``error``.
     """
     if temperature == 0:
         return bool(logits[token] >= logits.max() - 2 * error)
@@ -145,7 +146,7 @@ def could_pick(logits: torch.Tensor, token: int, error: float, temperature: floa
 
 
 class _Streams:
-    """All requests as a table that grows with their tokens (terminal), or a line for each finished one (elsewhere)."""
+    """On a terminal a table of all requests that grows with their tokens; elsewhere a line at each start and end."""
 
     def __init__(self, console: Console, requests: list[Request], answers: list[list[int]], live: Live | None) -> None:
         self._console = console
@@ -178,7 +179,7 @@ class _Streams:
         return table
 
     def _text(self, number: int, width: int) -> Text:
-        """The end of prompt and answer, in at most ``width`` characters."""
+        """The last ``width`` characters of prompt and answer."""
         text = Text()
         text.append(printable(self._requests[number].prompt), style="dim")
         text.append(printable(self._answers[number]))
@@ -198,5 +199,5 @@ def _streaming(console: Console, requests: list[Request], answers: list[list[int
 
 
 def printable(tokens: Sequence[int]) -> str:
-    """Bytes as ASCII that is safe on a terminal: line ends as ``\\n``, anything else unprintable as a dot."""
+    """Bytes as ASCII that is safe on a terminal: a line end as ``\\n``, any other unprintable byte as a dot."""
     return "".join("\\n" if byte == 10 else chr(byte) if 32 <= byte < 127 else "." for byte in tokens)

@@ -1,6 +1,6 @@
 """``shardfuse env``: the facts about a machine that a bug report needs, and no others.
 
-It must also work if the installation is broken: facts that cannot be determined are reported as such.
+The command must also work in a broken installation: it prints the facts that it finds, and the error.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def show(*, json: bool = False) -> None:
 
 
 def _print(line: str, hang: int) -> None:
-    """Print a line in as many as the terminal needs; all but the first start with ``hang`` spaces."""
+    """Print a line, wrapped to the terminal's width; all lines but the first start with ``hang`` spaces."""
     columns = shutil.get_terminal_size().columns
     wrapped = textwrap.wrap(line, columns, subsequent_indent=" " * hang, break_on_hyphens=False)
     print("\n".join(wrapped))
 
 
 def by_choice(choices: Mapping[str, C]) -> dict[C, list[str]]:
-    """The ops of each choice, so that a reason that many share is told once."""
+    """The ops of each choice, so that a reason that several ops share is printed once."""
     found: dict[C, list[str]] = {}
     for op, choice in choices.items():
         found.setdefault(choice, []).append(op)
@@ -160,7 +160,7 @@ def _gpus() -> dict[str, str]:
 def _driver() -> str:
     try:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        # One fixed command line.
+        # The command line is fixed.
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]  # noqa: S603
     except (OSError, subprocess.SubprocessError, IndexError):
         return "unknown"

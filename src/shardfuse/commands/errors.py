@@ -10,7 +10,7 @@ from rich.console import Console
 
 
 def report(error: BaseException) -> int:
-    """Print ``error`` as one line, with its traceback under SHARDFUSE_DEBUG (a worker's own too); exit code 1."""
+    """Print ``error`` as one line, and under SHARDFUSE_DEBUG its traceback and a worker's; return the exit code, 1."""
     if os.environ.get("SHARDFUSE_DEBUG", "0") != "0":
         traceback.print_exception(type(error), error, error.__traceback__)
         print(getattr(error, "trace", ""), file=sys.stderr, end="")

@@ -1,4 +1,4 @@
-"""``shardfuse generate``: the answer to one prompt, without a server. ``generate_batch.py`` answers files of them."""
+"""``shardfuse generate``: answers one prompt, without a server. ``generate_batch.py`` answers files of prompts."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def _prompt(options: GenerateOptions) -> str:
         return options.prompt
     if sys.stdin is None or sys.stdin.isatty():
         raise ValueError(
-            "there is no prompt: give --prompt TEXT, or text on standard input, or --input IN.jsonl and --output "
+            "there is no prompt: give --prompt TEXT, or text on standard input, or --input IN.jsonl with --output "
             "OUT.jsonl"
         )
     try:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
-        raise ValueError(f"standard input is no text in UTF-8: {error}") from None
+        raise ValueError(f"standard input is not text in UTF-8: {error}") from None
 
 
 def _guide(options: GenerateOptions) -> Guide | None:
@@ -106,7 +106,9 @@ def _request(options: GenerateOptions, opened: Opened, text: str, guide: Guide |
     tokenizer, most = opened.tokenizer, opened.engine.max_model_len
     if options.chat:
         if not tokenizer.chat_template:
-            raise ValueError("--chat: this model has no chat template: give one by --chat-template FILE, or no --chat")
+            raise ValueError(
+                "--chat: this model has no chat template: give one with --chat-template FILE, or leave out --chat"
+            )
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
         )
@@ -149,8 +151,7 @@ def _answer(engine: Engine, request: Request, say: Callable[[str], object]) -> i
 
 @contextlib.contextmanager
 def stdout_text() -> Iterator[Callable[[str], None]]:
-    """A function that writes text to standard output at once. If the reader has gone, the command ends as by
-    SIGPIPE."""
+    """A function that writes text to standard output at once. If the reader is gone, the command ends as by SIGPIPE."""
     show = visible if sys.stdout.isatty() else str
     if hasattr(sys.stdout, "reconfigure"):
         # Characters outside a terminal's encoding become escapes; a file or a pipe gets the answer's own characters.
@@ -166,7 +167,7 @@ def stdout_text() -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def ends_with_reader() -> Iterator[None]:
-    """Within the block a closed standard output raises SystemExit, without Python's message at exit."""
+    """Within the block, a closed standard output raises SystemExit, without Python's message at exit."""
     try:
         yield
     except BrokenPipeError:
@@ -181,7 +182,7 @@ def visible(text: str) -> str:
 
 @contextlib.contextmanager
 def _asked_to_stop() -> Iterator[list[int]]:
-    """A context that appends the first Ctrl-C to the list, so that it interrupts no step; the second one raises."""
+    """Within the block, the first Ctrl-C goes into the list and interrupts no step; the second one raises."""
     asked: list[int] = []
 
     def stop(signum: int, frame: FrameType | None) -> None:

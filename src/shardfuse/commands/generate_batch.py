@@ -1,9 +1,9 @@
-"""``shardfuse generate --input IN --output OUT``: answer the lines of a file by the server's functions, without HTTP.
+"""``shardfuse generate --input IN --output OUT``: answers the lines of a file with the server's code, without HTTP.
 
 ``serving/server/batch.py`` defines the format of the lines.
 
-The command appends an answer to OUT in one piece once it is complete. Started again, it finds there which lines are
-left, and discards an incomplete answer.
+The command appends each complete answer to OUT as a whole. After an interruption the same command reads OUT, discards
+an incomplete last answer, and continues with the remaining lines.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 NEEDED = ("fastapi", "prometheus_client", "transformers")
 LINE_EVERY = 5.0  # seconds, without a terminal
-_TURNS = 256  # lines counted between two checks for signals
+_TURNS = 256  # lines read between two checks for signals
 _BLOCK = 1 << 16  # bytes read from a pipe at a time
 
 
@@ -79,8 +79,8 @@ class Tally:
 def run_batch(options: BatchOptions) -> int:
     """Answer all lines; return 0, 1 if some failed, or 128 + the signal that ended the run.
 
-    Raises ImportError without the server's packages; ValueError for an input that cannot be read to its end or has two
-    lines with one name, and for an output that another process writes, or that belongs to another input.
+    Raises ImportError without the server's packages. Raises ValueError for an input that cannot be read to its end or
+    has two lines of one name, and for an output that another process is writing or that belongs to another input.
     """
     opening.check_installed("generate --input", NEEDED)
     console = Console(highlight=False, stderr=True, soft_wrap=True)
@@ -118,12 +118,12 @@ def _end(options: BatchOptions, tally: Tally, say: Callable[[str], object]) -> i
 
 
 def _left(options: BatchOptions, tally: Tally) -> str:
-    """The state that an interrupted run left."""
-    goes_on = "; the same command goes on" if options.resumes and not options.streams else ""
+    """What an interrupted run has done, and how to continue it."""
+    goes_on = "; the same command continues" if options.resumes and not options.streams else ""
     return f"{tally} are done{goes_on}"
 
 
-# --- what is there before
+# --- what earlier runs left
 
 
 @contextlib.contextmanager
@@ -151,10 +151,10 @@ def _survey(options: BatchOptions, say: Callable[[str], object]) -> tuple[Tally,
     if options.streams:
         if options.resumes and os.path.exists(options.output) and os.path.getsize(options.output):
             raise ValueError(
-                f"--output {options.output} has answers, and --input {options.input} cannot be read again to find out "
-                "which are left: name a new file, or an --input that is a file"
+                f"--output {options.output} has answers, and --input {options.input} can be read only once, so the "
+                "remaining lines are unknown: name a new --output, or an --input that is a file"
             )
-        say(f"--input {options.input} can be read only once: this run cannot be gone on with, should it be interrupted")
+        say(f"--input {options.input} can be read only once: if this run is interrupted, it cannot be continued")
         return Tally(), set()
     if os.path.exists(options.output) and os.path.samefile(options.input, options.output):
         raise ValueError(f"--output {options.output} is the --input: expected another file")
@@ -167,14 +167,14 @@ def _survey(options: BatchOptions, say: Callable[[str], object]) -> tuple[Tally,
         names.add(line.name)
     if other := next((name for name in answers if name not in names), None):
         raise ValueError(
-            f"--output {options.output} is of another input: it answers {other!r}, which {options.input} has not; "
-            "choose another file"
+            f"--output {options.output} belongs to another input: it answers {other!r}, which is not in "
+            f"{options.input}; choose another file"
         )
     answered = sum(answers.values())
     tally = Tally(len(names), answered, len(answers) - answered)
     if there and (size := os.path.getsize(options.output)):
         os.truncate(options.output, end)
-        say(f"{options.output}: {tally} are done" + (", and a half-written one is done again" if size > end else ""))
+        say(f"{options.output}: {tally} are done" + (", and a half-written one will be repeated" if size > end else ""))
     return tally, set(answers)
 
 
@@ -189,7 +189,7 @@ def _lines_of(path: str) -> Iterator[Line]:
 
 
 def _read_answers(path: str) -> tuple[dict[str, bool], int]:
-    """The names in an output, each with its success, and the end of the last complete line.
+    """The names in an output, each with whether it succeeded, and the end of the last complete line.
 
     Raises ValueError for a file that this command did not write.
     """
@@ -221,7 +221,7 @@ def _read_answers(path: str) -> tuple[dict[str, bool], int]:
 
 @contextlib.contextmanager
 def _writer(options: BatchOptions) -> Iterator[Callable[[bytes], None]]:
-    """A function that appends a line to the output at once, and nothing more after a failed write."""
+    """A function that appends a line to the output at once. After a failed write it appends nothing more."""
     with contextlib.ExitStack() as stack:
         file: IO[bytes] = sys.stdout.buffer
         if options.output != "-":
@@ -262,7 +262,7 @@ def _answer_all(
     opened = opening.lead(model, lambda text: console.print(text, markup=False))
     with opened.engine as engine:
         served = Served(engine, opened.tokenizer, sorted(opened.stop_ids), ServerOptions(name=options.name), wrong)
-        # Twice the number computed at a time: the next lines are ready when an answer ends, and memory stays bounded.
+        # Twice the answers computed at once: the next lines are ready when an answer ends, and memory stays bounded.
         window = 2 * model.folder.max_num_seqs
         run = _Run(served, tally, done, write, window)
         plain = options.output == "-" and sys.stdout.isatty()  # a bar would mix with the answers
@@ -350,7 +350,7 @@ async def _again(path: str) -> AsyncIterator[Line | None]:
 
 
 async def _stream(path: str) -> AsyncIterator[Line | None]:
-    """The lines of a pipe, read on demand in a thread. The second of two lines with one name is an error."""
+    """The lines of a pipe, read on demand in a thread. The second of two lines with one name becomes an error."""
     from ..serving.server.batch import read_line, renamed
 
     loop = asyncio.get_running_loop()
@@ -370,8 +370,8 @@ async def _stream(path: str) -> AsyncIterator[Line | None]:
         except OSError as error:
             put(error)
 
-    # A daemon thread, because a read that waits for ever must not keep the process alive, and without a file object,
-    # which the exit would lock.
+    # A daemon thread, because a read that waits for ever must not keep the process alive. It reads without a file
+    # object, whose lock would block the exit.
     threading.Thread(target=read, name="shardfuse-input", daemon=True).start()
     names: set[str] = set()
     number = 0

@@ -1,4 +1,4 @@
-"""Open the model of a serving command, in one process or over tensor-parallel ranks."""
+"""Opens the model of a serving command, in one process or over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..serving.folder import FolderOptions, Opened
 
-GRACE_S = 3.0  # for ranks to end after a signal
-PATIENCE = timedelta(minutes=10)  # a rank's patience with the others, which read weights and compile at their own pace
+GRACE_S = 3.0  # how long ranks may take to end after a signal
+PATIENCE = timedelta(minutes=10)  # how long a rank waits for others, which read weights and compile at their own pace
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def check_installed(command: str, needed: tuple[str, ...]) -> None:
 
 @contextlib.contextmanager
 def settled(opening: Opening) -> Iterator[Opening]:
-    """``opening`` with torchrun's ranks, and with the tiny model's folder, which exists during the block.
+    """``opening`` with the number of torchrun's ranks, and with the tiny model's folder, which exists during the block.
 
     Raises FileNotFoundError for a missing folder.
     """
@@ -69,7 +69,7 @@ def follows() -> bool:
 
 
 def lead(opening: Opening, say: Callable[[str], object]) -> Opened:
-    """On rank 0: load the model, reporting to ``say``."""
+    """On rank 0: load the model, and report it to ``say``."""
     from ..serving.folder import open_folder
 
     say(f"loading {opening.folder.folder}" + (f" over {opening.tp} ranks" if opening.tp > 1 else ""))
@@ -114,7 +114,7 @@ class Ranks:
         self.processes: list[BaseProcess] = []
 
     def wrong(self) -> str:
-        """The rank that has ended, in words; "" while all are alive."""
+        """A message that names a rank that has ended; "" while all are alive."""
         for rank, process in enumerate(self.processes, 1):
             if not process.is_alive():
                 code = process.exitcode or 0
@@ -125,8 +125,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def started_ranks(opening: Opening) -> Iterator[Ranks]:
-    """Start the ranks from 1 on, unless torchrun has, and make this process rank 0; the end of the block ends them
-    all."""
+    """Make this process rank 0 and start the other ranks, unless torchrun has; the end of the block ends them."""
     import torch
 
     from ..training.launch import threads_per_process
@@ -170,8 +169,8 @@ def _check_gpus(opening: Opening) -> None:
     there = torch.cuda.device_count()
     if opening.folder.device != "cpu" and 0 < there < opening.tp:
         raise ValueError(
-            f"--tp {opening.tp}: this machine has {there} GPUs, and every rank needs one: lower it, or choose --device "
-            "cpu, or let torchrun start the ranks on several machines"
+            f"--tp {opening.tp}: this machine has {there} GPUs, and every rank needs one: choose a lower --tp, or "
+            "--device cpu, or let torchrun start the ranks on several machines"
         )
 
 

@@ -13,7 +13,7 @@ def _set_debug(wanted: bool) -> None:
         os.environ["SHARDFUSE_DEBUG"] = "1"  # worker processes inherit it
 
 
-# Its callback does the work; the commands take the option, and ignore it, so that it may stand anywhere on the line.
+# The callback does the work. Every command takes the option and ignores it, so that it may stand anywhere in a line.
 Debug = Annotated[
     bool, typer.Option("--debug", callback=_set_debug, help="Show tracebacks, as SHARDFUSE_DEBUG=1 does.")
 ]

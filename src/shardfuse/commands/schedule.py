@@ -20,7 +20,7 @@ COLOURS = {"F": "#3b6fb6", "B": "#e08a2c", "I": "#4fb3bf", "W": "#5a9e4b"}
 MEANS = {"F": "forward", "B": "backward", "I": "gradient of the input", "W": "gradients of the weights"}
 LEGEND = {kind: f"{kind} {means}" for kind, means in MEANS.items()}
 IDLE = "·"
-NARROW = 20  # the least columns of a timeline
+NARROW = 20  # the fewest columns of a timeline
 
 
 def schedule(
@@ -87,7 +87,7 @@ def _parts_table(priced: Priced) -> Sheet:
 
 
 def line(passes: tuple[Pass, ...], end: float, width: int) -> Text:
-    """A rank's step in ``width`` columns: the kind and micro-batch of each pass, as far as they fit."""
+    """A rank's step in ``width`` columns, with the kind and micro-batch of each pass where they fit."""
     text = Text(IDLE * width)
     for one in passes:
         first, last = round(one.start / end * width), round(one.end / end * width)
@@ -98,7 +98,7 @@ def line(passes: tuple[Pass, ...], end: float, width: int) -> Text:
 
 
 def record(step: Timeline, form: float | None, priced: Priced) -> dict[str, Any]:
-    """The same as JSON; times in ``unit``, the closed form null if there is none."""
+    """The timeline as values that JSON can hold: times in ``unit``; the closed form is None if there is none."""
     stages = len(step.passes) * step.stages_per_rank
     return {
         "schedule": step.schedule,

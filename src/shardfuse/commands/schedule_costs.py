@@ -1,4 +1,4 @@
-"""The costs of the passes for ``shardfuse schedule``: given, modelled for a chip, or measured here."""
+"""The costs of passes for ``shardfuse schedule``: given, modelled for a chip, or measured on this machine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..parallel.pipeline.partition import balanced
 from ..parallel.pipeline.schedules import find
 from ..parallel.pipeline.timeline import Costs
 
-TOKENS = 8192  # of a micro-batch, and of a sequence, unless a model's shape gives them
+TOKENS = 8192  # the default number per micro-batch and per sequence
 
 
 @dataclass(frozen=True)
 class Priced:
-    """The costs of passes: the same for all stages, or for each stage by its parts."""
+    """The costs of passes: one for all stages, or one for each stage, from its parts."""
 
     costs: Costs | list[Costs]
     unit: str = ""
@@ -42,10 +42,11 @@ def price(
     measure: Path | None = None,
     assignments: Sequence[str] = (),
 ) -> Priced:
-    """The ``given`` fields of Costs; or costs modelled for ``model`` in a ``shape`` (``stage_costs.modelled``); or
-    costs measured for a TOML file of ``shardfuse train``, with ``assignments`` overriding the file's settings.
+    """The costs from one of three sources: the ``given`` fields of Costs, a model of the chip, or a measurement.
 
-    Raises ValueError if two of them are given, and for invalid values of each.
+    ``model`` and ``shape`` are the arguments of ``stage_costs.modelled``. ``measure`` is a TOML file of ``shardfuse
+    train``, and ``assignments`` override its settings. Raises ValueError if two sources are given, and for invalid
+    values of each.
     """
     timeline.order(name, ranks, microbatches)  # raises for invalid numbers
     sources = [option for option, value in (("--model", model), ("--measure", measure)) if value is not None]
@@ -57,7 +58,7 @@ def price(
         raise ValueError(f"--set {assignments[0]} needs a file to --measure, and none is given")
     twice = given.keys() - {"held"} if sources else ()
     if twice:
-        raise ValueError(f"{sources[0]} has costs of its own: leave out --{min(twice)}-cost, or {sources[0]}")
+        raise ValueError(f"--{min(twice)}-cost and {sources[0]} both give costs: leave one of them out")
     if measure is not None:
         held = given.get("held", 1.0)
         return _measured(name, ranks, microbatches, measure, assignments, recompute=recompute, held=held)
@@ -73,7 +74,7 @@ def price(
 def _measured(
     name: str, ranks: int, microbatches: int, file: Path, assignments: Sequence[str], *, recompute: bool, held: float
 ) -> Priced:
-    """Costs in ms, and the stages cut by them, as ``parallel.partition = "measured"`` cuts the run."""
+    """Costs in ms, and stages partitioned by them, as ``parallel.partition = "measured"`` partitions the run."""
     from ..training.layout import resolve
     from ..training.settings import parse_assignment, read_settings
     from ..training.stages import part_costs
@@ -83,8 +84,8 @@ def _measured(
     parallel = settings.parallel
     if parallel.tp > 1:
         raise ValueError(
-            f"{file}: parallel.tp = {parallel.tp}: costs are measured in this process alone; pass --set parallel.tp=1, "
-            "or model those of a shard: --model with --tp"
+            f"{file}: parallel.tp = {parallel.tp}: costs are measured in a single process; pass --set parallel.tp=1, "
+            "or use modelled costs of a shard: --model with --tp"
         )
     dp = parallel.dp or 1
     alone = replace(parallel, dp=dp, pp=1, schedule=None, microbatches=microbatches)  # the requested pipeline

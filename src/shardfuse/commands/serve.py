@@ -65,8 +65,8 @@ def _lead(options: ServeOptions, model: Opening, console: Console, listener: Any
         def started(address: str) -> None:
             say(f"serving {options.server.name!r} at {address} (a live page there, OpenAI's API below {address}/v1)")
             if options.host in ("127.0.0.1", "localhost", "::1"):
-                say("only this machine reaches it; --host 0.0.0.0 lets others in")
+                say("only this machine can reach it; --host 0.0.0.0 lets others in")
             elif not options.server.api_keys:
-                say("warning: other machines reach it, and it asks for no key: --api-key KEY")
+                say("warning: other machines can reach it, and it asks for no key; set one with --api-key KEY")
 
         return run(served, listener, drain_s=options.drain_s, started=started)

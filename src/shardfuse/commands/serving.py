@@ -12,28 +12,26 @@ from .options import Debug
 if TYPE_CHECKING:
     from .opening import Opening
 
-# What serve and generate take of the model that they load; _opening reads them from the context.
+# The options of both commands for the model to load; _opening reads them from the context.
 Model = Annotated[
     Path | None, typer.Argument(help="Folder of a model: config.json, weights in safetensors, a tokenizer.")
 ]
-Tiny = Annotated[bool, typer.Option("--tiny", help="Instead: a small random model, made at once.")]
-Name = Annotated[str | None, typer.Option(help="Of the model, for clients. Default: its folder's.")]
-Ranks = Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks to start; torchrun starts its own.")]
+Tiny = Annotated[bool, typer.Option("--tiny", help="Instead of a folder: a small random model, made at once.")]
+Name = Annotated[str | None, typer.Option(help="The model's name for clients. Default: its folder's name.")]
+Ranks = Annotated[int, typer.Option(min=1, help="Tensor-parallel ranks to start, unless torchrun has started them.")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: a GPU if there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="fp32, bf16 or fp16. Default: the folder's.")]
-CacheGib = Annotated[float | None, typer.Option(help="Memory for keys and values, on each rank.")]
-KvDtype = Annotated[str | None, typer.Option(help="fp8 or int8 keys and values. Default: the model's.")]
-MaxModelLen = Annotated[int | None, typer.Option(help="Tokens of prompt and answer at most.")]
-MaxNumSeqs = Annotated[int, typer.Option(help="Answers computed at once.")]
-MaxNumBatchedTokens = Annotated[int, typer.Option(help="Tokens of a step.")]
-ChatTemplate = Annotated[Path | None, typer.Option(help="A file, in place of the tokenizer's.")]
-Invariant = Annotated[
-    bool, typer.Option("--invariant", help="An answer depends on no other request, in any bit; slower.")
-]
+CacheGib = Annotated[float | None, typer.Option(help="Memory for keys and values on each rank, in GiB.")]
+KvDtype = Annotated[str | None, typer.Option(help="Dtype of keys and values, fp8 or int8. Default: the model's.")]
+MaxModelLen = Annotated[int | None, typer.Option(help="The most tokens of a prompt and its answer together.")]
+MaxNumSeqs = Annotated[int, typer.Option(help="The most answers computed at once.")]
+MaxNumBatchedTokens = Annotated[int, typer.Option(help="The most tokens per step.")]
+ChatTemplate = Annotated[Path | None, typer.Option(help="File of a chat template, instead of the tokenizer's.")]
+Invariant = Annotated[bool, typer.Option("--invariant", help="No bit of an answer depends on other requests; slower.")]
 
 
 def _opening(context: typer.Context, **more: Any) -> Opening:
-    """What the options above say; ``more`` are fields of FolderOptions."""
+    """The model to open, from the options above; ``more`` are fields of FolderOptions."""
     from ..serving.folder import FolderOptions
     from .opening import Opening
 
@@ -72,12 +70,14 @@ def serve(
     max_queued_requests: Annotated[int, typer.Option(help="Requests that may wait; more get 429.")] = 1024,
     chat_template: ChatTemplate = None,
     invariant: Invariant = False,
-    max_body_bytes: Annotated[int, typer.Option(help="Of a request; longer ones get 413.")] = 8 * 1024 * 1024,
-    request_timeout: Annotated[float | None, typer.Option(help="Seconds that an answer may take.")] = None,
-    health_timeout: Annotated[float, typer.Option(help="Seconds that a step may take before /health says 503.")] = 60,
-    drain_timeout: Annotated[float, typer.Option(help="Seconds from SIGTERM on for open requests.")] = 60,
+    max_body_bytes: Annotated[int, typer.Option(help="The most bytes of a request; more get 413.")] = 8 * 1024 * 1024,
+    request_timeout: Annotated[float | None, typer.Option(help="The most seconds that an answer may take.")] = None,
+    health_timeout: Annotated[
+        float, typer.Option(help="Seconds that a step may take before /health answers 503.")
+    ] = 60,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds that open requests have after SIGTERM.")] = 60,
     warmup: Annotated[bool, typer.Option("--warmup/--no-warmup", help="Run a step of every size first.")] = True,
-    log: Annotated[str, typer.Option(help="Form of the log: text or json.")] = "text",
+    log: Annotated[str, typer.Option(help="Format of the log: text or json.")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     debug_endpoints: Annotated[bool, typer.Option("--debug-endpoints", help="Answer /debug/leaks.")] = False,
     debug: Debug = False,
@@ -119,30 +119,37 @@ def serve(
 def generate(
     context: typer.Context,
     model: Model = None,
-    prompt: Annotated[
-        str | None, typer.Option(help="Text to continue. Default: that of standard input, as it is.")
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the text through the model's chat template.")] = False,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue. Default: standard input, unchanged.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to the text.")] = False,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the answer at most. Default: 256, or what there is room for.")
+        int | None,
+        typer.Option(
+            min=1, help="The most tokens of the answer. Default: 256, or as many as the context has room for."
+        ),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="Above 0: draw tokens. Default: 0, the likeliest; in --input 1, as in the API.")
+        float | None,
+        typer.Option(help="Above 0: sample tokens. Default: 0, the likeliest ones; with --input 1, as in the API."),
     ] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the likeliest tokens of this probability.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Draw from as many of the likeliest tokens.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the draws. Default: a random one.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the fewest likeliest tokens with this total probability.")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from this many of the likeliest tokens.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling. Default: a random one.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be repeated.")] = None,
     json_schema: Annotated[
         Path | None, typer.Option(help="File of a JSON schema that the answer has to follow.")
     ] = None,
-    regex: Annotated[str | None, typer.Option(help="Pattern that the answer has to match as a whole.")] = None,
+    regex: Annotated[str | None, typer.Option(help="Pattern that the whole answer has to match.")] = None,
     input: Annotated[
         str | None,
-        typer.Option(metavar="IN.jsonl", help="Instead of a prompt: bodies of requests, one a line; - is stdin."),
+        typer.Option(
+            metavar="IN.jsonl", help="Instead of a prompt: a file with a request body on each line; - is stdin."
+        ),
     ] = None,
     output: Annotated[
-        str | None, typer.Option(metavar="OUT.jsonl", help="With --input: the answers, one a line; - is stdout.")
+        str | None,
+        typer.Option(metavar="OUT.jsonl", help="With --input: the file for the answers, one per line; - is stdout."),
     ] = None,
     name: Name = None,
     tiny: Tiny = False,
@@ -158,7 +165,10 @@ def generate(
     invariant: Invariant = False,
     debug: Debug = False,
 ) -> None:
-    """Answer one prompt, or with --input a file of them, which the same command goes on with after an interruption."""
+    """Answer one prompt, or with --input a file of prompts.
+
+    After an interruption the same command continues with the rest of the file.
+    """
     given = {name: context.params[name] for name in ("max_tokens", "temperature", "top_p", "top_k", "seed", "regex")}
     given = {name: value for name, value in {**given, "prompt": prompt}.items() if value is not None}
     given |= {name: True for name in ("chat", "stop", "json_schema") if context.params[name]}
@@ -168,7 +178,7 @@ def generate(
     if input is not None and output is not None:
         if given:
             option = f"--{min(given).replace('_', '-')}"
-            raise typer.BadParameter(f"{option} is of one prompt: with --input every line says it itself")
+            raise typer.BadParameter(f"{option} belongs to a single prompt: with --input, set it in each line")
         from .generate_batch import BatchOptions, run_batch
 
         batch = BatchOptions(_opening(context, max_queued_requests=None), _name(name, model), input, output)

@@ -1,4 +1,4 @@
-"""``shardfuse train``: a run from a TOML file and flags, over processes started by it or by torchrun."""
+"""``shardfuse train``: a run from a TOML file and flags, over processes that it or torchrun starts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class TrainOptions:
 
 
 def run_train(options: TrainOptions) -> int:
-    """Train; 0 when the run is complete or stopped cleanly by a signal, 130 after Ctrl-C, 1 on an error."""
+    """Train; return 0 if the run is complete or a signal stopped it cleanly, 130 after Ctrl-C, 1 on an error."""
     if _started_by_torchrun():
         return _take_part(options)
     console = Console(highlight=False)
@@ -126,7 +126,7 @@ def _take_part(options: TrainOptions) -> int:
 
 
 def _resolved(options: TrainOptions) -> tuple[RunSettings, int]:
-    """The settings and their number of processes. Raises ValueError where they cannot work on this machine."""
+    """The settings and their number of processes. Raises ValueError if they cannot work on this machine."""
     settings = options.settings()
     parallel = settings.parallel
     processes = options.processes or parallel.dp_replicate * (parallel.dp or 1) * parallel.pp * parallel.tp
@@ -197,5 +197,5 @@ def _show_result(result: RunResult, settings: RunSettings, console: Console, opt
 
 
 def _exit_code(result: RunResult) -> int:
-    """128 + 2 after Ctrl-C, 0 after another signal: for a scheduler that stops a run, this is success."""
+    """130 (128 + SIGINT) after Ctrl-C; 0 after another signal, because a scheduler that stops a run expects success."""
     return 130 if result.stopped_by == signal.SIGINT else 0
