@@ -37,7 +37,7 @@ class Space:
     """What a search chooses from: the values of each field of a ``Layout``; an empty tuple leaves a field free.
 
     ``interleave`` None gives each schedule the stages that this library runs it with. ZeRO 2 is no choice of its own:
-    from stage 1 on FSDP2 shards gradients too. Raises ValueError for schedules and recomputation that are unknown.
+    from stage 1 on FSDP2 shards gradients too. Raises ValueError for degrees below 1, and for unknown choices.
     """
 
     tp: tuple[int, ...] = ()
@@ -54,7 +54,14 @@ class Space:
     offload: tuple[bool, ...] = (False, True)
 
     def __post_init__(self) -> None:
-        for name, known in (("schedule", SCHEDULES), ("recompute", RECOMPUTE), ("zero", (0, 1, 2, 3))):
+        for name in ("tp", "pp", "cp", "dp", "replicas", "micro", "interleave"):
+            wrong = [each for each in getattr(self, name) or () if type(each) is not int or each < 1]
+            if wrong:
+                raise ValueError(f"{name}={wrong[0]!r}: expected whole numbers of at least 1")
+        for name, known in (
+            ("schedule", SCHEDULES), ("recompute", RECOMPUTE), ("zero", (0, 1, 2, 3)),
+            ("sequence_parallel", (True, False)), ("offload", (True, False)),
+        ):  # fmt: skip
             unknown = [each for each in getattr(self, name) if each not in known]
             if unknown:
                 raise ValueError(f"{name}={unknown[0]!r}: expected some of {', '.join(map(str, known))}")
@@ -116,6 +123,10 @@ class Search:
         """Whether any layout fits."""
         return any(held is not None for at in self._meshes() for _, held in self._fitting(*at))
 
+    def divides(self) -> bool:
+        """Whether any layout divides model, batch and GPUs, be there memory for it or not."""
+        return any(True for at in self._meshes() for _ in self._fitting(*at))
+
     @staticmethod
     def _worst(best: dict[Mesh, Found], mesh: Mesh, count: int) -> float:
         """What a layout of ``mesh`` has to beat to be shown."""
@@ -134,7 +145,7 @@ class Search:
                     if self.batch % shares:
                         continue
                     mine = self.batch // shares
-                    for micro in space.micro or [n for n in reversed(_divisors(mine)) if n & (n - 1) == 0]:
+                    for micro in space.micro or [n for n in reversed(_divisors(mine)) if n <= 8 or n & (n - 1) == 0]:
                         if mine % micro == 0:
                             yield (tp, pp, cp, shares), micro
 

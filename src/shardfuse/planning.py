@@ -21,10 +21,13 @@ from .parallel.plan.software import Software
 from .parallel.plan.step_time import StepTime
 from .parallel.plan.this_machine import this_machine
 from .parallel.plan.traffic import Flow, traffic
-from .training.settings import RunSettings, read_settings
+from .training.settings import DataSettings, RunSettings, read_settings
 
 TOKENS = 1 << 22  # per step, if no batch is given: usual for models of 100 billion parameters
+LENGTH = 2048  # of a sequence, unless it is given
 CPU_BATCH = 8
+# Settings of a model that follow from others where a file leaves them out.
+DERIVED = ("num_kv_heads", "head_dim", "bias")
 PARTS = {
     "products": "products",
     "attention": "attention",
@@ -140,9 +143,9 @@ def plan(
         gpu: a kind of GPU in ``parallel/plan/hardware.py``, or "cpu" for this machine, whose speed is measured first.
         network: links that differ from those of the GPU's reference system, such as "pcie-5,ethernet-100", or a TOML
             file of them: see ``docs/plan.md``.
-        batch: sequences per step over all GPUs. Default: the TOML file's, else 8 on CPUs, and on GPUs as many as make
-            four million tokens.
-        seq: tokens per sequence. Default: the TOML file's, else 2048.
+        batch: sequences per step over all GPUs. Default: the TOML file's, else as many as the GPUs divide: up to four million
+            tokens, on CPUs up to 8 sequences.
+        seq: tokens per sequence. Default: the TOML file's, else 2048, or as many as the model has positions for.
         precision: "bf16", "fp16" or "fp8" on GPUs, "fp32" on CPUs. Default: "bf16", and "fp32" on CPUs.
         count: the number of layouts to return.
         **choices: one or several allowed values of a part of the layout: ``tp=8``, ``pp=(1, 2, 4)``,
@@ -150,11 +153,12 @@ def plan(
 
     Raises ValueError for invalid values, and :class:`DoesNotFit` if no layout fits, with the smallest one that would.
     """
-    shape, settings = _resolved(model)
-    seq = whole_number("seq", seq or (settings.data.seq if settings else 2048))
+    shape, settings, data = _resolved(model)
+    seq = whole_number("seq", _default_length(shape, settings, data) if seq is None else seq)
+    _check_length(shape, settings, seq)
     where, how, rates = _hardware(gpu, whole_number("gpus", gpus), network)
     if batch is None:
-        batch = settings.data.batch if settings else CPU_BATCH if gpu == "cpu" else max(1, TOKENS // seq)
+        batch = data.batch if data else _shared(gpus, CPU_BATCH if gpu == "cpu" else max(1, TOKENS // seq))
     if precision is None:
         precision = "fp32" if gpu == "cpu" else "bf16"
     if precision not in where.gpu.flops:
@@ -163,22 +167,59 @@ def plan(
     search = Search(shape, where, how, rates, whole_number("batch", batch), seq, precision, _space(choices))
     result = search.best(whole_number("count", count))
     if not result.found:
-        raise _refusal(search, bool(choices.keys() - {"offload"}))
+        chosen = any(value is not None for name, value in choices.items() if name != "offload")
+        raise _refusal(search, chosen) if result.considered else _indivisible(search, chosen)
     return Plan(shape, where, how, settings, result.found, result.considered, result.timed, result.seconds)
 
 
-def _resolved(model: str | Path | ModelShape | TransformerConfig) -> tuple[ModelShape, RunSettings | None]:
+def _resolved(
+    model: str | Path | ModelShape | TransformerConfig,
+) -> tuple[ModelShape, RunSettings | None, DataSettings | None]:
+    """The shape, the settings that hold the whole model if there are any, and the data that a file names."""
     if isinstance(model, ModelShape):
-        return model, None
+        return model, None, None
     if isinstance(model, TransformerConfig):
-        return _shape(model, "model"), RunSettings(model=model)
+        return _shape(model, "model"), _settings(model), None
     path = Path(model)
     if path.suffix == ".toml":
         settings = read_settings(path, {})
         if settings.start is not None:
             settings = replace(settings, model=read_hf_config(settings.start))
-        return _shape(settings.model, path.stem), settings
-    return shapes.find(str(model)), None
+        return _shape(settings.model, path.stem), settings, settings.data
+    shape = shapes.find(str(model))
+    try:
+        return shape, _settings(read_hf_config(path)) if path.is_dir() else None, None
+    except ValueError:  # a model that the layers do not have, whose sizes are enough for a plan
+        return shape, None, None
+
+
+def _settings(model: TransformerConfig) -> RunSettings:
+    return RunSettings(model=model, data=DataSettings(seq=min(DataSettings.seq, model.max_positions)))
+
+
+def _default_length(shape: ModelShape, settings: RunSettings | None, data: DataSettings | None) -> int:
+    return data.seq if data else min(LENGTH, settings.model.max_positions if settings else shape.positions or LENGTH)
+
+
+def _check_length(shape: ModelShape, settings: RunSettings | None, seq: int) -> None:
+    """ValueError for sequences that are longer than the model's positions."""
+    if settings is not None:
+        replace(settings, data=replace(settings.data, seq=seq)).check_length()
+    elif shape.positions and seq > shape.positions:
+        raise ValueError(f"seq={seq}: {shape.name} has {shape.positions} learned positions; use at most as many tokens")
+
+
+def _shared(gpus: int, most: int) -> int:
+    """The largest batch up to ``most`` that is a power of two times the odd part of ``gpus``, so that they divide it.
+
+    ``most`` where that part is larger.
+    """
+    batch = gpus // (gpus & -gpus)
+    if batch > most:
+        return most
+    while 2 * batch <= most:
+        batch *= 2
+    return batch
 
 
 def _shape(config: TransformerConfig, name: str) -> ModelShape:
@@ -226,12 +267,32 @@ def _space(choices: Mapping[str, Any]) -> Space:
 def _refusal(search: Search, chosen: bool) -> DoesNotFit:
     found = smallest(search)
     where = f"{search.cluster.gpus} {search.cluster.gpu.name}"
-    what = f"{search.shape.name} in batches of {search.batch} sequences of {search.length} tokens"
     if found is None:
         hint = "leave out some of the choices" if chosen else "use a larger batch, which more GPUs can divide"
-        return DoesNotFit(f"{what}: no layout fits on {where}, nor on more of them; {hint}", None)
+        return DoesNotFit(f"{_asked(search)}: no layout fits on {where}, nor on more of them; {hint}", None)
     fits = f"{found.layout.gpus}: {found.layout.described()}, {found.memory.total / 2**30:.1f} GiB on the fullest GPU"
-    return DoesNotFit(f"{what}: no layout fits on {where}; the smallest number that holds it is {fits}", found)
+    return DoesNotFit(
+        f"{_asked(search)}: no layout fits on {where}; the smallest number that holds it is {fits}", found
+    )
+
+
+def _indivisible(search: Search, chosen: bool) -> DoesNotFit:
+    """Where memory is not the reason."""
+    shape, gpus = search.shape, search.cluster.gpus
+    hint = "leave out some of the choices, or use another number of GPUs" if chosen else "use another number of GPUs"
+    batch = _shared(gpus, search.batch)
+    if replace(search, batch=batch).divides():
+        hint = f"use a batch of {batch}, or {hint}"
+    return DoesNotFit(
+        f"{_asked(search)}: no layout divides this over {gpus} {search.cluster.gpu.name}: tensor-parallel ranks divide "
+        f"{shape.heads} heads ({shape.kv_heads} of keys and values), a feed-forward width of {shape.ffn} and "
+        f"{shape.vocab} tokens, stages {shape.layers} blocks, and data-parallel ranks the batch; {hint}",
+        None,
+    )
+
+
+def _asked(search: Search) -> str:
+    return f"{search.shape.name} in batches of {search.batch} sequences of {search.length} tokens"
 
 
 def _reason(one: StepTime, other: StepTime) -> str:
@@ -287,7 +348,9 @@ def _toml(made: Plan, found: Found) -> str:
         top = {name: value for name, value in given.items() if not isinstance(value, Mapping)}
         top = {name: value for name, value in top.items() if value not in (defaults[name], None)}
         for name in ("model", "data", "optimizer", "checkpoint", "log"):
-            sections[name] = {key: value for key, value in given[name].items() if value != defaults[name].get(key)}
+            sections[name] = {
+                key: value for key, value in given[name].items() if key in DERIVED or value != defaults[name][key]
+            }
         if settings.start is not None:
             sections.pop("model")
     sections["data"] = {**sections.get("data", {}), "seq": layout.length, "batch": layout.batch}
@@ -315,5 +378,11 @@ def _section(name: str, values: Mapping[str, Any]) -> str:
 
 
 def _lines(values: Mapping[str, Any]) -> list[str]:
-    """Lines of TOML, whose scalars and lists look as in JSON; false stands for None."""
-    return [f"{key} = {json.dumps(False if value is None else value)}" for key, value in values.items()]
+    return [f"{key} = {_value(value)}" for key, value in values.items()]
+
+
+def _value(value: Any) -> str:
+    """A value of TOML: its scalars and lists look as in JSON; false stands for None."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)} = {_value(each)}" for key, each in value.items()) + "}"
+    return json.dumps(False if value is None else value, ensure_ascii=False)

@@ -13,6 +13,8 @@ from typer.testing import CliRunner
 
 import shardfuse as sf
 from shardfuse.cli import app
+from shardfuse.layers import TransformerConfig
+from shardfuse.layers.hf.folders import config_to_hf
 from shardfuse.parallel.plan import check, shapes
 from shardfuse.parallel.plan.search import Space
 from shardfuse.training.layout import resolve
@@ -86,6 +88,40 @@ def test_the_file_keeps_what_a_file_said(tmp_path: Path) -> None:
     )
 
 
+def test_the_file_holds_what_follows_from_other_sizes(tmp_path: Path) -> None:
+    """Each equals what the smallest model would have, but not what this one would."""
+    model = TransformerConfig(
+        style="gated", hidden_size=1024, num_heads=16, num_kv_heads=8, head_dim=32, bias=True,
+        rope_scaling={"rope_type": "linear", "factor": 2.0},
+    )  # fmt: skip
+    file = tmp_path / "run.toml"
+    file.write_text(sf.plan(model, gpus=2, tp=2).toml())
+    assert read_settings(file, {}).model == model
+
+
+def test_a_folder_of_transformers_keeps_its_options(tmp_path: Path) -> None:
+    model = TransformerConfig(style="gated", rope_theta=5e5, norm_eps=1e-6, max_positions=512, tie_embeddings=True)
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(model)))
+    made = sf.plan(tmp_path, gpus=2)
+    assert made.best.layout.length == 512
+    file = tmp_path / "run.toml"
+    file.write_text(made.toml())
+    assert read_settings(file, {}).model == model
+    (tmp_path / "config.json").write_text(json.dumps(GPT2))
+    made = sf.plan(tmp_path, gpus=2)
+    assert (made.best.layout.length, made.shape.parameters) == (1024, 124_439_808)  # transformers' count
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+
+
+@pytest.mark.parametrize("gpus", [3, 7, 12, 100, 1000])
+def test_the_default_batch_is_one_that_the_gpus_divide(gpus: int) -> None:
+    made = sf.plan("llama3-8b", gpus=gpus, count=1, zero=3, tp=1, pp=1, recompute="full")
+    assert made.best.layout.dp * made.best.layout.replicas == gpus
+    assert 1 << 21 <= made.best.layout.batch * 2048 <= 1 << 22
+
+
 @pytest.mark.parametrize("name", ["plan.png", "plan.html"])
 def test_it_draws(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -122,6 +158,12 @@ def test_what_does_not_fit_names_the_smallest_that_does() -> None:
         ({"sizes": 3}, "sizes: expected some of"),
         ({"gpu": "cpu", "network": "x.toml"}, "leave it out"),
         ({"tp": 3}, "leave out some of the choices"),
+        ({"tp": 0}, "tp=0: expected whole numbers of at least 1"),
+        ({"offload": "yes"}, "offload='yes': expected some of True, False"),
+        ({"gpus": 1000, "batch": 2048}, "no layout divides this over 1000 h100: .* use a batch of 2000"),
+        ({"seq": 0}, "seq=0"),
+        ({"model": "gpt3-175b", "seq": 4096}, "2048 learned positions"),
+        ({"model": TransformerConfig(max_positions=512), "seq": 1024}, "at most 512 positions"),
         ({"schedule": "fastest"}, "schedule='fastest': expected some of 1f1b"),
         ({"recompute": "selective"}, "expected none or full"),
     ],
