@@ -1,14 +1,16 @@
 """The quickest layouts that fit: enumerate, drop what does not fit, and time the rest.
 
-The search is exhaustive over its :class:`Space`, and prunes in three ways that cannot lose the best layout:
+The search is exhaustive over its :class:`Space`, but for four rules. The last one supposes that the host's link is
+slower than the network; the others cannot lose the best layout:
 
-    what fits without it    recomputation and offloading only cost time: where a layout fits without, it is not timed
-                            with it; the same holds for no sequence parallelism, where sequence parallelism divides
+    less recomputation      it only costs time: where a layout fits without, it is not timed with it; the same holds for
+                            no sequence parallelism, where sequence parallelism divides
     a bound                 the products and attention of a layout's blocks take the same time whatever its ZeRO stage,
                             schedule, recomputation and offloading: where that alone is slower than what was found,
                             all of those are skipped
     one of each mesh        of the layouts with the same degrees only the quickest is kept, so that the few that are
                             shown differ
+    offloading              is tried with less recomputation than what fits without offloading
 """
 
 from __future__ import annotations
@@ -160,26 +162,34 @@ class Search:
         """The layouts worth timing, each with what it holds; None beside those that do not fit."""
         shares = mesh[3]
         for schedule in self._schedules(mesh[1], self.batch // shares // micro):
+            recomputations = self._recomputations()
             for offload in sorted(self.space.offload):
-                fits = False
+                fitting = len(recomputations)
                 for zero, dp in itertools.product(self.space.zero, self._shards(shares)):
                     if (zero == 0 and dp != shares) or (zero == 3 and splits(schedule[0])):
                         continue
                     # ZeRO over one rank shards nothing: it serves to bring offloaded weights block by block.
                     if (zero and dp * mesh[2] == 1 and not (offload and zero == 3)) or (offload and not zero):
                         continue
-                    for layout, held in self._cheapest(mesh, micro, schedule, zero, dp, offload):
-                        fits = fits or held is not None
+                    for layout, held in self._cheapest(mesh, micro, schedule, zero, dp, offload, recomputations):
+                        if held is not None:
+                            fitting = min(fitting, recomputations.index(layout.recompute))
                         yield layout, held
-                if fits:
-                    break
+                recomputations = recomputations[:fitting]
 
     def _cheapest(
-        self, mesh: Mesh, micro: int, schedule: tuple[str, int], zero: int, dp: int, offload: bool
+        self,
+        mesh: Mesh,
+        micro: int,
+        schedule: tuple[str, int],
+        zero: int,
+        dp: int,
+        offload: bool,
+        recomputations: list[str],
     ) -> Iterator[tuple[Layout, Memory | None]]:
         """Layouts that keep less and less and take longer and longer, up to the first that fits."""
         tp, pp, cp, shares = mesh
-        for recompute in self._recomputations():
+        for recompute in recomputations:
             layout = Layout(
                 tp, pp, cp, dp, shares // dp, schedule[1], zero, micro, self.batch, self.length, False, recompute,
                 self.precision, offload, schedule[0],

@@ -21,7 +21,7 @@ SMALL = ModelShape("small", 2048, 8, 16, 8, 5632, 32000, gated=True)
 
 
 def _search(shape: ModelShape, gpu: str, gpus: int, batch: int, **fields: Any) -> Search:
-    return Search(shape, cluster(gpu, gpus), OURS, efficiency.of(gpu), batch, 2048, **fields)
+    return Search(shape, cluster(gpu, gpus), OURS, efficiency.of(gpu), batch, **{"length": 2048, **fields})
 
 
 @pytest.mark.parametrize("gib", [79.3, 3.0, 1.2])
@@ -79,6 +79,17 @@ def _all(search: Search) -> list[float]:
         took = step_time.predict(search.shape, layout, search.cluster, search.software, search.efficiency)
         times.append(took.total)
     return times
+
+
+def test_long_sequences_are_offloaded_rather_than_recomputed() -> None:
+    search = _search(shapes.find("llama3-8b"), "h100", 8, 8, length=1 << 17, space=Space(micro=(1,), pp=(1,)))
+    gpu = replace(search.cluster.gpu, memory=160 * 2**30)
+    search = replace(search, cluster=replace(search.cluster, gpu=gpu))
+    (best,) = search.best(1).found
+    assert (best.layout.offload, best.layout.recompute) == (True, "none")
+    (recomputed,) = replace(search, space=replace(search.space, offload=(False,))).best(1).found
+    assert recomputed.layout.recompute == "full"
+    assert best.time.total < recomputed.time.total
 
 
 @pytest.mark.parametrize(
