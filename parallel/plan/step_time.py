@@ -113,7 +113,7 @@ def predict(
     if tp > 1:
         # Two all-reduces, or as many bytes in gathers and scatters.
         collectives = 4 * T * layout.itemsize * h * (tp - 1) / tp / link_rate(cluster, tp, 1)
-    exposed = collectives * (1 - (software.hides_tp if tp <= cluster.network.node else 0.0))
+    exposed = collectives * (1 - (software.hides_tp if cluster.within_node(tp) else 0.0))
     if layout.cp > 1:
         exposed += _ring(shape, layout, cluster)
     forward = products + attention + passes + exposed

@@ -143,8 +143,8 @@ def plan(
         gpu: a kind of GPU in ``parallel/plan/hardware.py``, or "cpu" for this machine, whose speed is measured first.
         network: links that differ from those of the GPU's reference system, such as "pcie-5,ethernet-100", or a TOML
             file of them: see ``docs/plan.md``.
-        batch: sequences per step over all GPUs. Default: the TOML file's, else as many as the GPUs divide: up to four million
-            tokens, on CPUs up to 8 sequences.
+        batch: sequences per step over all GPUs. Default: the TOML file's, else as many as the GPUs divide: up to four
+            million tokens, on CPUs up to 8 sequences.
         seq: tokens per sequence. Default: the TOML file's, else 2048, or as many as the model has positions for.
         precision: "bf16", "fp16" or "fp8" on GPUs, "fp32" on CPUs. Default: "bf16", and "fp32" on CPUs.
         count: the number of layouts to return.

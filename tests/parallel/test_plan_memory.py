@@ -5,11 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from plan_memory_case import CASES, GATED, GELU, KINDS, Case, kept_by_kernels, predicted, row, rows, run
+from plan_memory_case import (
+    CASES,
+    GATED,
+    GELU,
+    KINDS,
+    UNEVEN,
+    Case,
+    config_of,
+    kept_by_kernels,
+    predicted,
+    row,
+    rows,
+    run,
+)
 from plan_memory_case import case as make_case
 
+from shardfuse.layers import ParallelTransformer
 from shardfuse.layers.transformer import FUSED_LOSS_BYTES
-from shardfuse.parallel.plan.memory import of_rank
+from shardfuse.parallel.plan import stages
+from shardfuse.parallel.plan.memory import of_rank, parameters
 from shardfuse.parallel.plan.shapes import ModelShape
 from shardfuse.parallel.plan.software import OURS, PLAIN
 
@@ -30,6 +45,21 @@ def test_every_rank_holds_what_is_predicted(ranks: Any, case: Case) -> None:
         # Where backward is split, a micro-batch's input may have a gradient while it is still in use.
         assert held["buffers"] == pytest.approx(planned["buffers"], rel=0.15 if case.splits_backward else 0), rank
     _is_the_pages(row(case, found), case)
+
+
+def test_a_rank_with_both_ends_of_a_tied_model_holds_a_copy() -> None:
+    """The optimizer steps the embedding alone."""
+    layout = make_case(UNEVEN, 4, pp=2, interleave=2, schedule="zbv").layout
+    planned = stages.of_rank(UNEVEN, layout, PLAIN, 0)
+    blocks = int(planned[0].blocks), int(planned[1].blocks)
+    model = ParallelTransformer(config_of(UNEVEN, layout), device="meta")
+    parts = range(1 + blocks[0]), range(5 - blocks[1], 6)
+    model.keep([*parts[0], *parts[1]])
+    held = {param for each in parts for param in model.stage(each).parameters()}
+    assert sum(param.numel() for param in held) == parameters(UNEVEN, layout, planned)
+    memory = of_rank(UNEVEN, layout, PLAIN, 0)
+    assert memory.optimizer == 8 * sum(param.numel() for param in set(model.parameters()))
+    assert memory.weights > memory.optimizer / 2
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -37,9 +37,9 @@ def plan(
         str | None, typer.Option(help="Other links: names such as pcie-5,ethernet-100, or a TOML file; docs/plan.md.")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(help="Sequences per step. Default: the file's, else four million tokens (cpu: 8).")
+        int | None, typer.Option(help="Sequences per step. Default: the file's, else up to four million tokens.")
     ] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens per sequence. Default: the file's, else 2048.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens per sequence. Default: the file's, else up to 2048.")] = None,
     precision: Annotated[str | None, typer.Option(help="bf16, fp16 or fp8; fp32 with --gpu cpu.")] = None,
     tp: Annotated[str | None, typer.Option(help="Allowed tensor-parallel degrees, such as 4,8. Default: any.")] = None,
     pp: Annotated[str | None, typer.Option(help="Allowed numbers of pipeline ranks. Default: any.")] = None,
