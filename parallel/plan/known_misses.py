@@ -56,4 +56,6 @@ FAR = {
     ("torchtitan2506", "llama3-70b"): _TWO_D,
     ("torchtitan2506", "llama3-8b"): _TWO_D,
     ("torchtitan2412", "llama3-405b"): _FOUR_D,
+    ("mcore0.8", "mcore-462b"): "the source does not say how many stages a rank had: two are assumed here, and with "
+    "seven its layout would be the quickest",
 }
