@@ -120,7 +120,13 @@ def find(name: str) -> ModelShape:
         return known()[name]
     config = Path(name) / "config.json"
     if config.is_file():
-        return from_config(json.loads(config.read_text(encoding="utf-8")), name=Path(name).name)
+        try:
+            read = json.loads(config.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{config}: not JSON ({error}); copy the file again") from None
+        if not isinstance(read, dict):
+            raise ValueError(f"{config}: expected an object of settings; copy the file again")
+        return from_config(read, name=Path(name).resolve().name)
     raise ValueError(
         f"model {name!r}: expected a folder with config.json, a TOML file of shardfuse train, or one of "
         f"{', '.join(sorted(known()))}"
@@ -133,7 +139,8 @@ _NAMES = {
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "vocab": ("vocab_size",),
 }
-_GATED = ("silu", "swiglu", "swish", "gelu_pytorch_tanh_gated")
+_GATED = ("silu", "swiglu", "swish")
+_GATED_TYPES = ("gemma", "gemma2", "gemma3_text")  # whose activation is GELU
 
 
 def from_config(config: Mapping[str, Any], *, name: str = "model") -> ModelShape:
@@ -146,7 +153,8 @@ def from_config(config: Mapping[str, Any], *, name: str = "model") -> ModelShape
         if found is None:
             raise ValueError(f"{name}: its config.json has none of {', '.join(names)}")
         sizes[size] = int(found)
-    gated = str(config.get("hidden_act", config.get("activation_function", "gelu"))) in _GATED
+    gated = config.get("model_type") in _GATED_TYPES
+    gated = gated or str(config.get("hidden_act", config.get("activation_function", "gelu"))) in _GATED
     ffn = config.get("intermediate_size") or config.get("n_inner") or config.get("ffn_dim") or 4 * sizes["hidden"]
     return ModelShape(
         name,
@@ -156,7 +164,7 @@ def from_config(config: Mapping[str, Any], *, name: str = "model") -> ModelShape
         ffn=int(ffn),
         gated=gated,
         biases=not gated,
-        tied=bool(config.get("tie_word_embeddings", not gated)),
+        tied=bool(config.get("tie_word_embeddings", not gated or config.get("model_type") in _GATED_TYPES)),
         positions=int(config.get("n_positions") or 0),
     )
 

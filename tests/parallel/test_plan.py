@@ -89,6 +89,20 @@ def test_a_folders_config_gives_the_shape() -> None:
         shapes.find("no such model")
 
 
+def test_a_gemma_is_gated_and_tied() -> None:
+    gemma = {"model_type": "gemma", "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18}
+    gemma |= {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 256000}
+    gemma |= {"hidden_act": "gelu_pytorch_tanh"}
+    assert shapes.from_config(gemma).parameters == 2_506_172_416  # google/gemma-2b's
+
+
+@pytest.mark.parametrize(("text", "why"), [("{", "not JSON"), ("[]", "expected an object")])
+def test_a_broken_config_is_refused(text: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=why):
+        shapes.find(str(tmp_path))
+
+
 def test_a_file_changes_the_network(tmp_path: Path) -> None:
     file = tmp_path / "network.toml"
     file.write_text("outside_gb_s = 12.5\nmemory_gib = 64")
