@@ -228,6 +228,5 @@ def grid_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if "grid_j" in names:
         within = _flattened(mesh["grid_j", "grid_i"], "grid_ji").mesh
         assert within is not None
-        assert within is not None
         return DeviceMesh._concatenate([mesh["grid_k"], within])
     return mesh if len(names) == mesh.ndim else mesh[tuple(names)]

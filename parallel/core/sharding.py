@@ -77,6 +77,11 @@ class ShardSpec:
         return torch.Size(shape)
 
     @property
+    def parts(self) -> int:
+        """The number of different parts; other ranks of the group hold copies of these."""
+        return 1 if self.shard_dim is None else self.group.size
+
+    @property
     def placements(self) -> tuple[Shard | Replicate, ...]:
         from torch.distributed.tensor import Replicate, Shard
 
@@ -127,6 +132,10 @@ class GridSpec(ShardSpec):
     @property
     def local_shape(self) -> torch.Size:
         return torch.Size([part.stop - part.start for part in self.index])
+
+    @property
+    def parts(self) -> int:
+        return math.prod(size for size, dim in zip(self._sizes, self.grid_shard_dims) if dim is not None)
 
     @property
     def mesh_shard_dims(self) -> tuple[int | None, ...]:

@@ -94,8 +94,7 @@ def _shards(param: torch.Tensor) -> int:
         mesh, placements = param.device_mesh, param.placements
         sizes = [mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate()]
         return int(torch.Size(sizes).numel())
-    spec = spec_of(param)
-    return 1 if spec.shard_dim is None else spec.group.size
+    return spec_of(param).parts
 
 
 def _gradients(params: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:

@@ -21,6 +21,7 @@ from shardfuse.parallel.core import collectives
 from shardfuse.parallel.core.mesh import data_coordinate
 from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.parallelize import parallelize
+from shardfuse.parallel.zero.clip import GradientClipper
 
 PLAIN = config("gated", attention_sinks=False, attention_window=None)  # a folder of Llama's has neither
 
@@ -240,6 +241,24 @@ def test_whole_tensors_go_in_and_out(ranks: Any, tmp_path: Path, params: str):
     expected = ParallelTransformer(PLAIN)
     expected.init_weights(SEED)
     assert torch.equal(load_hf(tmp_path / params)(tokens, targets), expected(tokens, targets))
+
+
+def _norms(rank: int, world: int) -> list[float]:
+    """Norms of the gradients of plain parameters, of which some axes hold copies."""
+    found = []
+    for grid, depth in (((1, 2, 2), 1), ((1, 2), 2)):
+        mesh = init_mesh(grid=grid, depth=depth)
+        model = GridTransformer(config("gelu"), mesh=mesh, params="local", dtype=torch.float64)
+        model.init_weights(SEED)
+        model(*batches(1)[0]).backward()
+        found.append(GradientClipper(model.parameters(), float("inf"), mesh).clip().item())
+    return found
+
+
+@pytest.mark.ranks
+def test_the_norm_counts_copies_of_plain_parameters_once(ranks: Any):
+    expected = pytest.approx([float(alone("gelu", 1)["norm"])] * 2, rel=BUDGET)
+    assert all(found == expected for found in ranks(4, _norms))
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
