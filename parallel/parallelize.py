@@ -31,7 +31,7 @@ from .core.mesh import (
     whole_group,
 )
 from .core.rendezvous import init_mesh
-from .core.sharding import local_tensors, spec_of
+from .core.sharding import GridSpec, local_tensors, spec_of
 from .grid.grid import Grid
 from .materialize import allocate, device_of, place
 from .parallel_model import ParallelModel, group_of
@@ -199,6 +199,12 @@ def _settle(
         )
     _check_divisible(model, stages)
     _check_built_for(model, mesh)
+    if degree(mesh, "grid_depth") > 1 and (offload or precision is not None):
+        raise ValueError(
+            f"{'offload=True' if offload else f'precision={precision!r}'} over a grid with a depth of "
+            f"{degree(mesh, 'grid_depth')}: FSDP2 does this, and cannot place parameters over a depth; dp in place of "
+            "depth over the same grid makes as many copies of the weights"
+        )
     if stages == 1:
         schedule = None
     if mesh is None and offload and group_of(model).size == 1 and everyone().size == 1:
@@ -239,9 +245,16 @@ def _check_values(model: nn.Module, mesh: DeviceMesh | None) -> None:
     def values(params: dict[str, torch.Tensor]) -> dict[str, str]:
         return {f"the checksum of {name}": str(checksum(local_tensors(param)[0])) for name, param in params.items()}
 
-    repeated = {name: param for name, param in named.items() if spec_of(param).shard_dim is None}
+    specs = {name: spec_of(param) for name, param in named.items()}
+    repeated = {name: named[name] for name, spec in specs.items() if spec.shard_dim is None}
     tp = group_of(model) if mesh is None else along(mesh, "tp")
-    for group, held in ((tp, repeated), (along(mesh, "pp"), named)):
+    compared = [(tp, repeated), (along(mesh, "pp"), named)]
+    for dim in GRID_DIMS:  # those that do not split a parameter hold copies of it
+        copied = {name: spec for name, spec in specs.items() if isinstance(spec, GridSpec) and dim in spec.copied_over}
+        if copied:
+            group = along(next(iter(copied.values())).group.mesh, dim)
+            compared.append((group, {name: named[name] for name in copied}))
+    for group, held in compared:
         if group.size > 1:
             agree_on(group, lambda held=held: held, values, what="parallelize")  # type: ignore[misc]
 
@@ -291,9 +304,8 @@ def _check_built_for(model: nn.Module, mesh: DeviceMesh | None) -> None:
         built, given = (
             ", ".join(f"{name}={size}" for name, size in dims.items()) or "no grid" for dims in (theirs, wanted)
         )
-        raise ValueError(
-            f"the model was built for {built} and the mesh has {given}: build a GridTransformer with mesh=mesh"
-        )
+        kind = "GridTransformer" if wanted else "ParallelTransformer"
+        raise ValueError(f"the model was built for {built} and the mesh has {given}: build a {kind} with mesh=mesh")
     if wanted:
         return
     if group.size != degree(mesh, "tp"):

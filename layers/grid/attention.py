@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...parallel.core.first_calls import compare_call
 from ...parallel.grid.grid import ACROSS, local_rows, size_of
 from ..attention.attention import ParallelAttention
 from ..attention.rope import Rope
@@ -56,6 +57,7 @@ class GridAttention(ParallelAttention, GridModule):
         ``batch_size`` is B, of all ranks; ``positions`` [S] or [B*S] are those of the whole batch, ``rope`` the tables
         of this rank's.
         """
+        compare_call(self, self.group, x=x)
         given = [name for name, value in unsupported.items() if value is not None]
         if given:
             raise ValueError(f"{', '.join(given)}: attention over a grid takes whole sequences of one length alone")

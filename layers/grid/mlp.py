@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from ...kernels.linear import apply_activation
+from ...parallel.core.first_calls import compare_call
 from ..mlp import ParallelMLP
 from ..options import LayerOptions
 from .linear import GridLinear, grid_project
@@ -35,6 +36,7 @@ class GridMLP(ParallelMLP):
 
     def forward(self, x: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
         """``residual``, of the result's layout, is added to it."""
+        compare_call(self, self.group, x=x)
         *first, last = self._layers()
         if len(first) == 1:
             return last(first[0](x), residual=residual)

@@ -90,7 +90,7 @@ class _OnGrid(ParallelTransformer):
         return mappings.gather_from(logits, self.grid.k, dim=-1, site="head.gather")
 
     def boundary(self, batch: int, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        self.grid.check_batch(batch, length)
+        self.grid.check_batch(batch, length, "micro-batch")
         whole = super().boundary(batch, length, dtype)
         return whole.new_empty(len(whole) // self._token_ranks, whole.shape[1] // self.grid.hidden.size)
 

@@ -315,6 +315,8 @@ def _mesh_shape(
 
 def _grid_shape(grid: Sequence[int], depth: int, tp: int | None) -> tuple[dict[str, int], str]:
     """The dimensions of a grid in a mesh, and how errors call it."""
+    if not isinstance(grid, Sequence):
+        raise ValueError(f"init_mesh: grid={grid!r}: expected the sizes of its axes, (i, j, k) or (rows, columns)")
     if tp not in (None, 1):
         raise ValueError(f"init_mesh: tp={tp} and grid={tuple(grid)}: a grid takes the place of tp; pass one of them")
     for size in grid:

@@ -115,6 +115,13 @@ class GridSpec(ShardSpec):
                 )
 
     @property
+    def copied_over(self) -> set[str]:
+        """The dimensions of the mesh whose ranks hold copies."""
+        assert self.group.mesh is not None
+        names = self.group.mesh.mesh_dim_names or ()
+        return {name for name, dim in zip(names, self.grid_shard_dims) if dim is None}
+
+    @property
     def _sizes(self) -> tuple[int, ...]:
         assert self.group.mesh is not None
         return tuple(self.group.mesh.shape)

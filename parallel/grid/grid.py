@@ -162,12 +162,12 @@ class Grid:
                 f"such as {_near(value, parts)}, or use fewer of them"
             )
 
-    def check_batch(self, batch: int, length: int) -> None:
-        """ValueError unless a batch of sequences can be split."""
+    def check_batch(self, batch: int, length: int, what: str = "batch") -> None:
+        """ValueError unless a batch of sequences, or ``what`` it is, can be split."""
         wanted = size_of(self.sequences)
         if batch % wanted:
             raise ValueError(
-                f"a batch of {batch} sequences does not divide by {wanted}: a grid of {self} attends over whole "
+                f"a {what} of {batch} sequences does not divide by {wanted}: a grid of {self} attends over whole "
                 f"sequences, each on the ranks of one k; pass a multiple, such as {_near(batch, wanted)}"
             )
         rows = size_of(self.rows)

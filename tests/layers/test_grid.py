@@ -13,7 +13,9 @@ from wire import omit, sites_seen
 
 from shardfuse.explanation import explain
 from shardfuse.layers import ParallelMLP, ParallelTransformer
+from shardfuse.layers.grid.attention import GridAttention
 from shardfuse.layers.grid.linear import GridLinear
+from shardfuse.layers.grid.mlp import GridMLP
 from shardfuse.layers.grid.transformer import GridTransformer
 from shardfuse.layers.hf.folders import export_hf, load_hf
 from shardfuse.parallel.checkpoint.checkpoint import full_state_dict, load_checkpoint, save_checkpoint
@@ -261,6 +263,34 @@ def test_the_norm_counts_copies_of_plain_parameters_once(ranks: Any):
     assert all(found == expected for found in ranks(4, _norms))
 
 
+def _unequal(rank: int, world: int) -> dict[str, str]:
+    """What is said of layers and weights that differ between ranks."""
+    cube, deep = init_mesh(grid=(2, 2, 1)), init_mesh(grid=(1, 2), depth=2)
+    mlp = GridMLP(8, 16, gated=True, activation="silu" if rank else "relu", mesh=cube)
+    attention = GridAttention(16, 4, window=3 if rank else None, mesh=cube)
+    model = GridTransformer(PLAIN, mesh=deep)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1 + rank // 2)  # one copy of the two
+    found = {}
+    for name, call in {
+        "activation": lambda: mlp(torch.zeros(4, 4)),
+        "window": lambda: attention(torch.zeros(8, 8), batch_size=4),
+        "copies": lambda: parallelize(model, deep),
+    }.items():
+        with pytest.raises(ValueError) as caught:
+            call()
+        found[name] = str(caught.value)
+    return found
+
+
+@pytest.mark.ranks
+def test_ranks_that_differ_are_told_so(ranks: Any):
+    for said in ranks(4, _unequal):
+        assert "GridMLP: activation is 'relu' on rank 0 and 'silu' on rank 1" in said["activation"]
+        assert "GridAttention: window is None on rank 0 and 3 on rank 1" in said["window"]
+        assert "the checksum of model.layers.0.mlp.up_proj.weight is" in said["copies"]
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -292,10 +322,17 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     thin = GridTransformer(config("gated"), mesh=init_mesh(dp=2, grid=(1, 1, 2)), dtype=torch.float64)
     refused("tokens", lambda: thin(tokens[:1, :3], targets[:1, :3]))
     refused("other mesh", lambda: parallelize(model, flat))
+    refused("no grid in it", lambda: parallelize(model, tp))
+    refused("micro-batch", lambda: parallelize(model, cube, microbatches=2).step(tokens, targets))
+    deep = init_mesh(grid=(1, 2), depth=2)
+    over = lambda **how: parallelize(GridTransformer(config("gated"), mesh=deep, device="meta"), deep, **how)
+    refused("cast copies", lambda: over(precision="bf16"))
+    refused("offloaded copies", lambda: over(offload=True))
     refused("other kind", lambda: parallelize(ParallelTransformer(config("gated", num_kv_heads=4), mesh=tp), cube))
     refused("folder", lambda: load_hf("nowhere", mesh=cube))
     refused("compiled", lambda: torch.compile(GridLinear(8, 16, mesh=flat), fullgraph=True)(torch.zeros(2, 4)))
     refused("both", lambda: init_mesh(grid=(2, 2), tp=2))
+    refused("one size", lambda: init_mesh(grid=4))
     refused("four axes", lambda: init_mesh(grid=(2, 2, 1, 1)))
     refused("copies", lambda: init_mesh(dp=2, grid=(1, 1), depth=2))
     refused("depth", lambda: init_mesh(depth=2))
@@ -328,6 +365,11 @@ def test_what_a_grid_cannot_divide_is_refused_with_what_would_fit(ranks: Any):
         "tokens: pass sequences of a multiple of 2 tokens, or a multiple of 2 sequences",
         "other mesh": "the model was built for grid_k=1, grid_j=2, grid_i=2 and the mesh has grid_k=2, grid_i=2: build "
         "a GridTransformer with mesh=mesh",
+        "no grid in it": "and the mesh has no grid: build a ParallelTransformer with mesh=mesh",
+        "micro-batch": "a micro-batch of 2 sequences does not divide by 4",
+        "cast copies": "precision='bf16' over a grid with a depth of 2: FSDP2 does this, and cannot place parameters",
+        "offloaded copies": "offload=True over a grid with a depth of 2",
+        "one size": "init_mesh: grid=4: expected the sizes of its axes, (i, j, k) or (rows, columns)",
         "other kind": "the model was built for no grid and the mesh has grid_k=1, grid_j=2, grid_i=2: build a "
         "GridTransformer",
         "folder": "hold a grid and no 'tp': only GridTransformer and its layers are split over one",
