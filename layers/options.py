@@ -112,7 +112,7 @@ class LayerOptions:
             raise ValueError(f"params={self.params!r}: expected one of {', '.join(PARAM_MODES)}")
         if has_grid(self.mesh):
             object.__setattr__(self, "mesh", Grid.of(self.mesh))
-            check_grid_overlap(self.overlap, self.grid)
+            check_grid_overlap(self.overlap, self.grid, self.strict)
             for name in ("sequence_parallel", "fuse_wgrad_accumulation"):
                 if getattr(self, name):
                     raise ValueError(f"{name}=True over a grid, which splits tokens anyway and adds to no main_grad")

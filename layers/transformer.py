@@ -18,10 +18,12 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
+from ..kernels.cross_entropy.op import check_targets
 from ..parallel.core import mappings
 from ..parallel.core.first_calls import compare_call
 from ..parallel.core.random import check_alike
 from ..parallel.core.sharding import named_seed, parameter_seed
+from ..parallel.cross_entropy import IGNORE_INDEX
 from ..parallel.overlap.partial_sum import PartialSum
 from ..parallel.overlap.policy import check_overlap
 from ..parallel.pipeline.partition import Part
@@ -386,6 +388,7 @@ class ParallelTransformer(Layer):
         """ValueError for a batch that no stage could take. Ranks with the same batch reach the same verdict."""
         self._check_batch(tokens, targets, positions)
         check_tokens(tokens, self.config.vocab_size)
+        check_targets("cross-entropy", targets, self.config.vocab_size, IGNORE_INDEX)
 
     def boundary(self, batch: int, length: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The activations that one stage sends to the next for a micro-batch [batch, length]: [T, D] or [T/R, D], on

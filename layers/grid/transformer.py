@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from ...kernels.cross_entropy.op import check_targets
 from ...parallel.core import mappings
+from ...parallel.cross_entropy import IGNORE_INDEX
 from ...parallel.grid.grid import Grid, check_grid_overlap, local_rows, size_of
 from ..block import ParallelBlock
 from ..config import TransformerConfig
@@ -52,7 +54,7 @@ class _OnGrid(ParallelTransformer):
         loss = vocab_parallel_cross_entropy(self.lm_head(y), mine, self.grid.k, reduction="sum")
         for axis in self.grid.sequences:
             loss = mappings.reduce_from(loss, axis, site="loss.tokens")
-        return loss if reduction == "sum" else loss / (targets != -100).sum()
+        return loss if reduction == "sum" else loss / (targets != IGNORE_INDEX).sum()
 
     def _logits(self, y: torch.Tensor) -> torch.Tensor:
         logits = self.lm_head(y)
@@ -72,6 +74,8 @@ class _OnGrid(ParallelTransformer):
     ) -> tuple[int, int]:
         batch, length = super()._check_batch(tokens, targets, positions)
         self.grid.check_batch(batch, length)
+        if targets is not None:  # a rank sees its own sequences' later, and would raise alone
+            check_targets("cross-entropy", targets, self.config.vocab_size, IGNORE_INDEX)
         return batch, length
 
     def _check_packed(self, *_: Any) -> int:
@@ -83,7 +87,7 @@ class _OnGrid(ParallelTransformer):
         )
 
     def _check_overlap(self, overlap: str) -> None:
-        check_grid_overlap(overlap, self.grid)
+        check_grid_overlap(overlap, self.grid, self.lm_head.strict)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """[..., V/k] -> [..., V] on every rank."""

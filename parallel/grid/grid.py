@@ -191,10 +191,15 @@ def local_rows(x: torch.Tensor, axes: Sequence[Group]) -> torch.Tensor:
     return x
 
 
-def check_grid_overlap(overlap: str, grid: Grid) -> None:
-    """ValueError unless a layer over ``grid`` knows ``overlap``."""
+def check_grid_overlap(overlap: str, grid: Grid, strict: bool = False) -> None:
+    """ValueError unless a layer over ``grid`` knows ``overlap``; RuntimeError where ``strict`` wants it in vain."""
     if overlap != SUMMA:
         check_overlap(overlap)
+        if strict and grid.flat and grid.whole.size > 1 and overlap not in ("auto", "none"):
+            raise RuntimeError(
+                f"overlap={overlap!r} was asked for with strict=True, but over a grid of {grid} no axis splits the "
+                f"rows that a product could wait for piece by piece: pass overlap={SUMMA!r}, or strict=False"
+            )
     elif not grid.flat and grid.whole.size > 1:
         raise ValueError(
             f"overlap={SUMMA!r} over a grid of {grid}: panels want features that both axes split, so make the mesh by "

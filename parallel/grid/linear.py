@@ -197,6 +197,6 @@ def _check(x: torch.Tensor, weights: Sequence[torch.Tensor], options: GridOption
     _, features = _gathered_shape(weights[0], axes)
     wanted = features // axes.outer.size if axes.spare else features
     if x.dim() != 2 or x.shape[1] != wanted:
-        raise ValueError(f"{options.site}: x is {list(x.shape)}: expected this rank's tokens of {wanted} features")
+        raise ValueError(f"{options.site}: x is {list(x.shape)}: expected [T, {wanted}], this rank's tokens")
     if axes.spare == 0:
         collectives.check_rows(x.shape[0] * axes.outer.size, axes.inner, f"{options.site}.out")

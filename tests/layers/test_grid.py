@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from grid_case import BUDGET, SEED, alone, batches, config, differences, logits, train, whole
+from grid_case import BUDGET, SEED, VOCAB, alone, batches, config, differences, logits, train, whole
 from wire import omit, sites_seen
 
 from shardfuse.explanation import explain
@@ -318,6 +318,8 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     model = GridTransformer(config("gated"), mesh=cube, dtype=torch.float64)
     tokens, targets = batches(1)[0]
     refused("batch", lambda: model(tokens[:3], targets[:3]))
+    refused("target", lambda: model(tokens, targets.index_fill(0, torch.tensor(3), VOCAB)))  # of the last rank alone
+    refused("strict", lambda: GridLinear(8, 16, mesh=flat, overlap="chunked", strict=True))
     refused("packed", lambda: model(tokens[0], cu_seqlens=torch.tensor([0, 4])))
     thin = GridTransformer(config("gated"), mesh=init_mesh(dp=2, grid=(1, 1, 2)), dtype=torch.float64)
     refused("tokens", lambda: thin(tokens[:1, :3], targets[:1, :3]))
@@ -360,6 +362,8 @@ def test_what_a_grid_cannot_divide_is_refused_with_what_would_fit(ranks: Any):
         "no grid": "GridLinear: mesh: it holds no grid, but 4 ranks: make it by init_mesh(grid=(i, j, k))",
         "batch": "a batch of 3 sequences does not divide by 4: a grid of (i=2, j=2, k=1) attends over whole sequences, "
         "each on the ranks of one k; pass a multiple, such as 4",
+        "target": f"target {VOCAB} is neither in the vocabulary of {VOCAB} nor ignore_index=-100",
+        "strict": "overlap='chunked' was asked for with strict=True, but over a grid of (i=2, k=2, depth 1) no axis",
         "packed": "cu_seqlens: a grid divides a batch into whole sequences",
         "tokens": "1 sequences of 3 tokens do not divide by the 2 ranks over which a grid of (i=1, j=1, k=2) splits "
         "tokens: pass sequences of a multiple of 2 tokens, or a multiple of 2 sequences",

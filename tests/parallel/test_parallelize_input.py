@@ -150,10 +150,12 @@ def _bad_batches_body(rank: int, world: int) -> list[str]:
     tokens, targets = _batch()
     mine = (tokens.float(), targets) if rank == 1 else (tokens, targets)
     small = (tokens.to(torch.uint8), targets) if rank == 1 else (tokens, targets)
+    unknown = (tokens, targets + CONFIG.vocab_size) if rank == 1 else (tokens, targets)
     rows, positions = (0, torch.arange(7)) if rank == 1 else (4, torch.arange(8))
     return [
         _said(lambda: model.step(*mine)),
         _said(lambda: model.step(*small)),
+        _said(lambda: model.step(*unknown)),
         _said(lambda: model.step(tokens[:rows], targets[:rows], positions=positions)),
         _said(lambda: model.step(tokens, torch.arange(8), targets)),
         _said(lambda: model.evaluate(tokens)),
@@ -165,15 +167,16 @@ def test_batches_that_cannot_be_taken_are_refused_on_every_rank(ranks: Any):
     good, bad = ranks(2, _bad_batches_body)
     others = "1 of 2 ranks that read data refused their batch; their errors say why"
     in_a_row = "in a row: expected tokens and targets; positions go by name"
-    assert good[:3] == [others] * 3
-    assert bad[:3] == [
+    assert good[:4] == [others] * 4
+    assert bad[:4] == [
         "tokens are torch.float32: expected whole numbers, torch.int64 or torch.int32",
         "tokens are torch.uint8: expected whole numbers, torch.int64 or torch.int32",
+        f"cross-entropy: target {_batch()[1][0, 0] + 40} is neither in the vocabulary of 40 nor ignore_index=-100",
         "positions [7]: expected [8] or [0, 8]",
     ]
     for said in (good, bad):
-        assert [line[: line.index(" in a row")] for line in said[3:]] == ["3 tensors", "1 tensor", "0 tensors"]
-        assert all(in_a_row in line for line in said[3:])
+        assert [line[: line.index(" in a row")] for line in said[4:]] == ["3 tensors", "1 tensor", "0 tensors"]
+        assert all(in_a_row in line for line in said[4:])
 
 
 def _costs_body(rank: int, world: int) -> list[Any]:
