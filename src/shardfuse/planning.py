@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +20,12 @@ from .parallel.plan.software import Software
 from .parallel.plan.step_time import StepTime
 from .parallel.plan.this_machine import this_machine
 from .parallel.plan.traffic import Flow, traffic
-from .training.settings import DataSettings, RunSettings, read_settings
+from .training.settings import DataSettings, ParallelSettings, RunSettings, read_settings
+from .training.settings_file import to_toml
 
 TOKENS = 1 << 22  # per step, if no batch is given: usual for models of 100 billion parameters
 LENGTH = 2048  # of a sequence, unless it is given
 CPU_BATCH = 8
-# Settings of a model that follow from others where a file leaves them out.
-DERIVED = ("num_kv_heads", "head_dim", "bias")
 PARTS = {
     "products": "products",
     "attention": "attention",
@@ -97,7 +95,7 @@ class Plan:
 
         Raises ValueError for a layout that ``shardfuse train`` cannot run: with context parallelism, or in fp8.
         """
-        return _toml(self, self.best if found is None else found)
+        return _file(self, self.best if found is None else found)
 
     def record(self) -> dict[str, Any]:
         """The plan as values that JSON can hold, with times in seconds and memory in bytes."""
@@ -314,75 +312,45 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _toml(made: Plan, found: Found) -> str:
-    layout, shape = found.layout, made.shape
+def _file(made: Plan, found: Found) -> str:
+    layout, shape, settings = found.layout, made.shape, made.settings
     if layout.cp > 1 or layout.precision == "fp8":
         raise ValueError(
             f"{layout.described()} in {layout.precision}: shardfuse train has no context parallelism and no fp8; "
             "plan with cp=1 and precision='bf16'"
         )
-    head = [f"# {shapes.described(shape)}", f"# {layout.described()}: predicted {_seconds(found.time.total)} a step"]
-    parallel: dict[str, Any] = {
-        "dp_replicate": layout.replicas,
-        "dp": layout.dp,
-        "pp": layout.pp,
-        "tp": layout.tp,
-        "zero": layout.zero,
-        "schedule": layout.schedule or None,
-        "microbatches": layout.microbatches,
-        "precision": layout.precision,
-        "recompute": layout.recompute == "full",
-        "sequence_parallel": layout.sequence_parallel,
-        "offload": layout.offload,
-    }
-    settings = made.settings
-    top: dict[str, Any] = {}
-    sections: dict[str, Mapping[str, Any]] = {}
+    comments = [shapes.described(shape), f"{layout.described()}: predicted {_seconds(found.time.total)} a step"]
     if settings is None:
+        settings = RunSettings(model=_config(shape, layout.length), data=DataSettings(seq=layout.length))
         if shape.positions:
-            head.append("# shardfuse train uses rotary positions instead of this model's learned ones")
-        sections["model"] = _model(shape, layout.length)
-    else:
-        given = json.loads(settings.to_json())
-        defaults = json.loads(RunSettings(start="-").to_json())
-        top = {name: value for name, value in given.items() if not isinstance(value, Mapping)}
-        top = {name: value for name, value in top.items() if value not in (defaults[name], None)}
-        for name in ("model", "data", "optimizer", "checkpoint", "log"):
-            sections[name] = {
-                key: value for key, value in given[name].items() if key in DERIVED or value != defaults[name][key]
-            }
-        if settings.start is not None:
-            sections.pop("model")
-    sections["data"] = {**sections.get("data", {}), "seq": layout.length, "batch": layout.batch}
-    sections["parallel"] = parallel
-    return "\n".join([*head, *_lines(top), *(_section(name, values) for name, values in sections.items() if values)])
+            comments.append("shardfuse train uses rotary positions instead of this model's learned ones")
+    parallel = ParallelSettings(
+        dp_replicate=layout.replicas,
+        dp=layout.dp,
+        pp=layout.pp,
+        tp=layout.tp,
+        zero=layout.zero,
+        schedule=layout.schedule or None,
+        microbatches=layout.microbatches,
+        precision=layout.precision,
+        recompute=layout.recompute == "full",
+        sequence_parallel=layout.sequence_parallel,
+        offload=layout.offload,
+    )
+    data = replace(settings.data, seq=layout.length, batch=layout.batch)
+    return to_toml(replace(settings, data=data, parallel=parallel), comments)
 
 
-def _model(shape: ModelShape, length: int) -> dict[str, Any]:
-    return {
-        "style": "gated" if shape.gated else "gelu",
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.ffn,
-        "num_layers": shape.layers,
-        "num_heads": shape.heads,
-        "num_kv_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "max_positions": length,
-        "tie_embeddings": shape.tied,
-    }
-
-
-def _section(name: str, values: Mapping[str, Any]) -> str:
-    return "\n".join([f"\n[{name}]", *_lines(values)]) + ("\n" if name == "parallel" else "")
-
-
-def _lines(values: Mapping[str, Any]) -> list[str]:
-    return [f"{key} = {_value(value)}" for key, value in values.items()]
-
-
-def _value(value: Any) -> str:
-    """A value of TOML: its scalars and lists look as in JSON; false stands for None."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(key)} = {_value(each)}" for key, each in value.items()) + "}"
-    return json.dumps(False if value is None else value, ensure_ascii=False)
+def _config(shape: ModelShape, length: int) -> TransformerConfig:
+    return TransformerConfig(
+        style="gated" if shape.gated else "gelu",
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_layers=shape.layers,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_positions=length,
+        tie_embeddings=shape.tied,
+    )
