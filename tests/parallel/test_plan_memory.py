@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from plan_memory_case import (
     CASES,
     GATED,
@@ -29,6 +30,8 @@ from shardfuse.parallel.plan.shapes import ModelShape
 from shardfuse.parallel.plan.software import OURS, PLAIN
 
 WITHIN = 0.01
+# Before 2.13 (seen on 2.11) torch's pass for the inputs does not free the softmax of the loss.
+KEEPS_SOFTMAX = torch.__version__ < "2.13"
 WRITE = "PYTHONPATH=src python tests/support/plan_memory_case.py --write"
 
 
@@ -37,7 +40,8 @@ def test_every_rank_holds_what_is_predicted(ranks: Any, case: Case) -> None:
     found = run(ranks, case)
     for rank, held in enumerate(found):
         planned = predicted(case, rank)
-        assert {kind: held[kind] for kind in KINDS} == pytest.approx({k: planned[k] for k in KINDS}, rel=WITHIN), rank
+        within = within_of(case)
+        assert {kind: held[kind] for kind in KINDS} == pytest.approx({k: planned[k] for k in KINDS}, rel=within), rank
         if case.layout.zero == 3:  # counts two blocks, of which forward ends with none
             assert held["gathered"] <= planned["gathered"], rank
         else:
@@ -75,12 +79,17 @@ def test_no_line_of_the_page_is_left_over() -> None:
     assert {name for name, line in rows().items() if " / " in line} == {str(case) for case in CASES}
 
 
+def within_of(case: Case) -> float:
+    return 0.03 if KEEPS_SOFTMAX and case.splits_backward else WITHIN
+
+
 def _is_the_pages(line: str, case: Case) -> None:
     """What was predicted has to be the same; what was measured may depend on torch's version a little."""
     there = rows()[str(case)]
     ours, theirs = ([cell.split(" / ") for cell in each.split(" | ")[2:6]] for each in (line, there))
+    within = within_of(case)
     assert [pair[0] for pair in ours] == [pair[0] for pair in theirs], WRITE
-    assert [float(pair[1]) for pair in ours] == pytest.approx([float(pair[1]) for pair in theirs], rel=WITHIN), WRITE
+    assert [float(pair[1]) for pair in ours] == pytest.approx([float(pair[1]) for pair in theirs], rel=within), WRITE
 
 
 def test_the_limit_of_stored_logits_is_the_models() -> None:
