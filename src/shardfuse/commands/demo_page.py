@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..bench.page.markup import Element, add, new, render
+from ..bench.page.markup import Element, add, new
+from . import pages
 
 PAGE = "report.html"
-_TEMPLATE = Path(__file__).with_name("demo_page.html")
 _TICKS = 5  # about so many on an axis
 
 
@@ -33,7 +33,7 @@ def page(report: Mapping[str, Any], losses: Sequence[float | None]) -> str:
         _ran(report["model"], report["serving_calls"]),
         _environment(report["environment"]),
     )
-    return _TEMPLATE.read_text(encoding="utf-8").replace("{main}", render(sections))
+    return pages.page("shardfuse demo", sections)
 
 
 def _head(report: Mapping[str, Any]) -> Element:

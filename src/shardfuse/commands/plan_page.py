@@ -12,11 +12,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..bench.page.markup import Element, add, new, render
+from ..bench.page.markup import Element, add, new
 from ..parallel.pipeline.timeline import Costs, Timeline, simulate
 from ..parallel.plan.search import Found
 from ..parallel.plan.shapes import described
 from ..planning import PARTS, Plan
+from . import pages
 from .plan import gib
 from .schedule import COLOURS, LEGEND
 
@@ -28,7 +29,6 @@ GIB = 1 << 30
 _ROUNDS = 3  # the most micro-batches per rank in a timeline: the middle of a long step repeats itself
 _RANKS = 16  # the most bars of memory
 _KINDS = ("#3b6fb6", "#6f9bd8", "#a9c4ec", "#e08a2c", "#f2bd83", "#b8860b", "#8a6fb0", "#9a9a9a", "#dcdcdc")
-_TEMPLATE = Path(__file__).with_name("plan_page.html")
 
 
 def write(made: Plan, path: Path) -> None:
@@ -136,9 +136,8 @@ def page(made: Plan) -> str:
     )
     drawing = _section(f"The best layout: {best.layout.described()}")
     add(drawing, "img", src=image, alt="Timeline of the pipeline and memory of its ranks")
-    return _TEMPLATE.read_text(encoding="utf-8").replace(
-        "{main}", render((head, drawing, _layouts(made), _parts(made), _memory(made), _traffic(made)))
-    )
+    sections = (head, drawing, _layouts(made), _parts(made), _memory(made), _traffic(made))
+    return pages.page("shardfuse plan", sections)
 
 
 def _section(title: str) -> Element:
