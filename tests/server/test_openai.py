@@ -209,13 +209,16 @@ def test_async_streams_side_by_side(server: Server) -> None:
 
 
 def test_leaving_a_stream_ends_its_request(client: Any, server: Server) -> None:
-    with server.slow():
+    aborted = "vllm:request_success_total{abort}"
+    before = server.metrics()[aborted]
+    with server.slow(0.1):
         with client.completions.create(
             model=NAME, prompt="hello", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
         ) as stream:
             next(iter(stream))
-        until(lambda: not server.served.open_requests, 5)
+        until(lambda: not server.served.open_requests)
         server.idle()
+    assert server.metrics()[aborted] == before + 1
 
 
 SCHEMA = {
