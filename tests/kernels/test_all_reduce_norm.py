@@ -312,7 +312,7 @@ def test_a_peer_that_never_comes(shots, missing, complaint):
     started = time.monotonic()
     with pytest.raises(ExchangeTimeout) as caught:
         all_reduce_rmsnorm(x[1], peers=peers, signals=signals, shots=shots, impl="triton")
-    assert 0.2 <= time.monotonic() - started < 10
+    assert 0.2 <= time.monotonic() - started < 30
     assert str(caught.value).startswith("all_reduce_rmsnorm of [6, 16]: rank 1 ")
     assert complaint in str(caught.value)
     assert signals.state[GAVE_UP] == 1

@@ -140,4 +140,4 @@ def test_the_others_wait_for_one_that_failed_no_longer_than_they_may(ranks: Any,
     (other, waited), (failed, _) = ranks(2, _one_body, way)
     assert failed == "no memory in param_grads 1"
     assert "waited in vain for data from rank 1" in other if way == "kernel" else "in: all_gather failed" in other
-    assert waited < 3 * LIMIT_S
+    assert waited < 30  # torch's default is 1800 s

@@ -332,7 +332,8 @@ def test_the_prompts_of_a_request_do_not_fill_the_queue_for_each_other() -> None
 
 def test_draining_lets_an_open_stream_end() -> None:
     with serve() as server, server.http() as client:
-        with server.slow(0.005), client.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as stream:
+        asked = {**LONG, "stream": True}
+        with server.held(after=4) as gate, client.stream("POST", COMPLETIONS, json=asked) as stream:
             pieces = stream.iter_text()
             first = next(pieces)
             with ThreadPoolExecutor(1) as pool:
@@ -344,6 +345,7 @@ def test_draining_lets_an_open_stream_end() -> None:
                 assert _error(server.post(COMPLETIONS, {**SHORT, "stream": True}), 503)["code"] == "draining"
                 assert _error(server.get("/health"), 503)["code"] == "unhealthy"
                 assert not drained.done()
+                gate.set()
                 found = events(first + "".join(pieces))
                 drained.result(SOON_S)
         assert "".join(each["choices"][0]["text"] for each in found) == _greedy_text(200)
@@ -361,7 +363,7 @@ def _greedy_text(most: int) -> str:
 
 def test_a_hung_step_is_unhealthy() -> None:
     with serve(health_timeout_s=0.3) as server, ThreadPoolExecutor(1) as pool:
-        assert server.get("/health").json() == {"status": "ok"}
+        until(lambda: server.get("/health").json() == {"status": "ok"})
         with server.held():
             waiting = pool.submit(server.post, COMPLETIONS, SHORT)
             until(lambda: server.get("/health").status_code == 503)
@@ -374,8 +376,12 @@ def test_an_idle_engine_that_hangs_is_unhealthy() -> None:
     with serve(health_timeout_s=0.3) as server:
         with server.held():
             assert "--health-timeout" in _error(server.get("/health"), 503)["message"]
-        server.served._probed = (-1e9, "")  # what was found counts for a few seconds
-        assert server.get("/health").status_code == 200
+
+        def healthy() -> bool:
+            server.served._probed = (-1e9, "")  # what was found counts for a few seconds
+            return server.get("/health").status_code == 200
+
+        until(healthy)
 
 
 def test_lost_ranks_and_what_the_surroundings_know() -> None:
@@ -500,13 +506,13 @@ def test_metrics_count_what_was_served() -> None:
 
 
 def test_gauges_show_the_load() -> None:
-    with serve(engine={"max_num_seqs": 1}) as server, server.slow(0.02), ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(server.post, COMPLETIONS, {**LONG, "max_tokens": 20}) for _ in range(2)]
+    with serve(engine={"max_num_seqs": 1}) as server, ThreadPoolExecutor(2) as pool, server.held(after=4):
+        asked = [pool.submit(server.post, COMPLETIONS, LONG) for _ in range(2)]
         until(lambda: server.served.serve.load.running and server.served.serve.load.waiting)
         found = server.metrics()
         assert (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]) == (1, 1)
         assert 0 < found["vllm:kv_cache_usage_perc"] < 1
-        assert [each.result(SOON_S).status_code for each in asked] == [200, 200]
+    assert [each.result(SOON_S).status_code for each in asked] == [200, 200]
 
 
 def test_tokenize_and_back(server: Server) -> None:

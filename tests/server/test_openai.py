@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("openai", reason="openai is not installed (pip install .[dev])")
 
 import openai
-from server_case import NAME, Server, answer, run, serve, text_of, until
+from server_case import NAME, SOON_S, Server, answer, run, serve, text_of, until
 
 from shardfuse.serving import RanksLost
 
@@ -331,7 +331,7 @@ def test_a_full_queue_and_its_retry() -> None:
                 assert raised.value.response.headers["retry-after"] == "1"
                 with pytest.raises(openai.RateLimitError, match="2 prompts, which wait together or not at all"):
                     client.completions.create(model=NAME, prompt=["b", "c"], max_tokens=1, stream=True)
-            assert first.result(20).choices
+            assert first.result(SOON_S).choices
         made = _client(server, max_retries=3).completions.create(model=NAME, prompt="b", max_tokens=1)
         assert made.choices
 

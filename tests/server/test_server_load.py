@@ -89,7 +89,7 @@ def _streaming(process: Process, most: int, count: int = 1) -> Iterator[list[str
     for thread in threads:
         thread.start()
     try:
-        assert began.wait(30)
+        assert began.wait(60)
         yield lines
     finally:
         for thread in threads:
@@ -101,7 +101,7 @@ def test_sigterm_drains_and_a_second_signal_ends_at_once(long: Path) -> None:
     """And the port is free again for the next server, but not beside it."""
     with serving(str(long), "--no-warmup") as process:
         port = str(process.port)
-        with _streaming(process, 200) as lines:
+        with _streaming(process, 500) as lines:
             process.popen.send_signal(signal.SIGTERM)
             refused = None
             while "data: [DONE]" not in lines:
@@ -123,7 +123,7 @@ def test_sigterm_drains_and_a_second_signal_ends_at_once(long: Path) -> None:
         taken.log.close()
         with _streaming(process, 90_000) as lines:
             process.popen.send_signal(signal.SIGTERM)
-            until = time.monotonic() + 30
+            until = time.monotonic() + 60
             while process.get("/health").status_code != 503:
                 assert time.monotonic() < until
             answer = process.post("/v1/completions", prompt="x", max_tokens=1)

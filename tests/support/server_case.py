@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import functools
+import itertools
 import json
 import socket
 import tempfile
@@ -23,7 +24,7 @@ from shardfuse.serving.server import Served, ServerOptions, create_app
 from shardfuse.testing import assert_idle, save_tiny_hf, solo_tokens, tiny_engine, tiny_model
 
 NAME, END = "tiny", 257
-SOON_S = 20.0  # for what takes milliseconds: a test fails instead of waiting for ever
+SOON_S = 60.0  # for what takes milliseconds: a test fails instead of waiting for ever
 
 
 @functools.cache
@@ -120,11 +121,11 @@ class Server:
         return self.steps(lambda: time.sleep(seconds))
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[threading.Event]:
-        """Within it no step begins until the event is set; the end of the block sets it."""
-        gate = threading.Event()
+    def held(self, after: int = 0) -> Iterator[threading.Event]:
+        """Within it no step but the first ``after`` begins until the event is set; the end of the block sets it."""
+        gate, counted = threading.Event(), itertools.count()
         try:
-            with self.steps(lambda: gate.wait(SOON_S)):
+            with self.steps(lambda: next(counted) < after or gate.wait(SOON_S)):
                 yield gate
         finally:
             gate.set()
