@@ -58,8 +58,9 @@ class ParallelSettings:
 
     The mesh is ``dp_replicate`` copies of ``dp`` shards of ``pp`` stages of ``tp`` ranks; with ``dp`` None it follows
     from the number of processes. The model processes a rank's batch in ``microbatches`` parts, one after another, with
-    or without a pipeline. ``partition`` balances a pipeline's stages by "modelled" FLOPs or "measured" seconds. For
-    None, ``parallelize`` chooses; :func:`resolve` chooses ``microbatches``.
+    or without a pipeline. ``recompute`` keeps only every block's input for backward, ``mlp_recompute`` 1 or 2 less of
+    every MLP (ParallelMLP's ``recompute``). ``partition`` balances a pipeline's stages by "modelled" FLOPs or
+    "measured" seconds. For None, ``parallelize`` chooses; :func:`resolve` chooses ``microbatches``.
     """
 
     dp_replicate: int = 1
@@ -73,6 +74,7 @@ class ParallelSettings:
     offload: bool = False
     precision: str = "fp32"
     recompute: bool | None = None
+    mlp_recompute: int = 0
     sequence_parallel: bool = False
     overlap: str | None = None
 
@@ -85,6 +87,7 @@ class ParallelSettings:
         )
         _one_of(self, "parallel", "zero", ZERO_STAGES)
         _one_of(self, "parallel", "precision", PRECISIONS)
+        _one_of(self, "parallel", "mlp_recompute", (0, 1, 2))
         _one_of(self, "parallel", "partition", PARTITIONS)
         if self.pp > 1 and self.schedule is None:
             raise ValueError(f"parallel.pp = {self.pp}: a pipeline also needs a schedule, such as schedule = '1f1b'")

@@ -27,6 +27,7 @@ def part_costs(settings: RunSettings, schedule: str, *, mesh: DeviceMesh | None 
         dtype=PRECISIONS[parallel.precision],
         sequence_parallel=parallel.sequence_parallel,
         recompute=bool(parallel.recompute),
+        mlp_recompute=parallel.mlp_recompute,
         overlap=parallel.overlap or "auto",
         split=find(schedule).splits_backward,
     )

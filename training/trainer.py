@@ -218,7 +218,13 @@ def build_model(settings: RunSettings, mesh: DeviceMesh | None) -> ParallelModel
         from .stages import part_costs  # imports torch's pipelining, which takes seconds
 
         costs = part_costs(settings, parallel.schedule, mesh=mesh)
-    model = ParallelTransformer(settings.model, mesh=mesh, sequence_parallel=parallel.sequence_parallel, device="meta")
+    model = ParallelTransformer(
+        settings.model,
+        mesh=mesh,
+        sequence_parallel=parallel.sequence_parallel,
+        mlp_recompute=parallel.mlp_recompute,
+        device="meta",
+    )
     spread = parallelize(
         model,
         mesh,

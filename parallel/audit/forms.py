@@ -19,6 +19,7 @@ An all-reduce is a reduce-scatter and an all-gather, so one micro-batch moves 2 
     tensor parallelism, for each of the M          all-reduce    with sequence parallelism: reduce-scatter, all-gather
     blocks (Megatron-LM, arXiv:1909.08053)            4 L A                                    4 L A        4 L A
     the same, recomputed in backward                  6 L A                                    6 L A        6 L A
+    the same, MLPs alone with mlp_recompute=2         4 L A                                    4 L A        5 L A
     embedding (where the first stage is)                A                                        A            A
     head (where the last stage is)                      A                                        A            A
     loss: of each token one maximum, two sums      12 T bytes    as all-reduces
@@ -71,6 +72,7 @@ class Plan:
     hops: int = 0  # this rank's sends to other ranks: stages that send hidden states, plus stages that send gradients
     sequence_parallel: bool = False
     recompute: bool = False
+    mlp_recompute: int = 0
 
 
 class Form(NamedTuple):
@@ -132,7 +134,8 @@ def _tensor_parallel(plan: Plan) -> list[Form]:
     kinds = ("reduce_scatter", "all_gather") if plan.sequence_parallel else ("all_reduce",)
     forms = []
     for kind in kinds:
-        times = (6 if plan.recompute else 4) * plan.blocks
+        again = plan.mlp_recompute == 2 and kind == "all_gather"
+        times = ((6 if plan.recompute else 4) + again) * plan.blocks
         forms.append(Form("blocks", "tp", kind, M * times * A, ("attention.", "mlp.")))
         forms.append(Form("embedding", "tp", kind, M * A * plan.first, ("embedding",)))
         forms.append(Form("head", "tp", kind, M * A * plan.last, ("head.",)))

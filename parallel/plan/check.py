@@ -243,6 +243,7 @@ def _space(run: Run) -> Space:
         schedule=tuple(name for name in SCHEDULES if name in offers),
         interleave=(2, 3, 4, 6, 8, 12),
         recompute=(layout.recompute,),
+        mlp_recompute=(0,),
         sequence_parallel=parallel,
         offload=(False,),
     )

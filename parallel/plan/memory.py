@@ -6,8 +6,9 @@ state by the shards in stage 1, gradients in stage 2, weights in stage 3 (Rajbha
 the weights of two blocks are gathered at a time.
 
 What micro-batches leave for their backward is in ``activations.py``, how many of them a rank keeps in ``stages.py``.
-One block's backward works on the gradients of its MLP's intermediates beside them, and with recomputation on one whole
-block. Norms, and biases added after a sum over tensor-parallel ranks, are whole on each of these.
+One block's backward works on the gradients of its MLP's intermediates beside them, and on what recomputation makes
+again: the MLP's pre-activations, or one whole block. Norms, and biases added after a sum over tensor-parallel ranks,
+are whole on each of these.
 
 FSDP keeps the whole gradients of a step with several micro-batches until the last one. Torch's pipeline stages have a
 buffer for every micro-batch's input and for the gradient of its result. Where backward is split, the inputs' gradients
@@ -72,7 +73,8 @@ def of_rank(shape: ModelShape, layout: Layout, software: Software, rank: int) ->
     early = [softmax_bytes(shape, layout, software) if stage.last else 0.0 for stage in stages]
     most, counts = fullest(sizes, early, layout, rank)
     kept = most - logits
-    working = layout.tokens * layout.itemsize * (3 if shape.gated else 2) * shape.ffn / layout.tp
+    again = (2 if shape.gated else 1) if layout.mlp_recompute == 2 else 0
+    working = layout.tokens * layout.itemsize * ((3 if shape.gated else 2) + again) * shape.ffn / layout.tp
     if layout.tp > 1 and not software.async_tp:
         working += 2 * layout.tokens * layout.itemsize * shape.hidden  # a gathered input, and a partial sum
     if layout.recompute in ("full", "ops"):

@@ -32,6 +32,7 @@ from .step_time import Efficiency, StepTime
 SCHEDULES = ("1f1b", "interleaved_1f1b", "interleaved_zb", "zbv")
 _LARGEST_TP = 64
 Mesh = tuple[int, int, int, int]
+Recompute = tuple[str, int]  # a layout's recompute and mlp_recompute
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Space:
     schedule: tuple[str, ...] = SCHEDULES
     interleave: tuple[int, ...] | None = None
     recompute: tuple[str, ...] = ("none", "full")
+    mlp_recompute: tuple[int, ...] = (0, 1, 2)  # 1 and 2 only beside recompute "none"
     sequence_parallel: tuple[bool, ...] = (True, False)
     offload: tuple[bool, ...] = (False, True)
 
@@ -61,12 +63,27 @@ class Space:
             if wrong:
                 raise ValueError(f"{name}={wrong[0]!r}: expected whole numbers of at least 1")
         for name, known in (
-            ("schedule", SCHEDULES), ("recompute", RECOMPUTE), ("zero", (0, 1, 2, 3)),
+            ("schedule", SCHEDULES), ("recompute", RECOMPUTE), ("mlp_recompute", (0, 1, 2)), ("zero", (0, 1, 2, 3)),
             ("sequence_parallel", (True, False)), ("offload", (True, False)),
         ):  # fmt: skip
             unknown = [each for each in getattr(self, name) if each not in known]
             if unknown:
                 raise ValueError(f"{name}={unknown[0]!r}: expected some of {', '.join(map(str, known))}")
+        if not self.recomputations:
+            raise ValueError(
+                f"mlp_recompute={self.mlp_recompute} with recompute={self.recompute}: a block that is recomputed keeps "
+                "nothing of its MLP; allow mlp_recompute=0, or recompute='none'"
+            )
+
+    @property
+    def recomputations(self) -> list[Recompute]:
+        """Each keeps less than the one before it and takes as long or longer."""
+        pairs = itertools.product(RECOMPUTE, (0, 1, 2))
+        return [
+            (blocks, mlp)
+            for blocks, mlp in pairs
+            if blocks in self.recompute and mlp in self.mlp_recompute and (blocks == "none" or not mlp)
+        ]
 
 
 @dataclass(frozen=True)
@@ -162,7 +179,7 @@ class Search:
         """The layouts worth timing, each with what it holds; None beside those that do not fit."""
         shares = mesh[3]
         for schedule in self._schedules(mesh[1], self.batch // shares // micro):
-            recomputations = self._recomputations()
+            recomputations = self.space.recomputations
             for offload in sorted(self.space.offload):
                 fitting = len(recomputations)
                 for zero, dp in itertools.product(self.space.zero, self._shards(shares)):
@@ -173,7 +190,7 @@ class Search:
                         continue
                     for layout, held in self._cheapest(mesh, micro, schedule, zero, dp, offload, recomputations):
                         if held is not None:
-                            fitting = min(fitting, recomputations.index(layout.recompute))
+                            fitting = min(fitting, recomputations.index((layout.recompute, layout.mlp_recompute)))
                         yield layout, held
                 recomputations = recomputations[:fitting]
 
@@ -185,14 +202,14 @@ class Search:
         zero: int,
         dp: int,
         offload: bool,
-        recomputations: list[str],
+        recomputations: list[Recompute],
     ) -> Iterator[tuple[Layout, Memory | None]]:
         """Layouts that keep less and less and take longer and longer, up to the first that fits."""
         tp, pp, cp, shares = mesh
-        for recompute in recomputations:
+        for recompute, mlp_recompute in recomputations:
             layout = Layout(
                 tp, pp, cp, dp, shares // dp, schedule[1], zero, micro, self.batch, self.length, False, recompute,
-                self.precision, offload, schedule[0],
+                self.precision, offload, schedule[0], mlp_recompute,
             )  # fmt: skip
             divided = replace(layout, sequence_parallel=True)
             if tp > 1 and True in self.space.sequence_parallel and not divided.why_not(self.shape):
@@ -212,9 +229,6 @@ class Search:
         if layout.offload and memory.on_host(self.shape, layout, self.software) > self.cluster.gpu.host_memory:
             return None
         return held
-
-    def _recomputations(self) -> list[str]:
-        return [each for each in RECOMPUTE if each in self.space.recompute]
 
     def _schedules(self, pp: int, microbatches: int) -> list[tuple[str, int]]:
         """The schedules that run with so many micro-batches, and their stages on a rank."""

@@ -113,14 +113,17 @@ def predict(
     if tp > 1:
         # Two all-reduces, or as many bytes in gathers and scatters.
         collectives = 4 * T * layout.itemsize * h * (tp - 1) / tp / link_rate(cluster, tp, 1)
-    exposed = collectives * (1 - (software.hides_tp if cluster.within_node(tp) else 0.0))
-    if layout.cp > 1:
-        exposed += _ring(shape, layout, cluster)
+    exposed_tp = collectives * (1 - (software.hides_tp if cluster.within_node(tp) else 0.0))
+    exposed = exposed_tp + (_ring(shape, layout, cluster) if layout.cp > 1 else 0.0)
     forward = products + attention + passes + exposed
     again = {"none": 0.0, "selective": attention, "ops": products / 2 + passes, "full": forward}[layout.recompute]
-    if layout.mlp_recompute == 2 and layout.recompute != "full":
-        wide = (2 if shape.gated else 1) * shape.ffn // tp
-        again += _seconds(T, wide, h, cluster, "nt", _share(layout, cluster, efficiency))
+    if layout.mlp_recompute and layout.recompute != "full":
+        inner = 2 if shape.gated else 1
+        written = 1 if layout.mlp_recompute == 1 else 1 + inner
+        again += T * layout.itemsize * written * shape.ffn / tp / bytes_s
+        if layout.mlp_recompute == 2:
+            again += _seconds(T, inner * shape.ffn // tp, h, cluster, "nt", _share(layout, cluster, efficiency))
+            again += exposed_tp / 4 if layout.sequence_parallel else 0.0  # one more gather
     backward = products_input + attention_back + 2 * passes + exposed + again
 
     head = 3 * _seconds(T, shape.vocab // tp, h, cluster, "nt", efficiency.bf16)

@@ -55,6 +55,7 @@ def traffic(shape: ModelShape, layout: Layout, cluster: Cluster, software: Softw
         hops=_hops(layout),
         sequence_parallel=layout.sequence_parallel,
         recompute=layout.recompute == "full",
+        mlp_recompute=layout.mlp_recompute,
     )
     sizes = {"tp": layout.tp, "dp": layout.shards, "dp_replicate": layout.replicas, "pp": layout.pp}
     sizes["dp_replicate x dp"] = layout.shards * layout.replicas

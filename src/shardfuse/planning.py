@@ -258,7 +258,10 @@ def _space(choices: Mapping[str, Any]) -> Space:
     }
     space = Space(**several)
     if not {"none", "full"}.issuperset(space.recompute):
-        raise ValueError(f"recompute={', '.join(space.recompute)}: expected none or full, for whole blocks")
+        raise ValueError(
+            f"recompute={', '.join(space.recompute)}: expected none or full, for whole blocks; mlp_recompute=1 or 2 is "
+            "for their MLPs alone"
+        )
     return space
 
 
@@ -334,6 +337,7 @@ def _file(made: Plan, found: Found) -> str:
         microbatches=layout.microbatches,
         precision=layout.precision,
         recompute=layout.recompute == "full",
+        mlp_recompute=layout.mlp_recompute,
         sequence_parallel=layout.sequence_parallel,
         offload=layout.offload,
     )

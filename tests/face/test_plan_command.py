@@ -57,7 +57,13 @@ def test_figures_follow_from_the_step(plan: sf.Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [("--tp", "2", "--pp", "1"), ("--pp", "2", "--zero", "1"), ("--zero", "3", "--recompute", "full")]
+    "options",
+    [
+        ("--tp", "2", "--pp", "1"),
+        ("--pp", "2", "--zero", "1"),
+        ("--zero", "3", "--recompute", "full"),
+        ("--tp", "4", "--mlp-recompute", "2"),
+    ],
 )
 def test_train_takes_the_file(options: tuple[str, ...], tmp_path: Path) -> None:
     """Of a known model, with the model's sizes in it."""

@@ -176,7 +176,7 @@ STEPS = {
     "1f1b-tied-zero1-offload": Options(
         pp=2, dp=2, zero=1, schedule="1f1b", microbatches=2, tie_embeddings=True, offload=True
     ),
-    "zbv-tp": Options(pp=2, tp=2, schedule="zbv", microbatches=4, sequence_parallel=True),
+    "zbv-tp": Options(pp=2, tp=2, schedule="zbv", microbatches=4, sequence_parallel=True, mlp_recompute=2),
 }
 
 
@@ -209,6 +209,7 @@ def _planned(options: Options) -> dict[tuple[str, str], float]:
         length=command.LENGTH,
         sequence_parallel=options.sequence_parallel,
         recompute="full" if options.recompute else "none",
+        mlp_recompute=options.mlp_recompute,
         precision=options.precision or "fp32",
         offload=options.offload,
         schedule=options.schedule or "",

@@ -11,7 +11,7 @@ import pytest
 from shardfuse.parallel.pipeline.timeline import Costs, simulate
 from shardfuse.parallel.plan import check, efficiency, memory, published, shapes, stages, step_time
 from shardfuse.parallel.plan.hardware import cluster
-from shardfuse.parallel.plan.layout import RECOMPUTE, Layout
+from shardfuse.parallel.plan.layout import Layout
 from shardfuse.parallel.plan.search import SCHEDULES, Search, Space, smallest, splits
 from shardfuse.parallel.plan.shapes import ModelShape
 from shardfuse.parallel.plan.software import MEGATRON, OURS
@@ -51,11 +51,11 @@ def _all(search: Search) -> list[float]:
         (0, 1, 3),
         powers,
         ("", *SCHEDULES),
-        RECOMPUTE[::3],
+        (("none", 0), ("none", 1), ("none", 2), ("full", 0)),
         (True, False),
         (True, False),
     )
-    for tp, pp, dp, replicas, zero, micro, schedule, recompute, parallel, offload in choices:
+    for tp, pp, dp, replicas, zero, micro, schedule, (recompute, mlp), parallel, offload in choices:
         if tp * pp * dp * replicas != 8 or bool(schedule) != (pp > 1) or (parallel and tp == 1):
             continue
         if (zero == 3 and splits(schedule)) or (zero == 0 and replicas > 1) or (offload and not zero):
@@ -68,6 +68,7 @@ def _all(search: Search) -> list[float]:
             layout = Layout(
                 tp, pp, 1, dp, replicas, 1 if schedule in ("", "1f1b") else 2, zero, micro, search.batch,
                 search.length, parallel, recompute, offload=offload, schedule=schedule,
+                mlp_recompute=mlp,
             )  # fmt: skip
         except ValueError:
             continue
@@ -82,7 +83,9 @@ def _all(search: Search) -> list[float]:
 
 
 def test_long_sequences_are_offloaded_rather_than_recomputed() -> None:
-    search = _search(shapes.find("llama3-8b"), "h100", 8, 8, length=1 << 17, space=Space(micro=(1,), pp=(1,)))
+    search = _search(
+        shapes.find("llama3-8b"), "h100", 8, 8, length=1 << 17, space=Space(micro=(1,), pp=(1,), mlp_recompute=(0,))
+    )
     gpu = replace(search.cluster.gpu, memory=160 * 2**30)
     search = replace(search, cluster=replace(search.cluster, gpu=gpu))
     (best,) = search.best(1).found
@@ -221,3 +224,26 @@ def test_a_published_layout_far_from_the_best_is_found() -> None:
     (chosen,) = check.layouts([poor], free=False)
     assert chosen.over > check.LAYOUT_WITHIN
     assert not chosen.passed
+
+
+def test_mlps_are_recomputed_before_whole_blocks() -> None:
+    """Level by level, as memory shrinks: each keeps less than the one before it and takes longer."""
+    search = _search(
+        SMALL, "a100", 8, 32, space=Space(tp=(2,), pp=(1,), dp=(4,), zero=(3,), micro=(4,), offload=(False,))
+    )
+    ladder = []
+    for gib in range(40, 0, -1):
+        gpu = replace(search.cluster.gpu, memory=gib / 4 * 2**30)
+        found = replace(search, cluster=replace(search.cluster, gpu=gpu)).best(1).found
+        ladder += [found[0]] if found and found[0].layout not in [each.layout for each in ladder] else []
+    assert [(each.layout.recompute, each.layout.mlp_recompute) for each in ladder] == [
+        ("none", 0), ("none", 1), ("none", 2), ("full", 0),
+    ]  # fmt: skip
+    for one, other in itertools.pairwise(ladder):
+        assert one.memory.total > other.memory.total
+        assert one.time.total < other.time.total
+
+
+def test_recomputed_blocks_leave_no_mlp_to_recompute() -> None:
+    with pytest.raises(ValueError, match="allow mlp_recompute=0, or recompute='none'"):
+        Space(recompute=("full",), mlp_recompute=(1, 2))

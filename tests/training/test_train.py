@@ -29,9 +29,9 @@ _SUPPORT = str(Path(__file__).parents[1] / "support")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "alone": {},
     "dp2": {"microbatches": 2},
-    "dp2-zero1": {"zero": 1, "microbatches": 2},
+    "dp2-zero1": {"zero": 1, "microbatches": 2, "mlp_recompute": 2},
     "dp2-zero3": {"zero": 3},
-    "tp2": {"tp": 2, "microbatches": 2},
+    "tp2": {"tp": 2, "microbatches": 2, "mlp_recompute": 1},
     "sp2": {"tp": 2, "sequence_parallel": True, "recompute": True},
     "pp2-1f1b": {"pp": 2, "schedule": "1f1b", "microbatches": 2},
     "pp2-zbv": {"pp": 2, "schedule": "zbv", "microbatches": 4},

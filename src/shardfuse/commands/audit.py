@@ -56,6 +56,7 @@ class Options:
     style: str = "gated"
     sequence_parallel: bool = False
     recompute: bool = False
+    mlp_recompute: int = 0
     precision: str | None = None
     overlap: str | None = None
     offload: bool = False
@@ -98,6 +99,7 @@ class Options:
         how = [f"zero={self.zero}", f"{self.passes} micro-batch{'es' * (self.passes > 1)}"]
         how += [self.schedule] if self.schedule else []
         how += ["sequence parallelism"] * self.sequence_parallel + ["recompute"] * self.recompute
+        how += [f"MLP recompute {self.mlp_recompute}"] if self.mlp_recompute else []
         how += ["tied embeddings"] * self.tie_embeddings + ["offload"] * self.offload
         how += [f"overlap {self.overlap}"] if self.overlap else []
         return ", ".join([*degrees, *how, *([self.precision] if self.precision else [])])
@@ -174,6 +176,7 @@ def count_step(options: Options, mesh: DeviceMesh) -> Outcome:
         config,
         mesh=mesh,
         sequence_parallel=options.sequence_parallel,
+        mlp_recompute=options.mlp_recompute,
         device="meta",
     )
     model = parallelize(
@@ -230,6 +233,7 @@ def plan(options: Options, mesh: DeviceMesh, model: ParallelModel) -> Plan:
         hops=_hops(options, mesh.get_local_rank("pp")) if pipelined else 0,
         sequence_parallel=options.sequence_parallel,
         recompute=options.recompute,
+        mlp_recompute=options.mlp_recompute,
     )
 
 

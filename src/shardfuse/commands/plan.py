@@ -49,7 +49,12 @@ def plan(
         str | None, typer.Option(help="Allowed sizes of a micro-batch, in sequences. Default: any.")
     ] = None,
     schedule: Annotated[str | None, typer.Option(help="Allowed pipeline schedules, such as 1f1b,zbv.")] = None,
-    recompute: Annotated[str | None, typer.Option(help="Allowed recomputation: none, full, or both.")] = None,
+    recompute: Annotated[
+        str | None, typer.Option(help="Allowed recomputation of blocks: none, full, or both. Default: both.")
+    ] = None,
+    mlp_recompute: Annotated[
+        str | None, typer.Option(help="Allowed recomputation of MLPs alone: 0, 1, 2. Default: any.")
+    ] = None,
     sequence_parallel: Annotated[
         bool | None,
         typer.Option(
@@ -82,6 +87,7 @@ def plan(
 
     choices = {"tp": _numbers("tp", tp), "pp": _numbers("pp", pp), "dp": _numbers("dp", dp)}
     choices |= {"zero": _numbers("zero", zero), "micro": _numbers("micro", micro)}
+    choices |= {"mlp_recompute": _numbers("mlp-recompute", mlp_recompute)}
     words: dict[str, Any] = {"schedule": schedule, "recompute": recompute}
     words = {name: tuple(text.split(",")) if text else None for name, text in words.items()}
     made = make(
@@ -111,8 +117,9 @@ def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise ValueError(f"--{name} {text}: expected whole numbers, such as 4 or 4,8") from None
-    if min(numbers) < (0 if name == "zero" else 1):
-        raise ValueError(f"--{name} {text}: expected numbers of at least {0 if name == 'zero' else 1}")
+    least = 0 if name in ("zero", "mlp-recompute") else 1
+    if min(numbers) < least:
+        raise ValueError(f"--{name} {text}: expected numbers of at least {least}")
     return numbers
 
 
