@@ -21,6 +21,7 @@ from .models import ServableModel, as_servable
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _CPU_CACHE_GIB = 1.0
+_SAVE = "tokenizer.save_pretrained(folder) of transformers writes one"
 _GPU_SHARE = 0.85  # the cache's share of the memory left beside the model: steps need some as well
 
 
@@ -133,7 +134,9 @@ def _tokenizer(options: FolderOptions) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises many kinds of errors
-        raise ValueError(f"{folder}: its tokenizer cannot be loaded: {error}") from error
+        raise ValueError(f"{folder}: its tokenizer cannot be loaded ({_SAVE}): {error}") from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of a folder without the files
+        raise ValueError(f"{folder}: its tokenizer knows no text, so its files are missing: {_SAVE}")
     if options.chat_template is not None:
         tokenizer.chat_template = options.chat_template.read_text()
     return tokenizer

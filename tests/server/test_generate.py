@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -351,6 +352,16 @@ def test_the_packages_of_the_server_are_named(command, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "fastapi" else find(name))
     code, _, err = command("--input", "in.jsonl", "--output", "out.jsonl")
     assert (code, err) == (1, "error: generate --input needs fastapi: pip install 'shardfuse[serve]'\n")
+
+
+@pytest.mark.parametrize("style", ["gelu", "gated"])
+def test_a_folder_without_a_tokenizer_is_refused(command, folder, tmp_path, style):
+    bare = save_tiny_hf(tmp_path / "bare", style=style)
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    code, out, err = command("--prompt", "hi", model=(str(bare),))
+    assert (code, out) == (1, "")
+    assert re.search(rf"^error: {bare}: its tokenizer .*tokenizer\.save_pretrained\(folder\)", err, re.MULTILINE)
 
 
 def test_lines_are_read_as_they_are_needed(monkeypatch):
