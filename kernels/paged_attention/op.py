@@ -104,7 +104,8 @@ def paged_attention(
     bounds = Bounds(min_query_len, max_query_len, max_seq_len)
     invariant = dispatch.row_invariant() if invariant is None else invariant
     if isinstance(plan, cpu.Plan):
-        if check is False and not invariant and out is None and impl != "reference" and library.direct(*tensors):
+        walks = impl not in ("reference", "triton") and not invariant and out is None
+        if walks and check is False and library.direct(*tensors):
             return _planned(tensors, options, bounds, plan, return_lse)
         plan = None
     checks.check(*tensors, options, bounds)

@@ -296,6 +296,17 @@ def test_no_plan_is_made_for_the_reference() -> None:
     assert plan_attention(q, (k, v), *tables, impl="reference") is None
 
 
+@torch.no_grad()
+def test_a_plan_does_not_replace_the_kernel_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_decided", {})
+    monkeypatch.setattr(dispatch, "_why_not_triton", lambda device: "it cannot run here")
+    call = _decode([[0, 1], [2, 3]], [8, 6], blocks=4)
+    (q, k, v, *tables), _ = call
+    plan = plan_attention(q, (k, v), *tables)
+    with pytest.raises(RuntimeError, match="impl='triton' was asked for, but it cannot run here"):
+        _ops(call, plan=plan, impl="triton")
+
+
 @pytest.mark.parametrize(
     ("lens", "slots", "expected"),
     [
