@@ -239,13 +239,16 @@ def _decide(
         return Choice("onednn", onednn.why)
     if device.type == "cpu" and onednn is not None and (onednn.lacks or onednn.why):
         return Choice("reference", onednn.lacks or onednn.why)
+    if device.type == "cpu":
+        return Choice("reference", unsupported or _ON_A_CPU)
     if missing:
         return Choice("reference", missing)
-    if device.type == "cpu":
-        return Choice("reference", "on a CPU the kernel would only be interpreted; impl='triton' asks for that")
     if stock_wins:
         return Choice("reference", stock_wins)
     return Choice("triton", "no measurement that applies here says that the stock path is faster")
+
+
+_ON_A_CPU = "on a CPU a kernel runs only where impl='triton' asks for it, in Triton's interpreter"
 
 
 def _why_not_triton(device: torch.device) -> str | None:

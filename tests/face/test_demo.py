@@ -104,7 +104,7 @@ def test_demo_from_training_to_serving(leftovers: Any, tmp_path: Path):
     assert re.search(r"^  (onednn|reference|triton)  ", output, re.MULTILINE)
     found = output[: output.index("2/5  ")]
     assert all(op in found for op in ("linear_act", "paged_attention"))
-    assert found.count("Triton's interpreter is off") <= 1  # a shared reason is said once
+    assert " ".join(found.split()).count("a kernel runs only where") <= 1  # a shared reason is said once
     for said in ("step 1", "s left", "tokens/s", "peak memory", "held no token", "shardfuse-demo/checkpoints"):
         assert said in output
     model = load_hf(out / "model")

@@ -142,6 +142,17 @@ def test_tells_how_parameters_are_split(ranks: Any):
         )
 
 
+@pytest.mark.parametrize("interpreting", [False, True])
+def test_auto_on_a_cpu_names_what_would_run_the_kernel(monkeypatch: pytest.MonkeyPatch, interpreting):
+    """The interpreter alone would not: auto takes the reference with it, too."""
+    monkeypatch.setattr(dispatch, "_INTERPRETING", interpreting)
+    monkeypatch.setattr(dispatch, "_AUTO", "auto")
+    choice = dispatch._decide("op", torch.device("cpu"), "auto", None, None, None)
+    assert choice.impl == "reference"
+    assert "impl='triton'" in choice.reason
+    assert "TRITON_INTERPRET" not in choice.reason
+
+
 @pytest.mark.parametrize(
     ("triton", "numpy", "remedy"),
     [
