@@ -66,7 +66,10 @@ def read_all(paths: Sequence[Path], *, results: Path = stale.RESULTS) -> list[Re
     found = [result for path in paths or sorted(results.rglob("*.json")) for result in read(path)]
     if not found:
         where = ", ".join(map(str, paths)) or results
-        raise ValueError(f"there is no result in {where}: name files that hold some, or measure with make gpu OUT=dir")
+        raise ValueError(
+            f"there is no result in {where}: name files that hold some, such as shardfuse bench run NAME --out FILE "
+            "writes; only a checkout has the committed ones"
+        )
     return found
 
 

@@ -353,7 +353,7 @@ def test_a_report_that_cannot_be_written_says_where(tmp_path, place):
 
 def test_without_files_the_committed_results_are_reported(tmp_path, capsys):
     results = tmp_path / "results"
-    with pytest.raises(ValueError, match=r"no result in .*results"):
+    with pytest.raises(ValueError, match=r"no result in .*results.*bench run NAME --out FILE.*checkout"):
         publish.publish([], tmp_path / "out", results=results)
     (results / "some-gpu").mkdir(parents=True)
     (results / "some-gpu" / "gated.json").write_text(json.dumps(_record()))
