@@ -232,7 +232,7 @@ def _keep_packed(together: Sequence[Tensors], x: torch.Tensor, dtype: torch.dtyp
 
 
 def packs(asked: bool) -> bool:
-    """Whether a call may keep packed weights, if it is ``asked`` to or not."""
+    """Whether a call may keep packed copies of its weights: without gradients, if ``asked`` to or inside an engine."""
     serves = (asked or packing.here.serving) and packing.PACKS and not torch.is_grad_enabled()
     # The first call, which packs, and later ones would multiply in different layouts.
     return serves and not dispatch.row_invariant()
