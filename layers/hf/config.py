@@ -112,7 +112,10 @@ def config_from_hf(raw: dict[str, Any]) -> TransformerConfig:
     """Our config for a ``config.json``; ValueError for a feature that the layers do not have."""
     styles = {model_type: style for style, model_type in _MODEL_TYPES.items()}
     if raw.get("model_type") not in styles:
-        raise ValueError(f"model_type={raw.get('model_type')!r}: expected one of {', '.join(styles)}")
+        raise ValueError(
+            f"model_type={raw.get('model_type')!r}: expected one of {', '.join(styles)}, which a ParallelTransformer "
+            "can be; load_pretrained takes any causal language model of transformers"
+        )
     style = styles[raw["model_type"]]
     tokens = {name: raw.get(name, _DEFAULTS[style].get(name)) for name in _TOKEN_IDS}  # null: no such token
     raw = _DEFAULTS[style] | {key: value for key, value in raw.items() if value is not None}

@@ -232,7 +232,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "weights-cut": (lambda f: _cut(f / "model.safetensors", 5000), r"model\.safetensors: cut short or corrupt"),
     "weights-empty": (lambda f: _cut(f / "model.safetensors", 0), r"model\.safetensors: cut short or corrupt"),
     "weights-foreign": (lambda f: (f / "model.safetensors").write_bytes(b"PK" * 99), "cut short or corrupt"),
-    "other-model": (lambda f: _change_config(f, model_type="bert"), "model_type='bert': expected one of starcoder2"),
+    "other-model": (lambda f: _change_config(f, model_type="bert"), "'bert': expected one of star.*load_pretrained"),
     "other-activation": (lambda f: _change_config(f, hidden_act="relu"), "hidden_act='relu'"),
     "other-rope": (
         lambda f: _change_config(f, rope_parameters={"rope_type": "spiral", "factor": 4.0}),
