@@ -2,7 +2,7 @@
 
 python examples/export_and_serve.py FOLDER --out exported --prompt "def main"
 
-The engine serves Llama and Starcoder2 folders; any server of transformers' folders takes the others.
+docs/serving.md lists the architectures that the engine serves; the saved folder loads in every other server, too.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def main() -> None:
 
     sf.save_pretrained(sf.load_pretrained(args.folder), args.out)
     tokenizer = AutoTokenizer.from_pretrained(args.out)
-    engine = sf.Engine(sf.load_hf(args.out), num_blocks=256, max_num_seqs=8)
+    engine = sf.Engine(sf.load_pretrained(args.out).eval(), num_blocks=256, max_num_seqs=8)
     names = {}
     for prompt in args.prompt:
         request = sf.Request(tokenizer(prompt)["input_ids"], max_new_tokens=args.max_new_tokens)
