@@ -63,7 +63,9 @@ class ParallelMLP(TensorParallel, Layer):
         self.gated = gated
         self.activation = activation or ("silu" if gated else "gelu_tanh")
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)}")
+            raise ValueError(
+                f"activation={activation!r}: expected one of {', '.join(ACTIVATIONS)} (SwiGLU is silu with gated=True)"
+            )
         if recompute not in RECOMPUTE:
             raise ValueError(
                 f"recompute={recompute!r}: expected 0 (keep the activations), 1 (keep the pre-activation) or 2 (keep "
