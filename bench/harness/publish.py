@@ -9,7 +9,7 @@ from typing import Any
 
 from . import places, provenance, roofline, stale
 from .records import read_records, writing
-from .report import RATES, Row
+from .report import RATES, TOO_NOISY, Row
 
 TABLE = "report.md"
 _SIDES = ("---",) * 3
@@ -110,6 +110,7 @@ def markdown(results: Sequence[Result], pictures: Sequence[str]) -> Iterator[str
     yield "# Benchmarks"
     yield ""
     yield "Ours against one peer per row, measured in the same run; a ratio above 1 means that ours is better."
+    yield f"{TOO_NOISY.capitalize()}."
     if any(result.absolute for result in results):
         yield "TFLOP/s and GB/s are ours, with their shares of the cuBLAS GEMM and of the copy that the run measured."
         yield "The bound is all that taking the peer's extra passes over memory out can gain, with what was won of it."

@@ -20,6 +20,7 @@ from .timing import Ceilings, Timing
 
 # If two timings of the same version differ by more than this, the machine was too busy for a result.
 NOISE_LIMIT = 0.25
+TOO_NOISY = f"a row with more than {NOISE_LIMIT:.0%} noise meets no target"
 PEAK_MARGIN = 1.1  # a product may beat the one that measured the peak by a little; by more, the timing is wrong
 
 CONTRACT = ("case", "metric", "ours", "peer", "peer_name", "ratio", "target", "met")
@@ -159,7 +160,7 @@ def show_rows(console: Console, title: str, rows: Sequence[Row], *, absolute: bo
         prose("peer"),
         *map(figure, headings),
         title=title,
-        caption="" if absolute else "ratios only: > 1 means ours is better",
+        caption=("" if absolute else "ratios only: > 1 means ours is better; ") + TOO_NOISY,
     )
     for row in rows:
         times = (f"{row.ours:,.4g}", f"{row.peer:,.4g}") if absolute else ()

@@ -278,6 +278,7 @@ def test_report_is_a_table_and_a_plot(tmp_path):
     assert "commit abc123, torch 2.13.0, Triton 3.7.1, driver 999.1" in text
     assert "800 TFLOP/s, copy 4,000 GB/s" in text
     assert "Targets met: 1 of 3" in text
+    assert "A row with more than 25% noise meets no target." in text
     head, _, first, second, third = [line for line in text.splitlines() if line.startswith("|")][:5]
     assert head.count("|") == first.count("|") == third.count("|") - third.count("\\|")
     assert [cell.strip() for cell in first.split("|")[1:-1]] == [
