@@ -82,6 +82,11 @@ class ShardSpec:
         return 1 if self.shard_dim is None else self.group.size
 
     @property
+    def first_copy(self) -> bool:
+        """Whether no earlier rank of the group holds a copy of this rank's part."""
+        return self.shard_dim is not None or self.group.rank == 0
+
+    @property
     def placements(self) -> tuple[Shard | Replicate, ...]:
         from torch.distributed.tensor import Replicate, Shard
 
@@ -145,6 +150,12 @@ class GridSpec(ShardSpec):
         return math.prod(size for size, dim in zip(self._sizes, self.grid_shard_dims) if dim is not None)
 
     @property
+    def first_copy(self) -> bool:
+        assert self.group.mesh is not None
+        places = self.group.mesh.get_coordinate() or ()
+        return not any(place for place, dim in zip(places, self.grid_shard_dims) if dim is None)
+
+    @property
     def mesh_shard_dims(self) -> tuple[int | None, ...]:
         return self.grid_shard_dims
 
@@ -167,9 +178,14 @@ def make_parameter(local: torch.Tensor, spec: ShardSpec, params: str = "dtensor"
 
 
 def tag(param: torch.Tensor, spec: ShardSpec) -> None:
-    """Attach ``spec`` to a plain parameter."""
+    """Attach ``spec`` to a plain parameter.
+
+    A norm over the ranks, as Megatron and DeepSpeed form it, counts ``tensor_model_parallel`` parameters of every rank
+    and others of the first rank alone. Over a grid some ranks hold copies of a part: only the first one is marked.
+    """
     param.shard_spec = spec  # type: ignore[attr-defined]
-    param.tensor_model_parallel = spec.shard_dim is not None and spec.group.size > 1  # type: ignore[attr-defined]
+    marked = spec.shard_dim is not None and spec.group.size > 1 and spec.first_copy
+    param.tensor_model_parallel = marked  # type: ignore[attr-defined]
 
 
 def as_dtensor(local: torch.Tensor, spec: ShardSpec) -> DTensor:

@@ -7,10 +7,11 @@
     engine.backward(loss)
     engine.step()
 
-:class:`Mpu` tells DeepSpeed which ranks share tensors and which share data; ``tensor_model_parallel`` of local
-parameters marks the parts, so that it clips by the norm of the whole model. Gradients are means over data-parallel
-ranks. Stages 1 and 2 all-reduce whole gradients and then gather the parameters (DeepSpeed 0.19): 3 Psi, where zero=1 of
-this project moves 2. Save and load through the engine, which owns the optimizer's state.
+:class:`Mpu` tells DeepSpeed which ranks share tensors and which share data; over a grid all its ranks share tensors.
+``tensor_model_parallel`` of local parameters marks the parts, so that DeepSpeed clips by the norm of the whole model.
+Gradients are means over data-parallel ranks. Stages 1 and 2 all-reduce whole gradients and then gather the parameters
+(DeepSpeed 0.19): 3 Psi, where zero=1 of this project moves 2. Save and load through the engine, which owns the
+optimizer's state.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import compatibility
 from ..core.mesh import Group, data_group, degree, tp_group
+from ..grid.grid import Grid
 
 PRECISIONS = ("bf16", "fp16")
 
@@ -79,16 +81,23 @@ def deepspeed_config(
 class Mpu:
     """Megatron's "model parallel unit" of a mesh: the methods that DeepSpeed asks for groups, ranks and sizes.
 
-    Raises ValueError for a mesh with pipeline stages.
+    Raises ValueError for a mesh with pipeline stages, and for one that lacks the dimensions of ``init_mesh``.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        names = () if mesh is None else mesh.mesh_dim_names or ()
+        if mesh is None or "dp" not in names or not {"tp", "grid_i"} & set(names):
+            given = "None" if mesh is None else f"of the dimensions {names}"
+            raise ValueError(
+                f"mpu: mesh is {given}: expected dp with tp or a grid: make it by init_mesh(), for a single process by "
+                "init_mesh(alone=True)"
+            )
         if degree(mesh, "pp") > 1:
             raise ValueError(
                 f"mpu: the mesh has {degree(mesh, 'pp')} pipeline stages, whose schedules run backward themselves, and "
                 "a DeepSpeed engine needs to; use zero=0 to 3 of this project, or pp=1"
             )
-        self._tensor = tp_group(mesh["tp"])
+        self._tensor = tp_group(mesh["tp"]) if "tp" in names else Grid.of(mesh).whole
         data = data_group(mesh)
         self._data: Group = data if data.pg is not None else tp_group(mesh["dp"])
 
@@ -122,13 +131,13 @@ class Mpu:
     get_model_parallel_world_size = get_tensor_model_parallel_world_size
 
 
-def mpu(mesh: DeviceMesh) -> Mpu:
+def mpu(mesh: DeviceMesh | None) -> Mpu:
     """The argument ``mpu`` of ``deepspeed.initialize``. Every rank calls it: it may create a process group."""
     return Mpu(mesh)
 
 
 def initialize(
-    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, config: dict[str, Any], **others: Any
+    model: nn.Module, optimizer: torch.optim.Optimizer, mesh: DeviceMesh | None, config: dict[str, Any], **others: Any
 ) -> Any:
     """DeepSpeed's engine around ``model``, trained by ``optimizer`` over ``mesh``; ``others`` go to DeepSpeed.
 

@@ -93,6 +93,42 @@ def test_who_shares_what_is_the_meshs(ranks: Any) -> None:
         assert found == (share_of, 2, [part, part + 2], part, pair, pair[0])
 
 
+def _counted_norm(rank: int, world: int, dims: dict[str, Any]) -> float:
+    """The norm of a grid's gradients as DeepSpeed forms it: over the first rank's parameters and all marked ones."""
+    mesh = init_mesh(**dims)
+    unit = mpu(mesh)
+    model = build(mesh, params="local")
+    model(*(share(whole, mesh) for whole in batch(0))).backward()
+    counted = [
+        param for param in model.parameters() if param.tensor_model_parallel or unit.get_model_parallel_rank() == 0
+    ]
+    grads = [param.grad for param in counted]
+    for grad in grads:  # dp holds copies of the model
+        dist.all_reduce(grad, dist.ReduceOp.AVG, unit.get_data_parallel_group())
+    squares = sum((grad.square().sum() for grad in grads), torch.zeros((), dtype=torch.float64))
+    dist.all_reduce(squares, group=unit.get_model_parallel_group())
+    assert unit.get_tensor_model_parallel_src_rank() == rank - unit.get_model_parallel_rank()
+    return squares.sqrt().item()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "dims", [{"dp": 1, "grid": (1, 2, 2)}, {"dp": 1, "grid": (1, 2), "depth": 2}, {"dp": 2, "grid": (1, 1, 2)}], ids=str
+)
+def test_a_grids_norm_counts_copies_once(ranks: Any, dims: dict[str, Any]) -> None:
+    model = build()
+    model(*batch(0)).backward()
+    expected = nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()
+    assert ranks(4, _counted_norm, dims) == [pytest.approx(expected, rel=1e-12)] * 4
+
+
+def test_a_mesh_of_other_dimensions_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"mpu: mesh is None: expected dp with tp or a grid: .* init_mesh\(alone=True\)"
+    ):
+        mpu(None)
+
+
 # --- the real package -------------------------------------------------------------------------------------------------
 
 
@@ -107,7 +143,7 @@ def own_ranks() -> Iterator[Any]:
     pool.close()
 
 
-def _trained(stage: int, mesh: Any, dims: dict[str, int], accumulate: int) -> dict[str, torch.Tensor]:
+def _trained(stage: int, mesh: Any, dims: dict[str, Any], accumulate: int) -> dict[str, torch.Tensor]:
     """Losses, norms and this rank's parameters after STEPS steps of DeepSpeed."""
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -143,7 +179,7 @@ def _alone(dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return found | {name: param.detach() for name, param in model.named_parameters()}
 
 
-def _deepspeed_body(rank: int, world: int, dims: dict[str, int], cases: list[tuple[int, int]]) -> list[Any]:
+def _deepspeed_body(rank: int, world: int, dims: dict[str, Any], cases: list[tuple[int, int]]) -> list[Any]:
     mesh = init_mesh(**dims)
     specs = {name: spec_of(param) for name, param in build(mesh, params="local").named_parameters()}
     low, oracle = _alone(torch.float32), _alone(torch.float64)
@@ -167,11 +203,11 @@ def _deepspeed_body(rank: int, world: int, dims: dict[str, int], cases: list[tup
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("dims", [{"dp": 2, "tp": 1}, {"dp": 2, "tp": 2}], ids=str)
-def test_every_stage_trains_as_one_process_does(own_ranks: Any, dims: dict[str, int]) -> None:
+@pytest.mark.parametrize("dims", [{"dp": 2, "tp": 1}, {"dp": 2, "tp": 2}, {"dp": 2, "grid": (1, 1, 2)}], ids=str)
+def test_every_stage_trains_as_one_process_does(own_ranks: Any, dims: dict[str, Any]) -> None:
     cases = [(0, 1), (1, 1), (2, 1), (3, 1), (2, 2)]
     # The first call compiles an extension.
-    for found in own_ranks(dims["dp"] * dims["tp"], _deepspeed_body, dims, cases, timeout=900):
+    for found in own_ranks(2 * dims.get("tp", 2), _deepspeed_body, dims, cases, timeout=900):
         assert found == [(stage, accumulate, []) for stage, accumulate in cases]
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardfuse import ParallelTransformer, TransformerConfig
+from shardfuse import GridTransformer, ParallelTransformer, TransformerConfig
 from shardfuse.kernels.dev import accuracy
 from shardfuse.parallel.core.mesh import data_coordinate
 from shardfuse.parallel.core.sharding import gather
@@ -35,7 +35,8 @@ TERMS = 512  # the chained sums of two layers, forward and backward
 def build(mesh: Any = None, *, style: str = "gelu", dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """The same weights at every mesh."""
     sizes = SIZES | {name: options.pop(name) for name in (*SIZES, "tie_embeddings") if name in options}
-    model = ParallelTransformer(TransformerConfig(style=style, **sizes), mesh=mesh, dtype=dtype, **options)
+    kind = GridTransformer if mesh is not None and "grid_i" in mesh.mesh_dim_names else ParallelTransformer
+    model = kind(TransformerConfig(style=style, **sizes), mesh=mesh, dtype=dtype, **options)
     model.init_weights(5)
     return model
 
