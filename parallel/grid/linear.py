@@ -13,13 +13,16 @@
 Only what a rank stores is kept for backward. A pass over a graph that an earlier pass has walked forms what is missing,
 and repeats no product and no collective. Weights that share x (q, k and v, gate and up) travel and multiply as one.
 The gather or the sum of rows runs under the product that follows or precedes it where ``overlap`` says so
-(``parallel/overlap/``); where a product has both, the sum does. A collective in backward counts at ``site + ".grad"``,
-a gather for the second time at ``site + ".again"``. Not under torch.compile.
+(``parallel/overlap/``); where a product has both, the sum does. W travels while x or dy is gathered. In backward, where
+neither dy nor the sum of dx can travel under a product, W travels under the product of dW, and dW under that of dx.
+
+A collective in backward counts at ``site + ".grad"``, a gather for the second time at ``site + ".again"``. Not under
+torch.compile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,12 +88,17 @@ def _forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: GridOptions, choice: Choice
 ) -> torch.Tensor:
     axes, site = options.axes, options.site
-    whole = collectives.all_gather(weight, axes.tokens, dim=axes.weight_dim, site=f"{site}.weight")
-    if bias is not None and axes.weight_dim == 0:
-        bias = collectives.all_gather(bias, axes.tokens, site=f"{site}.bias")
-    product = Product.linear_act(x, [whole], [None], "identity", choice)
-    y, _ = _run(product, axes.outer, axes.inner, options, f"{site}.in", f"{site}.out", bias)
-    return y.wait()
+    with InFlight() as flights:
+        arriving = _start_weight(weight, axes, f"{site}.weight", flights)
+        if bias is not None and axes.weight_dim == 0:
+            bias = collectives.all_gather(bias, axes.tokens, site=f"{site}.bias")
+
+        def product(rows: torch.Tensor) -> Product:
+            return Product.linear_act(rows, [arriving.wait()], [None], "identity", choice)
+
+        sites, width = (f"{site}.in", f"{site}.out"), _gathered_shape(weight, axes)[0]
+        y, _ = _run(x, product, width, axes.outer, axes.inner, options, sites, bias)
+        return y.wait()
 
 
 def _backward(
@@ -106,63 +114,81 @@ def _backward(
     want_x, want_weight, want_bias = want
     dx = dw = db = None
     with InFlight() as flights:
+        if want_x:
+            arriving = _start_weight(weight, axes, f"{site}.weight.again", flights)
         if want_weight:
             again = collectives.start_all_gather(x, axes.outer, dim=axes.spare, site=f"{site}.in.again")
             gathered_x = flights.add(Pending(again))
-        if want_x:
-            whole = collectives.all_gather(weight, axes.tokens, dim=axes.weight_dim, site=f"{site}.weight.again")
-            product = Product.input_grad([dy], [whole], choice)
-            dx_sum, dy = _run(product, axes.inner, axes.outer, options, f"{site}.out.grad", f"{site}.in.grad")
+
+        def product(rows: torch.Tensor) -> Product:
+            return Product.input_grad([rows], [arriving.wait()], choice)
+
+        # dx is formed first where its sum, or the rows of dy, travel under a product; else W travels under that of dW.
+        last = axes.outer.size == 1 and (axes.inner.size == 1 or options.overlap == "none")
+        if want_x and not last:
+            sites = f"{site}.out.grad", f"{site}.in.grad"
+            width = _gathered_shape(weight, axes)[1]
+            dx_sum, dy = _run(dy, product, width, axes.inner, axes.outer, options, sites)
             summing = flights.add(dx_sum)
         else:
             dy = collectives.all_gather(dy, axes.inner, dim=axes.spare, site=f"{site}.out.grad")
         if want_weight:
             dw = weight_grad(dy, gathered_x.wait(), choice)
-            dw = collectives.reduce_scatter(dw, axes.tokens, dim=axes.weight_dim, site=f"{site}.weight.grad")
-            dw = collectives.all_reduce(dw, axes.depth, site=f"{site}.depth.grad", inplace=True)
+            scatter = collectives.start_reduce_scatter(dw, axes.tokens, dim=axes.weight_dim, site=f"{site}.weight.grad")
+            scattering = flights.add(Pending(scatter))
+        if want_x and last:
+            (dx,) = product(dy).compute()
+        if want_weight:
+            dw = collectives.all_reduce(scattering.wait(), axes.depth, site=f"{site}.depth.grad", inplace=True)
         if want_bias:
             db = bias_grad(dy, axes, site)
-        if want_x:
+        if want_x and not last:
             dx = summing.wait()
     return dx, dw, db, dy
 
 
+def _start_weight(weight: torch.Tensor, axes: Axes, site: str, flights: InFlight) -> Pending:
+    return flights.add(Pending(collectives.start_all_gather(weight, axes.tokens, dim=axes.weight_dim, site=site)))
+
+
 def _run(
-    product: Product,
+    rows: torch.Tensor,
+    product: Callable[[torch.Tensor], Product],
+    width: int,
     gather: Group,
     scatter: Group,
     options: GridOptions,
-    gather_site: str,
-    scatter_site: str,
+    sites: tuple[str, str],
     bias: torch.Tensor | None = None,
 ) -> tuple[Pending, torch.Tensor]:
-    """Gather the product's rows over one axis, and sum its results over the other: (the sum, the gathered rows)."""
-    (rows,), spare = product.rows, options.axes.spare
+    """Gather ``rows`` over one axis, and sum their product, of ``width`` features, over the other: (the sum, the
+    gathered rows). ``product``, called once, waits for the weight."""
+    gather_site, scatter_site = sites
+    spare = options.axes.spare
     if spare == 0 and scatter.size == 1:
-        strategy = _strategy("all_gather_linear", gather, product, rows.shape[0] * gather.size, options)
-        (y,), whole = strategy.all_gather_linear(product, site=gather_site)
-        return Pending(lambda: y, bias), whole
+        strategy = _strategy("all_gather_linear", gather, rows, rows.shape[0] * gather.size, width, options)
+        if not isinstance(strategy, Plain):
+            (y,), whole = strategy.all_gather_linear(product(rows), site=gather_site)
+            return Pending(lambda: y, bias), whole
     whole = collectives.all_gather(rows, gather, dim=spare, site=gather_site)
-    product = product.of(whole)
     if spare == 0:
-        strategy = _strategy("linear_reduce_scatter", scatter, product, whole.shape[0], options)
-        return strategy.linear_reduce_scatter(product, bias=bias, site=scatter_site), whole
-    (y,) = product.compute()
+        strategy = _strategy("linear_reduce_scatter", scatter, whole, whole.shape[0], width, options)
+        return strategy.linear_reduce_scatter(product(whole), bias=bias, site=scatter_site), whole
+    (y,) = product(whole).compute()
     return Pending(collectives.start_reduce_scatter(y, scatter, dim=1, site=scatter_site), bias), whole
 
 
-def _strategy(op: str, group: Group, product: Product, tokens: int, options: GridOptions) -> Strategy:
+def _strategy(op: str, group: Group, rows: torch.Tensor, tokens: int, width: int, options: GridOptions) -> Strategy:
     if group.size == 1 or options.overlap == "none":
         return Plain(group)
-    like = product.rows[0]
     return select(
         op,
         group,
         tokens=tokens,
-        features_in=like.shape[1],
-        features_out=product.width,
-        dtype=like.dtype,
-        device=like.device,
+        features_in=rows.shape[1],
+        features_out=width,
+        dtype=rows.dtype,
+        device=rows.device,
         overlap=options.overlap,
         strict=options.strict,
         impl=options.impl,
