@@ -12,6 +12,7 @@ from ..kernels.runtime.checks import type_name
 from ..layers.attention.paged import PagedBatch
 from ..layers.transformer import ParallelTransformer
 from ..parallel.core.mesh import SINGLE, Group
+from ..parallel.grid.grid import Grid
 from .foreign import Served, is_foreign
 from .foreign.probe import Recorder, tokens_of
 
@@ -122,6 +123,10 @@ def _check(model: Any) -> None:
     if getattr(model, "training", False) and any(getattr(config, name, 0) for name in rates):
         raise ValueError(
             "the model is in training mode and would drop activations: call model.eval() before serving it"
+        )
+    if isinstance(getattr(model, "grid", None), Grid):
+        raise ValueError(
+            "Engine: a model over a grid: load its checkpoint or its state_dict into a ParallelTransformer to serve"
         )
     if getattr(model, "sequence_parallel", False):
         raise ValueError("Engine: a model with sequence_parallel=True: build or load it with sequence_parallel=False")

@@ -83,6 +83,7 @@ class ParallelAttention(ShardedModule):
     ) -> None:
         shared = LayerOptions.of(type(self), options, LayerKwargs)
         super().__init__(shared)
+        self.window, self.softcap, self.dropout_p = window, softcap, dropout_p
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         whole_number("hidden_size", hidden_size)
         check_heads(num_heads, num_kv_heads)
@@ -96,7 +97,6 @@ class ParallelAttention(ShardedModule):
             raise ValueError(f"head_dim={self.head_dim} is odd: rotary positions turn pairs of elements")
         self.scale = self.head_dim**-0.5
         self.rotary = Rotary(self.head_dim, rope_theta) if rotary is None else rotary
-        self.window, self.softcap, self.dropout_p = window, softcap, dropout_p
         self.impl = shared.impl
         self.layer_index = layer_index
         width, kv_width = num_heads * self.head_dim, num_kv_heads * self.head_dim

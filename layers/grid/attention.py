@@ -23,13 +23,15 @@ class GridAttention(ParallelAttention, GridModule):
     x and the result are [T/i/k, D/j], or [T/i, D/k] over two axes, of B whole sequences. q, k and v are
     [T/i/j, heads/k * H]: the rank attends over B/i/j sequences, so B divides by i*j (and by a depth).
 
-    Raises ValueError for sizes that the grid cannot divide.
+    Raises ValueError for sizes that the grid cannot divide, and for a ``dropout_p`` above 0.
     """
 
     column = GridLinear
     row = partial(GridLinear, turned=True)
 
     def check_sizes(self, num_heads: int, num_kv_heads: int) -> None:
+        if self.dropout_p:
+            raise ValueError(f"dropout_p={self.dropout_p}: attention over a grid has no dropout; leave it at 0")
         self.grid.check_count("num_heads", num_heads)
         self.grid.check_count("num_kv_heads", num_kv_heads)
 
@@ -64,7 +66,7 @@ class GridAttention(ParallelAttention, GridModule):
         if batch_size is None:
             raise ValueError("attention over a grid wants batch_size=B, the sequences of the whole batch")
         rows, parts = size_of(self.grid.rows), size_of(self.grid.sequences)
-        self.grid.check_batch(batch_size, x.shape[0] * rows // batch_size)
+        self.grid.check_batch(batch_size, x.shape[0] * rows // max(batch_size, 1))
         q, k, v = grid_project(x, self.q_proj, self.k_proj, self.v_proj)
         if positions is not None and positions.numel() == x.shape[0] * rows and batch_size > 1:
             positions = local_rows(positions.reshape(batch_size, -1), self.grid.sequences)

@@ -51,7 +51,8 @@ class _OnGrid(ParallelTransformer):
 
     def _loss(self, y: torch.Tensor, targets: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
         mine = local_rows(targets, self.grid.sequences).long()
-        loss = vocab_parallel_cross_entropy(self.lm_head(y), mine, self.grid.k, reduction="sum")
+        size = None if self.grid.k.size == 1 else self.config.vocab_size  # a replaced head may have gathered
+        loss = vocab_parallel_cross_entropy(self.lm_head(y), mine, self.grid.k, reduction="sum", vocab_size=size)
         for axis in self.grid.sequences:
             loss = mappings.reduce_from(loss, axis, site="loss.tokens")
         return loss if reduction == "sum" else loss / (targets != IGNORE_INDEX).sum()
