@@ -16,8 +16,9 @@ from ..kernels.runtime.checks import expect_tensor
 from .core import collectives
 from .core.agreement import checksum, global_rank
 from .core.first_calls import compare_call
-from .core.mesh import GRID_DIMS, SINGLE, Group, along, data_coordinate, data_group, degree, whole_group
+from .core.mesh import GRID_DIMS, SINGLE, Group, data_coordinate, data_group, degree, whole_group
 from .cross_entropy import IGNORE_INDEX
+from .grid.grid import sharing_group
 from .materialize import device_of
 from .whole_grads import check_whole_grads
 from .zero import zero as zeros
@@ -59,7 +60,7 @@ class ParallelModel(nn.Module):
         self._divisible = hasattr(module, "pipeline_parts")
         self._share, self._data_parallel_size = data_coordinate(mesh)
         self._data: Group = data_group(mesh)
-        self._tp = along(mesh, "tp")
+        self._sharing = sharing_group(mesh)
         self._group = whole_group(group_of(module) if mesh is None else mesh)
         self._copies = self._group.size // self._data_parallel_size  # ranks with one share of the data
         self._weight = _weight(self._share, self._group.rank if mesh is None else _place(mesh), self._copies)
@@ -76,9 +77,10 @@ class ParallelModel(nn.Module):
         """Forward and backward of ``tokens`` [B, S] and ``targets`` [B, S] (int64; -100 does not count).
 
         They are this rank's share of the step's batch: ranks that differ along dp (or dp_replicate) pass different
-        shares, of any sizes; ranks that differ only along pp or tp pass the same. Returns the mean loss over the valid
-        targets of all shares, an fp32 scalar (fp64 for fp64), the same on every rank. Adds to ``.grad`` the gradients
-        of that mean, summed over the ranks, independent of how the batch was divided among ranks and micro-batches.
+        shares, of any sizes; ranks that differ only along pp, tp or a grid pass the same. Returns the mean loss over
+        the valid targets of all shares, an fp32 scalar (fp64 for fp64), the same on every rank. Adds to ``.grad`` the
+        gradients of that mean, summed over the ranks, independent of how the batch was divided among ranks and
+        micro-batches.
         ``positions`` [S] or [B, S] default to 0 to S - 1. Collective.
 
         A batch with fewer sequences than micro-batches is padded with sequences that do not count. A failing step may
@@ -110,7 +112,7 @@ class ParallelModel(nn.Module):
             for param, grad in earlier.items():
                 param.grad = grad if param.grad is None else grad.add_(param.grad)
         if self._calls <= CHECKED_CALLS and not self._divisible:
-            check_whole_grads(self.module.named_parameters(), self._tp, self._group)
+            check_whole_grads(self.module.named_parameters(), self._sharing, self._group)
         return loss
 
     @torch.no_grad()
@@ -250,8 +252,9 @@ class ParallelModel(nn.Module):
             if theirs != expected:
                 shapes = [" and ".join(f"{kind} {shape}" for shape, kind, _ in each) for each in (expected, theirs)]
                 names = [global_rank(self._group, each) for each in (first, rank)]
+                dims = "a grid or pp" if any(degree(self.mesh, dim) > 1 for dim in GRID_DIMS) else "tp or pp"
                 return (
-                    f"ranks {names[0]} and {names[1]} differ along tp or pp alone, so they share their data, and were "
+                    f"ranks {names[0]} and {names[1]} differ along {dims} alone, so they share their data, and were "
                     f"given different batches ({shapes[0]}; {shapes[1]}): draw them after manual_seed(seed, mesh), or "
                     "read them with data_loader(dataset, mesh)"
                 )

@@ -32,7 +32,7 @@ from .core.mesh import (
 )
 from .core.rendezvous import init_mesh
 from .core.sharding import GridSpec, local_tensors, spec_of
-from .grid.grid import Grid
+from .grid.grid import Grid, sharing_group
 from .materialize import allocate, device_of, place
 from .parallel_model import ParallelModel, group_of
 from .zero import zero as zeros
@@ -247,8 +247,8 @@ def _check_values(model: nn.Module, mesh: DeviceMesh | None) -> None:
 
     specs = {name: spec_of(param) for name, param in named.items()}
     repeated = {name: named[name] for name, spec in specs.items() if spec.shard_dim is None}
-    tp = group_of(model) if mesh is None else along(mesh, "tp")
-    compared = [(tp, repeated), (along(mesh, "pp"), named)]
+    sharing = group_of(model) if mesh is None else sharing_group(mesh)
+    compared = [(sharing, repeated), (along(mesh, "pp"), named)]
     for dim in GRID_DIMS:  # those that do not split a parameter hold copies of it
         copied = {name: spec for name, spec in specs.items() if isinstance(spec, GridSpec) and dim in spec.copied_over}
         if copied:

@@ -3,7 +3,8 @@
 Such a gradient has to be complete on every rank, because nothing sums it over them afterwards: otherwise the copies of
 the parameter train apart. It is a part of a sum where the parameter's module sees only this rank's heads, features or
 tokens, as a norm over each head does. This project's layers sum it in backward. In a plain model the plan that
-``parallelize_module`` got decides, so ``ParallelModel`` makes this comparison in its first steps.
+``parallelize_module`` got decides, and beside layers over a grid the model's own code, so ``ParallelModel`` makes this
+comparison in its first steps.
 
 Two numbers represent a gradient: its norm and its sum. Complete gradients differ between ranks by rounding at most,
 parts of one sum by about their own size.

@@ -32,7 +32,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..core import collectives
-from ..core.mesh import SINGLE, Group, grid_mesh, tp_group, whole_group
+from ..core.mesh import SINGLE, Group, along, grid_mesh, tp_group, whole_group
 from ..core.sharding import GridSpec, ShardSpec, grid_ranks
 from ..overlap.policy import check_overlap
 
@@ -165,7 +165,7 @@ class Grid:
     def check_batch(self, batch: int, length: int, what: str = "batch") -> None:
         """ValueError unless a batch of sequences, or ``what`` it is, can be split."""
         wanted = size_of(self.sequences)
-        if batch % wanted:
+        if batch < 1 or batch % wanted:
             raise ValueError(
                 f"a {what} of {batch} sequences does not divide by {wanted}: a grid of {self} attends over whole "
                 f"sequences, each on the ranks of one k; pass a multiple, such as {_near(batch, wanted)}"
@@ -177,6 +177,13 @@ class Grid:
                 f"splits tokens: pass sequences of a multiple of {rows // math.gcd(batch, rows)} tokens, or a multiple "
                 f"of {math.lcm(wanted, rows // math.gcd(length, rows))} sequences"
             )
+
+
+def sharing_group(mesh: DeviceMesh | None) -> Group:
+    """The ranks of ``mesh`` that share a model's tensors: those along tp, or all of a grid, as in :meth:`Grid.of`."""
+    if mesh is not None and "grid_i" in (mesh.mesh_dim_names or ()):
+        return Grid.of(mesh).whole
+    return along(mesh, "tp")
 
 
 def size_of(axes: Sequence[Group]) -> int:

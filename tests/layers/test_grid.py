@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from grid_case import BUDGET, SEED, VOCAB, alone, batches, config, differences, logits, train, whole
+from torch import nn
 from wire import omit, sites_seen
 
 from shardfuse.explanation import explain
@@ -24,6 +26,7 @@ from shardfuse.parallel.core.mesh import data_coordinate
 from shardfuse.parallel.core.rendezvous import init_mesh
 from shardfuse.parallel.parallelize import parallelize
 from shardfuse.parallel.zero.clip import GradientClipper
+from shardfuse.serving.engine import Engine
 
 PLAIN = config("gated", attention_sinks=False, attention_window=None)  # a folder of Llama's has neither
 
@@ -245,6 +248,24 @@ def test_whole_tensors_go_in_and_out(ranks: Any, tmp_path: Path, params: str):
     assert torch.equal(load_hf(tmp_path / params)(tokens, targets), expected(tokens, targets))
 
 
+def _own_loss(rank: int, world: int) -> list[str]:
+    """What differs in the gradients of a loss that each rank forms from gathered logits."""
+    tokens, targets = batches(1)[0]
+    one = ParallelTransformer(config("gelu"), dtype=torch.float64)
+    found: list[dict[str, torch.Tensor]] = []
+    meshes = init_mesh(grid=(1, 2, 2)), init_mesh(grid=(2, 2))
+    for model in (one, *(GridTransformer(config("gelu"), mesh=mesh, dtype=torch.float64) for mesh in meshes)):
+        model.init_weights(SEED)
+        F.cross_entropy(model.gather_logits(model(tokens)).flatten(0, 1), targets.flatten()).backward()
+        found.append({f"gradient of {name}": whole(param.grad) for name, param in model.named_parameters()})
+    return [each for ours in found[1:] for each in differences(ours, found[0])]
+
+
+@pytest.mark.ranks
+def test_a_loss_of_gathered_logits_is_counted_once(ranks: Any):
+    assert ranks(4, _own_loss) == [[]] * 4
+
+
 def _norms(rank: int, world: int) -> list[float]:
     """Norms of the gradients of plain parameters, of which some axes hold copies."""
     found = []
@@ -291,6 +312,43 @@ def test_ranks_that_differ_are_told_so(ranks: Any):
         assert "the checksum of model.layers.0.mlp.up_proj.weight is" in said["copies"]
 
 
+class _Scaled(nn.Module):
+    """A layer over a grid beside a parameter that every rank holds whole, and sees by its own features alone."""
+
+    def __init__(self, mesh: Any, scale: float) -> None:
+        super().__init__()
+        self.up = GridLinear(8, 8, mesh=mesh, dtype=torch.float64)
+        self.scale = nn.Parameter(torch.tensor(scale, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (self.up(x) * self.scale).square().mean() + 0 * targets.sum()
+
+
+def _whole_parameters(rank: int, world: int) -> dict[str, str]:
+    """What is said of whole parameters beside a grid: of other values, of other gradients, and of other batches."""
+    mesh = init_mesh(grid=(1, 2, 2))
+    x = torch.ones(4, 4, dtype=torch.float64)
+    spread = parallelize(_Scaled(mesh, 1.0), mesh)
+    found = {}
+    for name, call in {
+        "values": lambda: parallelize(_Scaled(mesh, 1.0 + rank), mesh),
+        "batches": lambda: spread.step(x + rank, torch.zeros(4)),
+        "gradients": lambda: spread.step(x, torch.zeros(4)),
+    }.items():
+        with pytest.raises(ValueError) as caught:
+            call()
+        found[name] = str(caught.value)
+    return found
+
+
+@pytest.mark.ranks
+def test_parameters_that_a_grid_leaves_whole_are_compared(ranks: Any):
+    for said in ranks(4, _whole_parameters):
+        assert "the checksum of scale is" in said["values"]
+        assert said["batches"].startswith("ranks 0 and 1 differ along a grid or pp alone")
+        assert said["gradients"].startswith("step: the gradients of scale differ between tensor-parallel ranks")
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -318,7 +376,13 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     model = GridTransformer(config("gated"), mesh=cube, dtype=torch.float64)
     tokens, targets = batches(1)[0]
     refused("batch", lambda: model(tokens[:3], targets[:3]))
+    refused("no sequences", lambda: model(tokens[:0], targets[:0]))
     refused("target", lambda: model(tokens, targets.index_fill(0, torch.tensor(3), VOCAB)))  # of the last rank alone
+    gathered = GridTransformer(config("gated"), mesh=flat, dtype=torch.float64)
+    gathered.lm_head.register_forward_hook(lambda *given: gathered.gather_logits(given[2]))
+    refused("gathered logits", lambda: gathered(tokens, targets))
+    refused("attention dropout", lambda: GridAttention(16, 4, dropout_p=0.1, mesh=flat))
+    refused("served", lambda: Engine(model, num_blocks=8))
     refused("strict", lambda: GridLinear(8, 16, mesh=flat, overlap="chunked", strict=True))
     refused("packed", lambda: model(tokens[0], cu_seqlens=torch.tensor([0, 4])))
     thin = GridTransformer(config("gated"), mesh=init_mesh(dp=2, grid=(1, 1, 2)), dtype=torch.float64)
@@ -362,7 +426,11 @@ def test_what_a_grid_cannot_divide_is_refused_with_what_would_fit(ranks: Any):
         "no grid": "GridLinear: mesh: it holds no grid, but 4 ranks: make it by init_mesh(grid=(i, j, k))",
         "batch": "a batch of 3 sequences does not divide by 4: a grid of (i=2, j=2, k=1) attends over whole sequences, "
         "each on the ranks of one k; pass a multiple, such as 4",
+        "no sequences": "a batch of 0 sequences does not divide by 4",
         "target": f"target {VOCAB} is neither in the vocabulary of {VOCAB} nor ignore_index=-100",
+        "gathered logits": "on each of 2 ranks for vocab_size=24: expected",
+        "attention dropout": "dropout_p=0.1: attention over a grid has no dropout; leave it at 0",
+        "served": "Engine: a model over a grid: load its checkpoint or its state_dict into a ParallelTransformer",
         "strict": "overlap='chunked' was asked for with strict=True, but over a grid of (i=2, k=2, depth 1) no axis",
         "packed": "cu_seqlens: a grid divides a batch into whole sequences",
         "tokens": "1 sequences of 3 tokens do not divide by the 2 ranks over which a grid of (i=1, j=1, k=2) splits "
