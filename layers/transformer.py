@@ -30,6 +30,7 @@ from ..parallel.pipeline.partition import Part
 from . import dropout as masks
 from .attention.attention import AttentionCache, packed_positions
 from .attention.rope import Rotary, rope_tables
+from .batch import check_batch, check_packed
 from .block import MLP, ParallelBlock, ResidualStream, joined, make_norm, normed
 from .config import TransformerConfig, part_costs
 from .embedding import VocabParallelEmbedding, check_tokens
@@ -280,52 +281,16 @@ class ParallelTransformer(Layer):
     def _check_batch(
         self, tokens: torch.Tensor, targets: torch.Tensor | None, positions: torch.Tensor | None = None
     ) -> tuple[int, int]:
-        _check_numbers(tokens=tokens, targets=targets, positions=positions)
-        if tokens.dim() != 2 or (targets is not None and targets.shape != tokens.shape):
-            given = "" if targets is None else f" and targets {list(targets.shape)}"
-            raise ValueError(
-                f"expected tokens [B, S] and targets of the same shape, not tokens {list(tokens.shape)}{given}"
-            )
-        batch, length = tokens.shape
-        if positions is not None and positions.shape not in ((length,), tokens.shape):
-            raise ValueError(f"positions {list(positions.shape)}: expected [{length}] or {list(tokens.shape)}")
-        if length > self.config.max_positions:
-            raise ValueError(
-                f"sequences of {length} tokens: this model was made for at most {self.config.max_positions}"
-            )
-        if self.sequence_parallel and tokens.numel() % self.group.size:
-            raise ValueError(
-                f"sequence parallelism wants the {batch} x {length} tokens of a batch to divide by {self.group.size} "
-                "ranks: change batch size or length, or pass sequence_parallel=False"
-            )
-        return batch, length
+        """B and S of a batch [B, S]; ValueError for one that the model cannot take."""
+        ranks = self.group.size if self.sequence_parallel else 1
+        return check_batch(tokens, targets, positions, longest=self.config.max_positions, ranks=ranks)
 
     def _check_packed(
         self, tokens: torch.Tensor, targets: torch.Tensor | None, cu_seqlens: torch.Tensor, max_seqlen: int | None
     ) -> int:
-        """A bound of the lengths of the batch's sequences."""
-        _check_numbers(tokens=tokens, targets=targets)
-        if tokens.dim() != 1 or (targets is not None and targets.shape != tokens.shape):
-            given = "" if targets is None else f" and targets {list(targets.shape)}"
-            raise ValueError(
-                f"with cu_seqlens, expected tokens [T] and targets of the same shape, not tokens {list(tokens.shape)}"
-                f"{given}"
-            )
-        if self.sequence_parallel and len(tokens) % self.group.size:
-            raise ValueError(
-                f"sequence parallelism wants the {len(tokens)} tokens of a batch to divide by {self.group.size} ranks: "
-                "pad the last sequence, or pass sequence_parallel=False"
-            )
-        if cu_seqlens.dim() != 1 or not len(cu_seqlens):
-            raise ValueError(f"cu_seqlens {list(cu_seqlens.shape)}: expected [sequences + 1], 0 first and T last")
-        longest = max_seqlen
-        if longest is None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-            longest = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
-        if longest is not None and longest > self.config.max_positions:
-            raise ValueError(
-                f"a sequence of {longest} tokens: this model was made for at most {self.config.max_positions}"
-            )
-        return min(len(tokens), self.config.max_positions) if longest is None else longest
+        """A bound of the lengths of a packed batch's sequences."""
+        ranks, longest = self.group.size if self.sequence_parallel else 1, self.config.max_positions
+        return check_packed(tokens, targets, cu_seqlens, max_seqlen, longest=longest, ranks=ranks)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """[..., V/R] -> [..., V] on every rank."""
@@ -510,9 +475,3 @@ class TransformerStage(ParallelTransformer):
 def _tie_loaded(model: ParallelTransformer, _: Any) -> None:
     """load_state_dict(assign=True) gives embedding and head a parameter each."""
     model._tie()
-
-
-def _check_numbers(**tensors: torch.Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} are {tensor.dtype}: expected whole numbers, torch.int64 or torch.int32")
