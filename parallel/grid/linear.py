@@ -13,8 +13,9 @@
 Only what a rank stores is kept for backward. A pass over a graph that an earlier pass has walked forms what is missing,
 and repeats no product and no collective. Weights that share x (q, k and v, gate and up) travel and multiply as one.
 The gather or the sum of rows runs under the product that follows or precedes it where ``overlap`` says so
-(``parallel/overlap/``); where a product has both, the sum does. W travels while x or dy is gathered. In backward, where
-neither dy nor the sum of dx can travel under a product, W travels under the product of dW, and dW under that of dx.
+(``parallel/overlap/``); where a product has both, the sum does. W travels beside rows that are gathered before the
+product. In backward, where neither dy nor the sum of dx can travel under a product, W travels under the product of dW,
+and dW under that of dx.
 
 A collective in backward counts at ``site + ".grad"``, a gather for the second time at ``site + ".again"``. Not under
 torch.compile.
