@@ -143,6 +143,21 @@ def predict(shape: ModelShape, layout: Layout, software: Software) -> Memory:
     return max((of_rank(shape, layout, software, rank) for rank in ranks), key=lambda memory: memory.total)
 
 
+def least(shape: ModelShape, layout: Layout, software: Software) -> tuple[float, float]:
+    """A cheap bound from below: bytes that the fullest rank holds at least on its GPU and, offloaded, on its host.
+
+    These are the weights, gradients and optimizer's state of the average pipeline rank.
+    """
+    owned = shape.parameters / layout.tp / layout.pp
+    shards, zero = layout.shards, layout.zero
+    states = owned * (
+        software.weight_bytes / (shards if zero >= software.shards_weights else 1)
+        + software.gradient_bytes / (shards if zero >= software.shards_gradients else 1)
+        + software.optimizer_bytes / (shards if zero else 1)
+    )
+    return (0.0, states) if layout.offload else (states, 0.0)
+
+
 def on_host(shape: ModelShape, layout: Layout, software: Software) -> float:
     """What the fullest rank's host holds where weights, gradients and the optimizer's state are offloaded, in bytes."""
     there = dataclasses.replace(layout, offload=False)

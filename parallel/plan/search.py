@@ -16,6 +16,7 @@ slower than the network; the others cannot lose the best layout:
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -223,6 +224,9 @@ class Search:
 
     def _held(self, layout: Layout) -> Memory | None:
         """What the fullest rank holds; None if that is more than there is, on the GPU or its host."""
+        gpu, host = memory.least(self.shape, layout, self.software)
+        if gpu > self.cluster.gpu.memory or host > self.cluster.gpu.host_memory:
+            return None
         held = memory.predict(self.shape, layout, self.software)
         if held.total > self.cluster.gpu.memory:
             return None
@@ -280,7 +284,9 @@ def _counts(node: int, most: int) -> Iterator[int]:
 
 
 def _divisors(n: int) -> list[int]:
-    return [each for each in range(1, n + 1) if n % each == 0] if n else []
+    """In order; none of 0."""
+    small = [each for each in range(1, math.isqrt(n) + 1) if n % each == 0]
+    return small + [n // each for each in reversed(small) if each * each != n]
 
 
 def _allowed(wanted: tuple[int, ...], free: list[int], whole: int) -> list[int]:

@@ -108,6 +108,26 @@ def test_no_accepted_layout_is_above_the_capacity(model: str, gpu: str, gpus: in
         assert each.layout.gpus == gpus
 
 
+def test_layouts_whose_states_are_too_large_are_not_examined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trillion parameters' 16 bytes each are more than 8 GPUs or their hosts hold: refusing them is quick."""
+    monkeypatch.setattr(memory, "predict", lambda *_: pytest.fail("a layout was examined"))
+    search = _search(shapes.find("gpt-1t"), "h100", 8, 64)
+    assert search.divides()
+    assert not search.fits()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_bound_on_memory_is_below_what_is_held(tied: bool, offload: bool) -> None:
+    shape = replace(SMALL, tied=tied)
+    for pp, zero, dp in itertools.product((1, 2, 8), (0, 1, 3), (1, 4)):
+        layout = Layout(tp=2, pp=pp, dp=dp, zero=zero, batch=32, offload=offload)
+        gpu, host = memory.least(shape, layout, OURS)
+        assert gpu <= memory.predict(shape, layout, OURS).total
+        assert host <= memory.on_host(shape, layout, OURS)
+        assert max(gpu, host) >= 16 * shape.parameters / layout.gpus
+
+
 def test_the_smallest_number_of_gpus_is_named() -> None:
     search = _search(shapes.find("llama3-70b"), "h100", 1, 64, space=Space(offload=(False,)))
     assert not search.fits()
