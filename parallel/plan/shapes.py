@@ -20,7 +20,8 @@ KNOWN = Path(__file__).with_name("shapes.json")
 class ModelShape:
     """A decoder of equal blocks: attention and an MLP, each with a norm before it.
 
-    ``kv_heads`` fewer than ``heads`` is grouped-query attention. ``gated`` MLPs have three matrices, others two.
+    ``kv_heads`` fewer than ``heads`` is grouped-query attention. ``gated`` MLPs have three matrices, others two. A
+    gated model's norms are RMSNorm, with one vector, others' LayerNorm, with two. ``biases`` are the linear layers'.
     ``positions`` is the number of learned position embeddings, ``tied`` whether the head is the embedding's matrix.
     Raises ValueError for sizes below 1 and heads that do not divide.
     """
@@ -73,7 +74,7 @@ class ModelShape:
     @property
     def norm_parameters(self) -> int:
         """Of one norm."""
-        return self.hidden * (2 if self.biases else 1)
+        return self.hidden * (1 if self.gated else 2)
 
     @property
     def layer_repeated(self) -> int:
@@ -134,39 +135,95 @@ def find(name: str) -> ModelShape:
 
 
 _NAMES = {
-    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "hidden": ("hidden_size", "n_embd", "n_embed", "d_model"),
     "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     "heads": ("num_attention_heads", "n_head", "n_heads"),
     "vocab": ("vocab_size",),
 }
 _GATED = ("silu", "swiglu", "swish")
-_GATED_TYPES = ("gemma", "gemma2", "gemma3_text")  # whose activation is GELU
+_FFN = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_GATED_TYPES = ("gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma")  # whose activation is GELU
+# How the keys begin of what decoders of equal blocks, of attention and one MLP, do not have.
+_OTHER_BLOCKS = {
+    "mamba": "state-space layers",
+    "ssm": "state-space layers",
+    "lru_width": "recurrent layers",
+    "linear_num": "linear attention",
+    "kv_lora_rank": "latent attention",
+    "hidden_size_per_layer_input": "embeddings in every block",
+    "is_encoder_decoder": "an encoder",
+}
 
 
 def from_config(config: Mapping[str, Any], *, name: str = "model") -> ModelShape:
-    """The shape of a ``config.json`` of transformers; ValueError for one that lacks a size, and for experts."""
-    if config.get("num_experts") or config.get("n_routed_experts") or config.get("num_local_experts"):
-        raise ValueError(f"{name}: it has experts; the planner knows dense decoders only")
-    sizes: dict[str, int] = {}
-    for size, names in _NAMES.items():
-        found = next((config[each] for each in names if config.get(each)), None)
-        if found is None:
-            raise ValueError(f"{name}: its config.json has none of {', '.join(names)}")
-        sizes[size] = int(found)
+    """The shape of a ``config.json`` of transformers, of a multimodal model that of its text decoder.
+
+    Raises ValueError for one that lacks a size or has a wrong one, for experts, and for other kinds of blocks.
+    """
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        config = {**config, **text}
+    _check_blocks(config, name)
+    sizes = {size: _size(config, names, name) for size, names in _NAMES.items()}
+    missing = next((size for size, found in sizes.items() if not found), None)
+    if missing is not None:
+        raise ValueError(f"{name}: its config.json has none of {', '.join(_NAMES[missing])}")
     gated = config.get("model_type") in _GATED_TYPES
     gated = gated or str(config.get("hidden_act", config.get("activation_function", "gelu"))) in _GATED
-    ffn = config.get("intermediate_size") or config.get("n_inner") or config.get("ffn_dim") or 4 * sizes["hidden"]
+    ffn = _size(config, _FFN, name) or (_size(config, ("expansion_ratio",), name) or 4) * sizes["hidden"]
     return ModelShape(
         name,
         **sizes,
-        kv_heads=int(config.get("num_key_value_heads") or sizes["heads"]),
-        head_dim=int(config.get("head_dim") or 0),
-        ffn=int(ffn),
+        kv_heads=_kv_heads(config, name) or sizes["heads"],
+        head_dim=_size(config, ("head_dim",), name),
+        ffn=ffn,
         gated=gated,
-        biases=not gated,
+        biases=not (gated or config.get("no_bias") or config.get("bias") is False),
         tied=bool(config.get("tie_word_embeddings", not gated or config.get("model_type") in _GATED_TYPES)),
-        positions=int(config.get("n_positions") or 0),
+        positions=_size(config, ("n_positions",), name),
     )
+
+
+def _size(config: Mapping[str, Any], names: tuple[str, ...], model: str) -> int:
+    """The first of ``names`` that is there and not null; 0 for none."""
+    found = next((each for each in names if config.get(each)), None)
+    if found is None:
+        return 0
+    if type(config[found]) is not int or config[found] < 0:
+        raise ValueError(
+            f"{model}: {found} = {config[found]!r} in its config.json: the planner expects a whole number, one for all "
+            "blocks"
+        )
+    return int(config[found])
+
+
+def _kv_heads(config: Mapping[str, Any], model: str) -> int:
+    """0 where each head has its own keys and values. Falcon's first models and StarCoder share one among all."""
+    inner = config.get("attn_config")  # MPT's
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        return 1
+    if config.get("model_type") == "falcon" and not config.get("new_decoder_architecture"):
+        return 0
+    found = _size(config, ("num_key_value_heads", "num_kv_heads"), model)
+    return found or (_size(inner, ("kv_n_heads",), model) if isinstance(inner, Mapping) else 0)
+
+
+def _check_blocks(config: Mapping[str, Any], model: str) -> None:
+    """ValueError for experts and other blocks than the planner's. Options with a dot are those of inner tables."""
+    inner = {
+        f"{key}.{name}": each for key, of in config.items() if isinstance(of, Mapping) for name, each in of.items()
+    }
+    for key, value in (*config.items(), *inner.items()):
+        many = type(value) is int and value > 1
+        if many and "experts" in key and "per_tok" not in key:
+            raise ValueError(f"{model}: it has experts ({key} = {value}); the planner knows dense decoders only")
+    for key, value in config.items():
+        what = next((what for start, what in _OTHER_BLOCKS.items() if key.startswith(start)), None)
+        if what is not None and value:
+            raise ValueError(
+                f"{model}: it has {what} ({key} = {value!r}); the planner knows decoders whose blocks are attention "
+                "and one MLP"
+            )
 
 
 def described(shape: ModelShape) -> str:

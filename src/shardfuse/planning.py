@@ -185,10 +185,13 @@ def _resolved(
             settings = replace(settings, model=read_hf_config(settings.start))
         return _shape(settings.model, path.stem), settings, settings.data
     shape = shapes.find(str(model))
+    if str(model) in shapes.known():
+        return shape, None, None
     try:
-        return shape, _settings(read_hf_config(path)) if path.is_dir() else None, None
+        config = read_hf_config(path)
     except ValueError:  # a model that the layers do not have, whose sizes are enough for a plan
         return shape, None, None
+    return _shape(config, shape.name), _settings(config), None
 
 
 def _settings(model: TransformerConfig) -> RunSettings:
@@ -230,7 +233,7 @@ def _shape(config: TransformerConfig, name: str) -> ModelShape:
         config.intermediate_size,
         config.vocab_size,
         gated=config.style == "gated",
-        biases=config.style == "gelu",
+        biases=config.bias,
         tied=config.tie_embeddings,
         head_dim=config.head_dim,
     )
@@ -357,4 +360,5 @@ def _config(shape: ModelShape, length: int) -> TransformerConfig:
         head_dim=shape.head_dim,
         max_positions=length,
         tie_embeddings=shape.tied,
+        bias=shape.biases,
     )

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import shardfuse as sf
+from shardfuse import planning
 from shardfuse.cli import app
 from shardfuse.layers import TransformerConfig
 from shardfuse.layers.hf.folders import config_to_hf
@@ -103,6 +104,32 @@ def test_the_file_holds_what_follows_from_other_sizes(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(sf.plan(model, gpus=2, tp=2).toml())
     assert read_settings(file, {}).model == model
+
+
+@pytest.mark.parametrize("name", shapes.known())
+def test_the_file_of_a_known_model_has_its_parameters(name: str) -> None:
+    """Rotary positions have none."""
+    shape = replace(shapes.find(name), layers=2)
+    config = planning._config(shape, 128)
+    model = sf.ParallelTransformer(config, device="meta")
+    assert sum(each.numel() for each in model.parameters()) == shape.parameters - shape.positions * shape.hidden
+
+
+@pytest.mark.parametrize("style", ["gated", "gelu"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_models_parameters_are_counted(style: str, bias: bool) -> None:
+    config = TransformerConfig(style=style, bias=bias, head_dim=48, num_kv_heads=4)
+    model = sf.ParallelTransformer(config, device="meta")
+    assert sum(each.numel() for each in model.parameters()) == planning._shape(config, "model").parameters
+
+
+def test_a_folder_with_a_known_models_name_is_not_mixed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gpt-1.7b").mkdir()
+    (tmp_path / "gpt-1.7b" / "config.json").write_text(json.dumps(config_to_hf(TransformerConfig(style="gated"))))
+    monkeypatch.chdir(tmp_path)
+    made = sf.plan("gpt-1.7b", gpus=2, count=1, tp=1, pp=1)
+    assert (made.shape.hidden, made.settings) == (2304, None)
+    assert sf.plan("./gpt-1.7b", gpus=2, count=1, tp=1, pp=1).shape.hidden == 256
 
 
 def test_a_folder_of_transformers_keeps_its_options(tmp_path: Path) -> None:

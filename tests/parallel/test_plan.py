@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import plan_page
 import pytest
@@ -87,6 +88,52 @@ def test_a_folders_config_gives_the_shape() -> None:
         shapes.from_config({name: size for name, size in llama.items() if name != "vocab_size"})
     with pytest.raises(ValueError, match="or one of bloom-176b"):
         shapes.find("no such model")
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters"),
+    [
+        # tiiuae/falcon-7b, falcon-40b
+        ({"model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71,
+          "vocab_size": 65024, "multi_query": True, "bias": False, "tie_word_embeddings": True}, 6_921_720_704),
+        ({"model_type": "falcon", "hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128,
+          "vocab_size": 65024, "multi_query": True, "new_decoder_architecture": True, "num_kv_heads": 8,
+          "bias": False, "tie_word_embeddings": True}, 41_303_293_952),
+        # bigscience/bloom-560m, without the norm behind its embedding
+        ({"model_type": "bloom", "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16, "vocab_size": 250880},
+         559_212_544),
+        # mosaicml/mpt-7b, whose positions are no parameters
+        ({"model_type": "mpt", "d_model": 4096, "n_layers": 32, "n_heads": 32, "expansion_ratio": 4,
+          "vocab_size": 50432, "no_bias": True}, 6_649_286_656),
+        # The text decoder of a multimodal model.
+        ({"model_type": "mistral3", "text_config": {"model_type": "mistral", "hidden_size": 4096, "head_dim": 128,
+          "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+          "vocab_size": 32768, "hidden_act": "silu"}}, 7_248_023_552),
+    ],
+    ids=["falcon-7b", "falcon-40b", "bloom-560m", "mpt-7b", "text_config"],
+)  # fmt: skip
+def test_other_configs_give_their_models_parameters(config: dict[str, Any], parameters: int) -> None:
+    """Within norms that only these models have."""
+    assert shapes.from_config(config).parameters == pytest.approx(parameters, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"moe_num_experts": 64}, "it has experts .moe_num_experts = 64"),
+        ({"ffn_config": {"moe_num_experts": 16}}, "it has experts .ffn_config.moe_num_experts = 16"),
+        ({"mamba_d_state": 128}, "it has state-space layers"),
+        ({"kv_lora_rank": 512}, "it has latent attention"),
+        ({"is_encoder_decoder": True}, "it has an encoder"),
+        ({"intermediate_size": [4096, 8192]}, "expects a whole number, one for all blocks"),
+        ({"num_hidden_layers": "32"}, "num_hidden_layers = '32'"),
+    ],
+)
+def test_what_is_no_decoder_of_equal_blocks_is_refused(change: dict[str, Any], why: str) -> None:
+    config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    assert shapes.from_config(config).layers == 2
+    with pytest.raises(ValueError, match=why):
+        shapes.from_config(config | change)
 
 
 def test_a_gemma_is_gated_and_tied() -> None:
