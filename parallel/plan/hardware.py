@@ -103,15 +103,24 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """``gpus`` GPUs of one kind and what links them."""
+    """``gpus`` GPUs of one kind and what links them; ``one_machine`` if they are processes that share its memory."""
 
     gpu: Gpu
     network: Network
     gpus: int
+    one_machine: bool = False
 
     def __post_init__(self) -> None:
         if self.gpus < 1:
             raise ValueError(f"gpus={self.gpus}: expected at least 1")
+
+    def of(self, gpus: int) -> Cluster:
+        """The same with another number of GPUs, or of processes of the same machine."""
+        gpu, share = self.gpu, self.gpus / gpus
+        if self.one_machine:
+            flops = {name: rate * share for name, rate in gpu.flops.items()}
+            gpu = replace(gpu, memory=gpu.memory * share, flops=flops, bandwidth=gpu.bandwidth * share)
+        return replace(self, gpu=gpu, gpus=gpus)
 
     def within_node(self, span: int) -> bool:
         """Whether every group of ``span`` neighbouring ranks lies within one node: they fill nodes in order."""

@@ -250,10 +250,10 @@ class Search:
 
     def _shards(self, shares: int) -> list[int]:
         """Over how many ranks ZeRO may shard: all, or whole nodes of them, the others being replicas."""
-        if self.space.dp:
-            return [dp for dp in self.space.dp if shares % dp == 0]
-        if self.space.replicas:
-            return [shares // each for each in self.space.replicas if shares % each == 0]
+        dps, replicas = self.space.dp, self.space.replicas
+        if dps or replicas:
+            allowed = [dp for dp in _divisors(shares) if not replicas or shares // dp in replicas]
+            return [dp for dp in allowed if not dps or dp in dps]
         return [
             dp for dp in _divisors(shares) if dp == shares or (dp >= self.cluster.network.node and dp & (dp - 1) == 0)
         ]
@@ -267,10 +267,13 @@ def splits(schedule: str) -> bool:
 def smallest(search: Search, *, most: int = 1 << 17) -> Found | None:
     """The quickest layout on the fewest GPUs that hold the model; None if ``most`` do not.
 
+    Processes of one machine share its memory: no more of them are tried than there are.
+
     Counts are 1, 2, 4, ... within a node, whole nodes up to 64 of them, and doubled nodes from there.
     """
+    most = search.cluster.gpus if search.cluster.one_machine else most
     for gpus in _counts(search.cluster.network.node, most):
-        smaller = replace(search, cluster=replace(search.cluster, gpus=gpus))
+        smaller = replace(search, cluster=search.cluster.of(gpus))
         if smaller.fits():
             return smaller.best(1).found[0]
     return None

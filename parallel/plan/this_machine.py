@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -35,13 +36,19 @@ def this_machine(processes: int) -> tuple[Cluster, Software, Efficiency]:
         product, attention, copied = _product_flops(), _attention_flops(), _copied_bytes()
     finally:
         torch.set_num_threads(threads)
-    memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / processes
+    memory = _free_bytes() / processes
     # The model takes shares of a rate: what was measured is that share already.
     gpu = Gpu("cpu", memory, {"fp32": product * share}, copied * mine / cores / MEMORY)
     network = Network(f"{cores} cores of this machine", max(8, processes), LOOPBACK / LINKS, LOOPBACK / LINKS)
     # gloo's threads work on the cores that form the products: they hide nothing.
     software = replace(PLAIN, attention={"cpu": attention / product}, margin=0.0, hides_tp=0.0, hides_dp=0.0)
-    return Cluster(gpu, network, processes), software, Efficiency(1.0, 1.0, 1.0)
+    return Cluster(gpu, network, processes, one_machine=True), software, Efficiency(1.0, 1.0, 1.0)
+
+
+def _free_bytes() -> int:
+    """What processes can still take: the kernel's estimate, which counts the caches of files that it would drop."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def _product_flops() -> float:

@@ -20,7 +20,7 @@ from .parallel.plan.software import Software
 from .parallel.plan.step_time import StepTime
 from .parallel.plan.this_machine import this_machine
 from .parallel.plan.traffic import Flow, traffic
-from .training.settings import DataSettings, ParallelSettings, RunSettings, read_settings
+from .training.settings import DataSettings, RunSettings, read_settings
 from .training.settings_file import to_toml
 
 TOKENS = 1 << 22  # per step, if no batch is given: usual for models of 100 billion parameters
@@ -259,18 +259,25 @@ def _space(choices: Mapping[str, Any]) -> Space:
         for name, value in choices.items()
         if value is not None
     }
-    space = Space(**several)
-    if not {"none", "full"}.issuperset(space.recompute):
+    other = [each for each in several.get("recompute", ()) if each not in ("none", "full")]
+    if other:
         raise ValueError(
-            f"recompute={', '.join(space.recompute)}: expected none or full, for whole blocks; mlp_recompute=1 or 2 is "
-            "for their MLPs alone"
+            f"recompute={other[0]!r}: expected none or full, for whole blocks, or both in a list; "
+            "mlp_recompute is for their MLPs alone"
         )
-    return space
+    return Space(**several)
 
 
 def _refusal(search: Search, chosen: bool) -> DoesNotFit:
     found = smallest(search)
-    where = f"{search.cluster.gpus} {search.cluster.gpu.name}"
+    where = _where(search.cluster)
+    if found is None and search.cluster.one_machine:
+        free = search.cluster.gpu.memory * search.cluster.gpus / 2**30
+        return DoesNotFit(
+            f"{_asked(search)}: no layout fits on {where}, nor on fewer: they share the {free:.3g} GiB that are free; "
+            "use a smaller model or batch, or shorter sequences",
+            None,
+        )
     if found is None:
         hint = "leave out some of the choices" if chosen else "use a larger batch, which more GPUs can divide"
         return DoesNotFit(f"{_asked(search)}: no layout fits on {where}, nor on more of them; {hint}", None)
@@ -288,11 +295,15 @@ def _indivisible(search: Search, chosen: bool) -> DoesNotFit:
     if replace(search, batch=batch).divides():
         hint = f"use a batch of {batch}, or {hint}"
     return DoesNotFit(
-        f"{_asked(search)}: no layout divides this over {gpus} {search.cluster.gpu.name}: tensor-parallel ranks divide "
+        f"{_asked(search)}: no layout divides this over {_where(search.cluster)}: tensor-parallel ranks divide "
         f"{shape.heads} heads ({shape.kv_heads} of keys and values), a feed-forward width of {shape.ffn} and "
         f"{shape.vocab} tokens, stages {shape.layers} blocks, and data-parallel ranks the batch; {hint}",
         None,
     )
+
+
+def _where(cluster: Cluster) -> str:
+    return f"{cluster.gpus} {'processes of this machine' if cluster.one_machine else cluster.gpu.name}"
 
 
 def _asked(search: Search) -> str:
@@ -330,7 +341,8 @@ def _file(made: Plan, found: Found) -> str:
         settings = RunSettings(model=_config(shape, layout.length), data=DataSettings(seq=layout.length))
         if shape.positions:
             comments.append("shardfuse train uses rotary positions instead of this model's learned ones")
-    parallel = ParallelSettings(
+    parallel = replace(
+        settings.parallel,
         dp_replicate=layout.replicas,
         dp=layout.dp,
         pp=layout.pp,

@@ -116,6 +116,24 @@ def test_layouts_whose_states_are_too_large_are_not_examined(monkeypatch: pytest
     assert not search.fits()
 
 
+def test_processes_of_one_machine_share_its_memory() -> None:
+    """Eight copies of the weights do not fit where fewer do."""
+    search = _search(SMALL, "h100", 8, 64, space=Space(zero=(0,), tp=(1,), pp=(1,), offload=(False,)))
+    gpu = replace(search.cluster.gpu, memory=5 * 2**30)
+    search = replace(search, cluster=replace(search.cluster, gpu=gpu, one_machine=True))
+    assert not search.fits()
+    found = smallest(search)
+    assert found is not None
+    assert found.layout.gpus in (1, 2, 4)
+    assert search.cluster.of(2).gpu.memory == 20 * 2**30
+
+
+def test_shards_and_replicas_are_both_kept_to() -> None:
+    space = Space(dp=(4, 8), replicas=(2,), tp=(1,), pp=(1,), zero=(1,))
+    result = _search(SMALL, "h100", 8, 64, space=space).best(5)
+    assert [(each.layout.dp, each.layout.replicas) for each in result.found] == [(4, 2)]
+
+
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_bound_on_memory_is_below_what_is_held(tied: bool, offload: bool) -> None:
