@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import plan_page
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import shardfuse as sf
@@ -17,6 +19,7 @@ from shardfuse.cli import app
 from shardfuse.layers import TransformerConfig
 from shardfuse.layers.hf.folders import config_to_hf
 from shardfuse.parallel.plan import check, shapes
+from shardfuse.parallel.plan.hardware import GPUS
 from shardfuse.parallel.plan.search import Space
 from shardfuse.training.layout import resolve
 from shardfuse.training.settings import read_settings
@@ -82,13 +85,14 @@ def test_the_file_keeps_what_a_file_said(tmp_path: Path) -> None:
     given = tmp_path / "given.toml"
     given.write_text(
         "steps = 7\n[model]\nstyle = 'gated'\nhidden_size = 128\nnum_heads = 4\n[data]\nseq = 64\nbatch = 16\n"
-        "[optimizer]\nlr = 3e-4\nclip = false\n[parallel]\ntp = 4\n"
+        "[optimizer]\nlr = 3e-4\nclip = false\n[parallel]\ntp = 4\noverlap = 'none'\n"
     )
     made = sf.plan(given, gpus=2, gpu="cpu")
     planned = tmp_path / "planned.toml"
     planned.write_text(made.toml())
     settings, before = read_settings(planned, {}), read_settings(given, {})
     assert made.best.layout.batch == 16
+    assert settings.parallel.overlap == "none"
     assert replace(settings, parallel=before.parallel) == before
     assert (
         settings.parallel.dp_replicate * (settings.parallel.dp or 0) * settings.parallel.pp * settings.parallel.tp == 2
@@ -213,12 +217,35 @@ def test_bad_questions_are_refused(arguments: dict[str, Any], why: str) -> None:
         ([*BASE, "--micro", "a"], "--micro a: expected whole numbers"),
         ([*BASE, "--pp", "0"], "--pp 0: expected numbers of at least 1"),
         ([*BASE, "--draw", "x.gif"], "expected a name that ends in .png"),
+        ([*BASE, "--out", "."], "it is a folder; give a file, such as run.toml"),
+        ([*BASE, "--schedule", ""], "expected words separated by commas"),
+        ([*BASE, "--recompute", "both"], "recompute='both': expected none or full"),
+        (["plan", "--check", "--gpus", "8"], "--gpus with --check"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: list[str], why: str) -> None:
+    """Before the search: nothing is printed."""
     result = run(*arguments)
     assert isinstance(result.exception, ValueError)
     assert why in str(result.exception)
+    assert not result.output
+
+
+def test_what_cannot_be_written_is_still_shown(tmp_path: Path) -> None:
+    result = run(*BASE, "--precision", "fp8", "--out", str(tmp_path / "run.toml"))
+    assert "no fp8" in str(result.exception)
+    assert "Memory of the best layout" in result.output
+
+
+def test_the_help_names_every_gpu() -> None:
+    (option,) = (each for each in get_command(app).commands["plan"].params if each.name == "gpu")  # type: ignore[attr-defined]
+    assert set(re.findall(r"[\w-]*\d[\w-]*", option.help)) == GPUS.keys()
+
+
+def test_more_processes_share_this_machines_memory() -> None:
+    with pytest.raises(sf.DoesNotFit, match="no layout fits on 2 processes of this machine, nor on fewer") as raised:
+        sf.plan("gpt-1t", gpus=2, gpu="cpu", batch=2)
+    assert raised.value.smallest is None
 
 
 def test_what_train_cannot_run_is_not_written() -> None:

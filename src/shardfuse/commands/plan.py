@@ -31,7 +31,11 @@ def plan(
         int | None, typer.Option(help="Number of GPUs, or with --gpu cpu of processes on this machine.")
     ] = None,
     gpu: Annotated[
-        str, typer.Option(help="Kind of GPU: a100, a100-40, h100, h200, b200, gb200, mi300x, ..., or cpu.")
+        str,
+        typer.Option(
+            help="Kind of GPU: a100, a100-40, h100, h100-96, h800, h200, b200, gb200, gb300, mi300x; or cpu, for this "
+            "machine."
+        ),
     ] = "h100",
     network: Annotated[
         str | None, typer.Option(help="Other links: names such as pcie-5,ethernet-100, or a TOML file; docs/plan.md.")
@@ -44,16 +48,19 @@ def plan(
     tp: Annotated[str | None, typer.Option(help="Allowed tensor-parallel degrees, such as 4,8. Default: any.")] = None,
     pp: Annotated[str | None, typer.Option(help="Allowed numbers of pipeline ranks. Default: any.")] = None,
     dp: Annotated[str | None, typer.Option(help="Allowed numbers of ZeRO shards. Default: any.")] = None,
+    replicas: Annotated[
+        str | None, typer.Option(help="Allowed numbers of replicas of those shards. Default: any.")
+    ] = None,
     zero: Annotated[str | None, typer.Option(help="Allowed ZeRO stages. Default: 0,1,3.")] = None,
     micro: Annotated[
         str | None, typer.Option(help="Allowed sizes of a micro-batch, in sequences. Default: any.")
     ] = None,
     schedule: Annotated[str | None, typer.Option(help="Allowed pipeline schedules, such as 1f1b,zbv.")] = None,
     recompute: Annotated[
-        str | None, typer.Option(help="Allowed recomputation of blocks: none, full, or both. Default: both.")
+        str | None, typer.Option(help="Allowed recomputation of blocks: none or full. Default: none,full.")
     ] = None,
     mlp_recompute: Annotated[
-        str | None, typer.Option(help="Allowed recomputation of MLPs alone: 0, 1, 2. Default: any.")
+        str | None, typer.Option(help="Allowed recomputation of MLPs alone: 0, 1 or 2. Default: 0,1,2.")
     ] = None,
     sequence_parallel: Annotated[
         bool | None,
@@ -79,6 +86,10 @@ def plan(
     if check:
         from .plan_check import run_check
 
+        given = {"--model": model, "--gpus": gpus, "--out": out, "--draw": draw}
+        other = next((name for name, value in given.items() if value is not None), None)
+        if other is not None:
+            raise ValueError(f"{other} with --check: it predicts the published runs alone; leave one of the two out")
         raise typer.Exit(run_check(json=json))
     if model is None or gpus is None:
         raise ValueError("shardfuse plan needs --model and --gpus: --model llama3-8b --gpus 64 --gpu h100")
@@ -86,23 +97,27 @@ def plan(
     from ..planning import plan as make
 
     choices = {"tp": _numbers("tp", tp), "pp": _numbers("pp", pp), "dp": _numbers("dp", dp)}
+    choices |= {"replicas": _numbers("replicas", replicas)}
     choices |= {"zero": _numbers("zero", zero), "micro": _numbers("micro", micro)}
     choices |= {"mlp_recompute": _numbers("mlp-recompute", mlp_recompute)}
-    words: dict[str, Any] = {"schedule": schedule, "recompute": recompute}
-    words = {name: tuple(text.split(",")) if text else None for name, text in words.items()}
-    made = make(
+    words = {"schedule": _words("schedule", schedule), "recompute": _words("recompute", recompute)}
+    if out is not None and out.is_dir():
+        raise ValueError(f"--out {out}: it is a folder; give a file, such as {out / 'run.toml'}")
+    if draw is not None:
+        from .plan_page import check_suffix, write
+
+        check_suffix(draw)
+    made: Plan = make(
         model, gpus=gpus, gpu=gpu, network=network, batch=batch, seq=seq, precision=precision, count=count,
         **choices, **words, sequence_parallel=sequence_parallel, offload=offload,
     )  # fmt: skip
+    people = console(stderr=json)
+    show(people, made)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(made.toml(), encoding="utf-8")
     if draw is not None:
-        from .plan_page import write
-
         write(made, draw)
-    people = console(stderr=json)
-    show(people, made)
     for path in (out, draw):
         if path is not None:
             people.print(f"wrote {path}", soft_wrap=True)
@@ -121,6 +136,15 @@ def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
     if min(numbers) < least:
         raise ValueError(f"--{name} {text}: expected numbers of at least {least}")
     return numbers
+
+
+def _words(name: str, text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    words = tuple(part.strip() for part in text.split(","))
+    if not all(words):
+        raise ValueError(f"--{name} {text}: expected words separated by commas; leave the option out for any")
+    return words
 
 
 def show(people: Console, made: Plan) -> None:

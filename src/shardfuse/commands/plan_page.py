@@ -35,14 +35,20 @@ def write(made: Plan, path: Path) -> None:
     """Write the picture (.png, .svg, .pdf) or the page (.html). Raises ImportError without matplotlib, ValueError for
     another suffix.
     """
-    suffix = path.suffix.lower()
-    if suffix not in (".png", ".svg", ".pdf", ".html"):
-        raise ValueError(f"--draw {path}: expected a name that ends in .png, .svg, .pdf or .html")
+    suffix = check_suffix(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     if suffix == ".html":
         path.write_text(page(made), encoding="utf-8")
     else:
         picture(made).savefig(path, dpi=120)
+
+
+def check_suffix(path: Path) -> str:
+    """The suffix of a name that :func:`write` takes, in lower case; ValueError for another one."""
+    suffix = path.suffix.lower()
+    if suffix not in (".png", ".svg", ".pdf", ".html"):
+        raise ValueError(f"--draw {path}: expected a name that ends in .png, .svg, .pdf or .html")
+    return suffix
 
 
 def picture(made: Plan) -> Figure:
