@@ -6,6 +6,7 @@ Peaks are dense, from the vendors' data sheets. A link's rate is that of one dir
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -64,6 +65,11 @@ class Network:
                 raise ValueError(f"network {self.name}: {name}={getattr(self, name)!r}: expected a number above 0")
         if self.oversubscription < 1 or self.latency < 0 or self.pod < 0:
             raise ValueError(f"network {self.name}: expected oversubscription >= 1, latency >= 0 and pod >= 0")
+        if 0 < self.pod < self.node:
+            raise ValueError(
+                f"network {self.name}: pod={self.pod} is below node={self.node}: expected 0, or at least the GPUs of "
+                "a node"
+            )
 
 
 def _gpu(name: str, gib: float, bf16: float, fp8: float, bandwidth: float) -> Gpu:
@@ -158,7 +164,7 @@ def cluster(kind: str, gpus: int, network: str | Path | None = None) -> Cluster:
     if kind not in GPUS:
         raise ValueError(f"gpu={kind!r}: expected one of {', '.join(GPUS)}")
     found, links = GPUS[kind], NETWORKS[kind]
-    names = str(network).split(",") if network is not None else []
+    names = [each.strip() for each in str(network).split(",")] if network is not None else []
     if names and set(names) <= LINKS.keys():
         links = _named(links, names)
     elif network is not None:
@@ -199,16 +205,17 @@ def _changed(gpu: Gpu, links: Network, path: Path) -> tuple[Gpu, Network]:
         raise ValueError(f"{path}: not TOML ({' '.join(str(error).split())})") from None
     gib = table.pop("memory_gib", None)
     if gib is not None:
-        if type(gib) not in (int, float) or not gib > 0:
-            raise ValueError(f"{path}: memory_gib = {gib!r}: expected a number above 0")
+        if type(gib) not in (int, float) or not 0 < gib < math.inf:
+            raise ValueError(f"{path}: memory_gib = {gib!r}: expected a finite number above 0")
         gpu = replace(gpu, memory=float(gib) * GIB)
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = {"name": f"{links.name}, changed by {path.name}"} if table else {}
     for key, value in table.items():
         if key not in _KEYS:
             raise ValueError(f"{path}: {key}: expected some of {', '.join((*_KEYS, 'memory_gib'))}")
         field, unit = _KEYS[key]
         kinds = (str,) if field == "name" else (int,) if field in ("node", "pod") else (int, float)
-        if type(value) not in kinds:
-            raise ValueError(f"{path}: {key} = {value!r}: expected {'a text' if field == 'name' else 'a number'}")
+        if type(value) not in kinds or (type(value) is float and not math.isfinite(value)):
+            what = {str: "a text", int: "a whole number", float: "a finite number"}[kinds[-1]]
+            raise ValueError(f"{path}: {key} = {value!r}: expected {what}")
         changes[field] = value if field in ("name", "node", "pod") else value * unit
     return gpu, replace(links, **changes)

@@ -180,7 +180,10 @@ def _bubble(layout: Layout, costs: Costs) -> float:
 
 @functools.lru_cache(4096)
 def _simulated(schedule: str, ranks: int, microbatches: int, forward: float, backward: float, weight: float) -> float:
-    """The same by simulation, where no formula holds. With two micro-batches a rank it is what it is with more."""
+    """The same by simulation, where no formula holds. With two micro-batches a rank it is what it is with more.
+
+    The costs are rounded to tenths, so that a search simulates few of them: the idle time is approximate.
+    """
     step = simulate(schedule, ranks, microbatches, Costs(forward, backward, weight))
     return step.end / (step.stages_per_rank * (forward + backward + weight)) - microbatches
 

@@ -147,7 +147,9 @@ def plan(
         precision: "bf16", "fp16" or "fp8" on GPUs, "fp32" on CPUs. Default: "bf16", and "fp32" on CPUs.
         count: the number of layouts to return.
         **choices: one or several allowed values of a part of the layout: ``tp=8``, ``pp=(1, 2, 4)``,
-            ``recompute="none"``. ``Space`` in ``parallel/plan/search.py`` lists the names. The search chooses the rest.
+            ``recompute="none"``. The names are ``tp``, ``pp``, ``cp``, ``dp`` (ZeRO's shards), ``replicas`` (of them),
+            ``zero``, ``micro`` (sequences of a micro-batch), ``schedule``, ``interleave``, ``recompute``,
+            ``sequence_parallel`` and ``offload``. The search chooses the rest.
 
     Raises ValueError for invalid values, and :class:`DoesNotFit` if no layout fits, with the smallest one that would.
     """

@@ -155,7 +155,16 @@ def test_a_file_changes_the_network(tmp_path: Path) -> None:
     file.write_text("outside_gb_s = 12.5\nmemory_gib = 64")
     changed = cluster("a100", 16, file)
     assert (changed.network.outside, changed.gpu.memory) == (12.5e9, 64 * 2**30)
-    for text, why in (("outside = 1", "expected some of"), ("node = 0", "a number above 0"), ("= 1", "not TOML")):
+    assert changed.network.name == "8 x A100, NVLink 3, 200 Gbit/s, changed by network.toml"
+    for text, why in (
+        ("outside = 1", "expected some of"),
+        ("node = 0", "a number above 0"),
+        ("= 1", "not TOML"),
+        ("node = 8.5", "expected a whole number"),
+        ("latency_us = nan", "expected a finite number"),
+        ("memory_gib = inf", "expected a finite number"),
+        ("pod = 3", "at least the GPUs of a node"),
+    ):
         file.write_text(text)
         with pytest.raises(ValueError, match=why):
             cluster("a100", 16, file)
@@ -164,7 +173,7 @@ def test_a_file_changes_the_network(tmp_path: Path) -> None:
 
 
 def test_names_change_the_network() -> None:
-    changed = cluster("h100", 16, "pcie-5,ethernet-100").network
+    changed = cluster("h100", 16, "pcie-5, ethernet-100").network
     assert (changed.inside, changed.outside, changed.latency) == (50e9, 12.5e9 / 8, 30e-6)
     assert changed.name == "nodes of 8 over pcie-5, ethernet-100"
     with pytest.raises(ValueError, match="or some of pcie-4, pcie-5"):
