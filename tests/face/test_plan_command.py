@@ -44,6 +44,13 @@ def test_it_prints_layouts_reasons_memory_step_and_traffic() -> None:
     assert max(map(len, result.output.splitlines())) <= 120
 
 
+def test_the_memory_of_a_small_model_is_in_mib() -> None:
+    result = run(*"plan --model mpt-125m --gpus 16 --batch 16 --seq 128 --zero 3 --tp 1 --pp 1".split())
+    sizes = {line.split()[0]: line.split()[1] for line in result.output.splitlines() if len(line.split()) == 2}
+    assert sizes["MiB"] == "fullest"
+    assert float(sizes["weights"]) == pytest.approx(4 * shapes.find("mpt-125m").parameters / 16 / 2**20, abs=0.01)
+
+
 def test_json_holds_the_same(plan: sf.Plan) -> None:
     result = run(*BASE, "--json")
     record = json.loads(result.stdout)

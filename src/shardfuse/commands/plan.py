@@ -191,8 +191,9 @@ def _memory_table(made: Plan, found: Found) -> Any:
     from ..kernels.runtime.printing import Sheet, figure, unbroken
 
     kinds = [each.name for each in fields(found.memory)]
+    unit, size = memory_unit(found)
     table = Sheet(
-        unbroken("GiB"),
+        unbroken(unit),
         figure("fullest"),
         *(figure(f"rank {rank}") for rank in _ends(found)),
         title=f"Memory of the best layout; a GPU has {made.cluster.gpu.memory / GIB:.1f} GiB",
@@ -201,11 +202,16 @@ def _memory_table(made: Plan, found: Found) -> Any:
     for kind in kinds:
         values = [getattr(found.memory, kind), *(getattr(ranks[rank], kind) for rank in _ends(found))]
         if any(values):
-            table.add(kind, *(f"{value / GIB:.2f}" for value in values))
+            table.add(kind, *(f"{value / size:.2f}" for value in values))
     table.add(
-        "total", *(f"{value / GIB:.2f}" for value in (found.memory.total, *(ranks[r].total for r in _ends(found))))
+        "total", *(f"{value / size:.2f}" for value in (found.memory.total, *(ranks[r].total for r in _ends(found))))
     )
     return table
+
+
+def memory_unit(found: Found) -> tuple[str, int]:
+    """The unit of the memory's kinds, and its bytes: MiB where the fullest rank holds less than a GiB."""
+    return ("GiB", GIB) if found.memory.total >= GIB else ("MiB", 1 << 20)
 
 
 def _ends(found: Found) -> list[int]:

@@ -18,7 +18,7 @@ from ..parallel.plan.search import Found
 from ..parallel.plan.shapes import described
 from ..planning import PARTS, Plan
 from . import pages
-from .plan import gib
+from .plan import gib, memory_unit
 from .schedule import COLOURS, LEGEND
 
 if TYPE_CHECKING:
@@ -195,8 +195,9 @@ def _parts(made: Plan) -> Element:
 def _memory(made: Plan) -> Element:
     found, held = _section("Its fullest GPU"), made.best.memory
     values: list[tuple[str, Any]] = [(each.name, getattr(held, each.name)) for each in fields(held)]
-    rows = [(name, f"{value / GIB:.2f}") for name, value in (*values, ("total", held.total)) if value]
-    _table(found, ("kind", "GiB"), rows)
+    unit, size = memory_unit(made.best)
+    rows = [(name, f"{value / size:.2f}") for name, value in (*values, ("total", held.total)) if value]
+    _table(found, ("kind", unit), rows)
     return found
 
 
