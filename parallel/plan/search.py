@@ -67,7 +67,7 @@ class Space:
             ("schedule", SCHEDULES), ("recompute", RECOMPUTE), ("mlp_recompute", (0, 1, 2)), ("zero", (0, 1, 2, 3)),
             ("sequence_parallel", (True, False)), ("offload", (True, False)),
         ):  # fmt: skip
-            unknown = [each for each in getattr(self, name) if each not in known]
+            unknown = [each for each in getattr(self, name) if each not in known or type(each) is not type(known[0])]
             if unknown:
                 raise ValueError(f"{name}={unknown[0]!r}: expected some of {', '.join(map(str, known))}")
         if not self.recomputations:

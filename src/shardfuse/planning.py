@@ -11,6 +11,7 @@ from typing import Any
 from .kernels.runtime.checks import whole_number
 from .layers.config import TransformerConfig
 from .layers.hf.folders import read_hf_config
+from .parallel.pipeline.schedules import find
 from .parallel.plan import efficiency, shapes, software
 from .parallel.plan.hardware import GPUS, Cluster, cluster
 from .parallel.plan.memory import Memory, of_rank
@@ -93,7 +94,8 @@ class Plan:
     def toml(self, found: Found | None = None) -> str:
         """The settings of ``shardfuse train`` for a layout, the best one by default.
 
-        Raises ValueError for a layout that ``shardfuse train`` cannot run: with context parallelism, or in fp8.
+        Raises ValueError for a layout that ``shardfuse train`` cannot run: with context parallelism, in fp8, or with
+        other numbers of stages on a rank than a schedule's own.
         """
         return _file(self, self.best if found is None else found)
 
@@ -292,7 +294,12 @@ def _refusal(search: Search, chosen: bool) -> DoesNotFit:
 def _indivisible(search: Search, chosen: bool) -> DoesNotFit:
     """Where memory is not the reason."""
     shape, gpus = search.shape, search.cluster.gpus
-    hint = "leave out some of the choices, or use another number of GPUs" if chosen else "use another number of GPUs"
+    hint = "use another number of GPUs"
+    if chosen:
+        hint = (
+            f"leave out some of the choices, or {hint}; in a pipeline ZeRO 3 runs under 1f1b and interleaved_1f1b "
+            "alone, and offloading needs ZeRO"
+        )
     batch = _shared(gpus, search.batch)
     if replace(search, batch=batch).divides():
         hint = f"use a batch of {batch}, or {hint}"
@@ -333,6 +340,12 @@ def _seconds(seconds: float) -> str:
 
 def _file(made: Plan, found: Found) -> str:
     layout, shape, settings = found.layout, made.shape, made.settings
+    stages = find(layout.schedule).stages_per_rank if layout.pp > 1 else 1
+    if layout.interleave != stages:
+        raise ValueError(
+            f"{layout.described()}: shardfuse train runs {layout.schedule} with {stages} stages on a rank; plan "
+            "without interleave"
+        )
     if layout.cp > 1 or layout.precision == "fp8":
         raise ValueError(
             f"{layout.described()} in {layout.precision}: shardfuse train has no context parallelism and no fp8; "

@@ -45,10 +45,11 @@ def test_it_prints_layouts_reasons_memory_step_and_traffic() -> None:
 
 
 def test_the_memory_of_a_small_model_is_in_mib() -> None:
-    result = run(*"plan --model mpt-125m --gpus 16 --batch 16 --seq 128 --zero 3 --tp 1 --pp 1".split())
-    sizes = {line.split()[0]: line.split()[1] for line in result.output.splitlines() if len(line.split()) == 2}
-    assert sizes["MiB"] == "fullest"
-    assert float(sizes["weights"]) == pytest.approx(4 * shapes.find("mpt-125m").parameters / 16 / 2**20, abs=0.01)
+    sizes = ("--gpus", "16", "--batch", "16", "--seq", "128")
+    result = run("plan", "--model", "mpt-125m", *sizes, "--zero", "3", "--tp", "1", "--pp", "1")
+    held = {line.split()[0]: line.split()[1] for line in result.output.splitlines() if len(line.split()) == 2}
+    assert held["MiB"] == "fullest"
+    assert float(held["weights"]) == pytest.approx(4 * shapes.find("mpt-125m").parameters / 16 / 2**20, abs=0.01)
 
 
 def test_json_holds_the_same(plan: sf.Plan) -> None:
@@ -210,6 +211,9 @@ def test_what_does_not_fit_names_the_smallest_that_does() -> None:
         ({"model": TransformerConfig(max_positions=512), "seq": 1024}, "at most 512 positions"),
         ({"schedule": "fastest"}, "schedule='fastest': expected some of 1f1b"),
         ({"recompute": "selective"}, "expected none or full"),
+        ({"zero": True}, "zero=True: expected some of 0, 1, 2, 3"),
+        ({"zero": 3, "schedule": "zbv", "pp": 2}, "in a pipeline ZeRO 3 runs under 1f1b"),
+        ({"zero": 0, "offload": True}, "offloading needs ZeRO"),
     ],
 )
 def test_bad_questions_are_refused(arguments: dict[str, Any], why: str) -> None:
@@ -259,6 +263,13 @@ def test_what_train_cannot_run_is_not_written() -> None:
     made = sf.plan("llama3-8b", gpus=8, batch=8, precision="fp8", tp=1, pp=1)
     with pytest.raises(ValueError, match="no context parallelism and no fp8"):
         made.toml()
+
+
+def test_other_numbers_of_stages_are_not_written() -> None:
+    chosen = {"pp": 4, "tp": 1, "schedule": "interleaved_1f1b", "batch": 64, "count": 1}
+    assert "interleaved_1f1b" in sf.plan("llama3-8b", gpus=8, **chosen).toml()
+    with pytest.raises(ValueError, match="runs interleaved_1f1b with 2 stages on a rank"):
+        sf.plan("llama3-8b", gpus=8, interleave=4, **chosen).toml()
 
 
 def test_the_check_prints_every_source_and_fails_for_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
