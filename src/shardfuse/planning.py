@@ -151,7 +151,7 @@ def plan(
         **choices: one or several allowed values of a part of the layout: ``tp=8``, ``pp=(1, 2, 4)``,
             ``recompute="none"``. The names are ``tp``, ``pp``, ``cp``, ``dp`` (ZeRO's shards), ``replicas`` (of them),
             ``zero``, ``micro`` (sequences of a micro-batch), ``schedule``, ``interleave``, ``recompute``,
-            ``sequence_parallel`` and ``offload``. The search chooses the rest.
+            ``mlp_recompute``, ``sequence_parallel`` and ``offload``. The search chooses the rest.
 
     Raises ValueError for invalid values, and :class:`DoesNotFit` if no layout fits, with the smallest one that would.
     """
