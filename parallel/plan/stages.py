@@ -99,13 +99,16 @@ def fullest(sizes: Sequence[float], early: Sequence[float], layout: Layout, rank
     if layout.schedule not in ("1f1b", "interleaved_1f1b"):
         microbatches = min(microbatches, FILLED * layout.pp)
     changes = _changes(layout.schedule, layout.pp, layout.interleave, microbatches, rank)
-    held = [0] * len(sizes)
-    counts, most, now = list(held), 0.0, 0.0
-    for kind, stage in changes:
-        now += {"F": sizes[stage], "I": -early[stage], "W": early[stage] - sizes[stage]}.get(kind, -sizes[stage])
-        held[stage] += {"F": 1, "I": 0}.get(kind, -1)
+    frees = [-size for size in sizes]
+    grows = {"F": sizes, "I": [-size for size in early], "W": [size - whole for size, whole in zip(early, sizes)]}
+    most, now, at = 0.0, 0.0, -1
+    for step, (kind, stage) in enumerate(changes):
+        now += grows.get(kind, frees)[stage]
         if now > most:
-            most, counts = now, list(held)
+            most, at = now, step
+    counts = [0] * len(sizes)
+    for kind, stage in changes[: at + 1]:
+        counts[stage] += {"F": 1, "I": 0}.get(kind, -1)
     return most, counts
 
 
