@@ -170,7 +170,9 @@ def block_seconds(
 def _bubble(layout: Layout, costs: Costs) -> float:
     """The idle time of a pipeline's step, as a multiple of a micro-batch's time on one rank; ``costs`` sum to 1."""
     if layout.schedule in ("1f1b", "interleaved_1f1b"):
-        return (layout.pp - 1) / layout.interleave
+        # Of fewer micro-batches than ranks, each waits before every further stage of the first rank.
+        waits = max(0, layout.pp - layout.microbatches) * (layout.interleave - 1)
+        return (layout.pp - 1 + waits) / layout.interleave
     idle = closed_form(layout.schedule, layout.pp, layout.microbatches, costs)
     if idle is not None:
         return layout.microbatches * idle / (1 - idle)

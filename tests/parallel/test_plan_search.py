@@ -167,6 +167,14 @@ def test_a_schedules_bubble_is_that_of_its_simulation(schedule: str, microbatche
         assert bubble == pytest.approx(step.end / 2 - microbatches, rel=0.02)
 
 
+@pytest.mark.parametrize("microbatches", [1, 3, 4, 5, 8])
+def test_the_bubble_of_few_micro_batches_is_the_simulated_one(microbatches: int) -> None:
+    layout = Layout(pp=4, interleave=2, batch=microbatches, schedule="interleaved_1f1b")
+    costs = Costs(0.3, 0.4, 0.3)
+    step = simulate("interleaved_1f1b", 4, microbatches, costs)
+    assert step_time._bubble(layout, costs) == pytest.approx(step.end / 2 - microbatches, abs=1e-9)
+
+
 @pytest.mark.parametrize("schedule", ["zbv", "interleaved_zb"])
 def test_a_filled_pipeline_keeps_no_more(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layout = Layout(pp=4, interleave=2, batch=32, schedule=schedule)
