@@ -18,6 +18,7 @@ stay until the next step.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -137,10 +138,15 @@ def _buffers(shape: ModelShape, layout: Layout, stages: Sequence[Stage], counts:
     return slots * handed_bytes(shape, layout)
 
 
-def predict(shape: ModelShape, layout: Layout, software: Software) -> Memory:
-    """What the fullest rank holds."""
-    ranks = among_fullest(shape, layout, software)
-    return max((of_rank(shape, layout, software, rank) for rank in ranks), key=lambda memory: memory.total)
+def predict(shape: ModelShape, layout: Layout, software: Software, *, limit: float = math.inf) -> Memory:
+    """What the fullest rank holds; where some rank holds more than ``limit`` bytes, what one of those holds."""
+    first, *others = among_fullest(shape, layout, software)
+    found = of_rank(shape, layout, software, first)
+    for rank in others:
+        if found.total > limit:
+            break
+        found = max(found, of_rank(shape, layout, software, rank), key=lambda memory: memory.total)
+    return found
 
 
 def least(shape: ModelShape, layout: Layout, software: Software) -> tuple[float, float]:

@@ -227,7 +227,7 @@ class Search:
         gpu, host = memory.least(self.shape, layout, self.software)
         if gpu > self.cluster.gpu.memory or host > self.cluster.gpu.host_memory:
             return None
-        held = memory.predict(self.shape, layout, self.software)
+        held = memory.predict(self.shape, layout, self.software, limit=self.cluster.gpu.memory)
         if held.total > self.cluster.gpu.memory:
             return None
         if layout.offload and memory.on_host(self.shape, layout, self.software) > self.cluster.gpu.host_memory:
