@@ -354,6 +354,7 @@ def _file(made: Plan, found: Found) -> str:
     comments = [shapes.described(shape), f"{layout.described()}: predicted {_seconds(found.time.total)} a step"]
     if settings is None:
         settings = RunSettings(model=_config(shape, layout.length), data=DataSettings(seq=layout.length))
+        comments.append(f"of {shape.name} only the sizes; rope_theta and other options are as by default")
         if shape.positions:
             comments.append("shardfuse train uses rotary positions instead of this model's learned ones")
     parallel = replace(

@@ -82,6 +82,7 @@ def test_train_takes_the_file(options: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "new" / "run.toml"
     result = run("plan", "--model", "llama3-8b", "--gpus", "16", "--batch", "64", *options, "--out", str(file))
     assert result.exit_code == 0, result.output
+    assert "# of llama3-8b only the sizes; rope_theta and other options are as by default" in file.read_text()
     settings = read_settings(file, {"device": "cpu"})
     parallel = settings.parallel
     assert parallel.dp_replicate * (parallel.dp or 0) * parallel.pp * parallel.tp == 16
