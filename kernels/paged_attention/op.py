@@ -104,7 +104,7 @@ def paged_attention(
     bounds = Bounds(min_query_len, max_query_len, max_seq_len)
     invariant = dispatch.row_invariant() if invariant is None else invariant
     if isinstance(plan, cpu.Plan):
-        walks = impl not in ("reference", "triton") and not invariant and out is None
+        walks = dispatch.asked(impl) not in ("reference", "triton") and not invariant and out is None
         if walks and check is False and library.direct(*tensors):
             return _planned(tensors, options, bounds, plan, return_lse)
         plan = None
@@ -153,7 +153,7 @@ def plan_attention(
     tensors = (q, k_cache, v_cache, block_tables, seq_lens, query_start_loc)
     invariant = dispatch.row_invariant() if invariant is None else invariant
     if not _choose(q, k_cache, v_cache, impl).triton:
-        if not q.is_cpu or impl == "reference" or invariant or not library.direct(*tensors):
+        if not q.is_cpu or dispatch.asked(impl) == "reference" or invariant or not library.direct(*tensors):
             return None
         return cpu.make_plan(q, k_cache, v_cache, tensors[3:], options)
     from . import launch
@@ -278,7 +278,7 @@ def _paged_attention(
         from . import launch
 
         return launch.paged_attention_fwd(tensors, options, invariant, bounds, plan, plan_key, out)
-    plain: Any = cpu if q.is_cpu and impl != "reference" else reference
+    plain: Any = cpu if q.is_cpu and dispatch.asked(impl) != "reference" else reference
     if invariant and q.is_cpu:
         plain = cpu_invariant
     found, lse = plain.paged_attention(*tensors, options)

@@ -130,6 +130,11 @@ def default_impl() -> str:
     return _AUTO
 
 
+def asked(impl: str) -> str:
+    """``impl``, or for "auto" what that means in this process."""
+    return _AUTO if impl == "auto" else impl
+
+
 def triton_version() -> str | None:
     """The installed Triton's version, or None. Does not import Triton."""
     return _TRITON_VERSION
@@ -162,7 +167,7 @@ _stand_in: torch.device | None = None
 def uses_reference(impl: str, on: torch.Tensor) -> bool:
     """Whether :func:`choose` says "reference" of every call with ``impl`` on the device of ``on``, of an op that has no
     oneDNN implementation."""
-    impl = _AUTO if impl == "auto" else impl
+    impl = asked(impl)
     if impl == "auto":
         return (on.is_cpu or on.is_meta) and _stand_in is None
     return impl == "reference" or (impl == "onednn" and on.is_cpu)

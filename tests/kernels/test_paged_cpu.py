@@ -297,6 +297,18 @@ def test_no_plan_is_made_for_the_reference() -> None:
 
 
 @torch.no_grad()
+def test_a_process_that_asks_for_the_reference_does_not_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = _decode([[0, 1], [2, 3]], [8, 6], blocks=4)
+    (q, k, v, *tables), _ = call
+    plan, views = plan_attention(q, (k, v), *tables), _attended(monkeypatch)
+    monkeypatch.setattr(dispatch, "_AUTO", "reference")  # SHARDFUSE_IMPL
+    assert plan_attention(q, (k, v), *tables) is None
+    for given in (None, plan):
+        _ops(call, plan=given)
+    assert views == []
+
+
+@torch.no_grad()
 def test_a_plan_does_not_replace_the_kernel_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_decided", {})
     monkeypatch.setattr(dispatch, "_why_not_triton", lambda device: "it cannot run here")
