@@ -506,13 +506,14 @@ def test_metrics_count_what_was_served() -> None:
 
 
 def test_gauges_show_the_load() -> None:
-    with serve(engine={"max_num_seqs": 1}) as server, ThreadPoolExecutor(2) as pool, server.held(after=4):
-        asked = [pool.submit(server.post, COMPLETIONS, LONG) for _ in range(2)]
-        until(lambda: server.served.serve.load.running and server.served.serve.load.waiting)
-        found = server.metrics()
-        assert (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]) == (1, 1)
-        assert 0 < found["vllm:kv_cache_usage_perc"] < 1
-    assert [each.result(SOON_S).status_code for each in asked] == [200, 200]
+    with serve(engine={"max_num_seqs": 1}) as server, ThreadPoolExecutor(2) as pool:
+        with server.slow(0.05):
+            asked = [pool.submit(server.post, COMPLETIONS, LONG) for _ in range(2)]
+            until(lambda: server.served.serve.load.running and server.served.serve.load.waiting)
+            found = server.metrics()
+            assert (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]) == (1, 1)
+            assert 0 < found["vllm:kv_cache_usage_perc"] < 1
+        assert [each.result(SOON_S).status_code for each in asked] == [200, 200]
 
 
 def test_tokenize_and_back(server: Server) -> None:

@@ -101,7 +101,7 @@ def test_sigterm_drains_and_a_second_signal_ends_at_once(long: Path) -> None:
     """And the port is free again for the next server, but not beside it."""
     with serving(str(long), "--no-warmup") as process:
         port = str(process.port)
-        with _streaming(process, 500) as lines:
+        with _streaming(process, 300) as lines:
             process.popen.send_signal(signal.SIGTERM)
             refused = None
             while "data: [DONE]" not in lines:
