@@ -167,7 +167,7 @@ _stand_in: torch.device | None = None
 def uses_reference(impl: str, on: torch.Tensor) -> bool:
     """Whether :func:`choose` says "reference" of every call with ``impl`` on the device of ``on``, of an op that has no
     oneDNN implementation."""
-    impl = asked(impl)
+    impl = _AUTO if impl == "auto" else impl  # asked(), without a call for each launch
     if impl == "auto":
         return (on.is_cpu or on.is_meta) and _stand_in is None
     return impl == "reference" or (impl == "onednn" and on.is_cpu)
