@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from .errors import ApiError, error_body, log
+from .served import within
 
 T = TypeVar("T")
 GONE = 499  # nginx's status for a client that closed its connection
@@ -71,7 +72,8 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         async def out(body: bytes, more: bool = True) -> None:
             message = {"type": "http.response.body", "body": body, "more_body": more}
-            await asyncio.wait_for(send(message), self._send_timeout_s)
+            async with within(self._send_timeout_s):
+                await send(message)
 
         try:
             async with contextlib.aclosing(self._chunks):

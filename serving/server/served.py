@@ -165,7 +165,7 @@ class Served:
             self._lost = error if isinstance(error, RanksLost) else None
             return str(error)
         try:
-            async with _within(limit):
+            async with within(limit):
                 async for _, event in submitted:
                     if event.error is not None:
                         self._lost = event.error if isinstance(event.error, RanksLost) else None
@@ -237,8 +237,11 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def _within(seconds: float) -> AsyncIterator[None]:
-    """asyncio.timeout, which Python 3.10 lacks."""
+async def within(seconds: float) -> AsyncIterator[None]:
+    """asyncio.timeout, which Python 3.10 lacks.
+
+    ``asyncio.wait_for`` up to Python 3.11 loses a cancellation that comes just as what it waits for ends.
+    """
     task = asyncio.current_task()
     assert task is not None
     late = False

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +18,7 @@ pytest.importorskip("fastapi", reason="fastapi is not installed (pip install .[s
 from server_case import NAME, SOON_S, Server, answer, events, serve, until
 
 from shardfuse.serving import RanksLost
+from shardfuse.serving.server.responses import EventStream
 
 COMPLETIONS = "/v1/completions"
 LONG = {"prompt": "hello", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -235,6 +237,29 @@ def test_a_client_that_goes_while_it_waits(server: Server, raw: Raw) -> None:
         raw.close()
         until(lambda: not server.served.open_requests)
         until(lambda: not server.engine._live)
+
+
+def test_a_client_that_goes_just_as_an_event_is_sent_ends_its_stream() -> None:
+    sent: list[Any] = []
+
+    async def chunks() -> AsyncGenerator[dict[str, Any] | None, None]:
+        while True:
+            await asyncio.sleep(0)
+            yield {}
+
+    async def main() -> None:
+        async def send(message: Any) -> None:
+            sent.append(message)
+            if len(sent) == 3:
+                sends.cancel()  # before this call has ended
+            assert len(sent) < 100
+
+        sends = asyncio.ensure_future(EventStream(chunks(), SOON_S)._send(send))
+        await asyncio.wait([sends])
+        assert sends.cancelled()
+
+    asyncio.run(main())
+    assert len(sent) == 3
 
 
 def _until(raw: Raw, mark: bytes) -> bytes:
