@@ -21,7 +21,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -295,7 +295,8 @@ class _Agent(LocalElasticAgent):
 
         def close_soon(death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
             self._end(context, death_sig or signal.SIGTERM)
-            close()
+            with suppress(ProcessLookupError):
+                close()
 
         context.close = close_soon  # type: ignore[method-assign]  # torch has no option: it waits 30 s
 
@@ -303,14 +304,16 @@ class _Agent(LocalElasticAgent):
         """Send ``signum`` to all running workers, and SIGKILL to those that still run after GRACE."""
         running = {rank: each for rank, each in context.subprocess_handlers.items() if each.proc.poll() is None}
         for handler in running.values():
-            handler.close(signum)
+            with suppress(ProcessLookupError):  # it has ended since
+                handler.close(signum)
         deadline = time.monotonic() + GRACE
         for rank, handler in running.items():
             try:
                 handler.proc.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 self.unresponsive.append(rank)
-                handler.close(signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    handler.close(signal.SIGKILL)
 
 
 def _agent(job: Path, processes: int, listener: socket.socket, threads: int, max_restarts: int) -> _Agent:
