@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,20 +21,25 @@ def check_case(spec: OpSpec, case: Case, device: torch.device, impl: str, *, see
     """
     inputs = spec.make_inputs(case, device, seed)
     plain, exact = copy_inputs(inputs), to_double(copy_inputs(inputs), device)
-    found = check_outputs(
+    return check_outputs(
         spec.run(inputs, case, impl),
         low=lambda: spec.run(plain, case, "reference"),
         oracle=lambda: spec.run(exact, case, "reference"),
-        terms=spec.terms(case),
+        rule=partial(spec.judge, case),
     )
-    allowed = spec.allowed(case, device)
-    return [replace(verdict, budget=max(verdict.budget, allowed)) for verdict in found]
 
 
 def check_outputs(
-    ours: Outputs, *, low: Callable[[], Outputs], oracle: Callable[[], Outputs], terms: int = 1
+    ours: Outputs,
+    *,
+    low: Callable[[], Outputs],
+    oracle: Callable[[], Outputs],
+    terms: int = 1,
+    rule: Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], Verdict] | None = None,
 ) -> list[Verdict]:
-    """Compare by name. ``low`` does the same maths in ours' precision, ``oracle`` in fp64; ``terms`` as in ``judge``.
+    """Compare by name. ``low`` does the same maths in ours' precision, ``oracle`` in fp64.
+
+    ``rule`` judges an output; without one ``accuracy.judge`` does, to which ``terms`` goes.
 
     Raises RuntimeError if the sides don't return the same names: a missing gradient must not pass as a right one.
     """
@@ -44,7 +49,8 @@ def check_outputs(
             f"the sides to compare return different names: {sorted(ours)}, {sorted(have)}, {sorted(want)}; "
             "every output and gradient must be in all three"
         )
-    return [judge(name, ours[name], have[name], want[name], terms=terms) for name in ours]
+    rule = rule or partial(judge, terms=terms)
+    return [rule(name, ours[name], have[name], want[name]) for name in ours]
 
 
 def module_outputs(

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from ...kernels.dev.accuracy import judge
 from ...kernels.dev.registry import Case, OpSpec, to_double
 from ...kernels.runtime.printing import Sheet, console, figure, prose, unbroken
 from .drawn import check_drawn, tensors
@@ -173,9 +172,8 @@ def _judge(
                 why = f"is {ours[name].dtype}, expected {low[name].dtype}"
                 found = Finding(case.name, name, False, why=why)
             else:
-                verdict = judge(name, ours[name], low[name], oracle[name], terms=spec.terms(case))
-                budget = max(verdict.budget, spec.allowed(case, device))
-                found = Finding(case.name, name, verdict.error <= budget, verdict.error, budget)
+                verdict = spec.judge(case, name, ours[name], low[name], oracle[name])
+                found = Finding(case.name, name, verdict.ok, verdict.error, verdict.budget)
             worst[name] = max(worst.get(name, found), found, key=_badness)
     return list(worst.values())
 

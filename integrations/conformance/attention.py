@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ...kernels.dev import registry
-from ...kernels.dev.accuracy import judge
 from ...kernels.dev.cases import paged_attention as paged
 from ...kernels.dev.cases.paged_features import pairwise
 
@@ -85,12 +84,14 @@ def _judged(attention: Callable[..., Any], case: registry.Case, device: torch.de
     low = paged.run(inputs, case, "reference")
     oracle = paged.run(registry.to_double(inputs), case, "reference")
     rows = sum(case.options["queries"])  # later rows are padding
+    # Keys times their scale may be rounded to q's dtype before their product.
+    computed = case.dtype if paged.asked(case)["scales"] else None
     wrong = []
     for name, expected in oracle.items():
         got = parts.get(name)
         if got is None or got.shape != expected.shape:
             wrong.append(f"{name} is {None if got is None else list(got.shape)}, expected {list(expected.shape)}")
             continue
-        verdict = judge(name, got[:rows], low[name][:rows], expected[:rows], terms=paged.SPEC.terms(case))
+        verdict = paged.SPEC.judge(case, name, got[:rows], low[name][:rows], expected[:rows], computed=computed)
         wrong += [] if verdict.ok else [str(verdict)]
     return Result(case.name, "wrong" if wrong else "ok", "; ".join(wrong))

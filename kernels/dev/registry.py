@@ -10,12 +10,13 @@ import functools
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from ..runtime import cache_key
+from .accuracy import Verdict, judge
 
 # Ahead-of-time targets: name -> (Triton backend, architecture, warp size).
 TARGETS: dict[str, tuple[str, int | str, int]] = {
@@ -113,11 +114,20 @@ class OpSpec:
     sources: tuple[str, ...] = ()  # files (relative to kernels/) whose change makes a measured result stale
     # case -> the length of the longest sum behind any number of the results, for ``accuracy.judge``.
     terms: Callable[[Case], int] = _largest_size
+    # (case, output) -> what else ``accuracy.judge`` has to know of it.
+    sums: Callable[[Case, str], Mapping[str, Any]] = lambda case, name: {}
     # (case, device) -> the relative error that the device's own arithmetic may make, where it exceeds that rule's.
     allowed: Callable[[Case, torch.device], float] = lambda case, device: 0.0
     mutates: tuple[str, ...] = ()  # the inputs that ``run`` writes into
     # case -> (operations of the products, bytes to and from memory) that ``run`` needs at least; None: unknown.
     work: Callable[[Case], tuple[int, int]] | None = None
+
+    def judge(
+        self, case: Case, name: str, out: torch.Tensor, low: torch.Tensor, oracle: torch.Tensor, **more: Any
+    ) -> Verdict:
+        """``accuracy.judge`` of the output ``name`` with what the op says of it; ``more`` goes there too."""
+        verdict = judge(name, out, low, oracle, **{"terms": self.terms(case), **self.sums(case, name), **more})
+        return replace(verdict, budget=max(verdict.budget, self.allowed(case, out.device)))
 
     def tagged(self, tag: str) -> list[Case]:
         return [case for case in self.cases if tag in case.tags]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -40,6 +41,16 @@ def _crashes(*args: Any, **kwargs: Any) -> Any:
     raise KeyError("inside")
 
 
+def _of_lse(spoil: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    """An attention function whose lse is spoiled."""
+
+    def attention_function(*args: Any, **kwargs: Any) -> Any:
+        found = shardfuse.paged_attention(*args, **kwargs, impl="reference")
+        return found if isinstance(found, torch.Tensor) else (found[0], spoil(found[1]))
+
+    return attention_function
+
+
 def test_every_case_of_ours_is_right():
     found = list(attention.check(attention.load("shardfuse:paged_attention"), CPU))
     assert len(found) == len(attention.names()) > 50
@@ -60,6 +71,21 @@ def test_what_is_wrong_or_refused_is_told(function: Callable[..., Any], feature:
     assert found
     assert {result.verdict for result in found} == {verdict}
     assert all(says in result.why for result in found), found
+
+
+def test_an_exponential_may_be_as_short_as_its_weights():
+    """If every exponential errs by 1.07e-4, as that of torch's FlashAttention may: right in 16 bits, wrong in fp32."""
+    shifted = _of_lse(lambda lse: lse + math.log1p(1.07e-4))
+    found = {result.case: result.verdict for result in attention.check(shifted, CPU, "lse")}
+    assert set(found.values()) == {"ok", "wrong"}
+    assert {name: verdict for name, verdict in found.items() if (verdict == "wrong") != ("q_fp32" in name)} == {}
+
+
+@pytest.mark.parametrize("spoil", [lambda lse: lse * math.log2(math.e), lambda lse: lse.bfloat16().float()])
+def test_an_lse_in_another_base_or_precision_is_wrong(spoil: Callable[[torch.Tensor], torch.Tensor]):
+    found = list(attention.check(_of_lse(spoil), CPU, "014-"))
+    assert [result.verdict for result in found] == ["wrong"]
+    assert found[0].why.startswith("lse: error")
 
 
 @pytest.mark.parametrize(

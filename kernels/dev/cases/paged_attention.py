@@ -267,4 +267,5 @@ SPEC = OpSpec(
         "runtime/dispatch.py",
     ),
     terms=lambda case: max(*case.options["context"], *case.options["queries"], case.sizes["H"]),
+    sums=lambda case, name: {"weights": case.dtype} if name == "lse" else {},
 )
