@@ -107,4 +107,5 @@ def compare_with_transformers(folder: Path, model: ParallelTransformer, tokens: 
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     ours = copy.deepcopy(model).to("cpu").eval()
     low, out = ours(tokens), theirs(tokens, use_cache=False).logits
-    return judge("logits", out, low, ours.double()(tokens))
+    terms = sum(size for param in model.parameters() for size in param.shape)
+    return judge("logits", out, low, ours.double()(tokens), terms=terms)

@@ -175,6 +175,7 @@ def verdicts(
                 side(problem.dtype, settings.impl),
                 low=partial(side, problem.dtype, "reference"),
                 oracle=partial(side, torch.float64, "reference"),
+                terms=problem.projection.T + problem.projection.D + problem.projection.F,
             ):
                 yield problem.name, verdict
 

@@ -106,6 +106,7 @@ def check(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, Verdi
                 found,
                 low=partial(SPEC.run, drawn, same, "reference"),
                 oracle=partial(SPEC.run, exact, same, "reference"),
+                rule=partial(SPEC.judge, same),
             ):
                 yield case.name, replace(verdict, name=f"{verdict.name}, {mode.metric.removesuffix(', us')}")
 

@@ -149,6 +149,7 @@ def check(settings: Settings, names: Sequence[str]) -> Iterator[tuple[str, Verdi
                 found,
                 low=partial(_reference, problem, drawn),
                 oracle=partial(_reference, problem, to_double(drawn, settings.device)),
+                rule=partial(problem.spec.judge, problem.case),
             ):
                 yield problem.name, verdict
 

@@ -274,6 +274,7 @@ def _check(operands: Operands, impl: str) -> list[Verdict]:
         outs,
         low=lambda: dict.fromkeys(outs, _reference(operands)),
         oracle=lambda: dict.fromkeys(outs, _reference(wide)),
+        terms=max(operands.step.head_size, *operands.step.seq_lens),
     )
 
 

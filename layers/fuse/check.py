@@ -59,7 +59,9 @@ def compare(model: nn.Module, found: Mapping[nn.Module, Any], batch: Any) -> Ver
             [*outs, *(F.pad(grad.flatten(), (0, 1), value=SMALL * largest) for grad in grads)]
             for outs, grads in results
         ]
-        terms = max((size for param in module.parameters() for size in param.shape), default=1)
+        # Sums over features follow one another, and gradients of weights are sums over tokens.
+        tokens = max((x.numel() // x.shape[-1] for x in results[2][0] if x.dim() and x.numel()), default=1)
+        terms = tokens + sum(size for param in module.parameters() for size in param.shape)
         for got, stock, exact in zip(*compared, strict=True):
             missing = got.isnan() & stock.isnan()  # rows with every key masked
             got, stock, exact = (x.masked_fill(missing, 0.0) for x in (got, stock, exact))

@@ -38,7 +38,7 @@ def test_the_drop_in_example_gives_the_same_loss_over_two_processes(tmp_path):
     (alone,) = _losses([sys.executable, "example.py"], tmp_path)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     together = _losses([*torchrun, "example.py"], tmp_path)
-    assert together == pytest.approx([alone, alone], abs=1e-4)  # the last digit that it prints
+    assert together == pytest.approx([alone, alone], abs=1.5e-4)  # the last digit that it prints, give or take one
 
 
 LIMIT_S = 240.0  # for a process to import torch and train five steps, on a machine that is busy with other things

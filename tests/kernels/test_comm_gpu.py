@@ -63,8 +63,8 @@ def _rows_of_all(rows: torch.Tensor, size: int, tokens: int) -> torch.Tensor:
     return torch.cat(whole)[:tokens].to(DEVICE)
 
 
-def _check(name: str, out: torch.Tensor, low: torch.Tensor, oracle: torch.Tensor) -> None:
-    verdict = judge(name, out, low, oracle)
+def _check(name: str, out: torch.Tensor, low: torch.Tensor, oracle: torch.Tensor, terms: int) -> None:
+    verdict = judge(name, out, low, oracle, terms=terms)
     assert verdict.ok, verdict
 
 
@@ -81,7 +81,7 @@ def _gather(channel: Any, sizes: tuple[int, int, int], dtype: torch.dtype, seed:
         linear.linear_act(*operands, "gelu_tanh")[0]
         for operands in ((whole, [weight], [bias]), (whole.double(), [weight.double()], [bias.double()]))
     )
-    _check(f"gather {sizes}", y, low, oracle)
+    _check(f"gather {sizes}", y, low, oracle, K)
 
 
 def _reduce(channel: Any, sizes: tuple[int, int, int], dtype: torch.dtype, seed: int, *, gather: bool) -> None:
@@ -103,7 +103,8 @@ def _reduce(channel: Any, sizes: tuple[int, int, int], dtype: torch.dtype, seed:
     own = slice(first, last)
     total = _sum_over_ranks(x.double() @ weight.double().t())
     rounded = _sum_over_ranks(x @ weight.t()).float()  # of addends in their own dtype
-    _check_normed(f"sum {sizes} gather={gather}", (y, s), total[own], rounded[own], (bias, residual[own], scale))
+    after = (bias, residual[own], scale)
+    _check_normed(f"sum {sizes} gather={gather}", (y, s), total[own], rounded[own], after, 2 * K + N)
 
 
 def _decode(channel: Any, counted: Any, shots: int, dtype: torch.dtype, seed: int) -> None:
@@ -119,7 +120,7 @@ def _decode(channel: Any, counted: Any, shots: int, dtype: torch.dtype, seed: in
     peers, signals = channel.begin(shape, dtype)
     outs = all_reduce_rmsnorm(x, scale, peers=peers, signals=signals, **options)
     channel.end()
-    _check_normed(f"decode, {shots} shots", outs, total, total.float(), (bias, residual, scale))
+    _check_normed(f"decode, {shots} shots", outs, total, total.float(), (bias, residual, scale), D)
     peers, signals = counted.device_counted(shape, dtype)
     all_reduce_rmsnorm(x, scale, peers=peers, signals=signals, **options)  # compiles, which a graph must not
     graph = torch.cuda.CUDAGraph()
@@ -129,11 +130,11 @@ def _decode(channel: Any, counted: Any, shots: int, dtype: torch.dtype, seed: in
         for out in outs:
             out.fill_(float("nan"))
         graph.replay()
-        _check_normed(f"decode, {shots} shots, replayed", outs, total, total.float(), (bias, residual, scale))
+        _check_normed(f"decode, {shots} shots, replayed", outs, total, total.float(), (bias, residual, scale), D)
 
 
-def _check_normed(name: str, outs: Any, total: torch.Tensor, rounded: torch.Tensor, after: Any) -> None:
-    """(y, s) against ``total`` in fp64, and ``rounded``, the sum as its own dtype allows it."""
+def _check_normed(name: str, outs: Any, total: torch.Tensor, rounded: torch.Tensor, after: Any, terms: int) -> None:
+    """(y, s) against ``total`` in fp64, and ``rounded``, the sum of ``terms`` as its own dtype allows it."""
     dtype = outs[0].dtype
     expected = []
     for found, wide in ((rounded, torch.float32), (total, torch.float64)):
@@ -142,7 +143,7 @@ def _check_normed(name: str, outs: Any, total: torch.Tensor, rounded: torch.Tens
         s = s.to(dtype) if wide is torch.float32 else s
         expected.append((norms.rms_norm(s, scale.to(s.dtype), 1e-6, 0.0, s.dtype), s))
     for what, out, low, oracle in zip(("y", "s"), outs, *expected):
-        _check(f"{what} of {name}", out, low, oracle)
+        _check(f"{what} of {name}", out, low, oracle, terms)
 
 
 def _body(rank: int, world: int, dtype: torch.dtype) -> str | None:

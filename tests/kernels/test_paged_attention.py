@@ -193,7 +193,12 @@ def test_strided_inputs(impl: str) -> None:
         "query_start_loc": torch.stack([x["query_start_loc"]] * 2, dim=-1)[..., 0],
     }
     assert all(x[name].stride() != strided[name].stride() for name in x)
-    assert torch.equal(paged_attention(**strided, impl=impl), expected)
+    found = paged_attention(**strided, impl=impl)
+    if impl == "triton":
+        assert torch.equal(found, expected)
+    else:  # a BLAS may sum in another order over other strides
+        oracle = paged_attention(**registry.to_double(x), impl="reference")
+        assert judge("out", found, expected, oracle, terms=SPEC.terms(DECODE)).ok
 
 
 @pytest.mark.parametrize("impl", ["auto", pytest.param("triton", marks=pytest.mark.interpret)])
@@ -218,7 +223,7 @@ def test_parts_merge_into_the_whole(impl: str) -> None:
     parts = [paged_attention(**part, return_lse=True, impl=impl) for part in (context, others)]
     real = sum(options["queries"])
     for name, merged in zip(("out", "lse"), merge_attention(*zip(*parts))):
-        verdict = judge(name, merged[:real], low[name][:real], oracle[name][:real], terms=SPEC.terms(case))
+        verdict = SPEC.judge(case, name, merged[:real], low[name][:real], oracle[name][:real])
         assert verdict.ok, verdict
 
 

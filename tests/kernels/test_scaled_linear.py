@@ -180,8 +180,9 @@ def test_gradients_are_products_of_quantised_tensors(scaling, impl):
     exact = plain(x.detach(), w.detach(), dy, scaling)
     unquantised = (x @ w.t(), dy @ w, dy.t() @ x)
     for mine, fp8, full in zip(ours, exact, unquantised):
-        # A product with 1 / scale may round to the other neighbour than a quotient: rarely, and by one last place.
-        assert accuracy.within("y", mine, fp8, 0.05 * accuracy.relative_error(fp8, full.double())).ok
+        # A product with 1 / scale may round a number to the other neighbour than a quotient: rarely, and by one last
+        # place, which costs a fraction of what all roundings together cost. Scales of another kind cost more.
+        assert accuracy.within("y", mine, fp8, 0.5 * accuracy.relative_error(fp8, full.double())).ok
         assert accuracy.within("y", mine, full, 2**-3).ok  # half of e5m2's last place
 
 

@@ -17,6 +17,7 @@ from model_scan import OUTCOMES, RECORD, scan
 from torch import nn
 
 from shardfuse import explain
+from shardfuse.bench.harness.gate import join_layers
 from shardfuse.kernels.dev import accuracy
 from shardfuse.kernels.norm import layer_norm
 from shardfuse.layers.fuse import Fused, Match, fuse, stats, unfuse
@@ -60,11 +61,14 @@ DAILY_AND_NIGHTLY = [
 
 
 def _trained(model: nn.Module, steps: int) -> dict[str, torch.Tensor]:
-    """Logits, loss, gradients, and the parameters after ``steps`` of AdamW."""
+    """Logits, loss, gradients by layer, and the parameters after ``steps`` of AdamW.
+
+    The gradient of a key's bias is rounding alone. AdamW would make steps of lr of it, but for its eps.
+    """
     model.train()
     batch = tokens()
     found: dict[str, torch.Tensor] = {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
     for step in range(steps):
         torch.manual_seed(step)  # dropout
         out = model(batch, labels=batch, use_cache=False)
@@ -72,7 +76,8 @@ def _trained(model: nn.Module, steps: int) -> dict[str, torch.Tensor]:
         out.loss.backward()
         if step == 0:
             found = {"logits": out.logits.detach(), "loss": out.loss.detach()}
-            found |= {f"{n}.grad": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            grads = {f"d_{n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            found |= join_layers(grads)
         optimizer.step()
     return found | {name: param.detach() for name, param in model.named_parameters()}
 

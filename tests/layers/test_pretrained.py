@@ -32,6 +32,7 @@ from shardfuse.parallel.core.mesh import data_coordinate
 pytest.importorskip("transformers")
 import transformers
 from foreign import foreign, tokens, without_dropout
+from oracle import assert_same_model
 
 BUDGET = accuracy.FACTOR * accuracy.rounding(torch.float32, terms=64)
 STEPS = 5
@@ -157,10 +158,8 @@ def _read(rank: int, world: int, path: Path, out: Path) -> tuple[int, int, int, 
 def test_each_rank_reads_its_own_slices(ranks: Any, folder: Any, kind: str, world: int, tmp_path: Path):
     path = folder(kind, **({"num_key_value_heads": 4} if world == 4 else {}))
     found = ranks(world, _read, path, tmp_path / "out")
-    stock, again = _stock(path), _stock(tmp_path / "out")
-    with torch.no_grad():
-        logits = stock(tokens()).logits
-        assert torch.equal(again(tokens()).logits, logits)
+    stock = _stock(path)
+    logits = assert_same_model(stock, _stock(tmp_path / "out"), tokens())
     read, file, whole, *_ = (sum(each) for each in zip(*(numbers[:4] for numbers in found)))
     assert read <= 1.05 * (file / world + whole * (world - 1) / world)
     for nbytes, _, mine, held, ours in found:
@@ -248,8 +247,7 @@ def test_an_older_export_is_replaced_and_the_bar_is_shown(folder: Any, capfd: An
     save_pretrained(model, path)
     assert [each.name for each in path.glob("*.safetensors*")] == ["model.safetensors"]
     assert not [each for each in path.iterdir() if each.name.endswith(".tmp")]
-    with torch.no_grad():
-        assert torch.equal(_stock(path)(tokens()).logits, foreign("llama")(tokens()).logits)
+    assert_same_model(foreign("llama"), _stock(path), tokens())
     data = bytearray((path / "model.safetensors").read_bytes())
     data[-1] ^= 1
     (path / "model.safetensors").write_bytes(data)
@@ -279,8 +277,7 @@ def _whole_states(rank: int, world: int, kind: str) -> None:
                     assert torch.equal(states[name], value), name
             assert set(other.state_dict()) - set(states) <= {"lm_head.weight"}
         stock.load_state_dict(full_state_dict(model))
-        with torch.no_grad():
-            assert torch.equal(stock(tokens()).logits, other(tokens()).logits)
+        assert_same_model(other, stock, tokens())
         assert any(isinstance(module, Fused) for module in model.modules())
 
 

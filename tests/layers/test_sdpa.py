@@ -79,9 +79,8 @@ def test_layouts():
     slices = fused.split([6, 2, 2], dim=1)
     assert not slices[0].is_contiguous()
     for options in ({}, {"window": 4}, {"sinks": sinks}):
-        torch.testing.assert_close(
-            attend(*slices, batch_size=2, **options), attend(q, k, v, batch_size=2, **options), rtol=0, atol=0
-        )
+        found, expected = (attend(*each, batch_size=2, **options) for each in (slices, (q, k, v)))
+        assert accuracy.within("out", found, expected, 2 * accuracy.rounding(torch.float32, sum(q.shape[::2]))).ok
 
 
 def test_attention_to_another_sequence():

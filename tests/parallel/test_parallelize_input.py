@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from shardfuse import ParallelTransformer, TransformerConfig, load_checkpoint, parallelize
+from shardfuse.kernels.dev import accuracy
 from shardfuse.layers.hf.folders import export_hf, load_hf
 from shardfuse.parallel.checkpoint.checkpoint import full_state_dict
 from shardfuse.parallel.core.rendezvous import init_mesh
@@ -98,7 +99,7 @@ sys.path[:0] = {here!r}
 from test_parallelize_input import _batch, _model
 losses = []
 for offload in (False, True):
-    model = sf.parallelize(_model(), zero=3, offload=offload, microbatches=2, seed=0, device="cpu")
+    model = sf.parallelize(_model(dtype=torch.float64), zero=3, offload=offload, microbatches=2, seed=0, device="cpu")
     assert (model.mesh is not None) is offload
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(2):
@@ -112,7 +113,7 @@ for offload in (False, True):
         param.data.zero_()
     sf.load_checkpoint({folder!r} + str(offload), model, optimizer)
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters()))
-assert losses[:2] == losses[2:], losses
+assert all(abs(one - other) < 1e-10 for one, other in zip(losses[:2], losses[2:])), losses
 assert losses[1] < losses[0]
 """
 
@@ -132,12 +133,12 @@ def test_a_process_alone_may_offload(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     states = []
     for offload in (False, True):
-        model = ParallelTransformer(CONFIG)
+        model = ParallelTransformer(CONFIG, dtype=torch.float64)
         load_checkpoint(tmp_path / f"offload-{offload}", model)
         states.append(model.state_dict())
     assert states[0].keys() == states[1].keys()
     for name, value in states[0].items():
-        assert torch.equal(value, states[1][name]), name
+        assert accuracy.within(name, value, states[1][name], 1e-10).ok
 
 
 # -------------------------------------------------------------------------------------------------------------- batches

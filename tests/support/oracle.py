@@ -1,4 +1,4 @@
-"""Compare an op's kernels with the same maths in fp64, by the rule of kernels/dev/accuracy.py."""
+"""Compare an op's kernels with the same maths in fp64, and models with each other: kernels/dev/accuracy.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardfuse.kernels.dev import registry
+from shardfuse.kernels.dev import accuracy, registry
 
 
 def assert_matches(
@@ -23,3 +23,18 @@ def assert_matches(
     verdicts = [spec.judge(case, name, ours[name], low[name], oracle[name]) for name in oracle]
     assert all(verdict.ok for verdict in verdicts), "; ".join(map(str, verdicts))
     return ours
+
+
+@torch.no_grad()
+def assert_same_model(expected: torch.nn.Module, found: torch.nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+    """Assert that weights are equal bit for bit, and results but for a BLAS's order; returns the expected ones.
+
+    Weights that a file was mapped for may lie at other addresses, where a BLAS may sum in another order.
+    """
+    state, read = expected.state_dict(), found.state_dict()
+    assert state.keys() == read.keys()
+    assert [name for name in state if not torch.equal(state[name], read[name])] == []
+    want, got = (getattr(out, "logits", out) for out in (expected(*inputs), found(*inputs)))
+    terms = sum(size for value in state.values() for size in value.shape)
+    assert accuracy.within("logits", got, want, accuracy.FACTOR * accuracy.rounding(want.dtype, terms)).ok
+    return want
