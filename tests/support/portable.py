@@ -1,14 +1,16 @@
 """``make test-portable``: run the tests that compare numbers as on other processors.
 
-Each of four runs selects kernels of OpenBLAS (numpy, hence interpreted products), torch and MKL, and a number of
-threads, other than this machine's. The report at the end shows each kind of comparison's largest share of its budget. A
-budget counts as derived from arithmetic, rather than fitted to one machine, while every error stays below half of it.
+Each of four runs selects kernels of OpenBLAS (numpy, hence interpreted products), torch, oneDNN and MKL, and a number
+of threads, other than this machine's. The report at the end shows each kind of comparison's largest share of its
+budget. A budget counts as derived from arithmetic, rather than fitted to one machine, while every error stays below half
+of it.
 
-    python tests/support/portable.py [arguments for pytest]
+    python tests/support/portable.py [--run 1 --run 2] [arguments for pytest]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -31,7 +33,12 @@ LANES = "not (codegen or packaging or demo or nightly or gpu or multigpu)"
 RUNS: tuple[dict[str, str], ...] = (
     {"OPENBLAS_CORETYPE": "Haswell", "ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"},
     {"OPENBLAS_CORETYPE": "SkylakeX", "MKL_CBWR": "COMPATIBLE", "OMP_NUM_THREADS": "2"},
-    {"OPENBLAS_CORETYPE": "Sandybridge", "ATEN_CPU_CAPABILITY": "avx2", "OMP_NUM_THREADS": "4"},
+    {
+        "OPENBLAS_CORETYPE": "Sandybridge",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "OMP_NUM_THREADS": "4",
+    },
     {"OPENBLAS_CORETYPE": "Prescott", "ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"},
 )
 # The instructions that a value needs; without them the process would crash.
@@ -42,6 +49,7 @@ NEEDS = {
     "Nehalem": ("sse4_2",),
     "Prescott": ("pni",),
     "avx2": ("avx2", "fma"),
+    "AVX2": ("avx2", "fma"),
 }
 
 
@@ -85,10 +93,15 @@ def run_half(number: int, half: str, settings: dict[str, str], arguments: list[s
     return code in (0, 5), said  # 5: no test was selected
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    numbers = range(1, len(RUNS) + 1)
+    parser.add_argument("--run", type=int, action="append", choices=numbers, help="this run (default: all)")
+    options, others = parser.parse_known_args(arguments)
     shutil.rmtree(LOGS, ignore_errors=True)
     halves = []
-    for number, wanted in enumerate(RUNS, start=1):
+    for number in options.run or numbers:
+        wanted = RUNS[number - 1]
         settings = {name: value for name, value in wanted.items() if not lacking(value)}
         print(f"run {number}: " + " ".join(f"{name}={value}" for name, value in settings.items()))
         for name in wanted.keys() - settings.keys():
@@ -99,11 +112,11 @@ def main(arguments: list[str]) -> int:
     start, green = time.monotonic(), True
     # Two at a time, from any run: no core waits for a run's longer half.
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for job in as_completed([pool.submit(run_half, *half, arguments) for half in halves]):
+        for job in as_completed([pool.submit(run_half, *half, others) for half in halves]):
             passed, said = job.result()
             green = green and passed
             print(f"{time.monotonic() - start:6.0f} s  " + "\n          ".join(said), flush=True)
-    every = [margin for number in range(1, len(RUNS) + 1) for margin in margins(LOGS / str(number))]
+    every = [margin for number in options.run or numbers for margin in margins(LOGS / str(number))]
     return 0 if report(every) and green else 1
 
 
@@ -128,4 +141,4 @@ def report(every: list[Margin]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
