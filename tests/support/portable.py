@@ -2,8 +2,8 @@
 
 Each of four runs selects kernels of OpenBLAS (numpy, hence interpreted products), torch, oneDNN and MKL, and a number
 of threads, other than this machine's. The report at the end shows each kind of comparison's largest share of its
-budget. A budget counts as derived from arithmetic, rather than fitted to one machine, while every error stays below half
-of it.
+budget. A budget counts as derived from arithmetic, rather than fitted to one machine, while every error stays below
+half of it.
 
     python tests/support/portable.py [--run 1 --run 2] [arguments for pytest]
 """
