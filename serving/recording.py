@@ -113,10 +113,14 @@ class _NotedBatch(PagedBatch):
         return out
 
 
+class _Unrecordable(Exception):
+    """A replay could differ from the step: its ops depend on values or on other ranks, or their tensors are hidden."""
+
+
 class Recording:
     """The ops of ``forward`` in one step; :meth:`replay` runs them for another step with the same number of tokens.
 
-    ``out`` is this step's result. Raises ValueError if the ops depend on values.
+    ``out`` is this step's result. Raises _Unrecordable if a replay could differ, and the errors of ``forward``.
     """
 
     def __init__(self, forward: Forward, tokens: torch.Tensor, batch: PagedBatch) -> None:
@@ -126,7 +130,7 @@ class Recording:
         with recorder, library.recorded():
             self.out = forward(tokens, noted)
         if recorder.why_not:
-            raise ValueError(recorder.why_not)
+            raise _Unrecordable(recorder.why_not)
         self._result, self._size = recorder.named(self.out), len(recorder.alive)
         self._calls = _fold(recorder.calls, self._result)
         wanted = {self._result}
@@ -197,7 +201,7 @@ class Recordings:
     def _record(self, tokens: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
         try:
             recording = Recording(self._forward, tokens, batch)
-        except ValueError:
+        except _Unrecordable:
             self._off = True
             return self._forward(tokens, batch)
         self._kept[count := len(tokens)] = recording

@@ -1,8 +1,9 @@
 """Random requests, faults and cancellations: no request gets other tokens than alone, and the engine ends idle.
 
 A case draws an engine's sizes, requests (some of them invalid), and for some requests a fault that persists: in the
-model, in the batch's layout over the cache, or in sampling. Batches of several sequences also fail now and then. Models
-compute in fp64, so tokens do not depend on rounding (tests/serving/test_serving.py).
+model, in the batch's layout over the cache, or in sampling. Batches of several sequences also fail now and then. The
+model's faults strike in attention, because a replayed step (serving/recording.py) runs none of the model's own Python.
+Models compute in fp64, so tokens do not depend on rounding (tests/serving/test_serving.py).
 """
 
 from __future__ import annotations
@@ -89,13 +90,11 @@ class Case:
     def __init__(self, random: Random) -> None:
         self.random = random
         self.model = exact(random.choice(STYLES))
-        self.config, self.group = self.model.config, self.model.group
-        self.gather_logits, self.parameters = self.model.gather_logits, self.model.parameters
         self.batch_fails = random.choice((0.0, 0.0, 0.1, 0.5))
         self.faults: dict[int, Fault] = {}
         self.laid_out: set[int] = set()  # the requests of the step
         self.sizes = self._sizes()
-        self.engine = Engine(self, **self.sizes)
+        self.engine = Engine(self.model, **self.sizes)
 
     def _sizes(self) -> dict[str, int]:
         seqs, block_size = self.random.randint(1, 5), self.random.choice((1, 2, 3, 4, 16))
@@ -109,14 +108,16 @@ class Case:
 
     # --- where faults strike
 
-    def __call__(self, tokens: torch.Tensor, *, positions: torch.Tensor, cache: PagedBatch) -> torch.Tensor:
-        logits = self.model(tokens, positions=positions, cache=cache)
-        for number, fault in self._struck("model"):
+    def attend(self, batch: PagedBatch, layer: int, *args: Any, **options: Any) -> torch.Tensor:
+        out = ATTEND(batch, layer, *args, **options)
+        if layer < self.model.config.num_layers - 1:
+            return out
+        for number, fault in self._struck("model"):  # the cache is written
             if number in self.laid_out:
                 fault.strike()
         if len(self.laid_out) > 1 and self.random.random() < self.batch_fails:
             raise self.random.choice(ERRORS)("a fault of the batch")
-        return logits
+        return out
 
     def lay_out(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         self.laid_out = {chunk.sequence.number for chunk in chunks}
@@ -179,7 +180,7 @@ class Case:
         return not engine.busy and not any(left) and not engine._allocator.used_blocks
 
 
-DRAW = sampling._draw
+ATTEND, DRAW = PagedBatch.attend, sampling._draw
 
 
 def _run(case: Case, patch: pytest.MonkeyPatch) -> Counter[str]:
@@ -192,6 +193,7 @@ def _run(case: Case, patch: pytest.MonkeyPatch) -> Counter[str]:
     events: list[TokenEvent] = []
     failures = 0
 
+    patch.setattr(PagedBatch, "attend", lambda batch, *args, **options: case.attend(batch, *args, **options))
     patch.setattr(engine._runner, "logits", case.lay_out)
     patch.setattr(sampling, "_draw", case.draw)
     for _ in range(5000):
@@ -234,6 +236,9 @@ def _run(case: Case, patch: pytest.MonkeyPatch) -> Counter[str]:
             assert [each.token for each in found or ()] == list(coming[index].prompt[1:] if asked else ())
         else:
             assert tokens == expected[index][: len(tokens)]
+    recordings = engine._runner.recordings
+    assert recordings is not None
+    assert not recordings._off, "a fault ended the recording of steps"
     patch.undo()
     case.faults.clear()
     case.batch_fails = 0.0

@@ -37,7 +37,7 @@ CONFIG: dict[str, Any] = {
 MESHES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (3, 1, 1), (1, 3, 1), (1, 1, 3), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)]
 
 # What happens to one rank, and what the others then say.
-FAILED = rf"^(RuntimeError|torch\.distributed\.\w+Error): .*({LOST})"
+FAILED = rf"^(RuntimeError|torch\.distributed\.\w+Error|shardfuse\.\S+\.CollectiveError: \S+: \w+ failed): .*({LOST})"
 KINDS = {
     "raises": FAILED,
     "killed": FAILED,
@@ -67,7 +67,7 @@ def _program(rank: int, world: int, case: dict[str, Any], fault: str | None) -> 
     generator = torch.Generator().manual_seed(data_coordinate(mesh)[0])
     step = 0
     while True:
-        tokens = torch.randint(12, (4, 9), generator=generator)
+        tokens = torch.randint(12, (4, 13), generator=generator)  # any tp divides the 12 tokens of a row
         if step == case["step"] and fault is not None:
             begin()
             if fault == "raises":
@@ -107,7 +107,8 @@ def _freeze(world: int, victim: int, step: int, folder: Path) -> None:
     settings = train_case.settings(
         folder / "out", world, parallel={"dp": world}, data={"batch": world}, timeout=LAUNCHED_S
     )
-    with pytest.raises(WorkerError, match=rf"^rank \d: RuntimeError: .*; rank {victim} did not respond and was ended$"):
+    error = rf"^rank \d: CollectiveError: \S+: \w+ failed.*; rank {victim} did not respond and was ended$"
+    with pytest.raises(WorkerError, match=error):
         launch(train_case.run_and_freeze, settings.to_json(), victim, step, str(folder / "frozen"), processes=world)
     assert time.time() - (folder / "frozen").stat().st_mtime < LAUNCHED_S + GRACE_S + LAUNCH_GRACE_S
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from typing import Any
 
@@ -14,7 +15,7 @@ from shardfuse import fuse
 from shardfuse.layers.attention import paged
 from shardfuse.layers.transformer import ParallelTransformer
 from shardfuse.serving import Engine, Request, SamplingParams, TokenEvent
-from shardfuse.serving.recording import Recordings
+from shardfuse.serving.recording import _SEEN, Recordings
 from shardfuse.testing import solo_tokens, tiny_model
 
 LENGTHS = (5, 1, 9, 3)
@@ -116,6 +117,25 @@ def test_a_step_that_depends_on_what_the_host_reads_is_not_replayed() -> None:
             assert _events(engine, _requests()) == expected
         assert _recordings(engine).replayed == 0
         assert any("came to other logits than its forward" in str(each.message) for each in said) == warns
+
+
+def test_an_error_of_the_model_in_a_recorded_step_does_not_end_recording() -> None:
+    """A ValueError, as our own ops raise it: it reaches the caller, and the steps after it are replayed."""
+    decodes = itertools.count()
+
+    def reads(tokens: torch.Tensor) -> int:
+        if len(tokens) == 1 and next(decodes) == _SEEN:
+            raise ValueError("a fault")
+        return 0
+
+    engine, request = Engine(_odd(reads), num_blocks=32), Request([1, 2], max_new_tokens=24)
+    engine.add(request)
+    events = [event for _ in range(1 + _SEEN) for event in engine.step()]
+    with pytest.raises(ValueError, match="a fault"):
+        engine.step()
+    events += engine.run()
+    assert [event.token for event in events] == solo_tokens(tiny_model(dtype=torch.float64, vocab_size=32), request)
+    assert _recordings(engine).replayed > 10
 
 
 def test_the_layers_of_a_replayed_step_share_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
