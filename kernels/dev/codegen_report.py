@@ -16,7 +16,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ def path(version: str) -> Path:
     return FOLDER / f"triton-{version}.json"
 
 
-def write(jobs: int | None = None, *, everything: bool = False) -> int:
-    """Compile what the record lacks or has of other sources, or ``everything``, and write the record.
+def write(jobs: int | None = None, *, everything: Collection[str] = ()) -> int:
+    """Compile what the record lacks or has of other sources, and ``everything`` of some targets; write the record.
 
     Returns 1, and leaves such builds out, if any is unfit to ship.
     """
@@ -64,13 +64,16 @@ def write(jobs: int | None = None, *, everything: bool = False) -> int:
 
     wanted = {" ".join(_key(build)): build for build in builds()}
     hashes = {name: source_hash(build) for name, build in wanted.items()}
-    known = {} if everything else _recorded(triton.__version__)
+    known = _recorded(triton.__version__)
     # An excuse that is another by now may not be needed, or not suffice.
     excuses = {name: [getattr(build, column) for column in _COLUMNS[_EXCUSES]] for name, build in wanted.items()}
     rows = {
         name: row
         for name, row in known.items()
-        if name in wanted and row[0] == hashes[name] and row[_EXCUSES] == excuses[name]
+        if name in wanted
+        and wanted[name].target not in everything
+        and row[0] == hashes[name]
+        and row[_EXCUSES] == excuses[name]
     }
     compiled = [build for name, build in wanted.items() if name not in rows]
     reports = codegen.compile_with_progress(compiled, jobs, Console(stderr=True))
@@ -123,12 +126,19 @@ def main(arguments: list[str] | None = None) -> int:
     choice = parser.add_mutually_exclusive_group(required=True)
     choice.add_argument("--write", action="store_true", help="compile every build and write the record")
     choice.add_argument("--check", action="store_true", help="say what of the record is stale; exit 1 if anything is")
-    parser.add_argument("--everything", action="store_true", help="with --write: also what the record has already")
+    parser.add_argument(
+        "--everything",
+        nargs="*",
+        choices=registry.TARGETS,
+        metavar="TARGET",
+        help="with --write: also what the record has already, of these targets (default: of all)",
+    )
     parser.add_argument("--jobs", type=int, help="processes (default: one per core)")
     options = parser.parse_args(arguments)
     codegen.require_compiler()
     if options.write:
-        return write(options.jobs, everything=options.everything)
+        everything = () if options.everything is None else options.everything or registry.TARGETS
+        return write(options.jobs, everything=everything)
     import triton
 
     lines = stale(triton.__version__)

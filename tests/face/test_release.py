@@ -23,6 +23,37 @@ def test_changelog_describes_the_version():
     assert "empty" in str(release.changelog_problem(text, "0.1.0"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "title", "failed"),
+    [
+        ([], "0.2.0", {"tag v0.2.0"}),
+        ([], "Unreleased", {"changelog", "tag v0.2.0"}),
+        (["--unreleased"], "Unreleased", set()),
+        (["--unreleased"], "0.2.0", set()),
+        (["--unreleased"], "0.1.0", {"changelog"}),
+    ],
+)
+def test_a_commit_between_releases(
+    arguments: list[str],
+    title: str,
+    failed: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    """The commit after the one that has the tag, with the changes below ``title``; what is built is right."""
+    (tmp_path / "pyproject.toml").write_text('version = "0.2.0"\n')
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## [{title}]\n\n- a thing\n")
+    monkeypatch.setattr(release, "ROOT", tmp_path)
+    answers = {("git", "tag"): "v0.2.0", ("git", "rev-list"): "a" * 40, ("git", "rev-parse"): "b" * 40}
+    monkeypatch.setattr(release, "_run", lambda *command, cwd=None: answers.get(command[:2], "{}"))
+    monkeypatch.setattr(release, "_build", lambda: (tmp_path, tmp_path, tmp_path))
+    monkeypatch.setattr(release, "contents_problem", lambda wheel, rebuilt: None)
+    assert release.main(arguments) == bool(failed)
+    table = capsys.readouterr().out
+    assert {line.split("│")[1].strip() for line in table.splitlines() if "FAILED" in line} == failed
+
+
 def test_a_tag_stays_on_its_commit():
     assert release.tag_problem(None, "b" * 40) is None
     assert release.tag_problem("b" * 40, "b" * 40) is None

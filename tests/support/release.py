@@ -6,6 +6,7 @@ below dist/ and .side/release/. The last table shows each check, and what to do 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -152,17 +153,24 @@ def _environment(name: str, *requirements: str | Path) -> Path:
     return folder / "bin" / "python"
 
 
-def check(console: Console) -> list[Check]:
-    """All checks, in order; RuntimeError where a build or an installation fails."""
+def check(console: Console, *, unreleased: bool = False) -> list[Check]:
+    """All checks, in order; RuntimeError where a build or an installation fails.
+
+    ``unreleased``: of a commit between two releases, whose changes may stand below [Unreleased], after the tag.
+    """
     project = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)
     version = project[1] if project else ""
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    tag = tag_problem(_tagged(f"v{version}"), _run("git", "rev-parse", "HEAD").strip())
+    described = changelog_problem(changelog, version)
+    if described and unreleased:
+        described = changelog_problem(changelog, "Unreleased")
     checks = [
         Check("semantic version", version_problem(version), "correct version in pyproject.toml"),
-        Check("changelog", changelog_problem(changelog, version), f"give [Unreleased] the title [{version}]"),
-        Check(f"tag v{version}", tag, "raise the version; a published tag never moves"),
+        Check("changelog", described, f"give [Unreleased] the title [{version}]"),
     ]
+    if not unreleased:
+        tag = tag_problem(_tagged(f"v{version}"), _run("git", "rev-parse", "HEAD").strip())
+        checks.append(Check(f"tag v{version}", tag, "raise the version; a published tag never moves"))
     console.print("building, and installing torch into an empty environment: some minutes")
     sdist, wheel, rebuilt = _build()
     twine = _environment("twine", "twine")
@@ -185,10 +193,15 @@ def check(console: Console) -> list[Check]:
     ]
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--unreleased", action="store_true", help="between two releases: the changes may be [Unreleased]"
+    )
+    options = parser.parse_args(arguments)
     console = Console()
     try:
-        checks = check(console)
+        checks = check(console, unreleased=options.unreleased)
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
