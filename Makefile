@@ -75,6 +75,9 @@ $(SIDE)/.installed: | $(INSTALLED)
 	@$(BIN)/python -m pip install --quiet --no-compile --no-deps --target $(SIDE) triton==3.6.0
 	@touch $@
 
+.PHONY: test-environment
+test-environment: install $(SIDE)/.installed  ## what make test runs in
+
 # --- use --------------------------------------------------------------------------------------------------------------
 
 .PHONY: demo
@@ -197,7 +200,7 @@ CHOSEN = $(if $(SHARE),--share $(SHARE))
 nightly-share: nightly-environments  ## the share of test-all that CI runs for this commit (SHARE=3: another)
 	@$(NIGHTLY) run $(CHOSEN)
 
-nightly-environments: install $(SIDE)/.installed  ## what that share needs beside .venv
+nightly-environments: test-environment  ## what that share needs beside .venv
 	@wanted="$$($(NIGHTLY) environments $(CHOSEN))" && { [ -z "$$wanted" ] || $(MAKE) $$wanted; }
 
 .PHONY: test-portable

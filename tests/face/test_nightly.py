@@ -18,7 +18,7 @@ from shardfuse.kernels.dev import registry
 ROOT = nightly.ROOT
 PARTS = [part for share in SHARES for part in share]
 # What make test, .ci/run or make check runs, and what checks nothing.
-OTHERS = {"test", "lint", "check", "smoke-oldest", "nightly-share", "nightly-environments"}
+OTHERS = {"test", "lint", "check", "smoke-oldest", "nightly-share", "nightly-environments", "test-environment"}
 OTHERS |= {"help", "install", "demo", "serve", "bench", "gpu", "gpu-kernels", "hub-kernel", "codegen", "front", "wheel"}
 OTHERS |= {"clean"}
 # Targets that stand for others.
@@ -132,6 +132,18 @@ def test_a_share_runs_all_its_parts_and_says_which_are_red(
         "error: nightly share 2 is red; again: make nightly-share SHARE=2, or",
         "  make red A=1",
     ]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_hash_chooses_in_a_shallow_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "whole").mkdir()
+    _checkout(tmp_path / "whole", monkeypatch, ())
+    assert nightly.chosen(None) == 2
+    shallow = tmp_path / "shallow"
+    subprocess.run(["git", "clone", "-q", "--depth=1", f"file://{tmp_path / 'whole'}", shallow], check=True)
+    monkeypatch.setattr(nightly, "ROOT", shallow)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=shallow, capture_output=True, text=True).stdout
+    assert nightly.chosen(None) == int(head[:6], 16) % 2 + 1
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")

@@ -1,7 +1,8 @@
 """``make nightly-share``: what ``make test`` leaves to the night, in shares that CI takes in turn.
 
 A commit with n commits in its history, itself included, runs share n modulo their number: as many commits run every
-share once, and the next one is known beforehand. A share takes at most ``LIMIT_S`` on two cores. Commands that take
+share once, and the next one is known beforehand. In a shallow clone, which cannot count them, the commit's hash
+chooses. A share takes at most ``LIMIT_S`` on two cores. Commands that take
 longer are divided by the arguments of their make target. ``ALONE`` lists what stays nightly. The commit gives the seed
 of the fuzzers.
 
@@ -101,6 +102,11 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
+def _number() -> int:
+    """The commit's hash, shortened: for seeds, and where no history is to be counted."""
+    return int(_git("rev-parse", "HEAD")[:6], 16)
+
+
 def share_of(commits: int) -> int:
     """The share, from 1 on, of a history of so many commits."""
     return commits % len(SHARES) + 1
@@ -109,9 +115,8 @@ def share_of(commits: int) -> int:
 def chosen(share: int | None) -> int:
     """``share``, or that of the commit. ValueError if it does not exist, or git cannot tell the commit."""
     if share is None:
-        if _git("rev-parse", "--is-shallow-repository") == "true":
-            raise ValueError(f"a shallow clone cannot count its commits: give one of {len(SHARES)} shares as SHARE=")
-        return share_of(int(_git("rev-list", "--count", "HEAD")))
+        shallow = _git("rev-parse", "--is-shallow-repository") == "true"
+        return share_of(_number() if shallow else int(_git("rev-list", "--count", "HEAD")))
     if not 1 <= share <= len(SHARES):
         raise ValueError(f"there is no share {share}: expected 1 to {len(SHARES)}")
     return share
@@ -147,7 +152,7 @@ def run(share: int) -> bool:
     print(title(share), flush=True)
     results = []
     for part in SHARES[share - 1]:
-        seed = int(_git("rev-parse", "HEAD")[:6], 16) if "{seed}" in part.command else None
+        seed = _number() if "{seed}" in part.command else None
         command = part.command.format(seed=seed)
         print(f"--- {command}", flush=True)
         begin = time.monotonic()
