@@ -85,7 +85,8 @@ LAYOUTS = tuple(
 TENSOR = tuple(Layout("tensor", layer, tp_dtensor.RANKS) for layer in ("mlp", "block"))
 SIZES: dict[str, Any] = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_heads": 4}
 DRY_SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
-SHAPE, DRY_SHAPE = (16, 64), (8, 4)  # sequences of a step, and their tokens
+# Sequences of a step, and their tokens; the zbv schedule of four ranks has 16 micro-batches.
+SHAPE, DRY_SHAPE = (16, 64), (16, 2)
 
 
 def layouts(settings: Settings) -> tuple[Layout, ...]:
