@@ -184,6 +184,12 @@ def kernels_on_device(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("on_device")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with margins.left_out() if item.get_closest_marker("spoiled") else contextlib.nullcontext():
+        yield
+
+
 interpreter.install()
 interpreter.allow()
 margins.install()

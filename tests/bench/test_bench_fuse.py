@@ -42,6 +42,7 @@ def test_every_row_is_measured(small: None):
     assert all(row.ratio > 0 for row in outcome.rows)
 
 
+@pytest.mark.spoiled
 def test_a_model_that_computes_something_else_is_not_timed(small: None, monkeypatch: pytest.MonkeyPatch):
     def disturbed(model: Any) -> nn.Module:
         model.lm_head.weight.data.mul_(1.001)

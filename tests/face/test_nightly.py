@@ -64,12 +64,12 @@ def test_divided_targets_are_whole() -> None:
         assert sorted(_settings(target, "JOBS")) == sorted(variables["JOBS"].split())
     assert sorted(_settings("test-transformers", "TRANSFORMERS")) == sorted(variables["TRANSFORMERS"].split())
     assert sorted(_settings("codegen-all", "TARGETS")) == sorted(registry.TARGETS)
-    runs = [int(word) for word in _settings("test-portable", "ARGS") if word != "--run"]
-    assert sorted(runs) == list(range(1, len(portable.RUNS) + 1))
-    divided = [shlex.split(part.settings["ARGS"]) for part in PARTS if part.target == "test-nightly"]
-    assert sorted(divided) == [
-        ["-m", "nightly and not fuzz", "--part", f"{i}/{len(divided)}"] for i in range(1, len(divided) + 1)
-    ]
+    runs = [part.settings["ARGS"] for part in PARTS if part.target == "test-portable"]
+    numbers = range(1, len(portable.RUNS) + 1)
+    assert sorted(runs) == [f"--run {number} --half {half}" for number in numbers for half in (1, 2)]
+    for target, before in (("test-nightly", "-m 'nightly and not fuzz' "), ("test-vllm", "")):
+        divided = [part.settings["ARGS"] for part in PARTS if part.target == target]
+        assert sorted(divided) == [f"{before}--part {i}/{len(divided)}" for i in range(1, len(divided) + 1)]
 
 
 def test_every_fuzzer_has_its_seconds() -> None:

@@ -2,11 +2,12 @@
 
 With ``SHARDFUSE_MARGINS=FOLDER`` every verdict (``kernels/dev/accuracy.py``) and every ``torch.testing.assert_close``
 adds a line to its process's file in FOLDER: the error over the budget, the test, the compared tensor. Bitwise
-comparisons, whose budget is zero, are left out.
+comparisons, whose budget is zero, are left out, and so are tests marked ``spoiled``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -25,6 +26,20 @@ DEFAULTS = {
 }
 
 
+_left_out = False
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """Record nothing that this process compares meanwhile."""
+    global _left_out
+    _left_out = True
+    try:
+        yield
+    finally:
+        _left_out = False
+
+
 def install() -> None:
     """Start recording in this process, if the variable is set."""
     folder = os.environ.get(VARIABLE)
@@ -35,6 +50,8 @@ def install() -> None:
     path = Path(folder) / f"{os.getpid()}.jsonl"
 
     def note(kind: str, name: str, ratio: float, budget: float = 0.0) -> None:
+        if _left_out:
+            return
         test = os.environ.get("PYTEST_CURRENT_TEST", "").split(" (")[0]
         with path.open("a") as file:
             file.write(json.dumps({"test": test, "kind": kind, "name": name, "ratio": ratio, "budget": budget}) + "\n")

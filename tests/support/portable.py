@@ -27,6 +27,7 @@ LOGS = Path(os.environ.get("SHARDFUSE_MARGINS", ".portable")).resolve()
 HALF = 0.5
 SHOWN = 12
 AT_ONCE = 2  # processes, each with its own threads
+PARTS = {None: ("1/2", "2/2"), 1: ("1/4", "2/4"), 2: ("3/4", "4/4")}  # of a run, or of one of its halves
 LANES = "not (codegen or packaging or demo or nightly or gpu or multigpu)"
 
 # The variables of each run. The values act on different libraries, so four runs cover all.
@@ -78,28 +79,29 @@ def margins(folder: Path) -> Iterator[Margin]:
             yield Margin(entry["ratio"], entry["kind"], entry["test"], entry["name"])
 
 
-def run_half(number: int, half: str, settings: dict[str, str], arguments: list[str]) -> tuple[bool, list[str]]:
+def run_part(number: int, part: str, settings: dict[str, str], arguments: list[str]) -> tuple[bool, list[str]]:
     """Run one process of a run: (whether all passed, the failures and pytest's last line)."""
     folder = LOGS / str(number)
-    log = folder / f"half-{half[0]}.log"
+    log = folder / f"part-{part.replace('/', '-of-')}.log"
     # Passive: two multi-threaded processes share the cores, so idle threads must not spin.
     environment = {**os.environ, **settings, "SHARDFUSE_MARGINS": str(folder), "OMP_WAIT_POLICY": "PASSIVE"}
-    command = [sys.executable, "-m", "pytest", "-q", "--numeric", "-m", LANES, "--part", half, *arguments]
+    command = [sys.executable, "-m", "pytest", "-q", "--numeric", "-m", LANES, "--part", part, *arguments]
     with log.open("w") as output:
         code = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT).returncode
     lines = log.read_text().splitlines()
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    said = [f"run {number}, half {half}: {line}" for line in failed + lines[-1:]]
+    said = [f"run {number}, part {part}: {line}" for line in failed + lines[-1:]]
     return code in (0, 5), said  # 5: no test was selected
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
     numbers = range(1, len(RUNS) + 1)
+    parser.add_argument("--half", type=int, choices=(1, 2), help="of each run, this half (default: both)")
     parser.add_argument("--run", type=int, action="append", choices=numbers, help="this run (default: all)")
     options, others = parser.parse_known_args(arguments)
     shutil.rmtree(LOGS, ignore_errors=True)
-    halves = []
+    processes = []
     for number in options.run or numbers:
         wanted = RUNS[number - 1]
         settings = {name: value for name, value in wanted.items() if not lacking(value)}
@@ -108,11 +110,11 @@ def main(arguments: list[str] | None = None) -> int:
             value = wanted[name]
             print(f"  skipped: {name}={value}, which needs {', '.join(lacking(value))}: not on this processor")
         (LOGS / str(number)).mkdir(parents=True)
-        halves += [(number, half, settings) for half in ("1/2", "2/2")]
+        processes += [(number, part, settings) for part in PARTS[options.half]]
     start, green = time.monotonic(), True
-    # Two at a time, from any run: no core waits for a run's longer half.
+    # Two at a time, from any run: no core waits for a run's longer part.
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for job in as_completed([pool.submit(run_half, *half, others) for half in halves]):
+        for job in as_completed([pool.submit(run_part, *process, others) for process in processes]):
             passed, said = job.result()
             green = green and passed
             print(f"{time.monotonic() - start:6.0f} s  " + "\n          ".join(said), flush=True)
