@@ -185,7 +185,8 @@ test: install  ## what CI runs: every lane and lint, with the time of each
 
 .PHONY: fuzz
 fuzz: install  ## random layouts, starts and faults (SEED=, SECONDS= for each fuzzer, CASE= for one case)
-	@SHARDFUSE_FUZZ_SEED='$(SEED)' SHARDFUSE_FUZZ_SECONDS='$(SECONDS)' SHARDFUSE_FUZZ_CASE='$(CASE)' \
+	@export OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}"; \
+	SHARDFUSE_FUZZ_SEED='$(SEED)' SHARDFUSE_FUZZ_SECONDS='$(SECONDS)' SHARDFUSE_FUZZ_CASE='$(CASE)' \
 	  $(PYTEST) -q -s -m fuzz $(ARGS)
 
 .PHONY: test-all
