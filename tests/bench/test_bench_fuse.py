@@ -71,7 +71,7 @@ def test_the_committed_result_has_these_rows():
     assert [row.metric.partition(": ")[2] for row in rows if row.target is None] == list(suite.HOST_CALLS)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=50)
 @pytest.mark.parametrize("kind", suite.KINDS)
 def test_training_is_not_slower(kind: str):
     """Within 3 % of the stock model's step, as far as rounds that other load disturbs can tell."""

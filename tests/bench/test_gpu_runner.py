@@ -53,7 +53,7 @@ def test_every_phase_runs_and_is_green(finished):
     _check_green(*finished, *gpu_run.selection(SOME))
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=100)
 def test_every_op_and_benchmark_is_green(own_interpreter, tmp_path):
     _check_green(*_rehearse(tmp_path / "out"), *gpu_run.selection(()))
 

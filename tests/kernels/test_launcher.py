@@ -98,7 +98,7 @@ def test_a_call_takes_few_steps_on_the_host(stub: Path):
 
 
 @pytest.mark.skipif(not SIDE, reason="there is no second Triton beside this one")
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=80)
 @pytest.mark.parametrize("few", [True, False], ids=["few", "all"])
 def test_the_other_triton(stub: Path, few: bool):
     """The oldest that is supported compiles a launcher for every signature."""
@@ -113,7 +113,11 @@ def test_the_other_triton(stub: Path, few: bool):
 TRITONS = [
     "",
     pytest.param(
-        SIDE, marks=[pytest.mark.nightly, pytest.mark.skipif(not SIDE, reason="there is no second Triton beside this")]
+        SIDE,
+        marks=[
+            pytest.mark.nightly(seconds=40),
+            pytest.mark.skipif(not SIDE, reason="there is no second Triton beside this"),
+        ],
     ),
 ]
 

@@ -459,7 +459,7 @@ def test_the_check_passes_with_a_cache_among_the_arguments(kind: str):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=100)
 def test_every_causal_language_model_of_transformers():
     """None comes to wrong numbers, and none is worse off than the record says."""
     record = json.loads(RECORD.read_text())

@@ -113,7 +113,7 @@ def test_the_schema_is_kept(small: Server) -> None:
     assert seen.total() >= CASES_IN_CI
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=250)
 def test_the_schema_is_kept_in_ten_thousand_cases(small: Server) -> None:
     seen = _try(small, CASES)
     small.idle()

@@ -66,7 +66,7 @@ def test_a_load_leaves_nothing_behind(folder: Path) -> None:
     loaded(folder, 300, 120.0)
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=100)
 def test_a_load_of_ten_thousand_leaves_nothing_behind(folder: Path) -> None:
     loaded(folder, 10_000, 60.0)
 

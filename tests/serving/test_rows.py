@@ -99,7 +99,7 @@ def test_prefill_is_padded_and_no_token_changes(options: dict[str, Any], monkeyp
     assert 34 in rows
 
 
-@pytest.mark.nightly
+@pytest.mark.nightly(seconds=50)
 def test_prompts_of_ever_new_lengths_leave_memory_flat() -> None:
     """Once each of the few numbers of rows has come: oneDNN keeps the code that it makes for each of them."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "num_kv_heads": 8, "max_positions": 1024}
