@@ -96,6 +96,16 @@ def test_a_share_fits(share: int) -> None:
         assert found or part.target not in expected
 
 
+@needs_make
+def test_environments_are_found_without_running_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = "check: $(OF:%=.side/%/.installed) install\n\t@touch ran; $(MAKE) install\n"
+    (tmp_path / "Makefile").write_text(f"help:\n\t@true\n{rule}install .side/a/.installed:\n\t@touch ran\n")
+    monkeypatch.setattr(nightly, "ROOT", tmp_path)
+    monkeypatch.setattr(nightly, "SHARES", ((Part("make check OF='a b'", 1), Part("make check OF=a", 1)),))
+    assert nightly.environments(1) == [".side/a/.installed", ".side/b/.installed"]
+    assert not (tmp_path / "ran").exists()
+
+
 def test_what_stays_nightly_is_written_down() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text()
     assert [target for target in ALONE if f"`make {target}`" not in page] == []

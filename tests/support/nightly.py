@@ -158,8 +158,9 @@ def environments(share: int) -> list[str]:
     """The environments beside .venv in which a share's parts run: prerequisites of their targets in the Makefile."""
     found: dict[str, None] = {}
     for part in SHARES[share - 1]:
-        words = shlex.split(part.command.format(seed=0))[1:]
-        database = subprocess.run(["make", "-pq", *words], cwd=ROOT, capture_output=True, text=True).stdout
+        variables = shlex.split(part.command.format(seed=0))[2:]
+        # Not of the target itself: of its recipe make would run the lines that call make, dry or not.
+        database = subprocess.run(["make", "-pq", "help", *variables], cwd=ROOT, capture_output=True, text=True).stdout
         rule = re.search(rf"^{re.escape(part.target)}:(.*)$", database, re.M)
         assert rule is not None, f"make does not know {part.target}"
         found |= dict.fromkeys(word for word in rule[1].split() if re.fullmatch(r"\.side/.*/\.installed", word))
