@@ -127,6 +127,7 @@ sf.save_checkpoint("folder", mlp)
 """
 
 
+@pytest.mark.nightly
 def test_a_type_checker_sees_an_editable_install(tmp_path):
     """The one that README shows: a path file that names src/."""
     tree = tmp_path / "tree"
