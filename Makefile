@@ -23,7 +23,8 @@ SIDE := .side/triton-3.6.0
 # The versions at the ends of pyproject.toml's ranges. Their CUDA builds take 5 GB, so all checkouts share them.
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME:%=%/.cache),$(CURDIR)/.side)/shardfuse
 PINS_oldest := torch==2.11.0 triton==3.6.0 'numpy<2.4' transformers==5.23.0
-PINS_newest := --upgrade torch triton numpy
+# transformers as in constraints.txt: test-transformers has others.
+PINS_newest := --upgrade torch triton numpy transformers==5.23.0
 SMOKE := import or gated or 1f1b
 CHECKS := lint
 # Which Python runs the tests: test-oldest and test-newest name another.
@@ -158,6 +159,9 @@ kind = $(firstword $(subst -, ,$*))
 part = $(word 2,$(subst -, ,$*))
 SELECT_interpret = --part $(part)/4
 SELECT_codegen = --part $(part)/2
+# Whole, or in halves.
+SELECT_ranks = $(if $(part),--part $(part)/2)
+SELECT_rest = $(SELECT_ranks)
 YIELDS = $(if $(filter interpret codegen,$(kind)),renice -n 5 $$$$ > /dev/null;)
 
 .PHONY: $(JOBS:%=job-%)

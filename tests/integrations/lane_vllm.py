@@ -256,6 +256,8 @@ def main() -> int:
     if not chosen:
         parser.error(f"--only {options.only!r}: no case has that in its architecture or name")
     part, parts = map(int, options.part.split("/"))
+    if not 1 <= part <= parts <= len(chosen):
+        parser.error(f"--part {options.part}: of {len(chosen)} cases, expected I/N with 1 <= I <= N <= {len(chosen)}")
     chosen = chosen[part - 1 :: parts]
     for at, (number, case) in enumerate(chosen, 1):
         begun = time.monotonic()

@@ -1,10 +1,9 @@
 """``make nightly-share``: what ``make test`` leaves to the night, in shares that CI takes in turn.
 
-A commit with n commits in its history, itself included, runs share n modulo their number: as many commits run every
-share once, and the next one is known beforehand. In a shallow clone, which cannot count them, the commit's hash
-chooses. A share takes at most ``LIMIT_S`` on two cores. Commands that take
-longer are divided by the arguments of their make target. ``ALONE`` lists what stays nightly. The commit gives the seed
-of the fuzzers.
+The number of commits in a commit's history chooses its share (``share_of``): as many commits as there are shares run
+each once, and the next one is known beforehand. In a shallow clone, which cannot count them, the commit's hash chooses.
+A share takes at most ``LIMIT_S`` on two cores. Commands that take longer are divided by the arguments of their make
+target. ``ALONE`` lists what stays nightly. The commit gives the seed of the fuzzers.
 
     python tests/support/nightly.py list          every share
     python tests/support/nightly.py title         one share: --share N, or that of the commit
@@ -16,6 +15,7 @@ of the fuzzers.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import subprocess
@@ -53,7 +53,7 @@ SHARES: tuple[tuple[Part, ...], ...] = (
         Part("make fuzz SECONDS=30 SEED={seed} ARGS=tests/fuzz/test_layouts.py", 75),
     ),
     (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 1/8\"", 400),),
-    (Part("make test-oldest JOBS='ranks demo'", 450),),
+    (Part("make test-oldest JOBS='ranks-1 rest-1'", 480),),
     (
         Part("make test-portable ARGS='--run 1 --half 2'", 290),
         Part("make fuzz SECONDS=30 SEED={seed} ARGS=tests/fuzz/test_engine.py", 40),
@@ -70,15 +70,15 @@ SHARES: tuple[tuple[Part, ...], ...] = (
         Part("make fuzz SECONDS=30 SEED={seed} ARGS=tests/fuzz/test_starts.py", 45),
     ),
     (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 3/8\"", 400),),
-    (Part("make test-newest JOBS='ranks demo'", 450),),
+    (Part("make test-newest JOBS='ranks-1 rest-1'", 480),),
     (Part("make test-vllm ARGS='--part 1/2'", 310),),
     (
         Part("make test-portable ARGS='--run 2 --half 2'", 290),
         Part("make test-hub", 40),
         Part("make test-contracts", 15),
     ),
-    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 4/8\"", 400),),
-    (Part("make test-oldest JOBS='rest codegen-1 codegen-2'", 450),),
+    (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 4/8\"", 560),),
+    (Part("make test-oldest JOBS='ranks-2 rest-2'", 480),),
     (
         Part("make test-transformers TRANSFORMERS=5.17.0", 250),
         Part("make test-transformers TRANSFORMERS=5.19.0", 150),
@@ -88,7 +88,7 @@ SHARES: tuple[tuple[Part, ...], ...] = (
         Part("make test-vllm-server", 120),
     ),
     (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 5/8\"", 400),),
-    (Part("make test-newest JOBS='rest codegen-1 codegen-2'", 450),),
+    (Part("make test-newest JOBS='ranks-2 rest-2'", 480),),
     (
         Part("make codegen-all TARGETS='sm_100 gfx942'", 350),
         Part("make test-server", 10),
@@ -98,14 +98,14 @@ SHARES: tuple[tuple[Part, ...], ...] = (
         Part("make release-check UNRELEASED=1", 60),
     ),
     (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 6/8\"", 400),),
-    (Part("make test-oldest JOBS='interpret-1 interpret-2 interpret-3 interpret-4'", 300),),
+    (Part("make test-oldest JOBS='interpret-1 interpret-2 interpret-3 interpret-4 codegen-1 codegen-2 demo'", 500),),
     (Part("make test-vllm ARGS='--part 2/2'", 310),),
     (
         Part("make test-portable ARGS='--run 4 --half 1'", 290),
         Part("make fuzz SECONDS=30 SEED={seed} ARGS=tests/fuzz/test_checkpoint_files.py", 220),
     ),
     (Part("make test-nightly ARGS=\"-m 'nightly and not fuzz' --part 7/8\"", 400),),
-    (Part("make test-newest JOBS='interpret-1 interpret-2 interpret-3 interpret-4'", 300),),
+    (Part("make test-newest JOBS='interpret-1 interpret-2 interpret-3 interpret-4 codegen-1 codegen-2 demo'", 500),),
     (
         Part("make test-transformers TRANSFORMERS=5.22.2", 140),
         Part("make test-transformers TRANSFORMERS=5.23.0", 250),
@@ -154,14 +154,22 @@ def title(share: int) -> str:
     return f"nightly share {share} of {len(SHARES)}, some {minutes} minutes: {commands}"
 
 
+def database(*variables: str) -> str:
+    """Every rule and variable of the Makefile, expanded, whatever the make that calls this was given.
+
+    The goal is ``help``: of another one's recipe make would run the lines that call make, dry or not.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES")}
+    command = ["make", "-pq", "help", *variables]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stdout
+
+
 def environments(share: int) -> list[str]:
     """The environments beside .venv in which a share's parts run: prerequisites of their targets in the Makefile."""
     found: dict[str, None] = {}
     for part in SHARES[share - 1]:
         variables = shlex.split(part.command.format(seed=0))[2:]
-        # Not of the target itself: of its recipe make would run the lines that call make, dry or not.
-        database = subprocess.run(["make", "-pq", "help", *variables], cwd=ROOT, capture_output=True, text=True).stdout
-        rule = re.search(rf"^{re.escape(part.target)}:(.*)$", database, re.M)
+        rule = re.search(rf"^{re.escape(part.target)}:(.*)$", database(*variables), re.M)
         assert rule is not None, f"make does not know {part.target}"
         found |= dict.fromkeys(word for word in rule[1].split() if re.fullmatch(r"\.side/.*/\.installed", word))
     return list(found)
