@@ -141,7 +141,7 @@ def _test_requests(only: Sequence[str]) -> Iterator[Json]:
 def _benchmark_requests(only: Sequence[str]) -> Iterator[Json]:
     for benchmark in selection(only)[1]:
         if benchmark.warm is not None:
-            planned = left(benchmark, SETTINGS, done=(), slow=True)
+            planned = left(benchmark, SETTINGS)
             yield from ({"benchmarks": [benchmark.name, case]} for case in dict.fromkeys(row.case for row in planned))
 
 

@@ -3,16 +3,17 @@
 The machine needs no internet and the tree no ``.git``. In order, or the ``--phases`` that are named:
 
 1. ``smoke``: every op's small cases through its kernels against the fp64 oracle;
-2. ``tests``: every op's own tests, their kernels compiled instead of interpreted;
-3. ``gpu``: the tests marked ``gpu``, which are slower;
-4. ``compile``: the benchmarks' kernels that did not come along (``kernels.py``), in parallel before any timing;
-5. ``benchmarks``: missing results first, then the stalest.
+2. ``compile``: the benchmarks' kernels that did not come along (``kernels.py``), in parallel before any timing;
+3. ``benchmarks``: the rows in the order of ``order.py``, one process after another, as long as time for tests is left;
+4. ``tests``: every op's own tests, their kernels compiled instead of interpreted;
+5. ``gpu``: the tests marked ``gpu``, which are slower;
+6. ``slow``: the rows whose peers compile for most of a minute.
 
 Every event is on disk as it happens (``events.jsonl``), so an interrupted call loses at most one test or row. The next
-call with the same directory goes on: what was green at the same sources does not run again. Each benchmark and each
-test file runs in a process group of its own under a watchdog; a test or a row that hangs or crashes is skipped until
-its sources change, and a red case loses its own rows only. ``results.json`` holds the finished records. ``--accept
-DIR`` files them under bench/results/; it also takes the file of ``bench run --out FILE``.
+call with the same directory goes on: what was green at the same sources does not run again. Processes live long, each
+in a group of its own under a watchdog: a case, a test or a row that hangs or crashes costs its process and is skipped
+until its sources change, and a red case loses its own rows only. ``results.json`` holds the finished records.
+``--accept DIR`` files them under bench/results/; it also takes the file of ``bench run --out FILE``.
 
 ``--dry`` does the same on a CPU, with tiny shapes interpreted: it tests the path and measures nothing. It also
 rehearses what may go wrong (``rehearsal.py``).
@@ -28,7 +29,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,7 +44,7 @@ from ..harness import provenance, stale
 from ..harness.benchmark import Benchmark, Settings
 from ..harness.records import left, read_records, record
 from ..harness.report import write_json
-from . import summary
+from . import order, summary
 from .journal import Event, Journal, said
 from .kernels import Kernels
 from .rehearsal import rehearse
@@ -53,18 +55,19 @@ from .watchdog import Ending, watch
 HARNESS = f"{provenance.PACKAGE}.bench.harness"
 
 SMOKE_S = 120.0
-SMOKE_QUIET_S = 60.0  # a case takes a second or two, its compilation a few more
-TESTS_S = 170.0
-GPU_TESTS_S = 120.0
+QUIET_S = 30.0  # a case or a row takes a second or two, its compilation a few more
+TESTS_S = 90.0
+GPU_TESTS_S = 60.0
 COMPILE_S = 75.0
 SUMMARY_S = 5.0  # reserved for the end
 STARTUP_S = 90.0  # importing torch on a busy machine
 GPU_SECONDS_PER_ROW = 0.5
-CASES_PER_PROCESS = 4
+SLOW_QUIET_S = 120.0  # of a row whose peer is compiled
+LOST_ROWS = 2  # of a benchmark, after which a call leaves its other rows out; a hang counts as so many
 DRY_TESTS = ("tests/bench/test_stale.py",)
 LAST = "test_comm_gpu.py"  # of the tests marked gpu: its ranks wait for each other, so a fault in it costs the most
 GPU_SUITE = "gpu and not nightly"
-PHASES = ("smoke", "tests", "gpu", "compile", "benchmarks")
+PHASES = ("smoke", "compile", "benchmarks", "tests", "gpu", "slow")
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class Options:
     only: tuple[str, ...] = ()
     dry: bool = False
     deadline_s: float = 520.0
-    quiet_s: float = 90.0
+    quiet_s: float = QUIET_S
     tests: tuple[str, ...] = ()
     results: Path = stale.RESULTS
 
@@ -113,7 +116,8 @@ class GpuRun:
             "tests": self._op_tests,
             "gpu": self._gpu_tests,
             "compile": self._compile,
-            "benchmarks": self._benchmark_all,
+            "benchmarks": self._benchmarks,
+            "slow": self._slow_benchmarks,
         }
         with (self.options.out / "log.txt").open("a") as self.log:
             try:
@@ -138,38 +142,39 @@ class GpuRun:
     # --- phases -------------------------------------------------------------------------------------------------------
 
     def _smoke(self) -> None:
-        """Run every op's test cases, a few per process: a crashing kernel loses only the cases in its process."""
-        work = []
+        """Run every op's test cases in a few processes; what a case does to its process costs no other case."""
+        work: list[tuple[str, str]] = []
         sources = {name: provenance.op_hash(name) for name in self.ops}
         for name in self.ops:
             green = {event["case"] for event in self.journal.known("smoke", op=name, source=sources[name], ok=True)}
             cases = [case.name for case in registry.op(name).tagged("test")]
-            cases = [case for case in (cases[:2] if self.options.dry else cases) if case not in green]
-            work += [(name, part) for part in _parts(cases, CASES_PER_PROCESS)]
+            work += [(name, case) for case in (cases[:2] if self.options.dry else cases) if case not in green]
         until = self._by(SMOKE_S)
 
-        def smoke(item: tuple[str, list[str]]) -> None:
-            name, cases = item
-            seen: list[str] = []
-            if time.monotonic() >= until:
-                return  # the next call's
+        def smoke(cases: list[tuple[str, str]]) -> None:
+            while cases and time.monotonic() < until:
+                seen: list[Event] = []
 
-            def on_line(line: str) -> None:
-                event = said(line)
-                if event is None:
-                    self._note(line)
-                else:
-                    seen.append(event["case"])
-                    self.journal.add("smoke", source=sources[name], **event)
+                def on_line(line: str, seen: list[Event] = seen) -> None:
+                    event = said(line)
+                    if event is None:
+                        self._note(line)
+                    else:
+                        seen.append(event)
+                        self.journal.add("smoke", source=sources[event["op"]], **event)
 
-            command = _python("one", name, *cases, "--check", "--json")
-            poisoned = {"SHARDFUSE_POISON": "1"}  # elements that a kernel does not write show as NaN
-            ending = self._watch(command, on_line, until, SMOKE_QUIET_S, environment=poisoned)
-            for case in cases[len(seen) :]:
-                lost = {"op": name, "case": case, "ok": False, "detail": f"the process {ending}"}
-                self.journal.add("smoke", source=sources[name], **lost)
+                poisoned = {"SHARDFUSE_POISON": "1"}  # elements that a kernel does not write show as NaN
+                ending = self._run(
+                    f"{__package__}.smoke", cases, on_line, until, self.options.quiet_s, environment=poisoned
+                )
+                # A fault that ends the process may come to light after the case's own event.
+                lost = cases[len(seen)] if len(seen) < len(cases) and (not seen or seen[-1]["ok"]) else None
+                if lost is not None:
+                    said_of_it = {"op": lost[0], "case": lost[1], "ok": False, "detail": f"the process {ending}"}
+                    self.journal.add("smoke", source=sources[lost[0]], **said_of_it)
+                cases = cases[len(seen) + (lost is not None) :]
 
-        self._in_parallel(smoke, work)
+        self._in_parallel(smoke, [work[i :: self.jobs] for i in range(self.jobs) if work[i:]])
 
     def _compile(self) -> None:
         """Run ours once on every case that is not timed yet and whose kernels did not come along."""
@@ -209,56 +214,69 @@ class GpuRun:
     def _suite(self, journal: Journal) -> Suite:
         return Suite(journal, self.root, self._watch, self._note)
 
-    def _benchmark_all(self) -> None:
-        gpu = provenance.slug(provenance.device_name(self.device))
-        order = stale.stalest_first(self.benchmarks, gpu, self.options.results)
-        # Rows whose peers compile for most of a minute come last: time may run out for them.
-        for slow in (False, True):
-            for benchmark in order:
-                # After a process that hangs or crashes in a row, another one runs the rows after it.
-                while self._cases_left(benchmark, slow=slow) and time.monotonic() < self.until:
-                    if not self._benchmark(benchmark, slow=slow):
-                        break
+    def _benchmarks(self) -> None:
+        """Measure the rows whose peers are ready at once."""
+        later = sum({"tests": TESTS_S, "gpu": GPU_TESTS_S}.get(name, 0.0) for name in self.options.phases)
+        remaining = self.until - time.monotonic()
+        self._measure(order.fast(self.benchmarks, self.settings), self._by(max(remaining - later, remaining / 2)))
 
-    def _benchmark(self, benchmark: Benchmark, *, slow: bool) -> bool:
-        """Run one process of one benchmark; returns whether another should run the remaining rows."""
-        source = provenance.source_hash(benchmark)
-        started: list[tuple[str, ...]] = []
+    def _slow_benchmarks(self) -> None:
+        self._measure(order.rows(self.benchmarks, self.settings, slow=True), self.until, SLOW_QUIET_S)
+
+    def _measure(self, wanted: Sequence[order.Name], until: float, quiet_s: float = 0.0) -> None:
+        """Measure rows in their order. After a process that hangs or crashes in a row another one goes on."""
+        sources = {benchmark.name: provenance.source_hash(benchmark) for benchmark in self.benchmarks}
+        lost: Counter[str] = Counter()
+        more = True
+        while more and time.monotonic() < until:
+            done = {name: self.journal.done(name, source) for name, source in sources.items()}
+            wanted = [row for row in wanted if row[1:] not in done[row[0]] and lost[row[0]] < LOST_ROWS]
+            more = bool(wanted) and self._measure_in_one(wanted, until, quiet_s, sources, lost)
+
+    def _measure_in_one(
+        self, wanted: Sequence[order.Name], until: float, quiet_s: float, sources: Mapping[str, str], lost: Counter[str]
+    ) -> bool:
+        """Run one process; returns whether another should go on after the row in which it ended."""
+        running: tuple[str, list[str]] | None = None
+        ended, told = False, 0
 
         def on_line(line: str) -> None:
+            nonlocal running, ended, told
             event = said(line)
             if event is None:
                 self._note(line)
                 return
+            told += 1
             kind = event.pop("event")
             if kind == "start":
-                started.append(tuple(event["key"]))
+                running = event["bench"], event["key"]
             elif kind == "end":
-                ended.append(event["gate"])
+                ended = True
             else:
-                self.journal.add(kind, source=source, **event)
+                if kind != "verdict":
+                    running = None
+                lost[event["bench"]] += kind == "failed"
+                self.journal.add(kind, source=sources[event["bench"]], **event)
 
-        before = self.journal.done(benchmark.name, source)
-        ended: list[str] = []
-        with tempfile.TemporaryDirectory(prefix="shardfuse-gpu-") as folder:
-            done = Path(folder) / "done.json"
-            write_json(done, sorted(before))
-            pace = [] if slow else ["--fast"]
-            command = _python("runner", benchmark.name, *self._mode(), *pace, "--stream", "--done", str(done))
-            ending = self._watch(
-                command,
-                on_line,
-                self.until,
-                self.options.quiet_s,
-                on_start=lambda pid: self.journal.add("started", bench=benchmark.name, pid=pid),
-            )
-        if ending.status in ("out of time", "stopped") or ended:
+        ending = self._run(
+            f"{HARNESS}.runner",
+            wanted,
+            on_line,
+            until,
+            max(quiet_s, self.options.quiet_s),
+            options=[*self._mode(), "--stream"],
+            on_start=lambda pid: self.journal.add("started", rows=len(wanted), pid=pid),
+        )
+        if ended or ending.status in ("out of time", "stopped"):
             return False
-        # The row in which it died, unless it died between two rows.
-        key = next((key for key in started[-1:] if key not in self.journal.done(benchmark.name, source)), None)
         kind = "hung" if ending.status == "hung" else "failed"
-        self.journal.add(kind, bench=benchmark.name, source=source, key=key, how=str(ending))
-        return len(self.journal.done(benchmark.name, source)) > len(before)
+        if running is not None:
+            lost[running[0]] += LOST_ROWS if kind == "hung" else 1
+            source = sources[running[0]]
+            self.journal.add(kind, bench=running[0], source=source, key=running[1], how=str(ending))
+        elif told == 0:
+            self.journal.add(kind, bench=wanted[0][0], source=sources[wanted[0][0]], key=None, how=str(ending))
+        return told > 0
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -287,9 +305,9 @@ class GpuRun:
     def _mode(self) -> list[str]:
         return ["--short", "--seconds", str(self.settings.seconds), *(["--dry"] if self.options.dry else [])]
 
-    def _cases_left(self, benchmark: Benchmark, *, slow: bool = True) -> list[str]:
+    def _cases_left(self, benchmark: Benchmark) -> list[str]:
         done = self.journal.done(benchmark.name, provenance.source_hash(benchmark))
-        return list(dict.fromkeys(row.case for row in left(benchmark, self.settings, done=done, slow=slow)))
+        return list(dict.fromkeys(row.case for row in left(benchmark, self.settings, done=done)))
 
     def _test_files(self) -> list[Path]:
         chosen = self.options.tests or (DRY_TESTS if self.options.dry else ())
@@ -297,6 +315,25 @@ class GpuRun:
             return [self.root / path for path in chosen]
         # Not the test of this run itself, which would start another run.
         return [path for path in sorted((self.root / "tests").rglob("test_*.py")) if path.name != "test_gpu_runner.py"]
+
+    def _run(
+        self,
+        module: str,
+        work: Sequence[Sequence[str]],
+        on_line: Callable[[str], None],
+        until: float,
+        quiet_s: float,
+        *,
+        options: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+        on_start: Callable[[int], None] = lambda pid: None,
+    ) -> Ending:
+        """Run a module of the package whose last argument is a file with ``work``, watched."""
+        with tempfile.TemporaryDirectory(prefix="shardfuse-gpu-") as folder:
+            file = Path(folder) / "work.json"
+            write_json(file, work)
+            command = [sys.executable, "-m", module, *options, str(file)]
+            return self._watch(command, on_line, until, quiet_s, environment=environment, on_start=on_start)
 
     def _watch(
         self,
@@ -341,10 +378,6 @@ class GpuRun:
     def _note(self, text: str) -> None:
         self.log.write(text + "\n")
         self.log.flush()
-
-
-def _parts(items: Sequence[str], size: int) -> list[list[str]]:
-    return [list(items[i : i + size]) for i in range(0, len(items), size)]
 
 
 def _python(module: str, *arguments: str) -> list[str]:

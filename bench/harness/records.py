@@ -36,12 +36,10 @@ class Outcome:
         return {case for case, verdict in self.verdicts if not verdict.ok}
 
 
-def left(
-    benchmark: Benchmark, settings: Settings, *, done: Collection[RowKey] = (), slow: bool = True
-) -> list[Measurement]:
+def left(benchmark: Benchmark, settings: Settings, *, done: Collection[RowKey] = ()) -> list[Measurement]:
     """The planned rows that this machine can measure, and that are not measured yet."""
     plan = benchmark.plan(settings)
-    return [row for row in plan if not row.skip and row.key not in done and (slow or not row.slow)]
+    return [row for row in plan if not row.skip and row.key not in done]
 
 
 def skipped(benchmark: Benchmark, settings: Settings) -> dict[RowKey, str]:

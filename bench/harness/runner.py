@@ -1,19 +1,22 @@
 """Runs a benchmark: correctness first, then the timing, row by row.
 
 ``shardfuse bench list``, ``shardfuse bench run NAME [--json] [--out FILE [--resume]]``, ``make bench``; the GPU run
-starts ``python -m shardfuse.bench.harness.runner NAME --stream`` and reads one JSON event a line.
+starts ``python -m shardfuse.bench.harness.runner --stream FILE`` and reads one JSON event a line.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import importlib
+import itertools
 import json
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Collection, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,8 @@ from .records import Outcome, RowKey, check_place, earlier, header, left, record
 from .report import DRY_NOTE, Row, last_line, show_red, show_rows, write_json
 from .timing import ceilings
 from .virtual_ranks import open_queues
+
+LOST_ROWS = 2  # of a benchmark, after which a stream leaves its others out
 
 
 @functools.cache
@@ -59,8 +64,7 @@ def run(
     settings: Settings,
     *,
     outcome: Outcome | None = None,
-    done: Collection[RowKey] = (),
-    slow: bool = True,
+    only: Sequence[RowKey] | None = None,
     on_verdict: Callable[[str, Verdict], None] = lambda case, verdict: None,
     on_start: Callable[[Measurement], None] = lambda planned: None,
     on_row: Callable[[Row], None] = lambda row: None,
@@ -69,12 +73,14 @@ def run(
     """Measure the plan's rows, each case checked just before its first; a red case is not measured.
 
     ``outcome`` is an earlier run's, to be resumed: its cases and rows are neither checked nor measured again, and rows
-    that failed in it come last. Rows in ``done`` are skipped, and without ``slow`` those whose peer takes long to
-    prepare. A row that raises ends the run, unless ``on_error`` handles it; then a check that raises loses that case's
-    rows.
+    that failed in it come last. ``only`` names the rows to measure and their order; without it that is the plan's. A
+    row that raises ends the run, unless ``on_error`` handles it; then a check that raises loses that case's rows.
     """
     outcome = outcome or Outcome()
-    plan = left(benchmark, settings, done={*done, *(row.key for row in outcome.rows)}, slow=slow)
+    plan = left(benchmark, settings, done=[row.key for row in outcome.rows])
+    if only is not None:
+        planned_rows = {planned.key: planned for planned in plan}
+        plan = [planned_rows[key] for key in only if key in planned_rows]
     plan.sort(key=lambda planned: planned.key in outcome.failed)
     checked = {case for case, _ in outcome.verdicts}
     lost: set[str] = set()  # cases whose check raised
@@ -270,24 +276,48 @@ def _interpret_instead(
     os.execve(sys.executable, command, environment)  # noqa: S606 - this program again, with the user's own arguments
 
 
-def _stream(benchmark: Benchmark, settings: Settings, done: Collection[RowKey], slow: bool) -> int:
-    """Print one JSON event a line, flushed, for the GPU run's watchdog: verdicts, rows, the end."""
+def _emit(bench: str, event: str, /, **content: Any) -> None:
+    print(json.dumps({"event": event, "bench": bench, **content}), flush=True)
 
-    def emit(event: str, **content: Any) -> None:
-        print(json.dumps({"event": event, "bench": benchmark.name, **content}), flush=True)
 
-    _require(benchmark, settings)
-    outcome = run(
-        benchmark,
-        settings,
-        done=done,
-        slow=slow,
-        on_verdict=lambda case, verdict: emit("verdict", case=case, **vars(verdict), ok=verdict.ok),
-        on_start=lambda planned: emit("start", key=planned.key),
-        on_row=lambda row: emit("row", **row.record()),
-    )
-    emit("end", gate="green" if outcome.green else "red")
-    return 0 if outcome.green else 1
+def _stream(rows: Sequence[Sequence[str]], settings: Settings) -> int:
+    """Measure ``rows`` (benchmark, case, metric, peer) in this order, for the GPU run's watchdog.
+
+    One JSON event a line, flushed: verdicts, the start and the end of each row. A row that raises is an event, too; a
+    benchmark's second one costs its other rows. A GPU that answers no more ends the process.
+    """
+    outcomes: dict[str, Outcome] = collections.defaultdict(Outcome)
+    lost: collections.Counter[str] = collections.Counter()
+    for name, group in itertools.groupby(rows, key=lambda row: row[0]):
+        benchmark = find(name)
+        _require(benchmark, settings)
+        emit = functools.partial(_emit, name)
+
+        def failed(
+            planned: Sequence[Measurement], error: Exception, name: str = name, emit: Callable[..., None] = emit
+        ) -> None:
+            traceback.print_exception(error)
+            for each in planned:
+                emit("failed", key=each.key, how=f"{type(error).__name__}: {error}"[:500])
+            lost[name] += 1
+            if settings.cuda and not settings.dry:
+                torch.cuda.synchronize()  # raises again where the fault has ended the context
+
+        for case, metric, peer in [row[1:] for row in group]:
+            if lost[name] >= LOST_ROWS:
+                break
+            run(
+                benchmark,
+                settings,
+                outcome=outcomes[name],
+                only=[(case, metric, peer)],
+                on_verdict=lambda case, verdict, emit=emit: emit("verdict", case=case, **vars(verdict), ok=verdict.ok),
+                on_start=lambda planned, emit=emit: emit("start", key=planned.key),
+                on_row=lambda row, emit=emit: emit("row", **row.record()),
+                on_error=failed,
+            )
+    print(json.dumps({"event": "end"}), flush=True)
+    return 0 if all(outcome.green for outcome in outcomes.values()) else 1
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -302,10 +332,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", help="cpu or cuda; default: a GPU if there is one")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the full record, of one benchmark")
     parser.add_argument("--resume", action="store_true", help="continue from the rows in FILE")
-    parser.add_argument("--stream", action="store_true", help="one JSON event per line")
     parser.add_argument("--warm", metavar="CASE", action="append", help="only compile the kernels of CASE")
-    parser.add_argument("--fast", action="store_true", help="without peers that compile for long (with --stream)")
-    parser.add_argument("--done", metavar="FILE", help="JSON list of [case, metric, peer] rows to skip (with --stream)")
+    parser.add_argument(
+        "--stream", metavar="FILE", help="JSON list of rows, [benchmark, case, metric, peer]: one event a line for each"
+    )
     options = parser.parse_args(argv)
 
     try:
@@ -322,8 +352,7 @@ def _main(options: argparse.Namespace) -> int:
     if options.warm:
         return _warm(names, settings, options.warm)
     if options.stream:
-        done = {tuple(key) for key in json.loads(Path(options.done).read_text())} if options.done else set()
-        return max(_stream(find(name), settings, done, not options.fast) for name in names)
+        return _stream(json.loads(Path(options.stream).read_text()), settings)
     if options.out is not None and len(names) != 1:
         print(f"error: --out takes the record of one benchmark, and {len(names)} are to run", file=sys.stderr)
         return 2

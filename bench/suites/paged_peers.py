@@ -319,6 +319,8 @@ def _stand_ins(folder: Path) -> Iterator[None]:
         "vllm.logger": {"init_logger": lambda name: SimpleNamespace(debug_once=lambda *message: None)},
         "vllm.platforms": {"current_platform": _Platform()},
         "vllm.triton_utils": {"tl": tl, "triton": triton},
+        "vllm.utils": {},
+        "vllm.utils.torch_utils": {"is_quantized_kv_cache": lambda name: name.startswith("fp8")},
         "vllm.v1": {},
         "vllm.v1.attention": {},
         _KERNELS: {"__path__": [str(folder)]},

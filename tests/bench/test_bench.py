@@ -7,7 +7,9 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,7 +119,7 @@ def test_record_tells_where_it_comes_from(install, tmp_path, monkeypatch):
 def test_record_names_the_planned_rows_it_lacks():
     settings = Settings(CPU)
     first, second = (row.key for row in _fake().plan(settings))
-    outcome = runner.run(_fake(), settings, done={first})
+    outcome = runner.run(_fake(), settings, only=[second])
     assert runner.record(_fake(), settings, outcome)["missing"] == [first]
     assert [row.key for row in outcome.rows] == [second]
 
@@ -272,10 +274,46 @@ def test_case_without_a_check_is_refused():
         runner.run(_fake(checked=False), Settings(CPU))
 
 
-def test_fast_run_leaves_slow_peers_out():
-    plan = [dataclasses.replace(row, slow=row.metric == "tokens/s") for row in _fake().plan(Settings(CPU))]
-    rows = runner.run(_fake(plan=lambda settings: plan), Settings(CPU), slow=False).rows
-    assert [row.metric for row in rows] == ["time, us"]
+def _streamed(rows: Sequence[Sequence[str]], capsys: Any) -> tuple[int, list[dict[str, Any]]]:
+    code = runner._stream(rows, Settings(CPU))
+    return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_stream_measures_the_named_rows_in_their_order(install, capsys):
+    install(_fake())
+    first, second = (("mlp", *row.key) for row in _fake().plan(Settings(CPU)))
+    code, events = _streamed([second, first, second, ("mlp", "small", "no such metric", "rival")], capsys)
+    assert code == 0
+    assert (
+        [(e["event"], e.get("key")) for e in events]
+        == [
+            ("start", list(second[1:])),
+            ("verdict", None),  # once for the case
+            ("row", None),
+            ("start", list(first[1:])),
+            ("row", None),
+            ("end", None),
+        ]
+    )
+    assert [e["metric"] for e in events if e["event"] == "row"] == [second[2], first[2]]
+
+
+def test_rows_that_raise_cost_a_stream_no_other_benchmark(install, monkeypatch, capsys):
+    """Of the broken benchmark the third row isn't tried."""
+    rows = [Measurement(f"case {i}", "us", "rival", None, lambda: (Timing(1 / 0),) * 2) for i in range(3)]
+    broken = dataclasses.replace(
+        _fake(plan=lambda settings: rows),
+        name="broken",
+        check=lambda settings, names: iter([(names[0], Verdict("y", 0.0, 1.0))]),
+    )
+    monkeypatch.setattr(runner, "benchmarks", lambda: {"mlp": _fake(), "broken": broken})
+    good = [("mlp", *row.key) for row in _fake().plan(Settings(CPU))]
+    code, events = _streamed([*(("broken", *row.key) for row in rows), *good], capsys)
+    assert code == 0
+    failed = [(e["key"][0], e["how"]) for e in events if e["event"] == "failed"]
+    assert failed == [(f"case {i}", "ZeroDivisionError: division by zero") for i in range(2)]
+    assert [e["bench"] for e in events if e["event"] == "row"] == ["mlp", "mlp"]
+    assert events[-1] == {"event": "end"}
 
 
 def _tiny_spec(factor: float) -> registry.OpSpec:
