@@ -34,6 +34,7 @@ def _common(logits: torch.Tensor, targets: torch.Tensor, loss: Loss) -> dict[str
         "ignore_index": loss.ignore_index,
         "softcap": loss.softcap,
         "SMOOTH": loss.label_smoothing > 0,
+        "ALIGN": device.divisor(loss.columns),
     }
 
 

@@ -84,6 +84,12 @@ def _combined(stats, pitch, ranks):
     return peak, exps, score, total
 
 
+@triton.jit
+def _multiple(count, ALIGN: tl.constexpr):
+    """``count``, of which ALIGN is a divisor: said so, masks below it let 16 bytes be loaded at once."""
+    return count // ALIGN * ALIGN
+
+
 # Ranks and blocks of the vocabulary differ in the first; specialising on it would compile the same code again.
 @triton.jit(do_not_specialize=["first", "columns", "ignore_index"])
 def _statistics_kernel(
@@ -97,10 +103,12 @@ def _statistics_kernel(
     ignore_index,
     softcap,  # or None
     SMOOTH: tl.constexpr,
+    ALIGN: tl.constexpr,  # divides columns
     BLOCK: tl.constexpr,
 ):
     """Grid: (t,)."""
     t = tl.program_id(0).to(tl.int64)
+    columns = _multiple(columns, ALIGN)
     target = tl.load(targets_ptr + t).to(tl.int64)
     stats = stats_ptr + t
     if target == ignore_index:
@@ -136,10 +144,12 @@ def _gradient_kernel(
     z_loss,
     softcap,  # or None
     SMOOTH: tl.constexpr,
+    ALIGN: tl.constexpr,  # divides columns
     BLOCK: tl.constexpr,
 ):
     """Grid: (t,)."""
     t = tl.program_id(0).to(tl.int64)
+    columns = _multiple(columns, ALIGN)
     target = tl.load(targets_ptr + t).to(tl.int64)
     row = logits_ptr + t * stride
     if target == ignore_index:

@@ -86,7 +86,8 @@ def _hopper(arch: str, gemm: Gemm) -> GemmConfig:
     narrow = GemmConfig(128, 128, line, 8, 4 if arch == "sm_90" else 3, use_tma=True, epilogue_subtile=epilogue_subtile)
     if gemm.row_invariant or _tiles(narrow, gemm) < 2 * CHIPS[arch].sms or _wants_narrow(arch, gemm):
         return dataclasses.replace(narrow, split_k=_splits(arch, narrow, gemm))
-    if arch == "sm_90" and not gemm.reads:  # half a tile on its way out leaves room for a fourth stage
+    # Half a tile on its way out leaves room for a fourth stage, which row sums need for the tile that they read.
+    if arch == "sm_90" and not gemm.reads and "row_sum" not in gemm.epilogue:
         return GemmConfig(128, 256, line, 8, 4, use_tma=True, epilogue_subtile=True)
     return GemmConfig(128, 256, line, 8, 3, use_tma=True, epilogue_subtile=epilogue_subtile)
 

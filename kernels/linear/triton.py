@@ -47,6 +47,18 @@ def _part_of(K, split, splits, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def _load_a(
+    a, m, k, M, K, strides,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, TRANS_A: tl.constexpr, USE_TMA: tl.constexpr,
+):  # fmt: skip
+    """The tile [BLOCK_M, BLOCK_K] of op(A) at (m, k)."""
+    if TRANS_A:
+        return load_tile(a, k, m, K, M, strides, BLOCK_K, BLOCK_M, USE_TMA).T
+    else:
+        return load_tile(a, m, k, M, K, strides, BLOCK_M, BLOCK_K, USE_TMA)
+
+
+@triton.jit
 def _multiply(
     acc,  # [BLOCK_M, BLOCK_N] fp32, transposed if SWAP
     row_sum,  # [BLOCK_M, BLOCK_K] fp32: where these terms of the row sums add up
@@ -78,16 +90,15 @@ def _multiply(
     A is stored [M, K], or [K, M] if TRANS_A; B is stored [K, N], or [N, K] if TRANS_B.
     """
     for k in range(first_k, last_k, BLOCK_K):
-        if TRANS_A:
-            a_tile = load_tile(a, k, m, K, M, a_strides, BLOCK_K, BLOCK_M, USE_TMA).T
-        else:
-            a_tile = load_tile(a, m, k, M, K, a_strides, BLOCK_M, BLOCK_K, USE_TMA)
+        a_tile = _load_a(a, m, k, M, K, a_strides, BLOCK_M, BLOCK_K, TRANS_A, USE_TMA)
         if TRANS_B:
             b_tile = load_tile(b, n, k, N, K, b_strides, BLOCK_N, BLOCK_K, USE_TMA).T
         else:
             b_tile = load_tile(b, k, n, K, N, b_strides, BLOCK_K, BLOCK_N, USE_TMA)
         if ROW_SUM and n == 0:
-            row_sum += a_tile.to(tl.float32)
+            # Loaded again: of a tile that a sum reads too, Triton keeps one buffer less than the products in flight need
+            # (triton-lang/triton#6691), and the next load would overwrite it beneath them.
+            row_sum += _load_a(a, m, k, M, K, a_strides, BLOCK_M, BLOCK_K, TRANS_A, USE_TMA).to(tl.float32)
         if UPCAST:
             a_tile = a_tile.to(tl.float32)
             b_tile = b_tile.to(tl.float32)

@@ -24,7 +24,7 @@ from ..dropout.triton import keep_mask
 @triton.jit
 def _load(ptr, rows, cols, mask, stride, ALIGN: tl.constexpr, EVICT: tl.constexpr):
     """A tile in fp32 from rows ``stride`` elements apart, a multiple of ALIGN; 0 outside the mask. 64-bit offsets."""
-    ptrs = ptr + rows[:, None] * tl.multiple_of(stride, ALIGN) + cols[None, :]
+    ptrs = ptr + rows[:, None] * (stride // ALIGN * ALIGN) + cols[None, :]
     return tl.load(ptrs, mask=mask, other=0.0, eviction_policy=EVICT).to(tl.float32)
 
 

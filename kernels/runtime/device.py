@@ -134,6 +134,11 @@ def dense_rows(x: torch.Tensor) -> torch.Tensor:
 _SKIP_BINDER = torch.version.hip is None and os.environ.get("SHARDFUSE_BINDER", "0") != "1"
 
 
+def divisor(size: int) -> int:
+    """16 if it divides ``size``, else 1: what a kernel is told of an argument whose value it is not specialised on."""
+    return 1 if size % 16 else 16
+
+
 def architecture(device: torch.device) -> str:
     """The chip as codegen targets are called ("sm_90", "gfx942"), or INTERPRETER on a CPU."""
     if _capture is not None and device.type == "meta":

@@ -33,6 +33,8 @@ def _common(x: torch.Tensor, dtype: torch.dtype) -> dict[str, object]:
         "R": x.shape[0],
         "C": x.shape[1],
         "x_strides": x.stride(),
+        "ALIGN_R": device.divisor(x.shape[0]),
+        "ALIGN_C": device.divisor(x.shape[1]),
         "LARGEST": LARGEST[dtype],
         "EMULATE": device.architecture(x.device) == device.INTERPRETER,
     }
@@ -106,6 +108,8 @@ def _largest_of_parts(x: torch.Tensor, parts: torch.Tensor, block_r: int, block_
         "R": x.shape[0],
         "C": x.shape[1],
         "x_strides": x.stride(),
+        "ALIGN_R": device.divisor(x.shape[0]),
+        "ALIGN_C": device.divisor(x.shape[1]),
         "BLOCK_R": block_r,
         "BLOCK_C": block_c,
     }

@@ -70,10 +70,22 @@ def _round_to_fp8(q, finite, DTYPE: tl.constexpr):
     return code.to(tl.uint8).to(DTYPE, bitcast=True)
 
 
-# R and C change places in a transposed view, and one of them is the number of tokens.
+# R and C change places in a transposed view, and one of them is the number of tokens: instead of their values a kernel
+# knows the divisors ALIGN_R and ALIGN_C, without which masks would be made, and bytes loaded and stored, one by one.
 @triton.jit(do_not_specialize=["R", "C"])
-def _amax_kernel(x_ptr, parts_ptr, R, C, x_strides, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+def _amax_kernel(
+    x_ptr,
+    parts_ptr,
+    R,
+    C,
+    x_strides,
+    ALIGN_R: tl.constexpr,
+    ALIGN_C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
     """The largest magnitude in each program's share of x, for the cast to reduce. Grid: (parts,)."""
+    R, C = R // ALIGN_R * ALIGN_R, C // ALIGN_C * ALIGN_C
     tiles_c = tl.cdiv(C, BLOCK_C)
     largest = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
     for tile in range(tl.program_id(0), tl.cdiv(R, BLOCK_R) * tiles_c, tl.num_programs(0)):
@@ -100,12 +112,15 @@ def _cast_kernel(
     pitch,
     pitch_t,
     LARGEST: tl.constexpr,
+    ALIGN_R: tl.constexpr,
+    ALIGN_C: tl.constexpr,
     EMULATE: tl.constexpr,  # the interpreter's cast is wrong
     COUNT: tl.constexpr,  # a power of two, at least ``count``
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Cast x with one scale. Grid: (tiles of x,)."""
+    R, C = R // ALIGN_R * ALIGN_R, C // ALIGN_C * ALIGN_C
     DTYPE: tl.constexpr = values_ptr.dtype.element_ty
     tile = tl.program_id(0)
     tiles_c = tl.maximum(tl.cdiv(C, BLOCK_C), 1)  # an empty x has one program, for the scale
@@ -140,11 +155,14 @@ def _cast_rows_kernel(
     x_strides,
     pitch,
     LARGEST: tl.constexpr,
+    ALIGN_R: tl.constexpr,
+    ALIGN_C: tl.constexpr,
     EMULATE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
     """Cast x with a scale for each row; the second read of a program's rows hits the cache. Grid: (blocks of rows,)."""
+    R, C = R // ALIGN_R * ALIGN_R, C // ALIGN_C * ALIGN_C
     r = tl.program_id(0) * BLOCK_R
     largest = tl.zeros((BLOCK_R, BLOCK_C), dtype=tl.float32)
     for c in range(0, C, BLOCK_C):
