@@ -218,10 +218,24 @@ class GpuRun:
         """Measure the rows whose peers are ready at once."""
         later = sum({"tests": TESTS_S, "gpu": GPU_TESTS_S}.get(name, 0.0) for name in self.options.phases)
         remaining = self.until - time.monotonic()
-        self._measure(order.fast(self.benchmarks, self.settings), self._by(max(remaining - later, remaining / 2)))
+        self._measure(order.ordered(self._planned(slow=False)), self._by(max(remaining - later, remaining / 2)))
 
     def _slow_benchmarks(self) -> None:
-        self._measure(order.rows(self.benchmarks, self.settings, slow=True), self.until, SLOW_QUIET_S)
+        self._measure(self._planned(slow=True), self.until, SLOW_QUIET_S)
+
+    def _planned(self, *, slow: bool) -> list[order.Name]:
+        """The short plans' rows that are ``slow``, or the others. A plan that raises costs no other benchmark."""
+        found: list[order.Name] = []
+        for benchmark in self.benchmarks:
+            try:
+                found += [(benchmark.name, *row.key) for row in left(benchmark, self.settings) if row.slow is slow]
+            except Exception as error:
+                self._lose(benchmark.name, None, f"{type(error).__name__}: {error}")
+        return found
+
+    def _lose(self, bench: str, key: Sequence[str] | None, how: str, kind: str = "failed") -> None:
+        source = next(provenance.source_hash(each) for each in self.benchmarks if each.name == bench)
+        self.journal.add(kind, bench=bench, source=source, key=key, how=how)
 
     def _measure(self, wanted: Sequence[order.Name], until: float, quiet_s: float = 0.0) -> None:
         """Measure rows in their order. After a process that hangs or crashes in a row another one goes on."""
@@ -272,10 +286,9 @@ class GpuRun:
         kind = "hung" if ending.status == "hung" else "failed"
         if running is not None:
             lost[running[0]] += LOST_ROWS if kind == "hung" else 1
-            source = sources[running[0]]
-            self.journal.add(kind, bench=running[0], source=source, key=running[1], how=str(ending))
+            self._lose(*running, str(ending), kind)
         elif told == 0:
-            self.journal.add(kind, bench=wanted[0][0], source=sources[wanted[0][0]], key=None, how=str(ending))
+            self._lose(wanted[0][0], None, str(ending), kind)
         return told > 0
 
     # --- the end ------------------------------------------------------------------------------------------------------

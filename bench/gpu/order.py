@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from ..harness.benchmark import Benchmark, Settings
-from ..harness.records import left
+from collections.abc import Collection
 
 Name = tuple[str, str, str, str]  # of a row: benchmark, case, metric, peer
 
@@ -23,7 +20,6 @@ HEADLINES: tuple[Name, ...] = (
     ("linear_act", _UP, "forward, us", _CUBLAS),
     ("paged_decode", "s64-l8192-n32k8h128-page16-bf16", "decode, us", _COPY),
     ("paged_prefill", _PREFILL, "prefill, us", "SDPA FlashAttention, contiguous KV"),
-    ("overlap", "gather-t8192-k8192-n3584-r8-bf16", "every flag set, us", "own plain GEMM"),
     ("gated", "llama3-8b-tp1-gate_up-t8192-d4096-f28672-silu-bfloat16", "forward, us", "cuBLAS, doubled width"),
     ("linear_backward", _GPT, "dgrad with act', us", "cuBLAS dy @ w"),
     ("linear_backward", _GPT, "wgrad into fp32, us", "eager"),
@@ -39,19 +35,12 @@ HEADLINES: tuple[Name, ...] = (
     ("scaled_linear", _UP, "scales by tensor, us", "torch._scaled_mm"),
     ("linear_act", _GPT.replace("tanh", "erf"), "host time, us", "eager plus 10 us"),
     ("cache_write", "llama8b-t8192-k8-h128-p16-bf16", "write, us", _COPY),
+    ("overlap", "gather-t8192-k8192-n3584-r8-bf16", "every flag set, us", "own plain GEMM"),
 )
 SPIN = ("overlap", "all_reduce_norm")  # benchmarks whose kernels wait for flags, and so may wait for ever
 
 
-def fast(benchmarks: Iterable[Benchmark], settings: Settings) -> list[Name]:
-    """The short plans' rows whose peers need no long preparation: the headlines, the others, those that may hang."""
-    found = rows(sorted(benchmarks, key=lambda benchmark: benchmark.name in SPIN), settings, slow=False)
-    first = [name for name in HEADLINES if name in found]
-    return first + [name for name in found if name not in HEADLINES]
-
-
-def rows(benchmarks: Iterable[Benchmark], settings: Settings, *, slow: bool) -> list[Name]:
-    """The short plans' rows that are ``slow``, or the others."""
-    return [
-        (benchmark.name, *row.key) for benchmark in benchmarks for row in left(benchmark, settings) if row.slow is slow
-    ]
+def ordered(rows: Collection[Name]) -> list[Name]:
+    """The headlines, the others, those that may hang."""
+    others = [row for row in rows if row not in HEADLINES]
+    return [row for row in HEADLINES if row in rows] + sorted(others, key=lambda row: row[0] in SPIN)

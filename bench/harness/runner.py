@@ -280,6 +280,18 @@ def _emit(bench: str, event: str, /, **content: Any) -> None:
     print(json.dumps({"event": event, "bench": bench, **content}), flush=True)
 
 
+def _emit_verdict(bench: str, case: str, verdict: Verdict) -> None:
+    _emit(bench, "verdict", case=case, **vars(verdict), ok=verdict.ok)
+
+
+def _emit_start(bench: str, planned: Measurement) -> None:
+    _emit(bench, "start", key=planned.key)
+
+
+def _emit_row(bench: str, row: Row) -> None:
+    _emit(bench, "row", **row.record())
+
+
 def _stream(rows: Sequence[Sequence[str]], settings: Settings) -> int:
     """Measure ``rows`` (benchmark, case, metric, peer) in this order, for the GPU run's watchdog.
 
@@ -291,14 +303,11 @@ def _stream(rows: Sequence[Sequence[str]], settings: Settings) -> int:
     for name, group in itertools.groupby(rows, key=lambda row: row[0]):
         benchmark = find(name)
         _require(benchmark, settings)
-        emit = functools.partial(_emit, name)
 
-        def failed(
-            planned: Sequence[Measurement], error: Exception, name: str = name, emit: Callable[..., None] = emit
-        ) -> None:
+        def failed(planned: Sequence[Measurement], error: Exception, name: str = name) -> None:
             traceback.print_exception(error)
             for each in planned:
-                emit("failed", key=each.key, how=f"{type(error).__name__}: {error}"[:500])
+                _emit(name, "failed", key=each.key, how=f"{type(error).__name__}: {error}"[:500])
             lost[name] += 1
             if settings.cuda and not settings.dry:
                 torch.cuda.synchronize()  # raises again where the fault has ended the context
@@ -311,11 +320,13 @@ def _stream(rows: Sequence[Sequence[str]], settings: Settings) -> int:
                 settings,
                 outcome=outcomes[name],
                 only=[(case, metric, peer)],
-                on_verdict=lambda case, verdict, emit=emit: emit("verdict", case=case, **vars(verdict), ok=verdict.ok),
-                on_start=lambda planned, emit=emit: emit("start", key=planned.key),
-                on_row=lambda row, emit=emit: emit("row", **row.record()),
+                on_verdict=functools.partial(_emit_verdict, name),
+                on_start=functools.partial(_emit_start, name),
+                on_row=functools.partial(_emit_row, name),
                 on_error=failed,
             )
+        if settings.cuda and not settings.dry:
+            torch.cuda.empty_cache()
     print(json.dumps({"event": "end"}), flush=True)
     return 0 if all(outcome.green for outcome in outcomes.values()) else 1
 

@@ -232,13 +232,27 @@ _EMPTY = {
 }
 
 
-def test_the_headlines_come_first_and_what_may_hang_last():
-    settings = Settings(torch.device("cuda"), short=True)
-    found = order.fast(gpu_run.selection(())[1], settings)
+def test_the_headlines_come_first_and_what_may_hang_last(tmp_path):
+    run = gpu_run.GpuRun(gpu_run.Options(tmp_path, dry=True))
+    run.settings = Settings(torch.device("cuda"), short=True)
+    planned = run._planned(slow=False)
+    run.journal.close()
+    found = order.ordered(planned)
     assert found[: len(order.HEADLINES)] == list(order.HEADLINES)
     names = [name for name, *_ in found[len(order.HEADLINES) :]]
     assert set(names[min(map(names.index, order.SPIN)) :]) == set(order.SPIN)
-    assert len(found) == len(set(found)) > 150
+    assert len(found) == len(set(found)) == len(planned) > 150
+
+
+def test_a_plan_that_raises_costs_no_other_benchmark(tmp_path):
+    run = gpu_run.GpuRun(gpu_run.Options(tmp_path, ("benchmarks",), ("dropout", "rope"), dry=True))
+    broken = dataclasses.replace(run.benchmarks[0], plan=lambda settings: 1 / 0)
+    run.benchmarks = [broken, *run.benchmarks[1:]]
+    assert {name for name, *_ in run._planned(slow=False)} == {each.name for each in run.benchmarks[1:]}
+    run.journal.close()
+    assert [(e["bench"], e["how"]) for e in run.journal.of("failed")] == [
+        (broken.name, "ZeroDivisionError: division by zero")
+    ]
 
 
 def test_journal_forgets_rows_of_other_sources(tmp_path):
