@@ -425,7 +425,7 @@ def test_the_tests_that_may_hang_come_last(tmp_path, monkeypatch):
 def test_selection_by_op():
     ops, chosen = gpu_run.selection(["linear_act"])
     assert ops == ["linear_act"]
-    assert {benchmark.name for benchmark in chosen} == {"linear_act", "linear_backward", "mlp", "small_m"}
+    assert {benchmark.name for benchmark in chosen} == {"candidates", "linear_act", "linear_backward", "mlp", "small_m"}
     assert {benchmark.name for benchmark in gpu_run.selection(["gated_linear"])[1]} == {"gated"}
     with pytest.raises(ValueError, match="no op called 'nonsense'"):
         gpu_run.selection(["nonsense"])
