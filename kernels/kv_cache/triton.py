@@ -326,8 +326,7 @@ def _copy_blocks_kernel(
         mask = element < COUNT
         offset = (element % SIZES[len(SIZES) - 1]).to(tl.int64)
         outer = element // SIZES[len(SIZES) - 1]
-        for i in tl.static_range(len(SIZES) - 1):
-            d: tl.constexpr = len(SIZES) - 2 - i
+        for d in tl.static_range(len(SIZES) - 2, -1, -1):
             offset += (outer % SIZES[d]).to(tl.int64) * strides[d]
             outer = outer // SIZES[d]
         values = tl.load(cache_ptr + source * stride_block + offset, mask=mask)
