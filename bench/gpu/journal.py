@@ -96,7 +96,7 @@ def said(line: str) -> Event | None:
         found = json.loads(line)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return found if isinstance(found, dict) and ({"event", "op"} & found.keys()) else None
 
 
 def _read(path: Path) -> Iterator[Event]:
