@@ -44,11 +44,6 @@ def _shift(peak):
 @triton.jit
 def _row_statistics(row, target, first, columns, softcap, SMOOTH: tl.constexpr, BLOCK: tl.constexpr):
     """(largest, sum of exponentials, the target's score, sum) of a row's scores."""
-    column = target - first
-    here = (column >= 0) & (column < columns)
-    a = tl.load(row + column, mask=here, other=0.0).to(tl.float32)
-    score = tl.where(here, _cap(a, softcap), 0.0)
-
     peaks = tl.full((BLOCK,), -float("inf"), tl.float32)
     exps = tl.zeros((BLOCK,), tl.float32)
     totals = tl.zeros((BLOCK,), tl.float32)
@@ -61,6 +56,10 @@ def _row_statistics(row, target, first, columns, softcap, SMOOTH: tl.constexpr, 
         peaks = higher
         if SMOOTH:
             totals += tl.where(offs < columns, z, 0.0)
+    column = target - first
+    here = (column >= 0) & (column < columns)
+    a = tl.load(row + column, mask=here, other=0.0).to(tl.float32)
+    score = tl.where(here, _cap(a, softcap), 0.0)
     peak = tl.max(peaks, 0)
     return peak, tl.sum(exps * tl.exp(peaks - _shift(peak)), 0), score, tl.sum(totals, 0)
 

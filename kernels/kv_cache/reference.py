@@ -46,7 +46,8 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def scale_of(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The scale of each row of x [..., H] that is to be quantised to ``dtype``: [...]."""
     amax = x.abs().nan_to_num(nan=float("inf"), posinf=float("inf")).amax(-1)
-    return torch.where(amax > 0, (amax / LARGEST[dtype]).clamp_min(_TINY), 1.0)
+    # Over a tensor: torch's GPU kernels multiply by the inverse of a number, which rounds twice.
+    return torch.where(amax > 0, (amax / torch.full_like(amax, LARGEST[dtype])).clamp_min(_TINY), 1.0)
 
 
 def quantise(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -146,6 +146,7 @@ def plan_launch(*fields: Any) -> Plan:
             "MAX_IMPRECISE_ACC": config.block_k if gemm.fp32_sums else None,
             **({"ROW_SCALES": False} if split else row_scales),
             "UPCAST": call.arch == device.INTERPRETER,
+            "RELOAD": call.arch.startswith(("sm_9", "sm_10")),  # their products are asynchronous
             "USE_TMA": config.use_tma,
             "OUT_ALIGNED": config.use_tma and gemm.out_aligned,
             "EPILOGUE_SUBTILE": config.epilogue_subtile and not split,

@@ -74,6 +74,7 @@ def _multiply(
     a_strides,
     b_strides,
     ROW_SUM: tl.constexpr,
+    RELOAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -96,9 +97,11 @@ def _multiply(
         else:
             b_tile = load_tile(b, k, n, K, N, b_strides, BLOCK_K, BLOCK_N, USE_TMA)
         if ROW_SUM and n == 0:
-            # Loaded again: of a tile that a sum reads too, Triton keeps one buffer less than the products in flight need
-            # (triton-lang/triton#6691), and the next load would overwrite it beneath them.
-            row_sum += _load_a(a, m, k, M, K, a_strides, BLOCK_M, BLOCK_K, TRANS_A, USE_TMA).to(tl.float32)
+            if RELOAD:
+                summed = _load_a(a, m, k, M, K, a_strides, BLOCK_M, BLOCK_K, TRANS_A, USE_TMA)
+            else:
+                summed = a_tile
+            row_sum += summed.to(tl.float32)
         if UPCAST:
             a_tile = a_tile.to(tl.float32)
             b_tile = b_tile.to(tl.float32)
@@ -301,6 +304,9 @@ def _gemm_kernel(
     MAX_IMPRECISE_ACC: tl.constexpr,  # fp8 products summed in the tensor core's own 14 bits before fp32; None: any
     ROW_SCALES: tl.constexpr,  # scales by row and column, not one for each operand
     UPCAST: tl.constexpr,  # the interpreter's bf16 dot is wrong: multiply in fp32 there
+    # Beside asynchronous products Triton gives a tile that a sum reads too one buffer less than they need, and the next
+    # load overwrites it beneath them (triton-lang/triton#6691): what is summed is loaded again.
+    RELOAD: tl.constexpr,
     USE_TMA: tl.constexpr,
     OUT_ALIGNED: tl.constexpr,  # what the epilogue reads and writes has the alignment that TMA asks for
     EPILOGUE_SUBTILE: tl.constexpr,  # run the epilogue on the left and the right half of a tile, in half the registers
@@ -377,7 +383,7 @@ def _gemm_kernel(
                 for p in tl.static_range(PAIRS):
                     acc, row_sum = _multiply(
                         acc, row_sum, a_srcs[p], b_srcs[p], m, n, 0, Ks[p], M, N, Ks[p], a_strides[p], b_strides[p],
-                        False,
+                        False, RELOAD,
                         BLOCK_M, BLOCK_N, BLOCK_K, TRANS_A, TRANS_B, SWAP, PRECISION, MAX_IMPRECISE_ACC, UPCAST,
                         USE_TMA,
                     )  # fmt: skip
@@ -385,7 +391,7 @@ def _gemm_kernel(
                 acc_up = None
                 acc, row_sum = _multiply(
                     acc, row_sum, a_srcs[i], b_srcs[i], m, n, first_k, last_k, M, N, K, a_strides[i], b_strides[i],
-                    row_sum_ptrs[i] is not None,
+                    row_sum_ptrs[i] is not None, RELOAD,
                     BLOCK_M, BLOCK_N, BLOCK_K, TRANS_A, TRANS_B, SWAP, PRECISION, MAX_IMPRECISE_ACC, UPCAST, USE_TMA,
                 )  # fmt: skip
             if SWAP:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Literal, NamedTuple, overload
 
@@ -88,8 +89,9 @@ def rms_norm(
     Returns:
         y [..., D], (y, s) with a residual, (y, x) with ``carry``. s has the dtype to which x and residual promote, as
         in x + residual, and is rounded once; y is the norm of the rounded s, in s's dtype. Statistics and products are
-        fp32. Under autocast the result is what torch's norm gives there: fp32 on a GPU (s is not cast), s's dtype on a
-        CPU. Parameters are read in the dtype they have; nothing is cast for them.
+        fp32. Under autocast the result is what torch's norm gives there: fp32 on a GPU (s is not cast), but not of
+        rms_norm in torch 2.11; s's dtype elsewhere. Parameters are read in the dtype they have; nothing is cast for
+        them.
 
     Raises:
         ValueError: shapes, dtypes, devices or options that do not fit.
@@ -285,10 +287,16 @@ def _check(op: str, x: torch.Tensor, weight: Optional, bias: Optional, residual:
             raise ValueError(f"{op}: x is on {x.device} but {name} on {tensor.device}; move them together")
 
 
-def _result_dtype(s: torch.dtype, device: torch.device) -> torch.dtype:
-    """What torch's norms return for s: autocast takes them in fp32, but for fp64, and not on a CPU."""
+def _result_dtype(call: _Call, s: torch.dtype, device: torch.device) -> torch.dtype:
+    """What torch's norms return for s: fp32 under a GPU's autocast, if that knows the norm, but for fp64."""
     autocast = device.type == "cuda" and torch.is_autocast_enabled("cuda") and s != torch.float64
-    return torch.float32 if autocast else s
+    return torch.float32 if autocast and _autocasts(call.op) else s
+
+
+@functools.cache
+def _autocasts(norm: str) -> bool:
+    """Whether autocast runs torch's function of this name in fp32 on a GPU: rms_norm in torch 2.11 it does not."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{norm}", "AutocastCUDA"))
 
 
 def _reference(
@@ -303,7 +311,7 @@ def _reference(
                 rng_key, call.p, rows, cols, stream=call.stream, row_start=call.row_start
             )
         s = reference.residual_sum(x, residual, keep, call.p)
-    dtype = _result_dtype(s.dtype, s.device)
+    dtype = _result_dtype(call, s.dtype, s.device)
     if call.centred:
         y = reference.layer_norm(s, weight, bias, call.eps, call.weight_offset, dtype)
     else:
@@ -328,7 +336,7 @@ def _forward(
         call.p,
         call.stream,
         call.row_start,
-        _result_dtype(dtype, x.device),
+        _result_dtype(call, dtype, x.device),
     )
     y, rstd = shaped(found[0], x.shape[:-1]), found[1]
     s = None if residual is None else shaped(found[-1], x.shape[:-1])

@@ -57,7 +57,6 @@ def quantize(
     rows, cols = x.shape
     where = x.device
     values = _matrix(rows, cols, dtype, where)
-    values_t = _matrix(cols, rows, dtype, where) if transpose else None
     amax = alloc.empty((), torch.float32, where)
     given = scale is not None
     scale = scale.reshape(()) if scale is not None else alloc.empty((), torch.float32, where)
@@ -71,34 +70,45 @@ def quantize(
         _largest_of_parts(x, amaxes, block_r, block_c)
     else:
         amaxes = torch.zeros(1, dtype=torch.float32, device=where)
-    args = _common(x, dtype) | {
+    _cast(x, values, scale, amaxes, amax if parts is None else None, parts, margin)
+    if parts is not None:
+        _push(parts, history, amax)
+    if not transpose:
+        return [values, scale, amax]
+    values_t = _matrix(cols, rows, dtype, where)
+    if tiles:
+        _cast(x.t(), values_t, scale)
+    return [values, scale, amax, values_t]
+
+
+def _cast(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    amaxes: torch.Tensor | None = None,
+    amax: torch.Tensor | None = None,
+    parts: torch.Tensor | None = None,
+    margin: int = 0,
+) -> None:
+    """x [R, C] into ``values`` [R, C] by ``scale``, which is written first if there are ``amaxes``."""
+    block_r, block_c = _blocks(x.device)
+    args = _common(x, values.dtype) | {
         "values_ptr": values,
-        "values_t_ptr": values_t,
         "scale_ptr": scale,
         "amaxes_ptr": amaxes,
-        "amax_ptr": amax if parts is None else None,
+        "amax_ptr": amax,
         "parts_ptr": parts,
         "count": 0 if amaxes is None else amaxes.numel(),
         "stretch": 2.0**margin,
         "pitch": values.stride(0),
-        "pitch_t": 0 if values_t is None else values_t.stride(0),
         "COUNT": 1 if amaxes is None else triton.next_power_of_2(amaxes.numel()),
         "BLOCK_R": block_r,
         "BLOCK_C": block_c,
     }
     # An empty x has no tile, but a scale.
-    device.launch(
-        kernels._cast_kernel,
-        (max(tiles, 1),),
-        args,
-        num_warps=8,
-        num_stages=1,
-        on=values,
-        config=f"{block_r}x{block_c}",
-    )
-    if parts is not None:
-        _push(parts, history, amax)
-    return [values, scale, amax] if values_t is None else [values, scale, amax, values_t]
+    grid = (max(1, triton.cdiv(x.shape[0], block_r) * triton.cdiv(x.shape[1], block_c)),)
+    config = f"{block_r}x{block_c}"
+    device.launch(kernels._cast_kernel, grid, args, num_warps=8, num_stages=1, on=values, config=config)
 
 
 def _largest_of_parts(x: torch.Tensor, parts: torch.Tensor, block_r: int, block_c: int) -> None:

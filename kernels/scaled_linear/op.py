@@ -70,11 +70,12 @@ def quantize(
         history: [length] fp32, amaxes of earlier calls, newest first, zeros before the first. The scale comes from the
             largest of them (delayed scaling), and this call's amax is pushed in front, in place.
         margin: with ``history``, leave 2^margin of room above it.
-        transpose: also x^T, in the same pass over x; by row, with scales of its own, in a second one.
+        transpose: also x^T, in another pass over x; by row with scales of its own.
         impl: "auto", "triton" or "reference"; see ``kernels/runtime/dispatch.py``.
 
     An amax that is 0 or not finite gives the scale 1; NaN and infinite elements become NaN, finite ones saturate.
-    With one scale for x, current scaling reads x twice and delayed scaling once; neither asks the host. The kernel's
+    With one scale for x, current scaling reads x twice and delayed scaling once (and x^T reads it once more); neither
+    asks the host. The kernel's
     values lie in rows of a multiple of 16 bytes. Raises ValueError for arguments that do not fit.
     """
     _check_quantize(x, dtype, scaling, scale, history)

@@ -32,7 +32,8 @@ def magnitude(x: torch.Tensor, by_row: bool = False) -> torch.Tensor:
 def scale_of(amax: torch.Tensor, dtype: torch.dtype, margin: int = 0) -> torch.Tensor:
     """The scale for a largest magnitude; 1 where that is 0 or infinite."""
     amax = amax * 2.0**margin
-    scale = (amax / torch.finfo(dtype).max).clamp_min(_TINY)
+    # Over a tensor: torch's GPU kernels multiply by the inverse of a number, which rounds twice.
+    scale = (amax / torch.full_like(amax, torch.finfo(dtype).max)).clamp_min(_TINY)
     return torch.where((amax > 0) & (amax < float("inf")), scale, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Quantisation to fp8, with the transposed copy that backward multiplies, in the same pass.
+"""Quantisation to fp8.
 
 Maths, with x [R, C] and L the largest number of the fp8 format (448 in e4m3, 57344 in e5m2):
 
@@ -99,7 +99,6 @@ def _amax_kernel(
 def _cast_kernel(
     x_ptr,  # [R, C], any strides
     values_ptr,  # [R, C] in rows of ``pitch``
-    values_t_ptr,  # [C, R] in rows of ``pitch_t``, or None
     scale_ptr,  # one number: read if there are no amaxes, else written
     amaxes_ptr,  # magnitudes whose largest makes the scale, or None
     amax_ptr,  # where that largest goes, or None
@@ -110,7 +109,6 @@ def _cast_kernel(
     stretch,  # 2^margin
     x_strides,
     pitch,
-    pitch_t,
     LARGEST: tl.constexpr,
     ALIGN_R: tl.constexpr,
     ALIGN_C: tl.constexpr,
@@ -119,7 +117,11 @@ def _cast_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Cast x with one scale. Grid: (tiles of x,)."""
+    """Cast x with one scale. Grid: (tiles of x,).
+
+    Not with a transposed copy beside it: ptxas 12 assembles a kernel that stores an fp8 tile and its transpose so that
+    the latter holds bytes of neither (triton-lang/triton#11111; seen on an H200 with x in fp32).
+    """
     R, C = R // ALIGN_R * ALIGN_R, C // ALIGN_C * ALIGN_C
     DTYPE: tl.constexpr = values_ptr.dtype.element_ty
     tile = tl.program_id(0)
@@ -140,8 +142,6 @@ def _cast_kernel(
         tl.store(parts_ptr + tile, tl.max(tl.max(_magnitude(x), 1), 0))
     q = _to_fp8(x, _inverse(scale), DTYPE, LARGEST, EMULATE)
     store_tile(values_ptr, q, r, c, R, C, (pitch, 1), BLOCK_R, BLOCK_C, False)
-    if values_t_ptr is not None:
-        store_tile(values_t_ptr, q.T, c, r, C, R, (pitch_t, 1), BLOCK_C, BLOCK_R, False)
 
 
 @triton.jit(do_not_specialize=["R", "C"])

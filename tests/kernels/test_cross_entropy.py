@@ -116,7 +116,9 @@ def test_opcheck():
     utils = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     loss = Loss(9, 0, 9, -100, 0.1, 0.01, 4.0)
     torch.library.opcheck(schemas.statistics, (rows, weight, bias, targets, *loss, 4, "triton"), test_utils=utils)
-    for want, impl in (([True, True, True], "triton"), ([False, True, False], "reference"), ([True] * 3, "onednn")):
+    sides = [([True, True, True], "triton"), ([False, True, False], "reference")]
+    sides += [([True] * 3, "onednn")] if rows.device.type == "cpu" else []
+    for want, impl in sides:
         args = (rows, weight, bias, targets, *loss, None, want, impl)
         torch.library.opcheck(schemas.once, args, test_utils=utils)
         args = (rows, weight, bias, targets, stats, gain, *loss, None, want, impl)

@@ -195,7 +195,11 @@ def test_a_split_backward_forms_each_gradient_once(first, launched):
     second = "parameters" if first == "inputs" else "inputs"
     split = {first: torch.autograd.grad(outs, parts[first], (dy, ds), retain_graph=True)}
     split[second] = torch.autograd.grad(outs, parts[second], (dy, ds))
-    assert all(map(torch.equal, (*split["inputs"], *split["parameters"]), whole))
+    assert all(map(torch.equal, split["inputs"], whole))
+    if first == "inputs":  # the pass forms all of them at once
+        assert all(map(torch.equal, split["parameters"], whole[2:]))
+    else:  # asked for alone they come from another kernel, compiled apart: rounding may differ
+        torch.testing.assert_close(split["parameters"], whole[2:], rtol=1e-5, atol=1e-5)
     formed = [i for asked in launched for i, dtype in enumerate(asked) if dtype is not None]
     assert sorted(formed) == [0, 2, 3]
     assert len(launched) == (1 if first == "inputs" else 2)
@@ -213,7 +217,7 @@ def test_x_may_be_carried_on(name, impl, launched):
     ours = torch.autograd.grad((y, same), [x, *params], (dy, ds))
     expected = torch.autograd.grad((NORMS[name](x, *params, impl="reference"), x * 1), [x, *params], (dy, ds))
     torch.testing.assert_close(ours, expected)
-    assert len(launched) == (impl == "triton")
+    assert len(launched) == (impl == "triton" or (impl == "auto" and DEVICE.type == "cuda"))
     with torch.no_grad():
         assert NORMS[name](x, *params, carry=True, impl=impl)[1] is x
     with pytest.raises(ValueError, match="carry=True beside a residual"):
@@ -277,16 +281,18 @@ def test_autocast_gives_what_torch_gives(name, impl):
         assert grad.dtype == param.dtype
 
 
-def test_autocast_on_a_gpu_is_fp32(monkeypatch):
-    """The rule, where no GPU is: torch's list of operations that CUDA's autocast runs in fp32 names both norms."""
-    cuda = torch.device("cuda", 0)
-    assert op._result_dtype(torch.bfloat16, cuda) == torch.bfloat16
+@pytest.mark.parametrize("name", NORMS)
+def test_autocast_on_a_gpu_is_fp32(name, monkeypatch):
+    """The rule, where no GPU is: what CUDA's autocast runs in fp32 includes both norms, but rms_norm not in 2.11."""
+    cuda, call = torch.device("cuda", 0), op._Call(name, 1e-6, 0.0, 0.0, 0, 0, False)
+    assert op._result_dtype(call, torch.bfloat16, cuda) == torch.bfloat16
     with torch.autocast("cuda", dtype=torch.bfloat16) if torch.cuda.is_available() else monkeypatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setattr(torch, "is_autocast_enabled", lambda device_type: device_type == "cuda")
-        assert op._result_dtype(torch.bfloat16, cuda) == torch.float32
-        assert op._result_dtype(torch.float64, cuda) == torch.float64
-        assert op._result_dtype(torch.bfloat16, torch.device("cpu")) == torch.bfloat16
+        cast = name == "layer_norm" or not torch.__version__.startswith("2.11.")
+        assert op._result_dtype(call, torch.bfloat16, cuda) == (torch.float32 if cast else torch.bfloat16)
+        assert op._result_dtype(call, torch.float64, cuda) == torch.float64
+        assert op._result_dtype(call, torch.bfloat16, torch.device("cpu")) == torch.bfloat16
 
 
 # ------------------------------------------------------------------------------------------------ torch and users

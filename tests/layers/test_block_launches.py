@@ -13,6 +13,8 @@ from shardfuse import ParallelBlock, TransformerConfig
 from shardfuse.layers.attention.rope import Rotary, rope_tables
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# In fp32 torch's attention on a GPU repeats the heads of keys and values before it multiplies.
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 _FREE = {"aten._unsafe_view", "aten.detach", "aten.empty", "aten.promote_types"}  # no kernel, no pass over memory
 
 
@@ -35,8 +37,8 @@ def _block(style: str, **options: Any) -> tuple[ParallelBlock, torch.Tensor, Any
     config = TransformerConfig(
         style=style, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=4, num_kv_heads=2, **options
     )
-    block = ParallelBlock(config, impl="triton", device=DEVICE)
-    x = torch.randn(2, 8, 32, device=DEVICE, requires_grad=True)
+    block = ParallelBlock(config, impl="triton", device=DEVICE, dtype=DTYPE)
+    x = torch.randn(2, 8, 32, device=DEVICE, dtype=DTYPE, requires_grad=True)
     rope = rope_tables(torch.arange(8, device=DEVICE), Rotary.of(config))
     return block, x, rope
 

@@ -126,11 +126,11 @@ def _slots(case: Case, seed: int) -> tuple[torch.Tensor, int]:
     T, B = case.sizes["T"], case.sizes["B"]
     generator = torch.Generator().manual_seed(seed)
     pages = T if T <= _DECODES else -(-T // B)
-    deal = torch.randperm(pages + _SPARE_BLOCKS, generator=generator)[:pages]
+    deal = torch.randperm(pages + _SPARE_BLOCKS, generator=generator, device="cpu")[:pages]
     if T <= _DECODES:
-        slots = deal * B + torch.randint(B, (T,), generator=generator)
+        slots = deal * B + torch.randint(B, (T,), generator=generator, device="cpu")
     else:
-        slots = (deal[:, None] * B + torch.arange(B)).flatten()[:T]
+        slots = (deal[:, None] * B + torch.arange(B, device="cpu")).flatten()[:T]
     if T > 1:
         slots[-1] = -1
     return slots, pages + _SPARE_BLOCKS

@@ -143,8 +143,9 @@ def _build(item: device.Launch, target: str) -> Build:
     args = item.args
     steps = [item.fn.__name__.removeprefix("_").removesuffix("_kernel"), str(item.config)]
     steps += [NAMES[args["values_ptr"].dtype]] if "values_ptr" in args else []
-    steps += ["transposed"] if args.get("values_t_ptr") is not None else []
-    steps += ["delayed"] if args.get("parts_ptr") is not None and "values_ptr" in args else []
+    if "amaxes_ptr" in args:  # the cast with one scale
+        steps += ["transposed"] if args["amaxes_ptr"] is None else []
+        steps += ["delayed"] if args["parts_ptr"] is not None else []
     return Build(
         op="scaled_linear",
         config="-".join(["quantize", *steps]),
