@@ -50,17 +50,48 @@ CHOSEN = (
     Chosen("serve", _REQUESTS, _ALL, "vLLM, offline LLM", "the same", "vLLM, offline `LLM`"),
     Chosen("serve_http", "32-requests-at-once", _ALL, "vLLM's server", "the same over HTTP", "vLLM's server"),
 )
+_UP = "llama3-8b-tp1-up-t8192-d4096-f14336-gelu_tanh-bfloat16"
+_GATED = "llama3-8b-tp1-gate_up-t8192-d4096-f28672-silu-bfloat16"
+_GPT = "gpt3-13b-tp1-up-t4096-d5120-f20480-gelu_tanh-bfloat16"
+_NORM = "rms_norm-t8192-d4096-bf16"
+_LOSS = "t8192-d4096-v128256-bfloat16"
+_DECODE, _PREFILL = "s64-l{}-n32k8h128-page16-bf16", "s1-t8192-n32k8h128-page16-bf16"
+_CUBLAS, _COPY = "cuBLAS x @ w.T", "copy of the bytes"
+_SDPA, _CONTIGUOUS = "SDPA {}, contiguous KV", "SDPA's {}, keys not in pages"
+ON_A_GPU = (
+    Chosen(
+        "linear_act", _UP, "forward", _CUBLAS, "product, bias and GeLU, 8192 x 4096 -> 14336", "the product, cuBLAS"
+    ),
+    Chosen("linear_act", _UP, "forward", "eager", "the same", "eager"),
+    Chosen("gated", _GATED, "forward", "eager", "SwiGLU, 8192 x 4096 -> 2 x 14336", "eager"),
+    Chosen("linear_backward", _GPT, "wgrad into fp32", "eager", "weight gradient added in fp32", "eager"),
+    Chosen("linear_backward", _GPT, "linear_act backward", "eager", "backward of product, bias and GeLU", "eager"),
+    Chosen("norm", _NORM, "forward, us", _COPY, "RMSNorm, 8192 x 4096", "a copy of the bytes"),
+    Chosen("norm", f"{_NORM}-residual_same", _STEP, "eager", "RMSNorm of a sum, both ways", "eager"),
+    Chosen("rope", "llama8b-b1-s8192-n32-k8-h128-bf16", "forward, us", "eager", "RoPE, 8192 tokens", "eager"),
+    Chosen("cross_entropy", _LOSS, _STEP, "eager", "vocabulary's loss, 8192 x 4096 -> 128256, both ways", "eager"),
+    Chosen("cross_entropy", _LOSS, "peak bytes, weight", "eager", "the same, bytes (weight frozen)", "eager"),
+    Chosen("paged_decode", _DECODE.format(8192), "decode", _COPY, "decode, 64 x 8k", "a copy of the bytes"),
+    Chosen("paged_decode", _DECODE.format(8192), "decode", "vLLM", "the same", "vLLM's Triton kernel"),
+    Chosen("paged_decode", _DECODE.format(1024), "decode", "vLLM", "decode, 64 x 1k", "vLLM's Triton kernel"),
+    Chosen("paged_prefill", _PREFILL, "prefill", "vLLM", "prefill, 8k", "vLLM's Triton kernel"),
+    Chosen("paged_prefill", _PREFILL, "prefill", _SDPA.format("FlashAttention"), "the same", _CONTIGUOUS.format("FA2")),
+    Chosen("paged_prefill", _PREFILL, "prefill", _SDPA.format("cuDNN"), "the same", _CONTIGUOUS.format("cuDNN")),
+    Chosen("scaled_linear", _UP, "scales by tensor", "torch._scaled_mm", "fp8 product", "`torch._scaled_mm`"),
+    Chosen("small_m", _UP.replace("t8192", "t1"), "forward", _CUBLAS, "product of 1 token", "cuBLAS"),
+)
 
 
 def results(found: Sequence[Result]) -> list[str]:
     """What stands between the marks."""
-    return ["", *table(found), "", *textwrap.wrap(compiled(), 120), ""]
+    on_a_gpu = "On one GPU, bf16 but for the fp8 product, device time beside each peer in one run:"
+    return ["", *table(found), "", on_a_gpu, "", *table(found, ON_A_GPU), "", *textwrap.wrap(compiled(), 120), ""]
 
 
-def table(results: Sequence[Result]) -> list[str]:
-    """The lines of the table; LookupError for a row that no result holds, or that may not be shown."""
+def table(results: Sequence[Result], rows: Sequence[Chosen] = CHOSEN) -> list[str]:
+    """The lines of a table; LookupError for a row that no result holds, or that may not be shown."""
     lines = [_line(HEAD), _line("---" for _ in HEAD)]
-    for chosen in CHOSEN:
+    for chosen in rows:
         found = [(result, row) for result in results for row in _rows(result, chosen)]
         if not found:
             raise LookupError(f"no result that may be shown holds {chosen[:4]}: run the benchmark, or change CHOSEN")
@@ -81,7 +112,8 @@ def _cells(chosen: Chosen, result: Result, row: Row) -> Iterator[str]:
     yield f"{row.ratio:.3g}"
     yield "" if row.between is None else "{:.3g} to {:.3g}".format(*row.between)
     yield "" if row.target is None else f"{row.target:.3g}, {'met' if row.met else '**missed**'}"
-    yield f"{result.origin['cpu'].removeprefix('x86_64, ')}, {result.origin['date'][:10]}"
+    device = result.origin["cpu"].removeprefix("x86_64, ") if result.device == "cpu" else result.device
+    yield f"{device}, {result.origin['date'][:10]}"
 
 
 def compiled(folder: Path = RECORDS) -> str:

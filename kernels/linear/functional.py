@@ -25,6 +25,7 @@ from .reference import ACTIVATIONS
 Tensors = Sequence[torch.Tensor]
 
 MAX_WEIGHTS = 3
+FEW_TOKENS = 64  # up to which a product is bound by its weights' bytes
 _ASK_ONEDNN = ("auto", "onednn")  # the values of `impl` that may mean oneDNN
 
 
@@ -69,6 +70,9 @@ def measured(
     """The committed measurement by which the stock calls beat this forward launch, or None."""
     if not x.is_cuda:
         return None
+    arch = target.architecture(x.device)
+    if beaten := _beaten(arch, op, dtype, x.shape[:-1].numel()):
+        return beaten
 
     def bucket() -> str | None:
         steps = (("bias",) if biases[0] is not None else ()) + ((activation,) if activation != "identity" else ())
@@ -81,7 +85,21 @@ def measured(
         )
         return tuned.bucket(gemm)
 
-    return tuning.stock_wins(target.architecture(x.device), tuned.OP, bucket)
+    return tuning.stock_wins(arch, tuned.OP, bucket)
+
+
+def _beaten(arch: str, op: str, dtype: torch.dtype, tokens: int) -> str | None:
+    """Why the stock calls win whatever the sizes: they did at every size of the kind that was measured."""
+    if dtype == torch.float32 and arch.startswith("sm_") and not target.allow_tf32():
+        return (
+            "without tensor cores cuBLAS takes a tenth of the kernel's time (bench/results/nvidia-h200/candidates.json)"
+        )
+    few = isinstance(tokens, int) and tokens <= FEW_TOKENS
+    if op == "gated_linear" and arch == "sm_90" and dtype.itemsize == 2 and not few:
+        return (
+            "cuBLAS and a pass after it take 0.76 to 0.80 of the kernel's time (bench/results/nvidia-h200/gated.json)"
+        )
+    return None
 
 
 def check(

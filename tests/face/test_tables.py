@@ -52,7 +52,7 @@ def test_a_command_fits_and_loses_nothing(output: Callable[..., str], arguments:
         assert max(map(len, text.splitlines())) <= columns
         assert "…" not in text
         if arguments[0] != "schedule":  # a timeline has as many marks as columns
-            assert _words(wide) - {"name"} <= _words(text)  # blocks begin without their first column's heading
+            assert _words(wide) - {"name", "GPU"} <= _words(text)  # blocks begin without their first column's heading
 
 
 def _sheet() -> Sheet:
