@@ -70,8 +70,11 @@ def shared_bytes(chip: Chip, gemm: Gemm, config: GemmConfig) -> int:
     products = 2 if gemm.combine == "gated" else 1
     ieee = gemm.dtype == torch.float32 and gemm.precision == "ieee"
     rows = config.block_n if config.swap else config.block_m
-    stages = config.num_stages if chip.name in _ASYNCHRONOUS and rows >= 64 and not ieee else config.num_stages - 1
+    asynchronous = chip.name in _ASYNCHRONOUS and rows >= 64 and not ieee
+    stages = config.num_stages if asynchronous else config.num_stages - 1
     pipeline = stages * (config.block_m + products * config.block_n) * config.block_k * gemm.dtype.itemsize
+    if "row_sum" in gemm.epilogue and asynchronous:  # what is summed is loaded again
+        pipeline += config.block_m * config.block_k * gemm.dtype.itemsize
     if chip.name.startswith("AMD") or config.split_k > 1:
         return pipeline
     by_tma = config.use_tma and "accumulate" not in gemm.epilogue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,11 +15,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from tuning_case import BF16, CONFIG, FP32, GEMM, KEY, entry_of, look_up, shipped_tables, table_of
 
 from shardfuse.bench import tunable
+from shardfuse.bench.harness.stale import RESULTS
 from shardfuse.kernels.dev import registry
-from shardfuse.kernels.linear import cpu
+from shardfuse.kernels.linear import cpu, functional
+from shardfuse.kernels.linear.config import pick_config
 from shardfuse.kernels.linear.gemm import Gemm, GemmConfig
-from shardfuse.kernels.linear.tuned import MAX_TOKENS, OP, SOURCES, bucket, fits
-from shardfuse.kernels.runtime import tuning
+from shardfuse.kernels.linear.tuned import MAX_TOKENS, OP, SOURCES, bucket, fits, shared_bytes
+from shardfuse.kernels.runtime import device, tuning
+from shardfuse.kernels.runtime.chips import CHIPS
 
 
 @pytest.fixture
@@ -233,3 +237,55 @@ def test_row_invariant_products_have_no_bucket():
 def test_an_entry_that_no_longer_fits_can_be_told():
     assert fits("sm_90", GEMM, CONFIG)
     assert not fits("sm_90", GEMM, dataclasses.replace(CONFIG, num_stages=9))
+
+
+def test_row_sums_leave_no_room_for_a_fourth_stage():
+    """Compiled so, the kernel asks for 245,832 bytes of 232,448: the tile of a weight gradient without a bias."""
+    wgrad = Gemm("tn", 16384, 4096, 4096, torch.bfloat16, torch.bfloat16)
+    tile = pick_config("sm_90", wgrad)
+    summed = dataclasses.replace(wgrad, epilogue=("row_sum",))
+    assert (tile.block_m, tile.block_n, tile.num_stages) == (128, 256, 4)
+    assert fits("sm_90", wgrad, tile)
+    assert not fits("sm_90", summed, tile)
+    assert shared_bytes(CHIPS["sm_90"], summed, tile) == pytest.approx(245_832, rel=1e-3)
+    assert fits("sm_90", summed, pick_config("sm_90", summed))
+
+
+# --- what was measured to lose at every size --------------------------------------------------------------------------
+
+
+def _ratios(bench: str, case: str, metric: str, peer: str) -> list[float]:
+    rows = json.loads((RESULTS / "nvidia-h200" / f"{bench}.json").read_text())["rows"]
+    return [
+        row["ratio"] for row in rows if case in row["case"] and row["metric"] == metric and peer in row["peer_name"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("case", "faster"),
+    [
+        (("sm_90", "gated_linear", BF16, 65), True),
+        (("sm_90", "gated_linear", BF16, 64), False),  # few tokens were not measured
+        (("sm_100", "gated_linear", BF16, 4096), False),
+        (("sm_90", "linear_act", BF16, 4096), False),
+        (("sm_80", "linear_act", FP32, 1), True),
+        (("gfx942", "linear_act", FP32, 4096), False),
+    ],
+    ids=str,
+)
+def test_auto_takes_the_stock_calls_where_they_won_at_every_size(case, faster):
+    assert (functional._beaten(*case) is not None) is faster
+
+
+def test_with_tf32_a_product_in_fp32_is_the_kernels(monkeypatch):
+    monkeypatch.setattr(device, "allow_tf32", lambda: True)
+    assert functional._beaten("sm_90", "linear_act", FP32, 4096) is None
+
+
+def test_the_reasons_say_what_the_committed_results_hold():
+    gated = _ratios("gated", "gate_up", "forward, us", "eager")
+    said = re.search(r"take (\S+) to (\S+) of", functional._beaten("sm_90", "gated_linear", BF16, 65))
+    assert [f"{ratio:.2f}" for ratio in sorted(gated)] == [said[1], said[2]]
+    (fp32,) = _ratios("candidates", "float32", "forward, us", "cuBLAS")
+    assert "a tenth of the kernel's time" in functional._beaten("sm_90", "linear_act", FP32, 1)
+    assert fp32 == pytest.approx(0.1, rel=0.05)
