@@ -115,7 +115,7 @@ def training_step(
     x.grad = None
     for parameter in module.parameters():
         parameter.grad = None
-    y = (call or module)(x, **options)
+    y = (module if call is None else call)(x, **options)  # torch 2.11: a compiled module has no truth value
     y.backward(grad)
     return y.detach()
 

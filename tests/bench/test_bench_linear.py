@@ -375,3 +375,19 @@ def test_cpu_rows_run(monkeypatch, measured: Benchmark):
     assert outcome.green
     assert outcome.rows
     assert all(row.ratio > 0 and row.target is not None for row in outcome.rows if "recompute=0" not in row.metric)
+
+
+def test_a_compiled_module_without_a_truth_value_may_take_the_forward():
+    class Compiled:
+        """As torch 2.11's compiled modules."""
+
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return module(x)
+
+        def __len__(self) -> int:
+            raise TypeError("Linear does not support len()")
+
+    module, x = torch.nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True)
+    y = stock.training_step(module, x, torch.ones(4, 2), call=Compiled())
+    assert torch.equal(y, module(x))
+    assert torch.equal(module.bias.grad, torch.full((2,), 4.0))
