@@ -6,6 +6,7 @@ Plain functions on rows: x [T, D], W_i [F_i, D], b_i [F_i] or None, z_i and dz_i
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,7 +57,10 @@ def layer_choice(
 ) -> Choice:
     """What a layer with ``weight`` [F, D] will run, of as many tokens as it takes."""
     offer = None if device.type == "cuda" else cpu.offer(None, (weight,), weight.dtype, activation, not training)
-    return linear_act_choice(weight.dtype, device, impl, op=op, offer=offer)
+    stock_wins = None
+    if device.type == "cuda" and torch.cuda.is_available() and impl == dispatch.default_impl() == "auto":
+        stock_wins = _beaten(target.architecture(device), op, weight.dtype, tokens=sys.maxsize)
+    return linear_act_choice(weight.dtype, device, impl, op=op, stock_wins=stock_wins, offer=offer)
 
 
 def measured(
@@ -97,7 +101,8 @@ def _beaten(arch: str, op: str, dtype: torch.dtype, tokens: int) -> str | None:
     few = isinstance(tokens, int) and tokens <= FEW_TOKENS
     if op == "gated_linear" and arch == "sm_90" and dtype.itemsize == 2 and not few:
         return (
-            "cuBLAS and a pass after it take 0.76 to 0.79 of the kernel's time (bench/results/nvidia-h200/gated.json)"
+            f"above {FEW_TOKENS} tokens cuBLAS and a pass after it take 0.76 to 0.79 of the kernel's time "
+            "(bench/results/nvidia-h200/gated.json)"
         )
     return None
 

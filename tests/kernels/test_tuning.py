@@ -21,7 +21,7 @@ from shardfuse.kernels.linear import cpu, functional
 from shardfuse.kernels.linear.config import pick_config
 from shardfuse.kernels.linear.gemm import Gemm, GemmConfig
 from shardfuse.kernels.linear.tuned import MAX_TOKENS, OP, SOURCES, bucket, fits, shared_bytes
-from shardfuse.kernels.runtime import device, tuning
+from shardfuse.kernels.runtime import device, dispatch, tuning
 from shardfuse.kernels.runtime.chips import CHIPS
 
 
@@ -289,3 +289,16 @@ def test_the_reasons_say_what_the_committed_results_hold():
     (fp32,) = _ratios("candidates", "float32", "forward, us", "cuBLAS")
     assert "a tenth of the kernel's time" in functional._beaten("sm_90", "linear_act", FP32, 1)
     assert fp32 == pytest.approx(0.1, rel=0.05)
+
+
+@pytest.mark.parametrize(("dtype", "impl"), [(FP32, "reference"), (BF16, "triton")])
+def test_what_a_layer_is_said_to_run_on_a_gpu_is_what_calls_run(dtype, impl, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "architecture", lambda on: "sm_90")
+    monkeypatch.setattr(dispatch, "_why_not_triton", lambda on: None)
+    monkeypatch.setattr(dispatch, "_decided", {})
+    weight = torch.empty(8, 8, dtype=dtype, device="meta")
+    choice = functional.layer_choice(weight, torch.device("cuda", 0), "auto", "identity", True)
+    assert choice.impl == impl
+    if impl == "reference":
+        assert "candidates.json" in choice.reason
