@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import distributed_c10d
 
+from shardfuse.parallel.core.mesh import limit_timeout, timeout_of
 from shardfuse.training.layout import resolve
 from shardfuse.training.metrics import FILE, read_lines
 from shardfuse.training.restart import StopFile
@@ -84,6 +88,27 @@ class FreezeAfter(StopAfter):
         return 0
 
 
+class HurryAfter(StopAfter):
+    """Once ``mark`` exists, after a number of steps, every group of this process gives up after ``seconds``.
+
+    So the others may take any time to come as far. Until then the groups have the run's ``timeout``.
+    """
+
+    def __init__(self, steps: int, mark: str, timeout: float, seconds: float) -> None:
+        super().__init__(steps)
+        self._mark, self._timeout, self._seconds = Path(mark), timedelta(seconds=timeout), timedelta(seconds=seconds)
+
+    def read(self) -> int:
+        if super().read() and self._timeout != self._seconds:
+            while not self._mark.exists():
+                time.sleep(0.05)
+            for pg in distributed_c10d._world.pg_map:
+                assert timeout_of(pg, torch.device("cpu")) == self._timeout
+                limit_timeout(pg, self._seconds)
+            self._timeout = self._seconds
+        return 0
+
+
 def run_body(rank: int, world: int, text: str, resume: bool = False, stop_after: int = 1 << 30) -> RunResult:
     """Run the settings ``text``; the last rank asks to stop."""
     stop = StopAfter(stop_after if rank == world - 1 else 1 << 30)
@@ -106,12 +131,13 @@ def run_and_die(text: str, victim: int, step: int) -> RunResult:
     return train_run(RunSettings.from_json(text), False, DieAfter(step) if dies else StopAfter(1 << 30))
 
 
-def run_and_freeze(text: str, victim: int, step: int, mark: str) -> RunResult:
-    """The same, but ``victim`` is frozen."""
-    rank = int(os.environ["RANK"])
-    return train_run(
-        RunSettings.from_json(text), False, FreezeAfter(step, mark) if rank == victim else StopAfter(1 << 30)
-    )
+def run_and_freeze(text: str, victim: int, step: int, mark: str, seconds: float) -> RunResult:
+    """The same, but ``victim`` is frozen, and the others then wait for it ``seconds`` long."""
+    settings = RunSettings.from_json(text)
+    assert settings.timeout is not None
+    frozen = int(os.environ["RANK"]) == victim
+    stop = FreezeAfter(step, mark) if frozen else HurryAfter(step, mark, settings.timeout, seconds)
+    return train_run(settings, False, stop)
 
 
 def die_once(settings: RunSettings, resume: bool, stop_file: StopFile) -> RunResult:

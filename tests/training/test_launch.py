@@ -68,12 +68,12 @@ def test_killed_worker_is_told_from_one_that_the_launch_had_to_kill(launched: An
 @pytest.mark.ranks
 def test_frozen_worker_is_named_soon_after_the_timeout(launched: Any, tmp_path: Path):
     case = importlib.import_module("train_case")
-    settings = case.settings(tmp_path / "out", 2, parallel={"tp": 2}, timeout=12)
+    settings = case.settings(tmp_path / "out", 2, parallel={"tp": 2}, timeout=240)
     mark = tmp_path / "frozen"
     error = r"^rank 1: CollectiveError: \S+: \w+ failed.*; rank 0 did not respond and was ended$"
     with pytest.raises(WorkerError, match=error):
-        launch(case.run_and_freeze, settings.to_json(), 0, 2, str(mark), processes=2)
-    assert time.time() - mark.stat().st_mtime < settings.timeout + 15
+        launch(case.run_and_freeze, settings.to_json(), 0, 2, str(mark), 4.0, processes=2)
+    assert time.time() - mark.stat().st_mtime < 4 + 25  # torch's agent alone would wait 30 s
 
 
 @pytest.mark.parametrize(("kind", "starts"), [(RuntimeError, 3), (ValueError, 1)])
