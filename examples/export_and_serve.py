@@ -21,7 +21,7 @@ def main() -> None:
     args = parser.parse_args()
 
     sf.save_pretrained(sf.load_pretrained(args.folder), args.out)
-    tokenizer = AutoTokenizer.from_pretrained(args.out)
+    tokenizer = AutoTokenizer.from_pretrained(args.out, trust_remote_code=False)
     engine = sf.Engine(sf.load_pretrained(args.out).eval(), num_blocks=256, max_num_seqs=8)
     names = {}
     for prompt in args.prompt:

@@ -30,8 +30,10 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")
     args = parser.parse_args()
 
-    tokenizer = AutoTokenizer.from_pretrained(args.folder)
-    model = sf.fuse(AutoModelForCausalLM.from_pretrained(args.folder))  # the one line that differs
+    tokenizer = AutoTokenizer.from_pretrained(args.folder, trust_remote_code=False)
+    model = sf.fuse(
+        AutoModelForCausalLM.from_pretrained(args.folder, trust_remote_code=False)
+    )  # the one line that differs
     if args.lora:
         from peft import LoraConfig, get_peft_model
 

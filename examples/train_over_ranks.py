@@ -32,7 +32,9 @@ def main() -> None:
     model = sf.parallelize(model.train(), mesh, zero=args.zero)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    tokens = torch.tensor(AutoTokenizer.from_pretrained(args.folder)(args.text.read_text())["input_ids"])
+    tokens = torch.tensor(
+        AutoTokenizer.from_pretrained(args.folder, trust_remote_code=False)(args.text.read_text())["input_ids"]
+    )
     rows = tokens.unfold(0, args.length + 1, args.length)  # [rows, length + 1]: each begins with the last one's end
     loader = sf.data_loader(rows, mesh, batch_size=args.batch)  # this rank's share of them, in an order that all share
     step, device = 0, next(model.parameters()).device

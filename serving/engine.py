@@ -75,6 +75,10 @@ class Engine:
         impl: of the paged attention and the cache write; see ``kernels/runtime/dispatch.py``.
         tokenizer: the model's tokenizer, of ``tokenizers`` or transformers, or any object with ``decode(ids) -> str``.
             With it events carry text, and requests may have stop strings and guides.
+        guide_timeout_s: processor time in which a guide must compile. Compiling is tried in another process first, so
+            that a guide which needs more ends its own request only.
+        guide_memory_mib: memory of all guides together, those in use, those that compile and those kept for later. A
+            guide may take a quarter of what those in use leave.
 
     ``stats`` is an :class:`EngineStats`. Raises ValueError for sizes that cannot work, TypeError for another kind of
     model or tokenizer.
@@ -99,6 +103,8 @@ class Engine:
         invariant: bool = False,
         impl: str = "auto",
         tokenizer: Tokenizer | None = None,
+        guide_timeout_s: float = 10.0,
+        guide_memory_mib: int = 1024,
     ) -> None:
         check_impl(impl)
         self.model = model = as_servable(model)
@@ -141,7 +147,7 @@ class Engine:
             cache_options,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=limit,
+            max_model_len=min(limit, num_blocks * block_size),  # a folder's claim may be without bounds
             num_host_blocks=num_host_blocks,
             enforce_eager=enforce_eager,
             invariant=invariant,
@@ -152,7 +158,8 @@ class Engine:
         self._lost: RanksLost | None = None
         self._paused = False
         self._decode = None if tokenizer is None else decoder(tokenizer)
-        self._guides = Guides(tokenizer, config.vocab_size)
+        memory = whole_number("Engine: guide_memory_mib", guide_memory_mib) << 20
+        self._guides = Guides(tokenizer, config.vocab_size, guide_timeout_s, memory)
         self._admission = Admission(
             self._allocator,
             vocab_size=config.vocab_size,
@@ -378,6 +385,8 @@ class Engine:
         for sequence in sequences:
             if not arrives:
                 self._scheduler.remove(sequence)
+            if sequence.guide is not None:
+                sequence.guide.leave()
             self._cancelled.append(TokenEvent(number, None, why, error, text=sequence.rest(), index=sequence.index))
         return bool(sequences)
 
@@ -572,6 +581,8 @@ class Engine:
 
     def _retire(self, sequence: SequenceState) -> None:
         self._scheduler.remove(sequence)
+        if sequence.guide is not None:
+            sequence.guide.leave()
         others = self._live[sequence.number]
         others.remove(sequence)
         if not others:

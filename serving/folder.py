@@ -13,7 +13,7 @@ import torch
 
 from ..layers.attention.paged import default_block_size
 from ..layers.hf.folders import load_hf, read_hf_config
-from ..layers.hf.pretrained import load_pretrained
+from ..layers.hf.pretrained import load_pretrained, refusals_of
 from ..parallel.core.agreement import together
 from ..parallel.core.mesh import MeshLike, tp_group
 from .engine import KV_DTYPES, Engine
@@ -37,7 +37,7 @@ class FolderOptions:
             after loading, on a CPU 1 GiB; never more than ``max_num_seqs`` answers of full length need.
         chat_template: a file with a template that replaces the tokenizer's.
         max_num_seqs, max_model_len, max_num_batched_tokens, max_queued_requests, block_size, kv_dtype: those of
-            :class:`Engine`, as are num_host_blocks, enforce_eager and invariant.
+            :class:`Engine`, as are num_host_blocks, enforce_eager, invariant, guide_timeout_s and guide_memory_mib.
     """
 
     folder: Path
@@ -54,6 +54,8 @@ class FolderOptions:
     num_host_blocks: int = 0
     enforce_eager: bool = False
     invariant: bool = False
+    guide_timeout_s: float = 10.0
+    guide_memory_mib: int = 1024
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ def open_folder(options: FolderOptions, mesh: MeshLike = None) -> Opened:
         num_host_blocks=options.num_host_blocks,
         enforce_eager=options.enforce_eager,
         invariant=options.invariant,
+        guide_timeout_s=options.guide_timeout_s,
+        guide_memory_mib=options.guide_memory_mib,
         # A copy, because the engine's thread decodes while another thread encodes.
         tokenizer=copy.deepcopy(tokenizer),
     )
@@ -132,7 +136,8 @@ def _tokenizer(options: FolderOptions) -> Any:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: there is no such folder: expected config.json, weights and a tokenizer")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        with refusals_of(folder):
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds of errors
         raise ValueError(f"{folder}: its tokenizer cannot be loaded ({_SAVE}): {error}") from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of a folder without the files

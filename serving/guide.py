@@ -11,7 +11,11 @@ GuideKind = Literal["json_schema", "regex", "choice", "grammar"]
 
 
 class GuideRefused(ValueError):
-    """A guide that cannot be compiled; the message says why."""
+    """A guide that cannot be compiled, or cannot go on; the message says why."""
+
+
+class GuideBusy(GuideRefused):
+    """A guide that could be compiled later, when others are."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Guide:
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
             text = json.dumps(parsed)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"Guide.json_schema: the schema is no JSON ({error}): expected an object") from None
         if not isinstance(parsed, Mapping):
             raise ValueError(f"Guide.json_schema: {text}: expected an object, such as {{'type': 'integer'}}")

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .guide import GuideRefused
 from .guiding import masked
 from .request import SequenceState
 
@@ -61,12 +62,10 @@ def _check_allowed(scores: Sequence[float], sequences: Sequence[SequenceState]) 
     """Raise ValueError for a guided sequence whose chosen token has the score -inf: then all tokens have."""
     for score, sequence in zip(scores, sequences):
         if sequence.guide is not None and score == float("-inf"):
-            params = sequence.request.sampling
-            raise ValueError(
-                f"guide: after {sequence.generated} tokens of the answer, none of the tokens that it allows "
-                + ("is in allowed_tokens" if params.allowed_tokens is not None else "has a finite logit")
-                + ": allow more tokens, or name a stop token"
-            )
+            where = f"guide: after {sequence.generated} tokens of the answer, none of the tokens that it allows "
+            if sequence.request.sampling.allowed_tokens is not None:
+                raise GuideRefused(where + "is in allowed_tokens: allow more tokens, or name a stop token")
+            raise ValueError(where + "has a finite logit: allow more tokens, or name a stop token")
 
 
 def _draw(logits: torch.Tensor, likeliest: torch.Tensor, sequences: Sequence[SequenceState]) -> torch.Tensor:

@@ -104,7 +104,9 @@ def compare_with_transformers(folder: Path, model: ParallelTransformer, tokens: 
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    ).eval()
     ours = copy.deepcopy(model).to("cpu").eval()
     low, out = ours(tokens), theirs(tokens, use_cache=False).logits
     terms = sum(size for param in model.parameters() for size in param.shape)

@@ -139,7 +139,9 @@ def _model(kind: str, seed: int) -> Any:
     options = {"attn_implementation": "eager"}  # eager: SDPA has no soft-cap and would omit Gemma 2's
     options |= {"experts_implementation": "eager"} if family == "gpt_oss" else {}
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes), dtype=torch.float32, **options)
+    model = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING[family](**sizes), dtype=torch.float32, trust_remote_code=False, **options
+    )
     drawn = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():  # norms and biases start constant, which would hide errors

@@ -26,6 +26,7 @@ from ...parallel.core.sharding import local_tensor, logical, shard_slice
 from ..config import TransformerConfig
 from ..options import LayerOptions, ModelKwargs, Unpack
 from ..transformer import ParallelTransformer
+from . import claims
 from .config import CHECKSUMS, CHECKSUMS_FORMAT, CONFIG, INDEX, WEIGHTS, config_from_hf, config_to_hf
 from .export import export_hf
 
@@ -66,18 +67,23 @@ def _load(
     directory: Path, sums: checked.Sums | None, recompute: bool, mlp_recompute: int, options: ModelKwargs
 ) -> ParallelTransformer:
     shared = LayerOptions.of(load_hf, options, ModelKwargs)
+    _check_downloaded(directory)
+    raw = _read_json(directory / CONFIG, sums)
+    files = _weight_files(directory, sums)
+    with _explained(directory / CONFIG):
+        claims.check_counts(raw, [name for names in files.values() for name in names])
     config, kept = _read_config(directory, sums)
     on_meta = dataclasses.replace(shared, dtype=shared.dtype or kept, device="meta").kwargs(ModelKwargs)
-    files = _weight_files(directory, sums)
-    if config.num_layers > sum(map(len, files.values())):
-        raise ValueError(f"{directory}: {CONFIG} asks for {config.num_layers} layers, which no weights file holds")
     try:
         model = ParallelTransformer(config, recompute=recompute, mlp_recompute=mlp_recompute, **on_meta)
     except (RuntimeError, OverflowError, TypeError) as error:
-        raise ValueError(f"{directory / CONFIG}: no model has these values ({error})") from error
+        raise ValueError(
+            f"{directory / CONFIG}: no model has these values ({_in_words(error)}); its largest "
+            f"fields are {claims.largest(raw)}"
+        ) from error
     params: dict[str, torch.Tensor] = dict(model.named_parameters())
     _check_names(directory, config, set(params), files)
-    _check_shapes(params, files)
+    _check_shapes(params, files, raw)
     model.to_empty(device=shared.device or torch.get_default_device())
     _fill(named_entries(model), files)
     _check_unchanged(directory, sums)
@@ -106,7 +112,7 @@ def load_hf_weights(directory: StrPath, model: ParallelTransformer, *, group: Me
         _check_config(folder, config, model.config)
         files = _weight_files(folder, sums)
         _check_names(folder, config, names, files)
-        _check_shapes(wanted, files)
+        _check_shapes(wanted, files, {})
         _fill(wanted, files)
         _check_unchanged(folder, sums)
         model.loaded_from = folder.absolute()
@@ -149,14 +155,18 @@ def _check_config(directory: Path, found: TransformerConfig, ours: TransformerCo
             )
 
 
-def _check_shapes(wanted: dict[str, torch.Tensor], files: dict[Path, list[str]]) -> None:
+def _check_shapes(wanted: dict[str, torch.Tensor], files: dict[Path, list[str]], config: dict[str, Any]) -> None:
+    """ValueError for a tensor of another shape, with the fields of ``config`` that ask for it."""
     for path, names in files.items():
         with _explained(path), safe_open(path, framework="pt") as file:
             for name in names:
                 if name in wanted:
-                    found, expected = file.get_slice(name).get_shape(), logical(wanted[name]).shape
-                    if tuple(found) != tuple(expected):
-                        raise ValueError(f"{name} is {list(found)}, expected {list(expected)}")
+                    claims.check_shape(name, file.get_slice(name).get_shape(), logical(wanted[name]).shape, config)
+
+
+def _in_words(error: Exception) -> str:
+    """An error's message in one line, without the stack of C++ that torch appends."""
+    return " ".join(str(error).partition("\nException raised from")[0].split())
 
 
 @torch.no_grad()

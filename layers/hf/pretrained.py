@@ -21,13 +21,24 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from safetensors import safe_open
 from torch import nn
 
+from ...parallel.checkpoint import checked
 from ...parallel.core.agreement import agree, together
 from ...parallel.core.mesh import Group, MeshLike, everyone, tp_group
 from ...parallel.core.sharding import local_tensor, logical, shard_slice
 from ...parallel.materialize import allocate, device_of
 from ..fuse import fuse
+from . import claims
 from .config import CONFIG
-from .folders import StrPath, _check_downloaded, _check_files, _check_unchanged, _explained, _weight_files
+from .folders import (
+    StrPath,
+    _check_downloaded,
+    _check_files,
+    _check_unchanged,
+    _explained,
+    _in_words,
+    _read_json,
+    _weight_files,
+)
 
 _MAPPED_BYTES = 32 << 20  # of one file, before its pages are given back
 
@@ -72,7 +83,7 @@ def load_pretrained(
     device = torch.device(device)
     sums = _check_files(folder, group)
     there = torch.device("cpu") if device.type == "meta" else device
-    model = agree(group, lambda: _on_meta(folder, dtype, there, model_kwargs or {}))
+    model, targets = agree(group, lambda: _on_meta(folder, sums, dtype, there, model_kwargs or {}))
     fuse(model, mesh, **fusing)
     model.loaded_from = folder.absolute()
 
@@ -82,7 +93,7 @@ def load_pretrained(
         held = set().union(*together(ranks, lambda: set(model.state_dict())))
 
         def read() -> Reading:
-            reading = _read(model, held, _weight_files(folder, sums), progress)
+            reading = _read(model, held, _weight_files(folder, sums), targets, progress)
             _check_unchanged(folder, sums)
             return reading
 
@@ -96,22 +107,81 @@ def load_pretrained(
     return model.eval()
 
 
-def _on_meta(folder: Path, dtype: torch.dtype | None, device: torch.device, options: Mapping[str, Any]) -> Any:
-    """The stock model of ``folder`` with its settings for generation: parameters on meta, buffers on ``device``."""
+def _on_meta(
+    folder: Path,
+    sums: checked.Sums | None,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    options: Mapping[str, Any],
+) -> tuple[Any, list[_Target]]:
+    """The stock model of ``folder`` with its settings for generation, parameters on meta and buffers on ``device``, and
+    the sources of its parameters.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     _check_downloaded(folder)
+    raw = _read_json(folder / CONFIG, sums)
+    tensors = _Tensors(_weight_files(folder, sums))
     with _explained(folder / CONFIG):
-        if not (folder / CONFIG).exists():
-            raise FileNotFoundError(folder / CONFIG)
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        claims.check_counts(raw, tensors.where)
+        with refusals_of(folder, raw):
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        _drop_kernels(config)
         dtype = dtype or _dtype_of(config)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        with refusals_of(folder, raw), claims.few_modules(len(tensors.where), raw), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
+        claims.check_buffers(model, tensors.total, raw)
+        targets = _fitting(model, tensors, raw)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     _place_buffers(model, device)
-    return model
+    return model, targets
+
+
+def _fitting(model: Any, tensors: _Tensors, config: Mapping[str, Any]) -> list[_Target]:
+    """The sources of ``model``'s parameters, which have no memory yet, after a comparison of names and shapes.
+
+    Raises ValueError if the config claims other tensors than the files hold.
+    """
+    entries = model.state_dict(keep_vars=True)
+    targets = _targets(model, list(tensors.where), set(entries))
+    _check_names(model, targets, entries, set(entries))
+    for target in targets:
+        made = [entries[name] for name in target.made if name in entries]
+        shapes = [tensors.shapes[name] for name, _ in target.sources]
+        if target.converter is None and made:
+            claims.check_shape(target.name, shapes[0], made[0].shape, config)
+        claims.check_amount(target.name, sum(map(math.prod, shapes)), sum(each.numel() for each in made), config)
+    return targets
+
+
+@contextmanager
+def refusals_of(folder: Path, config: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Explain transformers' refusal of a folder: it needs Python code of its own, or has values that no model has."""
+    try:
+        yield
+    except (OSError, ImportError, MemoryError):
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{folder} asks for Python code of its own (auto_map), which is never run here: expected a model and a "
+                "tokenizer that transformers itself has"
+            ) from error
+        if isinstance(error, ValueError):
+            raise
+        cause = f"; its largest fields are {claims.largest(config)}" if config else ""
+        raise ValueError(f"no model has these values ({_in_words(error)}){cause}") from error
+
+
+def _drop_kernels(config: Any) -> None:
+    """Forget implementations that the file names: transformers would fetch some from a hub, and run them."""
+    if config._attn_implementation not in ("eager", "sdpa"):
+        config._attn_implementation = None
+    config._experts_implementation = None
+    for name in config.sub_configs:
+        if (inner := getattr(config, name, None)) is not None:
+            _drop_kernels(inner)
 
 
 def _dtype_of(config: Any) -> torch.dtype:
@@ -148,7 +218,9 @@ class _Target(NamedTuple):
 
 
 @torch.no_grad()
-def _read(model: Any, held: set[str], files: dict[Path, list[str]], progress: bool | None) -> Reading:
+def _read(
+    model: Any, held: set[str], files: dict[Path, list[str]], targets: list[_Target], progress: bool | None
+) -> Reading:
     """Fill ``model``, whose parameters have memory, with this rank's slices of the tensors in ``files``.
 
     ``held`` are the names of the tensors that the ranks hold together. Raises ValueError for tensors that are missing,
@@ -156,7 +228,6 @@ def _read(model: Any, held: set[str], files: dict[Path, list[str]], progress: bo
     """
     entries = model.state_dict(keep_vars=True)
     tensors = _Tensors(files)
-    targets = _targets(model, list(tensors.where), held)
     _check_names(model, targets, entries, held)
     with _bar(progress, tensors.total) as advance:
         for target in targets:
@@ -189,7 +260,7 @@ def _fill(model: Any, target: _Target, entries: dict[str, torch.Tensor], tensors
     if target.converter is None:
         ((name, _),) = target.sources
         entry = entries[target.name]
-        _check_shape(target.name, tensors.shape(name), entry)
+        _check_shape(target.name, tensors.shapes[name], entry)
         local_tensor(entry).copy_(tensors.part(name, shard_slice(entry)))
         return
     converter = copy.deepcopy(target.converter)
@@ -239,21 +310,19 @@ class _Tensors:
         self._path: Path | None = None
         self._file: Any = None
         self._since = 0  # bytes, since the file was opened
+        self.shapes: dict[str, list[int]] = {}
         self._sizes: dict[str, int] = {}
         for path, names in files.items():
             with _explained(path), safe_open(path, framework="pt") as file:
                 for name in names:
                     each = file.get_slice(name)
+                    self.shapes[name] = each.get_shape()
                     bits = re.search(r"\d+", each.get_dtype())
-                    self._sizes[name] = math.prod(each.get_shape()) * (int(bits[0]) if bits else 8) // 8
+                    self._sizes[name] = math.prod(self.shapes[name]) * (int(bits[0]) if bits else 8) // 8
         self.total = sum(self._sizes.values())
 
     def size(self, name: str) -> int:
         return self._sizes[name]
-
-    def shape(self, name: str) -> list[int]:
-        shape: list[int] = self._slice(name).get_shape()
-        return shape
 
     def part(self, name: str, index: Any) -> torch.Tensor:
         part: torch.Tensor = self._slice(name)[index]

@@ -9,6 +9,7 @@ start either, because each machine's agent counts its own (pytorch issue 135712)
 from __future__ import annotations
 
 import atexit
+import ipaddress
 import math
 import os
 import socket
@@ -197,8 +198,45 @@ def own_store(timeout: timedelta | None) -> tuple[dist.Store, int, int]:
     """The result of :func:`agent_store` if rank 0 keeps the store instead."""
     timeout = default_pg_timeout if timeout is None else timeout
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = next(rendezvous("env://", timeout=timeout))[0] if rank == 0 else _store_client(timeout)
+    store = _store_server(timeout) if rank == 0 else _store_client(timeout)
     return dist.PrefixStore("shardfuse", store), rank, world
+
+
+def _store_server(timeout: timedelta) -> dist.Store:
+    """The store at MASTER_ADDR and MASTER_PORT."""
+    host, port, world = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
+    try:
+        found = ipaddress.ip_address(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:  # torch says what is wrong with the name
+        found = None
+    if found is None or not found.is_loopback:
+        return next(rendezvous("env://", timeout=timeout))[0]
+    try:
+        return loopback_store(port, world, timeout, host=str(found))
+    except OSError as error:
+        raise dist.DistNetworkError(f"{host}:{port} cannot be listened on: {error}") from error
+
+
+def loopback_store(
+    port: int = 0, world: int | None = None, timeout: timedelta = default_pg_timeout, host: str = "127.0.0.1"
+) -> dist.TCPStore:
+    """A store that listens on the loopback interface alone, where torch's own listens on all; 0 is any free port.
+
+    With ``world`` it waits for so many processes. Raises OSError for a port that cannot be used.
+    """
+    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        return dist.TCPStore(
+            host,
+            listener.getsockname()[1],
+            world,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=world is not None,
+            master_listen_fd=os.dup(listener.fileno()),
+        )
+    finally:
+        listener.close()
 
 
 def _store_client(timeout: timedelta) -> dist.Store:

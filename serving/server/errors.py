@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
-from ..guide import GuideRefused
+from ..guide import GuideBusy, GuideRefused
 from ..ranks import RanksLost
 from ..request import QueueFull
 
@@ -78,7 +78,7 @@ def explained(error: Exception) -> ApiError:
     """The client's error for an ``error`` of the engine or of a request in it."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, QueueFull):
+    if isinstance(error, (QueueFull, GuideBusy)):
         return ApiError(429, str(error), code="rate_limit_exceeded", headers={"Retry-After": "1"})
     if isinstance(error, RanksLost):
         return unavailable(str(error), "ranks_lost", 30)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sockets
 import torch
 from launched import Leftovers
 
@@ -71,8 +72,11 @@ def _start(command: Sequence[str | Path], leftovers: Any, folder: Path, **option
 
 def test_demo_from_training_to_serving(leftovers: Any, tmp_path: Path):
     demo = _start([*_COMMAND, "--device", "cpu", "--seconds", "1000"], leftovers, tmp_path)
-    output, errors = demo.communicate(timeout=1200)
+    with sockets.watched(demo.pid) as seen:
+        output, errors = demo.communicate(timeout=1200)
     assert demo.returncode == 0, output + errors
+    assert seen
+    assert all(address.local for address in seen), seen
     leftovers.assert_none()
     assert os.listdir(tmp_path) == ["shardfuse-demo"]
     out = tmp_path / "shardfuse-demo"

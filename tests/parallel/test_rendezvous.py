@@ -10,14 +10,14 @@ import pytest
 import torch.distributed as dist
 
 from shardfuse.parallel.core import rendezvous
-from shardfuse.parallel.core.rendezvous import LEADER, start_name
+from shardfuse.parallel.core.rendezvous import LEADER, loopback_store, start_name
 
 WAIT = timedelta(seconds=60)
 
 
 @pytest.fixture
 def server() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return loopback_store()
 
 
 def _meet(server: dist.TCPStore, rank: int, world: int, timeout: timedelta = WAIT) -> str:

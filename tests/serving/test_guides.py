@@ -20,7 +20,7 @@ pytest.importorskip("llguidance", reason="llguidance is not installed (pip insta
 import llguidance
 import tokenizer_case as case
 
-from shardfuse.serving import Engine, Guide, Request, SamplingParams, TokenEvent, guiding
+from shardfuse.serving import Engine, Guide, Request, SamplingParams, TokenEvent, guide_process, guiding
 from shardfuse.serving.sampling import uniform
 
 MARGIN = 1e-8  # between what is chosen and what is not; solo and batched forwards in fp64 differ by about 1e-14
@@ -94,7 +94,7 @@ def _text(events: list[TokenEvent]) -> str:
 
 def _compiled(engine: Engine, *guides: Guide) -> None:
     for guide in guides:
-        engine._guides.start(guide, ()).compiled.result(60)
+        engine._guides.start(guide, ()).compiled.matcher.result(60)
 
 
 def _all() -> list[tuple[str | None, Request]]:
@@ -112,7 +112,8 @@ def _solo(request: Request) -> list[int]:
     """The answer alone: each token from a forward of the whole sequence, masked by llguidance with the real EOS."""
     tokenizer = llguidance.LLTokenizer(TOKENIZER.to_str(), n_vocab=case.VOCABULARY, eos_token=END)
     sampling, answer = request.sampling, []
-    matcher = None if sampling.guide is None else llguidance.LLMatcher(tokenizer, guiding._grammar(sampling.guide))
+    guide = sampling.guide
+    matcher = None if guide is None else guide_process.build(tokenizer, guide.kind, guide.source, guide.any_whitespace)
     while len(answer) < request.max_new_tokens and not (answer and answer[-1] == END):
         logits = case.model()(torch.tensor([[*request.prompt, *answer]]))[0, -1]
         if matcher is not None:
@@ -168,7 +169,7 @@ def test_masks_of_all_rows_are_filled_at_once():
     states = []
     for guide, _ in list(GUIDES.values()) * 8:
         states.append(engine._guides.start(guide, [END]))
-        states[-1].compiled.result(60)
+        states[-1].compiled.matcher.result(60)
         assert states[-1].begin() is None
     logits = torch.randn(32, case.VOCABULARY)
     began = time.perf_counter()
@@ -256,7 +257,7 @@ def test_logprobs_are_the_models_own():
 def test_a_fork_goes_its_own_way():
     engine = _engine()
     state = engine._guides.start(Guide.regex("a(bc|de)"), ())
-    state.compiled.result(60)
+    state.compiled.matcher.result(60)
     assert state.begin() is None
     a, b, c, d = (TOKENIZER.token_to_id(each) for each in "abcd")
     state.advance(a)
@@ -275,10 +276,10 @@ def test_a_guide_is_compiled_while_others_go_on(monkeypatch: pytest.MonkeyPatch)
     may, compiled = threading.Event(), []
     original = guiding.Guides._compile
 
-    def slow(self: guiding.Guides, guide: Guide) -> Any:
-        compiled.append(guide)
+    def slow(self: guiding.Guides, each: Any, room: int) -> None:
+        compiled.append(each.guide)
         assert may.wait(60)
-        return original(self, guide)
+        original(self, each, room)
 
     monkeypatch.setattr(guiding.Guides, "_compile", slow)
     engine, free = _engine(), Request([1], 6)
@@ -346,7 +347,7 @@ def test_a_closed_engine_guides_again():
         with engine:
             ((*_, last),) = _run(engine, _request(Guide.choice(["yes"])))
             assert last.finish == "stop"
-        assert engine._guides._pool is None
+        assert engine._guides._compiler is None
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import sockets
 
 PATIENCE_S = 120.0  # for a process to start or end on a busy machine
 PROMPTS = [
@@ -80,7 +81,11 @@ def serving(*arguments: str) -> Iterator[Process]:
     """A server on a free port, unless the arguments name one; in the end it is gone."""
     process = Process(*arguments, *([] if "--port" in arguments else ["--port", "0"]))
     try:
-        yield process.started()
+        process.started()
+        seen = sockets.listening(process.popen.pid)
+        assert seen
+        assert all(address.local for address in seen), seen
+        yield process
     finally:
         for pid in process.children():
             with contextlib.suppress(ProcessLookupError):

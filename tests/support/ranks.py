@@ -98,9 +98,9 @@ class Pool:
     def _grow(self, world: int) -> list[_Worker]:
         """The first ``world`` workers; those that are not there are started."""
         if self._store is None:
-            import torch.distributed as dist
+            from shardfuse.parallel.core.rendezvous import loopback_store
 
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store = loopback_store()
         self._workers += [None] * (world - len(self._workers))
         fresh = [_Worker(rank) for rank, worker in enumerate(self._workers[:world]) if worker is None]
         for worker in fresh:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from shardfuse import ParallelTransformer, TransformerConfig, export_hf, load_hf
 from shardfuse.commands.train import TrainOptions, run_train
 from shardfuse.parallel.checkpoint.checkpoint import save_checkpoint
+from shardfuse.parallel.core.rendezvous import loopback_store
 from shardfuse.training.folders import RunFolder
 from shardfuse.training.metrics import read_lines
 from shardfuse.training.restart import TIME_IS_UP, StopFile
@@ -143,7 +144,7 @@ def _under_torchrun_body(
 
 
 def _server() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return loopback_store()
 
 
 def test_restart_goes_on_only_where_the_start_was_let_in(ranks: Any, case: Any, tmp_path: Path):

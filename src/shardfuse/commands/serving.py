@@ -70,6 +70,12 @@ def serve(
     max_queued_requests: Annotated[int, typer.Option(help="Requests that may wait; more get 429.")] = 1024,
     chat_template: ChatTemplate = None,
     invariant: Invariant = False,
+    guide_timeout: Annotated[
+        float, typer.Option(help="Seconds of processor time in which a schema or grammar must compile.")
+    ] = 10,
+    guide_memory_mib: Annotated[
+        int, typer.Option(help="Memory of all compiled schemas and grammars; one may take a quarter.")
+    ] = 1024,
     max_body_bytes: Annotated[int, typer.Option(help="The most bytes of a request; more get 413.")] = 8 * 1024 * 1024,
     request_timeout: Annotated[float | None, typer.Option(help="The most seconds that an answer may take.")] = None,
     health_timeout: Annotated[
@@ -87,7 +93,8 @@ def serve(
     from . import serve as command
 
     opening.check_installed("serve", command.NEEDED)
-    model_options = _opening(context, max_queued_requests=max_queued_requests)
+    guides = {"guide_timeout_s": guide_timeout, "guide_memory_mib": guide_memory_mib}
+    model_options = _opening(context, max_queued_requests=max_queued_requests, **guides)
     if log not in ("text", "json"):
         raise typer.BadParameter(f"{log!r}: expected text or json", param_hint="--log")
     if log_level not in ("debug", "info", "warning", "error"):
