@@ -119,6 +119,8 @@ class GuideCompiler:
         said = json.loads(line) if line else {"failed": f"ended with {process.wait()}"}
         if "failed" in said:
             _end(process)
+            process.stdout.close()
+            process.wait()
             raise RuntimeError(f"guide: the process that compiles guides cannot start: {said['failed']}")
         self._trials = {}
         listen = threading.Thread(
@@ -138,10 +140,11 @@ class GuideCompiler:
 def _listen(process: subprocess.Popen[bytes], trials: dict[int, Trial], lock: threading.Lock) -> None:
     """Pass each of the process's answers to its trial, and its end to all that are left."""
     assert process.stdout is not None
-    for line in process.stdout:
-        answer = json.loads(line)
-        if (trial := trials.pop(answer["id"], None)) is not None:
-            trial.hear(answer)
+    with process.stdout:
+        for line in process.stdout:
+            answer = json.loads(line)
+            if (trial := trials.pop(answer["id"], None)) is not None:
+                trial.hear(answer)
     code = process.wait()
     with lock:  # later trials find that it has ended
         while trials:

@@ -57,7 +57,7 @@ def models(kind: str) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     default = CONFIG_MAPPING[kind]()
     config = CONFIG_MAPPING[kind](**{name: size for name, size in SIZES.items() if hasattr(default, name)})
-    stock = AutoModelForCausalLM.from_config(config).train()
+    stock = AutoModelForCausalLM.from_config(config, trust_remote_code=False).train()
     return fuse(copy.deepcopy(stock)), stock
 
 

@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 
+import sockets
 from http_load import KINDS, Load, Process, leaks, serving
 
 from shardfuse.testing import save_tiny_hf
@@ -154,6 +155,36 @@ def test_a_rank_that_is_lost_under_load(folder: Path) -> None:
             _lose(process, how, alone)
     with serving(str(folder), *ranks, "--port", port) as process:
         assert process.post("/v1/completions", prompt="once", max_tokens=16, temperature=0).json()["choices"] == alone
+
+
+def test_guides_that_would_end_or_fill_the_server_do_not(folder: Path) -> None:
+    """One that overflows a stack is a 400, one that compiles for ever ends with its client, and others go on."""
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(5000)}
+    deep = {"$defs": {**chain, "d5000": {"type": "integer"}}, "$ref": "#/$defs/d0"}
+    with serving(str(folder)) as process:
+        pid = process.popen.pid
+        answer = process.post("/v1/completions", prompt="a", structured_outputs={"json": deep})
+        assert answer.status_code == 400
+        assert "too complex" in answer.json()["error"]["message"]
+        (compiler,) = sockets.family(pid)[1:]
+        for number in (9999991, 9999973):
+            endless = {"prompt": "a", "structured_outputs": {"json": {"type": "integer", "multipleOf": number}}}
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(f"{process.url}/v1/completions", json=endless, timeout=0.5)
+        answer = process.post("/v1/completions", prompt="a", max_tokens=4, structured_outputs={"regex": "[0-9]+"})
+        assert answer.status_code == 200
+        deadline = time.monotonic() + 20
+        while sockets.family(pid) != [pid, compiler] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert sockets.family(pid) == [pid, compiler]  # nothing compiles any more
+        deadline = time.monotonic() + 20
+        with contextlib.suppress(httpx.HTTPError):
+            httpx.post(f"{process.url}/v1/completions", json=endless, timeout=0.5)
+        assert process.ended(signal.SIGTERM) == 0
+        assert "Traceback" not in process.said()
+    while (left := Path(f"/proc/{compiler}").exists()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
 
 
 def _lose(process: Process, how: signal.Signals, alone: list[dict[str, Any]]) -> None:
