@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -99,3 +100,9 @@ def test_kernels_that_a_config_names_are_not_fetched(
     model = load_pretrained(folder)
     assert model.config._attn_implementation in ("eager", "sdpa")
     assert shardfuse.load_hf(folder) is not None
+
+
+def test_the_tests_that_the_promises_name_exist() -> None:
+    named = re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "SECURITY.md").read_text())
+    assert len(named) > 8
+    assert [path for path in named if not (ROOT / path).is_file()] == []
