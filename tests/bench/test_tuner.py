@@ -143,7 +143,7 @@ def test_candidates_are_compiled_elsewhere_and_judged(monkeypatch):
     bad = GemmConfig(128, 256, 64, 4, 3, use_tma=True)  # 256 accumulators per thread
     case = next(each for each in registry.op("paged_attention").cases if each.name == "decode-llama8b-bf16")
     [tile] = attention_workload.calls(case, "sm_90")
-    crowded = AttentionConfig(64, 128, 4, 3)
+    crowded = AttentionConfig(128, 128, 4, 3)
     pairs = [(call, good), (call, bad), (tile, tile.now("sm_90")), (tile, crowded)]
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     problems = dict(workload.compile_all(pairs, "sm_90", jobs=2))

@@ -73,7 +73,7 @@ BUILDS = [
         _build(_pointer_gemm_kernel, "exempt", "sm_90", (64, 64, 32), 4, 2), exempt="a sample without TMA"
     ),
     _build(_pointer_gemm_kernel, "old-chip", "sm_80", (64, 64, 32), 4, 2),
-    _build(_pointer_gemm_kernel, "spills-on-amd", "gfx942", (256, 256, 32), 4, 2),
+    _build(_pointer_gemm_kernel, "spills-on-amd", "gfx942", (256, 256, 32), 2, 2),
     PREFILL,
     dataclasses.replace(PREFILL, config="prefill-waits", num_stages=3),
     GATED,

@@ -26,7 +26,7 @@ def _compiled(build: registry.Build) -> dict[str, Any]:
     tile = build.tile
     return {
         "config": build.config,
-        "ptx": [line.strip() for line in kernel.asm["ptx"].splitlines()],
+        "ptx": [line for each in kernel.asm["ptx"].splitlines() if not (line := each.strip()).startswith(".loc")],
         "flags": build.args.get("FLAGS", build.args.get("LANES")),
         "layouts": _layouts(kernel.asm["ttgir"]),
         "shared": kernel.metadata.shared,

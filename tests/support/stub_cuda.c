@@ -71,6 +71,7 @@ static Result some(void **handle) {
 }
 
 Result cuCtxGetCurrent(void **context) { return some(context); }
+Result cuCtxGetDevice(int *device) { *device = 0; return 0; }
 Result cuCtxGetLimit(size_t *bytes, int limit) { *bytes = 0; return 0; }
 Result cuCtxSetCurrent(void *context) { return 0; }
 Result cuCtxSetLimit(int limit, size_t bytes) { return 0; }
@@ -83,6 +84,7 @@ Result cuFuncSetCacheConfig(void *function, int config) { return 0; }
 Result cuGetErrorString(Result error, const char **text) { *text = "refused by the stub"; return 0; }
 Result cuModuleGetFunction(void **function, void *module, const char *name) { return some(function); }
 Result cuModuleLoadData(void **module, const void *image) { return some(module); }
+Result cuModuleUnload(void *module) { return 0; }
 Result cuOccupancyMaxActiveClusters(int *clusters, void *function, const void *config) { *clusters = 1; return 0; }
 Result cuTensorMapEncodeIm2col(void) { return 0; }
 Result cuTensorMapEncodeTiled(void) { return 0; }
