@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..layers.attention.paged import default_block_size
-from ..layers.hf.folders import load_hf, read_hf_config
+from ..layers.hf.folders import check_claims, load_hf, read_hf_config
 from ..layers.hf.pretrained import load_pretrained, refusals_of
 from ..parallel.core.agreement import together
 from ..parallel.core.mesh import MeshLike, tp_group
@@ -135,6 +135,7 @@ def _tokenizer(options: FolderOptions) -> Any:
     folder = options.folder
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: there is no such folder: expected config.json, weights and a tokenizer")
+    check_claims(folder)  # transformers' tokenizers read the config as well
     try:
         with refusals_of(folder):
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -6,153 +6,203 @@ import contextlib
 import itertools
 import json
 import os
+import select
 import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from multiprocessing.spawn import get_executable
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any
+from typing import IO, Any
 
 from . import guide_process
 from .guide import Guide, GuideBusy, GuideRefused
 
 _TRIES = 2  # of a trial whose process ends without an answer, say because the system has no memory left
+_PATIENCE_S = 30.0  # for the process to read its tokenizer, or a message
+_numbers = itertools.count()
 
 
 class Trial:
-    """A compilation on trial, which waits for its answer in one thread; others may end the wait."""
+    """A compilation on trial within ``nbytes`` of memory, all trials together within ``room``.
 
-    def __init__(self) -> None:
-        self._heard: SimpleQueue[dict[str, Any]] = SimpleQueue()
-        self.hear, self.wait = self._heard.put, self._heard.get
+    ``done`` is called once, in another thread, with the bytes that it took or with the error. ``most`` are the bytes
+    that it could have if no other guide were in use.
+    """
 
-    def give_up(self) -> None:
-        self.hear({"given up": True})
+    def __init__(
+        self, guide: Guide, nbytes: int, room: int, most: int, seconds: float, done: Callable[[int | Exception], None]
+    ) -> None:
+        self.number = next(_numbers)
+        self.guide = guide
+        self.done = done
+        self.tries = 0
+        self._nbytes, self._room, self._most, self._seconds = nbytes, room, most, seconds
+
+    def message(self) -> dict[str, Any]:
+        guide = self.guide
+        what = {"kind": guide.kind, "source": guide.source, "any_whitespace": guide.any_whitespace}
+        limits = {"bytes": self._nbytes, "room": self._room, "seconds": self._seconds}
+        return {"id": self.number, **what, **limits}
+
+    def hear(self, said: dict[str, Any]) -> None:
+        """Take the process's answer."""
+        kind = f"guide: this {self.guide.kind}"
+        if "bytes" in said:
+            self.done(said["bytes"])
+        elif "refused" in said:
+            self.done(GuideRefused(f"{kind} cannot be compiled: {said['refused']}"))
+        elif said["over"] == "stack":
+            self.done(
+                GuideRefused(
+                    f"{kind} is too complex: it nests too deeply, or its definitions refer to each other in too long a "
+                    "chain"
+                )
+            )
+        elif said["over"] == "seconds":
+            self.done(GuideRefused(f"{kind} is too complex: it needs more than {self._seconds:g} s to compile"))
+        elif said["over"] == "memory" and self._nbytes < self._most:
+            self.done(
+                GuideBusy(
+                    f"{kind} needs more than {self._nbytes >> 20} MiB of memory to compile, and the guides in use now "
+                    "leave no more: try again later"
+                )
+            )
+        elif said["over"] == "memory":
+            self.done(
+                GuideRefused(f"{kind} is too complex: it needs more than {self._most >> 20} MiB of memory to compile")
+            )
+        else:
+            self.done(
+                GuideBusy(f"{kind} found no room to compile beside others, of the processor or the memory: try again")
+            )
 
 
 class GuideCompiler:
     """The process that compiles guides on trial. It starts with the first one and stays; another replaces a dead one.
 
-    Any number of threads may call :meth:`compile` at once. ``tokenizer`` has the fields of the first message.
+    One thread calls :meth:`send` and :meth:`drop`, which may wait for the process; any thread may call :meth:`close`,
+    which does not. ``tokenizer`` has the fields of the first message.
     """
 
-    def __init__(self, tokenizer: dict[str, Any], seconds: float) -> None:
-        self.pid: int | None = None  # of the process
-        self._first = {"path": sys.path, **tokenizer}
-        self._seconds = seconds
-        self._numbers = itertools.count()
-        self._lock = threading.Lock()  # guards what follows, and writing to the process
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, tokenizer: dict[str, Any], again: Callable[[Trial], object]) -> None:
+        self._first = {"path": [str(each) for each in sys.path], **tokenizer}
+        self._again = again  # sends a trial once more
+        self._lock = threading.Lock()  # guards the next two attributes
         self._trials: dict[int, Trial] = {}
+        self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
-    def compile(self, trial: Trial, guide: Guide, nbytes: int, room: int, most: int) -> int:
-        """Compile ``guide`` within ``nbytes`` of memory, and all trials together within ``room``; return its bytes.
+    @property
+    def pid(self) -> int | None:
+        """The process's number; None before the first trial."""
+        return None if self._process is None else self._process.pid
 
-        Raises GuideRefused for a guide that cannot be compiled; GuideBusy if it was given up, or if other trials, or
-        guides in use, left it less than they do at ``most``; RuntimeError if the process cannot run.
-        """
-        number = next(self._numbers)
-        what = {"kind": guide.kind, "source": guide.source, "any_whitespace": guide.any_whitespace}
-        job = {"id": number, **what, "bytes": nbytes, "seconds": self._seconds}
-        for _ in range(_TRIES):
-            with self._lock:
-                self._start()
-                self._trials[number] = trial
-                self._send({"room": room}, job)
-            found = trial.wait()
-            if "ended" not in found:
-                break
-        else:
-            raise RuntimeError(f"guide: the process that compiles guides {found['ended']}, {_TRIES} times in a row")
-        if "given up" in found:
-            with self._lock:
-                self._trials.pop(number, None)
-                self._send({"drop": number})
-            raise GuideBusy("guide: its request has ended")
-        if "refused" in found:
-            raise GuideRefused(f"guide: this {guide.kind} cannot be compiled: {found['refused']}")
-        if found.get("over") == "load":
-            raise GuideBusy(
-                f"guide: this {guide.kind} takes long to compile, and others wait or need the memory: try again later"
-            )
-        if found.get("over") == "memory" and nbytes < most:
-            raise GuideBusy(
-                f"guide: this {guide.kind} needs more than {nbytes >> 20} MiB of memory to compile, and the guides in "
-                "use now leave no more: try again later"
-            )
-        if "over" in found:
-            limit = {
-                "stack": "nests too deeply, or its definitions refer to each other in too long a chain",
-                "memory": f"needs more than {nbytes >> 20} MiB of memory to compile",
-                "seconds": f"needs more than {self._seconds:g} s to compile",
-            }[found["over"]]
-            raise GuideRefused(f"guide: this {guide.kind} is too complex: it {limit}")
-        size: int = found["bytes"]
-        return size
+    def send(self, trial: Trial) -> None:
+        """Begin ``trial``. Raises RuntimeError if the process cannot run."""
+        trial.tries += 1
+        with self._lock:  # of two that see its end, the listener comes later
+            process = self._process
+            lives = process is not None and process.poll() is None
+            if lives:
+                self._trials[trial.number] = trial
+        if process is None or not lives:
+            process = self._start(trial)
+        if not _write(process, trial.message()) and self._trials.pop(trial.number, None) is not None:
+            process.kill()
+            raise RuntimeError("guide: the process that compiles guides does not read")
+
+    def drop(self, trial: Trial) -> None:
+        """Compile ``trial`` no longer, if its process still does."""
+        if self._trials.pop(trial.number, None) is not None and self._process is not None:
+            _write(self._process, {"drop": trial.number})
 
     def close(self) -> None:
         """End the process, and all trials with it."""
-        with self._lock:
-            self._closed = True
-            if self._process is not None:
-                _end(self._process)
+        self._closed = True
+        if self._process is not None:
+            self._process.kill()
 
-    def _start(self) -> None:
-        """Start the process unless it runs; the caller holds the lock."""
-        if self._closed:
-            raise GuideBusy("guide: the engine is closed")
-        if self._process is not None and self._process.poll() is None:
-            return
-        # -I and -S: it needs nothing but the path, and starts at once.
+    def _start(self, trial: Trial) -> subprocess.Popen[bytes]:
+        """Start the process, for ``trial`` first."""
+        # -I and -S: it needs nothing but the path, and starts at once. A session of its own: a terminal's Ctrl-C is not
+        # for it.
         command = [os.fsdecode(get_executable() or sys.executable), "-I", "-S", str(Path(guide_process.__file__))]
-        self._process = process = subprocess.Popen(  # noqa: S603 - our own program
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        process = subprocess.Popen(  # noqa: S603 - our own program
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
-        self.pid = process.pid
-        weakref.finalize(self, _end, process)
-        self._send(self._first)
+        assert process.stdin is not None
         assert process.stdout is not None
-        line = process.stdout.readline()
-        said = json.loads(line) if line else {"failed": f"ended with {process.wait()}"}
-        if "failed" in said:
-            _end(process)
+        trials = {trial.number: trial}
+        try:
+            os.set_blocking(process.stdin.fileno(), False)
+            wrote = _write(process, self._first)
+            line = process.stdout.readline() if wrote and _ready(process.stdout) else b""
+            said = json.loads(line) if line else {"failed": "it does not answer"}
+            if "failed" in said:
+                raise RuntimeError(f"guide: the process that compiles guides cannot start: {said['failed']}")
+            listener = threading.Thread(
+                target=_listen, args=(process, trials, self._lock, self._again), name="shardfuse-guides", daemon=True
+            )
+            weakref.finalize(self, _kill, process)
+            listener.start()
+        except BaseException:
+            _kill(process)
+            process.stdin.close()
             process.stdout.close()
             process.wait()
-            raise RuntimeError(f"guide: the process that compiles guides cannot start: {said['failed']}")
-        self._trials = {}
-        listen = threading.Thread(
-            target=_listen, args=(process, self._trials, self._lock), name="shardfuse-guides", daemon=True
-        )
-        listen.start()
-
-    def _send(self, *messages: dict[str, Any]) -> None:
-        """Write ``messages``; if the process has ended, its listener tells the trials."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(b"".join(json.dumps(each).encode() + b"\n" for each in messages))
-            self._process.stdin.flush()
+            raise
+        with self._lock:
+            self._trials, self._process = trials, process
+        if self._closed:
+            process.kill()
+        return process
 
 
-def _listen(process: subprocess.Popen[bytes], trials: dict[int, Trial], lock: threading.Lock) -> None:
-    """Pass each of the process's answers to its trial, and its end to all that are left."""
+def _listen(
+    process: subprocess.Popen[bytes],
+    trials: dict[int, Trial],
+    lock: threading.Lock,
+    again: Callable[[Trial], object],
+) -> None:
+    """Pass each of the process's answers to its trial; after its end, try what is left once more."""
+    assert process.stdin is not None
     assert process.stdout is not None
-    with process.stdout:
+    with process.stdin, process.stdout:
         for line in process.stdout:
             answer = json.loads(line)
             if (trial := trials.pop(answer["id"], None)) is not None:
                 trial.hear(answer)
-    code = process.wait()
-    with lock:  # later trials find that it has ended
-        while trials:
-            trials.popitem()[1].hear({"ended": f"ended with {code}"})
+        code = process.wait()
+    with lock:
+        left = list(trials.values())
+        trials.clear()
+    for trial in left:
+        if trial.tries < _TRIES:
+            again(trial)
+        else:
+            ended = f"guide: the process that compiles guides ended with {code}, {_TRIES} times in a row"
+            trial.done(RuntimeError(ended))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process: its input ends."""
+def _write(process: subprocess.Popen[bytes], message: dict[str, Any]) -> bool:
+    """Write a line to the process; False if it reads nothing for long. If it has ended, its listener notices."""
     assert process.stdin is not None
+    left = memoryview(json.dumps(message).encode() + b"\n")
+    with contextlib.suppress(OSError, ValueError):
+        while left:
+            if not select.select([], [process.stdin], [], _PATIENCE_S)[1]:
+                return False
+            with contextlib.suppress(BlockingIOError):
+                left = left[os.write(process.stdin.fileno(), left) :]
+    return True
+
+
+def _ready(file: IO[bytes]) -> bool:
+    return bool(select.select([file], [], [], _PATIENCE_S)[0])
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(OSError):
-        process.stdin.close()
+        process.kill()

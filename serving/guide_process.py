@@ -5,10 +5,10 @@ So this process, which has read the tokenizer, forks for every guide, and the fo
 are lines of JSON, those of ``guide_compiler.py`` on standard input and the answers on standard output:
 
     {"tokenizer": .., "n_vocab": .., "eos_token": .., "path": sys.path}    first; {} or {"failed": ..} answers it
-    {"id": .., "kind": .., "source": .., "any_whitespace": .., "bytes": .., "seconds": ..}    compile, within limits;
+    {"id": .., "kind": .., "source": .., "any_whitespace": .., "bytes": .., "seconds": .., "room": ..}    compile,
+        within limits of memory and processor time; all forks together may take "room" bytes from now on;
         {"id": .., "bytes": ..}, {"id": .., "refused": ..} or {"id": .., "over": one of OVER} answers it
     {"drop": id}    compile no longer
-    {"room": bytes}    of memory, that all forks may take together from now on
 
 The end of standard input ends this process and its forks.
 """
@@ -16,6 +16,7 @@ The end of standard input ends this process and its forks.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -31,7 +32,7 @@ STACK = 8 << 20  # bytes, of which only compiling needs more with a guide's dept
 OVER = ("stack", "memory", "seconds", "load")  # the limits; "load": what others compile left no place for it
 _FORKS = 32  # at once
 _SHORT_S = 0.5  # after this long a fork has a low priority
-_CROWDED_S = 1.0  # after this long the oldest fork ends if others wait for its place
+_CROWDED_S = 1.0  # after this long an old fork ends if another guide waits for its place
 _WATCH_S = 0.05
 _PAGE = resource.getpagesize()
 
@@ -82,15 +83,22 @@ class _Fork:
         self.over = ""  # the limit for which it was killed
         self.late = False  # and has a low priority
         self.began = time.monotonic()
-        self.last = self.began + 3 * job["seconds"]  # by the clock; the fork itself counts processor time
+        self.seconds = job["seconds"]
+        self.last = self.began + 3 * self.seconds  # by the clock; the fork itself counts processor time
         self.before = _held()
         self.pipe, answer = os.pipe()
-        self.pid = os.fork()
-        if not self.pid:
-            _compile(tokenizer, job, answer)
-        os.close(answer)
+        try:
+            self.pid = os.fork()
+            if not self.pid:
+                _compile(tokenizer, job, answer)
+        except OSError:
+            os.close(self.pipe)
+            raise
+        finally:
+            os.close(answer)
 
     def age(self) -> float:
+        """Its seconds so far."""
         return time.monotonic() - self.began
 
     def nbytes(self) -> int:
@@ -98,26 +106,38 @@ class _Fork:
         return _held(self.pid) - self.before
 
     def kill(self, over: str) -> None:
+        """End it; the process exists until :meth:`result` has waited for it."""
         self.over = over
-        os.kill(self.pid, signal.SIGKILL)  # exists until result() has waited for it
+        os.kill(self.pid, signal.SIGKILL)
 
     def result(self) -> dict[str, Any]:
         """What it has found, or the limit that it has reached, after its end."""
         with open(self.pipe, "rb") as pipe:
             text = pipe.read()
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        _, status, used = os.wait4(self.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
         if code == 0 and not self.over:
             return {"id": self.number, **json.loads(text)}
-        return {"id": self.number, "over": self.over or _REACHED.get(-code, "memory")}
+        if self.over == "seconds" and used.ru_utime + used.ru_stime < self.seconds:
+            self.over = "load"  # it was given too little of the processor
+        return {"id": self.number, "over": self.over or _REACHED.get(code, "load")}
 
 
-# By the signal that ends a process at a limit. Where Rust gets no memory it aborts.
-_REACHED: dict[int, str] = {signal.SIGSEGV: "stack", signal.SIGBUS: "stack", signal.SIGPROF: "seconds"}
+_NO_MEMORY = 3  # exit code
+# By exit codes. Where Rust gets no memory it aborts; a fork that something else ends, say the system, may try again.
+_REACHED = {
+    -signal.SIGSEGV: "stack",
+    -signal.SIGBUS: "stack",
+    -signal.SIGPROF: "seconds",
+    -signal.SIGABRT: "memory",
+    _NO_MEMORY: "memory",
+}
 
 
 def _compile(tokenizer: Any, job: dict[str, Any], answer: int) -> NoReturn:
     """A fork's work."""
     try:
+        _die_with_parent()
         with open(os.devnull, "r+b", 0) as nothing:
             for stream in (0, 1, 2):  # Rust writes to standard error before it aborts
                 os.dup2(nothing.fileno(), stream)
@@ -126,7 +146,8 @@ def _compile(tokenizer: Any, job: dict[str, Any], answer: int) -> NoReturn:
         os.nice(5)
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_STACK, STACK)
-        _limit(resource.RLIMIT_AS, _statm("self")[0] + job["bytes"])
+        if size := _statm("self")[0]:
+            _limit(resource.RLIMIT_AS, size + job["bytes"])
         signal.setitimer(signal.ITIMER_PROF, job["seconds"])
         before = _held()
         try:
@@ -135,10 +156,20 @@ def _compile(tokenizer: Any, job: dict[str, Any], answer: int) -> NoReturn:
             del matcher  # which may recurse as well
         except Refused as error:
             found = {"refused": str(error)}
+        except MemoryError:
+            os._exit(_NO_MEMORY)
         os.write(answer, json.dumps(found).encode())
         os._exit(0)
-    finally:  # no memory was left
+    finally:
         os._exit(1)
+
+
+def _die_with_parent() -> None:
+    """Let Linux end this process when the one that forked it does."""
+    _prctl(1, signal.SIGKILL)
+
+
+_prctl: Any = getattr(ctypes.CDLL(None), "prctl", lambda *_: None)
 
 
 def _limit(what: int, value: int) -> None:
@@ -147,9 +178,12 @@ def _limit(what: int, value: int) -> None:
 
 
 def _statm(pid: int | str) -> list[int]:
-    """A process's memory: all of it, what is resident, and what of that is files', in bytes."""
-    with open(f"/proc/{pid}/statm", "rb") as file:
-        return [int(each) * _PAGE for each in file.read().split()[:3]]
+    """A process's memory: all of it, what is resident, and what of that is files', in bytes; 0 if unknown."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return [int(each) * _PAGE for each in file.read().split()[:3]]
+    except OSError:
+        return [0, 0, 0]
 
 
 def _held(pid: int | str = "self") -> int:
@@ -165,6 +199,7 @@ class _Compiler:
         self._tokenizer = tokenizer
         self._room = math.inf
         self._waiting: deque[dict[str, Any]] = deque()
+        self._turn = False
         self._running: dict[int, _Fork] = {}  # by their pipes, the oldest one first
 
     def run(self, lines: _Lines) -> None:
@@ -181,9 +216,7 @@ class _Compiler:
                 except EOFError:
                     break
             self._watch()
-            while self._waiting and len(self._running) < _FORKS:
-                fork = _Fork(self._tokenizer, self._waiting.popleft())
-                self._running[fork.pipe] = fork
+            self._start()
         for fork in self._running.values():
             fork.kill("load")
 
@@ -194,14 +227,28 @@ class _Compiler:
                 if fork.number == message["drop"]:
                     fork.kill("load")
                     self._running.pop(pipe).result()
-        elif "room" in message:
-            self._room = message["room"]
         else:
+            self._room = message["room"]
             self._waiting.append(message)
 
+    def _start(self) -> None:
+        """Fork for guides that wait, in turn for the newest and the oldest: neither waits behind all others."""
+        while self._waiting and self._living() < _FORKS and len(self._running) < 2 * _FORKS:
+            self._turn = not self._turn
+            job = self._waiting.pop() if self._turn else self._waiting.popleft()
+            try:
+                fork = _Fork(self._tokenizer, job)
+            except OSError:  # no more processes, or files
+                _tell({"id": job["id"], "over": "load"})
+            else:
+                self._running[fork.pipe] = fork
+
+    def _living(self) -> int:
+        return sum(not fork.over for fork in self._running.values())
+
     def _watch(self) -> None:
-        """Kill forks whose time is over, the oldest one if others wait for its place, and the largest ones until the
-        others have room.
+        """Kill forks whose time is over, old ones for whose places others wait, and the largest until the others have
+        room.
         """
         living = [fork for fork in self._running.values() if not fork.over]
         for fork in living:
@@ -210,8 +257,9 @@ class _Compiler:
             elif fork.age() > _SHORT_S and not fork.late:
                 fork.late = True
                 os.setpriority(os.PRIO_PROCESS, fork.pid, 15)
-        if self._waiting and len(living) == _FORKS and living[0].age() > _CROWDED_S:
-            living[0].kill("load")
+        for fork in living[: len(self._waiting) - (_FORKS - len(living))] if len(living) == _FORKS else []:
+            if not fork.over and fork.age() > _CROWDED_S:
+                fork.kill("load")
         living = sorted((fork for fork in living if not fork.over), key=_Fork.nbytes)
         while sum(fork.nbytes() for fork in living) > self._room:
             living.pop().kill("load")
@@ -243,6 +291,8 @@ def _tell(answer: dict[str, Any]) -> None:
 def _main() -> None:
     for each in (signal.SIGINT, signal.SIGTERM):  # the process that started this one ends it
         signal.signal(each, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     lines = _Lines()
     first: list[bytes] = []
     while not first:

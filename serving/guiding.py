@@ -10,13 +10,14 @@ end by any of its request's stop tokens, and ends without one if no further toke
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,12 @@ import torch
 from ..kernels.runtime.checks import type_name
 from .guide import Guide, GuideBusy, GuideRefused
 from .guide_compiler import GuideCompiler, Trial
-from .guide_process import STACK, build, said
+from .guide_process import STACK, Refused, build, said
 
 _END = "<|shardfuse: the end of a guided answer|>"
 _KEPT = 256  # compiled guides without a request
 _LONG = 1 << 16  # characters of a refused guide, which is then forgotten
+_BUILDERS = 2  # threads
 _SHARE = 4  # a guide may take a quarter of the memory that those in use leave
 _PATIENCE_S = 0.02  # a step that only waits for a guide
 
@@ -40,7 +42,7 @@ class _Compiled:
     def __init__(self, guide: Guide) -> None:
         self.guide = guide
         self.matcher: Future[Any] = Future()
-        self.trial = Trial()
+        self.trial: Trial | None = None
         self.users: weakref.WeakSet[GuideState] = weakref.WeakSet()
         self.nbytes = len(guide.source)
 
@@ -50,6 +52,10 @@ class _Compiled:
         if not self.matcher.done() or (error := self.matcher.exception()) is None:
             return False
         return isinstance(error, GuideBusy) or not isinstance(error, GuideRefused)
+
+    def fail(self, error: BaseException) -> None:
+        with contextlib.suppress(InvalidStateError):
+            self.matcher.set_exception(error)
 
 
 class GuideState:
@@ -73,6 +79,7 @@ class GuideState:
 
     def begin(self) -> Exception | None:
         """Take a copy of the guide, which must be compiled or refused; return the reason if it was refused."""
+        self.guides.trim()
         try:
             self.matcher = self.compiled.matcher.result().deep_copy()
         except Exception as error:
@@ -136,11 +143,13 @@ class Guides:
         self._kind = type_name(tokenizer)
         eos = getattr(tokenizer, "eos_token_id", None)
         self._eos = frozenset() if eos is None else frozenset([eos])
-        self._lock = threading.Lock()  # guards the next three attributes
         self._tokenizer: Any = None
-        self._first: dict[str, Any] = {}  # what the process that compiles needs of the tokenizer
         self._compiler: GuideCompiler | None = None
         self._compiled: OrderedDict[Guide, _Compiled] = OrderedDict()  # the least recently used one first
+        self._admitting = threading.Lock()
+        # The program does not end before their threads do: a thread inside llguidance would crash it.
+        self._sender: ThreadPoolExecutor | None = None
+        self._builders: ThreadPoolExecutor | None = None
 
     def check(self) -> None:
         """Raise ValueError if guided answers are impossible."""
@@ -157,20 +166,28 @@ class Guides:
     def start(self, guide: Guide, stop: Collection[int]) -> GuideState:
         """Compile ``guide`` in the background, once; the answer may end with tokens of ``stop`` and the EOS."""
         compiled = self._compiled.get(guide)
-        if compiled is None or compiled.failed_once:
-            room = max(0, self.memory - sum(each.nbytes for each in self._compiled.values() if each.users))
+        new = compiled is None or compiled.failed_once
+        if compiled is None or new:
             compiled = self._compiled[guide] = _Compiled(guide)
-            _in_thread(functools.partial(self._compile, compiled, room))
         self._compiled.move_to_end(guide)
-        return GuideState(self, compiled, self._eos.union(stop))
+        state = GuideState(self, compiled, self._eos.union(stop))
+        if new:
+            self._send(self._begin, compiled)
+        return state
 
     def unused(self, compiled: _Compiled) -> None:
-        """Stop the compilation of a guide that no answer needs; drop the least recently used ones without room."""
-        if not compiled.matcher.done():
-            compiled.trial.give_up()
-            self._compiled.pop(compiled.guide, None)
-        elif compiled.matcher.exception() is not None and len(compiled.guide.source) > _LONG:
-            self._compiled.pop(compiled.guide, None)
+        """Stop the compilation of a guide that no answer needs, and forget it if it is not worth its memory."""
+        unfinished = not compiled.matcher.done()
+        if unfinished and compiled.trial is not None:
+            self._send(self._drop, compiled)
+        refused = not unfinished and compiled.matcher.exception() is not None
+        forgotten = unfinished or (refused and len(compiled.guide.source) > _LONG)
+        if forgotten and self._compiled.get(compiled.guide) is compiled:
+            del self._compiled[compiled.guide]
+        self.trim()
+
+    def trim(self) -> None:
+        """Drop the least recently used guides without an answer until the others have room."""
         kept = [each for each in self._compiled.values() if not each.users]
         total = sum(each.nbytes for each in self._compiled.values())
         for number, each in enumerate(kept):
@@ -181,27 +198,90 @@ class Guides:
 
     def close(self) -> None:
         """End the process that compiles, and drop all compiled guides."""
+        for pool in (self._sender, self._builders):
+            if pool is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
+        if self._compiler is not None:
+            self._compiler.close()
+        for each in self._compiled.values():
+            each.fail(GuideBusy("guide: the engine is closed"))
         self._compiled.clear()
-        with self._lock:
-            if self._compiler is not None:
-                self._compiler.close()
-            self._compiler = None
+        self._sender = self._builders = self._compiler = None
 
-    def _compile(self, compiled: _Compiled, room: int) -> None:
-        """In a thread: compile a guide on trial, and then here. ``room`` is what guides in use leave, in bytes."""
-        guide = compiled.guide
+    def _in_use(self, but: _Compiled) -> int:
+        """The bytes of all guides but one that answers need."""
+        return sum(each.nbytes for each in list(self._compiled.values()) if each.users and each is not but)
+
+    def _send(self, work: Callable[[_Compiled], None], compiled: _Compiled) -> None:
+        """Run ``work`` in the one thread that talks to the process, which compiles the guides."""
         try:
-            with self._lock:
-                if self._tokenizer is None:
-                    self._read_tokenizer()
-                if self._compiler is None:
-                    self._compiler = GuideCompiler(self._first, self.timeout_s)
-                compiler = self._compiler
-            compiled.nbytes += compiler.compile(compiled.trial, guide, room // _SHARE, room, self.memory // _SHARE)
+            if self._sender is None:
+                self._sender = ThreadPoolExecutor(1, "shardfuse-guide-sender")
+            self._sender.submit(_guarded, work, compiled)
+        except RuntimeError as error:  # no thread can be started, or the program ends
+            compiled.fail(GuideBusy(f"guide: it cannot be compiled now: {error}"))
+
+    def _begin(self, compiled: _Compiled) -> None:
+        """Begin a guide's trial."""
+        if not compiled.users:
+            raise GuideBusy("guide: its request has ended")
+        if self._tokenizer is None:
+            self._read_tokenizer()
+        if self._compiler is None:
+            self._compiler = GuideCompiler(self._first, self._again)
+        room = max(0, self.memory - self._in_use(compiled))
+        done = functools.partial(self._tried, compiled)
+        compiled.trial = Trial(compiled.guide, room // _SHARE, room, self.memory // _SHARE, self.timeout_s, done)
+        self._compiler.send(compiled.trial)
+
+    def _again(self, trial: Trial) -> None:
+        """Send a trial again whose process ended."""
+        for compiled in list(self._compiled.values()):
+            if compiled.trial is trial:
+                self._send(self._resend, compiled)
+
+    def _resend(self, compiled: _Compiled) -> None:
+        if self._compiler is not None and compiled.trial is not None:
+            self._compiler.send(compiled.trial)
+
+    def _drop(self, compiled: _Compiled) -> None:
+        if self._compiler is not None and compiled.trial is not None:
+            self._compiler.drop(compiled.trial)
+
+    def _tried(self, compiled: _Compiled, found: int | Exception) -> None:
+        """A trial has ended, with the bytes that the guide took or an error."""
+        if isinstance(found, Exception):
+            compiled.fail(found)
+            return
+        try:
+            if self._builders is None:
+                self._builders = ThreadPoolExecutor(_BUILDERS, "shardfuse-guide")
+            with _STARTING:  # threads with twice the stack that a trial had
+                before = threading.stack_size(2 * STACK)
+                try:
+                    self._builders.submit(_guarded, functools.partial(self._build, found), compiled)
+                finally:
+                    threading.stack_size(before)
+        except RuntimeError as error:
+            compiled.fail(GuideBusy(f"guide: it cannot be compiled now: {error}"))
+
+    def _build(self, nbytes: int, compiled: _Compiled) -> None:
+        """Compile a guide that took ``nbytes`` on trial."""
+        guide = compiled.guide
+        with self._admitting:
+            if not compiled.users:
+                raise GuideBusy("guide: its request has ended")
+            if self._in_use(compiled) + nbytes > self.memory:
+                raise GuideBusy(
+                    f"guide: this {guide.kind} takes {nbytes >> 20} MiB of memory, and the guides in use leave less: "
+                    "try again later"
+                )
+            compiled.nbytes += nbytes
+        try:
             matcher = build(self._tokenizer, guide.kind, guide.source, guide.any_whitespace)
-        except BaseException as error:
-            compiled.matcher.set_exception(error)
-        else:
+        except Refused as error:
+            raise GuideRefused(f"guide: this {guide.kind} cannot be compiled: {error}") from None
+        with contextlib.suppress(InvalidStateError):  # the engine was closed
             compiled.matcher.set_result(matcher)
 
     def _read_tokenizer(self) -> None:
@@ -222,14 +302,12 @@ class Guides:
             raise ValueError(f"guide: llguidance cannot read the tokenizer's tokens as bytes: {error}") from None
 
 
-def _in_thread(work: Callable[[], None]) -> None:
-    """Run ``work`` in a thread that cannot keep the process alive, with twice the stack that a trial had."""
-    with _STARTING:
-        before = threading.stack_size(2 * STACK)
-        try:
-            threading.Thread(target=work, name="shardfuse-guide", daemon=True).start()
-        finally:
-            threading.stack_size(before)
+def _guarded(work: Callable[[_Compiled], None], compiled: _Compiled) -> None:
+    """Run ``work``; its error is the guide's."""
+    try:
+        work(compiled)
+    except BaseException as error:
+        compiled.fail(error)
 
 
 _STARTING = threading.Lock()

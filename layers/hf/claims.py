@@ -16,13 +16,17 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-# Names of fields that count layers, and of those that size anything.
-_LAYERS = re.compile(r"(^|_)(layers?|blocks|depth)$")
-_SIZES = re.compile(
-    r"(^|_)(layers?|blocks|depth|heads?|experts?|groups?|size|dims?|rank|width|channels|kernel|states?|embd|inner|"
-    r"model|ff|ffn|kv|ctx|positions?|embeddings)$"
-)
+# Fields that size a causal language model, by the least that they may be.
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_LEAST = {
+    **dict.fromkeys((*_LAYERS, "num_attention_heads", "n_head", "n_heads", "num_key_value_heads", "head_dim"), 1),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "vocab_size", "max_position_embeddings", "n_positions"), 1),
+    **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "num_experts", "num_local_experts"), 0),
+}
 _MOST = 1 << 40  # no dimension has more
+_MOST_LABELS = 1 << 17  # transformers makes a name for each
+_MOST_NESTED = 1 << 16  # in lists of lists, which some configs repeat
+_BOTH_PARTS = ("encoder_layers", "decoder_layers")  # where num_hidden_layers may mean the part that is missing
 _MODULES = 4, 200  # for each tensor of the files, and beside them
 _BUFFER_BYTES = 1 << 30  # that no file holds, beside as many bytes as the files have
 
@@ -30,29 +34,27 @@ _BUFFER_BYTES = 1 << 30  # that no file holds, beside as many bytes as the files
 def check_counts(config: Mapping[str, Any], names: Iterable[str]) -> None:
     """Raise ValueError for a config, as its file has it, with sizes that no model has, or more layers than the files.
 
-    ``names`` are those of the files' tensors.
+    ``names`` are those of the files' tensors. Other fields are compared when a model is built, which they cannot make
+    large: see :func:`few_modules`.
     """
-    names = list(names)
     numbers = [int(found[1]) for name in names if (found := re.search(r"\.(\d+)\.", name))]
     layers = 1 + max(numbers, default=-1)
+    text = config.get("text_config")
+    for inside, part in (("", config), ("text_config.", text if isinstance(text, Mapping) else {})):
+        for name, least in _LEAST.items():
+            value = part.get(name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                continue  # absent, or of a type that the model's own config refuses
+            if not least <= value <= _MOST:
+                raise ValueError(f"{inside}{name} is {_shown(value)}: expected a number that a model can have")
+            if name in _LAYERS and value > layers and not any(each in part for each in _BOTH_PARTS):
+                raise ValueError(f"{inside}{name} is {_shown(value)}, and the files hold {layers} layers")
     for field, value in _integers(config):
-        name = field.rpartition(".")[2]
-        least = 1 if name in _NEEDED else -1  # many fields say "none" by 0 or -1
-        if _SIZES.search(name) and not least <= value <= _MOST:
-            raise ValueError(f"{field} is {_shown(value)}: expected a number that a model can have")
-        # Some fields count parts of layers, or layers that a file may lack: each has a tensor at least.
-        most = layers if name in _ALL_LAYERS else len(names)
-        if _LAYERS.search(name) and value > most:
-            raise ValueError(
-                f"{field} is {_shown(value)}, and the files hold {layers} layers, {len(names)} tensors in all"
-            )
-
-
-_ALL_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
-_NEEDED = (
-    *(*_ALL_LAYERS, "num_attention_heads", "n_head", "n_heads", "num_key_value_heads", "head_dim"),
-    *("hidden_size", "n_embd", "d_model", "vocab_size"),
-)
+        if field.rpartition(".")[2] == "num_labels" and value > _MOST_LABELS:
+            raise ValueError(f"{field} is {_shown(value)}: expected at most {_MOST_LABELS}")
+    for field, value in config.items():
+        if (largest := max(_nested(value, 0), default=0)) > _MOST_NESTED:
+            raise ValueError(f"{field} holds {_shown(largest)} in a list of lists: expected at most {_MOST_NESTED}")
 
 
 @contextmanager
@@ -86,8 +88,8 @@ def check_shape(name: str, held: Iterable[int], expected: Iterable[int], config:
     if held == expected:
         return
     asked = set(expected) - set(held)
-    sizes = [(field, value) for field, value in _integers(config) if _SIZES.search(field.rpartition(".")[2])]
-    equal = [(field, value) for field, value in sizes if value in asked]
+    sizes = [(field, value) for field, value in _integers(config) if field.rpartition(".")[2] in _LEAST]
+    equal = [(field, value) for field, value in _integers(config) if value in asked]
     parts = [(field, value) for field, value in sizes if value > 1 and any(each % value == 0 for each in asked)]
     fields = [f"{field}={value}" for field, value in equal or sorted(parts, key=lambda item: -item[1])]
     raise ValueError(f"{name} is {held}, expected {expected}" + (f" ({', '.join(fields[:4])})" if fields else ""))
@@ -119,6 +121,15 @@ def _integers(config: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str
             yield from _integers(value, f"{inside}{name}.")
         elif isinstance(value, int) and not isinstance(value, bool):
             yield f"{inside}{name}", value
+
+
+def _nested(value: Any, depth: int) -> Iterator[int]:
+    """The integers in lists of lists."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _nested(each, depth + 1)
+    elif depth > 1 and isinstance(value, int):
+        yield value
 
 
 def largest(config: Mapping[str, Any]) -> str:

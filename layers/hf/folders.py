@@ -11,7 +11,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -67,11 +67,7 @@ def _load(
     directory: Path, sums: checked.Sums | None, recompute: bool, mlp_recompute: int, options: ModelKwargs
 ) -> ParallelTransformer:
     shared = LayerOptions.of(load_hf, options, ModelKwargs)
-    _check_downloaded(directory)
-    raw = _read_json(directory / CONFIG, sums)
-    files = _weight_files(directory, sums)
-    with _explained(directory / CONFIG):
-        claims.check_counts(raw, [name for names in files.values() for name in names])
+    raw, files = _claimed(directory, sums)
     config, kept = _read_config(directory, sums)
     on_meta = dataclasses.replace(shared, dtype=shared.dtype or kept, device="meta").kwargs(ModelKwargs)
     try:
@@ -89,6 +85,27 @@ def _load(
     _check_unchanged(directory, sums)
     model.loaded_from = directory.absolute()
     return model.eval()
+
+
+def _claimed(directory: Path, sums: checked.Sums | None) -> tuple[dict[str, Any], dict[Path, list[str]]]:
+    """The config and the files' names, once the sizes that the one claims are compared with the others."""
+    _check_downloaded(directory)
+    raw = _read_json(directory / CONFIG, sums)
+    files = _weight_files(directory, sums)
+    with _explained(directory / CONFIG):
+        claims.check_counts(raw, [name for names in files.values() for name in names])
+    return raw, files
+
+
+def check_claims(directory: StrPath) -> None:
+    """ValueError if the config in ``directory`` claims more layers than its files hold, or sizes that no model has.
+
+    To be called before anything else reads the config: transformers makes lists as long as it says. What is missing
+    from the folder is left to the loader.
+    """
+    folder = Path(directory)
+    with suppress(FileNotFoundError):
+        _claimed(folder, _read_sums(folder))
 
 
 def load_hf_weights(directory: StrPath, model: ParallelTransformer, *, group: MeshLike = None) -> None:

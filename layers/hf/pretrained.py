@@ -31,12 +31,11 @@ from . import claims
 from .config import CONFIG
 from .folders import (
     StrPath,
-    _check_downloaded,
     _check_files,
     _check_unchanged,
+    _claimed,
     _explained,
     _in_words,
-    _read_json,
     _weight_files,
 )
 
@@ -119,11 +118,9 @@ def _on_meta(
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    _check_downloaded(folder)
-    raw = _read_json(folder / CONFIG, sums)
-    tensors = _Tensors(_weight_files(folder, sums))
+    raw, files = _claimed(folder, sums)
+    tensors = _Tensors(files)
     with _explained(folder / CONFIG):
-        claims.check_counts(raw, tensors.where)
         with refusals_of(folder, raw):
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         _drop_kernels(config)

@@ -9,6 +9,7 @@ start either, because each machine's agent counts its own (pytorch issue 135712)
 from __future__ import annotations
 
 import atexit
+import errno
 import ipaddress
 import math
 import os
@@ -206,8 +207,11 @@ def _store_server(timeout: timedelta) -> dist.Store:
     """The store at MASTER_ADDR and MASTER_PORT."""
     host, port, world = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
     try:
+        # A machine's own name may be a loopback address for itself, and another one for other machines.
+        if host != "localhost" and os.environ.get("LOCAL_WORLD_SIZE") != str(world):
+            ipaddress.ip_address(host)
         found = ipaddress.ip_address(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:  # torch says what is wrong with the name
+    except (OSError, ValueError):  # a name, which torch resolves
         found = None
     if found is None or not found.is_loopback:
         return next(rendezvous("env://", timeout=timeout))[0]
@@ -222,21 +226,19 @@ def loopback_store(
 ) -> dist.TCPStore:
     """A store that listens on the loopback interface alone, where torch's own listens on all; 0 is any free port.
 
-    With ``world`` it waits for so many processes. Raises OSError for a port that cannot be used.
+    With ``world`` it waits for so many processes. Raises OSError or dist.DistError for a port that cannot be used.
     """
-    listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    options: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": world is not None}
+    options["multi_tenant"] = True  # a store of this process that listens there already is used again
     try:
-        return dist.TCPStore(
-            host,
-            listener.getsockname()[1],
-            world,
-            is_master=True,
-            timeout=timeout,
-            wait_for_workers=world is not None,
-            master_listen_fd=os.dup(listener.fileno()),
-        )
-    finally:
-        listener.close()
+        listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return dist.TCPStore(host, port, world, **options)
+    with listener:
+        fd = os.dup(listener.fileno())
+        return dist.TCPStore(host, listener.getsockname()[1], world, master_listen_fd=fd, **options)
 
 
 def _store_client(timeout: timedelta) -> dist.Store:

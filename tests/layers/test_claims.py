@@ -15,6 +15,8 @@ import transformers
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from shardfuse import load_hf, load_pretrained
+from shardfuse.serving.folder import FolderOptions, open_folder
+from shardfuse.testing import save_tiny_hf
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -68,6 +70,33 @@ def test_a_claim_beyond_the_files_is_refused_with_its_field(family: tuple[str, P
                 assert said, (field, load)
                 assert claim == 0 or field in said or OURS.get(field, field) in said, (field, load.__name__, said)
                 assert claim in (-7, 0, 10**30) or str(claim) in said, said
+
+
+@pytest.mark.parametrize(
+    ("claim", "says"),
+    [
+        ({"num_labels": 10**9}, "num_labels is 1000000000: expected at most"),
+        ({"attention_types": [[["global"], 10**10]]}, "attention_types holds 10000000000 in a list of lists"),
+        ({"text_config": {"num_hidden_layers": 3}}, "text_config.num_hidden_layers is 3, and the files hold 2 layers"),
+        ({"model_type": "qwen2", "num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers is 1000000000"),
+    ],
+)
+def test_nothing_is_made_as_long_as_a_config_says(tmp_path: Path, claim: dict[str, Any], says: str):
+    folder = save_tiny_hf(tmp_path / "tiny")
+    (folder / "checksums.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **claim}))
+    for load in (load_pretrained, load_hf, lambda folder: open_folder(FolderOptions(folder, device="cpu"))):
+        with pytest.raises(ValueError, match=f"config.json: {says}"):
+            load(folder)
+
+
+def test_what_transformers_writes_is_loaded(tmp_path: Path):
+    """max_window_layers is 28 by default, whatever the number of layers."""
+    config = transformers.CONFIG_MAPPING["qwen2"](**SIZES)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["max_window_layers"] > SIZES["num_hidden_layers"]
+    assert load_pretrained(tmp_path).config.num_hidden_layers == 2
 
 
 def _loaded(load: Callable[..., Any], folder: Path) -> tuple[str, int]:

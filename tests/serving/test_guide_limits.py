@@ -20,7 +20,7 @@ import sockets
 import tokenizer_case as case
 from launched import Leftovers
 
-from shardfuse.serving import Engine, Guide, Request, SamplingParams, TokenEvent, guiding
+from shardfuse.serving import Engine, Guide, Request, SamplingParams, TokenEvent, guide_process, guiding
 from shardfuse.serving.guide import GuideBusy, GuideRefused
 
 TOKENIZER = case.byte_level()
@@ -168,20 +168,45 @@ def test_a_guide_without_room_beside_those_in_use_may_come_again():
     engine.close()
 
 
+def test_no_number_of_guides_that_compile_long_holds_up_another():
+    engine = _engine()
+    for number in range(9999991, 9999991 - 80, -2):
+        engine.add(_request(Guide.json_schema({"type": "integer", "multipleOf": number})))
+    _until(lambda: bool(engine.step()) or _forks(engine) == guide_process._FORKS)
+    quick = engine.add(_request(Guide.choice(["yes"])))
+    while engine.lives(quick):
+        events = engine.step()
+    assert [event.error for event in events if event.request == quick] == [None]
+    assert len(engine._live) > 20  # they compile still
+    engine.close()
+
+
+# A guide on trial, and one that passed and is compiled in the program itself.
 PROGRAM = """
-from test_guide_limits import ENDLESS, _engine, _forks, _request, _until
+import sys
+from test_guide_limits import ENDLESS, WIDE, _engine, _forks, _request, _until, guiding
 engine = _engine()
-engine.add(_request(ENDLESS[0]))
-_until(lambda: bool(engine.step()) or _forks(engine) == 1)
+if sys.argv[1] == "trial":
+    engine.add(_request(ENDLESS[0]))
+    _until(lambda: bool(engine.step()) or _forks(engine) == 1)
+else:
+    begun, build = [], guiding.build
+    guiding.build = lambda *some: begun.append(1) or build(*some)
+    engine.add(_request(WIDE))
+    _until(lambda: bool(engine.step()) or begun)
 print("compiles", flush=True)
 """
+WIDE = Guide.json_schema(
+    {"type": "object", "properties": {f"p{i}": {"enum": [f"{i}_{j}" for j in range(60)]} for i in range(1000)}}
+)
 
 
-def test_a_program_ends_whatever_compiles():
+@pytest.mark.parametrize("when", ["trial", "build"])
+def test_a_program_ends_whatever_compiles(when: str):
     leftovers = Leftovers()
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     program = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", PROGRAM, when],
         env={**leftovers.environment(), "PYTHONPATH": path},
         capture_output=True,
         text=True,

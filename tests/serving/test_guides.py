@@ -93,8 +93,9 @@ def _text(events: list[TokenEvent]) -> str:
 
 
 def _compiled(engine: Engine, *guides: Guide) -> None:
-    for guide in guides:
-        engine._guides.start(guide, ()).compiled.matcher.result(60)
+    states = [engine._guides.start(guide, ()) for guide in guides]
+    for state in states:
+        state.compiled.matcher.result(60)
 
 
 def _all() -> list[tuple[str | None, Request]]:
@@ -274,14 +275,14 @@ def test_a_fork_goes_its_own_way():
 def test_a_guide_is_compiled_while_others_go_on(monkeypatch: pytest.MonkeyPatch):
     """The guided request alone waits, then it is served, and an equal guide is not compiled again."""
     may, compiled = threading.Event(), []
-    original = guiding.Guides._compile
+    original = guiding.Guides._begin
 
-    def slow(self: guiding.Guides, each: Any, room: int) -> None:
+    def slow(self: guiding.Guides, each: Any) -> None:
         compiled.append(each.guide)
         assert may.wait(60)
-        original(self, each, room)
+        original(self, each)
 
-    monkeypatch.setattr(guiding.Guides, "_compile", slow)
+    monkeypatch.setattr(guiding.Guides, "_begin", slow)
     engine, free = _engine(), Request([1], 6)
     waiting = engine.add(_request(Guide.choice(["yes"])))
     cancelled = engine.add(_request(Guide.choice(["no"])))
