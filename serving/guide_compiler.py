@@ -48,35 +48,27 @@ class Trial:
 
     def hear(self, said: dict[str, Any]) -> None:
         """Take the process's answer."""
+        self.done(said["bytes"] if "bytes" in said else self._error(said))
+
+    def _error(self, said: dict[str, Any]) -> GuideRefused:
         kind = f"guide: this {self.guide.kind}"
-        if "bytes" in said:
-            self.done(said["bytes"])
-        elif "refused" in said:
-            self.done(GuideRefused(f"{kind} cannot be compiled: {said['refused']}"))
-        elif said["over"] == "stack":
-            self.done(
-                GuideRefused(
-                    f"{kind} is too complex: it nests too deeply, or its definitions refer to each other in too long a "
-                    "chain"
-                )
+        if "refused" in said:
+            return GuideRefused(f"{kind} cannot be compiled: {said['refused']}")
+        if said["over"] == "load":
+            return GuideBusy(
+                f"{kind} found no room to compile beside others, of the processor or the memory: try again"
             )
-        elif said["over"] == "seconds":
-            self.done(GuideRefused(f"{kind} is too complex: it needs more than {self._seconds:g} s to compile"))
-        elif said["over"] == "memory" and self._nbytes < self._most:
-            self.done(
-                GuideBusy(
-                    f"{kind} needs more than {self._nbytes >> 20} MiB of memory to compile, and the guides in use now "
-                    "leave no more: try again later"
-                )
+        if said["over"] == "memory" and self._nbytes < self._most:
+            return GuideBusy(
+                f"{kind} needs more than {self._nbytes >> 20} MiB of memory to compile, and the guides in use now "
+                "leave no more: try again later"
             )
-        elif said["over"] == "memory":
-            self.done(
-                GuideRefused(f"{kind} is too complex: it needs more than {self._most >> 20} MiB of memory to compile")
-            )
-        else:
-            self.done(
-                GuideBusy(f"{kind} found no room to compile beside others, of the processor or the memory: try again")
-            )
+        limit = {
+            "stack": "nests too deeply, or its definitions refer to each other in too long a chain",
+            "memory": f"needs more than {self._nbytes >> 20} MiB of memory to compile",
+            "seconds": f"needs more than {self._seconds:g} s to compile",
+        }[said["over"]]
+        return GuideRefused(f"{kind} is too complex: it {limit}")
 
 
 class GuideCompiler:
@@ -86,12 +78,13 @@ class GuideCompiler:
     which does not. ``tokenizer`` has the fields of the first message.
     """
 
-    def __init__(self, tokenizer: dict[str, Any], again: Callable[[Trial], object]) -> None:
+    def __init__(self, tokenizer: dict[str, Any], again: weakref.WeakMethod[Callable[[Trial], object]]) -> None:
         self._first = {"path": [str(each) for each in sys.path], **tokenizer}
-        self._again = again  # sends a trial once more
+        self._again = again  # sends a trial once more; weak, for a thread knows it as long as the process lives
         self._lock = threading.Lock()  # guards the next two attributes
         self._trials: dict[int, Trial] = {}
         self._process: subprocess.Popen[bytes] | None = None
+        self._writing = threading.Lock()
         self._closed = False
 
     @property
@@ -109,14 +102,14 @@ class GuideCompiler:
                 self._trials[trial.number] = trial
         if process is None or not lives:
             process = self._start(trial)
-        if not _write(process, trial.message()) and self._trials.pop(trial.number, None) is not None:
+        if not self._write(process, trial.message()) and self._trials.pop(trial.number, None) is not None:
             process.kill()
             raise RuntimeError("guide: the process that compiles guides does not read")
 
     def drop(self, trial: Trial) -> None:
         """Compile ``trial`` no longer, if its process still does."""
         if self._trials.pop(trial.number, None) is not None and self._process is not None:
-            _write(self._process, {"drop": trial.number})
+            self._write(self._process, {"drop": trial.number})
 
     def close(self) -> None:
         """End the process, and all trials with it."""
@@ -137,14 +130,13 @@ class GuideCompiler:
         trials = {trial.number: trial}
         try:
             os.set_blocking(process.stdin.fileno(), False)
-            wrote = _write(process, self._first)
-            line = process.stdout.readline() if wrote and _ready(process.stdout) else b""
+            wrote = self._write(process, self._first)
+            line = process.stdout.readline() if wrote and _ready(process.stdout, select.POLLIN) else b""
             said = json.loads(line) if line else {"failed": "it does not answer"}
             if "failed" in said:
                 raise RuntimeError(f"guide: the process that compiles guides cannot start: {said['failed']}")
-            listener = threading.Thread(
-                target=_listen, args=(process, trials, self._lock, self._again), name="shardfuse-guides", daemon=True
-            )
+            some = process, trials, self._lock, self._writing, self._again
+            listener = threading.Thread(target=_listen, args=some, name="shardfuse-guides", daemon=True)
             weakref.finalize(self, _kill, process)
             listener.start()
         except BaseException:
@@ -159,48 +151,56 @@ class GuideCompiler:
             process.kill()
         return process
 
+    def _write(self, process: subprocess.Popen[bytes], message: dict[str, Any]) -> bool:
+        """Write a line to the process; False if it reads nothing for long. If it has ended, its listener notices."""
+        assert process.stdin is not None
+        left = memoryview(json.dumps(message).encode() + b"\n")
+        with self._writing, contextlib.suppress(OSError):
+            while left and not process.stdin.closed:
+                if not _ready(process.stdin, select.POLLOUT):
+                    return False
+                with contextlib.suppress(BlockingIOError):
+                    left = left[os.write(process.stdin.fileno(), left) :]
+        return True
+
 
 def _listen(
     process: subprocess.Popen[bytes],
     trials: dict[int, Trial],
     lock: threading.Lock,
-    again: Callable[[Trial], object],
+    writing: threading.Lock,
+    again: weakref.WeakMethod[Callable[[Trial], object]],
 ) -> None:
     """Pass each of the process's answers to its trial; after its end, try what is left once more."""
     assert process.stdin is not None
     assert process.stdout is not None
-    with process.stdin, process.stdout:
+    with process.stdout:
         for line in process.stdout:
-            answer = json.loads(line)
-            if (trial := trials.pop(answer["id"], None)) is not None:
-                trial.hear(answer)
+            _deliver(json.loads(line), trials)  # this thread keeps no trial, and with it no engine, alive
         code = process.wait()
+    with writing:
+        process.stdin.close()
     with lock:
         left = list(trials.values())
         trials.clear()
     for trial in left:
-        if trial.tries < _TRIES:
-            again(trial)
+        if trial.tries < _TRIES and (send := again()) is not None:
+            send(trial)
         else:
             ended = f"guide: the process that compiles guides ended with {code}, {_TRIES} times in a row"
             trial.done(RuntimeError(ended))
 
 
-def _write(process: subprocess.Popen[bytes], message: dict[str, Any]) -> bool:
-    """Write a line to the process; False if it reads nothing for long. If it has ended, its listener notices."""
-    assert process.stdin is not None
-    left = memoryview(json.dumps(message).encode() + b"\n")
-    with contextlib.suppress(OSError, ValueError):
-        while left:
-            if not select.select([], [process.stdin], [], _PATIENCE_S)[1]:
-                return False
-            with contextlib.suppress(BlockingIOError):
-                left = left[os.write(process.stdin.fileno(), left) :]
-    return True
+def _deliver(answer: dict[str, Any], trials: dict[int, Trial]) -> None:
+    if (trial := trials.pop(answer["id"], None)) is not None:
+        trial.hear(answer)
 
 
-def _ready(file: IO[bytes]) -> bool:
-    return bool(select.select([file], [], [], _PATIENCE_S)[0])
+def _ready(file: IO[bytes], event: int) -> bool:
+    """Wait until ``file`` can be read or written."""
+    poll = select.poll()
+    poll.register(file, event)
+    return bool(poll.poll(1000 * _PATIENCE_S))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

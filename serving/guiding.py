@@ -228,7 +228,7 @@ class Guides:
         if self._tokenizer is None:
             self._read_tokenizer()
         if self._compiler is None:
-            self._compiler = GuideCompiler(self._first, self._again)
+            self._compiler = GuideCompiler(self._first, weakref.WeakMethod(self._again))
         room = max(0, self.memory - self._in_use(compiled))
         done = functools.partial(self._tried, compiled)
         compiled.trial = Trial(compiled.guide, room // _SHARE, room, self.memory // _SHARE, self.timeout_s, done)

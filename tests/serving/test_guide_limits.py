@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -138,13 +139,13 @@ def test_kept_guides_take_no_more_memory_than_they_may(monkeypatch: pytest.Monke
     engine = _engine(guide_memory_mib=64)
     kept = engine._guides._compiled
     sizes = []
-    for number in range(12):
+    for number in range(9):
         *_, last = _run(engine, Guide.choice([f"{number}" + "a" * 20_000]))
         assert last.finish == "length"
         sizes.append(sum(each.nbytes for each in kept.values()))
     assert max(sizes) <= 64 << 20
     assert sizes[-1] > sizes[0] > 1 << 20  # several are kept, and what they take was measured
-    assert 1 < len(kept) < 12
+    assert 1 < len(kept) < 9
     monkeypatch.setattr(guiding, "_KEPT", 1)
     _run(engine, Guide.choice(["yes"]))
     assert list(kept) == [Guide.choice(["yes"])]
@@ -179,6 +180,16 @@ def test_no_number_of_guides_that_compile_long_holds_up_another():
     assert [event.error for event in events if event.request == quick] == [None]
     assert len(engine._live) > 20  # they compile still
     engine.close()
+
+
+def test_the_process_ends_with_an_engine_that_is_dropped():
+    engine = _engine()
+    _run(engine, Guide.choice(["yes"]))
+    pid = engine._guides._compiler.pid
+    assert Path(f"/proc/{pid}").exists()
+    del engine
+    gc.collect()
+    _until(lambda: not Path(f"/proc/{pid}").exists())
 
 
 # A guide on trial, and one that passed and is compiled in the program itself.
