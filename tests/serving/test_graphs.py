@@ -55,7 +55,7 @@ class StandIn:
 def _engine(**options: Any) -> tuple[Engine, StandIn]:
     sizes = {"num_blocks": 40, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 8} | options
     engine, capture = Engine(exact("gated"), **sizes), StandIn()
-    engine._runner.graphs = Graphs(capture, sizes["max_num_seqs"], engine.max_model_len)
+    engine._runner.graphs = Graphs(capture, sizes["max_num_seqs"], engine._runner._max_model_len)
     return engine, capture
 
 
