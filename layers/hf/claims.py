@@ -24,7 +24,10 @@ _LEAST = {
     **dict.fromkeys(("intermediate_size", "moe_intermediate_size", "num_experts", "num_local_experts"), 0),
 }
 _MOST = 1 << 40  # no dimension has more
-_MOST_LABELS = 1 << 17  # transformers makes a name for each
+_ELSEWHERE = {  # the most of fields at any depth, which transformers makes lists of
+    "num_labels": 1 << 17,
+    **dict.fromkeys(_LAYERS, 1 << 12),
+}
 _MOST_NESTED = 1 << 16  # in lists of lists, which some configs repeat
 _BOTH_PARTS = ("encoder_layers", "decoder_layers")  # where num_hidden_layers may mean the part that is missing
 _MODULES = 4, 200  # for each tensor of the files, and beside them
@@ -50,8 +53,8 @@ def check_counts(config: Mapping[str, Any], names: Iterable[str]) -> None:
             if name in _LAYERS and value > layers and not any(each in part for each in _BOTH_PARTS):
                 raise ValueError(f"{inside}{name} is {_shown(value)}, and the files hold {layers} layers")
     for field, value in _integers(config):
-        if field.rpartition(".")[2] == "num_labels" and value > _MOST_LABELS:
-            raise ValueError(f"{field} is {_shown(value)}: expected at most {_MOST_LABELS}")
+        if value > (most := _ELSEWHERE.get(field.rpartition(".")[2], value)):
+            raise ValueError(f"{field} is {_shown(value)}: expected at most {most}")
     for field, value in config.items():
         if (largest := max(_nested(value, 0), default=0)) > _MOST_NESTED:
             raise ValueError(f"{field} holds {_shown(largest)} in a list of lists: expected at most {_MOST_NESTED}")

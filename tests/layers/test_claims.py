@@ -77,6 +77,7 @@ def test_a_claim_beyond_the_files_is_refused_with_its_field(family: tuple[str, P
     [
         ({"num_labels": 10**9}, "num_labels is 1000000000: expected at most"),
         ({"attention_types": [[["global"], 10**10]]}, "attention_types holds 10000000000 in a list of lists"),
+        ({"vision_config": {"num_hidden_layers": 10**9}}, "vision_config.num_hidden_layers is 1000000000: expected at"),
         ({"text_config": {"num_hidden_layers": 3}}, "text_config.num_hidden_layers is 3, and the files hold 2 layers"),
         ({"model_type": "qwen2", "num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers is 1000000000"),
     ],
