@@ -178,8 +178,8 @@ class Guides:
     def unused(self, compiled: _Compiled) -> None:
         """Stop the compilation of a guide that no answer needs, and forget it if it is not worth its memory."""
         unfinished = not compiled.matcher.done()
-        if unfinished and compiled.trial is not None:
-            self._send(self._drop, compiled)
+        if unfinished:
+            self._send(self._drop, compiled)  # after its trial has begun, if that is under way
         refused = not unfinished and compiled.matcher.exception() is not None
         forgotten = unfinished or (refused and len(compiled.guide.source) > _LONG)
         if forgotten and self._compiled.get(compiled.guide) is compiled:

@@ -13,6 +13,7 @@ import inspect
 import os
 import re
 import signal
+import sys
 import types
 from collections import Counter
 from collections.abc import Iterator
@@ -169,6 +170,14 @@ def fuzz(request: pytest.FixtureRequest) -> Fuzz:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _compile_anew() -> Iterator[None]:
+    """torch compiles the same code for a few inputs only, counted over all tests of a process."""
+    yield
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()
 
 
 @pytest.fixture
