@@ -196,11 +196,26 @@ def agent_store(timeout: timedelta | None) -> tuple[dist.Store, int, int] | None
 
 
 def own_store(timeout: timedelta | None) -> tuple[dist.Store, int, int]:
-    """The result of :func:`agent_store` if rank 0 keeps the store instead."""
+    """The result of :func:`agent_store` if rank 0 keeps the store instead.
+
+    Processes that start a second time can reach rank 0's earlier store, which ends once rank 0 has left it too. A rank
+    that has lost its store therefore connects again.
+    """
     timeout = default_pg_timeout if timeout is None else timeout
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = _store_server(timeout) if rank == 0 else _store_client(timeout)
-    return dist.PrefixStore("shardfuse", store), rank, world
+    if rank == 0:
+        store = _store_server(timeout)
+        return dist.PrefixStore(start_name(store, rank, world, timeout), store), rank, world
+    deadline = time.monotonic() + timeout.total_seconds()
+    left = timeout
+    while True:
+        store = _store_client(left)
+        try:
+            return dist.PrefixStore(start_name(store, rank, world, left), store), rank, world
+        except dist.DistNetworkError:
+            left = timedelta(seconds=deadline - time.monotonic())
+            if left <= timedelta():
+                raise
 
 
 def _store_server(timeout: timedelta) -> dist.Store:

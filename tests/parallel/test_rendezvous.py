@@ -65,6 +65,27 @@ def test_a_rank_0_that_does_not_come_is_waited_for_so_long(server: dist.TCPStore
         _meet(server, 0, 2, timedelta(seconds=0.3))
 
 
+def test_a_rank_that_has_reached_an_earlier_store_goes_on_to_the_next(monkeypatch: pytest.MonkeyPatch):
+    """Without torchrun's agent, a process starts again while rank 0 still keeps the store of the start before."""
+    old = loopback_store()
+    port = old.port
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 1, "WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    for key, value in {LEADER: "shardfuse/old", "shardfuse/old/1": "before", "shardfuse/old/answers": "before"}.items():
+        old.set(key, value)
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(rendezvous.own_store, WAIT)
+        while old.get("shardfuse/old/1") == b"before":
+            assert not started.done()
+        del old  # which ends it
+        new = loopback_store(port)
+        name = start_name(new, 0, 2, WAIT)
+        store, rank, world = started.result()
+    assert (rank, world) == (1, 2)
+    store.set("of", "this start")
+    assert dist.PrefixStore(name, new).get("of") == b"this start"
+
+
 def test_without_a_store_of_torchruns_there_is_none(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     assert rendezvous.agent_store(None) is None
