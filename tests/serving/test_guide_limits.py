@@ -224,7 +224,7 @@ def test_a_program_ends_whatever_compiles(when: str):
         timeout=2 * LONG_S,
     )
     assert (program.returncode, program.stdout) == (0, "compiles\n"), program.stderr
-    leftovers.assert_none()
+    leftovers.assert_none(within=LONG_S)  # what has a low priority frees its memory slowly beside others
 
 
 @pytest.mark.parametrize(

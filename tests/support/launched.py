@@ -125,9 +125,9 @@ class Leftovers:
     def assert_none(self, within: float = 5.0) -> None:
         """Assert that nothing is left; processes being killed get a moment to end."""
         deadline = time.monotonic() + within
-        while self.processes() and time.monotonic() < deadline:
+        while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert self.processes() == []
+        assert not left, f"still there after {within} s: {left}"
         assert _shared_memory() - self._shared_before == set()
 
 
